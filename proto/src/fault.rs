@@ -1,0 +1,107 @@
+//! The one shape of an error that crosses the wire: which field, its value, the limit, and what to do.
+
+use std::fmt;
+
+/// What a caller may conclude. The gRPC code follows from it in `wire::status`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FaultKind {
+    /// The request is wrong whatever the state.
+    Invalid,
+    /// It contradicts something already accepted.
+    Conflict,
+    /// It names something that is not there.
+    NotFound,
+    /// Not in this state; it may be right later or earlier.
+    Precondition,
+    /// A newer incarnation has taken the rank.
+    Fenced,
+    /// It does not fit.
+    Exhausted,
+    /// It did not happen in time.
+    Deadline,
+    /// Bytes differ from their checksum.
+    Corrupt,
+    /// The server is going away, or is not reachable.
+    Unavailable,
+    /// A defect or a failed device on the server.
+    Internal,
+}
+
+impl FaultKind {
+    pub const ALL: [FaultKind; 10] = [
+        FaultKind::Invalid,
+        FaultKind::Conflict,
+        FaultKind::NotFound,
+        FaultKind::Precondition,
+        FaultKind::Fenced,
+        FaultKind::Exhausted,
+        FaultKind::Deadline,
+        FaultKind::Corrupt,
+        FaultKind::Unavailable,
+        FaultKind::Internal,
+    ];
+
+    /// The stable name on the wire.
+    pub fn name(self) -> &'static str {
+        match self {
+            FaultKind::Invalid => "INVALID",
+            FaultKind::Conflict => "CONFLICT",
+            FaultKind::NotFound => "NOT_FOUND",
+            FaultKind::Precondition => "PRECONDITION",
+            FaultKind::Fenced => "FENCED",
+            FaultKind::Exhausted => "EXHAUSTED",
+            FaultKind::Deadline => "DEADLINE",
+            FaultKind::Corrupt => "CORRUPT",
+            FaultKind::Unavailable => "UNAVAILABLE",
+            FaultKind::Internal => "INTERNAL",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<FaultKind> {
+        FaultKind::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    pub kind: FaultKind,
+    pub field: String,
+    pub value: String,
+    pub limit: String,
+    pub remedy: String,
+}
+
+impl Fault {
+    pub fn new(
+        kind: FaultKind,
+        field: impl Into<String>,
+        value: impl fmt::Display,
+        limit: impl fmt::Display,
+        remedy: impl Into<String>,
+    ) -> Fault {
+        Fault {
+            kind,
+            field: field.into(),
+            value: value.to_string(),
+            limit: limit.to_string(),
+            remedy: remedy.into(),
+        }
+    }
+
+    pub fn invalid(
+        field: impl Into<String>,
+        value: impl fmt::Display,
+        limit: impl fmt::Display,
+        remedy: impl Into<String>,
+    ) -> Fault {
+        Fault::new(FaultKind::Invalid, field, value, limit, remedy)
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is {}, but must be {}: {}", self.field, self.value, self.limit, self.remedy)
+    }
+}
+
+impl std::error::Error for Fault {}

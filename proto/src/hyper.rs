@@ -1,0 +1,105 @@
+//! Update rules and the hyperparameters of a param group.
+
+use std::{fmt, str::FromStr};
+
+use crate::fault::Fault;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rule {
+    AdamW,
+    Adam,
+    Sgd,
+    Lion,
+    Adagrad,
+}
+
+impl Rule {
+    pub const ALL: [Rule; 5] = [Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::Lion, Rule::Adagrad];
+
+    /// fp32 state arrays beside the master weights.
+    pub fn state_slots(self) -> usize {
+        match self {
+            Rule::AdamW | Rule::Adam => 2,
+            Rule::Sgd | Rule::Lion | Rule::Adagrad => 1,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Rule::AdamW => "adamw",
+            Rule::Adam => "adam",
+            Rule::Sgd => "sgd",
+            Rule::Lion => "lion",
+            Rule::Adagrad => "adagrad",
+        }
+    }
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Rule {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Self, Fault> {
+        let limit = "one of adamw, adam, sgd, lion, adagrad";
+        let found = Rule::ALL.into_iter().find(|rule| rule.name() == text);
+        found.ok_or_else(|| Fault::invalid("rule", text, limit, "name one of them"))
+    }
+}
+
+/// Hyperparameters of one param group for one step, in PyTorch's meaning.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct Hyper {
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    pub momentum: f64,
+    pub dampening: f64,
+    pub nesterov: bool,
+    pub lr_decay: f64,
+}
+
+impl Default for Hyper {
+    /// torch.optim.AdamW's, and no momentum or learning rate decay.
+    fn default() -> Self {
+        Hyper {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 1e-2,
+            momentum: 0.0,
+            dampening: 0.0,
+            nesterov: false,
+            lr_decay: 0.0,
+        }
+    }
+}
+
+impl Hyper {
+    /// Refuses NaN, infinities and values outside the rule's domain. `group` names the field in the error.
+    pub fn validate(&self, group: usize) -> Result<(), Fault> {
+        let check = |name: &str, value: f64, ok: bool, limit: &str| {
+            if ok && value.is_finite() {
+                return Ok(());
+            }
+            let field = format!("commit.groups[{group}].{name}");
+            Err(Fault::invalid(field, value, limit, "correct the hyperparameter and commit again"))
+        };
+        check("lr", self.lr, self.lr >= 0.0, "finite and at least 0")?;
+        check("beta1", self.beta1, (0.0..1.0).contains(&self.beta1), "in [0, 1)")?;
+        check("beta2", self.beta2, (0.0..1.0).contains(&self.beta2), "in [0, 1)")?;
+        check("eps", self.eps, self.eps >= 0.0, "finite and at least 0")?;
+        check("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "finite and at least 0")?;
+        check("momentum", self.momentum, (0.0..=1.0).contains(&self.momentum), "in [0, 1]")?;
+        check("dampening", self.dampening, (0.0..=1.0).contains(&self.dampening), "in [0, 1]")?;
+        check("lr_decay", self.lr_decay, self.lr_decay >= 0.0, "finite and at least 0")
+    }
+}

@@ -1,0 +1,172 @@
+//! What a job is: the part that must not change while it lives.
+
+use std::{fmt, str::FromStr};
+
+use crate::{
+    dtype::Dtype,
+    fault::{Fault, FaultKind},
+    hyper::Rule,
+    layout::{Layout, Param},
+    limits::{
+        BLOCK_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS,
+        MAX_WORLD_SIZE,
+    },
+};
+
+/// A name that is also a safe file name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct JobName(String);
+
+impl JobName {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Checks any name that becomes a folder: a job's, a checkpoint's.
+    pub fn parse(field: &str, text: &str) -> Result<JobName, Fault> {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        let right = (1..=MAX_JOB_NAME_BYTES).contains(&text.len()) && text.bytes().all(allowed);
+        if right && !text.starts_with('.') {
+            return Ok(JobName(text.to_string()));
+        }
+        let limit = format!("1 to {MAX_JOB_NAME_BYTES} of A-Z a-z 0-9 . _ - and not start with a dot");
+        Err(Fault::invalid(field, format!("{text:?}"), limit, "choose another name"))
+    }
+}
+
+impl fmt::Display for JobName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Where a shard's fp32 state lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TierKind {
+    Memory,
+    Shm,
+    Nvme,
+}
+
+impl fmt::Display for TierKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            TierKind::Memory => "memory",
+            TierKind::Shm => "shm",
+            TierKind::Nvme => "nvme",
+        })
+    }
+}
+
+impl FromStr for TierKind {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Self, Fault> {
+        match text {
+            "memory" => Ok(TierKind::Memory),
+            "shm" => Ok(TierKind::Shm),
+            "nvme" => Ok(TierKind::Nvme),
+            _ => Err(Fault::invalid("tier", text, "one of memory, shm, nvme", "name one of them")),
+        }
+    }
+}
+
+/// One training run. Built only by [`JobSpec::validate`]d constructors at the edge.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct JobSpec {
+    pub name: JobName,
+    pub params: Vec<Param>,
+    /// Names of the param groups; `Param::group` indexes them.
+    pub groups: Vec<String>,
+    pub rule: Rule,
+    pub gradient_dtype: Dtype,
+    pub image_dtype: Dtype,
+    pub world_size: u32,
+    pub micro_steps: u32,
+    /// 0: exact steps only. 1: the job has room for one delayed step.
+    pub max_delay: u32,
+    pub shard_elements: u64,
+    pub tier: TierKind,
+}
+
+impl JobSpec {
+    /// Checks every field against its limit and lays the parameters out.
+    pub fn validate(&self) -> Result<Layout, Fault> {
+        let range = |field: &str, value: u64, low: u64, high: u64| {
+            if (low..=high).contains(&value) {
+                return Ok(());
+            }
+            Err(Fault::invalid(format!("spec.{field}"), value, format!("in {low}..={high}"), "correct the job's spec"))
+        };
+        range("world_size", self.world_size.into(), 1, MAX_WORLD_SIZE.into())?;
+        range("micro_steps", self.micro_steps.into(), 1, MAX_MICRO_STEPS.into())?;
+        range("max_delay", self.max_delay.into(), 0, MAX_DELAY.into())?;
+        range("groups", self.groups.len() as u64, 1, MAX_GROUPS as u64)?;
+        range("shard_elements", self.shard_elements, BLOCK_ELEMENTS, MAX_SHARD_ELEMENTS)?;
+        if !self.shard_elements.is_multiple_of(BLOCK_ELEMENTS) {
+            let limit = format!("a multiple of the block, {BLOCK_ELEMENTS}");
+            return Err(Fault::invalid("spec.shard_elements", self.shard_elements, limit, "round it up"));
+        }
+        Layout::new(&self.params, self.groups.len(), self.shard_elements)
+    }
+
+    /// Contributions to a shard in one step.
+    pub fn contributions(&self) -> u64 {
+        u64::from(self.world_size) * u64::from(self.micro_steps)
+    }
+
+    /// Whether contributions are summed; a lone one is left as it came.
+    pub fn accumulates(&self) -> bool {
+        self.contributions() > 1
+    }
+
+    /// Steps whose gradients may be held at once.
+    pub fn gradient_slots(&self) -> usize {
+        1 + self.max_delay as usize
+    }
+
+    /// The first field in which `other` differs, as a fault; for a second open of the same job.
+    pub fn same_as(&self, other: &JobSpec) -> Result<(), Fault> {
+        let differs = |field: &str, ours: String, theirs: String| {
+            Err(Fault::new(
+                FaultKind::Conflict,
+                format!("spec.{field}"),
+                theirs,
+                format!("{ours}, as the job was opened"),
+                "open it with the same spec, choose another job name, or delete the job",
+            ))
+        };
+        if self.params != other.params {
+            let pairs = self.params.iter().zip(&other.params);
+            let first = pairs.enumerate().find(|(_, (ours, theirs))| ours != theirs);
+            return match first {
+                Some((index, (ours, theirs))) => {
+                    differs(&format!("params[{index}]"), ours.to_string(), theirs.to_string())
+                }
+                None => differs("params", self.params.len().to_string(), other.params.len().to_string()),
+            };
+        }
+        if self.groups != other.groups {
+            return differs("groups", format!("{:?}", self.groups), format!("{:?}", other.groups));
+        }
+        let fields = [
+            ("name", self.name.to_string(), other.name.to_string()),
+            ("rule", self.rule.to_string(), other.rule.to_string()),
+            ("gradient_dtype", self.gradient_dtype.to_string(), other.gradient_dtype.to_string()),
+            ("image_dtype", self.image_dtype.to_string(), other.image_dtype.to_string()),
+            ("world_size", self.world_size.to_string(), other.world_size.to_string()),
+            ("micro_steps", self.micro_steps.to_string(), other.micro_steps.to_string()),
+            ("max_delay", self.max_delay.to_string(), other.max_delay.to_string()),
+            ("shard_elements", self.shard_elements.to_string(), other.shard_elements.to_string()),
+            ("tier", self.tier.to_string(), other.tier.to_string()),
+        ];
+        for (field, ours, theirs) in fields {
+            if ours != theirs {
+                return differs(field, ours, theirs);
+            }
+        }
+        Ok(())
+    }
+}

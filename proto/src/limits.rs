@@ -1,0 +1,57 @@
+//! Every limit of the protocol, with the reason for its value. Relations between them are checked at compile time.
+
+/// Elements of a block: the unit of norms, checksums and parallel update. At 14 bytes of state and gradient an element
+/// a block is 900 KiB, so one block's working set stays in a core's 1 MiB L2.
+pub const BLOCK_ELEMENTS: u64 = 64 * 1024;
+/// Each parameter starts at a multiple of this: 64 fp32 elements are four cache lines, so no two parameters share one.
+pub const ALIGN_ELEMENTS: u64 = 64;
+/// Default shard: 16 MiB of fp32 master, 8 MiB on a 16-bit wire.
+pub const DEFAULT_SHARD_ELEMENTS: u64 = 4 * 1024 * 1024;
+/// Largest shard: 1 Gi elements. Offsets inside a shard fit 32 bits.
+pub const MAX_SHARD_ELEMENTS: u64 = 1 << 30;
+
+/// Payload of one data-plane message.
+pub const CHUNK_BYTES: usize = 1024 * 1024;
+/// What stock gRPC clients accept unless told otherwise.
+pub const STOCK_MESSAGE_BYTES: usize = 4 * 1024 * 1024;
+/// Room for the fields beside a chunk's payload: ids and the job's name.
+pub const CHUNK_HEADROOM_BYTES: usize = 4 * 1024;
+/// Largest control message: a `JobSpec` with as many parameters as a large mixture of experts (60,000 at 200 bytes).
+pub const MAX_CONTROL_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
+
+pub const MAX_JOB_NAME_BYTES: usize = 128;
+pub const MAX_PARAM_NAME_BYTES: usize = 512;
+pub const MAX_PARAM_DIMENSIONS: usize = 8;
+pub const MAX_PARAMS: usize = 1 << 20;
+pub const MAX_GROUPS: usize = 1024;
+pub const MAX_WORLD_SIZE: u32 = 4096;
+pub const MAX_MICRO_STEPS: u32 = 65536;
+pub const MAX_SERVERS: usize = 4096;
+/// Largest flat space of one job: 2^44 elements, 16 T parameters; byte counts stay far inside u64.
+pub const MAX_ELEMENTS: u64 = 1 << 44;
+/// Largest number of shards of one job; bounds per-shard bookkeeping before anything is allocated.
+pub const MAX_SHARDS: u64 = 1 << 20;
+/// A trainer's own resume data on a commit: random states and loader positions, not tensors.
+pub const MAX_TRAINER_STATE_BYTES: usize = 1024 * 1024;
+pub const MAX_PAUSE_REASON_BYTES: usize = 4096;
+/// Slices of one pull: a whole large model layer by layer.
+pub const MAX_PULL_SLICES: usize = 1 << 20;
+/// Images kept of each shard, by version parity.
+pub const IMAGES: u64 = 2;
+/// Steps a worker may be ahead of the decided version: one exact, one more delayed.
+pub const MAX_DELAY: u32 = 1;
+
+/// Longest wait of one call when the caller names none.
+pub const DEFAULT_DEADLINE_MS: u64 = 60_000;
+/// Longest wait a caller may ask for.
+pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
+
+const _: () = {
+    assert!(CHUNK_BYTES + CHUNK_HEADROOM_BYTES <= STOCK_MESSAGE_BYTES, "stock clients must be able to pull a chunk");
+    assert!(CHUNK_BYTES.is_multiple_of(4096), "chunks must stay page aligned inside a shard");
+    assert!(BLOCK_ELEMENTS.is_multiple_of(ALIGN_ELEMENTS), "blocks must start on aligned elements");
+    assert!(DEFAULT_SHARD_ELEMENTS.is_multiple_of(BLOCK_ELEMENTS), "shards are whole blocks");
+    assert!(MAX_SHARD_ELEMENTS.is_multiple_of(BLOCK_ELEMENTS), "shards are whole blocks");
+    assert!(MAX_SHARD_ELEMENTS * 4 <= u32::MAX as u64 + 1, "byte offsets inside a shard must fit 32 bits");
+    assert!(MAX_TRAINER_STATE_BYTES < STOCK_MESSAGE_BYTES, "a commit must fit one message");
+};

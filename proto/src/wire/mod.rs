@@ -1,0 +1,15 @@
+//! Generated messages and stubs, and the one place where they become domain types.
+
+mod convert;
+mod status;
+
+pub use convert::{chunk_from_wire, deadline, hyper_from_wire, parse_name};
+pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
+
+#[allow(clippy::all, unreachable_pub)]
+pub mod v1 {
+    tonic::include_proto!("longshore.v1");
+}
+
+/// The services' descriptors, for gRPC reflection.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/longshore.v1.bin"));

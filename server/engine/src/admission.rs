@@ -1,0 +1,102 @@
+//! What a job needs on one server, computed before anything is allocated, and the budget it must fit.
+
+use std::sync::{Arc, Mutex};
+
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId};
+
+/// Bytes of each kind that a job's shards take on one server.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Need {
+    /// fp32 master weights and optimizer state, in DRAM.
+    pub state: u64,
+    /// Two 16-bit (or fp32) images by version parity.
+    pub images: u64,
+    /// One wire-format buffer for each rank and step in flight.
+    pub contributions: u64,
+    /// fp32 sums over ranks and micro-steps.
+    pub accumulators: u64,
+}
+
+impl Need {
+    pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Need {
+        let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
+        let slots = spec.gradient_slots() as u64;
+        Need {
+            state: elements * 4 * (1 + spec.rule.state_slots() as u64),
+            images: elements * spec.image_dtype.bytes() * 2,
+            contributions: elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size),
+            accumulators: if spec.accumulates() { elements * 4 * slots } else { 0 },
+        }
+    }
+
+    pub fn total(&self) -> u64 {
+        self.state + self.images + self.contributions + self.accumulators
+    }
+}
+
+/// The server's memory, in bytes. Cheap to clone.
+#[derive(Clone)]
+pub struct Budget {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    total: u64,
+    reserved: Mutex<u64>,
+}
+
+/// Bytes promised to a job; given back on drop.
+pub struct Reservation {
+    budget: Budget,
+    bytes: u64,
+}
+
+impl Budget {
+    pub fn new(total: u64) -> Budget {
+        Budget { inner: Arc::new(Inner { total, reserved: Mutex::new(0) }) }
+    }
+
+    pub fn total(&self) -> u64 {
+        self.inner.total
+    }
+
+    pub fn reserved(&self) -> u64 {
+        *crate::lock(&self.inner.reserved)
+    }
+
+    /// Promises `need`, or says what is short.
+    pub fn reserve(&self, need: &Need) -> Result<Reservation, Fault> {
+        let mut reserved = crate::lock(&self.inner.reserved);
+        let free = self.inner.total - *reserved;
+        let bytes = need.total();
+        if bytes > free {
+            return Err(Fault::new(
+                FaultKind::Exhausted,
+                "memory",
+                format!(
+                    "{bytes} bytes (state {}, images {}, contributions {}, accumulators {})",
+                    need.state, need.images, need.contributions, need.accumulators
+                ),
+                format!("at most {free}: the budget is {}, other jobs hold {}", self.inner.total, *reserved),
+                format!(
+                    "it is short of {} bytes: raise --memory, add servers, or delete another job",
+                    bytes - free
+                ),
+            ));
+        }
+        *reserved += bytes;
+        Ok(Reservation { budget: self.clone(), bytes })
+    }
+}
+
+impl Reservation {
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        *crate::lock(&self.budget.inner.reserved) -= self.bytes;
+    }
+}

@@ -1,0 +1,183 @@
+//! The last commit as JSON, bit for bit. JSON has no NaN (the norm of a step that overflowed) and serde_json rounds
+//! most but not all decimals back to the same f64, while a resumed run needs the loss scale it was stopped with.
+
+use longshore_proto::{Commit, Hyper, Step};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+/// As Rust prints it: the shortest decimal that reads back as the same bits.
+#[derive(Clone, Copy)]
+struct Exact(f64);
+
+impl Serialize for Exact {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{:?}", self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for Exact {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Exact).map_err(|_| D::Error::custom(format!("{text:?} is not a number")))
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct CommitRecord {
+    step: Step,
+    skip: bool,
+    gradient_scale: Exact,
+    clip_coefficient: Exact,
+    compensation: Exact,
+    norm: Exact,
+    loss_scale: Exact,
+    groups: Vec<HyperRecord>,
+    /// Hex: as a JSON array each byte would take a line.
+    trainer_state: String,
+}
+
+#[derive(Serialize, Deserialize)]
+struct HyperRecord {
+    lr: Exact,
+    beta1: Exact,
+    beta2: Exact,
+    eps: Exact,
+    weight_decay: Exact,
+    momentum: Exact,
+    dampening: Exact,
+    nesterov: bool,
+    lr_decay: Exact,
+}
+
+impl From<&Hyper> for HyperRecord {
+    fn from(hyper: &Hyper) -> HyperRecord {
+        // Taken apart field by field, so that a new one cannot be forgotten here.
+        let Hyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay } = *hyper;
+        HyperRecord {
+            lr: Exact(lr),
+            beta1: Exact(beta1),
+            beta2: Exact(beta2),
+            eps: Exact(eps),
+            weight_decay: Exact(weight_decay),
+            momentum: Exact(momentum),
+            dampening: Exact(dampening),
+            nesterov,
+            lr_decay: Exact(lr_decay),
+        }
+    }
+}
+
+impl From<HyperRecord> for Hyper {
+    fn from(record: HyperRecord) -> Hyper {
+        Hyper {
+            lr: record.lr.0,
+            beta1: record.beta1.0,
+            beta2: record.beta2.0,
+            eps: record.eps.0,
+            weight_decay: record.weight_decay.0,
+            momentum: record.momentum.0,
+            dampening: record.dampening.0,
+            nesterov: record.nesterov,
+            lr_decay: record.lr_decay.0,
+        }
+    }
+}
+
+/// For `#[serde(with = "exact::commit")]`.
+pub(super) mod commit {
+    use super::*;
+
+    pub(crate) fn serialize<S: Serializer>(commit: &Option<Commit>, serializer: S) -> Result<S::Ok, S::Error> {
+        commit.as_ref().map(record).serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Commit>, D::Error> {
+        let Some(record) = Option::<CommitRecord>::deserialize(deserializer)? else { return Ok(None) };
+        let trainer_state =
+            unhex(&record.trainer_state).ok_or_else(|| D::Error::custom("trainer_state is not hex"))?;
+        Ok(Some(Commit {
+            step: record.step,
+            skip: record.skip,
+            gradient_scale: record.gradient_scale.0,
+            clip_coefficient: record.clip_coefficient.0,
+            compensation: record.compensation.0,
+            groups: record.groups.into_iter().map(Hyper::from).collect(),
+            norm: record.norm.0,
+            loss_scale: record.loss_scale.0,
+            trainer_state,
+        }))
+    }
+}
+
+fn record(commit: &Commit) -> CommitRecord {
+    let Commit {
+        step,
+        skip,
+        gradient_scale,
+        clip_coefficient,
+        compensation,
+        groups,
+        norm,
+        loss_scale,
+        trainer_state,
+    } = commit;
+    CommitRecord {
+        step: *step,
+        skip: *skip,
+        gradient_scale: Exact(*gradient_scale),
+        clip_coefficient: Exact(*clip_coefficient),
+        compensation: Exact(*compensation),
+        norm: Exact(*norm),
+        loss_scale: Exact(*loss_scale),
+        groups: groups.iter().map(HyperRecord::from).collect(),
+        trainer_state: hex(trainer_state),
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let digit = |nibble: u8| char::from_digit(nibble.into(), 16).unwrap_or('0');
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
+}
+
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
+    let pairs = text.as_bytes().chunks(2);
+    pairs.map(|pair| Some(digit(*pair.first()?)? << 4 | digit(*pair.get(1)?)?)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Serialize, Deserialize)]
+    struct Holder {
+        #[serde(with = "commit")]
+        commit: Option<Commit>,
+    }
+
+    proptest! {
+        #[test]
+        fn every_bit_returns(bits in prop::array::uniform5(any::<u64>()), state in prop::collection::vec(any::<u8>(), 0..40)) {
+            let [scale, clip, norm, loss_scale, lr] = bits.map(f64::from_bits);
+            let commit = Commit {
+                step: Step(7),
+                skip: true,
+                gradient_scale: scale,
+                clip_coefficient: clip,
+                compensation: 0.1,
+                groups: vec![Hyper { lr, ..Hyper::default() }],
+                norm,
+                loss_scale,
+                trainer_state: state.clone(),
+            };
+            let text = serde_json::to_string(&Holder { commit: Some(commit) }).unwrap();
+            let back = serde_json::from_str::<Holder>(&text).unwrap().commit.unwrap();
+            let same = |a: f64, b: f64| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+            prop_assert!(same(back.gradient_scale, scale) && same(back.clip_coefficient, clip));
+            prop_assert!(same(back.norm, norm) && same(back.loss_scale, loss_scale));
+            prop_assert!(same(back.groups[0].lr, lr) && same(back.compensation, 0.1));
+            prop_assert_eq!(back.trainer_state, state);
+        }
+    }
+}

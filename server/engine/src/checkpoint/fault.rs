@@ -1,0 +1,46 @@
+//! What can go wrong with files, in words an operator can act on.
+
+use std::{fmt, io, path::Path};
+
+use longshore_proto::{Fault, FaultKind};
+
+pub(super) const FIELD: &str = "checkpoint";
+const ANOTHER: &str = "restore another checkpoint (ListCheckpoints names them), or copy this file again from its source";
+
+/// For `map_err`: an I/O error with its path and what was being done.
+pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Fault {
+    let path = path.display().to_string();
+    move |error| {
+        let value = format!("{path} ({doing}: {error})");
+        match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                let remedy = "free space there, prune old checkpoints, or choose another checkpoint folder";
+                Fault::new(FaultKind::Exhausted, FIELD, value, "small enough for the file system", remedy)
+            }
+            io::ErrorKind::NotFound => {
+                let remedy = "check the checkpoint folder's path and that its file system is mounted";
+                Fault::new(FaultKind::NotFound, FIELD, value, "present", remedy)
+            }
+            io::ErrorKind::UnexpectedEof => corrupt(value, "as long as the manifest says"),
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                let remedy = "give the server's user the right to read and write the checkpoint folder";
+                Fault::new(FaultKind::Precondition, FIELD, value, "accessible", remedy)
+            }
+            _ => {
+                let remedy = "see the kernel's log for the device, or choose another checkpoint folder";
+                Fault::new(FaultKind::Internal, FIELD, value, "done without an I/O error", remedy)
+            }
+        }
+    }
+}
+
+/// Bytes differ from what was written.
+pub(super) fn corrupt(value: impl fmt::Display, limit: impl fmt::Display) -> Fault {
+    Fault::new(FaultKind::Corrupt, FIELD, value, limit, ANOTHER)
+}
+
+/// A defect: something the writer makes cannot be encoded.
+pub(super) fn defect(path: &Path, error: impl fmt::Display) -> Fault {
+    let value = format!("{} ({error})", path.display());
+    Fault::new(FaultKind::Internal, FIELD, value, "encodable", "report this as a defect of Longshore")
+}

@@ -1,0 +1,160 @@
+//! Files that appear whole or not at all.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::Write,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use longshore_proto::Fault;
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    io::Errno,
+};
+
+use super::fault::io;
+
+/// Between the final name and what makes a temporary one unique.
+const TEMPORARY: &str = ".tmp-";
+
+/// A file under a temporary name. Dropped without [`Draft::publish`] it leaves nothing behind, its folder included if
+/// that is empty.
+pub(super) struct Draft {
+    pub(super) file: Arc<File>,
+    temporary: PathBuf,
+    target: PathBuf,
+    published: bool,
+}
+
+impl Draft {
+    pub(super) fn create(target: PathBuf) -> Result<Draft, Fault> {
+        static COUNTER: AtomicU64 = AtomicU64::new(0);
+        let unique = format!("{TEMPORARY}{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
+        let mut temporary = target.clone().into_os_string();
+        temporary.push(unique);
+        let temporary = PathBuf::from(temporary);
+        let folder = parent(&target);
+        create_folder(folder)?;
+        // Weights are as private as the training data.
+        let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary);
+        let file = Arc::new(opened.map_err(io("create", &temporary))?);
+        Ok(Draft { file, temporary, target, published: false })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.target
+    }
+
+    /// Reserves the space of the whole file, so that a full disk is found before training is slowed by a single byte.
+    pub(super) fn reserve(&self, bytes: u64) -> Result<(), Fault> {
+        match fallocate(&self.file, FallocateFlags::empty(), 0, bytes) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP) => {
+                tracing::debug!(path = %self.target.display(), "the file system cannot reserve space");
+                Ok(())
+            }
+            Err(error) => Err(io("reserve space", &self.target)(error.into())),
+        }
+    }
+
+    /// Flushes the bytes, then gives the file its name, then flushes the folder: after a crash the name is never there
+    /// without the bytes.
+    pub(super) fn publish(mut self) -> Result<(), Fault> {
+        self.file.sync_all().map_err(io("fsync", &self.temporary))?;
+        fs::rename(&self.temporary, &self.target).map_err(io("rename", &self.temporary))?;
+        self.published = true;
+        sync_folder(parent(&self.target))
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if self.published {
+            return;
+        }
+        if let Err(error) = fs::remove_file(&self.temporary) {
+            tracing::warn!(path = %self.temporary.display(), %error, "could not remove an unfinished file");
+        }
+        // Refused by the system unless they are empty.
+        let folder = parent(&self.target);
+        let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
+    }
+}
+
+/// Writes a small file whole.
+pub(super) fn publish(target: PathBuf, bytes: &[u8]) -> Result<(), Fault> {
+    let draft = Draft::create(target)?;
+    (&*draft.file).write_all(bytes).map_err(io("write", draft.path()))?;
+    draft.publish()
+}
+
+/// What a killed server left of earlier attempts at this file. Only this file's writer may call it.
+pub(super) fn remove_drafts(target: &Path) {
+    let Some(name) = target.file_name().and_then(|name| name.to_str()) else { return };
+    let prefix = format!("{name}{TEMPORARY}");
+    for entry in fs::read_dir(parent(target)).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(|name| name.starts_with(&prefix)) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+pub(super) fn sync_folder(folder: &Path) -> Result<(), Fault> {
+    let opened = File::open(folder).map_err(io("open", folder))?;
+    opened.sync_all().map_err(io("fsync", folder))
+}
+
+/// With each new folder's entry flushed into its parent.
+fn create_folder(folder: &Path) -> Result<(), Fault> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    let above = parent(folder);
+    create_folder(above)?;
+    match fs::create_dir(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            Err(io("create folder", folder)(error))
+        }
+        _ => sync_folder(above),
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::FaultKind;
+
+    use super::*;
+
+    #[test]
+    fn a_reservation_that_does_not_fit_leaves_nothing_behind() {
+        let root = tempfile::tempdir().unwrap();
+        let draft = Draft::create(root.path().join("job/name/part")).unwrap();
+        let fault = draft.reserve(1 << 62).unwrap_err();
+        drop(draft);
+        assert_eq!(fault.kind, FaultKind::Exhausted, "{fault}");
+        assert!(fault.value.contains("job/name/part"), "{fault}");
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn drafts_of_a_killed_server_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("part");
+        std::mem::forget(Draft::create(target.clone()).unwrap());
+        publish(root.path().join("other"), b"x").unwrap();
+        remove_drafts(&target);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,130 @@
+//! One server's entry of the manifest. Small whatever the model's size, since it travels in gRPC messages: what grows
+//! with the model (block hashes, spec, trainer state) lies in the part file, and here only its digest.
+
+use std::fmt;
+
+use longshore_proto::{Dtype, Fault, JobName, JobSpec, ShardId, Version};
+use serde::{Deserialize, Serialize};
+
+use crate::job::StoredImages;
+
+/// What [`Store::write`](super::Store::write) returns and `seal` takes, as JSON. Digests are BLAKE3, in hex.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// File name, in the checkpoint's folder.
+    pub file: String,
+    pub bytes: u64,
+    pub job: JobName,
+    /// Index among the job's servers, and their number.
+    pub server: u32,
+    pub servers: u32,
+    pub version: Version,
+    pub applied: u64,
+    pub images: StoredImages,
+    /// Of the job's spec, as JSON: the same in every part.
+    pub spec: String,
+    /// Of the last commit, as JSON: the same in every part.
+    pub commit: String,
+    /// Of the file's length prefix and JSON header.
+    pub header: String,
+    /// Of the file from the first hash table to its end.
+    pub tail: String,
+    /// In the order of their data, which is that of the rows in the hash tables.
+    pub shards: Vec<PartShard>,
+}
+
+/// Where a shard lies in the flat space. Where it lies in the file, the safetensors header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartShard {
+    pub shard: ShardId,
+    /// First element in the flat space.
+    pub start: u64,
+    pub elements: u64,
+}
+
+impl Part {
+    /// The name that server `server` of `servers` writes under. Counted from 1, as Hugging Face's model files are.
+    pub fn file_name(server: u32, servers: u32) -> String {
+        format!("server-{:05}-of-{servers:05}.safetensors", server + 1)
+    }
+
+    /// As the RPC returns it.
+    pub fn to_json(&self) -> Result<String, Fault> {
+        serde_json::to_string(self).map_err(|error| super::fault::defect(self.file.as_ref(), error))
+    }
+}
+
+/// An array of a shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Array {
+    Master,
+    First,
+    Second,
+    Image,
+    OlderImage,
+}
+
+impl Array {
+    /// The fp32 arrays that a rule has, in the order in which a block's hash takes them.
+    pub(super) fn state(spec: &JobSpec) -> &'static [Array] {
+        &[Array::Master, Array::First, Array::Second][..1 + spec.rule.state_slots()]
+    }
+
+    pub(super) fn dtype(self, spec: &JobSpec) -> Dtype {
+        match self {
+            Array::Master | Array::First | Array::Second => Dtype::F32,
+            Array::Image | Array::OlderImage => spec.image_dtype,
+        }
+    }
+
+    /// The tensor's name in a part.
+    pub(super) fn of(self, shard: ShardId) -> String {
+        format!("shard.{:06}.{self}", shard.0)
+    }
+}
+
+impl fmt::Display for Array {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Array::Master => "master",
+            Array::First => "first",
+            Array::Second => "second",
+            Array::Image => "image",
+            Array::OlderImage => "older_image",
+        })
+    }
+}
+
+/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Table {
+    /// Of master, first and second together, as the state hash takes them: one pass over the state serves both.
+    State,
+    Image,
+    OlderImage,
+}
+
+impl Table {
+    pub(super) fn stored(images: StoredImages) -> &'static [Table] {
+        let count = match images {
+            StoredImages::None => 1,
+            StoredImages::Current => 2,
+            StoredImages::Both => 3,
+        };
+        &[Table::State, Table::Image, Table::OlderImage][..count]
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Table::State => "hashes.state",
+            Table::Image => "hashes.image",
+            Table::OlderImage => "hashes.older_image",
+        }
+    }
+}
+
+/// Tensors of a part's tail beside the tables: JSON as bytes.
+pub(super) const SPEC: &str = "job.spec";
+pub(super) const COMMIT: &str = "job.commit";
+/// The hash of one block.
+pub(super) const HASH_BYTES: u64 = 32;

@@ -1,0 +1,165 @@
+//! Where everything lies in a part, decided before the version is known, so that space is reserved and each shard can be
+//! written by whichever thread captures it.
+//!
+//! ```text
+//! 8 bytes   length of the header
+//! header    JSON, padded with spaces to its largest possible size and to whole pages
+//! data      shard.000000.master, .first, .second, .image; then the next shard's
+//!           shard.000000.older_image; then the next shard's
+//! tail      hashes.state, hashes.image, hashes.older_image, job.spec, job.commit
+//! ```
+//!
+//! What may be missing (the older image) or vary in size (the commit) comes last, so that cutting the file there keeps
+//! every offset before it, and the format's rule of no holes. The header is written last: without it no reader takes
+//! an unfinished file for a part.
+
+use std::collections::HashMap;
+
+use longshore_proto::{
+    JobSpec, Layout, ShardId, Version,
+    limits::{BLOCK_ELEMENTS, MAX_TRAINER_STATE_BYTES},
+};
+use safetensors::{Dtype, SafeTensorError, tensor::Metadata, tensor::TensorInfo};
+
+use super::part::{Array, COMMIT, HASH_BYTES, SPEC, Table};
+use crate::job::StoredImages;
+
+/// What the safetensors crate and Python package accept as a header.
+pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Data start on a page, so that a reader may map them.
+const PAGE: u64 = 4096;
+/// JSON of a commit without groups and trainer state, and of one group: both about twice what they can take.
+const COMMIT_BYTES: u64 = 1024;
+const GROUP_BYTES: u64 = 1024;
+
+pub(super) struct Plan<'a> {
+    pub(super) spec: &'a JobSpec,
+    pub(super) layout: &'a Layout,
+    pub(super) shards: &'a [ShardId],
+    pub(super) server: u32,
+    pub(super) servers: u32,
+    pub(super) spec_bytes: u64,
+}
+
+/// What only the capture tells.
+#[derive(Clone, Copy)]
+pub(super) struct Found {
+    pub(super) version: Version,
+    pub(super) images: StoredImages,
+    pub(super) commit_bytes: u64,
+}
+
+/// A header and what it lays out.
+pub(super) struct Header {
+    /// Length prefix included.
+    pub(super) bytes: Vec<u8>,
+    /// Bytes of the data before the first hash table.
+    pub(super) tail: u64,
+    /// Bytes of all data.
+    pub(super) data: u64,
+}
+
+impl Plan<'_> {
+    /// The most that a job's part can turn out to need.
+    pub(super) fn largest(&self) -> Found {
+        let delayed = self.spec.max_delay >= 1;
+        let groups = self.spec.groups.len() as u64 * GROUP_BYTES;
+        Found {
+            version: Version(u64::MAX),
+            images: if delayed { StoredImages::Both } else { StoredImages::None },
+            commit_bytes: COMMIT_BYTES + groups + 2 * MAX_TRAINER_STATE_BYTES as u64,
+        }
+    }
+
+    /// Bytes from one shard's data to the next's, older images apart.
+    fn near(&self) -> impl Iterator<Item = Array> {
+        let image = (self.spec.max_delay >= 1).then_some(Array::Image);
+        Array::state(self.spec).iter().copied().chain(image)
+    }
+
+    /// Data offset of each array of each shard, in file order.
+    pub(super) fn arrays(&self, images: StoredImages) -> Vec<(ShardId, Array, u64)> {
+        let mut arrays = Vec::new();
+        let mut offset = 0;
+        let mut place = |shard: ShardId, array: Array| {
+            arrays.push((shard, array, offset));
+            offset += self.layout.shard_len(shard) * array.dtype(self.spec).bytes();
+        };
+        for &shard in self.shards {
+            self.near().for_each(|array| place(shard, array));
+        }
+        if images == StoredImages::Both {
+            self.shards.iter().for_each(|&shard| place(shard, Array::OlderImage));
+        }
+        arrays
+    }
+
+    /// The header for what was found, without padding.
+    pub(super) fn header(&self, found: Found) -> Result<Header, SafeTensorError> {
+        let mut tensors = Vec::new();
+        let mut end = 0;
+        for (shard, array, offset) in self.arrays(found.images) {
+            let dtype = array.dtype(self.spec);
+            let elements = self.layout.shard_len(shard);
+            end = offset + elements * dtype.bytes();
+            tensors.push((array.of(shard), info(tensor_dtype(dtype), &[elements], offset, end)));
+        }
+        let tail = end;
+        let blocks: u64 = self.shards.iter().map(|&shard| self.layout.shard_len(shard) / BLOCK_ELEMENTS).sum();
+        let mut add = |name: &str, shape: &[u64]| {
+            let start = end;
+            end += shape.iter().product::<u64>();
+            tensors.push((name.to_string(), info(Dtype::U8, shape, start, end)));
+        };
+        for table in Table::stored(found.images) {
+            add(table.name(), &[blocks, HASH_BYTES]);
+        }
+        add(SPEC, &[self.spec_bytes]);
+        add(COMMIT, &[found.commit_bytes]);
+        let json = serde_json::to_vec(&Metadata::new(Some(self.metadata(found)), tensors)?)?;
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(json);
+        Ok(Header { bytes, tail, data: end })
+    }
+
+    fn metadata(&self, found: Found) -> HashMap<String, String> {
+        let entries = [
+            ("format", "longshore-checkpoint".to_string()),
+            ("job", self.spec.name.to_string()),
+            ("version", found.version.0.to_string()),
+            ("server", (self.server + 1).to_string()),
+            ("servers", self.servers.to_string()),
+        ];
+        entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+    }
+}
+
+impl Header {
+    /// Where the data start when this is the largest header.
+    pub(super) fn data_start(&self) -> u64 {
+        (self.bytes.len() as u64).next_multiple_of(PAGE)
+    }
+
+    /// Fills up with the spaces that the format allows. False when the header is longer than planned.
+    pub(super) fn pad(&mut self, data_start: u64) -> bool {
+        if self.bytes.len() as u64 > data_start {
+            return false;
+        }
+        self.bytes.resize(data_start as usize, b' ');
+        self.bytes[..8].copy_from_slice(&(data_start - 8).to_le_bytes());
+        true
+    }
+}
+
+fn info(dtype: Dtype, shape: &[u64], start: u64, end: u64) -> TensorInfo {
+    let shape = shape.iter().map(|&side| side as usize).collect();
+    TensorInfo { dtype, shape, data_offsets: (start as usize, end as usize) }
+}
+
+pub(super) fn tensor_dtype(dtype: longshore_proto::Dtype) -> Dtype {
+    match dtype {
+        longshore_proto::Dtype::F32 => Dtype::F32,
+        longshore_proto::Dtype::F16 => Dtype::F16,
+        longshore_proto::Dtype::Bf16 => Dtype::BF16,
+    }
+}

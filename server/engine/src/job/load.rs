@@ -1,0 +1,208 @@
+//! A job's first weights: uploaded by rank 0, or read from a checkpoint.
+
+use longshore_proto::{ChunkId, Commit, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Version};
+
+use super::{Job, buffers::image_blocks, compute::BLOCK};
+use crate::{
+    kernels::{State, cast},
+    lock,
+    step::Refusal,
+};
+
+/// Which chunks of which owned shard are uploaded, with their checksums.
+pub(super) struct Load {
+    seals: Vec<Vec<Option<u32>>>,
+    source: Source,
+}
+
+/// Where the weights come from. Decided under `Load`'s lock, so that an upload never writes into a shard that a restore
+/// has filled, nor into a job that has started since it was admitted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Source {
+    Upload,
+    Restore,
+    Complete,
+}
+
+/// Which images of a delayed job's shards are stored beside their state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StoredImages {
+    /// None: the current image is the rounded master weights.
+    None,
+    Current,
+    /// The current one and the one of the version before.
+    Both,
+}
+
+/// One shard's state and images as a checkpoint gives them.
+pub struct LoadedShard<'a> {
+    pub state: State<'a>,
+    /// The image of the version before, when the checkpoint has it: filled by the loader.
+    pub older_image: Option<&'a mut [u8]>,
+    /// The current image, when it is not simply the rounded master weights.
+    pub image: Option<&'a mut [u8]>,
+}
+
+impl Load {
+    pub(super) fn new(layout: &Layout, owned: &[ShardId]) -> Load {
+        let chunks = |&shard: &ShardId| vec![None; layout.chunks(shard, Dtype::F32) as usize];
+        Load { seals: owned.iter().map(chunks).collect(), source: Source::Upload }
+    }
+
+    /// Chunks uploaded before are forgotten: the restore overwrites them.
+    fn begin_restore(&mut self) -> Result<(), Fault> {
+        if self.source != Source::Upload {
+            let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
+            return Err(Fault::new(FaultKind::Precondition, "job.phase", "being restored", "loading", remedy));
+        }
+        self.source = Source::Restore;
+        self.seals.iter_mut().for_each(|seals| seals.fill(None));
+        Ok(())
+    }
+
+    fn check_upload(&self, version: Version) -> Result<(), Fault> {
+        match self.source {
+            Source::Upload => Ok(()),
+            Source::Complete => Err(Refusal::NotLoading { version }.into()),
+            Source::Restore => {
+                let remedy = "wait for the restore in progress, then continue from the job's version";
+                Err(Fault::new(FaultKind::Precondition, "job.phase", "being restored", "loading", remedy))
+            }
+        }
+    }
+
+    pub(super) fn missing(&self, owned: &[ShardId]) -> Vec<ShardId> {
+        let shards = owned.iter().zip(&self.seals);
+        shards.filter(|(_, seals)| seals.iter().any(Option::is_none)).map(|(&shard, _)| shard).collect()
+    }
+
+    fn finish(&mut self) {
+        self.seals.iter_mut().for_each(Vec::clear);
+        self.source = Source::Complete;
+    }
+}
+
+impl Job {
+    /// Stores a chunk of fp32 initial weights. With the last one the job starts at version 0.
+    pub fn upload(
+        &self,
+        incarnation: Incarnation,
+        shard: ShardId,
+        chunk: ChunkId,
+        crc32: u32,
+        payload: &[u8],
+    ) -> Result<(), Fault> {
+        let owned = {
+            let machine = lock(&self.machine);
+            machine.check_loading()?;
+            machine.check_rank_zero(incarnation)?;
+            machine.owned_index(shard)?
+        };
+        let chunks = self.layout.chunks(shard, Dtype::F32);
+        let Some(range) = self.layout.chunk_bytes(shard, chunk, Dtype::F32) else {
+            return Err(Refusal::UnknownChunk { shard, chunk, chunks }.into());
+        };
+        if payload.len() as u64 != range.end - range.start {
+            let limit = format!("{} bytes", range.end - range.start);
+            let remedy = "chunks are 1 MiB, the last one of a shard what is left";
+            return Err(Fault::invalid("payload", format!("{} bytes", payload.len()), limit, remedy));
+        }
+        let mut load = lock(&self.load);
+        load.check_upload(Version(0))?;
+        match load.seals[owned].get(chunk.0 as usize).copied().flatten() {
+            Some(earlier) if earlier == crc32 => return Ok(()),
+            Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
+            None => {}
+        }
+        self.tier.update(owned, Version(0), &mut |state| {
+            let target = &mut bytemuck::cast_slice_mut::<f32, u8>(state.master)[range.start as usize..];
+            target[..payload.len()].copy_from_slice(payload);
+        })?;
+        load.seals[owned][chunk.0 as usize] = Some(crc32);
+        if load.missing(&self.owned).is_empty() {
+            load.finish();
+            drop(load);
+            return self.start(Version(0), 0, None);
+        }
+        Ok(())
+    }
+
+    /// Fills every shard through `read` and starts at a checkpoint's version. After an error the job is still loading
+    /// and may be loaded again.
+    pub fn load(
+        &self,
+        version: Version,
+        applied: u64,
+        commit: Option<Commit>,
+        images: StoredImages,
+        read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        lock(&self.machine).check_loading()?;
+        lock(&self.load).begin_restore()?;
+        let result = self.load_shards(version, images, read).and_then(|()| {
+            lock(&self.load).finish();
+            self.start(version, applied, commit)
+        });
+        if result.is_err() {
+            self.forget_images();
+            *lock(&self.load) = Load::new(&self.layout, &self.owned);
+        }
+        result
+    }
+
+    fn load_shards(
+        &self,
+        version: Version,
+        images: StoredImages,
+        read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let with_older = images == StoredImages::Both && version.0 > 0;
+        for (owned, &shard) in self.owned.iter().enumerate() {
+            let pair = &self.buffers.shards[owned].images;
+            let mut current = pair[version.0 as usize % 2].write().unwrap_or_else(|poison| poison.into_inner());
+            let mut older = pair[(version.0 as usize + 1) % 2].write().unwrap_or_else(|poison| poison.into_inner());
+            let mut result = Ok(());
+            self.tier.update(owned, version, &mut |state| {
+                let image = (images != StoredImages::None).then(|| current.region.bytes_mut());
+                let older_image = with_older.then(|| older.region.bytes_mut());
+                result = read(shard, LoadedShard { state, older_image, image });
+            })?;
+            result?;
+            current.version = (images != StoredImages::None).then_some(version);
+            older.version = with_older.then(|| Version(version.0 - 1));
+        }
+        Ok(())
+    }
+
+    /// What a failed load left must not pass for an image of the next one's versions.
+    fn forget_images(&self) {
+        for image in self.buffers.shards.iter().flat_map(|shard| &shard.images) {
+            image.write().unwrap_or_else(|poison| poison.into_inner()).version = None;
+        }
+    }
+
+    /// Makes the current image where none was loaded, and opens the job for steps.
+    fn start(&self, version: Version, applied: u64, commit: Option<Commit>) -> Result<(), Fault> {
+        for (owned, buffers) in self.buffers.shards.iter().enumerate() {
+            let image = &buffers.images[version.0 as usize % 2];
+            let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
+            if image.version == Some(version) {
+                continue;
+            }
+            let region = &mut image.region;
+            self.tier.read(owned, &mut |state| {
+                let images = image_blocks(region, self.spec.image_dtype, BLOCK);
+                let blocks = state.master.chunks(BLOCK).zip(images).collect();
+                self.compute.blocks(blocks, |(master, image)| cast(self.compute.isa(), master, image));
+            })?;
+            image.version = Some(version);
+        }
+        let started = lock(&self.machine).loaded(version, applied, commit);
+        self.notify();
+        started.map_err(|refusal| {
+            let fault = Fault::from(refusal);
+            Fault { kind: FaultKind::Conflict, ..fault }
+        })
+    }
+}

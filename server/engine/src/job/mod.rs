@@ -1,0 +1,273 @@
+//! One job on one server: the state machine, its buffers, its tier, and the compute that moves it.
+//!
+//! Events may come from any thread. What they ask to be computed is returned as [`Work`], which one compute thread a
+//! job performs in order; everything else returns at once or waits with a deadline.
+
+mod buffers;
+mod compute;
+mod load;
+mod read;
+mod receive;
+mod snapshot;
+mod update;
+
+use std::{
+    sync::{
+        Arc, Condvar, Mutex, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use longshore_proto::{
+    Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step, TierKind,
+};
+
+pub use compute::Compute;
+pub use load::{LoadedShard, StoredImages};
+pub use read::ImageRead;
+pub use receive::Stored;
+pub use snapshot::{Captured, SnapshotInfo};
+
+use self::{buffers::Buffers, load::Load, snapshot::Snapshot};
+use crate::{
+    admission::{Budget, Need, Reservation},
+    lock,
+    step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
+    tier::{MemoryTier, Tier},
+};
+
+/// Called after every change that somebody may wait for.
+pub type Observer = Box<dyn Fn() + Send + Sync>;
+
+pub struct Job {
+    spec: Arc<JobSpec>,
+    layout: Arc<Layout>,
+    placement: Placement,
+    server: ServerId,
+    owned: Vec<ShardId>,
+    machine: Mutex<Machine>,
+    changed: Condvar,
+    observer: Observer,
+    buffers: Buffers,
+    tier: Box<dyn Tier>,
+    compute: Arc<Compute>,
+    load: Mutex<Load>,
+    snapshots: Mutex<Vec<Arc<Snapshot>>>,
+    /// Set once when a tier failed: from then on nothing is accepted.
+    failed: OnceLock<Fault>,
+    pushed_bytes: AtomicU64,
+    pulled_bytes: AtomicU64,
+    reservation: Reservation,
+}
+
+impl Job {
+    /// Validates, admits, allocates and touches all the job will ever need here.
+    pub fn open(
+        spec: JobSpec,
+        placement: Placement,
+        server: ServerId,
+        budget: &Budget,
+        compute: Arc<Compute>,
+        observer: Observer,
+    ) -> Result<Job, Fault> {
+        let layout = spec.validate()?;
+        placement.validate(layout.shards())?;
+        if server.0 as usize >= placement.servers.len() {
+            let limit = format!("below {}, the number of servers", placement.servers.len());
+            return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
+        }
+        if spec.tier != TierKind::Memory {
+            let remedy = "open the job with the memory tier";
+            return Err(Fault::invalid("spec.tier", spec.tier, "memory, the only tier of this version", remedy));
+        }
+        let owned = placement.owned(server);
+        let reservation = budget.reserve(&Need::of(&spec, &layout, &owned))?;
+        let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+        let exhausted = |error: crate::memory::AllocationError| {
+            Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
+        };
+        let buffers = Buffers::allocate(&spec, &lengths).map_err(exhausted)?;
+        let tier = MemoryTier::allocate(&lengths, spec.rule.state_slots()).map_err(exhausted)?;
+        let load = Load::new(&layout, &owned);
+        let (spec, layout) = (Arc::new(spec), Arc::new(layout));
+        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
+        Ok(Job {
+            spec,
+            layout,
+            placement,
+            server,
+            owned,
+            machine: Mutex::new(machine),
+            changed: Condvar::new(),
+            observer,
+            buffers,
+            tier: Box::new(tier),
+            compute,
+            load: Mutex::new(load),
+            snapshots: Mutex::new(Vec::new()),
+            failed: OnceLock::new(),
+            pushed_bytes: AtomicU64::new(0),
+            pulled_bytes: AtomicU64::new(0),
+            reservation,
+        })
+    }
+
+    pub fn spec(&self) -> &JobSpec {
+        &self.spec
+    }
+
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    pub fn server(&self) -> ServerId {
+        self.server
+    }
+
+    /// This server's shards, in forward order.
+    pub fn owned(&self) -> &[ShardId] {
+        &self.owned
+    }
+
+    pub fn memory_bytes(&self) -> u64 {
+        self.reservation.bytes()
+    }
+
+    pub fn compute(&self) -> &Compute {
+        &self.compute
+    }
+
+    /// Payload bytes (pushed, pulled) since the job was opened here.
+    pub fn traffic(&self) -> (u64, u64) {
+        (self.pushed_bytes.load(Ordering::Relaxed), self.pulled_bytes.load(Ordering::Relaxed))
+    }
+
+    pub fn progress(&self) -> Progress {
+        let mut progress = lock(&self.machine).progress();
+        progress.missing = lock(&self.load).missing(&self.owned);
+        progress
+    }
+
+    pub fn ranks(&self) -> Vec<RankProgress> {
+        lock(&self.machine).ranks()
+    }
+
+    pub fn waiting_for(&self) -> Option<String> {
+        lock(&self.machine).waiting_for()
+    }
+
+    pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
+        lock(&self.machine).commits_after(step)
+    }
+
+    /// Pauses, resumes, and the loss scale given with the last resume.
+    pub fn pauses(&self) -> (u64, u64, f64) {
+        lock(&self.machine).pauses()
+    }
+
+    /// False while the rank's earlier process is still being written for; ask again after a change.
+    pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
+        self.check_alive()?;
+        let admission = lock(&self.machine).join(rank, incarnation)?;
+        self.notify();
+        Ok(admission != Admission::Busy)
+    }
+
+    pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        lock(&self.machine).leave(rank, incarnation)?;
+        self.notify();
+        Ok(())
+    }
+
+    pub fn pause(&self, incarnation: Incarnation, reason: String) -> Result<(), Fault> {
+        lock(&self.machine).pause(incarnation, reason)?;
+        self.notify();
+        Ok(())
+    }
+
+    pub fn resume(&self, loss_scale: f64) -> Result<(), Fault> {
+        lock(&self.machine).resume(loss_scale)?;
+        self.notify();
+        Ok(())
+    }
+
+    /// Decides a step. The flag says that it was decided so before.
+    pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
+        self.check_alive()?;
+        commit.validate(&self.spec)?;
+        let mut machine = lock(&self.machine);
+        let before = machine.version();
+        let work = machine.commit(incarnation, commit)?;
+        let duplicate = machine.version() == before;
+        drop(machine);
+        self.notify();
+        Ok((duplicate, work))
+    }
+
+    /// Performs one piece of work and returns what follows it.
+    pub fn perform(&self, work: Work) -> Result<Option<Work>, Fault> {
+        self.check_alive()?;
+        let next = match work {
+            Work::Sum { owned, slot, step, micro_step } => {
+                self.sum(owned, slot, step, micro_step);
+                Ok(None)
+            }
+            Work::Update { owned, step } => self.update(owned, step),
+        };
+        if let Err(fault) = &next {
+            tracing::error!(job = %self.spec.name, %fault, "the job cannot go on from this server");
+            let _ = self.failed.set(fault.clone());
+        }
+        self.notify();
+        next
+    }
+
+    fn check_alive(&self) -> Result<(), Fault> {
+        self.failed.get().map_or(Ok(()), |fault| Err(fault.clone()))
+    }
+
+    fn owned_index(&self, shard: ShardId) -> Result<usize, Refusal> {
+        lock(&self.machine).owned_index(shard)
+    }
+
+    /// Makes everyone who waits look again.
+    pub fn nudge(&self) {
+        self.notify();
+    }
+
+    /// Whether any contribution to the next undecided step is here.
+    pub fn is_step_begun(&self) -> bool {
+        lock(&self.machine).is_step_begun()
+    }
+
+    fn notify(&self) {
+        self.changed.notify_all();
+        (self.observer)();
+    }
+
+    /// Waits until every decided update is done.
+    pub fn settle(&self, deadline: Instant) -> Result<(), Fault> {
+        let mut machine = lock(&self.machine);
+        while !machine.is_settled() {
+            self.check_alive()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let version = machine.version();
+                return Err(Fault::new(
+                    FaultKind::Deadline,
+                    "version",
+                    format!("being updated to {}", version.0),
+                    "updated in time",
+                    "the server is overloaded: raise the deadline or give it more threads",
+                ));
+            }
+            machine = self.changed.wait_timeout(machine, left).unwrap_or_else(|poison| poison.into_inner()).0;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,176 @@
+//! One consistent version of all shards, read while training goes on.
+//!
+//! A snapshot of version V visits every shard once, as it is at V. A background caller walks the shards in forward
+//! order; an update that is about to carry a shard beyond V visits it first. So nothing is copied aside, training is
+//! slowed by at most the visitor's own speed, and no memory beyond the visitor's is used.
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Instant,
+};
+
+use longshore_proto::{BlockId, Commit, Fault, FaultKind, ShardId, Step, Version, checksum::BlockHash};
+
+use super::{Job, compute::BLOCK};
+use crate::{lock, tier::StateRef};
+
+/// A shard as it is at the snapshot's version.
+pub struct Captured<'a> {
+    pub shard: ShardId,
+    pub state: StateRef<'a>,
+    /// The current image and the one before, which is None at version 0.
+    pub image: &'a [u8],
+    pub older_image: Option<&'a [u8]>,
+}
+
+/// What a snapshot was of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SnapshotInfo {
+    pub version: Version,
+    pub applied: u64,
+    pub commit: Option<Commit>,
+}
+
+type Capture = dyn Fn(usize, Captured<'_>) -> Result<(), Fault> + Send + Sync;
+
+pub(super) struct Snapshot {
+    version: Version,
+    taken: Vec<Mutex<bool>>,
+    capture: Box<Capture>,
+    error: Mutex<Option<Fault>>,
+}
+
+impl Job {
+    /// Visits every owned shard at the current version (which must be `expected` unless that is None). Blocks until all
+    /// are visited. `capture` gets the shard's index among the owned ones; it may run on this thread or on the compute
+    /// thread, once for each shard.
+    pub fn snapshot(
+        &self,
+        expected: Option<Version>,
+        deadline: Instant,
+        capture: Box<Capture>,
+    ) -> Result<SnapshotInfo, Fault> {
+        let taken = self.owned.iter().map(|_| Mutex::new(false)).collect();
+        let (snapshot, info) = {
+            // Under the machine's lock no commit can pass between reading the version and being registered.
+            let machine = lock(&self.machine);
+            let progress = machine.progress();
+            let version = progress.version;
+            if let Some(expected) = expected.filter(|&expected| expected != version) {
+                return Err(Fault::new(
+                    FaultKind::Precondition,
+                    "version",
+                    expected.0,
+                    format!("{}, the current one", version.0),
+                    "ask for the current version; older ones are not kept",
+                ));
+            }
+            let snapshot = Arc::new(Snapshot { version, taken, capture, error: Mutex::new(None) });
+            lock(&self.snapshots).push(Arc::clone(&snapshot));
+            (snapshot, SnapshotInfo { version, applied: progress.applied, commit: progress.last_commit })
+        };
+        let result = self.walk(&snapshot, deadline);
+        lock(&self.snapshots).retain(|other| !Arc::ptr_eq(other, &snapshot));
+        result?;
+        lock(&snapshot.error).take().map_or(Ok(info), Err)
+    }
+
+    fn walk(&self, snapshot: &Snapshot, deadline: Instant) -> Result<(), Fault> {
+        for owned in 0..self.owned.len() {
+            self.wait_for_shard(owned, snapshot.version, deadline)?;
+            self.take(snapshot, owned);
+            if lock(&snapshot.error).is_some() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn wait_for_shard(&self, owned: usize, version: Version, deadline: Instant) -> Result<(), Fault> {
+        let mut machine = lock(&self.machine);
+        while machine.shard_version(owned) < version {
+            self.check_alive()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let shard = self.owned[owned];
+                let remedy = "the server is overloaded: try again later";
+                let limit = format!("updated to {version} in time");
+                return Err(Fault::new(FaultKind::Deadline, "snapshot", shard, limit, remedy));
+            }
+            machine = self.changed.wait_timeout(machine, left).unwrap_or_else(|poison| poison.into_inner()).0;
+        }
+        Ok(())
+    }
+
+    /// Visits the shard for every snapshot of a version before `step`'s.
+    pub(super) fn take_snapshots_before(&self, owned: usize, step: Step) -> Result<(), Fault> {
+        let snapshots = lock(&self.snapshots).clone();
+        for snapshot in snapshots.iter().filter(|snapshot| snapshot.version < step.version()) {
+            self.take(snapshot, owned);
+        }
+        Ok(())
+    }
+
+    fn take(&self, snapshot: &Snapshot, owned: usize) {
+        let mut taken = lock(&snapshot.taken[owned]);
+        if *taken {
+            return;
+        }
+        *taken = true;
+        let version = snapshot.version;
+        let images = &self.buffers.shards[owned].images;
+        let image = images[version.0 as usize % 2].read().unwrap_or_else(|poison| poison.into_inner());
+        let older = images[(version.0 as usize + 1) % 2].read().unwrap_or_else(|poison| poison.into_inner());
+        let older_image = older
+            .version
+            .is_some_and(|kept| kept.0 + 1 == version.0)
+            .then(|| older.region.bytes());
+        let mut result = Ok(());
+        let read = self.tier.read(owned, &mut |state| {
+            let captured =
+                Captured { shard: self.owned[owned], state, image: image.region.bytes(), older_image };
+            result = (snapshot.capture)(owned, captured);
+        });
+        if let Err(fault) = read.and(result) {
+            lock(&snapshot.error).get_or_insert(fault);
+        }
+    }
+
+    /// The hash of every block of a captured shard, computed on the update threads.
+    pub fn hash_blocks(&self, captured: &Captured<'_>) -> Vec<(BlockId, BlockHash)> {
+        let first = self.layout.shard_blocks(captured.shard).start;
+        let blocks = (0..captured.state.master.len() / BLOCK).collect();
+        self.compute.blocks(blocks, |block: usize| {
+            let mut hasher = blake3::Hasher::new();
+            for array in [captured.state.master, captured.state.first, captured.state.second] {
+                let range = block * BLOCK..(block + 1) * BLOCK;
+                hasher.update(bytemuck::cast_slice(array.get(range).unwrap_or_default()));
+            }
+            (BlockId(first + block as u32), *hasher.finalize().as_bytes())
+        })
+    }
+
+    /// BLAKE3 of each block of an image, computed on the update threads.
+    pub fn hash_image(&self, image: &[u8]) -> Vec<BlockHash> {
+        let blocks = image.chunks(BLOCK * self.spec.image_dtype.bytes() as usize).collect();
+        self.compute.blocks(blocks, |block: &[u8]| *blake3::hash(block).as_bytes())
+    }
+
+    /// Block hashes of the current version, in owned order, and which version that is.
+    pub fn state_hashes(
+        self: &Arc<Self>,
+        deadline: Instant,
+    ) -> Result<(SnapshotInfo, Vec<(BlockId, BlockHash)>), Fault> {
+        let hashes = Arc::new(Mutex::new(Vec::new()));
+        let (job, sink) = (Arc::clone(self), Arc::clone(&hashes));
+        let capture = move |_: usize, captured: Captured<'_>| {
+            let found = job.hash_blocks(&captured);
+            lock(&sink).extend(found);
+            Ok(())
+        };
+        let info = self.snapshot(None, deadline, Box::new(capture))?;
+        let mut hashes = std::mem::take(&mut *lock(&hashes));
+        hashes.sort_by_key(|(block, _)| *block);
+        Ok((info, hashes))
+    }
+}

@@ -1,0 +1,133 @@
+//! The arithmetic of a step: update, sum and convert, as free functions over slices of up to a block.
+//!
+//! All instruction sets give the same bits for the same input, whatever the length, the alignment or the split of a
+//! slice into calls ([`figures`] aside, which belong to the whole slice). The specification is the plain Rust in
+//! `scalar`; `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply
+//! the lanes. No fused multiply-add, no approximate reciprocal, no flushed denormal, one NaN.
+//!
+//! Nothing here allocates, locks or logs. The instruction set, the rule and the formats are looked at once per call,
+//! never in a loop.
+
+#![allow(unsafe_code)]
+
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod aarch64;
+mod isa;
+mod scalar;
+mod scalars;
+mod slices;
+#[cfg(test)]
+mod tests;
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
+mod vector;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub use self::isa::{ISA_VARIABLE, Isa, IsaError};
+pub use self::scalars::{AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars};
+pub use longshore_proto::{Hyper, Rule};
+
+pub use self::slices::{Gradient, ImageMut, State};
+
+/// All loops go over 16 elements at a time: one AVX-512 register, two of AVX2, four of NEON.
+const LANES: usize = 16;
+
+/// What the commit of a step needs to know of a slice of gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Figures {
+    /// Sum of squares; infinite or NaN (always the same one) exactly if an element is not finite.
+    pub sum_squares: f64,
+    /// Index, inside the slice, of the first element that is infinite or NaN.
+    pub first_nonfinite: Option<u32>,
+}
+
+/// Runs `$function` of the module that `$isa` names.
+macro_rules! dispatch {
+    ($isa:expr, $function:ident($($argument:expr),*)) => {{
+        let isa: Isa = $isa;
+        assert!(isa.is_available(), "{isa} kernels called on a CPU without {isa}");
+        match isa {
+            Isa::Scalar => scalar::$function($($argument),*),
+            // SAFETY: this CPU has the instruction set, and the caller has compared the lengths.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { x86::avx2::$function($($argument),*) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { x86::avx512::$function($($argument),*) },
+            // SAFETY: as above.
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Isa::Neon => unsafe { aarch64::neon::$function($($argument),*) },
+            #[allow(unreachable_patterns, reason = "which arms are left depends on the target")]
+            _ => unreachable!("{isa} is not available on this target"),
+        }
+    }};
+}
+
+/// One optimizer step of one range: master weights and state in place, and the weights that workers will pull.
+///
+/// The image is the new weight rounded to the image's format; where `compensation` is not 0 it is
+/// `new - compensation * (old - new)` instead, `old` being the master weight before decay.
+///
+/// # Panics
+/// If lengths differ, a state slot that the rule uses is not as long as the master weights or one that it does not
+/// use is not empty, or this CPU does not have `isa`.
+pub fn update(
+    isa: Isa,
+    scalars: &Scalars,
+    gradient: Gradient<'_>,
+    state: State<'_>,
+    image: ImageMut<'_>,
+    compensation: f32,
+) {
+    let count = gradient.len();
+    let slots = scalars.rule().state_slots();
+    assert_eq!(state.master.len(), count, "master weights against gradient");
+    assert_eq!(state.first.len(), if slots > 0 { count } else { 0 }, "first state slot against gradient");
+    assert_eq!(state.second.len(), if slots > 1 { count } else { 0 }, "second state slot against gradient");
+    assert_eq!(image.len(), count, "image against gradient");
+    dispatch!(isa, update(scalars, gradient, state, image, compensation))
+}
+
+/// `accumulator = gradient`, as f32.
+///
+/// # Panics
+/// If lengths differ or this CPU does not have `isa`.
+pub fn widen(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
+    assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
+    dispatch!(isa, widen(gradient, accumulator))
+}
+
+/// `accumulator += gradient`, as f32.
+///
+/// # Panics
+/// If lengths differ or this CPU does not have `isa`.
+pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
+    assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
+    dispatch!(isa, accumulate(gradient, accumulator))
+}
+
+/// The figures of a gradient as it came. They belong to the whole slice: two halves' do not add up to its bits.
+///
+/// # Panics
+/// If this CPU does not have `isa`.
+pub fn figures(isa: Isa, gradient: Gradient<'_>) -> Figures {
+    dispatch!(isa, figures(gradient))
+}
+
+/// [`accumulate`], then [`figures`] of the accumulator, in one pass.
+///
+/// # Panics
+/// If lengths differ or this CPU does not have `isa`.
+pub fn accumulate_figures(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) -> Figures {
+    assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
+    dispatch!(isa, accumulate_figures(gradient, accumulator))
+}
+
+/// Rounds weights to an image's format, to nearest and ties to even.
+///
+/// # Panics
+/// If lengths differ or this CPU does not have `isa`.
+pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
+    assert_eq!(image.len(), source.len(), "image against source");
+    dispatch!(isa, cast(source, image))
+}

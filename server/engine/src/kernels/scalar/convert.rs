@@ -1,0 +1,77 @@
+//! The three element formats: how bits become f32 and f32 becomes bits.
+
+use half::f16;
+
+/// The one NaN that is ever stored. Which sign and payload an operation generates, or takes from which of its
+/// operands, differs between instruction sets, so results that are NaN are stored as this pattern. Rounded to f16
+/// and bf16 it gives 0x7E00 and 0x7FC0.
+pub(in super::super) const CANONICAL_NAN: f32 = f32::from_bits(0x7FC0_0000);
+
+/// `x`, or the canonical NaN for any NaN.
+#[inline(always)]
+pub(in super::super) fn quiet(x: f32) -> f32 {
+    if x.is_nan() { CANONICAL_NAN } else { x }
+}
+
+/// An element format.
+pub(in super::super) trait Format {
+    type Bits: Copy;
+
+    /// Exact. A NaN stays some NaN.
+    fn widen(bits: Self::Bits) -> f32;
+
+    /// Rounded to nearest, ties to even; overflow goes to infinity, small values to denormals. `x` must have gone
+    /// through [`quiet`].
+    fn narrow(x: f32) -> Self::Bits;
+}
+
+pub(in super::super) struct F32;
+pub(in super::super) struct F16;
+pub(in super::super) struct Bf16;
+
+impl Format for F32 {
+    type Bits = f32;
+
+    #[inline(always)]
+    fn widen(bits: f32) -> f32 {
+        bits
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> f32 {
+        x
+    }
+}
+
+/// `half`'s `const` conversions are its portable ones; the others would ask for F16C on every element.
+impl Format for F16 {
+    type Bits = u16;
+
+    #[inline(always)]
+    fn widen(bits: u16) -> f32 {
+        f16::from_bits(bits).to_f32_const()
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> u16 {
+        f16::from_f32_const(x).to_bits()
+    }
+}
+
+/// bf16 is the upper half of an f32, so rounding is integer addition: half a unit less one, plus one where the bit
+/// that stays last is odd. It carries from mantissa into exponent and from the largest finite value to infinity.
+/// (AVX512-BF16's and Arm's own conversions are not used: the former flushes denormals.)
+impl Format for Bf16 {
+    type Bits = u16;
+
+    #[inline(always)]
+    fn widen(bits: u16) -> f32 {
+        f32::from_bits(u32::from(bits) << 16)
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> u16 {
+        let bits = x.to_bits();
+        ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) as u16
+    }
+}

@@ -1,0 +1,150 @@
+//! The reference: plain Rust over slices, one element at a time. It runs on any CPU, does the ends of slices for
+//! the vector kernels, and is what their tests compare them with.
+
+#![forbid(unsafe_code)]
+
+pub(super) mod convert;
+mod figures;
+mod rules;
+
+pub(super) use figures::Sum;
+
+use self::convert::{Bf16, F16, F32, Format, quiet};
+use self::rules::Rule;
+use super::{Figures, Gradient, ImageMut, Scalars, State};
+
+/// See [`super::update`].
+#[inline(never)]
+pub(super) fn update(
+    scalars: &Scalars,
+    gradient: Gradient,
+    state: State,
+    image: ImageMut,
+    compensation: f32,
+) {
+    match *scalars {
+        Scalars::AdamW(s) => update_rule(rules::AdamW(s), gradient, state, image, compensation),
+        Scalars::Adam(s) => update_rule(rules::Adam(s), gradient, state, image, compensation),
+        Scalars::Sgd(s) if s.momentum == 0.0 => {
+            update_rule(rules::PlainSgd(s), gradient, state, image, compensation);
+        }
+        Scalars::Sgd(s) => update_rule(rules::MomentumSgd(s), gradient, state, image, compensation),
+        Scalars::Lion(s) => update_rule(rules::Lion(s), gradient, state, image, compensation),
+        Scalars::Adagrad(s) => update_rule(rules::Adagrad(s), gradient, state, image, compensation),
+    }
+}
+
+fn update_rule<R: Rule>(rule: R, gradient: Gradient, state: State, image: ImageMut, compensation: f32) {
+    match gradient {
+        Gradient::F32(g) => update_from::<R, F32>(rule, g, state, image, compensation),
+        Gradient::F16(g) => update_from::<R, F16>(rule, g, state, image, compensation),
+        Gradient::Bf16(g) => update_from::<R, Bf16>(rule, g, state, image, compensation),
+    }
+}
+
+fn update_from<R: Rule, G: Format>(rule: R, gradient: &[G::Bits], state: State, image: ImageMut, c: f32) {
+    match image {
+        ImageMut::F32(i) => update_elements::<R, G, F32>(rule, gradient, state, i, c),
+        ImageMut::F16(i) => update_elements::<R, G, F16>(rule, gradient, state, i, c),
+        ImageMut::Bf16(i) => update_elements::<R, G, Bf16>(rule, gradient, state, i, c),
+    }
+}
+
+fn update_elements<R: Rule, G: Format, I: Format>(
+    rule: R,
+    gradient: &[G::Bits],
+    state: State,
+    image: &mut [I::Bits],
+    compensation: f32,
+) {
+    let count = gradient.len();
+    let (master, image) = (&mut state.master[..count], &mut image[..count]);
+    for i in 0..count {
+        let old = master[i];
+        let mut slots = [0.0; 2];
+        if R::SLOTS > 0 {
+            slots[0] = state.first[i];
+        }
+        if R::SLOTS > 1 {
+            slots[1] = state.second[i];
+        }
+        let (new, slots) = rule.step(G::widen(gradient[i]), old, slots);
+        if R::SLOTS > 0 {
+            state.first[i] = quiet(slots[0]);
+        }
+        if R::SLOTS > 1 {
+            state.second[i] = quiet(slots[1]);
+        }
+        master[i] = quiet(new);
+        let emitted = if compensation == 0.0 { new } else { new - compensation * (old - new) };
+        image[i] = I::narrow(quiet(emitted));
+    }
+}
+
+/// See [`super::widen`].
+pub(super) fn widen(gradient: Gradient, accumulator: &mut [f32]) {
+    fn run<G: Format>(gradient: &[G::Bits], accumulator: &mut [f32]) {
+        for (sum, &g) in accumulator.iter_mut().zip(gradient) {
+            *sum = quiet(G::widen(g));
+        }
+    }
+    match gradient {
+        Gradient::F32(g) => run::<F32>(g, accumulator),
+        Gradient::F16(g) => run::<F16>(g, accumulator),
+        Gradient::Bf16(g) => run::<Bf16>(g, accumulator),
+    }
+}
+
+/// See [`super::accumulate`].
+pub(super) fn accumulate(gradient: Gradient, accumulator: &mut [f32]) {
+    fn run<G: Format>(gradient: &[G::Bits], accumulator: &mut [f32]) {
+        for (sum, &g) in accumulator.iter_mut().zip(gradient) {
+            *sum = quiet(*sum + G::widen(g));
+        }
+    }
+    match gradient {
+        Gradient::F32(g) => run::<F32>(g, accumulator),
+        Gradient::F16(g) => run::<F16>(g, accumulator),
+        Gradient::Bf16(g) => run::<Bf16>(g, accumulator),
+    }
+}
+
+/// See [`super::figures`].
+pub(super) fn figures(gradient: Gradient) -> Figures {
+    resume_figures(Sum::new(), 0, gradient)
+}
+
+/// The figures of `gradient`, of which `sum` holds all before `done`.
+pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Figures {
+    fn run<G: Format>(mut sum: Sum, done: usize, gradient: &[G::Bits]) -> Figures {
+        for &g in &gradient[done..] {
+            sum.add(G::widen(g));
+        }
+        sum.finish(gradient.iter().map(|&g| G::widen(g)))
+    }
+    match gradient {
+        Gradient::F32(g) => run::<F32>(sum, done, g),
+        Gradient::F16(g) => run::<F16>(sum, done, g),
+        Gradient::Bf16(g) => run::<Bf16>(sum, done, g),
+    }
+}
+
+/// See [`super::accumulate_figures`].
+pub(super) fn accumulate_figures(gradient: Gradient, accumulator: &mut [f32]) -> Figures {
+    accumulate(gradient, accumulator);
+    figures(Gradient::F32(accumulator))
+}
+
+/// See [`super::cast`].
+pub(super) fn cast(source: &[f32], image: ImageMut) {
+    fn run<I: Format>(source: &[f32], image: &mut [I::Bits]) {
+        for (bits, &x) in image.iter_mut().zip(source) {
+            *bits = I::narrow(quiet(x));
+        }
+    }
+    match image {
+        ImageMut::F32(i) => run::<F32>(source, i),
+        ImageMut::F16(i) => run::<F16>(source, i),
+        ImageMut::Bf16(i) => run::<Bf16>(source, i),
+    }
+}

@@ -1,0 +1,182 @@
+//! What one step needs to know of the hyperparameters: formed in f64 once per step and cast to f32 once, so that
+//! the loops read constants and every server forms the same ones.
+
+use longshore_proto::{Hyper, Rule};
+
+/// The f32 constants of one step of one param group, ready for the loop.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scalars {
+    AdamW(AdamScalars),
+    Adam(AdamScalars),
+    Sgd(SgdScalars),
+    Lion(LionScalars),
+    Adagrad(AdagradScalars),
+}
+
+/// AdamW's and Adam's constants; they differ in the meaning of `decay`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamScalars {
+    pub grad_multiplier: f32,
+    /// AdamW: `1 - lr * weight_decay`, a factor on the weight. Adam: `weight_decay`, L2.
+    pub decay: f32,
+    /// `1 - beta1`
+    pub mean_weight: f32,
+    pub beta2: f32,
+    /// `1 - beta2`
+    pub square_weight: f32,
+    /// `1 / sqrt(1 - beta2^t)`
+    pub inverse_root_correction: f32,
+    pub eps: f32,
+    /// `lr / (1 - beta1^t)`
+    pub step_size: f32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SgdScalars {
+    pub grad_multiplier: f32,
+    pub lr: f32,
+    pub weight_decay: f32,
+    /// 0: there is no momentum and the buffer is not touched.
+    pub momentum: f32,
+    /// `1 - dampening`
+    pub grad_weight: f32,
+    pub nesterov: bool,
+    /// The first applied step: the buffer becomes the gradient.
+    pub first: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LionScalars {
+    pub grad_multiplier: f32,
+    pub lr: f32,
+    /// `1 - lr * weight_decay`
+    pub decay: f32,
+    pub beta1: f32,
+    /// `1 - beta1`
+    pub sign_weight: f32,
+    pub beta2: f32,
+    /// `1 - beta2`
+    pub mean_weight: f32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdagradScalars {
+    pub grad_multiplier: f32,
+    pub weight_decay: f32,
+    pub eps: f32,
+    /// `lr / (1 + (t - 1) * lr_decay)`
+    pub step_size: f32,
+}
+
+impl Scalars {
+    /// The constants of applied step `applied`, counted from 1. Gradients are multiplied by `grad_multiplier`
+    /// (loss scale, number of contributions and clipping, all in one) before anything else.
+    ///
+    /// # Panics
+    /// If `applied` is 0.
+    pub fn new(rule: Rule, hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Scalars {
+        assert!(applied >= 1, "applied steps are counted from 1");
+        match rule {
+            Rule::AdamW => Scalars::AdamW(AdamScalars::new(
+                hyper,
+                1.0 - hyper.lr * hyper.weight_decay,
+                applied,
+                grad_multiplier,
+            )),
+            Rule::Adam => {
+                Scalars::Adam(AdamScalars::new(hyper, hyper.weight_decay, applied, grad_multiplier))
+            }
+            Rule::Sgd => Scalars::Sgd(SgdScalars {
+                grad_multiplier,
+                lr: hyper.lr as f32,
+                weight_decay: hyper.weight_decay as f32,
+                momentum: hyper.momentum as f32,
+                grad_weight: (1.0 - hyper.dampening) as f32,
+                nesterov: hyper.nesterov,
+                first: applied == 1,
+            }),
+            Rule::Lion => Scalars::Lion(LionScalars {
+                grad_multiplier,
+                lr: hyper.lr as f32,
+                decay: (1.0 - hyper.lr * hyper.weight_decay) as f32,
+                beta1: hyper.beta1 as f32,
+                sign_weight: (1.0 - hyper.beta1) as f32,
+                beta2: hyper.beta2 as f32,
+                mean_weight: (1.0 - hyper.beta2) as f32,
+            }),
+            Rule::Adagrad => Scalars::Adagrad(AdagradScalars {
+                grad_multiplier,
+                weight_decay: hyper.weight_decay as f32,
+                eps: hyper.eps as f32,
+                step_size: (hyper.lr / (1.0 + (applied - 1) as f64 * hyper.lr_decay)) as f32,
+            }),
+        }
+    }
+
+    pub fn rule(&self) -> Rule {
+        match self {
+            Scalars::AdamW(_) => Rule::AdamW,
+            Scalars::Adam(_) => Rule::Adam,
+            Scalars::Sgd(_) => Rule::Sgd,
+            Scalars::Lion(_) => Rule::Lion,
+            Scalars::Adagrad(_) => Rule::Adagrad,
+        }
+    }
+}
+
+impl AdamScalars {
+    fn new(hyper: &Hyper, decay: f64, applied: u64, grad_multiplier: f32) -> AdamScalars {
+        AdamScalars {
+            grad_multiplier,
+            decay: decay as f32,
+            mean_weight: (1.0 - hyper.beta1) as f32,
+            beta2: hyper.beta2 as f32,
+            square_weight: (1.0 - hyper.beta2) as f32,
+            inverse_root_correction: (1.0 / (1.0 - power(hyper.beta2, applied)).sqrt()) as f32,
+            eps: hyper.eps as f32,
+            step_size: (hyper.lr / (1.0 - power(hyper.beta1, applied))) as f32,
+        }
+    }
+}
+
+/// `base^exponent` by squaring. Multiplication rounds alike everywhere, whereas `powf` and `powi` may differ in
+/// the last bit between C libraries, and with it the weights of two servers. The relative error stays below
+/// `exponent * 2^-52`, and where that is large `base^exponent` has long vanished beside 1.
+fn power(base: f64, exponent: u64) -> f64 {
+    let (mut result, mut square, mut rest) = (1.0, base, exponent);
+    while rest > 0 {
+        if rest & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        rest >>= 1;
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn power_is_powf_to_the_f32_it_ends_as() {
+        for base in [0.5, 0.9, 0.95, 0.999, 0.9999] {
+            for exponent in [1, 2, 3, 10, 999, 12_345, 1_000_000] {
+                let (ours, libm) = (1.0 - power(base, exponent), 1.0 - f64::powf(base, exponent as f64));
+                assert!((ours - libm).abs() <= 1e-12 * libm, "{base}^{exponent}: {ours} {libm}");
+            }
+        }
+    }
+
+    #[test]
+    fn constants_of_the_first_adamw_step() {
+        let Scalars::AdamW(scalars) = Scalars::new(Rule::AdamW, &Hyper::default(), 1, 0.5) else {
+            unreachable!()
+        };
+        // Not exactly lr and its kin: 1 - 0.9 is 0.09999999999999998 in f64.
+        assert_eq!(scalars.step_size, (1e-3_f64 / (1.0 - 0.9)) as f32);
+        assert_eq!(scalars.inverse_root_correction, (1.0 / (1.0_f64 - 0.999).sqrt()) as f32);
+        assert_eq!(scalars.decay, (1.0 - 1e-3 * 1e-2) as f32);
+        assert_eq!(scalars.grad_multiplier, 0.5);
+    }
+}

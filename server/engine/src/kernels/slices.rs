@@ -1,0 +1,95 @@
+//! What the kernels read and write: borrowed arrays in one of three element formats. 16-bit elements are `u16`
+//! bit patterns, as they lie in payloads and images, so nothing is converted before a kernel sees it.
+
+use std::ops::Range;
+
+/// A gradient, as a worker sent it or as several were summed.
+#[derive(Clone, Copy, Debug)]
+pub enum Gradient<'a> {
+    F32(&'a [f32]),
+    F16(&'a [u16]),
+    Bf16(&'a [u16]),
+}
+
+impl<'a> Gradient<'a> {
+    pub fn len(&self) -> usize {
+        match self {
+            Gradient::F32(elements) => elements.len(),
+            Gradient::F16(elements) | Gradient::Bf16(elements) => elements.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub fn slice(&self, range: Range<usize>) -> Gradient<'a> {
+        match self {
+            Gradient::F32(elements) => Gradient::F32(&elements[range]),
+            Gradient::F16(elements) => Gradient::F16(&elements[range]),
+            Gradient::Bf16(elements) => Gradient::Bf16(&elements[range]),
+        }
+    }
+}
+
+/// Where the weights that workers pull are written.
+#[derive(Debug)]
+pub enum ImageMut<'a> {
+    F32(&'a mut [f32]),
+    F16(&'a mut [u16]),
+    Bf16(&'a mut [u16]),
+}
+
+impl ImageMut<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            ImageMut::F32(elements) => elements.len(),
+            ImageMut::F16(elements) | ImageMut::Bf16(elements) => elements.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// A shorter borrow of a part.
+    pub fn slice(&mut self, range: Range<usize>) -> ImageMut<'_> {
+        match self {
+            ImageMut::F32(elements) => ImageMut::F32(&mut elements[range]),
+            ImageMut::F16(elements) => ImageMut::F16(&mut elements[range]),
+            ImageMut::Bf16(elements) => ImageMut::Bf16(&mut elements[range]),
+        }
+    }
+
+    /// How many elements precede the first one at a multiple of `bytes`; all of them if there is none.
+    pub(super) fn elements_to_alignment(&self, bytes: usize) -> usize {
+        let elements = match self {
+            ImageMut::F32(elements) => elements.as_ptr().align_offset(bytes),
+            ImageMut::F16(elements) | ImageMut::Bf16(elements) => elements.as_ptr().align_offset(bytes),
+        };
+        elements.min(self.len())
+    }
+}
+
+/// Master weights and optimizer state of one range. A slot the rule does not use is an empty slice
+/// ([`Rule::state_slots`](super::Rule::state_slots)).
+#[derive(Debug)]
+pub struct State<'a> {
+    pub master: &'a mut [f32],
+    pub first: &'a mut [f32],
+    pub second: &'a mut [f32],
+}
+
+impl State<'_> {
+    /// A shorter borrow of a part.
+    pub fn slice(&mut self, range: Range<usize>) -> State<'_> {
+        fn part(slot: &mut [f32], range: Range<usize>) -> &mut [f32] {
+            if slot.is_empty() { slot } else { &mut slot[range] }
+        }
+        State {
+            master: &mut self.master[range.clone()],
+            first: part(self.first, range.clone()),
+            second: part(self.second, range),
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Bit equality: between instruction sets, and between one call and several.
+
+use proptest::prelude::*;
+
+use super::super::*;
+use super::data::{Array, BLOCK, KINDS, Kind, Noise, Owned, hyper};
+
+/// Mostly short and odd: that is where heads and tails are.
+fn length() -> impl Strategy<Value = usize> {
+    prop_oneof![
+        20 => 0usize..100,
+        8 => 100usize..1000,
+        1 => 0..=2 * BLOCK,
+        1 => prop_oneof![Just(BLOCK), Just(BLOCK - 1), Just(BLOCK + 1), Just(2 * BLOCK)],
+    ]
+}
+
+/// All of rule x gradient x image x compensation for short slices, a few of them for long ones.
+fn combinations(count: usize, noise: &mut Noise) -> Vec<(Rule, Kind, Kind, f32)> {
+    let mut all = vec![];
+    for rule in Rule::ALL {
+        for gradient in KINDS {
+            for image in KINDS {
+                for compensation in [0.0, 0.75] {
+                    all.push((rule, gradient, image, compensation));
+                }
+            }
+        }
+    }
+    if count > 1000 {
+        all = (0..4).map(|_| all[noise.below(all.len())]).collect();
+    }
+    all
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn update_is_the_same_on_every_isa(count in length(), seed: u64, wild: bool, applied in 1u64..4) {
+        let mut noise = Noise(seed);
+        for (rule, gradient, image, compensation) in combinations(count, &mut noise) {
+            let gradient = Array::noisy(gradient, count, &mut noise, wild);
+            let before = Owned::noisy(rule, count, &mut noise, wild);
+            let blank = Array::blank(image, count, &mut noise);
+            let multiplier = [1.0, 1.0 / 3.0, 1.0 / 65536.0][noise.below(3)];
+            let scalars = Scalars::new(rule, &hyper(&mut noise), applied, multiplier);
+            let run = |isa| {
+                let (mut state, mut image) = (before.clone(), blank.clone());
+                update(isa, &scalars, gradient.gradient(), state.state(), image.image(), compensation);
+                (state, image)
+            };
+            let expected = run(Isa::Scalar);
+            for isa in Isa::available() {
+                prop_assert!(run(isa) == expected, "{isa}: {scalars:?} {:?} c {compensation}", image_kind(&blank));
+            }
+        }
+    }
+
+    #[test]
+    fn update_is_the_same_however_it_is_split(count in 1usize..3000, seed: u64, wild: bool) {
+        let mut noise = Noise(seed);
+        for isa in Isa::available() {
+            let rule = Rule::ALL[noise.below(5)];
+            let gradient = Array::noisy(KINDS[noise.below(3)], count, &mut noise, wild);
+            let before = Owned::noisy(rule, count, &mut noise, wild);
+            let blank = Array::blank(KINDS[noise.below(3)], count, &mut noise);
+            let scalars = Scalars::new(rule, &hyper(&mut noise), 2, 0.5);
+            let (mut whole, mut whole_image) = (before.clone(), blank.clone());
+            update(isa, &scalars, gradient.gradient(), whole.state(), whole_image.image(), 0.5);
+            let (mut parts, mut parts_image) = (before, blank);
+            let mut start = 0;
+            while start < count {
+                let part = start..(start + 1 + noise.below(count)).min(count);
+                update(
+                    isa,
+                    &scalars,
+                    gradient.gradient().slice(part.clone()),
+                    parts.state().slice(part.clone()),
+                    parts_image.image().slice(part.clone()),
+                    0.5,
+                );
+                start = part.end;
+            }
+            prop_assert!(parts == whole && parts_image == whole_image, "{isa}: {scalars:?}");
+        }
+    }
+
+    #[test]
+    fn sums_and_casts_are_the_same_on_every_isa_and_split(count in length(), seed: u64, wild: bool) {
+        let mut noise = Noise(seed);
+        for kind in KINDS {
+            let gradient = Array::noisy(kind, count, &mut noise, wild);
+            let before = Array::noisy(Kind::F32, count, &mut noise, wild);
+            let blank = Array::blank(kind, count, &mut noise);
+            let run = |isa, at: usize| {
+                let (mut widened, mut sum, mut image) = (before.clone(), before.clone(), blank.clone());
+                for part in [0..at, at..count] {
+                    let gradient = gradient.gradient().slice(part.clone());
+                    widen(isa, gradient, &mut widened.floats()[part.clone()]);
+                    accumulate(isa, gradient, &mut sum.floats()[part.clone()]);
+                    let mut source = before.clone();
+                    cast(isa, &source.floats()[part.clone()], image.image().slice(part));
+                }
+                (widened, sum, image)
+            };
+            let expected = run(Isa::Scalar, 0);
+            for isa in Isa::available() {
+                prop_assert!(run(isa, noise.below(count + 1)) == expected, "{isa} {kind:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn figures_are_the_same_on_every_isa(count in length(), seed: u64, wild: bool) {
+        let mut noise = Noise(seed);
+        for kind in KINDS {
+            let mut gradient = Array::noisy(kind, count, &mut noise, wild);
+            if noise.below(2) == 0 && count > 0 {
+                poison(gradient.image(), noise.below(count));
+            }
+            let before = Array::noisy(Kind::F32, count, &mut noise, false);
+            let reference = figures(Isa::Scalar, gradient.gradient());
+            let mut reference_sum = before.clone();
+            accumulate(Isa::Scalar, gradient.gradient(), reference_sum.floats());
+            let reference_fused = figures(Isa::Scalar, Gradient::F32(reference_sum.floats()));
+            prop_assert_eq!(reference.sum_squares.is_finite(), reference.first_nonfinite.is_none());
+            for isa in Isa::available() {
+                prop_assert_eq!(bits(figures(isa, gradient.gradient())), bits(reference), "{} {:?}", isa, kind);
+                let mut sum = before.clone();
+                let fused = accumulate_figures(isa, gradient.gradient(), sum.floats());
+                prop_assert_eq!(bits(fused), bits(reference_fused), "{} {:?}", isa, kind);
+                prop_assert!(sum == reference_sum, "{isa} {kind:?}");
+            }
+        }
+    }
+}
+
+fn bits(figures: Figures) -> (u64, Option<u32>) {
+    (figures.sum_squares.to_bits(), figures.first_nonfinite)
+}
+
+fn image_kind(array: &Array) -> &'static str {
+    match array.gradient() {
+        Gradient::F32(_) => "f32",
+        Gradient::F16(_) => "f16",
+        Gradient::Bf16(_) => "bf16",
+    }
+}
+
+fn poison(image: ImageMut<'_>, at: usize) {
+    match image {
+        ImageMut::F32(x) => x[at] = f32::NEG_INFINITY,
+        ImageMut::F16(x) => x[at] = 0xFC00,
+        ImageMut::Bf16(x) => x[at] = 0xFF80,
+    }
+}
+
+#[test]
+fn figures_find_the_first_nonfinite_element_and_sum_squares() {
+    for isa in Isa::available() {
+        let mut gradient = vec![0.5f32; 1001];
+        let clean = figures(isa, Gradient::F32(&gradient));
+        assert_eq!(clean, Figures { sum_squares: 250.25, first_nonfinite: None });
+        gradient[999] = f32::NAN;
+        gradient[37] = f32::INFINITY;
+        let figures = figures(isa, Gradient::F32(&gradient));
+        assert_eq!(figures.first_nonfinite, Some(37));
+        assert_eq!(figures.sum_squares.to_bits(), f64::NAN.to_bits());
+    }
+}
+
+#[test]
+#[should_panic(expected = "first state slot")]
+fn a_missing_state_slot_is_refused() {
+    let (scalars, mut master, mut image) =
+        (Scalars::new(Rule::Lion, &Hyper::default(), 1, 1.0), [0.0; 4], [0; 4]);
+    let state = State { master: &mut master, first: &mut [], second: &mut [] };
+    update(Isa::Scalar, &scalars, Gradient::F32(&[0.0; 4]), state, ImageMut::Bf16(&mut image), 0.0);
+}
+
+#[test]
+#[should_panic(expected = "image against gradient")]
+fn a_short_image_is_refused() {
+    let (scalars, mut master, mut first) =
+        (Scalars::new(Rule::Lion, &Hyper::default(), 1, 1.0), [0.0; 4], [0.0; 4]);
+    let state = State { master: &mut master, first: &mut first, second: &mut [] };
+    update(Isa::Scalar, &scalars, Gradient::F32(&[0.0; 4]), state, ImageMut::Bf16(&mut [0; 3]), 0.0);
+}

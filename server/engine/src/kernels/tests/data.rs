@@ -1,0 +1,164 @@
+//! Inputs for the tests: arrays full of ordinary and of awkward values, at any alignment.
+
+use half::{bf16, f16};
+
+use super::super::*;
+
+pub(super) const BLOCK: usize = 65_536;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    F32,
+    F16,
+    Bf16,
+}
+
+pub(super) const KINDS: [Kind; 3] = [Kind::F32, Kind::F16, Kind::Bf16];
+
+/// SplitMix64: a seed says everything about a test's data.
+pub(super) struct Noise(pub(super) u64);
+
+impl Noise {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    pub(super) fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+
+    /// In [-1, 1).
+    pub(super) fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+    }
+
+    /// An ordinary value, or with `wild` often a special one or any bit pattern.
+    pub(super) fn value(&mut self, wild: bool) -> f32 {
+        const SPECIAL: [u32; 20] = [
+            0x0000_0000, // +0
+            0x8000_0000, // -0
+            0x0000_0001, // smallest denormal
+            0x8000_0001,
+            0x007F_FFFF, // largest denormal
+            0x0080_0000, // smallest normal
+            0x3380_0000, // 2^-24, the smallest f16 denormal
+            0x3300_0000, // 2^-25, halfway to it
+            0x3300_0001,
+            0x3880_0000, // 2^-14, the smallest f16 normal
+            0x477F_E000, // 65504, the largest f16
+            0x477F_F000, // halfway to f16's overflow
+            0x7F7F_FFFF, // the largest f32
+            0xFF7F_FFFF,
+            0x7F7F_8000, // halfway to bf16's overflow
+            0x7F80_0000, // infinity
+            0xFF80_0000,
+            0x7FC0_0000, // NaNs, quiet and signalling, of both signs
+            0xFFC1_2345,
+            0x7F80_0001,
+        ];
+        match if wild { self.below(8) } else { 7 } {
+            0 | 1 => f32::from_bits(SPECIAL[self.below(SPECIAL.len())]),
+            2 => f32::from_bits(self.next() as u32),
+            _ => self.unit() * [1.0, 1e-3, 1e-8, 300.0][self.below(4)],
+        }
+    }
+}
+
+/// A gradient or an image, owned, with unused elements before it so that it starts at any alignment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Array {
+    kind: Kind,
+    offset: usize,
+    bits: Vec<u32>,
+    half: Vec<u16>,
+}
+
+impl Array {
+    /// Element patterns of `kind`, wild ones among them.
+    pub(super) fn noisy(kind: Kind, count: usize, noise: &mut Noise, wild: bool) -> Array {
+        let mut array = Array::blank(kind, count, noise);
+        for i in 0..count {
+            let value = noise.value(wild);
+            match kind {
+                Kind::F32 => array.bits[array.offset + i] = value.to_bits(),
+                Kind::F16 => array.half[array.offset + i] = f16::from_f32(value).to_bits(),
+                Kind::Bf16 => array.half[array.offset + i] = bf16::from_f32(value).to_bits(),
+            }
+        }
+        array
+    }
+
+    /// Filled with a pattern that no kernel writes.
+    pub(super) fn blank(kind: Kind, count: usize, noise: &mut Noise) -> Array {
+        let offset = noise.below(40);
+        match kind {
+            Kind::F32 => Array { kind, offset, bits: vec![0x7FBA_DBAD; offset + count], half: vec![] },
+            _ => Array { kind, offset, bits: vec![], half: vec![0x7FBA; offset + count] },
+        }
+    }
+
+    pub(super) fn gradient(&self) -> Gradient<'_> {
+        match self.kind {
+            Kind::F32 => Gradient::F32(&bytemuck::cast_slice(&self.bits)[self.offset..]),
+            Kind::F16 => Gradient::F16(&self.half[self.offset..]),
+            Kind::Bf16 => Gradient::Bf16(&self.half[self.offset..]),
+        }
+    }
+
+    pub(super) fn image(&mut self) -> ImageMut<'_> {
+        match self.kind {
+            Kind::F32 => ImageMut::F32(&mut bytemuck::cast_slice_mut(&mut self.bits)[self.offset..]),
+            Kind::F16 => ImageMut::F16(&mut self.half[self.offset..]),
+            Kind::Bf16 => ImageMut::Bf16(&mut self.half[self.offset..]),
+        }
+    }
+
+    pub(super) fn floats(&mut self) -> &mut [f32] {
+        &mut bytemuck::cast_slice_mut(&mut self.bits)[self.offset..]
+    }
+}
+
+/// Master weights and state of some elements, for one rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Owned {
+    pub(super) master: Array,
+    first: Array,
+    second: Array,
+}
+
+impl Owned {
+    pub(super) fn noisy(rule: Rule, count: usize, noise: &mut Noise, wild: bool) -> Owned {
+        let of = |slot: usize| if rule.state_slots() > slot { count } else { 0 };
+        let master = Array::noisy(Kind::F32, count, noise, wild);
+        let mut first = Array::noisy(Kind::F32, of(0), noise, wild);
+        let mut second = Array::noisy(Kind::F32, of(1), noise, wild);
+        // Sums of squares, unless wild, are not negative.
+        let squares = if rule == Rule::Adagrad { &mut first } else { &mut second };
+        if !wild {
+            squares.floats().iter_mut().for_each(|x| *x = x.abs());
+        }
+        Owned { master, first, second }
+    }
+
+    pub(super) fn state(&mut self) -> State<'_> {
+        State { master: self.master.floats(), first: self.first.floats(), second: self.second.floats() }
+    }
+}
+
+/// Hyperparameters that make every term of a rule count.
+pub(super) fn hyper(noise: &mut Noise) -> Hyper {
+    Hyper {
+        lr: [1e-3, 0.1, 1.0][noise.below(3)],
+        beta1: [0.9, 0.0, 0.95][noise.below(3)],
+        beta2: [0.999, 0.98][noise.below(2)],
+        eps: [1e-8, 1e-6, 0.0][noise.below(3)],
+        weight_decay: [0.0, 0.01, 0.3][noise.below(3)],
+        momentum: [0.0, 0.9, 0.5][noise.below(3)],
+        dampening: [0.0, 0.25][noise.below(2)],
+        nesterov: noise.below(2) == 1,
+        lr_decay: [0.0, 0.01][noise.below(2)],
+    }
+}

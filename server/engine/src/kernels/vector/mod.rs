@@ -1,0 +1,252 @@
+//! The loops, written once for 16 lanes of any instruction set. They do the longest middle part of a slice that is a
+//! multiple of 16 elements; the scalar reference does what is left over at the ends.
+
+#![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
+
+mod lanes;
+mod rules;
+
+pub(super) use lanes::Lanes;
+
+use self::lanes::LanesFormat;
+use self::rules::Rule;
+use super::scalar::{self, Sum, convert};
+use super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
+use convert::{Bf16, F16, F32};
+
+/// Makes the kernels of one instruction set out of the loops: functions with its features enabled, into which the
+/// loops and the lane operations are inlined.
+macro_rules! entry_points {
+    ($lanes:ty, $features:literal) => {
+        entry_points! { $lanes, $features,
+            update(scalars: &Scalars, gradient: Gradient, state: State, image: ImageMut, compensation: f32);
+            widen(gradient: Gradient, accumulator: &mut [f32]);
+            accumulate(gradient: Gradient, accumulator: &mut [f32]);
+            figures(gradient: Gradient) -> Figures;
+            accumulate_figures(gradient: Gradient, accumulator: &mut [f32]) -> Figures;
+            cast(source: &[f32], image: ImageMut);
+        }
+    };
+    ($lanes:ty, $features:literal,
+     $($function:ident($($argument:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+        /// # Safety
+        /// This CPU has the features, and slices are as long as the function of this name in `kernels` checks.
+        #[target_feature(enable = $features)]
+        pub(in super::super) unsafe fn $function($($argument: $type),*) $(-> $result)? {
+            vector::$function::<$lanes>($($argument),*)
+        }
+    )*};
+}
+pub(super) use entry_points;
+
+/// See [`super::update`].
+#[inline(always)]
+pub(super) unsafe fn update<V: Lanes>(
+    scalars: &Scalars,
+    gradient: Gradient,
+    mut state: State,
+    mut image: ImageMut,
+    c: f32,
+) {
+    let count = gradient.len();
+    let start = image.elements_to_alignment(V::STREAM_ALIGNMENT);
+    let end = count - (count - start) % LANES;
+    if start > 0 {
+        scalar::update(scalars, gradient.slice(0..start), state.slice(0..start), image.slice(0..start), c);
+    }
+    if start < end {
+        let (gradient, state, image) =
+            (gradient.slice(start..end), state.slice(start..end), image.slice(start..end));
+        match scalars {
+            Scalars::AdamW(s) => update_rule(rules::Adam::<V, true>::new(s), gradient, state, image, c),
+            Scalars::Adam(s) => update_rule(rules::Adam::<V, false>::new(s), gradient, state, image, c),
+            Scalars::Sgd(s) if s.momentum == 0.0 => {
+                update_rule(rules::PlainSgd::<V>::new(s), gradient, state, image, c);
+            }
+            Scalars::Sgd(s) => update_rule(rules::MomentumSgd::<V>::new(s), gradient, state, image, c),
+            Scalars::Lion(s) => update_rule(rules::Lion::<V>::new(s), gradient, state, image, c),
+            Scalars::Adagrad(s) => update_rule(rules::Adagrad::<V>::new(s), gradient, state, image, c),
+        }
+        V::fence();
+    }
+    if end < count {
+        let rest = end..count;
+        scalar::update(
+            scalars,
+            gradient.slice(rest.clone()),
+            state.slice(rest.clone()),
+            image.slice(rest),
+            c,
+        );
+    }
+}
+
+#[inline(always)]
+unsafe fn update_rule<V: Lanes, R: Rule<V>>(
+    rule: R,
+    gradient: Gradient,
+    state: State,
+    image: ImageMut,
+    c: f32,
+) {
+    match gradient {
+        Gradient::F32(g) => update_from::<V, R, F32>(rule, g, state, image, c),
+        Gradient::F16(g) => update_from::<V, R, F16>(rule, g, state, image, c),
+        Gradient::Bf16(g) => update_from::<V, R, Bf16>(rule, g, state, image, c),
+    }
+}
+
+#[inline(always)]
+unsafe fn update_from<V: Lanes, R: Rule<V>, G: LanesFormat>(
+    rule: R,
+    gradient: &[G::Bits],
+    state: State,
+    image: ImageMut,
+    c: f32,
+) {
+    match image {
+        ImageMut::F32(i) => update_loop::<V, R, G, F32>(rule, gradient, state, i, c),
+        ImageMut::F16(i) => update_loop::<V, R, G, F16>(rule, gradient, state, i, c),
+        ImageMut::Bf16(i) => update_loop::<V, R, G, Bf16>(rule, gradient, state, i, c),
+    }
+}
+
+/// The fused pass. All slices are one length, a multiple of 16, and the image is aligned for streaming.
+///
+/// The image is all of a pass that is written without being read, so only there does a streaming store save the read
+/// of the line it fills: 28 bytes of traffic a parameter instead of 30. AdamW in bf16 over 96 Mi elements, one thread
+/// of a Zen 5 server: 0.448 ns a parameter streamed against 0.477 stored (AVX-512), 0.467 against 0.515 (AVX2), and
+/// 0.495 for a plain loop that moves the same bytes.
+#[inline(always)]
+unsafe fn update_loop<V: Lanes, R: Rule<V>, G: LanesFormat, I: LanesFormat>(
+    rule: R,
+    gradient: &[G::Bits],
+    state: State,
+    image: &mut [I::Bits],
+    compensation: f32,
+) {
+    let gradient_at = gradient.as_ptr();
+    let (master_at, image_at) = (state.master.as_mut_ptr(), image.as_mut_ptr());
+    let (first_at, second_at) = (state.first.as_mut_ptr(), state.second.as_mut_ptr());
+    let compensated = compensation != 0.0;
+    let compensation = V::splat(compensation);
+    for i in (0..gradient.len()).step_by(LANES) {
+        let old = V::load(master_at.add(i));
+        let first = if R::SLOTS > 0 { V::load(first_at.add(i)) } else { old };
+        let second = if R::SLOTS > 1 { V::load(second_at.add(i)) } else { old };
+        let (new, [first, second]) = rule.step(G::load(gradient_at.add(i)), old, [first, second]);
+        if R::SLOTS > 0 {
+            first.quiet().store(first_at.add(i));
+        }
+        if R::SLOTS > 1 {
+            second.quiet().store(second_at.add(i));
+        }
+        let new = new.quiet();
+        new.store(master_at.add(i));
+        let emitted = if compensated { new.sub(compensation.mul(old.sub(new))).quiet() } else { new };
+        I::stream(emitted, image_at.add(i));
+    }
+}
+
+/// See [`super::widen`].
+#[inline(always)]
+pub(super) unsafe fn widen<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) {
+    #[inline(always)]
+    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], accumulator: &mut [f32], end: usize) {
+        for i in (0..end).step_by(LANES) {
+            G::load::<V>(gradient.as_ptr().add(i)).quiet().store(accumulator.as_mut_ptr().add(i));
+        }
+    }
+    let end = gradient.len() - gradient.len() % LANES;
+    match gradient {
+        Gradient::F32(g) => run::<V, F32>(g, accumulator, end),
+        Gradient::F16(g) => run::<V, F16>(g, accumulator, end),
+        Gradient::Bf16(g) => run::<V, Bf16>(g, accumulator, end),
+    }
+    scalar::widen(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
+}
+
+/// See [`super::accumulate`].
+#[inline(always)]
+pub(super) unsafe fn accumulate<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) {
+    let (end, _) = add_up::<V, false>(gradient, accumulator);
+    scalar::accumulate(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
+}
+
+/// See [`super::accumulate_figures`].
+#[inline(always)]
+pub(super) unsafe fn accumulate_figures<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) -> Figures {
+    let (end, sums) = add_up::<V, true>(gradient, accumulator);
+    scalar::accumulate(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
+    scalar::resume_figures(Sum::resume(V::spill(sums)), end, Gradient::F32(accumulator))
+}
+
+/// Accumulates the middle part, and its squares if `SQUARES`; says where it ends.
+#[inline(always)]
+unsafe fn add_up<V: Lanes, const SQUARES: bool>(
+    gradient: Gradient,
+    accumulator: &mut [f32],
+) -> (usize, V::Sums) {
+    #[inline(always)]
+    unsafe fn run<V: Lanes, G: LanesFormat, const SQUARES: bool>(
+        gradient: &[G::Bits],
+        accumulator: &mut [f32],
+        end: usize,
+    ) -> V::Sums {
+        let mut sums = V::no_sums();
+        for i in (0..end).step_by(LANES) {
+            let at = accumulator.as_mut_ptr().add(i);
+            let sum = V::load(at).add(G::load(gradient.as_ptr().add(i))).quiet();
+            sum.store(at);
+            if SQUARES {
+                sums = sum.add_squares(sums);
+            }
+        }
+        sums
+    }
+    let end = gradient.len() - gradient.len() % LANES;
+    let sums = match gradient {
+        Gradient::F32(g) => run::<V, F32, SQUARES>(g, accumulator, end),
+        Gradient::F16(g) => run::<V, F16, SQUARES>(g, accumulator, end),
+        Gradient::Bf16(g) => run::<V, Bf16, SQUARES>(g, accumulator, end),
+    };
+    (end, sums)
+}
+
+/// See [`super::figures`].
+#[inline(always)]
+pub(super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures {
+    #[inline(always)]
+    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], end: usize) -> V::Sums {
+        let mut sums = V::no_sums();
+        for i in (0..end).step_by(LANES) {
+            sums = G::load::<V>(gradient.as_ptr().add(i)).add_squares(sums);
+        }
+        sums
+    }
+    let end = gradient.len() - gradient.len() % LANES;
+    let sums = match gradient {
+        Gradient::F32(g) => run::<V, F32>(g, end),
+        Gradient::F16(g) => run::<V, F16>(g, end),
+        Gradient::Bf16(g) => run::<V, Bf16>(g, end),
+    };
+    scalar::resume_figures(Sum::resume(V::spill(sums)), end, gradient)
+}
+
+/// See [`super::cast`].
+#[inline(always)]
+pub(super) unsafe fn cast<V: Lanes>(source: &[f32], mut image: ImageMut) {
+    #[inline(always)]
+    unsafe fn run<V: Lanes, I: LanesFormat>(source: &[f32], image: &mut [I::Bits], end: usize) {
+        for i in (0..end).step_by(LANES) {
+            I::store(V::load(source.as_ptr().add(i)).quiet(), image.as_mut_ptr().add(i));
+        }
+    }
+    let end = source.len() - source.len() % LANES;
+    match &mut image {
+        ImageMut::F32(i) => run::<V, F32>(source, i, end),
+        ImageMut::F16(i) => run::<V, F16>(source, i, end),
+        ImageMut::Bf16(i) => run::<V, Bf16>(source, i, end),
+    }
+    scalar::cast(&source[end..], image.slice(end..source.len()));
+}

@@ -1,0 +1,189 @@
+//! Sixteen lanes are two AVX registers: elements 0 to 7 and 8 to 15. Half-precision conversion is F16C's.
+
+#![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
+
+use std::arch::x86_64::*;
+
+use super::super::scalar::convert::CANONICAL_NAN;
+use super::super::vector::{self, Lanes, entry_points};
+use super::super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
+
+entry_points!(Avx2, "avx2,f16c");
+
+#[derive(Clone, Copy)]
+struct Avx2(__m256, __m256);
+
+impl Lanes for Avx2 {
+    type Half = __m256i;
+    type Sums = [__m256d; 4];
+
+    const STREAM_ALIGNMENT: usize = 64;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Avx2(_mm256_set1_ps(x), _mm256_set1_ps(x))
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8)))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        _mm256_storeu_ps(to, self.0);
+        _mm256_storeu_ps(to.add(8), self.1);
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32) {
+        _mm256_stream_ps(to, self.0);
+        _mm256_stream_ps(to.add(8), self.1);
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1))
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        Avx2(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1))
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        Avx2(_mm256_mul_ps(self.0, other.0), _mm256_mul_ps(self.1, other.1))
+    }
+
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        Avx2(_mm256_div_ps(self.0, other.0), _mm256_div_ps(self.1, other.1))
+    }
+
+    #[inline(always)]
+    unsafe fn sqrt(self) -> Self {
+        Avx2(_mm256_sqrt_ps(self.0), _mm256_sqrt_ps(self.1))
+    }
+
+    #[inline(always)]
+    unsafe fn sign(self) -> Self {
+        Avx2(sign(self.0), sign(self.1))
+    }
+
+    #[inline(always)]
+    unsafe fn quiet(self) -> Self {
+        Avx2(quiet(self.0), quiet(self.1))
+    }
+
+    #[inline(always)]
+    unsafe fn load_half(from: *const u16) -> __m256i {
+        _mm256_loadu_si256(from.cast())
+    }
+
+    #[inline(always)]
+    unsafe fn store_half(half: __m256i, to: *mut u16) {
+        _mm256_storeu_si256(to.cast(), half);
+    }
+
+    #[inline(always)]
+    unsafe fn stream_half(half: __m256i, to: *mut u16) {
+        _mm256_stream_si256(to.cast(), half);
+    }
+
+    #[inline(always)]
+    unsafe fn from_f16(half: __m256i) -> Self {
+        Avx2(
+            _mm256_cvtph_ps(_mm256_castsi256_si128(half)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(half)),
+        )
+    }
+
+    #[inline(always)]
+    unsafe fn from_bf16(half: __m256i) -> Self {
+        let low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(half));
+        let high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256::<1>(half));
+        Avx2(
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+        )
+    }
+
+    #[inline(always)]
+    unsafe fn to_f16(self) -> __m256i {
+        let low = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0);
+        let high = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.1);
+        _mm256_set_m128i(high, low)
+    }
+
+    #[inline(always)]
+    unsafe fn to_bf16(self) -> __m256i {
+        // Packing works within 128-bit lanes and leaves quarters 0 2 1 3.
+        let packed = _mm256_packus_epi32(round_to_bf16(self.0), round_to_bf16(self.1));
+        _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
+    }
+
+    #[inline(always)]
+    unsafe fn no_sums() -> Self::Sums {
+        [_mm256_setzero_pd(); 4]
+    }
+
+    #[inline(always)]
+    unsafe fn add_squares(self, [a, b, c, d]: Self::Sums) -> Self::Sums {
+        let quarters = [
+            _mm256_castps256_ps128(self.0),
+            _mm256_extractf128_ps::<1>(self.0),
+            _mm256_castps256_ps128(self.1),
+            _mm256_extractf128_ps::<1>(self.1),
+        ];
+        [
+            add_square(a, quarters[0]),
+            add_square(b, quarters[1]),
+            add_square(c, quarters[2]),
+            add_square(d, quarters[3]),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn spill(sums: Self::Sums) -> [f64; LANES] {
+        let mut lanes = [0.0; LANES];
+        _mm256_storeu_pd(lanes.as_mut_ptr(), sums[0]);
+        _mm256_storeu_pd(lanes.as_mut_ptr().add(4), sums[1]);
+        _mm256_storeu_pd(lanes.as_mut_ptr().add(8), sums[2]);
+        _mm256_storeu_pd(lanes.as_mut_ptr().add(12), sums[3]);
+        lanes
+    }
+
+    #[inline(always)]
+    unsafe fn fence() {
+        _mm_sfence();
+    }
+}
+
+#[inline(always)]
+unsafe fn quiet(x: __m256) -> __m256 {
+    _mm256_blendv_ps(x, _mm256_set1_ps(CANONICAL_NAN), _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
+}
+
+#[inline(always)]
+unsafe fn sign(x: __m256) -> __m256 {
+    let zero = _mm256_setzero_ps();
+    let positive = _mm256_and_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(x, zero), _mm256_set1_ps(1.0));
+    let negative = _mm256_and_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, zero), _mm256_set1_ps(-1.0));
+    _mm256_blendv_ps(_mm256_or_ps(positive, negative), x, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
+}
+
+/// bf16 in the lower half of every 32 bits. Integer rounding, as the reference does it.
+#[inline(always)]
+unsafe fn round_to_bf16(x: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(x);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    _mm256_srli_epi32::<16>(rounded)
+}
+
+#[inline(always)]
+unsafe fn add_square(sum: __m256d, x: __m128) -> __m256d {
+    let x = _mm256_cvtps_pd(x);
+    _mm256_add_pd(sum, _mm256_mul_pd(x, x))
+}

@@ -1,0 +1,149 @@
+//! Sixteen lanes are one AVX-512 register. Half-precision conversion is AVX-512F's own.
+
+#![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
+
+use std::arch::x86_64::*;
+
+use super::super::scalar::convert::CANONICAL_NAN;
+use super::super::vector::{self, Lanes, entry_points};
+use super::super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
+
+entry_points!(Avx512, "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c");
+
+#[derive(Clone, Copy)]
+struct Avx512(__m512);
+
+impl Lanes for Avx512 {
+    type Half = __m256i;
+    type Sums = [__m512d; 2];
+
+    const STREAM_ALIGNMENT: usize = 64;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Avx512(_mm512_set1_ps(x))
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        Avx512(_mm512_loadu_ps(from))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        _mm512_storeu_ps(to, self.0);
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32) {
+        _mm512_stream_ps(to, self.0);
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        Avx512(_mm512_add_ps(self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        Avx512(_mm512_sub_ps(self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        Avx512(_mm512_mul_ps(self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        Avx512(_mm512_div_ps(self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn sqrt(self) -> Self {
+        Avx512(_mm512_sqrt_ps(self.0))
+    }
+
+    #[inline(always)]
+    unsafe fn sign(self) -> Self {
+        let zero = _mm512_setzero_ps();
+        let positive = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, zero);
+        let negative = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, zero);
+        let unordered = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+        let sign = _mm512_maskz_mov_ps(positive, _mm512_set1_ps(1.0));
+        let sign = _mm512_mask_mov_ps(sign, negative, _mm512_set1_ps(-1.0));
+        Avx512(_mm512_mask_mov_ps(sign, unordered, self.0))
+    }
+
+    #[inline(always)]
+    unsafe fn quiet(self) -> Self {
+        let unordered = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+        Avx512(_mm512_mask_mov_ps(self.0, unordered, _mm512_set1_ps(CANONICAL_NAN)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_half(from: *const u16) -> __m256i {
+        _mm256_loadu_si256(from.cast())
+    }
+
+    #[inline(always)]
+    unsafe fn store_half(half: __m256i, to: *mut u16) {
+        _mm256_storeu_si256(to.cast(), half);
+    }
+
+    #[inline(always)]
+    unsafe fn stream_half(half: __m256i, to: *mut u16) {
+        _mm256_stream_si256(to.cast(), half);
+    }
+
+    #[inline(always)]
+    unsafe fn from_f16(half: __m256i) -> Self {
+        Avx512(_mm512_cvtph_ps(half))
+    }
+
+    #[inline(always)]
+    unsafe fn from_bf16(half: __m256i) -> Self {
+        Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half))))
+    }
+
+    #[inline(always)]
+    unsafe fn to_f16(self) -> __m256i {
+        _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(self.0)
+    }
+
+    /// Integer rounding: `vcvtneps2bf16` would flush denormals.
+    #[inline(always)]
+    unsafe fn to_bf16(self) -> __m256i {
+        let bits = _mm512_castps_si512(self.0);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+        _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
+    }
+
+    #[inline(always)]
+    unsafe fn no_sums() -> Self::Sums {
+        [_mm512_setzero_pd(); 2]
+    }
+
+    #[inline(always)]
+    unsafe fn add_squares(self, [low, high]: Self::Sums) -> Self::Sums {
+        let (x, y) = (
+            _mm512_cvtps_pd(_mm512_castps512_ps256(self.0)),
+            _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(self.0)),
+        );
+        [_mm512_add_pd(low, _mm512_mul_pd(x, x)), _mm512_add_pd(high, _mm512_mul_pd(y, y))]
+    }
+
+    #[inline(always)]
+    unsafe fn spill([low, high]: Self::Sums) -> [f64; LANES] {
+        let mut lanes = [0.0; LANES];
+        _mm512_storeu_pd(lanes.as_mut_ptr(), low);
+        _mm512_storeu_pd(lanes.as_mut_ptr().add(8), high);
+        lanes
+    }
+
+    #[inline(always)]
+    unsafe fn fence() {
+        _mm_sfence();
+    }
+}

@@ -1,0 +1,20 @@
+//! The optimizer server without a network.
+//!
+//! Synchronous and deterministic: no tokio, no tonic, no clock in any decision. A [`Job`](job::Job) takes events
+//! (chunks, commits, pulls) and hands out [`Work`](step::Work) for a compute thread; [`step::Machine`] decides,
+//! [`kernels`] compute, a [`tier`] holds the state, [`checkpoint`] writes and reads it.
+
+pub mod admission;
+pub mod checkpoint;
+pub mod job;
+pub mod kernels;
+pub mod memory;
+pub mod step;
+pub mod tier;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex whose data stay valid at every instruction, so that a panic in another thread need not spread.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

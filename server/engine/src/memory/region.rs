@@ -1,0 +1,78 @@
+//! An exclusive part of a slab.
+
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use memmap2::MmapMut;
+
+/// Owns its bytes as a `Box<[u8]>` would, but inside a shared mapping that lives until its last region is dropped.
+pub struct Region {
+    start: *mut u8,
+    len: usize,
+    _map: Arc<MmapMut>,
+}
+
+// SAFETY: a region is the only one to reach its bytes (`Region::new` is called by `Slab::carve` alone, with disjoint
+// ranges), so moving it to another thread moves exclusive access, as for a Box.
+unsafe impl Send for Region {}
+// SAFETY: through a shared reference bytes can only be read.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// The caller gives each byte of the mapping to at most one region.
+    pub(super) fn new(map: Arc<MmapMut>, start: usize, len: usize) -> Region {
+        assert!(start + len <= map.len());
+        // SAFETY: start is inside the mapping, as just asserted.
+        let start = unsafe { map.as_ptr().cast_mut().add(start) };
+        Region { start, len, _map: map }
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the mapping is alive, initialised (anonymous pages are zero) and this range belongs to self alone.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; &mut self makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+
+    /// # Panics
+    /// If the length is not whole elements.
+    pub fn f32(&self) -> &[f32] {
+        bytemuck::cast_slice(self.bytes())
+    }
+
+    pub fn f32_mut(&mut self) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.bytes_mut())
+    }
+
+    pub fn u16(&self) -> &[u16] {
+        bytemuck::cast_slice(self.bytes())
+    }
+
+    pub fn u16_mut(&mut self) -> &mut [u16] {
+        bytemuck::cast_slice_mut(self.bytes_mut())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::memory::Slab;
+
+    #[test]
+    fn regions_are_zeroed_disjoint_and_outlive_the_slab() {
+        let sizes = [4, 0, 100, 64];
+        let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
+        let mut regions = slab.carve(&sizes);
+        for (value, region) in regions.iter_mut().enumerate() {
+            assert!(region.bytes().iter().all(|&byte| byte == 0));
+            region.bytes_mut().fill(value as u8 + 1);
+        }
+        for (value, region) in regions.iter().enumerate() {
+            assert_eq!(region.bytes().len(), sizes[value]);
+            assert!(region.bytes().iter().all(|&byte| byte == value as u8 + 1));
+        }
+    }
+}

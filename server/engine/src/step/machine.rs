@@ -1,0 +1,507 @@
+//! The state machine of one job on one server.
+//!
+//! Every method is an event; its return value says what the caller must do next. A refused event changes nothing.
+//! A step on a shard passes through: chunks admitted, written and stored; a [`Work::Sum`] for each micro-step; then,
+//! once all shards are complete and the step is committed, one [`Work::Update`] after the other in forward order.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use longshore_proto::{
+    Commit, ContributionChunk, Incarnation, JobSpec, Layout, MicroStep, Rank, ShardId, Step, Version,
+};
+
+use super::{
+    progress::{Progress, RankProgress},
+    refusal::Refusal,
+    shard::{Place, ShardProgress},
+};
+
+/// Commits kept for ranks that ask late. A rank is at most two steps behind while it is alive; one that joins again
+/// needs the last one only.
+const COMMITS_KEPT: usize = 8;
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Phase {
+    Loading,
+    Training,
+    Paused { reason: String },
+}
+
+/// Where a chunk's bytes go. Given back through [`Machine::stored`] or [`Machine::abandoned`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
+pub struct Ticket {
+    /// Index among the owned shards.
+    pub owned: usize,
+    /// Gradient slot of the step.
+    pub slot: usize,
+    pub chunk: ContributionChunk,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Admission {
+    Write(Ticket),
+    Duplicate,
+    /// Ask again once the job has moved.
+    Busy,
+}
+
+/// Something for the compute thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Sum the ranks' buffers of one micro-step, and take the figures after the last.
+    Sum { owned: usize, slot: usize, step: Step, micro_step: MicroStep },
+    /// Run the committed update, or on skip carry the image over.
+    Update { owned: usize, step: Step },
+}
+
+/// A commit and Adam's t after it. Kept together, since a delayed job may decide a step before the one before it has
+/// been applied to every shard.
+#[derive(Clone, Debug)]
+struct Decided {
+    commit: Commit,
+    applied: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct RankState {
+    incarnation: Option<Incarnation>,
+    left: bool,
+    last_step: Step,
+}
+
+pub struct Machine {
+    spec: Arc<JobSpec>,
+    layout: Arc<Layout>,
+    phase: Phase,
+    version: Version,
+    applied: u64,
+    commits: VecDeque<Decided>,
+    ranks: Vec<RankState>,
+    shards: Vec<ShardProgress>,
+    /// Index among the owned shards by shard.
+    owned: Vec<Option<u32>>,
+    /// Pauses and resumes so far, so that a watcher misses neither.
+    pauses: u64,
+    resumes: u64,
+    /// Loss scale an operator gave with the last resume; 0 when none.
+    resumed_loss_scale: f64,
+}
+
+impl Machine {
+    pub fn new(spec: Arc<JobSpec>, layout: Arc<Layout>, owned_shards: &[ShardId]) -> Machine {
+        let mut owned = vec![None; layout.shards() as usize];
+        let mut shards = Vec::with_capacity(owned_shards.len());
+        for (index, &shard) in owned_shards.iter().enumerate() {
+            owned[shard.index()] = Some(index as u32);
+            let chunks = layout.chunks(shard, spec.gradient_dtype);
+            shards.push(ShardProgress::new(shard, chunks, spec.gradient_slots(), spec.world_size));
+        }
+        let ranks = vec![RankState::default(); spec.world_size as usize];
+        Machine {
+            spec,
+            layout,
+            phase: Phase::Loading,
+            version: Version(0),
+            applied: 0,
+            commits: VecDeque::new(),
+            ranks,
+            shards,
+            owned,
+            pauses: 0,
+            resumes: 0,
+            resumed_loss_scale: 0.0,
+        }
+    }
+
+    // ---- what is so -------------------------------------------------------------------------------------------
+
+    pub fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    pub fn applied(&self) -> u64 {
+        self.applied
+    }
+
+    /// Index among the owned shards, or the refusal a request for a foreign shard gets.
+    pub fn owned_index(&self, shard: ShardId) -> Result<usize, Refusal> {
+        let shards = self.owned.len() as u32;
+        let owned = self.owned.get(shard.index()).copied().flatten();
+        owned.map(|index| index as usize).ok_or(Refusal::NotOwned { shard, shards })
+    }
+
+    /// The version a shard's state has; its image is there too.
+    pub fn shard_version(&self, owned: usize) -> Version {
+        self.shards[owned].version
+    }
+
+    /// Whether every update decided so far is done.
+    pub fn is_settled(&self) -> bool {
+        self.shards.iter().all(|shard| shard.version == self.version)
+    }
+
+    pub fn is_complete(&self, owned: usize, step: Step) -> bool {
+        self.shards[owned].is_complete(step)
+    }
+
+    /// Whether any contribution to the next undecided step is here.
+    pub fn is_step_begun(&self) -> bool {
+        let step = self.version.next_step();
+        self.shards.iter().any(|shard| shard.slot(step).step == Some(step))
+    }
+
+    pub fn progress(&self) -> Progress {
+        Progress {
+            phase: self.phase.clone(),
+            version: self.version,
+            applied: self.applied,
+            last_commit: self.commits.back().map(|decided| decided.commit.clone()),
+            missing: Vec::new(),
+        }
+    }
+
+    pub fn ranks(&self) -> Vec<RankProgress> {
+        let ranks = self.ranks.iter().enumerate();
+        ranks
+            .map(|(index, rank)| RankProgress {
+                rank: Rank(index as u32),
+                incarnation: rank.incarnation,
+                left: rank.left,
+                last_step: rank.last_step,
+            })
+            .collect()
+    }
+
+    /// Commits after a step, oldest first; None when some are no longer kept.
+    pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
+        let commits = self.commits.iter().map(|decided| &decided.commit);
+        let kept = commits.filter(|commit| commit.step > step).cloned().collect::<Vec<_>>();
+        (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
+    }
+
+    /// The decision on a step and Adam's t after it, while it is kept.
+    pub fn decision(&self, step: Step) -> Option<(&Commit, u64)> {
+        let decided = self.commits.iter().find(|decided| decided.commit.step == step)?;
+        Some((&decided.commit, decided.applied))
+    }
+
+    /// Pauses, resumes, and the loss scale given with the last resume (0 when none).
+    pub fn pauses(&self) -> (u64, u64, f64) {
+        (self.pauses, self.resumes, self.resumed_loss_scale)
+    }
+
+    /// Who and what the next step waits for; None when it waits for its commit alone.
+    pub fn waiting_for(&self) -> Option<String> {
+        if self.phase == Phase::Loading {
+            return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());
+        }
+        let step = self.version.next_step();
+        for shard in &self.shards {
+            let slot = shard.slot(step);
+            if shard.is_complete(step) || slot.summing {
+                continue;
+            }
+            let micro_step = MicroStep(if slot.step == Some(step) { slot.summed } else { 0 });
+            let ranks = match slot.step {
+                Some(held) if held == step => slot.missing_ranks(),
+                _ => (0..self.spec.world_size).map(Rank).collect(),
+            };
+            let mut named = ranks.iter().take(8).map(|rank| self.describe(*rank)).collect::<Vec<_>>().join(", ");
+            if ranks.len() > 8 {
+                named += &format!(" and {} more", ranks.len() - 8);
+            }
+            return Some(format!("{step}, {micro_step}, {} from {named}", shard.shard));
+        }
+        None
+    }
+
+    fn describe(&self, rank: Rank) -> String {
+        let state = &self.ranks[rank.index()];
+        match (state.incarnation, state.left) {
+            (None, _) => format!("{rank} (never joined)"),
+            (_, true) => format!("{rank} (left)"),
+            _ => rank.to_string(),
+        }
+    }
+
+    // ---- life of the job --------------------------------------------------------------------------------------
+
+    /// All weights are there: version 0, or the one of a checkpoint.
+    pub fn loaded(&mut self, version: Version, applied: u64, commit: Option<Commit>) -> Result<(), Refusal> {
+        self.check_loading()?;
+        self.phase = Phase::Training;
+        self.version = version;
+        self.applied = applied;
+        self.commits.extend(commit.map(|commit| Decided { commit, applied }));
+        for shard in &mut self.shards {
+            shard.version = version;
+        }
+        Ok(())
+    }
+
+    pub fn check_loading(&self) -> Result<(), Refusal> {
+        match self.phase {
+            Phase::Loading => Ok(()),
+            _ => Err(Refusal::NotLoading { version: self.version }),
+        }
+    }
+
+    fn check_not_loading(&self) -> Result<(), Refusal> {
+        match self.phase {
+            Phase::Loading => Err(Refusal::Loading { missing: self.shards.len() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Binds a rank to a higher incarnation. Busy while the earlier one's last chunk is being written.
+    pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<Admission, Refusal> {
+        let world_size = self.spec.world_size;
+        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
+        match state.incarnation {
+            Some(current) if current == incarnation && !state.left => return Ok(Admission::Duplicate),
+            Some(current) if current >= incarnation => return Err(Refusal::Fenced { rank, incarnation, current }),
+            _ => {}
+        }
+        let undecided = self.version.0 + 1..=self.version.0 + self.spec.gradient_slots() as u64;
+        let in_use = |shard: &ShardProgress| shard.slots.iter().any(|slot| slot.in_use(rank));
+        if self.shards.iter().any(in_use) {
+            return Ok(Admission::Busy);
+        }
+        for shard in &mut self.shards {
+            for slot in &mut shard.slots {
+                // A slot of a decided step belongs to its update.
+                if slot.step.is_some_and(|step| undecided.contains(&step.0)) {
+                    slot.rejoined(rank);
+                }
+            }
+        }
+        self.ranks[rank.index()] = RankState { incarnation: Some(incarnation), left: false, last_step: Step(0) };
+        Ok(Admission::Duplicate)
+    }
+
+    pub fn leave(&mut self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        self.check_rank(rank, incarnation)?;
+        self.ranks[rank.index()].left = true;
+        Ok(())
+    }
+
+    fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        let world_size = self.spec.world_size;
+        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
+        match state.incarnation {
+            None => Err(Refusal::NotJoined { rank }),
+            Some(current) if current != incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+            Some(_) if state.left => Err(Refusal::Left { rank, incarnation }),
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Checks that a caller is rank 0's living process.
+    pub fn check_rank_zero(&self, incarnation: Incarnation) -> Result<(), Refusal> {
+        match self.check_rank(Rank(0), incarnation) {
+            Err(Refusal::Fenced { current, .. }) => Err(Refusal::NotRankZero { incarnation, current }),
+            other => other,
+        }
+    }
+
+    pub fn pause(&mut self, incarnation: Incarnation, reason: String) -> Result<(), Refusal> {
+        self.check_not_loading()?;
+        self.check_rank_zero(incarnation)?;
+        if self.phase == Phase::Training {
+            self.pauses += 1;
+        }
+        self.phase = Phase::Paused { reason };
+        Ok(())
+    }
+
+    pub fn resume(&mut self, loss_scale: f64) -> Result<(), Refusal> {
+        if loss_scale != 0.0 && !(loss_scale.is_finite() && loss_scale > 0.0) {
+            return Err(Refusal::BadLossScale { loss_scale });
+        }
+        match self.phase {
+            Phase::Paused { .. } => {
+                self.phase = Phase::Training;
+                self.resumes += 1;
+                self.resumed_loss_scale = loss_scale;
+                // A worker that joins from here on starts with the operator's value.
+                if let Some(decided) = self.commits.back_mut().filter(|_| loss_scale != 0.0) {
+                    decided.commit.loss_scale = loss_scale;
+                }
+                Ok(())
+            }
+            _ => Err(Refusal::NotPaused),
+        }
+    }
+
+    // ---- contributions ----------------------------------------------------------------------------------------
+
+    /// Decides on one chunk. After `Write` the caller stores the bytes and reports back.
+    pub fn admit(&mut self, chunk: &ContributionChunk) -> Result<Admission, Refusal> {
+        self.check_not_loading()?;
+        let contribution = chunk.contribution;
+        self.check_rank(contribution.rank, chunk.incarnation)?;
+        let owned = self.check_chunk(chunk)?;
+        let step = contribution.step;
+        if step.0 <= self.version.0 {
+            // Its step is decided, so it was complete: the worker missed an acknowledgement.
+            return Ok(Admission::Duplicate);
+        }
+        let newest = Step(self.version.0 + self.spec.gradient_slots() as u64);
+        if step > newest {
+            return Err(Refusal::StepTooEarly { step, newest });
+        }
+        let shard = &mut self.shards[owned];
+        let (slot, chunks) = (shard.slot_of(step), shard.chunks);
+        match shard.slot_mut(step).place(chunk, chunks)? {
+            Place::Duplicate => Ok(Admission::Duplicate),
+            Place::Busy => Ok(Admission::Busy),
+            Place::Write => {
+                let rank = &mut self.ranks[contribution.rank.index()];
+                rank.last_step = rank.last_step.max(step);
+                Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk }))
+            }
+        }
+    }
+
+    fn check_chunk(&self, chunk: &ContributionChunk) -> Result<usize, Refusal> {
+        let contribution = chunk.contribution;
+        let owned = self.owned_index(contribution.shard)?;
+        if contribution.step.0 == 0 {
+            return Err(Refusal::StepZero);
+        }
+        let (micro_step, micro_steps) = (contribution.micro_step, self.spec.micro_steps);
+        if micro_step.0 >= micro_steps {
+            return Err(Refusal::UnknownMicroStep { micro_step, micro_steps });
+        }
+        if chunk.dtype != self.spec.gradient_dtype {
+            return Err(Refusal::WrongDtype { dtype: chunk.dtype, expected: self.spec.gradient_dtype });
+        }
+        let Some(range) = self.layout.chunk_bytes(contribution.shard, chunk.chunk, chunk.dtype) else {
+            let chunks = self.shards[owned].chunks;
+            return Err(Refusal::UnknownChunk { shard: contribution.shard, chunk: chunk.chunk, chunks });
+        };
+        let expected = range.end - range.start;
+        if chunk.bytes != expected {
+            return Err(Refusal::WrongLength { contribution, chunk: chunk.chunk, bytes: chunk.bytes, expected });
+        }
+        if !(chunk.loss_scale.is_finite() && chunk.loss_scale > 0.0) {
+            return Err(Refusal::BadLossScale { loss_scale: chunk.loss_scale });
+        }
+        Ok(owned)
+    }
+
+    /// The ticket's bytes are stored.
+    pub fn stored(&mut self, ticket: Ticket) -> Option<Work> {
+        let Ticket { owned, slot, chunk } = ticket;
+        let contribution = chunk.contribution;
+        let last = self.shards[owned].slots[slot].stored(&chunk);
+        last.then_some(Work::Sum { owned, slot, step: contribution.step, micro_step: contribution.micro_step })
+    }
+
+    /// The ticket's bytes did not arrive.
+    pub fn abandoned(&mut self, ticket: Ticket) {
+        self.shards[ticket.owned].slots[ticket.slot].abandoned(&ticket.chunk);
+    }
+
+    /// A [`Work::Sum`] is done. True when the shard's gradient of the step is complete.
+    pub fn summed(&mut self, owned: usize, slot: usize) -> bool {
+        self.shards[owned].slots[slot].summed(self.spec.micro_steps)
+    }
+
+    // ---- decision and update ----------------------------------------------------------------------------------
+
+    /// Checks that figures of a step may be asked for.
+    pub fn check_stats(&self, step: Step) -> Result<(), Refusal> {
+        self.check_not_loading()?;
+        if step.0 <= self.version.0 {
+            return Err(Refusal::StepDecided { step, version: self.version });
+        }
+        let newest = Step(self.version.0 + self.spec.gradient_slots() as u64);
+        if step > newest {
+            return Err(Refusal::StepTooEarly { step, newest });
+        }
+        Ok(())
+    }
+
+    /// Decides the next step. `Ok(None)` when it was decided so before. The commit has been validated against the spec.
+    pub fn commit(&mut self, incarnation: Incarnation, commit: Commit) -> Result<Option<Work>, Refusal> {
+        self.check_not_loading()?;
+        self.check_rank_zero(incarnation)?;
+        let next = self.version.next_step();
+        let step = commit.step;
+        if step < next {
+            let too_old = Refusal::CommitTooOld { step, version: self.version };
+            let (earlier, _) = self.decision(step).ok_or(too_old)?;
+            return match first_difference(earlier, &commit) {
+                Some(field) => Err(Refusal::OtherCommit { step, field }),
+                None => Ok(None),
+            };
+        }
+        if step > next {
+            return Err(Refusal::CommitTooEarly { step, next });
+        }
+        if let Some(shard) = self.shards.iter().find(|shard| !shard.is_complete(step)) {
+            let missing = self.waiting_for().unwrap_or_else(|| format!("the sum of {}", shard.shard));
+            return Err(Refusal::CommitIncomplete { step, missing });
+        }
+        self.version = step.version();
+        self.applied += u64::from(!commit.skip);
+        self.commits.push_back(Decided { commit, applied: self.applied });
+        if self.commits.len() > COMMITS_KEPT {
+            self.commits.pop_front();
+        }
+        Ok(self.next_update(0, step))
+    }
+
+    /// The update after the one of `owned`. Shards a server does not reach yet, because the step before is still
+    /// being updated, follow when their turn comes: updates of one job run one after the other.
+    fn next_update(&self, owned: usize, step: Step) -> Option<Work> {
+        (owned < self.shards.len()).then_some(Work::Update { owned, step })
+    }
+
+    /// A [`Work::Update`] is done: its image can be pulled and its gradient slot is free.
+    pub fn updated(&mut self, owned: usize, step: Step) -> Option<Work> {
+        let shard = &mut self.shards[owned];
+        debug_assert_eq!(shard.version.next_step(), step, "updates of a shard run in order");
+        shard.version = step.version();
+        shard.slot_mut(step).free();
+        self.next_update(owned + 1, step)
+    }
+
+    /// Checks that a version may be waited for on a shard; true when it is there.
+    pub fn check_pull(&self, owned: usize, version: Version) -> Result<bool, Refusal> {
+        self.check_not_loading()?;
+        let newest = Version(self.version.0 + self.spec.gradient_slots() as u64);
+        if version > newest {
+            return Err(Refusal::VersionTooNew { version, newest });
+        }
+        Ok(self.shards[owned].version >= version)
+    }
+}
+
+/// The first field in which two decisions on one step differ.
+fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
+    let bits = |value: f64| value.to_bits();
+    if earlier.skip != later.skip {
+        Some("skip")
+    } else if bits(earlier.gradient_scale) != bits(later.gradient_scale) {
+        Some("gradient_scale")
+    } else if bits(earlier.clip_coefficient) != bits(later.clip_coefficient) {
+        Some("clip_coefficient")
+    } else if bits(earlier.compensation) != bits(later.compensation) {
+        Some("compensation")
+    } else if earlier.groups != later.groups {
+        Some("groups")
+    } else if bits(earlier.loss_scale) != bits(later.loss_scale) {
+        Some("loss_scale")
+    } else if earlier.trainer_state != later.trainer_state {
+        Some("trainer_state")
+    } else {
+        None
+    }
+}

@@ -1,0 +1,11 @@
+//! The step protocol as plain structs: events in, decisions out. No buffers, no threads, no clock.
+
+mod bitmap;
+mod machine;
+mod progress;
+mod refusal;
+mod shard;
+
+pub use machine::{Admission, Machine, Phase, Ticket, Work};
+pub use progress::{Progress, RankProgress};
+pub use refusal::Refusal;

@@ -1,0 +1,27 @@
+//! Where a job stands, for those who ask.
+
+use longshore_proto::{Commit, Incarnation, Rank, ShardId, Step, Version};
+
+use super::Phase;
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Progress {
+    pub phase: Phase,
+    /// Decided steps.
+    pub version: Version,
+    /// Decided steps that updated: Adam's t.
+    pub applied: u64,
+    pub last_commit: Option<Commit>,
+    /// While loading: shards without all their weights.
+    pub missing: Vec<ShardId>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankProgress {
+    pub rank: Rank,
+    /// None: never joined this server.
+    pub incarnation: Option<Incarnation>,
+    pub left: bool,
+    /// Newest step with a contribution from this rank.
+    pub last_step: Step,
+}

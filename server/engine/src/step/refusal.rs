@@ -1,0 +1,220 @@
+//! Why an event is refused: one variant for each reason, with the values that show it.
+
+use longshore_proto::{
+    ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Rank, ShardId, Step, Version,
+};
+
+/// A refused event changes nothing.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Refusal {
+    Loading { missing: usize },
+    NotLoading { version: Version },
+    UnknownRank { rank: Rank, world_size: u32 },
+    NotJoined { rank: Rank },
+    Fenced { rank: Rank, incarnation: Incarnation, current: Incarnation },
+    Left { rank: Rank, incarnation: Incarnation },
+    NotOwned { shard: ShardId, shards: u32 },
+    WrongDtype { dtype: Dtype, expected: Dtype },
+    WrongLength { contribution: Contribution, chunk: ChunkId, bytes: u64, expected: u64 },
+    UnknownChunk { shard: ShardId, chunk: ChunkId, chunks: u32 },
+    UnknownMicroStep { micro_step: MicroStep, micro_steps: u32 },
+    BadLossScale { loss_scale: f64 },
+    OtherLossScale { contribution: Contribution, loss_scale: f64, earlier: f64 },
+    StepTooEarly { step: Step, newest: Step },
+    StepZero,
+    OtherChecksum { contribution: Contribution, chunk: ChunkId, crc32: u32, earlier: u32 },
+    CommitTooEarly { step: Step, next: Step },
+    CommitTooOld { step: Step, version: Version },
+    CommitIncomplete { step: Step, missing: String },
+    OtherCommit { step: Step, field: &'static str },
+    NotRankZero { incarnation: Incarnation, current: Incarnation },
+    VersionTooNew { version: Version, newest: Version },
+    VersionGone { version: Version, kept: Vec<Version> },
+    StepDecided { step: Step, version: Version },
+    NotPaused,
+    OtherUpload { shard: ShardId, chunk: ChunkId, crc32: u32, earlier: u32 },
+}
+
+impl From<Refusal> for Fault {
+    fn from(refusal: Refusal) -> Fault {
+        use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
+        match refusal {
+            Refusal::Loading { missing } => Fault::new(
+                Precondition,
+                "job.phase",
+                format!("loading, {missing} shards missing"),
+                "training",
+                "upload the initial weights or restore a checkpoint first",
+            ),
+            Refusal::NotLoading { version } => Fault::new(
+                Precondition,
+                "job.phase",
+                format!("training at {version}"),
+                "loading",
+                "weights may be loaded only before the first step; delete the job to start over",
+            ),
+            Refusal::UnknownRank { rank, world_size } => Fault::new(
+                Invalid,
+                "rank",
+                rank.0,
+                format!("below the world size, {world_size}"),
+                "start as many workers as the job was opened for",
+            ),
+            Refusal::NotJoined { rank } => Fault::new(
+                Precondition,
+                "rank",
+                rank.0,
+                "joined",
+                "call Training.Join first; a restarted server forgets who had joined",
+            ),
+            Refusal::Fenced { rank, incarnation, current } => Fault::new(
+                Fenced,
+                "incarnation",
+                incarnation.0,
+                format!("{}, which {rank} has joined as since", current.0),
+                "stop this process: another one has taken its rank",
+            ),
+            Refusal::Left { rank, incarnation } => Fault::new(
+                Precondition,
+                "incarnation",
+                incarnation.0,
+                format!("one that has not left ({rank})"),
+                "join again with a higher incarnation",
+            ),
+            Refusal::NotOwned { shard, shards } => Fault::new(
+                NotFound,
+                "shard",
+                shard.0,
+                format!("one this server owns, of {shards} in the job"),
+                "send it to its owner: see placement in Admin.Describe",
+            ),
+            Refusal::WrongDtype { dtype, expected } => Fault::new(
+                Invalid,
+                "dtype",
+                dtype,
+                format!("{expected}, as the job was opened"),
+                "convert the tensor",
+            ),
+            Refusal::WrongLength { contribution, chunk, bytes, expected } => Fault::new(
+                Invalid,
+                "payload",
+                format!("{bytes} bytes ({contribution}, {chunk})"),
+                format!("{expected} bytes"),
+                "chunks are 1 MiB, the last one of a shard what is left",
+            ),
+            Refusal::UnknownChunk { shard, chunk, chunks } => Fault::new(
+                Invalid,
+                "chunk",
+                chunk.0,
+                format!("below {chunks}, the chunks of {shard}"),
+                "cut the shard into chunks of 1 MiB",
+            ),
+            Refusal::UnknownMicroStep { micro_step, micro_steps } => Fault::new(
+                Invalid,
+                "micro_step",
+                micro_step.0,
+                format!("below {micro_steps}, as the job was opened"),
+                "count micro-steps from 0",
+            ),
+            Refusal::BadLossScale { loss_scale } => {
+                Fault::new(Invalid, "loss_scale", loss_scale, "finite and above 0", "send 1 when the loss is not scaled")
+            }
+            Refusal::OtherLossScale { contribution, loss_scale, earlier } => Fault::new(
+                Conflict,
+                "loss_scale",
+                format!("{loss_scale} ({contribution})"),
+                format!("{earlier}, as the step's first contribution"),
+                "use the loss scale of the version the step reads, on every rank",
+            ),
+            Refusal::StepTooEarly { step, newest } => Fault::new(
+                Precondition,
+                "step",
+                step.0,
+                format!("at most {}", newest.0),
+                "wait for the commit of the step before; delayed steps need max_delay 1",
+            ),
+            Refusal::StepZero => Fault::new(Invalid, "step", 0, "at least 1", "count steps from 1"),
+            Refusal::OtherChecksum { contribution, chunk, crc32, earlier } => Fault::new(
+                Conflict,
+                "crc32",
+                format!("{crc32:08x} ({contribution}, {chunk})"),
+                format!("{earlier:08x}, as this chunk was stored before"),
+                "the worker computed two different gradients for one batch: make its arithmetic deterministic, \
+                 or restart the step from a checkpoint",
+            ),
+            Refusal::CommitTooEarly { step, next } => Fault::new(
+                Precondition,
+                "commit.step",
+                step.0,
+                format!("{}, the next undecided step", next.0),
+                "commit steps in order",
+            ),
+            Refusal::CommitTooOld { step, version } => Fault::new(
+                Precondition,
+                "commit.step",
+                step.0,
+                format!("above {}: the job is at {version}", version.0),
+                "join again to learn where the job stands",
+            ),
+            Refusal::CommitIncomplete { step, missing } => Fault::new(
+                Precondition,
+                "commit.step",
+                step.0,
+                format!("complete; missing: {missing}"),
+                "wait for Training.Stats of every shard before committing",
+            ),
+            Refusal::OtherCommit { step, field } => Fault::new(
+                Conflict,
+                format!("commit.{field}"),
+                format!("another value for {step}"),
+                "as first decided",
+                "a step is decided once: join again and continue from the job's version",
+            ),
+            Refusal::NotRankZero { incarnation, current } => Fault::new(
+                Fenced,
+                "incarnation",
+                incarnation.0,
+                format!("{}, rank 0's", current.0),
+                "only rank 0 decides; join as rank 0",
+            ),
+            Refusal::VersionTooNew { version, newest } => Fault::new(
+                Precondition,
+                "version",
+                version.0,
+                format!("at most {}", newest.0),
+                "ask for a version that a step in flight will make",
+            ),
+            Refusal::VersionGone { version, kept } => Fault::new(
+                NotFound,
+                "version",
+                version.0,
+                format!("one of those kept: {}", join(&kept)),
+                "join again and continue from the job's version",
+            ),
+            Refusal::StepDecided { step, version } => Fault::new(
+                Precondition,
+                "step",
+                step.0,
+                format!("undecided; the job is at {version}"),
+                "join again and continue from the job's version",
+            ),
+            Refusal::NotPaused => {
+                Fault::new(Precondition, "job.phase", "training", "paused", "there is nothing to resume")
+            }
+            Refusal::OtherUpload { shard, chunk, crc32, earlier } => Fault::new(
+                Conflict,
+                "crc32",
+                format!("{crc32:08x} ({shard}, {chunk})"),
+                format!("{earlier:08x}, as this chunk was uploaded before"),
+                "delete the job to start over with other weights",
+            ),
+        }
+    }
+}
+
+fn join(versions: &[Version]) -> String {
+    if versions.is_empty() {
+        return "none yet".to_string();
+    }
+    versions.iter().map(|version| version.0.to_string()).collect::<Vec<_>>().join(" and ")
+}

@@ -1,0 +1,206 @@
+//! One shard's contributions: which chunks are stored, which micro-step is being filled, when the sum is complete.
+
+use longshore_proto::{ChunkId, ContributionChunk, Incarnation, MicroStep, Rank, ShardId, Step, Version};
+
+use super::{bitmap::Bitmap, refusal::Refusal};
+
+/// What to do with a chunk that may be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    Write,
+    /// Stored already with the same checksum.
+    Duplicate,
+    /// Its buffer still holds something else; ask again when the job has moved.
+    Busy,
+}
+
+/// A stored chunk's checksum and who sent it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Seal {
+    crc32: u32,
+    incarnation: Incarnation,
+}
+
+/// One rank's buffer: it holds one micro-step at a time.
+#[derive(Clone, Debug)]
+struct RankSlot {
+    stored: Bitmap,
+    writing: Bitmap,
+    /// For each micro-step seen, each chunk's seal. Kept until the step is decided, so that a repeated chunk of a
+    /// micro-step that is summed already can still be told from a conflicting one: 12 bytes for each MiB received.
+    seals: Vec<Vec<Option<Seal>>>,
+}
+
+/// The gradient of one step of one shard, on its way to being complete.
+#[derive(Clone, Debug)]
+pub(super) struct StepSlot {
+    pub(super) step: Option<Step>,
+    /// Micro-steps summed so far: also the one being received.
+    pub(super) summed: u32,
+    /// All contributions of the current micro-step are in, and their sum is being formed.
+    pub(super) summing: bool,
+    pub(super) complete: bool,
+    loss_scale: Option<f64>,
+    ranks: Vec<RankSlot>,
+}
+
+/// A shard's place in the protocol.
+#[derive(Clone, Debug)]
+pub(super) struct ShardProgress {
+    pub(super) shard: ShardId,
+    pub(super) chunks: u32,
+    /// Its state is the one after this commit.
+    pub(super) version: Version,
+    /// By step modulo their number.
+    pub(super) slots: Vec<StepSlot>,
+}
+
+impl RankSlot {
+    fn new(chunks: u32) -> RankSlot {
+        RankSlot { stored: Bitmap::new(chunks), writing: Bitmap::new(chunks), seals: Vec::new() }
+    }
+
+    fn seal(&self, micro_step: MicroStep, chunk: ChunkId) -> Option<Seal> {
+        *self.seals.get(micro_step.0 as usize)?.get(chunk.0 as usize)?
+    }
+}
+
+impl StepSlot {
+    fn new(chunks: u32, world_size: u32) -> StepSlot {
+        StepSlot {
+            step: None,
+            summed: 0,
+            summing: false,
+            complete: false,
+            loss_scale: None,
+            ranks: (0..world_size).map(|_| RankSlot::new(chunks)).collect(),
+        }
+    }
+
+    /// Decides on a chunk whose fields are in range and whose step this slot may hold.
+    pub(super) fn place(&mut self, chunk: &ContributionChunk, chunks: u32) -> Result<Place, Refusal> {
+        let contribution = chunk.contribution;
+        match self.step {
+            Some(step) if step != contribution.step => return Ok(Place::Busy),
+            _ => {}
+        }
+        if let Some(earlier) = self.loss_scale
+            && earlier.to_bits() != chunk.loss_scale.to_bits()
+        {
+            return Err(Refusal::OtherLossScale { contribution, loss_scale: chunk.loss_scale, earlier });
+        }
+        let rank = &mut self.ranks[contribution.rank.index()];
+        if let Some(seal) = rank.seal(contribution.micro_step, chunk.chunk) {
+            if seal.crc32 == chunk.crc32 {
+                return Ok(Place::Duplicate);
+            }
+            let crc32 = chunk.crc32;
+            return Err(Refusal::OtherChecksum { contribution, chunk: chunk.chunk, crc32, earlier: seal.crc32 });
+        }
+        if self.complete || self.summing || contribution.micro_step.0 != self.summed || rank.writing.get(chunk.chunk.0) {
+            return Ok(Place::Busy);
+        }
+        self.step = Some(contribution.step);
+        self.loss_scale = Some(chunk.loss_scale);
+        rank.writing.set(chunk.chunk.0, true);
+        let micro_step = contribution.micro_step.0 as usize;
+        if rank.seals.len() <= micro_step {
+            rank.seals.resize(micro_step + 1, vec![None; chunks as usize]);
+        }
+        Ok(Place::Write)
+    }
+
+    /// The chunk's bytes are in its buffer. True when that was the micro-step's last one.
+    pub(super) fn stored(&mut self, chunk: &ContributionChunk) -> bool {
+        let rank = &mut self.ranks[chunk.contribution.rank.index()];
+        rank.writing.set(chunk.chunk.0, false);
+        rank.stored.set(chunk.chunk.0, true);
+        let seal = Seal { crc32: chunk.crc32, incarnation: chunk.incarnation };
+        rank.seals[chunk.contribution.micro_step.0 as usize][chunk.chunk.0 as usize] = Some(seal);
+        self.summing = self.ranks.iter().all(|rank| rank.stored.is_full());
+        self.summing
+    }
+
+    /// The bytes did not arrive after all.
+    pub(super) fn abandoned(&mut self, chunk: &ContributionChunk) {
+        self.ranks[chunk.contribution.rank.index()].writing.set(chunk.chunk.0, false);
+    }
+
+    /// The sum of the current micro-step is formed. True when it was the step's last.
+    pub(super) fn summed(&mut self, micro_steps: u32) -> bool {
+        self.summing = false;
+        self.summed += 1;
+        self.complete = self.summed == micro_steps;
+        for rank in &mut self.ranks {
+            rank.stored.clear();
+        }
+        self.complete
+    }
+
+    /// The step is decided and its gradient used up.
+    pub(super) fn free(&mut self) {
+        self.step = None;
+        self.summed = 0;
+        self.complete = false;
+        self.loss_scale = None;
+        for rank in &mut self.ranks {
+            rank.seals.clear();
+        }
+    }
+
+    /// Whether a chunk of this rank is being written, or its buffer read, right now.
+    pub(super) fn in_use(&self, rank: Rank) -> bool {
+        self.summing || !self.ranks[rank.index()].writing.is_empty()
+    }
+
+    /// Forgets what an earlier incarnation of a rank sent and no sum contains yet: a restarted worker may compute
+    /// other bits. A lone rank's step starts over; among several, sums already formed stay.
+    pub(super) fn rejoined(&mut self, rank: Rank) {
+        if self.ranks.len() == 1 {
+            self.free();
+            self.ranks[0].stored.clear();
+            return;
+        }
+        let current = self.summed as usize;
+        let slot = &mut self.ranks[rank.index()];
+        if !self.complete {
+            slot.stored.clear();
+            slot.seals.truncate(current);
+        }
+    }
+
+    /// Ranks whose contribution for the current micro-step is not whole.
+    pub(super) fn missing_ranks(&self) -> Vec<Rank> {
+        if self.complete || self.summing {
+            return Vec::new();
+        }
+        let ranks = self.ranks.iter().enumerate();
+        ranks.filter(|(_, rank)| !rank.stored.is_full()).map(|(index, _)| Rank(index as u32)).collect()
+    }
+}
+
+impl ShardProgress {
+    pub(super) fn new(shard: ShardId, chunks: u32, slots: usize, world_size: u32) -> ShardProgress {
+        let slots = (0..slots).map(|_| StepSlot::new(chunks, world_size)).collect();
+        ShardProgress { shard, chunks, version: Version(0), slots }
+    }
+
+    pub(super) fn slot_of(&self, step: Step) -> usize {
+        (step.0 % self.slots.len() as u64) as usize
+    }
+
+    pub(super) fn slot(&self, step: Step) -> &StepSlot {
+        &self.slots[self.slot_of(step)]
+    }
+
+    pub(super) fn slot_mut(&mut self, step: Step) -> &mut StepSlot {
+        let index = self.slot_of(step);
+        &mut self.slots[index]
+    }
+
+    /// Whether every contribution of the step is in and summed.
+    pub(super) fn is_complete(&self, step: Step) -> bool {
+        let slot = self.slot(step);
+        slot.step == Some(step) && slot.complete
+    }
+}

@@ -1,0 +1,65 @@
+//! The `memory` tier: state in anonymous huge pages. Lost with the process; the last checkpoint remains.
+
+use std::sync::Mutex;
+
+use longshore_proto::{Fault, TierKind, Version};
+
+use super::{StateRef, Tier};
+use crate::{
+    kernels::State,
+    lock,
+    memory::{AllocationError, Region, Slab},
+};
+
+pub struct MemoryTier {
+    shards: Vec<Mutex<Shard>>,
+}
+
+struct Shard {
+    master: Region,
+    first: Region,
+    second: Region,
+}
+
+impl MemoryTier {
+    /// `lengths`: elements of each owned shard. `state_slots`: fp32 arrays beside the master weights, 0 to 2.
+    pub fn allocate(lengths: &[usize], state_slots: usize) -> Result<MemoryTier, AllocationError> {
+        let mut sizes = Vec::with_capacity(lengths.len() * 3);
+        for &length in lengths {
+            // A shard's arrays lie beside each other: an update walks all three at once.
+            let slot = |index: usize| if index < state_slots { length * 4 } else { 0 };
+            sizes.extend([length * 4, slot(0), slot(1)]);
+        }
+        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
+        let mut regions = slab.carve(&sizes).into_iter();
+        let mut shards = Vec::with_capacity(lengths.len());
+        while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next()) {
+            shards.push(Mutex::new(Shard { master, first, second }));
+        }
+        Ok(MemoryTier { shards })
+    }
+}
+
+impl Tier for MemoryTier {
+    fn kind(&self) -> TierKind {
+        TierKind::Memory
+    }
+
+    fn update(
+        &self,
+        owned: usize,
+        _version: Version,
+        update: &mut dyn FnMut(State<'_>),
+    ) -> Result<(), Fault> {
+        let mut shard = lock(&self.shards[owned]);
+        let Shard { master, first, second } = &mut *shard;
+        update(State { master: master.f32_mut(), first: first.f32_mut(), second: second.f32_mut() });
+        Ok(())
+    }
+
+    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+        let shard = lock(&self.shards[owned]);
+        read(StateRef { master: shard.master.f32(), first: shard.first.f32(), second: shard.second.f32() });
+        Ok(())
+    }
+}

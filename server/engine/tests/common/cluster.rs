@@ -1,0 +1,244 @@
+//! One job split over servers, each with its queue of work, driven from one thread.
+
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use longshore_engine::{
+    admission::Budget,
+    job::{Compute, ImageRead, Job, Stored},
+    kernels::Isa,
+    step::Work,
+};
+use longshore_proto::{
+    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Incarnation, JobSpec, Layout, MicroStep,
+    Placement, Rank, ServerId, ShardId, Slice, Step, Version,
+    checksum::{crc32, state_hash},
+};
+
+use super::BLOCK;
+
+pub(crate) fn compute(threads: usize, isa: Isa) -> Arc<Compute> {
+    Arc::new(Compute::new(threads, isa).unwrap())
+}
+
+pub(crate) fn placement(spec: &JobSpec, servers: usize) -> Placement {
+    let names = (0..servers).map(|server| format!("server-{server}:7070")).collect();
+    Placement::striped(names, spec.validate().unwrap().shards())
+}
+
+pub(crate) fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+pub(crate) struct Cluster {
+    pub(crate) spec: JobSpec,
+    pub(crate) layout: Layout,
+    pub(crate) placement: Placement,
+    pub(crate) jobs: Vec<Arc<Job>>,
+    pub(crate) works: Vec<VecDeque<Work>>,
+    pub(crate) incarnations: Vec<Incarnation>,
+}
+
+impl Cluster {
+    pub(crate) fn open(spec: &JobSpec, servers: usize, compute: &Arc<Compute>) -> Cluster {
+        let (layout, placement) = (spec.validate().unwrap(), placement(spec, servers));
+        let open = |server: usize| {
+            let budget = Budget::new(1 << 32);
+            let server = ServerId(server as u32);
+            let job = Job::open(spec.clone(), placement.clone(), server, &budget, Arc::clone(compute), Box::new(|| {}));
+            Arc::new(job.unwrap())
+        };
+        let jobs = (0..servers).map(open).collect();
+        let works = vec![VecDeque::new(); servers];
+        let incarnations = vec![Incarnation(0); spec.world_size as usize];
+        Cluster { spec: spec.clone(), layout, placement, jobs, works, incarnations }
+    }
+
+    /// One server, two threads, the best instruction set; joined and loaded.
+    pub(crate) fn started(spec: &JobSpec, servers: usize, weights: &[f32]) -> Cluster {
+        let mut cluster = Cluster::open(spec, servers, &compute(2, Isa::detect()));
+        (0..spec.world_size).for_each(|rank| cluster.join(rank));
+        cluster.upload(weights);
+        cluster
+    }
+
+    pub(crate) fn owner(&self, shard: ShardId) -> usize {
+        self.placement.owner(shard).0 as usize
+    }
+
+    /// The rank's next process joins every server.
+    pub(crate) fn join(&mut self, rank: u32) {
+        let incarnation = &mut self.incarnations[rank as usize];
+        incarnation.0 += 1;
+        for job in &self.jobs {
+            assert_eq!(job.join(Rank(rank), *incarnation), Ok(true));
+        }
+    }
+
+    pub(crate) fn upload(&self, weights: &[f32]) {
+        let bytes = super::encode(weights, Dtype::F32);
+        for shard in (0..self.layout.shards()).map(ShardId) {
+            for chunk in (0..self.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
+                let payload = self.payload(&bytes, shard, chunk, Dtype::F32);
+                let job = &self.jobs[self.owner(shard)];
+                job.upload(self.incarnations[0], shard, chunk, crc32(payload), payload).unwrap();
+            }
+        }
+    }
+
+    fn payload<'a>(&self, flat: &'a [u8], shard: ShardId, chunk: ChunkId, dtype: Dtype) -> &'a [u8] {
+        let start = self.layout.shard_range(shard).start * dtype.bytes();
+        let range = self.layout.chunk_bytes(shard, chunk, dtype).unwrap();
+        &flat[(start + range.start) as usize..(start + range.end) as usize]
+    }
+
+    /// Every chunk of one rank's contribution of one micro-step, with its part of `flat`.
+    pub(crate) fn chunks<'a>(
+        &self,
+        step: u64,
+        micro_step: u32,
+        rank: u32,
+        flat: &'a [u8],
+    ) -> Vec<(ContributionChunk, &'a [u8])> {
+        let dtype = self.spec.gradient_dtype;
+        let mut found = Vec::new();
+        for shard in (0..self.layout.shards()).map(ShardId) {
+            for chunk in (0..self.layout.chunks(shard, dtype)).map(ChunkId) {
+                let payload = self.payload(flat, shard, chunk, dtype);
+                let (step, micro_step, rank) = (Step(step), MicroStep(micro_step), Rank(rank));
+                let contribution = Contribution { step, micro_step, rank, shard };
+                let incarnation = self.incarnations[rank.index()];
+                let (bytes, crc32) = (payload.len() as u64, crc32(payload));
+                let chunk =
+                    ContributionChunk { contribution, incarnation, chunk, loss_scale: 1.0, dtype, bytes, crc32 };
+                found.push((chunk, payload));
+            }
+        }
+        found
+    }
+
+    pub(crate) fn store(&mut self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
+        let server = self.owner(chunk.contribution.shard);
+        let stored = self.jobs[server].store(chunk, payload)?;
+        if let Stored::New(Some(work)) = stored {
+            self.works[server].push_back(work);
+        }
+        Ok(stored)
+    }
+
+    /// Pushes a whole step's contributions in order, summing as it goes. `flats`: micro-step by micro-step, within
+    /// one by rank.
+    pub(crate) fn push(&mut self, step: u64, flats: &[Vec<u8>]) {
+        let world = self.spec.world_size as usize;
+        for (index, flat) in flats.iter().enumerate() {
+            for (chunk, payload) in self.chunks(step, (index / world) as u32, (index % world) as u32, flat) {
+                let stored = self.store(&chunk, payload).unwrap();
+                assert_ne!(stored, Stored::Busy, "{:?}", chunk.contribution);
+            }
+            if (index + 1) % world == 0 {
+                self.work();
+            }
+        }
+    }
+
+    /// Does all work there is.
+    pub(crate) fn work(&mut self) {
+        for server in 0..self.jobs.len() {
+            while self.work_once(server) {}
+        }
+    }
+
+    /// Does the oldest work of a server, as its compute thread would; false when there is none.
+    pub(crate) fn work_once(&mut self, server: usize) -> bool {
+        let Some(work) = self.works[server].pop_front() else { return false };
+        let next = self.jobs[server].perform(work).unwrap();
+        self.works[server].extend(next);
+        true
+    }
+
+    /// Commits on every server; true where it was decided so before.
+    pub(crate) fn commit(&mut self, commit: &Commit) -> Result<Vec<bool>, Fault> {
+        let mut duplicates = Vec::new();
+        for server in 0..self.jobs.len() {
+            let (duplicate, work) = self.jobs[server].commit(self.incarnations[0], commit.clone())?;
+            self.works[server].extend(work);
+            duplicates.push(duplicate);
+        }
+        Ok(duplicates)
+    }
+
+    /// A whole exact step: push, commit, update.
+    pub(crate) fn step(&mut self, flats: &[Vec<u8>], commit: &Commit) {
+        self.push(commit.step.0, flats);
+        self.commit(commit).unwrap();
+        self.work();
+    }
+
+    /// Each block's sum of squares, once every server has them.
+    pub(crate) fn squares(&self, step: u64) -> Option<Vec<f64>> {
+        let mut squares = Vec::new();
+        for shard in (0..self.layout.shards()).map(ShardId) {
+            let figures = self.jobs[self.owner(shard)].figures(shard, Step(step)).unwrap()?;
+            squares.extend(figures.iter().map(|block| block.sum_squares));
+        }
+        Some(squares)
+    }
+
+    pub(crate) fn hash(&self) -> String {
+        let mut blocks = Vec::new();
+        let mut at = None;
+        for job in &self.jobs {
+            let (info, hashes) = job.state_hashes(soon()).unwrap();
+            let here = (info.version, info.applied);
+            assert_eq!(*at.get_or_insert(here), here, "servers disagree on the version");
+            blocks.extend(hashes);
+        }
+        blocks.sort();
+        assert!(blocks.iter().enumerate().all(|(index, (block, _))| index == block.0 as usize));
+        let (version, applied) = at.unwrap();
+        state_hash(version, applied, blocks.iter().map(|(_, hash)| hash))
+    }
+
+    /// The image of a shard, or why it cannot be had.
+    pub(crate) fn image(&self, shard: ShardId, version: u64) -> Result<Option<Vec<u8>>, Fault> {
+        let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
+        let job = &self.jobs[self.owner(shard)];
+        job.check_slice(&slice, self.spec.image_dtype)?;
+        let mut bytes = None;
+        let read = job.read_image(&slice, Version(version), &mut |image| bytes = Some(image.to_vec()))?;
+        assert_eq!(bytes.is_some(), read == ImageRead::Done);
+        Ok(bytes)
+    }
+
+    /// The shard's part of an array of the whole flat space with `size` bytes an element.
+    pub(crate) fn part<'a>(&self, flat: &'a [u8], shard: ShardId, size: usize) -> &'a [u8] {
+        let range = self.layout.shard_range(shard);
+        &flat[range.start as usize * size..range.end as usize * size]
+    }
+
+    /// Master, first and second moment of the whole flat space.
+    pub(crate) fn state(&self) -> [Vec<f32>; 3] {
+        use std::sync::Mutex;
+        let found = Arc::new(Mutex::new(Vec::new()));
+        for job in &self.jobs {
+            let sink = Arc::clone(&found);
+            let capture = move |_: usize, captured: longshore_engine::job::Captured<'_>| {
+                let state = captured.state;
+                let arrays = [state.master, state.first, state.second].map(<[f32]>::to_vec);
+                sink.lock().unwrap().push((captured.shard, arrays));
+                Ok(())
+            };
+            job.snapshot(None, soon(), Box::new(capture)).unwrap();
+        }
+        let mut shards = std::mem::take(&mut *found.lock().unwrap());
+        shards.sort_by_key(|(shard, _)| *shard);
+        [0, 1, 2].map(|array| shards.iter().flat_map(|(_, arrays)| arrays[array].iter().copied()).collect())
+    }
+
+    pub(crate) fn blocks(&self) -> usize {
+        self.layout.elements() as usize / BLOCK
+    }
+}

@@ -1,0 +1,124 @@
+//! What the engine's integration tests share: numbers from a seed, jobs split over servers, and an independent model.
+
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+pub(crate) mod cluster;
+pub(crate) mod reference;
+
+use longshore_proto::{
+    Commit, Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS,
+};
+
+pub(crate) const BLOCK: usize = BLOCK_ELEMENTS as usize;
+
+/// SplitMix64: every test's numbers follow from one seed, which proptest prints and shrinks.
+#[derive(Clone)]
+pub(crate) struct Noise(pub(crate) u64);
+
+impl Noise {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    pub(crate) fn one_in(&mut self, chances: usize) -> bool {
+        self.below(chances) == 0
+    }
+
+    pub(crate) fn pick<T: Copy>(&mut self, items: &[T]) -> T {
+        items[self.below(items.len())]
+    }
+
+    /// In [-1, 1), with 24 bits.
+    pub(crate) fn unit(&mut self) -> f32 {
+        ((self.next() >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32
+    }
+
+    /// In [low, high).
+    pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
+        low + (high - low) * (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// A job of `sizes` elements a parameter, parameter i in group `groups[i]`.
+pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
+    let count = groups.iter().max().map_or(1, |&group| group + 1);
+    let params = sizes.iter().zip(groups).enumerate().map(|(index, (&size, &group))| Param {
+        name: format!("layer.{index}"),
+        shape: vec![size],
+        group,
+    });
+    JobSpec {
+        name: JobName::parse("name", "test").unwrap(),
+        params: params.collect(),
+        groups: (0..count).map(|group| format!("group {group}")).collect(),
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: 1,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: BLOCK_ELEMENTS,
+        tier: TierKind::Memory,
+    }
+}
+
+/// A plain decision to apply: the gradient scale is that of `loss_scale` 1.
+pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
+    Commit {
+        step: Step(step),
+        skip: false,
+        gradient_scale: spec.contributions() as f64,
+        clip_coefficient: 1.0,
+        compensation: 0.0,
+        groups: vec![Hyper { weight_decay: 0.01, ..Hyper::default() }; spec.groups.len()],
+        norm: 0.0,
+        loss_scale: 1.0,
+        trainer_state: Vec::new(),
+    }
+}
+
+/// Values as they go over the wire, rounded to nearest.
+pub(crate) fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
+    match dtype {
+        Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        Dtype::F16 => values.iter().flat_map(|&x| half::f16::from_f32(x).to_le_bytes()).collect(),
+        Dtype::Bf16 => values.iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes()).collect(),
+    }
+}
+
+pub(crate) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let pair = |pair: &[u8]| [pair[0], pair[1]];
+    match dtype {
+        Dtype::F32 => bytes.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect(),
+        Dtype::F16 => bytes.chunks(2).map(|two| half::f16::from_le_bytes(pair(two)).to_f32()).collect(),
+        Dtype::Bf16 => bytes.chunks(2).map(|two| half::bf16::from_le_bytes(pair(two)).to_f32()).collect(),
+    }
+}
+
+/// Wire bytes of a gradient of the whole flat space: zero in gaps and padding, as workers send it.
+pub(crate) fn gradient(spec: &JobSpec, seed: u64, scale: f32) -> Vec<u8> {
+    let mut noise = Noise(seed);
+    let mut values = vec![0.0; reference::flat_elements(spec)];
+    for range in reference::param_ranges(spec) {
+        values[range].fill_with(|| noise.unit() * scale);
+    }
+    encode(&values, spec.gradient_dtype)
+}
+
+/// Initial weights of the whole flat space.
+pub(crate) fn weights(spec: &JobSpec, seed: u64) -> Vec<f32> {
+    let mut noise = Noise(seed);
+    let mut values = vec![0.0; reference::flat_elements(spec)];
+    for range in reference::param_ranges(spec) {
+        values[range].fill_with(|| noise.unit());
+    }
+    values
+}

@@ -1,0 +1,184 @@
+//! What a job must compute, as plain loops over f32 and from the documented formulas alone: nothing here is shared
+//! with the engine, so that both must be wrong in the same way for a test to pass wrongly.
+
+use std::ops::Range;
+
+use longshore_proto::{Commit, Dtype, Hyper, JobSpec, Rule, Version, checksum::state_hash};
+
+use super::{BLOCK, decode, encode};
+
+/// Each parameter starts at the next multiple of 64 elements.
+pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
+    let mut start = 0;
+    let place = |param: &longshore_proto::Param| {
+        let size = param.shape.iter().product::<u64>() as usize;
+        let range = start..start + size;
+        start = (start + size).div_ceil(64) * 64;
+        range
+    };
+    spec.params.iter().map(place).collect()
+}
+
+/// Whole blocks.
+pub(crate) fn flat_elements(spec: &JobSpec) -> usize {
+    param_ranges(spec).last().unwrap().end.div_ceil(BLOCK) * BLOCK
+}
+
+/// A job's state after some commit.
+#[derive(Clone)]
+pub(crate) struct Reference {
+    spec: JobSpec,
+    /// Of each flat element.
+    group: Vec<u32>,
+    pub(crate) version: u64,
+    pub(crate) applied: u64,
+    pub(crate) master: Vec<f32>,
+    pub(crate) first: Vec<f32>,
+    pub(crate) second: Vec<f32>,
+    /// Wire bytes, as they are pulled.
+    pub(crate) image: Vec<u8>,
+}
+
+impl Reference {
+    pub(crate) fn new(spec: &JobSpec, initial: &[f32]) -> Reference {
+        let slot = |index: usize| vec![0.0; if index < spec.rule.state_slots() { initial.len() } else { 0 }];
+        let mut group = vec![spec.params.last().unwrap().group; initial.len()];
+        let starts = param_ranges(spec).into_iter().map(|range| range.start);
+        for (param, start) in spec.params.iter().zip(starts) {
+            group[start..].fill(param.group);
+        }
+        Reference {
+            group,
+            version: 0,
+            applied: 0,
+            master: initial.to_vec(),
+            first: slot(0),
+            second: slot(1),
+            image: encode(initial, spec.image_dtype),
+            spec: spec.clone(),
+        }
+    }
+
+    /// `contributions`: wire bytes of the whole flat space, micro-step by micro-step, within one by rank.
+    pub(crate) fn step(&mut self, contributions: &[Vec<u8>], commit: &Commit) {
+        let gradient = sum(contributions, self.spec.gradient_dtype);
+        self.version += 1;
+        assert_eq!(commit.step.0, self.version);
+        if commit.skip {
+            return;
+        }
+        self.applied += 1;
+        let multiplier = (commit.clip_coefficient / commit.gradient_scale) as f32;
+        let compensation = commit.compensation as f32;
+        let mut emitted = vec![0.0; self.master.len()];
+        for (index, &raw) in gradient.iter().enumerate() {
+            let hyper = &commit.groups[self.group[index] as usize];
+            let old = self.master[index];
+            let (mut a, mut b) = (at(&self.first, index), at(&self.second, index));
+            let new = update(self.spec.rule, hyper, self.applied, raw * multiplier, old, &mut a, &mut b);
+            self.master[index] = quiet(new);
+            set(&mut self.first, index, a);
+            set(&mut self.second, index, b);
+            emitted[index] = quiet(if compensation == 0.0 { new } else { new - compensation * (old - new) });
+        }
+        self.image = encode(&emitted, self.spec.image_dtype);
+    }
+
+    pub(crate) fn hash(&self) -> String {
+        let blocks = self.master.len() / BLOCK;
+        let hashes: Vec<[u8; 32]> = (0..blocks)
+            .map(|block| {
+                let mut hasher = blake3::Hasher::new();
+                for array in [&self.master, &self.first, &self.second] {
+                    for x in array.iter().skip(block * BLOCK).take(BLOCK) {
+                        hasher.update(&x.to_le_bytes());
+                    }
+                }
+                *hasher.finalize().as_bytes()
+            })
+            .collect();
+        state_hash(Version(self.version), self.applied, &hashes)
+    }
+}
+
+fn at(slot: &[f32], index: usize) -> f32 {
+    slot.get(index).copied().unwrap_or(0.0)
+}
+
+fn set(slot: &mut [f32], index: usize, value: f32) {
+    if let Some(element) = slot.get_mut(index) {
+        *element = quiet(value);
+    }
+}
+
+/// One NaN is ever stored.
+fn quiet(x: f32) -> f32 {
+    if x.is_nan() { f32::from_bits(0x7FC0_0000) } else { x }
+}
+
+/// A lone contribution as it came; several one after the other, the first widened and the others added.
+pub(crate) fn sum(contributions: &[Vec<u8>], dtype: Dtype) -> Vec<f32> {
+    let mut total = decode(&contributions[0], dtype);
+    if contributions.len() > 1 {
+        total.iter_mut().for_each(|x| *x = quiet(*x));
+    }
+    for contribution in &contributions[1..] {
+        for (total, x) in total.iter_mut().zip(decode(contribution, dtype)) {
+            *total = quiet(*total + x);
+        }
+    }
+    total
+}
+
+/// Sum of squares of each block: element i in lane i % 16, the lanes folded as a tree.
+pub(crate) fn block_squares(gradient: &[f32]) -> Vec<f64> {
+    let block = |block: &[f32]| {
+        let mut lanes = [0.0f64; 16];
+        for (index, &x) in block.iter().enumerate() {
+            lanes[index % 16] += f64::from(x) * f64::from(x);
+        }
+        for width in [8, 4, 2, 1] {
+            for lane in 0..width {
+                lanes[lane] += lanes[lane + width];
+            }
+        }
+        lanes[0]
+    };
+    gradient.chunks(BLOCK).map(block).collect()
+}
+
+fn update(rule: Rule, h: &Hyper, t: u64, g: f32, old: f32, first: &mut f32, second: &mut f32) -> f32 {
+    let (lr, decay) = (h.lr as f32, h.weight_decay as f32);
+    let shrink = (1.0 - h.lr * h.weight_decay) as f32;
+    match rule {
+        Rule::AdamW => adam(h, t, g, old * shrink, first, second),
+        Rule::Adam => adam(h, t, g + decay * old, old, first, second),
+        Rule::Sgd if h.momentum == 0.0 => old - lr * (g + decay * old),
+        Rule::Sgd => {
+            let (g, momentum) = (g + decay * old, h.momentum as f32);
+            *first = if t == 1 { g } else { *first * momentum + g * (1.0 - h.dampening) as f32 };
+            old - lr * if h.nesterov { g + *first * momentum } else { *first }
+        }
+        Rule::Lion => {
+            let direction = *first * h.beta1 as f32 + g * (1.0 - h.beta1) as f32;
+            let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
+            *first = *first * h.beta2 as f32 + g * (1.0 - h.beta2) as f32;
+            old * shrink - lr * sign
+        }
+        Rule::Adagrad => {
+            let g = g + decay * old;
+            *first += g * g;
+            let rate = (h.lr / (1.0 + (t - 1) as f64 * h.lr_decay)) as f32;
+            old - rate * (g / (first.sqrt() + h.eps as f32))
+        }
+    }
+}
+
+fn adam(h: &Hyper, t: u64, g: f32, master: f32, first: &mut f32, second: &mut f32) -> f32 {
+    let power = |base: f64| base.powi(t as i32);
+    *first += (g - *first) * (1.0 - h.beta1) as f32;
+    *second = *second * h.beta2 as f32 + ((1.0 - h.beta2) as f32 * g) * g;
+    let inverse_root = (1.0 / (1.0 - power(h.beta2)).sqrt()) as f32;
+    let rate = (h.lr / (1.0 - power(h.beta1))) as f32;
+    master - rate * (*first / (second.sqrt() * inverse_root + h.eps as f32))
+}

@@ -1,0 +1,276 @@
+//! Promise 1: weights and state depend on the job, its initial weights and the gradients alone. Random jobs, split and
+//! driven in random ways, against a plain loop.
+
+mod common;
+
+use common::{
+    BLOCK, Noise,
+    cluster::{Cluster, compute},
+    encode,
+    reference::{Reference, block_squares, flat_elements, param_ranges, sum},
+    spec, weights,
+};
+use longshore_engine::{job::Stored, kernels::Isa};
+use longshore_proto::{Commit, ContributionChunk, Dtype, Hyper, JobSpec, Rule, ShardId, Step};
+use proptest::prelude::*;
+
+/// A whole run as it must come out.
+struct Run {
+    spec: JobSpec,
+    initial: Vec<f32>,
+    /// By step, then micro-step and rank.
+    gradients: Vec<Vec<Vec<u8>>>,
+    commits: Vec<Commit>,
+    squares: Vec<Vec<f64>>,
+    /// After each commit, from version 0.
+    images: Vec<Vec<u8>>,
+    end: Reference,
+}
+
+fn random_spec(noise: &mut Noise, rule: Rule, delay: u32) -> JobSpec {
+    let params = 1 + noise.below(6);
+    let groups = 1 + noise.below(3);
+    let large = noise.one_in(6);
+    let size = |noise: &mut Noise| match noise.below(3) {
+        0 => 1 + noise.below(200),
+        1 => 1 + noise.below(BLOCK),
+        _ => BLOCK / 2 + noise.below(if large { 5 * BLOCK } else { BLOCK }),
+    };
+    let sizes: Vec<u64> = (0..params).map(|_| size(noise) as u64).collect();
+    let mut of: Vec<u32> = (0..params).map(|_| noise.below(groups) as u32).collect();
+    of[0] = groups as u32 - 1; // so that every group index below it exists
+    let mut spec = spec(&sizes, &of);
+    spec.rule = rule;
+    spec.gradient_dtype = noise.pick(&[Dtype::Bf16, Dtype::F16, Dtype::F32]);
+    spec.image_dtype = noise.pick(&[Dtype::Bf16, Dtype::F16, Dtype::F32]);
+    spec.world_size = 1 + noise.below(3) as u32;
+    spec.micro_steps = 1 + noise.below(if large { 2 } else { 4 }) as u32;
+    spec.max_delay = delay;
+    spec
+}
+
+fn random_hyper(noise: &mut Noise) -> Hyper {
+    Hyper {
+        lr: noise.between(0.0, 0.1),
+        beta1: noise.pick(&[0.9, 0.0, 0.5, 0.95]),
+        beta2: noise.pick(&[0.999, 0.95, 0.0]),
+        eps: noise.pick(&[1e-8, 1e-6, 0.0]),
+        weight_decay: noise.pick(&[0.0, 0.1, 0.01]),
+        momentum: noise.pick(&[0.0, 0.9, 1.0]),
+        dampening: noise.pick(&[0.0, 0.5]),
+        nesterov: noise.one_in(2),
+        lr_decay: noise.pick(&[0.0, 0.01]),
+    }
+}
+
+/// One contribution; `bad` puts an infinity or a NaN into it.
+fn contribution(noise: &mut Noise, spec: &JobSpec, bad: bool) -> Vec<u8> {
+    let mut values = vec![0.0; flat_elements(spec)];
+    let size = noise.pick(&[1.0, 1e-3, 100.0]);
+    for range in param_ranges(spec) {
+        for value in &mut values[range] {
+            // Zeros, and magnitudes down to f16's denormals, so that the order of a sum shows.
+            let magnitude = noise.pick(&[size, size, size / 64.0, size * 1e-4, 0.0]);
+            *value = noise.unit() * magnitude;
+        }
+    }
+    if bad {
+        let at = param_ranges(spec)[noise.below(spec.params.len())].start;
+        values[at] = noise.pick(&[f32::INFINITY, f32::NEG_INFINITY, f32::NAN]);
+    }
+    encode(&values, spec.gradient_dtype)
+}
+
+impl Run {
+    fn random(seed: u64, rule: Rule, delay: u32, steps: u64) -> Run {
+        let mut noise = Noise(seed);
+        let spec = random_spec(&mut noise, rule, delay);
+        let initial = weights(&spec, noise.next());
+        let mut end = Reference::new(&spec, &initial);
+        let (mut gradients, mut commits, mut squares) = (Vec::new(), Vec::new(), Vec::new());
+        let mut images = vec![end.image.clone()];
+        let clips = noise.one_in(2);
+        for step in 1..=steps {
+            let bad = noise.one_in(5).then(|| noise.below(spec.contributions() as usize));
+            let of_step: Vec<_> = (0..spec.contributions() as usize)
+                .map(|index| contribution(&mut noise, &spec, bad == Some(index)))
+                .collect();
+            let of_blocks = block_squares(&sum(&of_step, spec.gradient_dtype));
+            let commit = decide(&mut noise, &spec, step, &of_blocks, clips);
+            end.step(&of_step, &commit);
+            images.push(end.image.clone());
+            gradients.push(of_step);
+            commits.push(commit);
+            squares.push(of_blocks);
+        }
+        Run { spec, initial, gradients, commits, squares, images, end }
+    }
+}
+
+/// As rank 0 does it; sometimes it applies what is not finite (no overflow checks), or skips without need.
+fn decide(noise: &mut Noise, spec: &JobSpec, step: u64, squares: &[f64], clips: bool) -> Commit {
+    let loss_scale = noise.pick(&[1.0, 1024.0, 3.0]);
+    let gradient_scale = loss_scale * spec.contributions() as f64;
+    let norm = squares.iter().sum::<f64>().sqrt() / gradient_scale;
+    let clip_coefficient = if clips && norm.is_finite() { (0.7 / (norm + 1e-6)).min(1.0) } else { 1.0 };
+    let compensates = spec.max_delay > 0 && noise.one_in(2);
+    Commit {
+        step: Step(step),
+        skip: if norm.is_finite() { noise.one_in(8) } else { !noise.one_in(4) },
+        gradient_scale,
+        clip_coefficient,
+        compensation: if compensates { noise.between(0.0, 1.0) } else { 0.0 },
+        groups: spec.groups.iter().map(|_| random_hyper(noise)).collect(),
+        norm,
+        loss_scale: 1.0,
+        trainer_state: vec![step as u8],
+    }
+}
+
+/// Chunks on their way: a worker may be as far ahead as the job has room for.
+struct Traffic<'a> {
+    run: &'a Run,
+    cluster: Cluster,
+    noise: Noise,
+    pushed_to: u64,
+    pending: Vec<(ContributionChunk, &'a [u8])>,
+    stored: Vec<(ContributionChunk, &'a [u8])>,
+    decided: u64,
+}
+
+impl<'a> Traffic<'a> {
+    fn new(run: &'a Run, seed: u64, isa: Isa) -> Traffic<'a> {
+        let mut noise = Noise(seed);
+        let shard_blocks = noise.pick(&[1, 2, 3, 5, 9]);
+        let spec = JobSpec { shard_elements: (shard_blocks * BLOCK) as u64, ..run.spec.clone() };
+        let servers = (1 + noise.below(3)).min(spec.validate().unwrap().shards() as usize);
+        let mut cluster = Cluster::open(&spec, servers, &compute(1 + noise.below(2), isa));
+        (0..spec.world_size).for_each(|rank| cluster.join(rank));
+        cluster.upload(&run.initial);
+        let (pending, stored) = (Vec::new(), Vec::new());
+        Traffic { run, cluster, noise, pushed_to: 0, pending, stored, decided: 0 }
+    }
+
+    fn go(&mut self) {
+        let steps = self.run.commits.len() as u64;
+        let ahead = u64::from(self.run.spec.max_delay) + 1;
+        while self.decided < steps {
+            if self.pushed_to < (self.decided + ahead).min(steps) {
+                self.produce();
+            }
+            match self.noise.below(12) {
+                0..6 => self.send(),
+                6 => self.resend(),
+                7..10 => {
+                    let server = self.noise.below(self.cluster.jobs.len());
+                    self.cluster.work_once(server);
+                }
+                10 => self.pull(),
+                _ => self.decide(),
+            }
+        }
+        self.cluster.work();
+    }
+
+    fn produce(&mut self) {
+        self.pushed_to += 1;
+        let run = self.run;
+        for (index, flat) in run.gradients[self.pushed_to as usize - 1].iter().enumerate() {
+            let index = index as u32;
+            let (micro_step, rank) = (index / run.spec.world_size, index % run.spec.world_size);
+            self.pending.extend(self.cluster.chunks(self.pushed_to, micro_step, rank, flat));
+        }
+    }
+
+    fn send(&mut self) {
+        if self.pending.is_empty() {
+            return;
+        }
+        let index = self.noise.below(self.pending.len());
+        let (chunk, payload) = self.pending[index];
+        match self.cluster.store(&chunk, payload).unwrap() {
+            Stored::New(_) => self.stored.push(self.pending.swap_remove(index)),
+            Stored::Busy => {}
+            Stored::Duplicate => panic!("{chunk:?} was never stored"),
+        }
+    }
+
+    fn resend(&mut self) {
+        if !self.stored.is_empty() {
+            let (chunk, payload) = self.stored[self.noise.below(self.stored.len())];
+            assert_eq!(self.cluster.store(&chunk, payload).unwrap(), Stored::Duplicate, "{chunk:?}");
+        }
+    }
+
+    /// Of the two newest versions a server has the image or will have it; whatever it hands out is right.
+    fn pull(&mut self) {
+        let version = self.decided.saturating_sub(self.noise.below(2) as u64);
+        let shard = ShardId(self.noise.below(self.cluster.layout.shards() as usize) as u32);
+        if let Some(image) = self.cluster.image(shard, version).unwrap() {
+            self.check_image(shard, version, &image);
+        }
+    }
+
+    fn check_image(&self, shard: ShardId, version: u64, image: &[u8]) {
+        let size = self.run.spec.image_dtype.bytes() as usize;
+        let expected = self.cluster.part(&self.run.images[version as usize], shard, size);
+        let differs = image.iter().zip(expected).position(|(ours, theirs)| ours != theirs);
+        assert_eq!(differs, None, "first differing byte of the image of {shard} at version {version}");
+    }
+
+    fn decide(&mut self) {
+        let Some(squares) = self.cluster.squares(self.decided + 1) else { return };
+        let bits = |squares: &[f64]| squares.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let expected: Vec<f64> =
+            self.run.squares[self.decided as usize].iter().map(|&x| if x.is_nan() { f64::NAN } else { x }).collect();
+        assert_eq!(bits(&squares), bits(&expected));
+        let duplicates = self.cluster.commit(&self.run.commits[self.decided as usize]).unwrap();
+        assert!(duplicates.iter().all(|duplicate| !duplicate));
+        self.decided += 1;
+    }
+
+    fn check(&self) {
+        let end = &self.run.end;
+        for (name, ours, theirs) in
+            itertools(["master", "first", "second"], self.cluster.state(), [&end.master, &end.first, &end.second])
+        {
+            assert_eq!(ours.len(), theirs.len(), "{name}");
+            let differs = ours.iter().zip(theirs).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert_eq!(differs.map(|at| (at, ours[at], theirs[at])), None, "{name}: (index, found, expected)");
+        }
+        assert_eq!(self.cluster.hash(), end.hash());
+        for shard in (0..self.cluster.layout.shards()).map(ShardId) {
+            for version in [self.decided - 1, self.decided] {
+                let image = self.cluster.image(shard, version).unwrap().expect("settled");
+                self.check_image(shard, version, &image);
+            }
+        }
+    }
+}
+
+fn itertools<'a>(
+    names: [&'static str; 3],
+    ours: [Vec<f32>; 3],
+    theirs: [&'a Vec<f32>; 3],
+) -> impl Iterator<Item = (&'static str, Vec<f32>, &'a Vec<f32>)> {
+    names.into_iter().zip(ours).zip(theirs).map(|((name, ours), theirs)| (name, ours, theirs))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_split_and_order_gives_the_reference_bits(
+        seed in any::<u64>(),
+        rule in prop::sample::select(Rule::ALL.to_vec()),
+        delay in 0u32..2,
+        steps in 2u64..6,
+    ) {
+        let run = Run::random(seed, rule, delay, steps);
+        for (index, isa) in Isa::available().into_iter().enumerate() {
+            let mut traffic = Traffic::new(&run, seed ^ index as u64, isa);
+            traffic.go();
+            traffic.check();
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! The TOML file: the flags' names with underscores. Unknown keys are refused.
+
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use super::{ByteSize, ConfigError, nearest};
+use crate::log::LogFormat;
+
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct File {
+    pub(super) listen: Option<SocketAddr>,
+    pub(super) memory: Option<ByteSize>,
+    pub(super) threads: Option<usize>,
+    pub(super) checkpoint_dir: Option<PathBuf>,
+    pub(super) checkpoint_on_drain: Option<bool>,
+    pub(super) checkpoint_keep: Option<usize>,
+    pub(super) drain_deadline_s: Option<u64>,
+    pub(super) insecure: Option<bool>,
+    pub(super) log: Option<String>,
+    pub(super) log_format: Option<LogFormat>,
+}
+
+/// The keys above, for the nearest right one.
+const KEYS: [&str; 10] = [
+    "listen",
+    "memory",
+    "threads",
+    "checkpoint_dir",
+    "checkpoint_on_drain",
+    "checkpoint_keep",
+    "drain_deadline_s",
+    "insecure",
+    "log",
+    "log_format",
+];
+
+impl File {
+    pub(super) fn read(path: &Path) -> Result<File, ConfigError> {
+        let text = fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        let parse = |error: toml::de::Error| ConfigError::Parse { path: path.into(), message: error.to_string() };
+        let table: toml::Table = text.parse().map_err(parse)?;
+        if let Some(key) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
+            let nearest = nearest(key, KEYS);
+            return Err(ConfigError::UnknownKey { path: path.into(), key: key.clone(), nearest });
+        }
+        toml::from_str(&text).map_err(parse)
+    }
+}

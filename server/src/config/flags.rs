@@ -1,0 +1,74 @@
+//! Flags, each with its environment variable.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use clap::Parser;
+
+use super::{ByteSize, ConfigError, nearest};
+use crate::log::LogFormat;
+
+/// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
+///
+/// Flags win over environment variables, these over the TOML file, and that over the defaults.
+#[derive(Debug, Default, Parser)]
+#[command(name = "longshored", version)]
+pub struct Flags {
+    /// TOML file with any of the options below, written with underscores
+    #[arg(long, env = "LONGSHORED_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Address to serve on; port 0 takes a free one [default: 127.0.0.1:7070]
+    #[arg(long, env = "LONGSHORED_LISTEN", value_name = "ADDRESS:PORT")]
+    pub listen: Option<SocketAddr>,
+    /// Memory for jobs, as in 512GiB [default: 80% of what is available]
+    #[arg(long, env = "LONGSHORED_MEMORY", value_name = "SIZE")]
+    pub memory: Option<ByteSize>,
+    /// Update threads [default: all cores]
+    #[arg(long, env = "LONGSHORED_THREADS", value_name = "N")]
+    pub threads: Option<usize>,
+    /// Folder for checkpoints; without it Checkpoint is refused
+    #[arg(long, env = "LONGSHORED_CHECKPOINT_DIR", value_name = "DIR")]
+    pub checkpoint_dir: Option<PathBuf>,
+    /// Write a checkpoint of every job when told to stop
+    #[arg(long, env = "LONGSHORED_CHECKPOINT_ON_DRAIN", num_args = 0..=1, default_missing_value = "true")]
+    pub checkpoint_on_drain: Option<bool>,
+    /// Checkpoints kept of each job; 0 keeps all [default: 0]
+    #[arg(long, env = "LONGSHORED_CHECKPOINT_KEEP", value_name = "N")]
+    pub checkpoint_keep: Option<usize>,
+    /// Longest wait for the step in hand when told to stop, in seconds [default: 30]
+    #[arg(long, env = "LONGSHORED_DRAIN_DEADLINE_S", value_name = "SECONDS")]
+    pub drain_deadline_s: Option<u64>,
+    /// Allow an address that is not loopback: anyone who can reach it can read and change the jobs
+    #[arg(long, env = "LONGSHORED_INSECURE")]
+    pub insecure: bool,
+    /// What to log, as in info or longshore_server=debug [default: info]
+    #[arg(long, env = "LONGSHORED_LOG", value_name = "FILTER")]
+    pub log: Option<String>,
+    /// How to log [default: text]
+    #[arg(long, env = "LONGSHORED_LOG_FORMAT", value_enum)]
+    pub log_format: Option<LogFormat>,
+}
+
+const PREFIX: &str = "LONGSHORED_";
+
+const VARIABLES: [&str; 11] = [
+    "LONGSHORED_CONFIG",
+    "LONGSHORED_LISTEN",
+    "LONGSHORED_MEMORY",
+    "LONGSHORED_THREADS",
+    "LONGSHORED_CHECKPOINT_DIR",
+    "LONGSHORED_CHECKPOINT_ON_DRAIN",
+    "LONGSHORED_CHECKPOINT_KEEP",
+    "LONGSHORED_DRAIN_DEADLINE_S",
+    "LONGSHORED_INSECURE",
+    "LONGSHORED_LOG",
+    "LONGSHORED_LOG_FORMAT",
+];
+
+/// A mistyped variable would be ignored in silence otherwise.
+pub(super) fn check_environment(names: impl IntoIterator<Item = String>) -> Result<(), ConfigError> {
+    let unknown = names.into_iter().find(|name| name.starts_with(PREFIX) && !VARIABLES.contains(&name.as_str()));
+    match unknown {
+        Some(name) => Err(ConfigError::UnknownVariable { nearest: nearest(&name, VARIABLES), name }),
+        None => Ok(()),
+    }
+}

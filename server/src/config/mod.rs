@@ -1,0 +1,168 @@
+//! Configuration: flags over environment over a TOML file over defaults.
+
+mod file;
+mod flags;
+mod size;
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+pub use flags::Flags;
+pub use size::{ByteSize, SizeError};
+
+use crate::log::LogFormat;
+
+/// What the server runs with.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub listen: SocketAddr,
+    /// Bytes that jobs may be admitted to.
+    pub memory: u64,
+    /// Update threads.
+    pub threads: usize,
+    /// Where checkpoints go. None: the Checkpoint call is refused.
+    pub checkpoint_dir: Option<PathBuf>,
+    pub checkpoint_on_drain: bool,
+    /// Sealed checkpoints kept of each job; 0 keeps all.
+    pub checkpoint_keep: usize,
+    /// Longest time a drain waits for the step in hand.
+    pub drain_deadline: Duration,
+    /// Serve beyond loopback without encryption or authentication.
+    pub insecure: bool,
+    pub log: String,
+    pub log_format: LogFormat,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{path}: {source}. Give the path of a readable TOML file with --config")]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{path}: {message}")]
+    Parse { path: PathBuf, message: String },
+    #[error("{path}: unknown key `{key}`{}", suggest(nearest.as_deref()))]
+    UnknownKey { path: PathBuf, key: String, nearest: Option<String> },
+    #[error("unknown variable {name}{}", suggest(nearest.as_deref()))]
+    UnknownVariable { name: String, nearest: Option<String> },
+    #[error(
+        "listen is {listen}, which is not a loopback address, and connections are neither encrypted nor authenticated: \
+         keep the server on a trusted network and say --insecure, or listen on 127.0.0.1"
+    )]
+    Exposed { listen: SocketAddr },
+    #[error("{field} is {value}, but must be {limit}")]
+    Value { field: &'static str, value: String, limit: &'static str },
+    #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]
+    DrainWithoutDir,
+}
+
+impl Config {
+    /// The defaults: loopback, 80% of the memory this process may use, all its cores.
+    pub fn default_on(listen: SocketAddr) -> Config {
+        Config {
+            listen,
+            memory: size::available_memory() / 5 * 4,
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            checkpoint_dir: None,
+            checkpoint_on_drain: false,
+            checkpoint_keep: 0,
+            drain_deadline: Duration::from_secs(30),
+            insecure: false,
+            log: "info".to_string(),
+            log_format: LogFormat::Text,
+        }
+    }
+
+    pub fn resolve(flags: Flags) -> Result<Config, ConfigError> {
+        flags::check_environment(std::env::vars().map(|(name, _)| name))?;
+        let file = match &flags.config {
+            Some(path) => file::File::read(path)?,
+            None => file::File::default(),
+        };
+        let listen = flags.listen.or(file.listen).unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 7070)));
+        let defaults = Config::default_on(listen);
+        let config = Config {
+            listen,
+            memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
+            threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
+            checkpoint_dir: flags.checkpoint_dir.or(file.checkpoint_dir),
+            checkpoint_on_drain: flags.checkpoint_on_drain.or(file.checkpoint_on_drain).unwrap_or(false),
+            checkpoint_keep: flags.checkpoint_keep.or(file.checkpoint_keep).unwrap_or(0),
+            drain_deadline: flags
+                .drain_deadline_s
+                .or(file.drain_deadline_s)
+                .map_or(defaults.drain_deadline, Duration::from_secs),
+            insecure: flags.insecure || file.insecure.unwrap_or(false),
+            log: flags.log.or(file.log).unwrap_or(defaults.log),
+            log_format: flags.log_format.or(file.log_format).unwrap_or_default(),
+        };
+        config.check()?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        if !self.listen.ip().is_loopback() && !self.insecure {
+            return Err(ConfigError::Exposed { listen: self.listen });
+        }
+        if !(1..=4096).contains(&self.threads) {
+            let value = self.threads.to_string();
+            return Err(ConfigError::Value { field: "threads", value, limit: "in 1..=4096" });
+        }
+        if self.memory < 1 << 20 {
+            let value = self.memory.to_string();
+            return Err(ConfigError::Value { field: "memory", value, limit: "at least 1MiB" });
+        }
+        if self.checkpoint_on_drain && self.checkpoint_dir.is_none() {
+            return Err(ConfigError::DrainWithoutDir);
+        }
+        Ok(())
+    }
+}
+
+fn suggest(nearest: Option<&str>) -> String {
+    nearest.map(|nearest| format!("; did you mean `{nearest}`?")).unwrap_or_default()
+}
+
+/// The candidate nearest to a mistyped name, if it is near enough to be meant.
+fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
+    let scored = candidates.into_iter().map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate));
+    let best = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    (best.0 > 0.5).then(|| best.1.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn resolve(args: &[&str], toml: &str) -> Result<Config, ConfigError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("longshored.toml");
+        std::fs::write(&path, toml).unwrap();
+        let path = path.to_string_lossy().into_owned();
+        Config::resolve(Flags::parse_from([&["longshored", "--config", &path], args].concat()))
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_the_file_over_defaults() {
+        let config = resolve(&["--threads", "3"], "threads = 2\nmemory = \"64MiB\"").unwrap();
+        assert_eq!((config.threads, config.memory), (3, 64 << 20));
+        assert_eq!(config.listen.port(), 7070);
+    }
+
+    #[test]
+    fn an_unknown_key_names_the_nearest() {
+        let error = resolve(&[], "checkpont_dir = \"/tmp\"").unwrap_err().to_string();
+        assert!(error.contains("`checkpont_dir`; did you mean `checkpoint_dir`?"), "{error}");
+    }
+
+    #[test]
+    fn an_unknown_variable_names_the_nearest() {
+        let error = flags::check_environment(["LONGSHORED_MEMROY".to_string()]).unwrap_err().to_string();
+        assert!(error.contains("did you mean `LONGSHORED_MEMORY`?"), "{error}");
+    }
+
+    #[test]
+    fn beyond_loopback_needs_a_word() {
+        assert!(matches!(resolve(&["--listen", "0.0.0.0:1"], ""), Err(ConfigError::Exposed { .. })));
+        assert!(resolve(&["--listen", "0.0.0.0:1", "--insecure"], "").is_ok());
+    }
+}

@@ -1,0 +1,14 @@
+//! The optimizer server: configuration, gRPC services, admission of jobs, life and death of the process.
+//!
+//! `longshored` is this library and a `main`; the `longshore` command embeds it for runs without `--servers`.
+
+#![forbid(unsafe_code)]
+
+pub mod config;
+mod jobs;
+pub mod lifecycle;
+pub mod log;
+mod service;
+
+pub use config::Config;
+pub use lifecycle::{Server, ServerError};

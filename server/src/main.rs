@@ -1,0 +1,41 @@
+//! `longshored`: parse, log, serve, drain.
+//!
+//! Exit codes: 0 after a drain, 1 when it cannot serve, 2 for a wrong flag, variable or configuration key.
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use longshore_server::{Config, Server, config::Flags, log};
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    let config = match Config::resolve(flags) {
+        Ok(config) => config,
+        Err(error) => {
+            eprintln!("longshored: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    log::init(config.log_format, &config.log);
+    match serve(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            eprintln!("longshored: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(config: Config) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("network").build()?;
+    runtime.block_on(async {
+        let server = Server::start(config).await?;
+        // The one line on stdout: scripts wait for it and read the port when 0 was asked for.
+        println!("longshored listening on {}", server.address());
+        server.run_until_signalled().await?;
+        Ok(())
+    })
+}

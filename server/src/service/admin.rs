@@ -1,0 +1,202 @@
+//! Admin: list, describe, checkpoints, resume, delete, drain.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use longshore_engine::checkpoint::Store;
+use longshore_proto::{
+    Fault, FaultKind, Version,
+    limits::DEFAULT_DEADLINE_MS,
+    wire::{
+        self,
+        v1::{self, admin_server::Admin},
+    },
+};
+use tonic::{Request, Response, Status};
+
+use super::{Services, blocking, convert, refuse};
+use crate::jobs::JobHandle;
+
+/// Longest time a snapshot waits for updates already decided.
+fn snapshot_deadline() -> Instant {
+    Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
+}
+
+#[tonic::async_trait]
+impl Admin for Services {
+    async fn list_jobs(
+        &self,
+        _request: Request<v1::ListJobsRequest>,
+    ) -> Result<Response<v1::ListJobsResponse>, Status> {
+        let jobs = self.jobs.all().iter().map(|handle| handle.job.spec().name.to_string()).collect();
+        let budget = self.jobs.budget();
+        let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
+        Ok(Response::new(v1::ListJobsResponse { jobs, memory_budget, memory_reserved }))
+    }
+
+    async fn describe(
+        &self,
+        request: Request<v1::DescribeRequest>,
+    ) -> Result<Response<v1::DescribeResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.describe_job(&request).await;
+        answer.map(Response::new).map_err(|fault| refuse("Describe", &request.job, fault))
+    }
+
+    async fn checkpoint(
+        &self,
+        request: Request<v1::CheckpointRequest>,
+    ) -> Result<Response<v1::CheckpointResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.write_checkpoint(&request).await;
+        answer.map(Response::new).map_err(|fault| refuse("Checkpoint", &request.job, fault))
+    }
+
+    async fn seal_checkpoint(
+        &self,
+        request: Request<v1::SealCheckpointRequest>,
+    ) -> Result<Response<v1::SealCheckpointResponse>, Status> {
+        let request = request.into_inner();
+        let job = request.job.clone();
+        let answer = self.seal(request).await;
+        answer.map(Response::new).map_err(|fault| refuse("SealCheckpoint", &job, fault))
+    }
+
+    async fn list_checkpoints(
+        &self,
+        request: Request<v1::ListCheckpointsRequest>,
+    ) -> Result<Response<v1::ListCheckpointsResponse>, Status> {
+        let job = request.into_inner().job;
+        let answer = self.list(&job).await;
+        answer.map(Response::new).map_err(|fault| refuse("ListCheckpoints", &job, fault))
+    }
+
+    async fn restore(
+        &self,
+        request: Request<v1::RestoreRequest>,
+    ) -> Result<Response<v1::RestoreResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.restore_job(&request).await;
+        answer.map(Response::new).map_err(|fault| refuse("Restore", &request.job, fault))
+    }
+
+    async fn resume(&self, request: Request<v1::ResumeRequest>) -> Result<Response<v1::ResumeResponse>, Status> {
+        let request = request.into_inner();
+        let resume = || self.jobs.get(&request.job)?.job.resume(request.loss_scale);
+        resume().map_err(|fault| refuse("Resume", &request.job, fault))?;
+        tracing::info!(job = request.job, loss_scale = request.loss_scale, "job resumed");
+        Ok(Response::new(v1::ResumeResponse {}))
+    }
+
+    async fn delete_job(
+        &self,
+        request: Request<v1::DeleteJobRequest>,
+    ) -> Result<Response<v1::DeleteJobResponse>, Status> {
+        let job = request.into_inner().job;
+        self.jobs.delete(&job).map_err(|fault| refuse("DeleteJob", &job, fault))?;
+        tracing::info!(job, "job deleted");
+        Ok(Response::new(v1::DeleteJobResponse {}))
+    }
+
+    async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+        self.draining.begin();
+        Ok(Response::new(v1::DrainResponse {}))
+    }
+}
+
+impl Services {
+    async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
+        let handle = self.jobs.get(&request.job)?;
+        let mut answer = describe(&handle);
+        if request.state_hash {
+            let job = Arc::clone(&handle.job);
+            let (info, hashes) = blocking(move || job.state_hashes(snapshot_deadline())).await?;
+            answer.hash_version = info.version.0;
+            answer.hash_applied = info.applied;
+            answer.hashes = hashes
+                .into_iter()
+                .map(|(block, hash)| v1::BlockHash { block: block.0, hash: hash.to_vec().into() })
+                .collect();
+        }
+        Ok(answer)
+    }
+
+    fn store(&self) -> Result<Arc<Store>, Fault> {
+        self.checkpoints.clone().ok_or_else(|| {
+            let remedy = "start the server with --checkpoint-dir";
+            Fault::new(FaultKind::Precondition, "checkpoint_dir", "not set", "a folder", remedy)
+        })
+    }
+
+    async fn write_checkpoint(&self, request: &v1::CheckpointRequest) -> Result<v1::CheckpointResponse, Fault> {
+        let store = self.store()?;
+        let name = wire::parse_name("name", &request.name)?;
+        let handle = self.jobs.get(&request.job)?;
+        let expected = (request.version > 0).then_some(Version(request.version));
+        let part = blocking(move || store.write(&handle.job, &name, expected, snapshot_deadline())).await?;
+        tracing::info!(job = request.job, name = request.name, version = part.version.0, "checkpoint part written");
+        Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
+    }
+
+    async fn seal(&self, request: v1::SealCheckpointRequest) -> Result<v1::SealCheckpointResponse, Fault> {
+        let store = self.store()?;
+        let job = wire::parse_name("job", &request.job)?;
+        let name = wire::parse_name("name", &request.name)?;
+        let keep = self.checkpoint_keep;
+        let manifest = blocking(move || {
+            let manifest = store.seal(&job, &name, &request.parts)?;
+            if keep > 0 {
+                store.prune(&job, keep)?;
+            }
+            Ok(manifest)
+        });
+        let manifest = manifest.await?.display().to_string();
+        tracing::info!(job = request.job, name = request.name, manifest, "checkpoint sealed");
+        Ok(v1::SealCheckpointResponse { manifest })
+    }
+
+    async fn list(&self, job: &str) -> Result<v1::ListCheckpointsResponse, Fault> {
+        let store = self.store()?;
+        let job = wire::parse_name("job", job)?;
+        let found = blocking(move || store.list(&job)).await?;
+        let info = |(name, version): (longshore_proto::JobName, Version)| v1::CheckpointInfo {
+            name: name.to_string(),
+            version: version.0,
+        };
+        Ok(v1::ListCheckpointsResponse { checkpoints: found.into_iter().map(info).collect() })
+    }
+
+    async fn restore_job(&self, request: &v1::RestoreRequest) -> Result<v1::RestoreResponse, Fault> {
+        let store = self.store()?;
+        let name = wire::parse_name("name", &request.name)?;
+        let handle = self.jobs.get(&request.job)?;
+        let job = Arc::clone(&handle.job);
+        blocking(move || store.restore(&job, &name)).await?;
+        let progress = handle.job.progress();
+        tracing::info!(job = request.job, name = request.name, version = progress.version.0, "checkpoint restored");
+        Ok(v1::RestoreResponse { progress: Some(convert::progress(progress)) })
+    }
+}
+
+fn describe(handle: &JobHandle) -> v1::DescribeResponse {
+    let job = &handle.job;
+    let (pushed_bytes, pulled_bytes) = job.traffic();
+    v1::DescribeResponse {
+        spec: Some(job.spec().to_wire()),
+        placement: Some(job.placement().to_wire()),
+        server: job.server().0,
+        progress: Some(convert::progress(job.progress())),
+        ranks: job.ranks().into_iter().map(convert::rank).collect(),
+        memory_bytes: job.memory_bytes(),
+        hashes: Vec::new(),
+        hash_version: 0,
+        hash_applied: 0,
+        pushed_bytes,
+        pulled_bytes,
+        waiting_for: job.waiting_for().unwrap_or_default(),
+        isa: job.compute().isa().to_string(),
+        threads: job.compute().threads() as u32,
+    }
+}

@@ -1,0 +1,30 @@
+//! Engine types to wire messages.
+
+use longshore_engine::step::{Phase, Progress, RankProgress};
+use longshore_proto::wire::v1;
+
+pub(super) fn progress(progress: Progress) -> v1::JobProgress {
+    let (phase, pause_reason) = match progress.phase {
+        Phase::Loading => (v1::Phase::Loading, String::new()),
+        Phase::Training => (v1::Phase::Training, String::new()),
+        Phase::Paused { reason } => (v1::Phase::Paused, reason),
+    };
+    let loading = phase == v1::Phase::Loading;
+    v1::JobProgress {
+        phase: phase.into(),
+        version: progress.version.0,
+        applied: progress.applied,
+        last_commit: progress.last_commit.map(|commit| commit.to_wire()),
+        pause_reason,
+        missing_shards: progress.missing.into_iter().filter(|_| loading).map(|shard| shard.0).collect(),
+    }
+}
+
+pub(super) fn rank(rank: RankProgress) -> v1::RankStatus {
+    v1::RankStatus {
+        rank: rank.rank.0,
+        incarnation: rank.incarnation.map_or(0, |incarnation| incarnation.0),
+        left: rank.left,
+        last_step: rank.last_step.0,
+    }
+}

@@ -1,0 +1,47 @@
+//! The gRPC services: messages in, domain calls, messages out. No decision is made here.
+
+mod admin;
+mod convert;
+mod pull;
+mod push;
+mod stats;
+mod tensors;
+mod training;
+mod upload;
+mod watch;
+
+use std::{sync::Arc, time::Duration};
+
+use longshore_engine::checkpoint::Store;
+use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS, wire};
+use tokio::time::Instant;
+use tonic::Status;
+
+use crate::{jobs::Jobs, lifecycle::Draining};
+
+/// What every service works on. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Services {
+    pub(crate) jobs: Arc<Jobs>,
+    pub(crate) draining: Draining,
+    pub(crate) checkpoints: Option<Arc<Store>>,
+    pub(crate) checkpoint_keep: usize,
+}
+
+/// Logs a refused request once, here at the edge, and turns it into a status.
+fn refuse(call: &'static str, job: &str, fault: Fault) -> Status {
+    tracing::debug!(call, job, kind = fault.kind.name(), %fault, "refused");
+    wire::status(&fault)
+}
+
+/// The deadline of a wait for which the caller named none.
+fn default_deadline() -> Instant {
+    Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
+}
+
+/// Runs engine work that may take long away from the network threads.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Fault> + Send + 'static) -> Result<T, Fault> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+        Err(Fault::new(FaultKind::Internal, "task", error, "finished", "see the server's log; this is a defect"))
+    })
+}

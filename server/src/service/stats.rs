@@ -1,0 +1,51 @@
+//! Figures of a step's shards, sent as they become complete.
+
+use std::sync::Arc;
+
+use longshore_proto::{
+    Fault, ShardId, Step,
+    wire::{self, v1},
+};
+use tokio::{sync::mpsc, time::Instant};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use super::{Services, refuse};
+use crate::jobs::JobHandle;
+
+pub(super) fn stream(
+    services: &Services,
+    request: &v1::StatsRequest,
+) -> Result<ReceiverStream<Result<v1::ShardStats, Status>>, Fault> {
+    let handle = services.jobs.get(&request.job)?;
+    let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
+    let step = Step(request.step);
+    let (sender, receiver) = mpsc::channel(4);
+    tokio::spawn(async move {
+        // Backward makes the last shards first.
+        for &shard in handle.job.owned().iter().rev() {
+            let stats = shard_stats(&handle, shard, step, deadline).await;
+            let stats = stats.map_err(|fault| refuse("Stats", handle.job.spec().name.as_str(), fault));
+            let failed = stats.is_err();
+            if sender.send(stats).await.is_err() || failed {
+                return;
+            }
+        }
+    });
+    Ok(ReceiverStream::new(receiver))
+}
+
+async fn shard_stats(
+    handle: &Arc<JobHandle>,
+    shard: ShardId,
+    step: Step,
+    deadline: Instant,
+) -> Result<v1::ShardStats, Fault> {
+    let check = || handle.job.figures(shard, step);
+    let figures = handle.until(deadline, check, || handle.late("stats", format!("{step}, {shard}"))).await?;
+    let blocks = figures.into_iter().map(|figures| v1::BlockStats {
+        sum_squares: figures.sum_squares,
+        first_nonfinite: figures.first_nonfinite,
+    });
+    Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect() })
+}

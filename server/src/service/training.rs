@@ -1,0 +1,125 @@
+//! Training: open, join, commit, pause, leave; statistics and watch are streams of their own.
+
+use longshore_proto::{
+    Commit, Fault, Incarnation, JobSpec, Placement, Rank, ServerId,
+    limits::MAX_PAUSE_REASON_BYTES,
+    wire::v1::{self, training_server::Training},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+
+use super::{Services, blocking, convert, default_deadline, refuse, stats, watch};
+
+#[tonic::async_trait]
+impl Training for Services {
+    async fn open_job(
+        &self,
+        request: Request<v1::OpenJobRequest>,
+    ) -> Result<Response<v1::OpenJobResponse>, Status> {
+        let request = request.into_inner();
+        let name = request.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
+        let answer = self.open(request).await;
+        answer.map(Response::new).map_err(|fault| refuse("OpenJob", &name, fault))
+    }
+
+    async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.join_job(&request).await;
+        answer.map(Response::new).map_err(|fault| refuse("Join", &request.job, fault))
+    }
+
+    type StatsStream = ReceiverStream<Result<v1::ShardStats, Status>>;
+
+    async fn stats(&self, request: Request<v1::StatsRequest>) -> Result<Response<Self::StatsStream>, Status> {
+        let request = request.into_inner();
+        let stream = stats::stream(self, &request).map_err(|fault| refuse("Stats", &request.job, fault))?;
+        Ok(Response::new(stream))
+    }
+
+    async fn commit(&self, request: Request<v1::CommitRequest>) -> Result<Response<v1::CommitResponse>, Status> {
+        let request = request.into_inner();
+        let job = request.job.clone();
+        let answer = self.commit_step(request);
+        answer.map(Response::new).map_err(|fault| refuse("Commit", &job, fault))
+    }
+
+    type WatchStream = ReceiverStream<Result<v1::Event, Status>>;
+
+    async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let request = request.into_inner();
+        let stream = watch::stream(self, &request).map_err(|fault| refuse("Watch", &request.job, fault))?;
+        Ok(Response::new(stream))
+    }
+
+    async fn pause(&self, request: Request<v1::PauseRequest>) -> Result<Response<v1::PauseResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.pause_job(&request);
+        answer.map(Response::new).map_err(|fault| refuse("Pause", &request.job, fault))
+    }
+
+    async fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
+        let request = request.into_inner();
+        let leave = || -> Result<(), Fault> {
+            let handle = self.jobs.get(&request.job)?;
+            handle.job.leave(Rank(request.rank), Incarnation(request.incarnation))
+        };
+        leave().map_err(|fault| refuse("Leave", &request.job, fault))?;
+        tracing::info!(job = request.job, rank = request.rank, "rank left");
+        Ok(Response::new(v1::LeaveResponse {}))
+    }
+}
+
+impl Services {
+    async fn open(&self, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
+        self.draining.refuse()?;
+        let spec = JobSpec::from_wire(request.spec)?;
+        let placement = Placement::from_wire(request.placement)?;
+        let jobs = self.jobs.clone();
+        let (created, handle) = blocking(move || jobs.open(spec, placement, ServerId(request.server))).await?;
+        let job = &handle.job;
+        if created {
+            tracing::info!(
+                job = %job.spec().name,
+                elements = job.layout().elements(),
+                shards = job.owned().len(),
+                of_shards = job.layout().shards(),
+                bytes = job.memory_bytes(),
+                rule = %job.spec().rule,
+                "job opened"
+            );
+        }
+        Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) })
+    }
+
+    async fn join_job(&self, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {
+        let handle = self.jobs.get(&request.job)?;
+        let (rank, incarnation) = (Rank(request.rank), Incarnation(request.incarnation));
+        // Busy only while a last chunk of the process before is copied: microseconds.
+        let join = || Ok(handle.job.join(rank, incarnation)?.then_some(()));
+        handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
+        let progress = handle.job.progress();
+        tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank joined");
+        Ok(v1::JoinResponse { progress: Some(convert::progress(progress)) })
+    }
+
+    fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
+        let commit = Commit::from_wire(request.commit)?;
+        let handle = self.jobs.get(&request.job)?;
+        let (step, skip) = (commit.step, commit.skip);
+        let (duplicate, work) = handle.job.commit(Incarnation(request.incarnation), commit)?;
+        handle.perform(work);
+        tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
+        Ok(v1::CommitResponse { duplicate })
+    }
+
+    fn pause_job(&self, request: &v1::PauseRequest) -> Result<v1::PauseResponse, Fault> {
+        if request.reason.len() > MAX_PAUSE_REASON_BYTES {
+            let limit = format!("at most {MAX_PAUSE_REASON_BYTES} bytes");
+            return Err(Fault::invalid("reason", request.reason.len(), limit, "shorten it"));
+        }
+        let handle = self.jobs.get(&request.job)?;
+        handle.job.pause(Incarnation(request.incarnation), request.reason.clone())?;
+        tracing::warn!(job = request.job, reason = request.reason, "job paused");
+        Ok(v1::PauseResponse {})
+    }
+}

@@ -1,0 +1,33 @@
+//! Initial weights in.
+
+use longshore_proto::{ChunkId, Fault, FaultKind, Incarnation, ShardId, checksum::crc32, wire::v1};
+use tonic::{Status, Streaming};
+
+use super::{Services, blocking, refuse};
+
+/// Stores chunks until the stream ends; says how many it took.
+pub(super) async fn receive(services: &Services, mut requests: Streaming<v1::UploadRequest>) -> Result<u64, Status> {
+    let mut chunks = 0;
+    while let Some(request) = requests.message().await? {
+        let job = request.job.clone();
+        store(services, request).await.map_err(|fault| refuse("Upload", &job, fault))?;
+        chunks += 1;
+    }
+    Ok(chunks)
+}
+
+async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fault> {
+    let found = crc32(&request.payload);
+    if found != request.crc32 {
+        let value = format!("{:08x}", request.crc32);
+        let limit = format!("{found:08x}, the CRC-32 of the payload received");
+        return Err(Fault::new(FaultKind::Corrupt, "upload.crc32", value, limit, "send the chunk again"));
+    }
+    let handle = services.jobs.get(&request.job)?;
+    // The last chunk also makes the first image of every shard.
+    blocking(move || {
+        let (incarnation, shard) = (Incarnation(request.incarnation), ShardId(request.shard));
+        handle.job.upload(incarnation, shard, ChunkId(request.chunk), request.crc32, &request.payload)
+    })
+    .await
+}

@@ -1,0 +1,96 @@
+//! Rank 0's decision on a step from the servers' figures: pure, and in block order, so that it has the same bits
+//! whatever the number of servers and whenever their figures came.
+
+use longshore_proto::{BlockId, JobSpec, Layout, limits::BLOCK_ELEMENTS};
+
+/// Of the summed, still scaled gradient of one block.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BlockStats {
+    pub sum_squares: f64,
+    /// Index in the block of the first element that is inf or NaN.
+    pub first_nonfinite: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Decision {
+    /// Overflow: update nothing.
+    pub skip: bool,
+    /// Global norm of the unscaled gradient before clipping. Not finite on an overflow.
+    pub norm: f64,
+    /// In (0, 1]; 1 when not clipped.
+    pub clip_coefficient: f64,
+    /// Flat element.
+    pub first_nonfinite: Option<u64>,
+}
+
+/// torch.nn.utils.clip_grad_norm_'s guard against dividing by zero.
+const CLIP_EPSILON: f64 = 1e-6;
+
+/// `blocks` in global block order, all of them. `clip` is the largest norm, `gradient_scale` loss scale x world size x
+/// micro-steps.
+pub fn decide(blocks: &[BlockStats], clip: Option<f64>, gradient_scale: f64) -> Decision {
+    let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
+        stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
+    });
+    let sum: f64 = blocks.iter().map(|stats| stats.sum_squares).sum();
+    let norm = sum.sqrt() / gradient_scale;
+    // Finite elements of f32 gradients can have a sum of squares beyond f64 only after 2^256: a defect, never a step.
+    let skip = first_nonfinite.is_some() || !norm.is_finite();
+    let clip_coefficient = match clip {
+        Some(clip) if !skip => (clip / (norm + CLIP_EPSILON)).min(1.0),
+        _ => 1.0,
+    };
+    Decision { skip, norm, clip_coefficient, first_nonfinite }
+}
+
+/// Which parameter an element belongs to, for people: "h.3.mlp.weight, element 17".
+pub fn name_element(layout: &Layout, spec: &JobSpec, element: u64) -> String {
+    match layout.param_at(element) {
+        Some(param) => {
+            let within = element - layout.param_range(param).start;
+            format!("{}, element {within}", spec.params[param].name)
+        }
+        None => format!("padding at flat element {element} in {}", BlockId((element / BLOCK_ELEMENTS) as u32)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stats(sum_squares: f64) -> BlockStats {
+        BlockStats { sum_squares, first_nonfinite: None }
+    }
+
+    #[test]
+    fn norm_and_clip_as_torch() {
+        let blocks = [stats(9.0 * 64.0), stats(16.0 * 64.0)];
+        let decision = decide(&blocks, None, 8.0);
+        assert_eq!((decision.norm, decision.clip_coefficient, decision.skip), (5.0, 1.0, false));
+        assert_eq!(decide(&blocks, Some(1.0), 8.0).clip_coefficient, 1.0 / (5.0 + 1e-6));
+        assert_eq!(decide(&blocks, Some(10.0), 8.0).clip_coefficient, 1.0);
+        assert_eq!(decide(&[stats(0.0)], Some(1.0), 1.0).clip_coefficient, 1.0);
+    }
+
+    #[test]
+    fn the_sum_is_in_block_order() {
+        // 1 is lost when added to 2^53 first, kept when the ones are added first: order is part of the result.
+        let big = 2f64.powi(53);
+        let up = decide(&[stats(1.0), stats(1.0), stats(big)], None, 1.0).norm;
+        let down = decide(&[stats(big), stats(1.0), stats(1.0)], None, 1.0).norm;
+        assert_eq!(up, (big + 2.0).sqrt());
+        assert_eq!(down, big.sqrt());
+    }
+
+    #[test]
+    fn an_overflow_skips_and_is_located() {
+        let bad = BlockStats { sum_squares: f64::INFINITY, first_nonfinite: Some(17) };
+        let decision = decide(&[stats(1.0), bad, bad], Some(1.0), 1.0);
+        assert!(decision.skip);
+        assert_eq!(decision.first_nonfinite, Some(BLOCK_ELEMENTS + 17));
+        assert_eq!(decision.clip_coefficient, 1.0);
+        // Figures that leave non-finite elements out of the sum skip as well.
+        let excluded = BlockStats { sum_squares: 1.0, first_nonfinite: Some(0) };
+        assert!(decide(&[excluded], None, 1.0).skip);
+    }
+}

@@ -1,0 +1,95 @@
+//! The host as a device: what runs without an accelerator, and what tests run on.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::{Budget, Buffer, Device, HostBuffer, Lease, Transfer};
+use crate::error::{DeviceError, Result};
+
+pub struct HostDevice {
+    budget: Budget,
+}
+
+struct Memory {
+    bytes: Mutex<Vec<u8>>,
+    _lease: Lease,
+}
+
+const NAME: &str = "host";
+
+impl HostDevice {
+    /// `budget` in bytes.
+    pub fn new(budget: u64) -> HostDevice {
+        HostDevice { budget: Budget::new(NAME, budget) }
+    }
+}
+
+impl Device for HostDevice {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer> {
+        let lease = self.budget.reserve(field, bytes)?;
+        let memory = Memory { bytes: Mutex::new(zeroed(bytes)?), _lease: lease };
+        Ok(Buffer::new(memory, bytes, None))
+    }
+
+    fn allocate_host(&self, bytes: u64) -> Result<HostBuffer> {
+        Ok(HostBuffer(Box::new(zeroed(bytes)?)))
+    }
+
+    fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer> {
+        let memory: &Memory = target.of(NAME, offset, source.len() as u64)?;
+        let start = offset as usize;
+        memory.bytes.lock().unwrap_or_else(PoisonError::into_inner)[start..start + source.len()]
+            .copy_from_slice(&source);
+        Ok(Transfer { host: Some(source), device: None, event: None })
+    }
+
+    fn copy_out(&self, source: &Buffer, offset: u64, mut target: HostBuffer) -> Result<Transfer> {
+        let memory: &Memory = source.of(NAME, offset, target.len() as u64)?;
+        let start = offset as usize;
+        let bytes = memory.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        target.copy_from_slice(&bytes[start..start + target.len()]);
+        Ok(Transfer { host: Some(target), device: None, event: None })
+    }
+}
+
+/// Zeroed memory, or an error where the allocator would abort the process.
+fn zeroed(bytes: u64) -> Result<Vec<u8>> {
+    let mut memory = Vec::new();
+    memory.try_reserve_exact(bytes as usize).map_err(|error| DeviceError {
+        device: NAME.into(),
+        call: "allocate",
+        cause: error.to_string(),
+        remedy: "free memory, or lower the budget below what the machine has",
+    })?;
+    memory.resize(bytes as usize, 0);
+    Ok(memory)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn bytes_go_in_and_out() {
+        let device = HostDevice::new(1 << 20);
+        let buffer = device.allocate("weights", 64).unwrap();
+        let mut host = device.allocate_host(16).unwrap();
+        host.copy_from_slice(&[7; 16]);
+        let mut host = device.copy_in(host, &buffer, 48).unwrap().wait().unwrap();
+        host.fill(0);
+        let host = device.copy_out(&buffer, 48, host).unwrap().wait().unwrap();
+        assert_eq!(&host[..], [7; 16]);
+        assert!(matches!(device.copy_in(host, &buffer, 49), Err(Error::Device(_))));
+        assert!(matches!(device.allocate("more", 1 << 20), Err(Error::Shortage(_))));
+        drop(buffer);
+        assert_eq!(device.budget().used(), 0);
+    }
+}

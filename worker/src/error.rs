@@ -1,0 +1,243 @@
+//! Every failure a worker can meet: one struct each, so that a caller can match on it, and each says what to do.
+//!
+//! All are `Clone`: a failure found in the background is kept and returned by every later call.
+
+use std::{fmt, time::Duration};
+
+use longshore_proto::{ChunkId, Contribution, Fault, JobName, ShardId, Step, Version};
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+    #[error(transparent)]
+    Unreachable(#[from] Unreachable),
+    #[error(transparent)]
+    Call(#[from] CallFailed),
+    #[error(transparent)]
+    Refused(#[from] ChunkRefused),
+    #[error(transparent)]
+    StateLost(#[from] StateLost),
+    #[error(transparent)]
+    Fenced(#[from] Fenced),
+    #[error(transparent)]
+    VersionsDiffer(#[from] VersionsDiffer),
+    #[error(transparent)]
+    TimedOut(#[from] TimedOut),
+    #[error(transparent)]
+    StillPaused(#[from] StillPaused),
+    #[error(transparent)]
+    Gradient(#[from] GradientError),
+    #[error(transparent)]
+    Shortage(#[from] Shortage),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error(transparent)]
+    MissingBlock(#[from] MissingBlock),
+    #[error(transparent)]
+    Misuse(#[from] Misuse),
+    #[error(transparent)]
+    Environment(#[from] Environment),
+}
+
+/// An option or argument that cannot be used; nothing was sent.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Invalid(pub Fault);
+
+impl From<Fault> for Error {
+    /// For faults found on this side, before anything is sent. A server's fault needs its address: `CallFailed`.
+    fn from(fault: Fault) -> Error {
+        Error::Invalid(Invalid(fault))
+    }
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "server {server} cannot be reached: tried for {tried:.1?}, last: {cause}. Check that longshored runs there \
+     (`longshore doctor`), that address and port are right and that no firewall is between, or raise the deadline"
+)]
+pub struct Unreachable {
+    pub server: String,
+    pub tried: Duration,
+    pub cause: String,
+}
+
+/// A server answered a call with a fault, or the transport failed until the deadline.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{call} of job {job}{} on server {server} failed ({}): {fault}", at(.step, ""), .fault.kind.name())]
+pub struct CallFailed {
+    pub server: String,
+    pub job: JobName,
+    pub call: &'static str,
+    pub step: Option<Step>,
+    pub fault: Fault,
+}
+
+/// A gradient chunk was not stored; nothing changed on the server.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("server {server} refused {contribution}, {chunk} of job {job} ({}): {fault}", .fault.kind.name())]
+pub struct ChunkRefused {
+    pub server: String,
+    pub job: JobName,
+    pub contribution: Contribution,
+    pub chunk: ChunkId,
+    pub fault: Fault,
+}
+
+/// A server no longer holds the job, as after a restart with the `memory` tier.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "server {server} lost the state of job {job}: {detail}. Restore the last checkpoint (`longshore restore`), or \
+     delete the job and start again; the tiers `shm` and `nvme` survive a restart of the server"
+)]
+pub struct StateLost {
+    pub server: String,
+    pub job: JobName,
+    pub detail: String,
+}
+
+/// A newer process has taken this rank.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "another process has joined job {job} as this rank on server {server}: {fault}. Only one process may run each \
+     rank; stop this one, or give it another rank"
+)]
+pub struct Fenced {
+    pub server: String,
+    pub job: JobName,
+    pub fault: Fault,
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "the servers of job {job} hold different versions after {waited:.1?}: {}. Start rank 0, which completes the \
+     commit it was making; if it runs already, restore the last checkpoint", Listed(.versions)
+)]
+pub struct VersionsDiffer {
+    pub job: JobName,
+    pub versions: Vec<(String, Version)>,
+    pub waited: Duration,
+}
+
+/// A wait reached its deadline.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "waited {waited:.1?} for {what}{}{}{}{} of job {job}{}. See who waits for whom with `longshore status`, or raise \
+     the deadline",
+    at(.step, " at "), at(.shard, ", "), at(.version, ", "), On(.server), Last(.last)
+)]
+pub struct TimedOut {
+    pub what: &'static str,
+    pub server: Option<String>,
+    pub job: JobName,
+    pub step: Option<Step>,
+    pub shard: Option<ShardId>,
+    pub version: Option<Version>,
+    pub waited: Duration,
+    /// What the server said last; it names the rank and shard it waits for.
+    pub last: Option<Fault>,
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("job {job} is still paused after {waited:.1?}: {reason}. `longshore resume` lets it go on; join again after that")]
+pub struct StillPaused {
+    pub job: JobName,
+    pub reason: String,
+    pub waited: Duration,
+}
+
+/// A gradient that does not match the layout.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GradientError {
+    #[error("there is no parameter {param}: the job has {params}; register parameters before opening the job")]
+    Unknown { param: usize, params: usize },
+    #[error("the gradient of {name} has {given} elements, the parameter has {expected}: push the whole gradient")]
+    Length { name: String, given: u64, expected: u64 },
+    #[error("the gradient of {name} was put twice in one micro-step: sum it first, a weight used twice is one parameter")]
+    Twice { name: String },
+    #[error("{missing} parameters have no gradient, the first is {name}: put zeros for parameters without a gradient")]
+    Missing { name: String, missing: usize },
+}
+
+/// An allocation or reservation beyond a memory budget.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{device} has no room for {field}: asked {asked} bytes, free {free} of a budget of {budget}: {remedy}")]
+pub struct Shortage {
+    pub device: String,
+    pub field: String,
+    pub asked: u64,
+    pub free: u64,
+    pub budget: u64,
+    pub remedy: &'static str,
+}
+
+/// A device's driver failed, or there is none.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{device}: {call} failed: {cause}: {remedy}")]
+pub struct DeviceError {
+    pub device: String,
+    pub call: &'static str,
+    pub cause: String,
+    pub remedy: &'static str,
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "no server sent a hash for block {block} of job {job} at {version}: the placement does not cover the layout. \
+     Name all servers of the job"
+)]
+pub struct MissingBlock {
+    pub job: JobName,
+    pub block: u32,
+    pub version: Version,
+}
+
+/// The library was called in the wrong order.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Misuse(pub &'static str);
+
+/// This machine refused something the library needs.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{what} failed: {cause}: {remedy}")]
+pub struct Environment {
+    pub what: &'static str,
+    pub cause: String,
+    pub remedy: &'static str,
+}
+
+/// " at step 3", or nothing.
+fn at<T: fmt::Display>(value: &Option<T>, lead: &str) -> String {
+    let lead = if lead.is_empty() { ", " } else { lead };
+    value.as_ref().map(|value| format!("{lead}{value}")).unwrap_or_default()
+}
+
+struct On<'a>(&'a Option<String>);
+
+impl fmt::Display for On<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_ref().map_or(Ok(()), |server| write!(f, ", from server {server}"))
+    }
+}
+
+struct Last<'a>(&'a Option<Fault>);
+
+impl fmt::Display for Last<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_ref().map_or(Ok(()), |fault| write!(f, "; the server said: {fault}"))
+    }
+}
+
+struct Listed<'a>(&'a [(String, Version)]);
+
+impl fmt::Display for Listed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (server, version)) in self.0.iter().enumerate() {
+            write!(f, "{}{server} at {version}", if index > 0 { ", " } else { "" })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,217 @@
+//! The weights of one version as they arrive: wait for a range, then read it.
+
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering::Relaxed},
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{Dtype, Fault, Version};
+use tokio::{sync::Notify, task::AbortHandle};
+
+use super::{
+    fetch::Fetch,
+    store::{Segment, Store, cut},
+};
+use crate::{
+    convert,
+    error::{Error, Result, TimedOut},
+    session::{Impatience, Meter, SharedCore},
+};
+
+/// Flat ranges of one version's image, arriving in the background. Clones share the memory; it goes back to the
+/// session's pool with the last one, and a pull still under way ends.
+#[derive(Clone)]
+pub struct Feed(Arc<Handle>);
+
+struct Handle {
+    shared: Arc<Shared>,
+    fetches: Vec<AbortHandle>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        for fetch in &self.fetches {
+            fetch.abort();
+        }
+    }
+}
+
+/// What readers and fetches share.
+pub(super) struct Shared {
+    pub(super) core: SharedCore,
+    pub(super) version: Version,
+    pub(super) store: Store,
+    changed: Notify,
+    failure: Mutex<Option<Error>>,
+    /// What a server said last instead of sending.
+    noted: Mutex<Option<(usize, Fault)>>,
+}
+
+impl Shared {
+    pub(super) fn arrived(&self, bytes: u64) {
+        self.core.meter.pulled_bytes.fetch_add(bytes, Relaxed);
+        self.changed.notify_waiters();
+    }
+
+    pub(super) fn fail(&self, error: Error) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.changed.notify_waiters();
+    }
+
+    pub(super) fn noted(&self, server: usize, fault: Fault) {
+        tracing::debug!(server = self.core.peers[server].address, %fault, version = self.version.0, "pulling again");
+        *self.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some((server, fault));
+    }
+
+    fn check(&self) -> Result<()> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), Err)
+    }
+
+    async fn whole(&self, segments: &[Segment]) -> Result<()> {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            self.check()?;
+            if segments.iter().all(Segment::is_whole) {
+                return Ok(());
+            }
+            changed.await;
+        }
+    }
+
+    /// Why a wait for `segments` ended at its deadline.
+    fn late(&self, segments: &[Segment], waited: Duration) -> Error {
+        let segment = segments.iter().find(|segment| !segment.is_whole());
+        let shard = segment.map(|segment| segment.shard);
+        let server = shard.map(|shard| self.core.owner(shard));
+        let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        TimedOut {
+            what: "weights",
+            server: server.map(|server| self.core.peers[server].address.clone()),
+            job: self.core.job().clone(),
+            step: None,
+            shard,
+            version: Some(self.version),
+            waited,
+            last: noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault),
+        }
+        .into()
+    }
+}
+
+impl Feed {
+    pub(crate) fn open(core: &SharedCore, version: Version, order: &[Range<u64>], dtype: Dtype) -> Result<Feed> {
+        let pieces = cut(&core.layout, order)?;
+        let store = Store::new(dtype, &pieces, &core.feed_pool)?;
+        let shared = Arc::new(Shared {
+            core: core.clone(),
+            version,
+            store,
+            changed: Notify::new(),
+            failure: Mutex::new(None),
+            noted: Mutex::new(None),
+        });
+        // Slices of a server are dealt over its connections in the order wanted, so that all bring the first layers.
+        let connections = core.options.connections;
+        let mut dealt = vec![Vec::new(); core.peers.len() * connections];
+        let mut turns = vec![0; core.peers.len()];
+        for (slice, range) in pieces {
+            let server = core.owner(slice.shard);
+            dealt[server * connections + turns[server] % connections].push((slice, range));
+            turns[server] += 1;
+        }
+        let parts = dealt.into_iter().enumerate().filter(|(_, pieces)| !pieces.is_empty());
+        let start = |(lane, pieces)| {
+            let (server, connection) = (lane / connections, lane % connections);
+            core.spawn(Fetch { shared: shared.clone(), server, connection, pieces }.run())
+        };
+        let fetches = parts.map(start).collect();
+        Ok(Feed(Arc::new(Handle { shared, fetches })))
+    }
+
+    pub fn version(&self) -> Version {
+        self.0.shared.version
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.0.shared.store.dtype
+    }
+
+    /// Whether these flat elements are there, without waiting.
+    pub fn is_ready(&self, range: Range<u64>) -> bool {
+        self.0.shared.store.covering(&range).is_some_and(|segments| segments.iter().all(Segment::is_whole))
+    }
+
+    /// Blocks until these flat elements are there.
+    ///
+    /// # Errors
+    /// `TimedOut` naming server, shard and version; `StateLost`; `Invalid` for a range this feed does not pull.
+    pub fn wait(&self, range: Range<u64>) -> Result<()> {
+        self.segments(&range).map(|_| ())
+    }
+
+    /// Waits, then converts these flat elements to f32. `target` holds exactly as many.
+    pub fn read(&self, range: Range<u64>, target: &mut [f32]) -> Result<()> {
+        self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start))?;
+        let dtype = self.dtype();
+        self.pieces(range, |at, bytes| {
+            let elements = bytes.len() / dtype.bytes() as usize;
+            convert::to_f32(dtype, bytes, &mut target[at as usize..at as usize + elements]);
+        })
+    }
+
+    /// Waits, then copies the bytes of these flat elements, in the feed's element type.
+    pub fn read_raw(&self, range: Range<u64>, target: &mut [u8]) -> Result<()> {
+        let size = self.dtype().bytes();
+        self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start) * size)?;
+        self.pieces(range, |at, bytes| {
+            let start = (at * size) as usize;
+            target[start..start + bytes.len()].copy_from_slice(bytes);
+        })
+    }
+
+    /// Waits, then hands the bytes over in place, without a copy: `visit(elements from the range's start, bytes)`.
+    pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
+        let size = self.dtype().bytes();
+        for segment in self.segments(&range)? {
+            let start = segment.range.start.max(range.start);
+            let end = segment.range.end.min(range.end);
+            let within = (start - segment.range.start) * size..(end - segment.range.start) * size;
+            segment.read(|bytes| visit(start - range.start, &bytes[within.start as usize..within.end as usize]));
+        }
+        Ok(())
+    }
+
+    fn fits(&self, range: &Range<u64>, given: u64, needed: u64) -> Result<()> {
+        if given == needed {
+            return Ok(());
+        }
+        let limit = format!("{needed}, for {range:?}");
+        Err(Fault::invalid("feed.target's length", given, limit, "size the target to the range").into())
+    }
+
+    /// The segments of a range, all of them whole.
+    fn segments(&self, range: &Range<u64>) -> Result<&[Segment]> {
+        let shared = &self.0.shared;
+        let Some(segments) = shared.store.covering(range) else {
+            let remedy = "name the range when the pull is opened";
+            return Err(Fault::invalid("feed.range", format!("{range:?}"), "part of this feed", remedy).into());
+        };
+        if segments.iter().all(Segment::is_whole) {
+            return Ok(segments);
+        }
+        let start = Instant::now();
+        let core = &shared.core;
+        let waited = core.block_on(async {
+            match core.patiently(core.options.deadline, shared.whole(segments)).await {
+                Ok(result) => result,
+                Err(Impatience::Failed(error)) => Err(error),
+                Err(Impatience::Elapsed(waited)) => Err(shared.late(segments, waited)),
+            }
+        });
+        Meter::add(&core.meter.weights_nanos, start.elapsed());
+        waited.map(|()| segments)
+    }
+}

@@ -1,0 +1,124 @@
+//! One connection's part of a feed: pulls its slices, checks and stores them, and asks again for what is missing.
+
+use std::{ops::Range, sync::Arc};
+
+use longshore_proto::{
+    Fault, FaultKind, Slice,
+    checksum::crc32,
+    limits::MAX_PULL_SLICES,
+    wire::{
+        fault_from_status,
+        v1::{self, PullRequest, PullResponse},
+    },
+};
+
+use super::feed::Shared;
+use crate::session::Backoff;
+
+/// A damaged chunk is asked for again this often before it is an error: packets rot, but not three times in a row.
+const DAMAGED_TRIES: u32 = 3;
+
+pub(super) struct Fetch {
+    pub(super) shared: Arc<Shared>,
+    pub(super) server: usize,
+    pub(super) connection: usize,
+    /// In the order wanted.
+    pub(super) pieces: Vec<(Slice, Range<u64>)>,
+}
+
+impl Fetch {
+    /// Until everything is there, or a failure that trying again would not mend. Transport failures and the server's own
+    /// deadline are tried for ever: whoever waits has a deadline, and dropping the feed ends the task.
+    pub(super) async fn run(self) {
+        let mut backoff = Backoff::new();
+        let mut damaged = 0;
+        loop {
+            let slices = self.missing();
+            if slices.is_empty() {
+                return;
+            }
+            let mut progress = false;
+            let Err(fault) = self.stream(slices, &mut progress).await else { continue };
+            if progress {
+                backoff.reset();
+            }
+            damaged += u32::from(fault.kind == FaultKind::Corrupt);
+            let again = match fault.kind {
+                FaultKind::Unavailable | FaultKind::Deadline => true,
+                FaultKind::Corrupt => damaged < DAMAGED_TRIES,
+                _ => false,
+            };
+            if !again {
+                let error = self.shared.core.explain(self.server, "Pull", None, fault);
+                return self.shared.fail(error);
+            }
+            self.shared.noted(self.server, fault);
+            backoff.pause(std::time::Instant::now() + self.shared.core.options.deadline).await;
+        }
+    }
+
+    /// What has not come yet, as slices of at most one request.
+    fn missing(&self) -> Vec<v1::Slice> {
+        let store = &self.shared.store;
+        let mut slices = Vec::new();
+        for (slice, range) in &self.pieces {
+            let segments = store.covering(range).unwrap_or_default();
+            // Segments fill in order, so one run from the first unfinished one is all that is missing.
+            let Some(first) = segments.iter().find(|segment| !segment.is_whole()) else { continue };
+            let start = first.missing(store.dtype).start;
+            let offset = slice.offset + (start - range.start);
+            slices.push(v1::Slice { shard: slice.shard.0, offset, elements: range.end - start });
+            if slices.len() == MAX_PULL_SLICES {
+                break;
+            }
+        }
+        slices
+    }
+
+    async fn stream(&self, slices: Vec<v1::Slice>, progress: &mut bool) -> Result<(), Fault> {
+        let core = &self.shared.core;
+        let peer = &core.peers[self.server];
+        let request = PullRequest {
+            job: core.job().to_string(),
+            rank: core.options.rank.0,
+            version: self.shared.version.0,
+            dtype: self.shared.store.dtype.to_wire(),
+            slices,
+            deadline_ms: core.options.deadline.as_millis() as u64,
+        };
+        let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
+        let mut answers = peer.tensors(self.connection).pull(request).await.map_err(fault)?.into_inner();
+        while let Some(answer) = answers.message().await.map_err(fault)? {
+            self.store(answer)?;
+            *progress = true;
+        }
+        if self.missing().is_empty() {
+            return Ok(());
+        }
+        let (field, remedy) = (format!("pull from {}", peer.address), "see the server's log");
+        Err(Fault::new(FaultKind::Unavailable, field, "ended early", "complete", remedy))
+    }
+
+    fn store(&self, answer: PullResponse) -> Result<(), Fault> {
+        let core = &self.shared.core;
+        let bad = |field: &str, value: String, limit: String| {
+            let remedy = "if it repeats, suspect the network or the memory of one of the two machines";
+            Err(Fault::new(FaultKind::Corrupt, format!("pull.{field}"), value, limit, remedy))
+        };
+        let found = crc32(&answer.payload);
+        if found != answer.crc32 {
+            let limit = format!("{found:08x}, the CRC-32 of the payload received");
+            return bad("crc32", format!("{:08x}", answer.crc32), limit);
+        }
+        let bytes = answer.payload.len() as u64;
+        let known = answer.shard < core.layout.shards() && bytes.is_multiple_of(self.shared.store.dtype.bytes());
+        let start = known.then(|| core.layout.shard_range(longshore_proto::ShardId(answer.shard)).start);
+        let stored = start.and_then(|start| start.checked_add(answer.offset));
+        if !stored.is_some_and(|at| self.shared.store.write(at, &answer.payload)) {
+            let value = format!("shard {} offset {}, {bytes} bytes", answer.shard, answer.offset);
+            return bad("slice", value, "what was asked for, in order".into());
+        }
+        self.shared.arrived(bytes);
+        Ok(())
+    }
+}

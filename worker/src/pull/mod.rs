@@ -1,0 +1,8 @@
+//! The way of weights: one version's image, pulled over several connections into pooled host memory, readable as it
+//! arrives.
+
+mod feed;
+mod fetch;
+mod store;
+
+pub use feed::Feed;

@@ -1,0 +1,206 @@
+//! Host memory of one feed: segments of at most a chunk, each written by one fetch and readable once it is whole.
+
+use std::{
+    ops::Range,
+    sync::{
+        PoisonError, RwLock,
+        atomic::{
+            AtomicBool,
+            Ordering::{Acquire, Release},
+        },
+    },
+};
+
+use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, limits::CHUNK_BYTES};
+
+use crate::{
+    device::{Pool, PooledBuffer},
+    error::Shortage,
+};
+
+/// A run of flat elements inside one shard.
+pub(super) struct Segment {
+    pub(super) range: Range<u64>,
+    pub(super) shard: ShardId,
+    whole: AtomicBool,
+    filling: RwLock<Filling>,
+}
+
+struct Filling {
+    buffer: PooledBuffer,
+    /// Bytes received so far, from the start.
+    filled: usize,
+}
+
+impl Segment {
+    pub(super) fn is_whole(&self) -> bool {
+        self.whole.load(Acquire)
+    }
+
+    /// Flat elements still to come.
+    pub(super) fn missing(&self, dtype: Dtype) -> Range<u64> {
+        let filled = self.filling.read().unwrap_or_else(PoisonError::into_inner).filled as u64;
+        self.range.start + filled / dtype.bytes()..self.range.end
+    }
+
+    /// Appends what a server sent. False when it does not continue where the last one ended.
+    fn append(&self, at: u64, payload: &[u8], dtype: Dtype) -> bool {
+        let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
+        let start = ((at - self.range.start) * dtype.bytes()) as usize;
+        if start != filling.filled {
+            return false;
+        }
+        let end = start + payload.len();
+        let bytes = filling.buffer.as_mut();
+        bytes[start..end].copy_from_slice(payload);
+        let whole = end == bytes.len();
+        filling.filled = end;
+        self.whole.store(whole, Release);
+        true
+    }
+
+    /// The bytes of a whole segment.
+    pub(super) fn read(&self, read: impl FnOnce(&[u8])) {
+        read(self.filling.read().unwrap_or_else(PoisonError::into_inner).buffer.as_ref());
+    }
+}
+
+/// All segments of a feed, in flat order.
+pub(super) struct Store {
+    pub(super) dtype: Dtype,
+    pub(super) segments: Vec<Segment>,
+}
+
+/// Flat ranges wanted in an order, cut at shards: (slice, its flat range).
+pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, Range<u64>)>, Fault> {
+    let mut pieces = Vec::new();
+    for (index, range) in order.iter().enumerate() {
+        if range.start >= range.end || range.end > layout.elements() {
+            let field = format!("pull.order[{index}]");
+            let limit = format!("a non-empty range inside 0..{}", layout.elements());
+            return Err(Fault::invalid(field, format!("{range:?}"), limit, "take ranges from the layout"));
+        }
+        let mut start = range.start;
+        for slice in layout.slices(range.clone()) {
+            pieces.push((slice, start..start + slice.elements));
+            start += slice.elements;
+        }
+    }
+    let mut sorted: Vec<&Range<u64>> = pieces.iter().map(|(_, range)| range).collect();
+    sorted.sort_by_key(|range| range.start);
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].end > pair[1].start) {
+        let value = format!("{:?} and {:?}", pair[0], pair[1]);
+        return Err(Fault::invalid("pull.order", value, "ranges that do not overlap", "pull each element once"));
+    }
+    Ok(pieces)
+}
+
+impl Store {
+    pub(super) fn new(dtype: Dtype, pieces: &[(Slice, Range<u64>)], pool: &Pool) -> Result<Store, Shortage> {
+        let step = CHUNK_BYTES as u64 / dtype.bytes();
+        let mut segments = Vec::new();
+        for (slice, range) in pieces {
+            let mut start = range.start;
+            while start < range.end {
+                let end = range.end.min(start + step);
+                let buffer = pool.take(((end - start) * dtype.bytes()) as usize)?;
+                segments.push(Segment {
+                    range: start..end,
+                    shard: slice.shard,
+                    whole: AtomicBool::new(false),
+                    filling: RwLock::new(Filling { buffer, filled: 0 }),
+                });
+                start = end;
+            }
+        }
+        segments.sort_by_key(|segment| segment.range.start);
+        Ok(Store { dtype, segments })
+    }
+
+    /// The segments that hold a flat range; None when a part of it is not in this feed.
+    pub(super) fn covering(&self, range: &Range<u64>) -> Option<&[Segment]> {
+        let first = self.segments.partition_point(|segment| segment.range.end <= range.start);
+        let mut at = range.start;
+        let mut last = first;
+        while at < range.end {
+            let segment = self.segments.get(last).filter(|segment| segment.range.start <= at)?;
+            at = segment.range.end;
+            last += 1;
+        }
+        Some(&self.segments[first..last])
+    }
+
+    /// Stores what a server sent for flat elements from `at`. False when it was not asked for, or not in order.
+    pub(super) fn write(&self, mut at: u64, mut payload: &[u8]) -> bool {
+        while !payload.is_empty() {
+            let index = self.segments.partition_point(|segment| segment.range.end <= at);
+            let Some(segment) = self.segments.get(index).filter(|segment| segment.range.start <= at) else {
+                return false;
+            };
+            let room = ((segment.range.end - at) * self.dtype.bytes()) as usize;
+            let (now, later) = payload.split_at(room.min(payload.len()));
+            if !segment.append(at, now, self.dtype) {
+                return false;
+            }
+            at += now.len() as u64 / self.dtype.bytes();
+            payload = later;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::{Param, limits::BLOCK_ELEMENTS};
+
+    use super::*;
+    use crate::device::Budget;
+
+    fn layout(blocks: u64) -> Layout {
+        let param = Param { name: "p".into(), shape: vec![blocks * BLOCK_ELEMENTS], group: 0 };
+        Layout::new(&[param], 1, 2 * BLOCK_ELEMENTS).unwrap()
+    }
+
+    fn store(dtype: Dtype, order: &[Range<u64>]) -> Store {
+        let pieces = cut(&layout(20), order).unwrap();
+        Store::new(dtype, &pieces, &Pool::new(Budget::unlimited("test"), "test")).unwrap()
+    }
+
+    #[test]
+    fn a_range_is_readable_once_all_of_it_came_in_any_cut() {
+        let store = store(Dtype::F32, &[100..700_000]);
+        let values: Vec<u8> = (0..699_900u32).flat_map(|index| index.to_le_bytes()).collect();
+        let mut at = 0;
+        for cut in [4usize, 1_000_000, 1_048_576, 400_000].into_iter().cycle() {
+            let end = (at + cut).min(values.len());
+            assert!(store.write(100 + at as u64 / 4, &values[at..end]));
+            at = end;
+            if at == values.len() {
+                break;
+            }
+        }
+        assert!(store.segments.iter().all(Segment::is_whole));
+        let mut read = Vec::new();
+        store.covering(&(100..700_000)).unwrap().iter().for_each(|segment| segment.read(|bytes| read.extend(bytes)));
+        assert!(read == values);
+    }
+
+    #[test]
+    fn what_was_not_asked_for_or_comes_twice_is_refused() {
+        let store = store(Dtype::Bf16, &[0..64, 128..256]);
+        assert!(store.write(0, &[1; 64]));
+        assert!(!store.write(0, &[1; 64]), "twice");
+        assert!(!store.write(48, &[1; 16]), "a gap");
+        assert!(!store.write(64, &[1; 2]), "not asked for");
+        assert_eq!(store.segments[0].missing(Dtype::Bf16), 32..64);
+        assert!(store.covering(&(0..128)).is_none() && store.covering(&(130..200)).is_some());
+    }
+
+    #[test]
+    fn bad_orders_are_refused() {
+        let layout = layout(1);
+        for order in [vec![0..0], vec![0..BLOCK_ELEMENTS + 1], vec![0..10, 9..20]] {
+            assert!(cut(&layout, &order).is_err(), "{order:?}");
+        }
+    }
+}

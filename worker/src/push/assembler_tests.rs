@@ -1,0 +1,123 @@
+//! The assembler against a naive flat conversion: random layouts, types and orders.
+
+use std::collections::BTreeMap;
+
+use longshore_proto::{JobName, Param, Rule, TierKind, limits::BLOCK_ELEMENTS};
+use proptest::prelude::*;
+
+use super::*;
+use crate::{
+    device::Budget,
+    error::{Error, GradientError},
+};
+
+fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
+    let param = |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
+    JobSpec {
+        name: JobName::parse("name", "test").unwrap(),
+        params: sizes.iter().enumerate().map(param).collect(),
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: dtype,
+        image_dtype: dtype,
+        world_size: 1,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: shard_blocks * BLOCK_ELEMENTS,
+        tier: TierKind::Memory,
+    }
+}
+
+/// Distinct values, some of which overflow f16.
+fn gradient(param: usize, elements: u64) -> Vec<f32> {
+    (0..elements).map(|index| (param as f32 + 1.0) * 0.37 * (index as f32 - 1000.0)).collect()
+}
+
+type Chunks = BTreeMap<ChunkKey, Vec<u8>>;
+
+fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
+    let dtype = spec.gradient_dtype;
+    let mut flat = vec![0.0f32; layout.elements() as usize];
+    for param in 0..spec.params.len() {
+        let range = layout.param_range(param);
+        flat[range.start as usize..range.end as usize].copy_from_slice(&gradient(param, range.end - range.start));
+    }
+    let mut chunks = Chunks::new();
+    for shard in (0..layout.shards()).map(ShardId) {
+        let range = layout.shard_range(shard);
+        let mut wire = vec![0; ((range.end - range.start) * dtype.bytes()) as usize];
+        convert::from_f32(dtype, &flat[range.start as usize..range.end as usize], &mut wire);
+        for (chunk, bytes) in wire.chunks(CHUNK_BYTES).enumerate() {
+            let key = ChunkKey { step: Step(1), micro_step: MicroStep(0), shard, chunk: ChunkId(chunk as u32) };
+            chunks.insert(key, bytes.to_vec());
+        }
+    }
+    chunks
+}
+
+fn assemble(spec: &JobSpec, layout: &Layout, pool: &Pool, order: &[usize]) -> Chunks {
+    let plan = Plan { spec, layout, pool };
+    let mut collector = Collector::new(Step(1), MicroStep(0), spec.params.len());
+    let mut chunks = Chunks::new();
+    for &param in order {
+        let range = layout.param_range(param);
+        let gradient = gradient(param, range.end - range.start);
+        let keep = |key, payload: Bytes, crc| {
+            assert_eq!(crc, crc32(&payload));
+            assert!(chunks.insert(key, payload.to_vec()).is_none(), "{key:?} left twice");
+            Ok(())
+        };
+        collector.put(&plan, param, &gradient, keep).unwrap();
+    }
+    collector.finish(spec).unwrap();
+    assert!(collector.open.is_empty());
+    chunks
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn any_order_gives_the_flat_chunks(
+        sizes in prop::collection::vec(prop_oneof![1u64..200, 1u64..300_000, Just(524_288)], 1..12),
+        shard_blocks in 1u64..20,
+        dtype in prop_oneof![Just(Dtype::F32), Just(Dtype::F16), Just(Dtype::Bf16)],
+        seed in any::<u64>(),
+    ) {
+        let spec = spec(&sizes, shard_blocks, dtype);
+        let layout = spec.validate().unwrap();
+        let pool = Pool::new(Budget::unlimited("test"), "test");
+        // Dirty buffers: padding must be zeroed, not lucky.
+        for shard in 0..layout.shards() {
+            for chunk in 0..layout.chunks(ShardId(shard), dtype) {
+                let range = layout.chunk_bytes(ShardId(shard), ChunkId(chunk), dtype).unwrap();
+                pool.take((range.end - range.start) as usize).unwrap().as_mut().fill(0xAB);
+            }
+        }
+        let mut order: Vec<usize> = (0..sizes.len()).collect();
+        order.sort_by_key(|&param| (param as u64 + 1).wrapping_mul(seed | 1).rotate_left(17));
+        prop_assert!(assemble(&spec, &layout, &pool, &order) == naive(&spec, &layout));
+    }
+}
+
+#[test]
+fn wrong_puts_are_refused_by_name() {
+    let spec = spec(&[100, 200], 1, Dtype::Bf16);
+    let layout = spec.validate().unwrap();
+    let pool = Pool::new(Budget::unlimited("test"), "test");
+    let plan = Plan { spec: &spec, layout: &layout, pool: &pool };
+    let mut collector = Collector::new(Step(1), MicroStep(0), 2);
+    let mut put = |param, elements: usize| {
+        let result = collector.put(&plan, param, &vec![0.0; elements], |_, _, _| Ok(()));
+        let error = match result {
+            Err(Error::Gradient(error)) => Some(error),
+            _ => None,
+        };
+        (error, collector.finish(&spec))
+    };
+    assert_eq!(put(2, 1).0, Some(GradientError::Unknown { param: 2, params: 2 }));
+    assert_eq!(put(0, 99).0, Some(GradientError::Length { name: "p0".into(), given: 99, expected: 100 }));
+    let (none, unfinished) = put(0, 100);
+    assert_eq!((none, unfinished), (None, Err(GradientError::Missing { name: "p1".into(), missing: 1 })));
+    assert_eq!(put(0, 100).0, Some(GradientError::Twice { name: "p0".into() }));
+    assert_eq!(put(1, 200), (None, Ok(())));
+}

@@ -1,0 +1,211 @@
+//! One data connection's push stream: sends queued chunks, takes acknowledgements, and after a break finds out what
+//! the server still knows before sending again.
+
+use std::time::Instant;
+
+use longshore_proto::{
+    Fault, FaultKind,
+    wire::{
+        fault_from_status, fault_from_wire,
+        v1::{PushRequest, PushResult},
+    },
+};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use super::{
+    ChunkKey,
+    refusal::{self, Verdict},
+    retained::LaneId,
+};
+use crate::{
+    error::{Error, Result},
+    session::{Backoff, Core, SharedCore},
+};
+
+/// Requests handed to the transport ahead of its own window: one being framed, one ready.
+const READY_REQUESTS: usize = 2;
+
+/// The queues of all lanes.
+pub(crate) struct Lanes {
+    queues: Vec<Vec<mpsc::Sender<ChunkKey>>>,
+}
+
+impl Lanes {
+    pub(super) fn queue(&self, (server, connection): LaneId) -> &mpsc::Sender<ChunkKey> {
+        &self.queues[server][connection]
+    }
+}
+
+/// Opens every lane; once, after joining.
+pub(crate) fn start_lanes(core: &SharedCore) {
+    core.lanes.get_or_init(|| {
+        let start = |lane: LaneId| {
+            let (sender, queue) = mpsc::channel(core.options.in_flight_chunks);
+            core.spawn_for_session(Lane { core: core.clone(), id: lane, queue }.run());
+            sender
+        };
+        let connections = |server| (0..core.options.connections).map(|connection| start((server, connection))).collect();
+        Lanes { queues: (0..core.peers.len()).map(connections).collect() }
+    });
+}
+
+struct Lane {
+    core: SharedCore,
+    id: LaneId,
+    queue: mpsc::Receiver<ChunkKey>,
+}
+
+/// How one stream ended.
+enum End {
+    /// The session is over.
+    Closed,
+    /// The transport failed, or the server goes away.
+    Broken(Fault),
+    Failed(Error),
+}
+
+impl Lane {
+    async fn run(mut self) {
+        let mut backoff = Backoff::new();
+        let mut broken: Option<Instant> = None;
+        let mut resend = Vec::new();
+        loop {
+            let mut answered = false;
+            let fault = match self.stream(&resend, &mut answered).await {
+                End::Closed => return,
+                End::Failed(error) => return self.core.fail(error),
+                End::Broken(fault) => fault,
+            };
+            if answered {
+                broken = None;
+                backoff.reset();
+            }
+            let since = *broken.get_or_insert_with(Instant::now);
+            tracing::debug!(server = self.core.peers[self.id.0].address, %fault, "a push stream broke");
+            if !backoff.pause(since + self.core.options.deadline).await {
+                return self.core.fail(self.core.explain(self.id.0, "Push", None, fault));
+            }
+            if let Err(error) = Core::recover(&self.core, self.id.0).await {
+                return self.core.fail(error);
+            }
+            resend = self.core.retained.to_resend(self.id);
+        }
+    }
+
+    /// One stream until it ends. Sending and receiving go on together from the first message: a server need not answer
+    /// before it has one.
+    async fn stream(&mut self, resend: &[ChunkKey], answered: &mut bool) -> End {
+        let (ready, requests) = mpsc::channel(READY_REQUESTS);
+        // Refused for a reason that passes: back into the stream from the receiving side.
+        let (again, mut returned) = mpsc::unbounded_channel::<ChunkKey>();
+        let (core, id) = (self.core.clone(), self.id);
+        let queue = &mut self.queue;
+        let send = async {
+            for key in resend {
+                offer(&core, &ready, *key).await;
+            }
+            loop {
+                let key = tokio::select! {
+                    Some(key) = returned.recv() => key,
+                    key = queue.recv() => match key {
+                        Some(key) => key,
+                        None => return End::Closed,
+                    },
+                };
+                offer(&core, &ready, key).await;
+            }
+        };
+        let receive = receive(&core, id, ReceiverStream::new(requests), again, answered);
+        tokio::select! {
+            end = send => end,
+            end = receive => end,
+        }
+    }
+}
+
+/// Hands a chunk to the transport, unless its step has been committed meanwhile.
+async fn offer(core: &Core, ready: &mpsc::Sender<PushRequest>, key: ChunkKey) {
+    let Some(chunk) = core.retained.send(&key) else { return };
+    let request = PushRequest {
+        job: core.job().to_string(),
+        incarnation: core.incarnation().0,
+        rank: core.options.rank.0,
+        step: key.step.0,
+        micro_step: key.micro_step.0,
+        shard: key.shard.0,
+        chunk: key.chunk.0,
+        loss_scale: chunk.loss_scale,
+        dtype: core.spec().gradient_dtype.to_wire(),
+        crc32: chunk.crc32,
+        payload: chunk.payload,
+    };
+    if ready.send(request).await.is_err() {
+        // The call has ended; the receiving side is about to say why.
+        std::future::pending::<()>().await;
+    }
+}
+
+async fn receive(
+    core: &SharedCore,
+    (server, connection): LaneId,
+    requests: ReceiverStream<PushRequest>,
+    again: mpsc::UnboundedSender<ChunkKey>,
+    answered: &mut bool,
+) -> End {
+    let mut client = core.peers[server].tensors(connection);
+    let mut answers = match client.push(requests).await {
+        Ok(answers) => answers.into_inner(),
+        Err(status) => return ended(core, server, &status),
+    };
+    loop {
+        let results = match answers.message().await {
+            Ok(Some(answer)) => answer.results,
+            Ok(None) => return ended(core, server, &Status::unavailable("the server closed the push stream")),
+            Err(status) => return ended(core, server, &status),
+        };
+        *answered = true;
+        for result in results {
+            if let Err(end) = settle(core, server, result, &again).await {
+                return end;
+            }
+        }
+    }
+}
+
+fn ended(core: &Core, server: usize, status: &Status) -> End {
+    let fault = fault_from_status(status, &core.peers[server].address);
+    match fault.kind {
+        FaultKind::Unavailable => End::Broken(fault),
+        _ => End::Failed(core.explain(server, "Push", None, fault)),
+    }
+}
+
+/// One chunk's fate.
+async fn settle(
+    core: &SharedCore,
+    server: usize,
+    result: PushResult,
+    again: &mpsc::UnboundedSender<ChunkKey>,
+) -> Result<(), End> {
+    let key = ChunkKey::from(&result);
+    let Some(refusal) = result.refusal else {
+        core.retained.acknowledge(&key);
+        return Ok(());
+    };
+    if !core.retained.contains(&key) {
+        // Sent again just as its step was committed.
+        return Ok(());
+    }
+    match refusal::judge(core, server, key, fault_from_wire(refusal)).await {
+        Ok(Verdict::Decided) => core.retained.acknowledge(&key),
+        Ok(Verdict::SendAgain) => {
+            // The receiver is in the same `select`, so it is there.
+            let _ = again.send(key);
+        }
+        Ok(Verdict::Reconnect(fault)) => return Err(End::Broken(fault)),
+        Err(error) => return Err(End::Failed(error)),
+    }
+    Ok(())
+}

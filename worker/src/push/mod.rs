@@ -1,0 +1,14 @@
+//! The way of gradients: assembled into chunks, retained until committed, sent over several connections per server.
+
+mod assembler;
+mod lane;
+mod outbox;
+mod refusal;
+mod retained;
+
+pub use assembler::Assembler;
+pub(crate) use assembler::Collector;
+pub(crate) use lane::{Lanes, start_lanes};
+pub(crate) use outbox::Outbox;
+pub(crate) use retained::Retained;
+pub use retained::ChunkKey;

@@ -1,0 +1,92 @@
+//! Where complete chunks go: kept, then queued for one of their owner's connections, with back-pressure.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
+    time::Instant,
+};
+
+use bytes::Bytes;
+use tokio::sync::mpsc::error::TrySendError;
+
+use super::{
+    ChunkKey,
+    retained::{Chunk, LaneId},
+};
+use crate::{
+    error::{Misuse, Result, TimedOut},
+    session::{Core, Impatience, Meter, SharedCore},
+};
+
+pub(crate) struct Outbox {
+    core: SharedCore,
+    loss_scale: f64,
+    /// Micro-steps of the step that are wholly pushed.
+    finished: Arc<AtomicU32>,
+}
+
+impl Outbox {
+    pub(crate) fn new(core: SharedCore, loss_scale: f64, finished: Arc<AtomicU32>) -> Outbox {
+        Outbox { core, loss_scale, finished }
+    }
+
+    pub(super) fn core(&self) -> &Core {
+        &self.core
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        self.core.check()
+    }
+
+    pub(super) fn finish(&self) {
+        self.finished.fetch_add(1, Relaxed);
+    }
+
+    /// Chunks of a shard take turns over the owner's connections: the same chunk always takes the same one.
+    fn lane(&self, key: &ChunkKey) -> LaneId {
+        let turn = (key.shard.0 as usize).wrapping_add(key.chunk.0 as usize);
+        (self.core.owner(key.shard), turn % self.core.options.connections)
+    }
+
+    pub(super) fn send(&self, key: ChunkKey, payload: Bytes, crc32: u32) -> Result<()> {
+        let lanes = self.core.lanes.get().ok_or(Misuse("join before pushing"))?;
+        let lane = self.lane(&key);
+        self.core.meter.pushed_bytes.fetch_add(payload.len() as u64, Relaxed);
+        self.core.retained.keep(key, Chunk { payload, crc32, loss_scale: self.loss_scale, lane });
+        let queue = lanes.queue(lane);
+        match queue.try_send(key) {
+            Ok(()) => Ok(()),
+            Err(TrySendError::Full(_)) => self.wait_for_room(lane, key),
+            // The lane ended: with the session's failure.
+            Err(TrySendError::Closed(_)) => self.core.check(),
+        }
+    }
+
+    fn wait_for_room(&self, lane: LaneId, key: ChunkKey) -> Result<()> {
+        let start = Instant::now();
+        let core = &self.core;
+        let lanes = core.lanes.get().ok_or(Misuse("join before pushing"))?;
+        let sent = core.block_on(async {
+            match core.patiently(core.options.deadline, lanes.queue(lane).send(key)).await {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(_)) => core.check(),
+                Err(Impatience::Failed(error)) => Err(error),
+                Err(Impatience::Elapsed(waited)) => Err(TimedOut {
+                    what: "room in the queue of gradients",
+                    server: Some(core.peers[lane.0].address.clone()),
+                    job: core.job().clone(),
+                    step: Some(key.step),
+                    shard: Some(key.shard),
+                    version: None,
+                    waited,
+                    last: None,
+                }
+                .into()),
+            }
+        });
+        Meter::add(&core.meter.push_nanos, start.elapsed());
+        sent
+    }
+}

@@ -1,0 +1,108 @@
+//! Which version a step computes with. A pure function of the step, so that a restarted worker does the same.
+
+use std::{fmt, sync::Arc};
+
+use longshore_proto::{Step, Version};
+
+/// ZeRO-Offload's default: the first steps move the weights most, so they are exact.
+pub const DEFAULT_WARMUP_STEPS: u64 = 40;
+
+/// Exact or delayed, with the steps that drain.
+#[derive(Clone)]
+pub struct Schedule {
+    /// 0 or 1 steps.
+    delay: u32,
+    /// Steps computed exactly before the delay starts.
+    warmup_steps: u64,
+    drains: Drains,
+}
+
+#[derive(Clone)]
+enum Drains {
+    Never,
+    Every(u64),
+    When(Arc<dyn Fn(Step) -> bool + Send + Sync>),
+}
+
+impl fmt::Debug for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let drains = match self.drains {
+            Drains::Never => "never".to_string(),
+            Drains::Every(period) => format!("every {period}"),
+            Drains::When(_) => "by a function".to_string(),
+        };
+        write!(f, "Schedule {{ delay: {}, warmup_steps: {}, drains: {drains} }}", self.delay, self.warmup_steps)
+    }
+}
+
+impl Schedule {
+    /// Every step reads the version before it.
+    pub fn exact() -> Schedule {
+        Schedule { delay: 0, warmup_steps: 0, drains: Drains::Never }
+    }
+
+    /// After `warmup_steps` exact steps, every step reads the version one further back.
+    pub fn delayed(warmup_steps: u64) -> Schedule {
+        Schedule { delay: 1, warmup_steps, drains: Drains::Never }
+    }
+
+    /// Drain after every `period`-th step, as before an evaluation. 0: never.
+    pub fn draining_every(self, period: u64) -> Schedule {
+        let drains = if period == 0 { Drains::Never } else { Drains::Every(period) };
+        Schedule { drains, ..self }
+    }
+
+    /// Drain after the steps for which `when` holds. It must depend on the step alone.
+    pub fn draining_when(self, when: impl Fn(Step) -> bool + Send + Sync + 'static) -> Schedule {
+        Schedule { drains: Drains::When(Arc::new(when)), ..self }
+    }
+
+    /// The job's `max_delay` this needs.
+    pub fn delay(&self) -> u32 {
+        self.delay
+    }
+
+    /// Whether the step after `step` reads the version `step` makes, although delayed.
+    pub fn drains_after(&self, step: Step) -> bool {
+        match &self.drains {
+            Drains::Never => false,
+            Drains::Every(period) => step.0.is_multiple_of(*period),
+            Drains::When(when) => when(step),
+        }
+    }
+
+    /// The version `step` computes with. Steps count from 1.
+    pub fn reads(&self, step: Step) -> Version {
+        let previous = step.0.saturating_sub(1);
+        let exact = self.delay == 0 || step.0 <= self.warmup_steps || self.drains_after(Step(previous));
+        Version(if exact { previous } else { previous.saturating_sub(1) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(schedule: &Schedule, steps: u64) -> Vec<u64> {
+        (1..=steps).map(|step| schedule.reads(Step(step)).0).collect()
+    }
+
+    #[test]
+    fn exact_reads_the_version_before() {
+        assert_eq!(table(&Schedule::exact(), 5), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn delay_starts_after_warmup() {
+        assert_eq!(table(&Schedule::delayed(0), 5), [0, 0, 1, 2, 3]);
+        assert_eq!(table(&Schedule::delayed(1), 5), [0, 0, 1, 2, 3]);
+        assert_eq!(table(&Schedule::delayed(3), 7), [0, 1, 2, 2, 3, 4, 5]);
+    }
+
+    #[test]
+    fn the_step_after_a_drain_reads_the_drained_version() {
+        assert_eq!(table(&Schedule::delayed(1).draining_every(4), 9), [0, 0, 1, 2, 4, 4, 5, 6, 8]);
+        let schedule = Schedule::delayed(0).draining_when(|step| step.0 == 3);
+        assert_eq!(table(&schedule, 6), [0, 0, 1, 3, 3, 4]);
+    }
+}

@@ -1,0 +1,211 @@
+//! Operators' calls over all servers of a job: checkpoint, restore, hash, pause, delete.
+
+use std::{
+    future::Future,
+    time::{Duration, Instant},
+};
+
+use futures_util::future::try_join_all;
+use longshore_proto::{
+    FaultKind, JobName, Version,
+    checksum::{BlockHash, state_hash},
+    limits::MAX_PAUSE_REASON_BYTES,
+    wire::v1::{
+        CheckpointRequest, CheckpointResponse, DeleteJobRequest, DescribeResponse, ListCheckpointsRequest,
+        PauseRequest, RestoreRequest, ResumeRequest, SealCheckpointRequest,
+    },
+};
+use tonic::{Response, Status};
+
+use super::{Core, peer::Peer, retry::Backoff};
+use crate::error::{CallFailed, Error, MissingBlock, Result, TimedOut, VersionsDiffer};
+
+/// The hash of all state of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateHash {
+    pub version: Version,
+    /// Steps that updated.
+    pub applied: u64,
+    /// 32 hexadecimal digits.
+    pub hash: String,
+}
+
+/// A sealed checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checkpoint {
+    pub name: String,
+    pub version: Version,
+}
+
+impl Core {
+    /// One call to every server at once.
+    async fn everywhere<T, F, Answer>(&self, call: &'static str, deadline: Duration, request: F) -> Result<Vec<T>>
+    where
+        F: Fn(Peer) -> Answer,
+        Answer: Future<Output = Result<Response<T>, Status>>,
+    {
+        let request = &request;
+        try_join_all((0..self.peers.len()).map(|server| self.call(server, call, None, deadline, request))).await
+    }
+
+    pub(super) async fn state_hash(&self) -> Result<StateHash> {
+        let start = Instant::now();
+        let end = start + self.options.slow_deadline;
+        let mut backoff = Backoff::new();
+        loop {
+            let answers = self.describe_all(true, self.options.slow_deadline).await?;
+            let agree = answers.iter().all(|answer| answer.hash_version == answers[0].hash_version);
+            if agree {
+                return self.combine(&answers);
+            }
+            if !backoff.pause(end).await {
+                let versions = self.peers.iter().zip(&answers);
+                let versions = versions.map(|(peer, answer)| (peer.address.clone(), Version(answer.hash_version)));
+                return Err(VersionsDiffer {
+                    job: self.job().clone(),
+                    versions: versions.collect(),
+                    waited: start.elapsed(),
+                }
+                .into());
+            }
+        }
+    }
+
+    fn combine(&self, answers: &[DescribeResponse]) -> Result<StateHash> {
+        let version = Version(answers[0].hash_version);
+        let applied = answers[0].hash_applied;
+        let mut blocks: Vec<Option<BlockHash>> = vec![None; self.layout.blocks() as usize];
+        for hash in answers.iter().flat_map(|answer| &answer.hashes) {
+            if let Some(slot) = blocks.get_mut(hash.block as usize) {
+                *slot = hash.hash.as_ref().try_into().ok();
+            }
+        }
+        if let Some(block) = blocks.iter().position(Option::is_none) {
+            return Err(MissingBlock { job: self.job().clone(), block: block as u32, version }.into());
+        }
+        let hash = state_hash(version, applied, blocks.iter().flatten());
+        Ok(StateHash { version, applied, hash })
+    }
+
+    pub(super) async fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
+        let request = ListCheckpointsRequest { job: self.job().to_string() };
+        let answers = self.everywhere("ListCheckpoints", self.options.deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().list_checkpoints(request).await }
+        });
+        let mut lists = answers.await?.into_iter().map(|answer| answer.checkpoints);
+        let mut common = lists.next().unwrap_or_default();
+        for list in lists {
+            common.retain(|checkpoint| list.contains(checkpoint));
+        }
+        let known = |info: longshore_proto::wire::v1::CheckpointInfo| Checkpoint {
+            name: info.name,
+            version: Version(info.version),
+        };
+        Ok(common.into_iter().map(known).collect())
+    }
+
+    pub(super) async fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
+        let name = JobName::parse("checkpoint.name", name)?;
+        let start = Instant::now();
+        let end = start + self.options.slow_deadline;
+        let mut backoff = Backoff::new();
+        let parts = loop {
+            match self.parts(name.as_str()).await {
+                // A commit came between: the version named is no longer the current one.
+                Err(Error::Call(CallFailed { fault, .. })) if fault.kind == FaultKind::Precondition => {
+                    if !backoff.pause(end).await {
+                        return Err(self.moving_target(start, fault));
+                    }
+                }
+                other => break other?,
+            }
+        };
+        let version = Version(parts.first().map_or(0, |part| part.version));
+        let parts: Vec<String> = parts.into_iter().map(|part| part.part).collect();
+        let request = SealCheckpointRequest { job: self.job().to_string(), name: name.to_string(), parts };
+        self.everywhere("SealCheckpoint", self.options.slow_deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().seal_checkpoint(request).await }
+        })
+        .await?;
+        Ok(Checkpoint { name: name.to_string(), version })
+    }
+
+    /// Every server's part, all of one version.
+    async fn parts(&self, name: &str) -> Result<Vec<CheckpointResponse>> {
+        let answers = self.describe_all(false, self.options.deadline).await?;
+        let version = answers.iter().filter_map(|answer| answer.progress.as_ref()).map(|progress| progress.version).max();
+        let request =
+            CheckpointRequest { job: self.job().to_string(), name: name.into(), version: version.unwrap_or(0) };
+        self.everywhere("Checkpoint", self.options.slow_deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().checkpoint(request).await }
+        })
+        .await
+    }
+
+    fn moving_target(&self, start: Instant, fault: longshore_proto::Fault) -> Error {
+        TimedOut {
+            what: "all servers to stand at one version for a checkpoint (drain the pipeline first)",
+            server: None,
+            job: self.job().clone(),
+            step: None,
+            shard: None,
+            version: None,
+            waited: start.elapsed(),
+            last: Some(fault),
+        }
+        .into()
+    }
+
+    pub(super) async fn restore(&self, name: &str) -> Result<Version> {
+        let start = Instant::now();
+        let request = RestoreRequest { job: self.job().to_string(), name: name.into() };
+        let answers = self.everywhere("Restore", self.options.slow_deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().restore(request).await }
+        });
+        let progress = answers.await?.into_iter().map(|answer| answer.progress.unwrap_or_default());
+        let versions: Vec<(String, Version)> =
+            self.peers.iter().zip(progress).map(|(peer, at)| (peer.address.clone(), Version(at.version))).collect();
+        let version = versions[0].1;
+        if versions.iter().any(|(_, other)| *other != version) {
+            let job = self.job().clone();
+            return Err(VersionsDiffer { job, versions, waited: start.elapsed() }.into());
+        }
+        Ok(version)
+    }
+
+    pub(super) async fn delete_job(&self) -> Result<()> {
+        let request = DeleteJobRequest { job: self.job().to_string() };
+        self.everywhere("DeleteJob", self.options.deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().delete_job(request).await }
+        })
+        .await?;
+        Ok(())
+    }
+
+    pub(crate) async fn pause_all(&self, reason: &str) -> Result<()> {
+        let mut reason = reason.to_string();
+        reason.truncate(reason.floor_char_boundary(MAX_PAUSE_REASON_BYTES));
+        let request = PauseRequest { job: self.job().to_string(), incarnation: self.incarnation().0, reason };
+        self.everywhere("Pause", self.options.deadline, |peer| {
+            let request = request.clone();
+            async move { peer.training().pause(request).await }
+        })
+        .await?;
+        Ok(())
+    }
+
+    pub(super) async fn resume_all(&self, loss_scale: Option<f64>) -> Result<()> {
+        let request = ResumeRequest { job: self.job().to_string(), loss_scale: loss_scale.unwrap_or(0.0) };
+        self.everywhere("Resume", self.options.deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().resume(request).await }
+        })
+        .await?;
+        Ok(())
+    }
+}

@@ -1,0 +1,226 @@
+//! What all parts of a session share, and the two ways between the blocking outside and the asynchronous inside.
+
+use std::{
+    future::Future,
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use longshore_proto::{Commit, Incarnation, JobName, JobSpec, Layout, Placement, ShardId, Step};
+use tokio::{
+    runtime::{Handle, Runtime},
+    sync::watch,
+    task::AbortHandle,
+};
+
+use super::{Options, patience::Pause, peer::Peer};
+use crate::{
+    device::Pool,
+    error::{Environment, Error, Misuse, Result},
+    push::{Lanes, Retained},
+};
+
+/// Two: one frames while the other converts and checks.
+const RUNTIME_THREADS: usize = 2;
+
+pub(crate) struct Core {
+    pub(crate) options: Options,
+    pub(crate) layout: Layout,
+    pub(crate) placement: Placement,
+    pub(crate) peers: Vec<Peer>,
+    /// The first failure found in the background; every later call returns it.
+    pub(crate) failure: watch::Sender<Option<Error>>,
+    pub(crate) pause: watch::Sender<Pause>,
+    incarnation: AtomicU64,
+    pub(crate) feed_pool: Pool,
+    pub(crate) chunk_pool: Pool,
+    pub(crate) retained: Retained,
+    pub(crate) lanes: OnceLock<Lanes>,
+    /// Rank 0's newest commits, for a server that restarted behind them.
+    pub(crate) commits: Mutex<Vec<Commit>>,
+    pub(crate) meter: Meter,
+    tasks: Mutex<Vec<AbortHandle>>,
+    runtime: Engine,
+}
+
+/// Totals since the session began; the pipeline takes differences.
+#[derive(Default)]
+pub(crate) struct Meter {
+    /// Nanoseconds the caller was blocked for weights, for a commit, and by push back-pressure.
+    pub(crate) weights_nanos: AtomicU64,
+    pub(crate) commit_nanos: AtomicU64,
+    pub(crate) push_nanos: AtomicU64,
+    pub(crate) pushed_bytes: AtomicU64,
+    pub(crate) pulled_bytes: AtomicU64,
+}
+
+impl Meter {
+    pub(crate) fn add(counter: &AtomicU64, waited: Duration) {
+        counter.fetch_add(waited.as_nanos() as u64, Relaxed);
+    }
+}
+
+/// The runtime: our own, or one that was given.
+pub(super) struct Engine {
+    handle: Handle,
+    own: Option<Runtime>,
+}
+
+impl Engine {
+    pub(super) fn start(given: Option<Handle>) -> Result<Engine> {
+        if let Some(handle) = given {
+            return Ok(Engine { handle, own: None });
+        }
+        let built = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(RUNTIME_THREADS)
+            .thread_name("longshore-io")
+            .enable_all()
+            .build();
+        let own = built.map_err(|error| Environment {
+            what: "starting the session's threads",
+            cause: error.to_string(),
+            remedy: "raise the limits on processes and open files (ulimit -u, ulimit -n)",
+        })?;
+        Ok(Engine { handle: own.handle().clone(), own: Some(own) })
+    }
+
+    /// Blocks this thread on `future`. An error instead of tokio's panic when it is a runtime's own thread.
+    pub(super) fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
+        if Handle::try_current().is_ok() {
+            let message = "a blocking call of the worker library was made on an async runtime's thread: use \
+                           tokio::task::spawn_blocking or a thread of your own";
+            return Err(Misuse(message).into());
+        }
+        self.handle.block_on(future)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // The last clone of the core may go on a thread of this very runtime, where waiting for it would panic.
+        if let Some(own) = self.own.take() {
+            own.shutdown_background();
+        }
+    }
+}
+
+impl Core {
+    pub(super) fn new(
+        options: Options,
+        layout: Layout,
+        placement: Placement,
+        peers: Vec<Peer>,
+        runtime: Engine,
+    ) -> Core {
+        let budget = options.host_budget.clone();
+        Core {
+            layout,
+            placement,
+            peers,
+            failure: watch::Sender::new(None),
+            pause: watch::Sender::new(Pause::default()),
+            incarnation: AtomicU64::new(0),
+            feed_pool: Pool::new(budget.clone(), "weights under way"),
+            chunk_pool: Pool::new(budget, "gradients retained until their step is committed"),
+            retained: Retained::default(),
+            lanes: OnceLock::new(),
+            commits: Mutex::new(Vec::new()),
+            meter: Meter::default(),
+            tasks: Mutex::new(Vec::new()),
+            runtime,
+            options,
+        }
+    }
+
+    pub(crate) fn spec(&self) -> &JobSpec {
+        &self.options.spec
+    }
+
+    pub(crate) fn job(&self) -> &JobName {
+        &self.options.spec.name
+    }
+
+    pub(crate) fn incarnation(&self) -> Incarnation {
+        Incarnation(self.incarnation.load(Relaxed))
+    }
+
+    pub(super) fn set_incarnation(&self, incarnation: Incarnation) {
+        self.incarnation.store(incarnation.0, Relaxed);
+    }
+
+    /// Index into `peers` of a shard's owner.
+    pub(crate) fn owner(&self, shard: ShardId) -> usize {
+        self.placement.owner(shard).0 as usize
+    }
+
+    /// Keeps the first failure and wakes everybody who waits.
+    pub(crate) fn fail(&self, error: Error) {
+        self.failure.send_if_modified(|failure| {
+            let first = failure.is_none();
+            if first {
+                tracing::debug!(job = %self.job(), %error, "the session failed");
+                *failure = Some(error);
+            }
+            first
+        });
+    }
+
+    /// The failure found in the background, if any.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.failure.borrow().clone().map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
+        self.runtime.block_on(future)
+    }
+
+    /// A task that ends with itself or with its handle.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
+        self.runtime.handle.spawn(task).abort_handle()
+    }
+
+    /// A task whose result is awaited.
+    pub(crate) fn spawn_joined<T: Send + 'static>(
+        &self,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> tokio::task::JoinHandle<T> {
+        self.runtime.handle.spawn(task)
+    }
+
+    /// A task that lives as long as the session. It holds the core, so `stop` must break that circle.
+    pub(crate) fn spawn_for_session(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let handle = self.spawn(task);
+        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.retain(|task| !task.is_finished());
+        tasks.push(handle);
+    }
+
+    pub(super) fn stop(&self) {
+        for task in self.tasks.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            task.abort();
+        }
+        self.fail(Misuse("the session has ended: connect a new one").into());
+    }
+
+    /// Remembers a commit of rank 0. Three cover a delayed step and an nvme server that came back one version behind.
+    pub(crate) fn remember(&self, commit: Commit) {
+        const KEPT: usize = 3;
+        let mut commits = self.commits.lock().unwrap_or_else(PoisonError::into_inner);
+        if commits.iter().all(|known| known.step != commit.step) {
+            commits.push(commit);
+        }
+        let surplus = commits.len().saturating_sub(KEPT);
+        commits.drain(..surplus);
+    }
+
+    /// Remembered commits after `step`, oldest first.
+    pub(crate) fn commits_after(&self, step: Step) -> Vec<Commit> {
+        let commits = self.commits.lock().unwrap_or_else(PoisonError::into_inner);
+        commits.iter().filter(|commit| commit.step > step).cloned().collect()
+    }
+}
+
+pub(crate) type SharedCore = Arc<Core>;

@@ -1,0 +1,181 @@
+//! One rank's session with all servers of its job: connect, open, join, and the operators' calls.
+
+mod admin;
+mod core;
+mod join;
+mod open;
+mod options;
+mod patience;
+mod peer;
+mod recover;
+mod retry;
+mod upload;
+
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use futures_util::future::try_join_all;
+use longshore_proto::{Dtype, JobSpec, Layout, Placement, Rank, Version, wire::v1};
+
+pub use self::{
+    admin::{Checkpoint, StateHash},
+    join::Joined,
+    open::Opened,
+    options::Options,
+};
+pub(crate) use self::{
+    core::{Core, Meter, SharedCore},
+    patience::Impatience,
+    retry::Backoff,
+};
+use self::{core::Engine, peer::Peer};
+use crate::{error::Result, pull::Feed};
+
+/// Connections to every server of a job, as one rank. All calls block, with a deadline, and may be made from any
+/// thread that is not an async runtime's. A failure found in the background is returned by every later call.
+pub struct Session {
+    core: SharedCore,
+}
+
+impl Session {
+    /// Connects to every server, retrying until the deadline.
+    ///
+    /// # Errors
+    /// `Invalid` for an option or spec that cannot be used; `Unreachable` naming the server.
+    pub fn connect(options: Options) -> Result<Session> {
+        let layout = options.validate()?;
+        let runtime = Engine::start(options.runtime.clone())?;
+        let placement = Placement::striped(options.servers.clone(), layout.shards());
+        placement.validate(layout.shards())?;
+        let start = Instant::now();
+        let end = start + options.deadline;
+        let dial = |address| Peer::connect(address, options.connections, start, end);
+        let peers = runtime.block_on(try_join_all(options.servers.iter().map(|address| dial(address))))?;
+        Ok(Session { core: Arc::new(Core::new(options, layout, placement, peers, runtime)) })
+    }
+
+    /// Creates the job on every server, or finds it there. Idempotent.
+    ///
+    /// # Errors
+    /// `Call` when a server refuses, as for a differing spec or too little memory; `StateLost` when some servers train
+    /// and others have nothing.
+    pub fn open(&self) -> Result<Opened> {
+        self.core.block_on(self.core.open())
+    }
+
+    /// Takes the rank with a new incarnation, fencing an older process, and brings all servers to one version.
+    ///
+    /// # Errors
+    /// `VersionsDiffer` when they do not get there in time; `Misuse` when the session has joined already.
+    pub fn join(&mut self) -> Result<Joined> {
+        let joined = self.core.block_on(self.core.join())?;
+        crate::push::start_lanes(&self.core);
+        Ok(joined)
+    }
+
+    /// Rank 0, after `join` on a fresh job: streams the initial fp32 weights to their owners. `weights(i)` returns all
+    /// elements of parameter i and is called once each, in order (again for parameters whose server had to be retried);
+    /// one parameter is held at a time.
+    pub fn upload(&self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
+        upload::upload(&self.core, weights)
+    }
+
+    /// Waits until every server trains: rank 0 has uploaded or restored. Bound by `slow_deadline`.
+    pub fn wait_training(&self) -> Result<()> {
+        self.core.block_on(self.core.wait_training())
+    }
+
+    /// A fresh job's start on any rank: rank 0 uploads, the others wait.
+    pub fn initialise(&self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
+        if self.core.options.rank == Rank(0) {
+            self.upload(weights)?;
+        }
+        self.wait_training()
+    }
+
+    /// Starts pulling `order` (flat ranges, in the order wanted) of one version, as `dtype`. The servers hold the pull
+    /// until the version is there. The feed's memory comes from a pool: nothing is allocated in steady state.
+    pub fn pull(&self, version: Version, order: &[Range<u64>], dtype: Dtype) -> Result<Feed> {
+        self.core.check()?;
+        Feed::open(&self.core, version, order, dtype)
+    }
+
+    /// Where the job stands, server by server.
+    pub fn describe(&self) -> Result<Vec<v1::DescribeResponse>> {
+        self.core.block_on(self.core.describe_all(false, self.core.options.deadline))
+    }
+
+    /// Hash of all state at one version: the same whatever the number of servers. Waits until the servers agree on a
+    /// version, so call it between steps.
+    pub fn state_hash(&self) -> Result<StateHash> {
+        self.core.block_on(self.core.state_hash())
+    }
+
+    /// Sealed checkpoints that every server lists, oldest first.
+    pub fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
+        self.core.block_on(self.core.list_checkpoints())
+    }
+
+    /// Writes a checkpoint of the current version: every server its part, then the manifest beside each part.
+    pub fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
+        self.core.block_on(self.core.checkpoint(name))
+    }
+
+    /// Fills a job that waits for weights from a sealed checkpoint, made by any number of servers.
+    pub fn restore(&self, name: &str) -> Result<Version> {
+        self.core.block_on(self.core.restore(name))
+    }
+
+    /// Forgets the job on every server and frees its memory. Checkpoints stay.
+    pub fn delete_job(&self) -> Result<()> {
+        self.core.block_on(self.core.delete_job())
+    }
+
+    /// Stops the job on every server until `resume`. Rank 0 only, after `join`.
+    pub fn pause(&self, reason: &str) -> Result<()> {
+        self.core.block_on(self.core.pause_all(reason))
+    }
+
+    /// Lets a paused job go on; with `loss_scale`, from that scale.
+    pub fn resume(&self, loss_scale: Option<f64>) -> Result<()> {
+        self.core.block_on(self.core.resume_all(loss_scale))
+    }
+
+    /// Gives the rank up. The incarnation cannot be used again.
+    pub fn leave(self) -> Result<()> {
+        self.core.block_on(self.core.leave())
+    }
+
+    pub fn spec(&self) -> &JobSpec {
+        self.core.spec()
+    }
+
+    pub fn layout(&self) -> &Layout {
+        &self.core.layout
+    }
+
+    pub fn placement(&self) -> &Placement {
+        &self.core.placement
+    }
+
+    pub fn rank(&self) -> Rank {
+        self.core.options.rank
+    }
+
+    pub fn deadline(&self) -> Duration {
+        self.core.options.deadline
+    }
+
+    pub(crate) fn core(&self) -> &SharedCore {
+        &self.core
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.core.stop();
+    }
+}

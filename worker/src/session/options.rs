@@ -1,0 +1,82 @@
+//! What a worker needs to know to take part in a job.
+
+use std::time::Duration;
+
+use longshore_proto::{
+    Fault, JobSpec, Layout, Rank,
+    limits::{MAX_DEADLINE_MS, MAX_SERVERS},
+};
+use tokio::runtime::Handle;
+
+use crate::device::Budget;
+
+/// Start from [`Options::new`] and change what differs.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// `host:port` or `http://host:port`, the same and in the same order on every rank.
+    pub servers: Vec<String>,
+    pub spec: JobSpec,
+    pub rank: Rank,
+    /// Longest wait for anything that a healthy job does at once: a connection, another rank, a step.
+    pub deadline: Duration,
+    /// Longest wait for work on all of the state: upload, checkpoint, restore, state hash.
+    pub slow_deadline: Duration,
+    /// Longest wait for an operator while the job is paused.
+    pub pause_deadline: Duration,
+    /// Data connections to each server. One is bound by one task that does all its framing; control has its own.
+    pub connections: usize,
+    /// Chunks (of 1 MiB) that may queue for one data connection before `put` blocks.
+    pub in_flight_chunks: usize,
+    /// Host memory for weights under way and gradients retained.
+    pub host_budget: Budget,
+    /// An existing runtime to run on. None: the session starts its own small one.
+    pub runtime: Option<Handle>,
+}
+
+const MAX_CONNECTIONS: usize = 64;
+const MAX_IN_FLIGHT_CHUNKS: usize = 4096;
+
+impl Options {
+    pub fn new(servers: Vec<String>, spec: JobSpec, rank: Rank) -> Options {
+        Options {
+            servers,
+            spec,
+            rank,
+            deadline: Duration::from_secs(60),
+            slow_deadline: Duration::from_secs(1800),
+            pause_deadline: Duration::from_secs(3600),
+            connections: 2,
+            in_flight_chunks: 16,
+            host_budget: Budget::unlimited("host memory of the worker"),
+            runtime: None,
+        }
+    }
+
+    /// Checks every option and lays the parameters out.
+    pub(super) fn validate(&self) -> Result<Layout, Fault> {
+        let range = |field: &str, value: u128, low: u128, high: u128| {
+            if (low..=high).contains(&value) {
+                return Ok(());
+            }
+            Err(Fault::invalid(format!("options.{field}"), value, format!("in {low}..={high}"), "correct the option"))
+        };
+        range("servers", self.servers.len() as u128, 1, MAX_SERVERS as u128)?;
+        range("rank", self.rank.0.into(), 0, u128::from(self.spec.world_size.max(1)) - 1)?;
+        range("connections", self.connections as u128, 1, MAX_CONNECTIONS as u128)?;
+        range("in_flight_chunks", self.in_flight_chunks as u128, 1, MAX_IN_FLIGHT_CHUNKS as u128)?;
+        for (field, wait) in [
+            ("deadline, ms", self.deadline),
+            ("slow_deadline, ms", self.slow_deadline),
+            ("pause_deadline, ms", self.pause_deadline),
+        ] {
+            range(field, wait.as_millis(), 1, MAX_DEADLINE_MS.into())?;
+        }
+        for (index, server) in self.servers.iter().enumerate() {
+            if self.servers[..index].contains(server) {
+                let field = format!("options.servers[{index}]");
+                return Err(Fault::invalid(field, server, "named once", "name each server once"));
+            }
+        }
+        self.spec.validate()
+    }
+}

@@ -1,0 +1,178 @@
+//! One server: its connections, and calls to it that retry what a transport can lose.
+
+use std::{
+    future::Future,
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{
+    Fault, FaultKind, Step,
+    limits::{CHUNK_BYTES, MAX_CONTROL_MESSAGE_BYTES, MAX_TRAINER_STATE_BYTES},
+    wire::{
+        fault_from_status,
+        v1::{admin_client::AdminClient, tensors_client::TensorsClient, training_client::TrainingClient},
+    },
+};
+use tonic::{
+    Response, Status,
+    transport::{Channel, Endpoint},
+};
+
+use super::{Core, retry::Backoff};
+use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable};
+
+/// Above one chunk, so that a chunk is never held up by its own stream's window.
+const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
+const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
+/// Fewer writes and reads per chunk; larger frames make tonic move received bytes again.
+const FRAME_BYTES: u32 = 128 * 1024;
+/// A silent peer (power loss, a cut cable) is found within twice this.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+
+/// Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Peer {
+    /// As the user wrote it, for errors.
+    pub(crate) address: String,
+    control: Channel,
+    data: Vec<Channel>,
+}
+
+impl Peer {
+    /// Opens one control and `connections` data connections, retrying until `end`.
+    pub(super) async fn connect(address: &str, connections: usize, start: Instant, end: Instant) -> Result<Peer> {
+        let endpoint = endpoint(address)?;
+        let control = dial(&endpoint, address, start, end).await?;
+        let mut data = Vec::with_capacity(connections);
+        for _ in 0..connections {
+            data.push(dial(&endpoint, address, start, end).await?);
+        }
+        Ok(Peer { address: address.into(), control, data })
+    }
+
+    pub(crate) fn training(&self) -> TrainingClient<Channel> {
+        // A commit with the trainer's state is the largest answer.
+        TrainingClient::new(self.control.clone()).max_decoding_message_size(4 * MAX_TRAINER_STATE_BYTES)
+    }
+
+    pub(crate) fn admin(&self) -> AdminClient<Channel> {
+        AdminClient::new(self.control.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
+    }
+
+    pub(crate) fn tensors(&self, connection: usize) -> TensorsClient<Channel> {
+        TensorsClient::new(self.data[connection % self.data.len()].clone())
+    }
+}
+
+fn endpoint(address: &str) -> Result<Endpoint> {
+    let url = if address.contains("://") { address.to_string() } else { format!("http://{address}") };
+    let invalid = |cause: String| {
+        Fault::invalid("options.servers", format!("{address:?}, {cause}"), "host:port or http://host:port", "correct it")
+    };
+    let endpoint = Endpoint::from_shared(url).map_err(|error| invalid(error.to_string()))?;
+    if endpoint.uri().scheme_str() != Some("http") || endpoint.uri().port().is_none() {
+        return Err(invalid("no port, or not http".into()).into());
+    }
+    Ok(endpoint
+        .tcp_nodelay(true)
+        .connect_timeout(Duration::from_secs(5))
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_frame_size(FRAME_BYTES)
+        .http2_keep_alive_interval(KEEP_ALIVE)
+        .keep_alive_timeout(KEEP_ALIVE))
+}
+
+async fn dial(endpoint: &Endpoint, address: &str, start: Instant, end: Instant) -> Result<Channel> {
+    let mut backoff = Backoff::new();
+    loop {
+        let attempt = tokio::time::timeout_at(end.into(), endpoint.connect()).await;
+        let cause = match attempt {
+            Ok(Ok(channel)) => return Ok(channel),
+            Ok(Err(error)) => with_sources(&error),
+            Err(_) => "no answer".into(),
+        };
+        tracing::debug!(server = address, cause, "connecting failed, trying again");
+        if !backoff.pause(end).await {
+            return Err(Unreachable { server: address.into(), tried: start.elapsed(), cause }.into());
+        }
+    }
+}
+
+/// tonic's own message is "transport error"; the reason is in its sources.
+fn with_sources(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        let message = inner.to_string();
+        if !text.contains(&message) {
+            text = format!("{text}: {message}");
+        }
+        source = inner.source();
+    }
+    text
+}
+
+impl Core {
+    /// Calls one server until it answers, retrying transport failures until `deadline` has passed. `call` is the RPC's
+    /// name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
+    pub(crate) async fn call<T, F, Answer>(
+        &self,
+        server: usize,
+        call: &'static str,
+        step: Option<Step>,
+        deadline: Duration,
+        request: F,
+    ) -> Result<T>
+    where
+        F: Fn(Peer) -> Answer,
+        Answer: Future<Output = Result<Response<T>, Status>>,
+    {
+        let end = Instant::now() + deadline;
+        let mut backoff = Backoff::new();
+        loop {
+            let peer = &self.peers[server];
+            let fault = match tokio::time::timeout_at(end.into(), request(peer.clone())).await {
+                Ok(Ok(response)) => return Ok(response.into_inner()),
+                Ok(Err(status)) => fault_from_status(&status, &peer.address),
+                Err(_) => {
+                    let remedy = "see what the server waits for with `longshore status`, or raise the deadline";
+                    Fault::new(FaultKind::Deadline, call, format!("unanswered after {deadline:?}"), "answered", remedy)
+                }
+            };
+            let again = fault.kind == FaultKind::Unavailable && backoff.pause(end).await;
+            if !again {
+                return Err(self.explain(server, call, step, fault));
+            }
+            tracing::debug!(server = peer.address, call, %fault, "the call failed, trying again");
+        }
+    }
+
+    /// A server's fault as the error that says most.
+    pub(crate) fn explain(&self, server: usize, call: &'static str, step: Option<Step>, fault: Fault) -> Error {
+        let server = self.peers[server].address.clone();
+        let job = self.job().clone();
+        // A checkpoint may be missing on its own; anything else that a job's calls do not find is the job.
+        let of_job = !matches!(call, "Restore" | "Checkpoint" | "SealCheckpoint" | "DeleteJob" | "OpenJob");
+        match fault.kind {
+            FaultKind::NotFound if of_job => StateLost { server, job, detail: fault.to_string() }.into(),
+            FaultKind::Fenced => Fenced { server, job, fault }.into(),
+            _ => CallFailed { server, job, call, step, fault }.into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_checked_before_dialling() {
+        for good in ["localhost:7070", "http://10.0.0.1:7070", "[::1]:7070"] {
+            assert!(endpoint(good).is_ok(), "{good}");
+        }
+        for bad in ["", "localhost", "https://host:1", "http://", "a b:1"] {
+            assert!(matches!(endpoint(bad), Err(Error::Invalid(_))), "{bad}");
+        }
+    }
+}

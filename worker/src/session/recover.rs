@@ -1,0 +1,58 @@
+//! After a connection broke: is it the same server, does it still know the job and this rank, and which decisions
+//! has it missed? Asked before anything is sent again.
+
+use std::time::Duration;
+
+use longshore_proto::{Step, Version, wire::v1::Phase};
+
+use super::{Core, SharedCore};
+use crate::error::{Result, StateLost};
+
+/// How often a paused server is asked whether it goes on.
+const PAUSE_POLL: Duration = Duration::from_millis(200);
+
+impl Core {
+    /// Joins again a server that restarted, and brings it to the newest decision.
+    pub(crate) async fn recover(core: &SharedCore, server: usize) -> Result<()> {
+        let answer = core.describe(server, false, core.options.deadline).await?;
+        let progress = answer.progress.unwrap_or_default();
+        if progress.phase() == Phase::Loading {
+            let detail = "it restarted and waits for weights".into();
+            return Err(StateLost { server: core.peers[server].address.clone(), job: core.job().clone(), detail }.into());
+        }
+        let mine = answer.ranks.iter().find(|rank| rank.rank == core.options.rank.0);
+        if mine.map_or(0, |rank| rank.incarnation) < core.incarnation().0 {
+            core.join_server(server, core.incarnation()).await?;
+            tracing::info!(server = core.peers[server].address, "joined again after the server restarted");
+        }
+        let missed = core.commits_after(Step(progress.version));
+        if !missed.is_empty() {
+            let task = resend_commits(core.clone(), server, missed);
+            core.spawn_for_session(task);
+        }
+        Ok(())
+    }
+
+    /// The server's version, once it is not paused.
+    pub(crate) async fn version_when_running(&self, server: usize) -> Result<Version> {
+        loop {
+            let answer = self.describe(server, false, self.options.deadline).await?;
+            let progress = answer.progress.unwrap_or_default();
+            if progress.phase() != Phase::Paused {
+                return Ok(Version(progress.version));
+            }
+            // `patiently` around the caller bounds this by the pause deadline.
+            self.paused(&progress.pause_reason);
+            tokio::time::sleep(PAUSE_POLL).await;
+        }
+    }
+}
+
+/// Beside the pushes, since a decision may have to wait for the contributions that are sent again.
+async fn resend_commits(core: SharedCore, server: usize, commits: Vec<longshore_proto::Commit>) {
+    for commit in commits {
+        if let Err(error) = core.commit(server, &commit).await {
+            return core.fail(error);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Exponential back-off with jitter, so that many workers do not knock on a restarted server at the same instants.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    time::{Duration, Instant},
+};
+
+const FIRST: Duration = Duration::from_millis(20);
+/// A restarted server is found within a second, and a dead one costs each worker one small packet a second.
+const LONGEST: Duration = Duration::from_secs(1);
+
+pub(crate) struct Backoff {
+    next: Duration,
+    random: RandomState,
+    attempts: u64,
+}
+
+impl Backoff {
+    pub(crate) fn new() -> Backoff {
+        Backoff { next: FIRST, random: RandomState::new(), attempts: 0 }
+    }
+
+    /// Something worked: the next failure starts from the shortest pause again.
+    pub(crate) fn reset(&mut self) {
+        self.next = FIRST;
+    }
+
+    /// Between half and the whole of the current pause.
+    fn draw(&mut self) -> Duration {
+        self.attempts += 1;
+        let fraction = self.random.hash_one(self.attempts) as f64 / u64::MAX as f64;
+        let pause = self.next.mul_f64(0.5 + fraction / 2.0);
+        self.next = (self.next * 2).min(LONGEST);
+        pause
+    }
+
+    /// Sleeps, but not past `end`. False when `end` has come.
+    pub(crate) async fn pause(&mut self, end: Instant) -> bool {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return false;
+        }
+        tokio::time::sleep(self.draw().min(left)).await;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_the_longest() {
+        let mut backoff = Backoff::new();
+        let pauses: Vec<Duration> = (0..12).map(|_| backoff.draw()).collect();
+        assert!(pauses[0] >= FIRST / 2 && pauses[0] <= FIRST);
+        assert!(pauses[11] >= LONGEST / 2 && pauses[11] <= LONGEST);
+    }
+}

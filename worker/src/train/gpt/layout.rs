@@ -1,0 +1,194 @@
+//! Which parameters a model has, in registration order, and how the stages that stream them divide them.
+
+use std::ops::Range;
+
+use candle_core::Device;
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{Rng, SeedableRng},
+};
+
+use super::{Config, Error, VOCABULARY};
+
+/// Which hyperparameters a parameter trains with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Group {
+    /// Matrices.
+    Decay,
+    /// Biases, norms and positions: decay would pull these away from the values that make them neutral.
+    NoDecay,
+}
+
+/// Names, shapes and orientation are those of Hugging Face's `GPT2LMHeadModel` (vocabulary 256, head not tied), so
+/// that an exported model loads there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Param {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub group: Group,
+    start: Start,
+}
+
+impl Param {
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// How a parameter starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Start {
+    Zero,
+    One,
+    Normal,
+    /// The end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with unit variance
+    /// whatever the depth.
+    Residual,
+}
+
+/// What is acquired, computed with and released as one: the embedding, a block, or the head.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stage {
+    pub name: String,
+    /// Into [`Gpt::params`].
+    pub params: Range<usize>,
+}
+
+/// A model's structure. The weights are elsewhere: see [`Weights`](super::Weights).
+#[derive(Debug, Clone)]
+pub struct Gpt {
+    config: Config,
+    device: Device,
+    params: Vec<Param>,
+    stages: Vec<Stage>,
+    pub(super) activation_budget_bytes: usize,
+}
+
+impl Gpt {
+    pub fn new(config: Config, device: &Device) -> Result<Gpt, Error> {
+        config.validate()?;
+        if !device.is_cpu() {
+            return Err(Error::Device { value: format!("{:?}", device.location()) });
+        }
+        let mut layout = Layout::default();
+        layout.embedding(&config);
+        (0..config.layers).for_each(|layer| layout.block(layer, &config));
+        layout.head(&config);
+        let Layout { params, stages } = layout;
+        Ok(Gpt { config, device: device.clone(), params, stages, activation_budget_bytes: 0 })
+    }
+
+    /// Lets the last blocks keep their activations for the backward pass instead of computing them again, as far as
+    /// `bytes` go. The gradients have the same bits either way. The default, 0, keeps only the last block's.
+    pub fn with_activation_budget(mut self, bytes: usize) -> Gpt {
+        self.activation_budget_bytes = bytes;
+        self
+    }
+
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// In forward order.
+    pub fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    /// In forward order: the embedding, the blocks, the head.
+    pub fn stages(&self) -> &[Stage] {
+        &self.stages
+    }
+
+    pub(super) fn stage_params(&self, stage: usize) -> &[Param] {
+        &self.params[self.stages[stage].params.clone()]
+    }
+
+    /// The initial value of one parameter, as GPT-2 draws it. It depends on `seed` and the index alone, so any
+    /// worker can make any parameter, in any order, and no one has to hold them all.
+    pub fn init(&self, seed: u64, param: usize) -> Vec<f32> {
+        let Param { start, .. } = &self.params[param];
+        let elements = self.params[param].elements();
+        let deviation = match start {
+            Start::Zero => return vec![0.0; elements],
+            Start::One => return vec![1.0; elements],
+            Start::Normal => 0.02,
+            Start::Residual => 0.02 / (2.0 * self.config.layers as f64).sqrt(),
+        };
+        normal(seed, param as u64, elements, deviation)
+    }
+}
+
+/// Box-Muller in f64, two values a draw.
+fn normal(seed: u64, stream: u64, elements: usize, deviation: f64) -> Vec<f32> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    random.set_stream(stream);
+    // In (0, 1], whose logarithm is finite.
+    let mut uniform = || ((random.next_u64() >> 11) + 1) as f64 / (1u64 << 53) as f64;
+    let mut values = Vec::with_capacity(elements + 1);
+    while values.len() < elements {
+        let radius = deviation * (-2.0 * uniform().ln()).sqrt();
+        let (sine, cosine) = (std::f64::consts::TAU * uniform()).sin_cos();
+        values.push((radius * cosine) as f32);
+        values.push((radius * sine) as f32);
+    }
+    values.truncate(elements);
+    values
+}
+
+#[derive(Default)]
+struct Layout {
+    params: Vec<Param>,
+    stages: Vec<Stage>,
+}
+
+impl Layout {
+    fn embedding(&mut self, config: &Config) {
+        let first = self.params.len();
+        self.param("transformer.wte.weight", [VOCABULARY, config.width], Group::Decay, Start::Normal);
+        self.param("transformer.wpe.weight", [config.context, config.width], Group::NoDecay, Start::Normal);
+        self.stage("embedding", first);
+    }
+
+    fn block(&mut self, layer: usize, config: &Config) {
+        let first = self.params.len();
+        let (width, hidden) = (config.width, config.hidden());
+        let name = |part: &str| format!("transformer.h.{layer}.{part}");
+        self.norm(&name("ln_1"), width);
+        self.linear(&name("attn.c_attn"), width, 3 * width, Start::Normal);
+        self.linear(&name("attn.c_proj"), width, width, Start::Residual);
+        self.norm(&name("ln_2"), width);
+        self.linear(&name("mlp.c_fc"), width, hidden, Start::Normal);
+        self.linear(&name("mlp.c_proj"), hidden, width, Start::Residual);
+        self.stage(&format!("block.{layer}"), first);
+    }
+
+    fn head(&mut self, config: &Config) {
+        let first = self.params.len();
+        self.norm("transformer.ln_f", config.width);
+        self.param("lm_head.weight", [VOCABULARY, config.width], Group::Decay, Start::Normal);
+        self.stage("head", first);
+    }
+
+    fn norm(&mut self, name: &str, width: usize) {
+        self.param(&format!("{name}.weight"), [width], Group::NoDecay, Start::One);
+        self.param(&format!("{name}.bias"), [width], Group::NoDecay, Start::Zero);
+    }
+
+    /// Stored input-major: `output = input x weight + bias`.
+    fn linear(&mut self, name: &str, input: usize, output: usize, start: Start) {
+        self.param(&format!("{name}.weight"), [input, output], Group::Decay, start);
+        self.param(&format!("{name}.bias"), [output], Group::NoDecay, Start::Zero);
+    }
+
+    fn param<const RANK: usize>(&mut self, name: &str, shape: [usize; RANK], group: Group, start: Start) {
+        self.params.push(Param { name: name.to_owned(), shape: shape.to_vec(), group, start });
+    }
+
+    fn stage(&mut self, name: &str, first: usize) {
+        self.stages.push(Stage { name: name.to_owned(), params: first..self.params.len() });
+    }
+}

@@ -1,0 +1,202 @@
+//! One pass over a batch, stage by stage: who holds what, and when.
+
+use candle_core::Tensor;
+
+use super::{
+    Batch, BoxError, Error, Gpt, VOCABULARY,
+    block::{self, Saved},
+    rows::Real,
+    stages::{self, Shape},
+};
+
+/// Where a stage's weights come from.
+///
+/// A micro-step of n stages acquires 0, 1 .. n-1 and then n-2 .. 1, each once it has released the one before: the last
+/// stage turns round on one loan, and the embedding's gradient needs no weights. So a source can prefetch.
+pub trait Weights {
+    /// Contiguous f32 tensors on the model's device, in the order of the stage's parameters.
+    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError>;
+    /// Called for every successful `acquire`, also when the computation in between fails.
+    fn release(&mut self, stage: usize, weights: Vec<Tensor>);
+}
+
+/// Where a stage's gradients go, from the last stage to the first.
+pub trait Gradients {
+    /// In the order of the stage's parameters and multiplied by the loss scale.
+    fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError>;
+}
+
+/// Computes the gradients of the batch's mean loss times `loss_scale`, and returns the loss, unscaled, in nats a byte.
+pub fn micro_step(
+    model: &Gpt,
+    weights: &mut dyn Weights,
+    gradients: &mut dyn Gradients,
+    batch: &Batch,
+    loss_scale: f32,
+) -> Result<f32, Error> {
+    check(model, batch)?;
+    Ok(Pass::<f32>::new(model, weights, batch).micro_step(gradients, loss_scale)? as f32)
+}
+
+/// The mean loss of the batches, in nats a byte.
+pub fn evaluate(model: &Gpt, weights: &mut dyn Weights, batches: &[Batch]) -> Result<f32, Error> {
+    if batches.is_empty() {
+        let remedy = "give at least one batch";
+        return Err(Error::Batch { field: "batches", value: 0, limit: 1, remedy });
+    }
+    let (mut total, mut bytes) = (0.0, 0);
+    for batch in batches {
+        check(model, batch)?;
+        total += Pass::<f32>::new(model, weights, batch).loss()? * batch.targets.len() as f64;
+        bytes += batch.targets.len();
+    }
+    Ok((total / bytes as f64) as f32)
+}
+
+/// Refuses a batch that would index outside a table.
+pub(super) fn check(model: &Gpt, batch: &Batch) -> Result<(), Error> {
+    let refuse = |field, value, limit, remedy| Err(Error::Batch { field, value, limit, remedy });
+    let context = model.config().context;
+    if batch.context == 0 || batch.context > context {
+        return refuse("context", batch.context, context, "cut it to between 1 and the model's context");
+    }
+    let rows = batch.sequences.saturating_mul(batch.context);
+    for (field, values) in [("inputs", &batch.inputs), ("targets", &batch.targets)] {
+        if rows == 0 || values.len() != rows {
+            return refuse(
+                field,
+                values.len(),
+                rows,
+                "its length is sequences times context, both 1 or more",
+            );
+        }
+        if let Some(value) = values.iter().find(|value| **value as usize >= VOCABULARY) {
+            return refuse(field, *value as usize, VOCABULARY - 1, "every element is a byte");
+        }
+    }
+    Ok(())
+}
+
+/// One batch on its way through the stages. `T` is f64 only where tests difference the loss.
+pub(super) struct Pass<'a, T> {
+    model: &'a Gpt,
+    weights: &'a mut dyn Weights,
+    batch: &'a Batch,
+    shape: Shape,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<'a, T: Real> Pass<'a, T> {
+    pub(super) fn new(model: &'a Gpt, weights: &'a mut dyn Weights, batch: &'a Batch) -> Pass<'a, T> {
+        let shape = Shape::new(model.config(), batch);
+        Pass { model, weights, batch, shape, element: std::marker::PhantomData }
+    }
+
+    pub(super) fn loss(mut self) -> Result<f64, Error> {
+        let batch = self.batch;
+        let x = (1..=self.blocks())
+            .try_fold(self.embed()?, |x, stage| Ok::<_, Error>(self.block(stage, &x)?.0))?;
+        self.with(self.head(), |weights| stages::loss::<T>(&stages::head::<T>(&x, weights)?.1, batch))
+    }
+
+    pub(super) fn micro_step(mut self, gradients: &mut dyn Gradients, loss_scale: f32) -> Result<f64, Error> {
+        let (batch, shape, blocks) = (self.batch, self.shape, self.blocks());
+        let mut inputs = vec![self.embed()?];
+        let mut kept: Vec<Saved> = Vec::new(); // of the last few blocks
+        for stage in 1..=blocks {
+            let (y, saved) = self.block(stage, &inputs[stage - 1])?;
+            self.keep(&mut kept, saved, blocks - stage);
+            inputs.push(y);
+        }
+        let x = &inputs[blocks];
+        let (loss, (mut dy, of_head)) = self.with(self.head(), |weights| {
+            let (normal, logits) = stages::head::<T>(x, weights)?;
+            let loss = stages::loss::<T>(&logits, batch)?;
+            Ok((loss, stages::head_backward::<T>(x, weights, (&normal, &logits), batch, loss_scale)?))
+        })?;
+        self.emit(gradients, self.head(), of_head)?;
+        inputs.truncate(blocks);
+        for stage in (1..=blocks).rev() {
+            let (x, saved) = (inputs.pop(), kept.pop());
+            let (dx, of_block) = self.with(stage, |weights| {
+                let saved = match (saved, x) {
+                    (Some(saved), _) => saved,
+                    (None, Some(x)) => block::forward::<T>(&x, weights, &shape)?.1,
+                    (None, None) => unreachable!("every block's input was pushed"),
+                };
+                block::backward::<T>(&saved, weights, &dy, &shape)
+            })?;
+            self.emit(gradients, stage, of_block)?;
+            dy = dx;
+        }
+        let of_embedding = stages::embed_backward::<T>(batch, &dy, self.model.config().context, &shape)?;
+        self.emit(gradients, 0, of_embedding)?;
+        Ok(loss)
+    }
+
+    /// Keeps what is inside a block with `after` blocks behind it if it and all of those fit the budget; in any case
+    /// the last one's, which is needed again at once.
+    fn keep(&self, kept: &mut Vec<Saved>, saved: Saved, after: usize) {
+        if saved.bytes().saturating_mul(after + 1) <= self.model.activation_budget_bytes || after == 0 {
+            kept.push(saved);
+        }
+    }
+
+    fn blocks(&self) -> usize {
+        self.model.config().layers
+    }
+
+    fn head(&self) -> usize {
+        self.blocks() + 1
+    }
+
+    fn embed(&mut self) -> Result<Tensor, Error> {
+        let (batch, shape) = (self.batch, self.shape);
+        self.with(0, |weights| stages::embed::<T>(weights, batch, &shape))
+    }
+
+    fn block(&mut self, stage: usize, x: &Tensor) -> Result<(Tensor, Saved), Error> {
+        let shape = self.shape;
+        self.with(stage, |weights| block::forward::<T>(x, weights, &shape))
+    }
+
+    /// Calls `body` with a stage's weights, on loan, and on a thread of rayon's pool: from there its many short
+    /// parallel passes start without putting this thread to sleep and waking it up again for each.
+    fn with<R: Send>(
+        &mut self,
+        stage: usize,
+        body: impl FnOnce(&[Tensor]) -> candle_core::Result<R> + Send,
+    ) -> Result<R, Error> {
+        let acquired = self.weights.acquire(stage);
+        let name = || self.model.stages()[stage].name.clone();
+        let weights = acquired.map_err(|source| Error::Acquire { stage: name(), source })?;
+        let result = check_weights::<T>(self.model, stage, &weights)
+            .and_then(|()| Ok(rayon::scope(|_| body(&weights))?));
+        self.weights.release(stage, weights);
+        result
+    }
+
+    fn emit(&self, gradients: &mut dyn Gradients, stage: usize, tensors: Vec<Tensor>) -> Result<(), Error> {
+        let name = || self.model.stages()[stage].name.clone();
+        gradients.emit(stage, tensors).map_err(|source| Error::Emit { stage: name(), source })
+    }
+}
+
+pub(super) fn check_weights<T: Real>(model: &Gpt, stage: usize, weights: &[Tensor]) -> Result<(), Error> {
+    let params = model.stage_params(stage);
+    if weights.len() != params.len() {
+        let stage = model.stages()[stage].name.clone();
+        return Err(Error::WeightCount { stage, got: weights.len(), expected: params.len() });
+    }
+    for (param, weight) in params.iter().zip(weights) {
+        if weight.dims() != param.shape || weight.dtype() != T::DTYPE || !weight.is_contiguous() {
+            let contiguous = if weight.is_contiguous() { "contiguous" } else { "strided" };
+            return Err(Error::WeightShape {
+                param: param.name.clone(),
+                got: format!("{contiguous} {:?} {:?}", weight.dtype(), weight.dims()),
+                expected: format!("contiguous {:?} {:?}", T::DTYPE, param.shape),
+            });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,262 @@
+//! Gradients against finite differences, and what must not change a bit.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{
+    Batch, BoxError, Config, ConfigError, Error, Gpt, Gradients, Group, PRESETS, Weights, evaluate, generate,
+    micro_step, preset, rows::Real, step::Pass,
+};
+
+/// The head width is no multiple of anything vectors like, so that the ends of rows are covered too.
+const CONFIG: Config = Config { context: 6, width: 18, heads: 2, layers: 2 };
+
+/// Holds all weights, and counts loans.
+struct Held {
+    stages: Vec<Vec<Tensor>>,
+    acquired: Vec<usize>,
+    on_loan: usize,
+}
+
+impl Weights for Held {
+    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
+        self.acquired.push(stage);
+        self.on_loan += 1;
+        Ok(self.stages[stage].clone())
+    }
+
+    fn release(&mut self, _stage: usize, _weights: Vec<Tensor>) {
+        self.on_loan -= 1;
+    }
+}
+
+#[derive(Default)]
+struct Emitted(Vec<(usize, Vec<Tensor>)>);
+
+impl Gradients for Emitted {
+    fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
+        self.0.push((stage, gradients));
+        Ok(())
+    }
+}
+
+impl Emitted {
+    fn bits(&self) -> Vec<u32> {
+        let tensors = self.0.iter().flat_map(|(_, tensors)| tensors);
+        let values = tensors.flat_map(|tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        values.map(f32::to_bits).collect()
+    }
+}
+
+fn model() -> Gpt {
+    Gpt::new(CONFIG, &Device::Cpu).unwrap()
+}
+
+/// Initial weights, with the zeros and ones shaken and the rest enlarged so that no path is too faint to be seen.
+fn held(model: &Gpt, dtype: DType) -> Held {
+    let tensor = |index: usize| {
+        let values = model.init(3, index);
+        let values: Vec<f64> =
+            values.iter().enumerate().map(|(i, x)| (*x * 8.0) as f64 + (i as f64).sin() / 7.0).collect();
+        Tensor::from_vec(values, model.params()[index].shape.clone(), &Device::Cpu)
+            .unwrap()
+            .to_dtype(dtype)
+            .unwrap()
+    };
+    let stages = model.stages().iter().map(|stage| stage.params.clone().map(tensor).collect()).collect();
+    Held { stages, acquired: Vec::new(), on_loan: 0 }
+}
+
+fn batch(context: usize) -> Batch {
+    let byte = |index: usize| (index * index * 31 + 7) as u32 % 256;
+    let rows = 3 * context;
+    Batch {
+        inputs: (0..rows).map(byte).collect(),
+        targets: (1..=rows).map(byte).collect(),
+        sequences: 3,
+        context,
+    }
+}
+
+fn loss(model: &Gpt, weights: &mut Held, batch: &Batch) -> f64 {
+    Pass::<f64>::new(model, weights, batch).loss().unwrap()
+}
+
+fn nudged(tensor: &Tensor, element: usize, by: f64) -> Tensor {
+    let mut values = tensor.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    values[element] += by;
+    Tensor::from_vec(values, tensor.shape(), tensor.device()).unwrap()
+}
+
+#[test]
+fn every_parameter_has_the_gradient_of_finite_differences() {
+    const LOSS_SCALE: f32 = 4.0;
+    const STEP: f64 = 1e-5;
+    let (model, batch) = (model(), batch(CONFIG.context));
+    let mut weights = held(&model, DType::F64);
+    let mut emitted = Emitted::default();
+    Pass::<f64>::new(&model, &mut weights, &batch).micro_step(&mut emitted, LOSS_SCALE).unwrap();
+    assert_eq!(emitted.0.len(), model.stages().len());
+    for (stage, gradients) in emitted.0 {
+        let params = model.stage_params(stage);
+        assert_eq!(gradients.len(), params.len());
+        for (index, (param, gradient)) in params.iter().zip(&gradients).enumerate() {
+            assert_eq!(gradient.dims(), param.shape, "{}", param.name);
+            let gradient = gradient.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            let largest =
+                (0..gradient.len()).max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs())).unwrap();
+            // The keys' biases shift all scores of a query alike, which softmax ignores: their true gradient is 0.
+            assert!(gradient[largest].abs() > 1e-4, "{} has no gradient", param.name);
+            for element in [largest, 0, gradient.len() / 2, gradient.len() - 1] {
+                let original = weights.stages[stage][index].clone();
+                let mut difference = |by| {
+                    weights.stages[stage][index] = nudged(&original, element, by);
+                    loss(&model, &mut weights, &batch)
+                };
+                let expected = LOSS_SCALE as f64 * (difference(STEP) - difference(-STEP)) / (2.0 * STEP);
+                weights.stages[stage][index] = original;
+                let error = (gradient[element] - expected).abs();
+                let limit = 1e-6 + 1e-5 * expected.abs();
+                assert!(error < limit, "{}[{element}]: {} is not {expected}", param.name, gradient[element]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_micro_step_has_the_same_bits_whatever_recomputes_or_shares_it() {
+    // Several chunks of rows, and an incomplete one.
+    let config = Config { context: 50, ..CONFIG };
+    let (model, batch) = (Gpt::new(config, &Device::Cpu).unwrap(), batch(config.context));
+    let run = |model: &Gpt| {
+        let (mut weights, mut emitted) = (held(model, DType::F32), Emitted::default());
+        let loss = micro_step(model, &mut weights, &mut emitted, &batch, 1024.0).unwrap();
+        assert_eq!(weights.on_loan, 0);
+        (loss.to_bits(), emitted.bits())
+    };
+    let first = run(&model);
+    assert_eq!(first, run(&model));
+    assert_eq!(first, run(&model.clone().with_activation_budget(usize::MAX)));
+    for threads in [1, 3] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        assert_eq!(first, pool.install(|| run(&model)));
+    }
+}
+
+#[test]
+fn single_precision_agrees_with_double() {
+    let (model, batch) = (model(), batch(CONFIG.context));
+    let (mut single, mut double) = (Emitted::default(), Emitted::default());
+    let loss = micro_step(&model, &mut held(&model, DType::F32), &mut single, &batch, 1.0).unwrap();
+    let mut weights = held(&model, DType::F64);
+    let expected = Pass::<f64>::new(&model, &mut weights, &batch).micro_step(&mut double, 1.0).unwrap();
+    assert!((loss as f64 - expected).abs() < 1e-5, "{loss} is not {expected}");
+    for ((stage, single), (_, double)) in single.0.iter().zip(&double.0) {
+        for (param, (single, double)) in model.stage_params(*stage).iter().zip(single.iter().zip(double)) {
+            let difference = (single.to_dtype(DType::F64).unwrap() - double).unwrap().abs().unwrap();
+            let largest =
+                |tensor: Tensor| tensor.flatten_all().unwrap().max(0).unwrap().to_scalar::<f64>().unwrap();
+            let (worst, limit) = (largest(difference), 1e-4 * largest(double.abs().unwrap()));
+            assert!(worst < limit, "{}: off by {worst}", param.name);
+        }
+    }
+}
+
+#[test]
+fn exponentials_are_near_libm_and_keep_what_is_not_finite() {
+    for index in -870..880 {
+        let x = index as f32 / 10.0;
+        let (got, expected) = (Real::exp(x) as f64, (x as f64).exp());
+        assert!((got / expected - 1.0).abs() < 3e-7, "exp({x}) is {got}, not {expected}");
+    }
+    assert!(Real::exp(f32::NAN).is_nan());
+    assert!(Real::exp(f32::NEG_INFINITY) < 1e-37);
+}
+
+#[test]
+fn stages_are_acquired_in_the_documented_order() {
+    let model = Gpt::new(Config { layers: 3, ..CONFIG }, &Device::Cpu).unwrap();
+    let (mut weights, mut emitted) = (held(&model, DType::F32), Emitted::default());
+    micro_step(&model, &mut weights, &mut emitted, &batch(CONFIG.context), 1.0).unwrap();
+    assert_eq!(weights.acquired, [0, 1, 2, 3, 4, 3, 2, 1]);
+    let emitted: Vec<usize> = emitted.0.iter().map(|(stage, _)| *stage).collect();
+    assert_eq!(emitted, [4, 3, 2, 1, 0]);
+}
+
+#[test]
+fn a_short_batch_trains_and_a_wrong_one_is_refused() {
+    let model = model();
+    let mut weights = held(&model, DType::F32);
+    let loss = micro_step(&model, &mut weights, &mut Emitted::default(), &batch(4), 1.0).unwrap();
+    let evaluated = evaluate(&model, &mut weights, &[batch(4), batch(4)]).unwrap();
+    assert_eq!(loss.to_bits(), evaluated.to_bits());
+
+    let refused = |batch: Batch| {
+        let error = evaluate(&model, &mut held(&model, DType::F32), &[batch]).unwrap_err();
+        match error {
+            Error::Batch { field, .. } => field,
+            error => panic!("{error}"),
+        }
+    };
+    assert_eq!(refused(batch(CONFIG.context + 1)), "context");
+    assert_eq!(refused(Batch { sequences: 2, ..batch(4) }), "inputs");
+    assert_eq!(refused(Batch { targets: vec![256; 12], ..batch(4) }), "targets");
+}
+
+#[test]
+fn wrong_weights_are_refused_and_given_back() {
+    let model = model();
+    let mut weights = held(&model, DType::F64);
+    let error = evaluate(&model, &mut weights, &[batch(4)]).unwrap_err();
+    assert!(matches!(error, Error::WeightShape { .. }), "{error}");
+    weights.stages[0].pop();
+    let error = generate(&model, &mut weights, b"", 1, 0.0, 0).unwrap_err();
+    assert!(matches!(error, Error::WeightCount { .. }), "{error}");
+    assert_eq!(weights.on_loan, 0);
+}
+
+#[test]
+fn generation_is_a_function_of_its_seed() {
+    let model = model();
+    let mut weights = held(&model, DType::F32);
+    let mut sample = |temperature, seed| generate(&model, &mut weights, b"fn", 9, temperature, seed).unwrap();
+    assert_eq!(sample(1.0, 5), sample(1.0, 5));
+    assert_ne!(sample(1.0, 5), sample(1.0, 6));
+    assert_eq!(sample(0.0, 5), sample(0.0, 6));
+    assert_eq!(sample(1.0, 5).len(), 9);
+    assert!(generate(&model, &mut weights, b"", 1, f64::NAN, 0).is_err());
+    assert_eq!(weights.on_loan, 0);
+}
+
+#[test]
+fn parameters_start_as_documented_and_apart_from_each_other() {
+    let model = Gpt::new(preset("tiny").unwrap(), &Device::Cpu).unwrap();
+    for (index, param) in model.params().iter().enumerate() {
+        let values = model.init(1, index);
+        assert_eq!(values.len(), param.elements(), "{}", param.name);
+        assert_eq!(values, model.init(1, index));
+        if param.group == Group::Decay {
+            let deviation =
+                (values.iter().map(|x| (*x as f64).powi(2)).sum::<f64>() / values.len() as f64).sqrt();
+            let residual = param.name.ends_with("c_proj.weight");
+            let expected = if residual { 0.02 / (2.0 * model.config().layers as f64).sqrt() } else { 0.02 };
+            assert!((deviation / expected - 1.0).abs() < 0.05, "{}: {deviation}", param.name);
+            assert_ne!(values[0], model.init(2, index)[0]);
+            assert_ne!(values[0], model.init(1, (index + 2) % model.params().len())[0]);
+        }
+    }
+    assert!(model.params().iter().all(|param| (param.shape.len() == 1) <= (param.group == Group::NoDecay)));
+}
+
+#[test]
+fn stages_cover_the_parameters_and_presets_are_valid() {
+    for (name, config) in PRESETS {
+        let model = Gpt::new(*config, &Device::Cpu).unwrap();
+        let covered: Vec<usize> = model.stages().iter().flat_map(|stage| stage.params.clone()).collect();
+        assert!(covered.into_iter().eq(0..model.params().len()), "{name}");
+    }
+    assert_eq!(preset("huge"), None);
+    let uneven = Config { heads: 4, ..CONFIG }.validate().unwrap_err();
+    assert_eq!(uneven, ConfigError::UnevenHeads { width: 18, heads: 4, nearest: 20 });
+    let empty = Config { layers: 0, ..CONFIG }.validate().unwrap_err();
+    assert!(empty.to_string().contains("layers is 0, outside 1 to"), "{empty}");
+}

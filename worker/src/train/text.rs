@@ -1,0 +1,397 @@
+//! Training text: a folder read once into one run of bytes, and batches that depend on their coordinates alone, so that
+//! a worker that starts again gets the batch it would have had.
+
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{Rng, SeedableRng},
+};
+
+/// Larger files are generated far more often than written.
+pub const FILE_BYTES_MAX: u64 = 1 << 20;
+/// What a worker holds in memory at most; a byte-level demo never gets through this much.
+pub const CORPUS_BYTES_MAX: usize = 1 << 30;
+/// The unit of the split. Long enough for the longest preset's context in a validation chunk.
+const CHUNK_BYTES: usize = 4096;
+/// Of this many consecutive chunks, the last is for validation.
+const CHUNKS_PER_SPLIT: usize = 10;
+/// Follows each file's text, in which it cannot occur.
+const END_OF_FILE: u8 = 0;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{} does not exist; give a folder of text files, or one file", path.display())]
+    NotFound { path: PathBuf },
+    #[error("cannot read {}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+    #[error(
+        "{} holds no text: {files_seen} files seen, of which {binary} are not UTF-8, {too_large} larger than \
+         {FILE_BYTES_MAX} bytes and {lock_files} lock files (hidden and ignored files are not looked at); give a \
+         folder with source code or prose",
+        path.display()
+    )]
+    NoText { path: PathBuf, files_seen: usize, binary: usize, too_large: usize, lock_files: usize },
+    #[error("{} holds more than {limit} bytes of text; give a smaller folder", path.display())]
+    TooMuchText { path: PathBuf, limit: usize },
+    #[error(
+        "context is {context} bytes, but the text's longest unbroken piece allows {available}; {}",
+        if *available == 0 { "give more text".to_owned() } else { format!("give more text, or a context of {available} or less") }
+    )]
+    SequenceTooLong { context: usize, available: usize },
+}
+
+/// Sequences of bytes, one after the other, and for each byte the one that follows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    pub inputs: Vec<u32>,
+    pub targets: Vec<u32>,
+    pub sequences: usize,
+    pub context: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Summary {
+    pub files: usize,
+    pub bytes: usize,
+    pub train_bytes: usize,
+    pub validation_bytes: usize,
+}
+
+#[derive(Debug, Clone)]
+pub struct Corpus {
+    bytes: Vec<u8>,
+    files: usize,
+    /// Unbroken pieces; a sequence lies within one.
+    train: Vec<Range<usize>>,
+    validation: Vec<Range<usize>>,
+}
+
+impl Corpus {
+    /// Reads the text files at or below `path`, in the order of their paths.
+    ///
+    /// Ignore files inside the folder are respected; those around it and the user's own are not, so that the same
+    /// folder is the same corpus on every machine. Left out are hidden files, `target` folders, lock files, files over
+    /// [`FILE_BYTES_MAX`], and whatever is not UTF-8 or holds a NUL.
+    pub fn load(path: &Path) -> Result<Corpus, Error> {
+        let mut found = Found::default();
+        for file in list(path)? {
+            found.read(&file)?;
+            if found.bytes.len() > CORPUS_BYTES_MAX {
+                return Err(Error::TooMuchText { path: path.to_owned(), limit: CORPUS_BYTES_MAX });
+            }
+        }
+        let Found { bytes, files, files_seen, binary, too_large, lock_files } = found;
+        if bytes.is_empty() {
+            return Err(Error::NoText { path: path.to_owned(), files_seen, binary, too_large, lock_files });
+        }
+        Ok(Corpus::split(bytes, files))
+    }
+
+    /// A text too short for ten whole chunks is split into ten shorter ones.
+    fn split(bytes: Vec<u8>, files: usize) -> Corpus {
+        let chunk = CHUNK_BYTES.min(bytes.len() / CHUNKS_PER_SPLIT).max(1);
+        let period = chunk * CHUNKS_PER_SPLIT;
+        let (mut train, mut validation) = (Vec::new(), Vec::new());
+        for start in (0..bytes.len()).step_by(period) {
+            let boundary = (start + period - chunk).min(bytes.len());
+            let end = (start + period).min(bytes.len());
+            train.push(start..boundary);
+            if boundary < end {
+                validation.push(boundary..end);
+            }
+        }
+        Corpus { bytes, files, train, validation }
+    }
+
+    pub fn summary(&self) -> Summary {
+        let total = |pieces: &[Range<usize>]| pieces.iter().map(Range::len).sum();
+        let (train_bytes, validation_bytes) = (total(&self.train), total(&self.validation));
+        Summary { files: self.files, bytes: self.bytes.len(), train_bytes, validation_bytes }
+    }
+
+    /// Whether both parts of the split hold a sequence that long, and the byte after it.
+    pub fn check_context(&self, context: usize) -> Result<(), Error> {
+        let longest = |pieces: &[Range<usize>]| pieces.iter().map(Range::len).max().unwrap_or(0);
+        let available = longest(&self.train).min(longest(&self.validation)).saturating_sub(1);
+        if context > available {
+            return Err(Error::SequenceTooLong { context, available });
+        }
+        Ok(())
+    }
+
+    /// The training batch with these coordinates. A function of its arguments and the text alone.
+    ///
+    /// # Panics
+    /// If [`check_context`](Corpus::check_context) refuses `context`.
+    pub fn batch(
+        &self,
+        seed: u64,
+        step: u64,
+        micro_step: u32,
+        rank: u32,
+        sequences: usize,
+        context: usize,
+    ) -> Batch {
+        // The coordinates are the generator's key itself: no two batches of any run share a stream.
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&seed.to_le_bytes());
+        key[8..16].copy_from_slice(&step.to_le_bytes());
+        key[16..20].copy_from_slice(&micro_step.to_le_bytes());
+        key[20..24].copy_from_slice(&rank.to_le_bytes());
+        let mut random = ChaCha8Rng::from_seed(key);
+        let windows = Windows::new(&self.train, context);
+        let places = (0..sequences).map(|_| {
+            // The high half of a 64 x 64 bit product: uniform but for one part in 2^64 / windows.
+            let scaled = random.next_u64() as u128 * windows.count as u128;
+            windows.start((scaled >> 64) as usize)
+        });
+        self.gather(places, sequences, context)
+    }
+
+    /// Batches evenly spaced over the validation text, the same at every call.
+    ///
+    /// # Panics
+    /// If [`check_context`](Corpus::check_context) refuses `context`.
+    pub fn validation(&self, batches: usize, sequences: usize, context: usize) -> Vec<Batch> {
+        let windows = Windows::new(&self.validation, context);
+        let total = (batches * sequences) as u128;
+        let place = |index: usize| windows.start((index as u128 * windows.count as u128 / total) as usize);
+        let batch = |batch: usize| {
+            let places = (batch * sequences..(batch + 1) * sequences).map(place);
+            self.gather(places, sequences, context)
+        };
+        (0..batches).map(batch).collect()
+    }
+
+    fn gather(&self, starts: impl Iterator<Item = usize>, sequences: usize, context: usize) -> Batch {
+        let mut inputs = Vec::with_capacity(sequences * context);
+        let mut targets = Vec::with_capacity(sequences * context);
+        for start in starts {
+            let text = &self.bytes[start..][..context + 1];
+            inputs.extend(text[..context].iter().map(|byte| *byte as u32));
+            targets.extend(text[1..].iter().map(|byte| *byte as u32));
+        }
+        Batch { inputs, targets, sequences, context }
+    }
+}
+
+/// The places where a sequence and the byte after it fit, numbered from 0.
+struct Windows<'a> {
+    pieces: &'a [Range<usize>],
+    /// For each piece, how many windows it and those before it hold.
+    ends: Vec<usize>,
+    count: usize,
+}
+
+impl Windows<'_> {
+    fn new(pieces: &[Range<usize>], context: usize) -> Windows<'_> {
+        let mut count = 0;
+        let windows = |piece: &Range<usize>| {
+            count += piece.len().saturating_sub(context);
+            count
+        };
+        let ends: Vec<usize> = pieces.iter().map(windows).collect();
+        assert!(count > 0, "a context of {context} was not checked against the text");
+        Windows { pieces, ends, count }
+    }
+
+    fn start(&self, window: usize) -> usize {
+        let piece = self.ends.partition_point(|end| *end <= window);
+        let before = if piece == 0 { 0 } else { self.ends[piece - 1] };
+        self.pieces[piece].start + (window - before)
+    }
+}
+
+/// What reading has come to so far.
+#[derive(Default)]
+struct Found {
+    bytes: Vec<u8>,
+    files: usize,
+    files_seen: usize,
+    binary: usize,
+    too_large: usize,
+    lock_files: usize,
+}
+
+impl Found {
+    fn read(&mut self, path: &Path) -> Result<(), Error> {
+        let failed = |source| Error::Io { path: path.to_owned(), source };
+        self.files_seen += 1;
+        if is_lock_file(path) {
+            self.lock_files += 1;
+            return Ok(());
+        }
+        if std::fs::metadata(path).map_err(failed)?.len() > FILE_BYTES_MAX {
+            self.too_large += 1;
+            return Ok(());
+        }
+        let bytes = std::fs::read(path).map_err(failed)?;
+        if bytes.contains(&END_OF_FILE) || std::str::from_utf8(&bytes).is_err() {
+            self.binary += 1;
+            return Ok(());
+        }
+        if !bytes.is_empty() {
+            self.bytes.extend(bytes);
+            self.bytes.push(END_OF_FILE);
+            self.files += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Generated, large, and repetitive.
+fn is_lock_file(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())
+}
+
+/// The regular files at or below `path`, sorted, so that a folder is one corpus whatever the file system's order.
+fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
+    match std::fs::metadata(path) {
+        Ok(_) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Err(Error::NotFound { path: path.to_owned() });
+        }
+        Err(source) => return Err(Error::Io { path: path.to_owned(), source }),
+    }
+    let mut walk = ignore::WalkBuilder::new(path);
+    walk.parents(false).git_global(false).git_exclude(false).require_git(false);
+    walk.filter_entry(|entry| entry.depth() == 0 || entry.file_name() != "target");
+    let mut files = Vec::new();
+    for entry in walk.build() {
+        let entry = entry.map_err(|error| Error::Io { path: path.to_owned(), source: io_error(error) })?;
+        if entry.file_type().is_some_and(|kind| kind.is_file()) {
+            files.push(entry.into_path());
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// `ignore`'s error keeps the failing path in its text only, and may be something else than input or output.
+fn io_error(error: ignore::Error) -> std::io::Error {
+    let kind = error.io_error().map_or(std::io::ErrorKind::Other, std::io::Error::kind);
+    std::io::Error::new(kind, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn corpus(length: usize) -> Corpus {
+        Corpus::split((0..length).map(|index| (index * index % 251) as u8).collect(), 1)
+    }
+
+    #[test]
+    fn a_folder_is_read_in_order_without_what_is_not_text() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, bytes: &[u8]| {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, bytes).unwrap();
+        };
+        write("b.md", b"second");
+        write("a/z.rs", b"first");
+        write("Cargo.lock", b"lock");
+        write("target/out.rs", b"built");
+        write(".hidden", b"hidden");
+        write(".gitignore", b"*.log\n");
+        write("run.log", b"ignored");
+        write("image.png", b"\x89PNG\0");
+        write("latin.txt", b"caf\xe9");
+        write("empty.txt", b"");
+        write("large.json", &vec![b' '; FILE_BYTES_MAX as usize + 1]);
+        let corpus = Corpus::load(folder.path()).unwrap();
+        assert_eq!(corpus.bytes, b"first\0second\0");
+        assert_eq!(corpus.summary().files, 2);
+        let file = Corpus::load(&folder.path().join("b.md")).unwrap();
+        assert_eq!(file.bytes, b"second\0");
+    }
+
+    #[test]
+    fn a_folder_without_text_says_what_it_holds() {
+        let folder = tempfile::tempdir().unwrap();
+        let load = || Corpus::load(folder.path()).unwrap_err();
+        assert!(matches!(load(), Error::NoText { files_seen: 0, .. }), "{}", load());
+        fs::write(folder.path().join("weights.bin"), [0, 1, 2]).unwrap();
+        fs::write(folder.path().join("yarn.lock"), "lock").unwrap();
+        assert!(
+            matches!(load(), Error::NoText { files_seen: 2, binary: 1, lock_files: 1, .. }),
+            "{}",
+            load()
+        );
+        let missing = Corpus::load(&folder.path().join("missing")).unwrap_err();
+        assert!(matches!(missing, Error::NotFound { .. }), "{missing}");
+    }
+
+    #[test]
+    fn a_context_longer_than_the_text_is_refused_with_what_would_fit() {
+        for length in [1, 9, 10, 11, 500, 40_000, 40_961, 100_000] {
+            let corpus = corpus(length);
+            let Err(Error::SequenceTooLong { available, .. }) = corpus.check_context(usize::MAX) else {
+                panic!("a text of {length} bytes has no end");
+            };
+            assert!(corpus.check_context(available + 1).is_err());
+            if available > 0 {
+                corpus.check_context(available).unwrap();
+                assert_eq!(corpus.batch(0, 0, 0, 0, 2, available).inputs.len(), 2 * available);
+                assert_eq!(corpus.validation(1, 2, available).len(), 1);
+            }
+        }
+        assert_eq!(corpus(1 << 20).check_context(usize::MAX).unwrap_err().to_string().split(';').count(), 2);
+    }
+
+    #[test]
+    fn no_byte_is_in_both_parts_of_the_split() {
+        for length in [10, 999, 40_960, 70_001] {
+            let corpus = corpus(length);
+            let mut owner = vec![None; length];
+            for (part, pieces) in [(0, &corpus.train), (1, &corpus.validation)] {
+                pieces.iter().cloned().flatten().for_each(|byte| assert_eq!(owner[byte].replace(part), None));
+                let windows = Windows::new(pieces, length / 20);
+                for start in (0..windows.count).map(|window| windows.start(window)) {
+                    assert!(owner[start..=start + length / 20].iter().all(|owner| *owner == Some(part)));
+                }
+            }
+            assert!(owner.iter().all(Option::is_some));
+            let Summary { bytes, train_bytes, validation_bytes, .. } = corpus.summary();
+            assert_eq!(train_bytes + validation_bytes, bytes);
+            assert!(validation_bytes * 20 >= bytes && validation_bytes * 9 <= bytes);
+        }
+    }
+
+    #[test]
+    fn a_batch_depends_on_its_coordinates_alone() {
+        let corpus = corpus(100_000);
+        let batch = |seed, step, micro, rank| corpus.batch(seed, step, micro, rank, 4, 64);
+        let first = batch(1, 2, 3, 4);
+        for other in
+            [batch(2, 2, 3, 4), batch(1, 3, 3, 4), batch(1, 2, 4, 4), batch(1, 2, 3, 5), batch(2, 1, 3, 4)]
+        {
+            assert_ne!(first, other);
+        }
+        assert_eq!(first, batch(1, 2, 3, 4));
+        assert_eq!(first, corpus.clone().batch(1, 2, 3, 4, 4, 64));
+        for sequence in 0..4 {
+            let (from, to) = (sequence * 64, sequence * 64 + 63);
+            assert_eq!(first.inputs[from + 1..=to], first.targets[from..to]);
+        }
+    }
+
+    #[test]
+    fn validation_is_fixed_and_spread_over_all_its_text() {
+        let corpus = corpus(1 << 20);
+        let batches = corpus.validation(4, 8, 100);
+        assert_eq!(batches, corpus.validation(4, 8, 100));
+        let windows = Windows::new(&corpus.validation, 100);
+        let last = windows.start(31 * windows.count / 32);
+        assert_eq!(batches[0].inputs[0], corpus.bytes[corpus.validation[0].start] as u32);
+        assert_eq!(batches[3].inputs[700], corpus.bytes[last] as u32);
+    }
+}
