@@ -7,7 +7,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
 use longshore_proto::{
-    Fault, FaultKind, JobName,
+    Fault, FaultKind,
     limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, MAX_CONTROL_MESSAGE_BYTES},
     wire::{
         self,
@@ -103,12 +103,12 @@ impl Server {
         let threads = config.threads;
         let compute =
             Compute::new(threads, isa).map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
-        let checkpoints = config.checkpoint_dir.as_ref().map(Store::open).transpose()?.map(Arc::new);
+        let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
         let services = Services {
             jobs: Arc::new(Jobs::new(Budget::new(config.memory), Arc::new(compute))),
             draining: Draining::new(),
             checkpoints,
-            checkpoint_keep: config.checkpoint_keep,
+            checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
         };
         let bind = |source| ServerError::Bind { address: config.listen, source };
         let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
@@ -176,18 +176,18 @@ impl Server {
 
     async fn checkpoint(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
         let Some(store) = self.services.checkpoints.clone() else { return Ok(()) };
-        let (job, keep) = (Arc::clone(&handle.job), self.config.checkpoint_keep);
+        let (job, keep) = (Arc::clone(&handle.job), self.services.checkpoint_keep);
         let deadline = std::time::Instant::now() + self.config.drain_deadline;
         let written = tokio::task::spawn_blocking(move || {
             let version = job.progress().version;
-            let name = JobName::parse("name", &format!("drain-{:08}", version.0))?;
+            let name = format!("drain-{:08}", version.0);
             let part = store.write(&job, &name, Some(version), deadline)?;
-            // The last of several servers to stop finds all parts, where they share the folder.
-            let sealed = store.seal_if_whole(&job.spec().name, &name, part.servers())?;
-            if sealed && keep > 0 {
-                store.prune(&job.spec().name, keep)?;
+            let job = &job.spec().name;
+            if part.servers == 1 {
+                store.seal(job, &name, &[part.to_json()?])?;
+                store.prune(job, keep)?;
             }
-            tracing::info!(job = %job.spec().name, %version, sealed, "checkpoint written on drain");
+            tracing::info!(%job, %version, name, servers = part.servers, "checkpoint part written on drain");
             Ok(())
         });
         written.await.unwrap_or_else(|error| {

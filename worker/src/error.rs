@@ -8,6 +8,7 @@ use longshore_proto::{ChunkId, Contribution, Fault, JobName, ShardId, Step, Vers
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// The large ones are boxed, so that a `Result` stays small.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -15,17 +16,17 @@ pub enum Error {
     #[error(transparent)]
     Unreachable(#[from] Unreachable),
     #[error(transparent)]
-    Call(#[from] CallFailed),
+    Call(Box<CallFailed>),
     #[error(transparent)]
-    Refused(#[from] ChunkRefused),
+    Refused(Box<ChunkRefused>),
     #[error(transparent)]
     StateLost(#[from] StateLost),
     #[error(transparent)]
-    Fenced(#[from] Fenced),
+    Fenced(Box<Fenced>),
     #[error(transparent)]
     VersionsDiffer(#[from] VersionsDiffer),
     #[error(transparent)]
-    TimedOut(#[from] TimedOut),
+    TimedOut(Box<TimedOut>),
     #[error(transparent)]
     StillPaused(#[from] StillPaused),
     #[error(transparent)]
@@ -41,6 +42,18 @@ pub enum Error {
     #[error(transparent)]
     Environment(#[from] Environment),
 }
+
+macro_rules! boxed {
+    ($($variant:ident($inner:ident)),*) => {
+        $(impl From<$inner> for Error {
+            fn from(error: $inner) -> Error {
+                Error::$variant(Box::new(error))
+            }
+        })*
+    };
+}
+
+boxed!(Call(CallFailed), Refused(ChunkRefused), Fenced(Fenced), TimedOut(TimedOut));
 
 /// An option or argument that cannot be used; nothing was sent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

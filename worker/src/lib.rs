@@ -5,23 +5,22 @@
 //! ```no_run
 //! # use longshore_worker::*;
 //! # fn example(options: Options, initial: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
+//! # let (param, range, mut values, gradient) = (0, 0..64, vec![0.0; 64], vec![0.0; 64]);
 //! let mut session = Session::connect(options)?;
-//! let opened = session.open()?;
-//! let joined = session.join()?;
-//! if opened.is_fresh() {
-//!     session.initialise(initial)?; // rank 0 uploads, the others wait
-//! }
-////! let mut pipeline = Pipeline::new(session, &joined, PipelineOptions::default())?;
-//! loop {
-////!     let step = pipeline.begin()?;
-////!     let weights = pipeline.weights()?;
-//!     # let (param, range, mut values, gradient) = (0, 0..64, vec![0.0; 64], vec![0.0; 64]);
-//!     weights.read(range, &mut values)?; // forward
-////!     let mut assembler = pipeline.assembler(0)?;
-//!     assembler.put(param, &gradient)?; // backward, times step.loss_scale
+//! let joined = session.start(initial)?;
+//! let options = PipelineOptions::new(LossScaler::fixed(1.0)?, |_step| vec![Default::default()]);
+//! let mut pipeline = Pipeline::new(session, &joined, options)?;
+//! for _ in 0..100 {
+//!     let step = pipeline.begin()?;
+//!     let weights = pipeline.weights()?;
+//!     weights.read(range.clone(), &mut values)?; // forward, as the weights arrive
+//!     let mut assembler = pipeline.assembler(0)?;
+//!     assembler.put(param, &gradient)?; // backward, of the loss times step.loss_scale
 //!     assembler.finish()?;
-////!     pipeline.finish(Vec::new())?;
+//!     drop(weights); // its memory serves the next pull
+//!     pipeline.finish(Vec::new())?;
 //! }
+//! pipeline.close()?.leave()
 //! # }
 //! ```
 
@@ -30,7 +29,7 @@ pub mod decide;
 pub mod device;
 pub mod error;
 pub mod loss_scale;
-//pub mod pipeline;
+pub mod pipeline;
 pub mod pull;
 pub mod push;
 pub mod schedule;
@@ -39,8 +38,13 @@ pub mod session;
 pub use device::{Budget, CudaDevice, Device, HostDevice, Lease};
 pub use error::{Error, Result};
 pub use loss_scale::{LossScaler, LossScalerOptions};
-//pub use pipeline::{Pipeline, PipelineOptions, StepOutcome, StepPlan};
+pub use pipeline::{Pipeline, PipelineOptions, StepOutcome, StepPlan};
 pub use pull::Feed;
 pub use push::Assembler;
 pub use schedule::Schedule;
 pub use session::{Joined, Opened, Options, Session, StateHash};
+
+#[cfg(feature = "cli")]
+pub mod cli;
+#[cfg(feature = "cli")]
+pub mod train;

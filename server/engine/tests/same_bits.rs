@@ -154,7 +154,10 @@ impl<'a> Traffic<'a> {
     fn go(&mut self) {
         let steps = self.run.commits.len() as u64;
         let ahead = u64::from(self.run.spec.max_delay) + 1;
+        let mut turns = 0;
         while self.decided < steps {
+            turns += 1;
+            assert!(turns < 1_000_000, "stuck: {:?}", self.cluster.jobs[0].waiting_for());
             if self.pushed_to < (self.decided + ahead).min(steps) {
                 self.produce();
             }
@@ -221,8 +224,10 @@ impl<'a> Traffic<'a> {
     fn decide(&mut self) {
         let Some(squares) = self.cluster.squares(self.decided + 1) else { return };
         let bits = |squares: &[f64]| squares.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        let expected: Vec<f64> =
-            self.run.squares[self.decided as usize].iter().map(|&x| if x.is_nan() { f64::NAN } else { x }).collect();
+        let expected: Vec<f64> = self.run.squares[self.decided as usize]
+            .iter()
+            .map(|&x| if x.is_nan() { f64::NAN } else { x })
+            .collect();
         assert_eq!(bits(&squares), bits(&expected));
         let duplicates = self.cluster.commit(&self.run.commits[self.decided as usize]).unwrap();
         assert!(duplicates.iter().all(|duplicate| !duplicate));
@@ -231,12 +236,16 @@ impl<'a> Traffic<'a> {
 
     fn check(&self) {
         let end = &self.run.end;
-        for (name, ours, theirs) in
-            itertools(["master", "first", "second"], self.cluster.state(), [&end.master, &end.first, &end.second])
-        {
+        let names = ["master", "first", "second"];
+        let expected = [&end.master, &end.first, &end.second];
+        for ((name, ours), theirs) in names.into_iter().zip(self.cluster.state()).zip(expected) {
             assert_eq!(ours.len(), theirs.len(), "{name}");
             let differs = ours.iter().zip(theirs).position(|(a, b)| a.to_bits() != b.to_bits());
-            assert_eq!(differs.map(|at| (at, ours[at], theirs[at])), None, "{name}: (index, found, expected)");
+            assert_eq!(
+                differs.map(|at| (at, ours[at], theirs[at])),
+                None,
+                "{name}: (index, found, expected)"
+            );
         }
         assert_eq!(self.cluster.hash(), end.hash());
         for shard in (0..self.cluster.layout.shards()).map(ShardId) {
@@ -248,16 +257,8 @@ impl<'a> Traffic<'a> {
     }
 }
 
-fn itertools<'a>(
-    names: [&'static str; 3],
-    ours: [Vec<f32>; 3],
-    theirs: [&'a Vec<f32>; 3],
-) -> impl Iterator<Item = (&'static str, Vec<f32>, &'a Vec<f32>)> {
-    names.into_iter().zip(ours).zip(theirs).map(|((name, ours), theirs)| (name, ours, theirs))
-}
-
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_split_and_order_gives_the_reference_bits(

@@ -40,7 +40,10 @@ fn fixture() -> Fixture {
     let generator = &header["generator"];
     assert_eq!(floats(&generator["first_initial_values"]), initial[..4]);
     assert_eq!(floats(&generator["first_gradients_of_step_1"]), gradients[0][..4]);
-    assert_eq!(floats(&generator["last_gradients_of_last_step"]), gradients.last().unwrap()[elements as usize - 4..]);
+    assert_eq!(
+        floats(&generator["last_gradients_of_last_step"]),
+        gradients.last().unwrap()[elements as usize - 4..]
+    );
     Fixture { cases: file["cases"].as_array().unwrap().clone(), initial, gradients }
 }
 
@@ -73,7 +76,12 @@ fn check_parameters(case: &Value, step: usize, found: &[f32], by: &str) -> bool 
     for (index, (&ours, theirs)) in found.iter().zip(floats(recorded)).enumerate() {
         let gap = (f64::from(ours) - f64::from(theirs)).abs();
         let limit = TOLERANCE * f64::from(theirs.abs()).max(FLOOR);
-        assert!(gap <= limit, "{} by {by}, step {}, element {index}: {ours} {theirs}", case["name"], step + 1);
+        assert!(
+            gap <= limit,
+            "{} by {by}, step {}, element {index}: {ours} {theirs}",
+            case["name"],
+            step + 1
+        );
     }
     true
 }
@@ -112,12 +120,18 @@ fn replay(fixture: &Fixture, case: &Value, isa: Isa) {
     let mut checked = 0;
     for (step, gradient) in fixture.gradients.iter().enumerate() {
         for group in case["groups"].as_array().unwrap() {
-            let range =
-                group["start"].as_u64().unwrap() as usize..group["end"].as_u64().unwrap() as usize;
+            let range = group["start"].as_u64().unwrap() as usize..group["end"].as_u64().unwrap() as usize;
             let mut state = State { master: &mut master, first: &mut first, second: &mut second };
             let scalars = Scalars::new(rule, &hyper!(Hyper, case, group, step), step as u64 + 1, 1.0);
             let gradient = Gradient::F32(&gradient[range.clone()]);
-            update(isa, &scalars, gradient, state.slice(range.clone()), ImageMut::F32(&mut image[range]), 0.0);
+            update(
+                isa,
+                &scalars,
+                gradient,
+                state.slice(range.clone()),
+                ImageMut::F32(&mut image[range]),
+                0.0,
+            );
         }
         assert_eq!(image, master);
         checked += usize::from(check_parameters(case, step, &master, &isa.to_string()));

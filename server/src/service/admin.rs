@@ -135,7 +135,7 @@ impl Services {
         let name = wire::parse_name("name", &request.name)?;
         let handle = self.jobs.get(&request.job)?;
         let expected = (request.version > 0).then_some(Version(request.version));
-        let part = blocking(move || store.write(&handle.job, &name, expected, snapshot_deadline())).await?;
+        let part = blocking(move || store.write(&handle.job, name.as_str(), expected, snapshot_deadline())).await?;
         tracing::info!(job = request.job, name = request.name, version = part.version.0, "checkpoint part written");
         Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
     }
@@ -146,10 +146,8 @@ impl Services {
         let name = wire::parse_name("name", &request.name)?;
         let keep = self.checkpoint_keep;
         let manifest = blocking(move || {
-            let manifest = store.seal(&job, &name, &request.parts)?;
-            if keep > 0 {
-                store.prune(&job, keep)?;
-            }
+            let manifest = store.seal(&job, name.as_str(), &request.parts)?;
+            store.prune(&job, keep)?;
             Ok(manifest)
         });
         let manifest = manifest.await?.display().to_string();
@@ -161,8 +159,8 @@ impl Services {
         let store = self.store()?;
         let job = wire::parse_name("job", job)?;
         let found = blocking(move || store.list(&job)).await?;
-        let info = |(name, version): (longshore_proto::JobName, Version)| v1::CheckpointInfo {
-            name: name.to_string(),
+        let info = |(name, version): (String, Version)| v1::CheckpointInfo {
+            name,
             version: version.0,
         };
         Ok(v1::ListCheckpointsResponse { checkpoints: found.into_iter().map(info).collect() })
@@ -173,7 +171,7 @@ impl Services {
         let name = wire::parse_name("name", &request.name)?;
         let handle = self.jobs.get(&request.job)?;
         let job = Arc::clone(&handle.job);
-        blocking(move || store.restore(&job, &name)).await?;
+        blocking(move || store.restore(&job, &job.spec().name, name.as_str())).await?;
         let progress = handle.job.progress();
         tracing::info!(job = request.job, name = request.name, version = progress.version.0, "checkpoint restored");
         Ok(v1::RestoreResponse { progress: Some(convert::progress(progress)) })

@@ -25,7 +25,8 @@ pub(crate) struct Services {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
-    pub(crate) checkpoint_keep: usize,
+    /// Sealed checkpoints kept of each job; None keeps all.
+    pub(crate) checkpoint_keep: Option<usize>,
 }
 
 /// Logs a refused request once, here at the edge, and turns it into a status.

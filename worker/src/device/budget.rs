@@ -31,6 +31,10 @@ impl Budget {
         Budget::new(device, u64::MAX)
     }
 
+    pub fn name(&self) -> &str {
+        &self.0.device
+    }
+
     /// Bytes.
     pub fn limit(&self) -> u64 {
         self.0.limit

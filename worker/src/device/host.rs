@@ -54,7 +54,8 @@ impl Device for HostDevice {
         let memory: &Memory = source.of(NAME, offset, target.len() as u64)?;
         let start = offset as usize;
         let bytes = memory.bytes.lock().unwrap_or_else(PoisonError::into_inner);
-        target.copy_from_slice(&bytes[start..start + target.len()]);
+        let end = start + target.len();
+        target.copy_from_slice(&bytes[start..end]);
         Ok(Transfer { host: Some(target), device: None, event: None })
     }
 }

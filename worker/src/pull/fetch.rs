@@ -45,6 +45,8 @@ impl Fetch {
             damaged += u32::from(fault.kind == FaultKind::Corrupt);
             let again = match fault.kind {
                 FaultKind::Unavailable | FaultKind::Deadline => true,
+                // Too new for a server that has not heard of the last commit yet: rank 0 tells them one by one.
+                FaultKind::Precondition => fault.field == "version",
                 FaultKind::Corrupt => damaged < DAMAGED_TRIES,
                 _ => false,
             };

@@ -180,7 +180,7 @@ mod tests {
             }
         }
         assert!(store.segments.iter().all(Segment::is_whole));
-        let mut read = Vec::new();
+        let mut read: Vec<u8> = Vec::new();
         store.covering(&(100..700_000)).unwrap().iter().for_each(|segment| segment.read(|bytes| read.extend(bytes)));
         assert!(read == values);
     }

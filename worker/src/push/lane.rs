@@ -61,7 +61,7 @@ struct Lane {
 enum End {
     /// The session is over.
     Closed,
-    /// The transport failed, or the server goes away.
+    /// The transport failed, or a refusal passes: everything goes out again.
     Broken(Fault),
     Failed(Error),
 }
@@ -83,8 +83,10 @@ impl Lane {
                 backoff.reset();
             }
             let since = *broken.get_or_insert_with(Instant::now);
+            let deadline = self.core.options.deadline;
             tracing::debug!(server = self.core.peers[self.id.0].address, %fault, "a push stream broke");
-            if !backoff.pause(since + self.core.options.deadline).await {
+            backoff.pause(Instant::now() + deadline).await;
+            if self.core.out_of_patience(since, deadline) {
                 return self.core.fail(self.core.explain(self.id.0, "Push", None, fault));
             }
             if let Err(error) = Core::recover(&self.core, self.id.0).await {
@@ -98,26 +100,18 @@ impl Lane {
     /// before it has one.
     async fn stream(&mut self, resend: &[ChunkKey], answered: &mut bool) -> End {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
-        // Refused for a reason that passes: back into the stream from the receiving side.
-        let (again, mut returned) = mpsc::unbounded_channel::<ChunkKey>();
         let (core, id) = (self.core.clone(), self.id);
         let queue = &mut self.queue;
         let send = async {
             for key in resend {
                 offer(&core, &ready, *key).await;
             }
-            loop {
-                let key = tokio::select! {
-                    Some(key) = returned.recv() => key,
-                    key = queue.recv() => match key {
-                        Some(key) => key,
-                        None => return End::Closed,
-                    },
-                };
+            while let Some(key) = queue.recv().await {
                 offer(&core, &ready, key).await;
             }
+            End::Closed
         };
-        let receive = receive(&core, id, ReceiverStream::new(requests), again, answered);
+        let receive = receive(&core, id, ReceiverStream::new(requests), answered);
         tokio::select! {
             end = send => end,
             end = receive => end,
@@ -151,7 +145,6 @@ async fn receive(
     core: &SharedCore,
     (server, connection): LaneId,
     requests: ReceiverStream<PushRequest>,
-    again: mpsc::UnboundedSender<ChunkKey>,
     answered: &mut bool,
 ) -> End {
     let mut client = core.peers[server].tensors(connection);
@@ -165,10 +158,10 @@ async fn receive(
             Ok(None) => return ended(core, server, &Status::unavailable("the server closed the push stream")),
             Err(status) => return ended(core, server, &status),
         };
-        *answered = true;
         for result in results {
-            if let Err(end) = settle(core, server, result, &again).await {
-                return end;
+            match settle(core, server, result).await {
+                Ok(()) => *answered = true,
+                Err(end) => return end,
             }
         }
     }
@@ -183,12 +176,7 @@ fn ended(core: &Core, server: usize, status: &Status) -> End {
 }
 
 /// One chunk's fate.
-async fn settle(
-    core: &SharedCore,
-    server: usize,
-    result: PushResult,
-    again: &mpsc::UnboundedSender<ChunkKey>,
-) -> Result<(), End> {
+async fn settle(core: &SharedCore, server: usize, result: PushResult) -> Result<(), End> {
     let key = ChunkKey::from(&result);
     let Some(refusal) = result.refusal else {
         core.retained.acknowledge(&key);
@@ -200,11 +188,7 @@ async fn settle(
     }
     match refusal::judge(core, server, key, fault_from_wire(refusal)).await {
         Ok(Verdict::Decided) => core.retained.acknowledge(&key),
-        Ok(Verdict::SendAgain) => {
-            // The receiver is in the same `select`, so it is there.
-            let _ = again.send(key);
-        }
-        Ok(Verdict::Reconnect(fault)) => return Err(End::Broken(fault)),
+        Ok(Verdict::SendAgain(fault)) => return Err(End::Broken(fault)),
         Err(error) => return Err(End::Failed(error)),
     }
     Ok(())

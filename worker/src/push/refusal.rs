@@ -1,20 +1,26 @@
-//! What a refused chunk means: some refusals pass (a pause, a damaged packet, a step decided meanwhile), the others
-//! are the session's failure.
+//! What a refused chunk means: some refusals pass (a pause, a damaged packet, a server that has not heard of the last
+//! commit yet), the others are the session's failure.
+//!
+//! What passes goes out again over a new stream, everything in order: a chunk that overtook an earlier micro-step's
+//! would hold up the very stream that brings the earlier one.
 
-use longshore_proto::{Contribution, Fault, FaultKind, wire::v1::PushResult};
-use longshore_proto::{ChunkId, MicroStep, ShardId, Step};
+use std::time::Instant;
+
+use longshore_proto::{
+    ChunkId, Contribution, Fault, FaultKind, MicroStep, ShardId, Step, checksum::crc32, wire::v1::PushResult,
+};
 
 use super::ChunkKey;
 use crate::{
-    error::{ChunkRefused, Error, Result, TimedOut},
-    session::{Impatience, SharedCore},
+    error::{ChunkRefused, Error, Result},
+    session::{Backoff, Impatience, SharedCore},
 };
 
 pub(super) enum Verdict {
     /// The step is committed: the chunk is not needed any more.
     Decided,
-    SendAgain,
-    Reconnect(Fault),
+    /// Over a new stream, with all that this one sent.
+    SendAgain(Fault),
 }
 
 impl From<&PushResult> for ChunkKey {
@@ -30,48 +36,45 @@ impl From<&PushResult> for ChunkKey {
 
 pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault: Fault) -> Result<Verdict> {
     match fault.kind {
-        FaultKind::Unavailable => Ok(Verdict::Reconnect(fault)),
-        FaultKind::Corrupt => {
-            // The payload is checked against its own checksum here before it is blamed on the network.
+        // Unavailable: it drains. Deadline: it held the chunk back for a rank that is behind; the fault names it.
+        FaultKind::Unavailable | FaultKind::Deadline => Ok(Verdict::SendAgain(fault)),
+        FaultKind::Corrupt if is_sound(core, &key) => {
             tracing::warn!(server = core.peers[server].address, ?key, %fault, "a chunk arrived damaged");
-            let sound = core.retained.send(&key).is_some_and(|chunk| {
-                longshore_proto::checksum::crc32(&chunk.payload) == chunk.crc32
-            });
-            if sound { Ok(Verdict::SendAgain) } else { Err(refused(core, server, key, fault)) }
+            Ok(Verdict::SendAgain(fault))
         }
-        FaultKind::Precondition => after_a_pause(core, server, key, fault).await,
+        FaultKind::Precondition => await_turn(core, server, key, fault).await,
         FaultKind::NotFound | FaultKind::Fenced => Err(core.explain(server, "Push", Some(key.step), fault)),
         _ => Err(refused(core, server, key, fault)),
     }
 }
 
-/// "Not in this state": the server is paused, or the step is decided, or it is this worker's defect.
-async fn after_a_pause(core: &SharedCore, server: usize, key: ChunkKey, fault: Fault) -> Result<Verdict> {
+/// Whether the payload still has its own checksum: before the network is blamed.
+fn is_sound(core: &SharedCore, key: &ChunkKey) -> bool {
+    core.retained.send(key).is_some_and(|chunk| crc32(&chunk.payload) == chunk.crc32)
+}
+
+/// "Not in this state". Waits while the server is paused, or one commit behind the one that started this step: ranks
+/// other than 0 hear of a commit from server 0, and another may get it a moment later.
+async fn await_turn(core: &SharedCore, server: usize, key: ChunkKey, fault: Fault) -> Result<Verdict> {
     let pauses = core.pause.borrow().count;
-    let version = match core.patiently(core.options.deadline, core.version_when_running(server)).await {
-        Ok(version) => version?,
-        Err(Impatience::Failed(error)) => return Err(error),
-        Err(Impatience::Elapsed(waited)) => {
-            return Err(TimedOut {
-                what: "the server to say where it stands",
-                server: Some(core.peers[server].address.clone()),
-                job: core.job().clone(),
-                step: Some(key.step),
-                shard: Some(key.shard),
-                version: None,
-                waited,
-                last: Some(fault),
-            }
-            .into());
+    let slots = core.spec().gradient_slots() as u64;
+    let ready = async {
+        let mut backoff = Backoff::new();
+        let first = core.version_when_running(server).await?;
+        let mut version = first;
+        while version.0 + slots < key.step.0 {
+            backoff.pause(Instant::now() + core.options.deadline).await;
+            version = core.version_when_running(server).await?;
         }
+        // A server that was behind has caught up by now, maybe before it was asked: then `field` tells.
+        Ok((version, version > first || fault.field == "step"))
     };
-    let pause = core.pause.borrow().clone();
-    if version >= key.step.version() {
-        Ok(Verdict::Decided)
-    } else if pause.now.is_some() || pause.count > pauses || fault.value.contains("paused") {
-        Ok(Verdict::SendAgain)
-    } else {
-        Err(refused(core, server, key, fault))
+    match core.patiently(core.options.deadline, ready).await {
+        Ok(Ok((version, _))) if version >= key.step.version() => Ok(Verdict::Decided),
+        Ok(Ok((_, caught_up))) if caught_up || core.pause.borrow().count > pauses => Ok(Verdict::SendAgain(fault)),
+        Ok(Ok(_)) => Err(refused(core, server, key, fault)),
+        Ok(Err(error)) | Err(Impatience::Failed(error)) => Err(error),
+        Err(Impatience::Elapsed(_)) => Err(refused(core, server, key, fault)),
     }
 }
 

@@ -18,7 +18,7 @@ use longshore_proto::{
 use tonic::{Response, Status};
 
 use super::{Core, peer::Peer, retry::Backoff};
-use crate::error::{CallFailed, Error, MissingBlock, Result, TimedOut, VersionsDiffer};
+use crate::error::{Error, MissingBlock, Result, TimedOut, VersionsDiffer};
 
 /// The hash of all state of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,9 +113,9 @@ impl Core {
         let parts = loop {
             match self.parts(name.as_str()).await {
                 // A commit came between: the version named is no longer the current one.
-                Err(Error::Call(CallFailed { fault, .. })) if fault.kind == FaultKind::Precondition => {
+                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => {
                     if !backoff.pause(end).await {
-                        return Err(self.moving_target(start, fault));
+                        return Err(self.moving_target(start, failed.fault));
                     }
                 }
                 other => break other?,

@@ -49,9 +49,8 @@ pub(crate) struct Core {
 /// Totals since the session began; the pipeline takes differences.
 #[derive(Default)]
 pub(crate) struct Meter {
-    /// Nanoseconds the caller was blocked for weights, for a commit, and by push back-pressure.
+    /// Nanoseconds the caller was blocked for weights, and by push back-pressure.
     pub(crate) weights_nanos: AtomicU64,
-    pub(crate) commit_nanos: AtomicU64,
     pub(crate) push_nanos: AtomicU64,
     pub(crate) pushed_bytes: AtomicU64,
     pub(crate) pulled_bytes: AtomicU64,

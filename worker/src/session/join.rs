@@ -5,7 +5,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use futures_util::future::try_join_all;
 use longshore_proto::{
     Commit, Incarnation, Rank, Step, Version,
-    wire::v1::{CommitRequest, JobProgress, JoinRequest, LeaveRequest, Phase},
+    wire::v1::{CommitRequest, DescribeResponse, JobProgress, JoinRequest, LeaveRequest, Phase},
 };
 
 use super::{Core, retry::Backoff};
@@ -30,7 +30,11 @@ impl Core {
         if self.incarnation().0 != 0 {
             return Err(Misuse("the session has joined already: connect a new session to join again").into());
         }
-        let incarnation = self.next_incarnation().await?;
+        let answers = self.describe_all(false, self.options.deadline).await?;
+        if self.options.rank == Rank(0) {
+            self.complete_commit(&answers).await?;
+        }
+        let incarnation = self.next_incarnation(&answers);
         let join = |server| self.join_server(server, incarnation);
         let progress = try_join_all((0..self.peers.len()).map(join)).await?;
         self.set_incarnation(incarnation);
@@ -48,12 +52,34 @@ impl Core {
     }
 
     /// Above every earlier one even when this machine's clock went back.
-    async fn next_incarnation(&self) -> Result<Incarnation> {
+    fn next_incarnation(&self, answers: &[DescribeResponse]) -> Incarnation {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-        let answers = self.describe_all(false, self.options.deadline).await?;
         let mine = answers.iter().flat_map(|answer| &answer.ranks).filter(|rank| rank.rank == self.options.rank.0);
         let last = mine.map(|rank| rank.incarnation).max().unwrap_or(0);
-        Ok(Incarnation(now.max(last.saturating_add(1))))
+        Incarnation(now.max(last.saturating_add(1)))
+    }
+
+    /// Rank 0 may have died between its commits: the newest decision goes to the servers one version behind. In the name
+    /// of the dead incarnation, since joining would make a server forget the contributions that the decision needs; it
+    /// is the same decision, so a rank 0 that is not dead after all loses nothing. A server further behind needs what
+    /// nobody holds any more: the versions stay apart, and `align` reports that.
+    async fn complete_commit(&self, answers: &[DescribeResponse]) -> Result<()> {
+        let version = |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.version);
+        let Some(ahead) = answers.iter().max_by_key(|answer| version(answer)) else { return Ok(()) };
+        let newest = version(ahead);
+        let commit = ahead.progress.as_ref().and_then(|progress| progress.last_commit.clone());
+        let (Some(commit), false) = (commit, answers.iter().all(|answer| version(answer) == newest)) else {
+            return Ok(());
+        };
+        let commit = Commit::from_wire(Some(commit))?;
+        let behind = answers.iter().enumerate().filter(|(_, answer)| version(answer) + 1 == newest);
+        let send = |(server, answer): (usize, &DescribeResponse)| {
+            let dead = answer.ranks.iter().find(|rank| rank.rank == 0).map_or(0, |rank| rank.incarnation);
+            tracing::info!(server = self.peers[server].address, step = newest, "completing a commit");
+            self.commit_as(server, Incarnation(dead), &commit)
+        };
+        try_join_all(behind.map(|(server, answer)| send((server, answer)))).await?;
+        Ok(())
     }
 
     pub(super) async fn join_server(&self, server: usize, incarnation: Incarnation) -> Result<JobProgress> {
@@ -66,8 +92,7 @@ impl Core {
         Ok(answer.await?.progress.unwrap_or_default())
     }
 
-    /// Waits until all servers hold one version. They differ when rank 0 died between its commits: the new rank 0 sends
-    /// the newest decision, which the servers ahead keep, to those behind.
+    /// Waits until all servers hold one version: rank 0 may be joining, too, and completing a commit.
     async fn align(&self, mut progress: Vec<JobProgress>) -> Result<Vec<JobProgress>> {
         let start = Instant::now();
         let end = start + self.options.deadline;
@@ -77,9 +102,6 @@ impl Core {
             let newest = progress.iter().map(|progress| progress.version).max().unwrap_or(0);
             if progress.iter().all(|progress| progress.version == newest) {
                 return Ok(progress);
-            }
-            if self.options.rank == Rank(0) {
-                self.pass_on(&progress, newest).await?;
             }
             if !backoff.pause(end).await {
                 let versions = self.peers.iter().zip(&progress);
@@ -96,22 +118,15 @@ impl Core {
         }
     }
 
-    /// The newest decision to the servers one version behind it. One further behind needs what nobody holds any more;
-    /// it keeps the versions apart, and the caller's deadline reports that.
-    async fn pass_on(&self, progress: &[JobProgress], newest: u64) -> Result<()> {
-        let ahead = progress.iter().find(|progress| progress.version == newest);
-        let Some(commit) = ahead.and_then(|progress| progress.last_commit.clone()) else { return Ok(()) };
-        let commit = Commit::from_wire(Some(commit))?;
-        let behind = progress.iter().enumerate().filter(|(_, progress)| progress.version + 1 == newest);
-        try_join_all(behind.map(|(server, _)| self.commit(server, &commit))).await?;
-        Ok(())
-    }
-
     /// Sends one decision to one server.
     pub(crate) async fn commit(&self, server: usize, commit: &Commit) -> Result<()> {
+        self.commit_as(server, self.incarnation(), commit).await
+    }
+
+    async fn commit_as(&self, server: usize, incarnation: Incarnation, commit: &Commit) -> Result<()> {
         let request = CommitRequest {
             job: self.job().to_string(),
-            incarnation: self.incarnation().0,
+            incarnation: incarnation.0,
             commit: Some(commit.to_wire()),
         };
         let step = Some(commit.step);

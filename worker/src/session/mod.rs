@@ -88,12 +88,21 @@ impl Session {
         self.core.block_on(self.core.wait_training())
     }
 
-    /// A fresh job's start on any rank: rank 0 uploads, the others wait.
-    pub fn initialise(&self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
+    /// The usual start of any rank: opens the job, joins it, and if it is fresh fills it: rank 0 uploads `weights`, the
+    /// others wait for that. To start from a checkpoint, rank 0 calls `open` and `restore` before this.
+    pub fn start(&mut self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<Joined> {
+        let fresh = self.open()?.is_fresh();
         if self.core.options.rank == Rank(0) {
-            self.upload(weights)?;
+            let joined = self.join()?;
+            if fresh {
+                self.upload(weights)?;
+                self.wait_training()?;
+            }
+            return Ok(joined);
         }
-        self.wait_training()
+        // Joined first, it would not see what a restore brings.
+        self.wait_training()?;
+        self.join()
     }
 
     /// Starts pulling `order` (flat ranges, in the order wanted) of one version, as `dtype`. The servers hold the pull
@@ -167,6 +176,11 @@ impl Session {
 
     pub fn deadline(&self) -> Duration {
         self.core.options.deadline
+    }
+
+    /// Gradient chunks that no server has acknowledged yet.
+    pub fn unacknowledged_chunks(&self) -> usize {
+        self.core.retained.unacknowledged()
     }
 
     pub(crate) fn core(&self) -> &SharedCore {

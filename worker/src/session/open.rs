@@ -35,20 +35,22 @@ impl Opened {
 
 impl Core {
     pub(super) async fn open(&self) -> Result<Opened> {
-        let open = |server: usize| async move {
-            let request = OpenJobRequest {
-                spec: Some(self.spec().to_wire()),
-                placement: Some(self.placement.to_wire()),
-                server: server as u32,
-            };
-            let answer = self.call(server, "OpenJob", None, self.options.slow_deadline, |peer| {
-                let request = request.clone();
-                async move { peer.training().open_job(request).await }
-            });
-            Ok(answer.await?.progress.unwrap_or_default())
-        };
-        let progress: Vec<JobProgress> = try_join_all((0..self.peers.len()).map(open)).await?;
+        let progress = try_join_all((0..self.peers.len()).map(|server| self.open_on(server))).await?;
         self.judge(&progress)
+    }
+
+    async fn open_on(&self, server: usize) -> Result<JobProgress> {
+        let request = OpenJobRequest {
+            spec: Some(self.spec().to_wire()),
+            placement: Some(self.placement.to_wire()),
+            server: server as u32,
+        };
+        // Slow: a server allocates and touches all of its memory before it answers.
+        let answer = self.call(server, "OpenJob", None, self.options.slow_deadline, |peer| {
+            let request = request.clone();
+            async move { peer.training().open_job(request).await }
+        });
+        Ok(answer.await?.progress.unwrap_or_default())
     }
 
     /// All loading is fresh, all with state is running; a mixture beyond version 0 means that a server lost its part.

@@ -69,6 +69,11 @@ impl Core {
         }
     }
 
+    /// Whether a wait that began at `start` is over.
+    pub(crate) fn out_of_patience(&self, start: Instant, deadline: Duration) -> bool {
+        self.end_of_patience(start, deadline, &self.pause.borrow()) <= Instant::now()
+    }
+
     pub(crate) fn paused(&self, reason: &str) {
         self.pause.send_if_modified(|pause| {
             let new = pause.now.is_none();

@@ -24,8 +24,8 @@ use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable};
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
 const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
-/// Fewer writes and reads per chunk; larger frames make tonic move received bytes again.
-const FRAME_BYTES: u32 = 128 * 1024;
+/// A chunk in one or two frames: each costs a write and a read, and the default is 64 a chunk.
+const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
 /// A silent peer (power loss, a cut cable) is found within twice this.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
@@ -114,8 +114,9 @@ fn with_sources(error: &dyn std::error::Error) -> String {
 }
 
 impl Core {
-    /// Calls one server until it answers, retrying transport failures until `deadline` has passed. `call` is the RPC's
-    /// name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
+    /// Calls one server until it answers, for at most `deadline`. Transport failures are retried for the session's
+    /// deadline, even in a call that may itself take longer. `call` is the RPC's name, for errors. `request` must be
+    /// idempotent, as all of the protocol's control calls are.
     pub(crate) async fn call<T, F, Answer>(
         &self,
         server: usize,
@@ -130,6 +131,7 @@ impl Core {
     {
         let end = Instant::now() + deadline;
         let mut backoff = Backoff::new();
+        let mut give_up = None;
         loop {
             let peer = &self.peers[server];
             let fault = match tokio::time::timeout_at(end.into(), request(peer.clone())).await {
@@ -140,8 +142,9 @@ impl Core {
                     Fault::new(FaultKind::Deadline, call, format!("unanswered after {deadline:?}"), "answered", remedy)
                 }
             };
-            let again = fault.kind == FaultKind::Unavailable && backoff.pause(end).await;
-            if !again {
+            let retry = fault.kind == FaultKind::Unavailable;
+            let give_up = *give_up.get_or_insert_with(|| end.min(Instant::now() + self.options.deadline));
+            if !retry || !backoff.pause(give_up).await {
                 return Err(self.explain(server, call, step, fault));
             }
             tracing::debug!(server = peer.address, call, %fault, "the call failed, trying again");
@@ -152,10 +155,11 @@ impl Core {
     pub(crate) fn explain(&self, server: usize, call: &'static str, step: Option<Step>, fault: Fault) -> Error {
         let server = self.peers[server].address.clone();
         let job = self.job().clone();
-        // A checkpoint may be missing on its own; anything else that a job's calls do not find is the job.
-        let of_job = !matches!(call, "Restore" | "Checkpoint" | "SealCheckpoint" | "DeleteJob" | "OpenJob");
         match fault.kind {
-            FaultKind::NotFound if of_job => StateLost { server, job, detail: fault.to_string() }.into(),
+            // Other things may be missing on their own: a checkpoint, a version.
+            FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
+                StateLost { server, job, detail: fault.to_string() }.into()
+            }
             FaultKind::Fenced => Fenced { server, job, fault }.into(),
             _ => CallFailed { server, job, call, step, fault }.into(),
         }

@@ -1,12 +1,12 @@
 //! After a connection broke: is it the same server, does it still know the job and this rank, and which decisions
 //! has it missed? Asked before anything is sent again.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use longshore_proto::{Step, Version, wire::v1::Phase};
+use longshore_proto::{Commit, FaultKind, Step, Version, wire::v1::Phase};
 
-use super::{Core, SharedCore};
-use crate::error::{Result, StateLost};
+use super::{Core, SharedCore, retry::Backoff};
+use crate::error::{Error, Result, StateLost};
 
 /// How often a paused server is asked whether it goes on.
 const PAUSE_POLL: Duration = Duration::from_millis(200);
@@ -35,12 +35,17 @@ impl Core {
 
     /// The server's version, once it is not paused.
     pub(crate) async fn version_when_running(&self, server: usize) -> Result<Version> {
+        let mut was_paused = false;
         loop {
             let answer = self.describe(server, false, self.options.deadline).await?;
             let progress = answer.progress.unwrap_or_default();
             if progress.phase() != Phase::Paused {
+                if was_paused {
+                    self.resumed();
+                }
                 return Ok(Version(progress.version));
             }
+            was_paused = true;
             // `patiently` around the caller bounds this by the pause deadline.
             self.paused(&progress.pause_reason);
             tokio::time::sleep(PAUSE_POLL).await;
@@ -48,11 +53,21 @@ impl Core {
     }
 }
 
-/// Beside the pushes, since a decision may have to wait for the contributions that are sent again.
-async fn resend_commits(core: SharedCore, server: usize, commits: Vec<longshore_proto::Commit>) {
+/// Beside the pushes, since a server takes a decision only with all contributions, which are being sent again.
+async fn resend_commits(core: SharedCore, server: usize, commits: Vec<Commit>) {
+    let end = Instant::now() + core.options.deadline;
     for commit in commits {
-        if let Err(error) = core.commit(server, &commit).await {
-            return core.fail(error);
+        let mut backoff = Backoff::new();
+        loop {
+            match core.commit(server, &commit).await {
+                Ok(()) => break,
+                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => {
+                    if !backoff.pause(end).await {
+                        return core.fail(Error::Call(failed));
+                    }
+                }
+                Err(error) => return core.fail(error),
+            }
         }
     }
 }

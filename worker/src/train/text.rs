@@ -1,5 +1,5 @@
-//! Training text: a folder read once into one run of bytes, and batches that depend on their coordinates alone, so that
-//! a worker that starts again gets the batch it would have had.
+//! Training text: a folder read once into one run of bytes, and batches that depend on their coordinates
+//! alone, so that a worker that starts again gets the batch it would have had.
 
 use std::{
     ops::Range,
@@ -30,16 +30,16 @@ pub enum Error {
     Io { path: PathBuf, source: std::io::Error },
     #[error(
         "{} holds no text: {files_seen} files seen, of which {binary} are not UTF-8, {too_large} larger than \
-         {FILE_BYTES_MAX} bytes and {lock_files} lock files (hidden and ignored files are not looked at); give a \
-         folder with source code or prose",
+         {FILE_BYTES_MAX} bytes and {lock_files} lock files (hidden and ignored files are not looked at); \
+         give a folder with source code or prose",
         path.display()
     )]
     NoText { path: PathBuf, files_seen: usize, binary: usize, too_large: usize, lock_files: usize },
     #[error("{} holds more than {limit} bytes of text; give a smaller folder", path.display())]
     TooMuchText { path: PathBuf, limit: usize },
     #[error(
-        "context is {context} bytes, but the text's longest unbroken piece allows {available}; {}",
-        if *available == 0 { "give more text".to_owned() } else { format!("give more text, or a context of {available} or less") }
+        "context is {context} bytes, but the text's longest piece allows {available}; give more text{}",
+        if *available == 0 { String::new() } else { format!(", or a context of {available} or less") }
     )]
     SequenceTooLong { context: usize, available: usize },
 }
@@ -73,9 +73,9 @@ pub struct Corpus {
 impl Corpus {
     /// Reads the text files at or below `path`, in the order of their paths.
     ///
-    /// Ignore files inside the folder are respected; those around it and the user's own are not, so that the same
-    /// folder is the same corpus on every machine. Left out are hidden files, `target` folders, lock files, files over
-    /// [`FILE_BYTES_MAX`], and whatever is not UTF-8 or holds a NUL.
+    /// Ignore files inside the folder are respected; those around it and the user's own are not, so that the
+    /// same folder is the same corpus on every machine. Left out are hidden files, `target` folders, lock
+    /// files, files over [`FILE_BYTES_MAX`], and whatever is not UTF-8 or holds a NUL.
     pub fn load(path: &Path) -> Result<Corpus, Error> {
         let mut found = Found::default();
         for file in list(path)? {
@@ -249,7 +249,8 @@ fn is_lock_file(path: &Path) -> bool {
     name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())
 }
 
-/// The regular files at or below `path`, sorted, so that a folder is one corpus whatever the file system's order.
+/// The regular files at or below `path`, sorted, so that a folder is one corpus whatever the file system's
+/// order.
 fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
     match std::fs::metadata(path) {
         Ok(_) => {}

@@ -86,11 +86,16 @@ impl From<HyperRecord> for Hyper {
 pub(super) mod commit {
     use super::*;
 
-    pub(crate) fn serialize<S: Serializer>(commit: &Option<Commit>, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(
+        commit: &Option<Commit>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         commit.as_ref().map(record).serialize(serializer)
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Commit>, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Commit>, D::Error> {
         let Some(record) = Option::<CommitRecord>::deserialize(deserializer)? else { return Ok(None) };
         let trainer_state =
             unhex(&record.trainer_state).ok_or_else(|| D::Error::custom("trainer_state is not hex"))?;
@@ -158,7 +163,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_bit_returns(bits in prop::array::uniform5(any::<u64>()), state in prop::collection::vec(any::<u8>(), 0..40)) {
+        fn every_bit_returns(
+            bits in prop::array::uniform5(any::<u64>()),
+            state in prop::collection::vec(any::<u8>(), 0..40),
+        ) {
             let [scale, clip, norm, loss_scale, lr] = bits.map(f64::from_bits);
             let commit = Commit {
                 step: Step(7),

@@ -5,7 +5,8 @@ use std::{fmt, io, path::Path};
 use longshore_proto::{Fault, FaultKind};
 
 pub(super) const FIELD: &str = "checkpoint";
-const ANOTHER: &str = "restore another checkpoint (ListCheckpoints names them), or copy this file again from its source";
+const ANOTHER: &str =
+    "restore another checkpoint (ListCheckpoints names them), or copy this file again from its source";
 
 /// For `map_err`: an I/O error with its path and what was being done.
 pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Fault {

@@ -2,12 +2,12 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::Write,
+    io::{ErrorKind, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -28,7 +28,8 @@ pub(super) struct Draft {
     pub(super) file: Arc<File>,
     temporary: PathBuf,
     target: PathBuf,
-    published: bool,
+    /// Published or discarded.
+    settled: AtomicBool,
 }
 
 impl Draft {
@@ -41,9 +42,17 @@ impl Draft {
         let folder = parent(&target);
         create_folder(folder)?;
         // Weights are as private as the training data.
-        let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary);
+        let open = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary);
+        let opened = match open() {
+            // Another server has just removed the folder after a failure of its own.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                create_folder(folder)?;
+                open()
+            }
+            opened => opened,
+        };
         let file = Arc::new(opened.map_err(io("create", &temporary))?);
-        Ok(Draft { file, temporary, target, published: false })
+        Ok(Draft { file, temporary, target, settled: AtomicBool::new(false) })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -64,17 +73,16 @@ impl Draft {
 
     /// Flushes the bytes, then gives the file its name, then flushes the folder: after a crash the name is never there
     /// without the bytes.
-    pub(super) fn publish(mut self) -> Result<(), Fault> {
+    pub(super) fn publish(&self) -> Result<(), Fault> {
         self.file.sync_all().map_err(io("fsync", &self.temporary))?;
         fs::rename(&self.temporary, &self.target).map_err(io("rename", &self.temporary))?;
-        self.published = true;
+        self.settled.store(true, Ordering::Relaxed);
         sync_folder(parent(&self.target))
     }
-}
 
-impl Drop for Draft {
-    fn drop(&mut self) {
-        if self.published {
+    /// Removes the file unless it is published. Drop does so too, but another thread may hold the draft for a while.
+    pub(super) fn discard(&self) {
+        if self.settled.swap(true, Ordering::Relaxed) {
             return;
         }
         if let Err(error) = fs::remove_file(&self.temporary) {
@@ -83,6 +91,12 @@ impl Drop for Draft {
         // Refused by the system unless they are empty.
         let folder = parent(&self.target);
         let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        self.discard();
     }
 }
 
@@ -117,9 +131,7 @@ fn create_folder(folder: &Path) -> Result<(), Fault> {
     let above = parent(folder);
     create_folder(above)?;
     match fs::create_dir(folder) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-            Err(io("create folder", folder)(error))
-        }
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(io("create folder", folder)(error)),
         _ => sync_folder(above),
     }
 }

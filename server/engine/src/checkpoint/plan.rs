@@ -1,5 +1,5 @@
-//! Where everything lies in a part, decided before the version is known, so that space is reserved and each shard can be
-//! written by whichever thread captures it.
+//! Where everything lies in a part, decided before the version is known, so that space is reserved and each shard can
+//! be written by whichever thread captures it.
 //!
 //! ```text
 //! 8 bytes   length of the header
@@ -105,7 +105,8 @@ impl Plan<'_> {
             tensors.push((array.of(shard), info(tensor_dtype(dtype), &[elements], offset, end)));
         }
         let tail = end;
-        let blocks: u64 = self.shards.iter().map(|&shard| self.layout.shard_len(shard) / BLOCK_ELEMENTS).sum();
+        let blocks: u64 =
+            self.shards.iter().map(|&shard| self.layout.shard_len(shard) / BLOCK_ELEMENTS).sum();
         let mut add = |name: &str, shape: &[u64]| {
             let start = end;
             end += shape.iter().product::<u64>();

@@ -54,7 +54,13 @@ impl Load {
     fn begin_restore(&mut self) -> Result<(), Fault> {
         if self.source != Source::Upload {
             let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
-            return Err(Fault::new(FaultKind::Precondition, "job.phase", "being restored", "loading", remedy));
+            return Err(Fault::new(
+                FaultKind::Precondition,
+                "job.phase",
+                "being restored",
+                "loading",
+                remedy,
+            ));
         }
         self.source = Source::Restore;
         self.seals.iter_mut().for_each(|seals| seals.fill(None));
@@ -145,7 +151,7 @@ impl Job {
             self.start(version, applied, commit)
         });
         if result.is_err() {
-            self.forget_images();
+            self.forget();
             *lock(&self.load) = Load::new(&self.layout, &self.owned);
         }
         result
@@ -160,8 +166,10 @@ impl Job {
         let with_older = images == StoredImages::Both && version.0 > 0;
         for (owned, &shard) in self.owned.iter().enumerate() {
             let pair = &self.buffers.shards[owned].images;
-            let mut current = pair[version.0 as usize % 2].write().unwrap_or_else(|poison| poison.into_inner());
-            let mut older = pair[(version.0 as usize + 1) % 2].write().unwrap_or_else(|poison| poison.into_inner());
+            let mut current =
+                pair[version.0 as usize % 2].write().unwrap_or_else(|poison| poison.into_inner());
+            let mut older =
+                pair[(version.0 as usize + 1) % 2].write().unwrap_or_else(|poison| poison.into_inner());
             let mut result = Ok(());
             self.tier.update(owned, version, &mut |state| {
                 let image = (images != StoredImages::None).then(|| current.region.bytes_mut());
@@ -175,10 +183,20 @@ impl Job {
         Ok(())
     }
 
-    /// What a failed load left must not pass for an image of the next one's versions.
-    fn forget_images(&self) {
-        for image in self.buffers.shards.iter().flat_map(|shard| &shard.images) {
-            image.write().unwrap_or_else(|poison| poison.into_inner()).version = None;
+    /// Undoes a failed load: neither its images nor its moments may pass for those of what is loaded next, and an
+    /// upload writes master weights alone.
+    fn forget(&self) {
+        for (owned, buffers) in self.buffers.shards.iter().enumerate() {
+            for image in &buffers.images {
+                image.write().unwrap_or_else(|poison| poison.into_inner()).version = None;
+            }
+            let cleared = self.tier.update(owned, Version(0), &mut |state| {
+                [state.master, state.first, state.second].into_iter().for_each(|array| array.fill(0.0));
+            });
+            if let Err(fault) = cleared {
+                // Then what comes next fails on it too.
+                tracing::error!(job = %self.spec.name, %fault, "could not clear a shard after a failed load");
+            }
         }
     }
 

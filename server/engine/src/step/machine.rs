@@ -360,11 +360,7 @@ impl Machine {
         match shard.slot_mut(step).place(chunk, chunks)? {
             Place::Duplicate => Ok(Admission::Duplicate),
             Place::Busy => Ok(Admission::Busy),
-            Place::Write => {
-                let rank = &mut self.ranks[contribution.rank.index()];
-                rank.last_step = rank.last_step.max(step);
-                Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk }))
-            }
+            Place::Write => Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk })),
         }
     }
 
@@ -399,6 +395,8 @@ impl Machine {
     pub fn stored(&mut self, ticket: Ticket) -> Option<Work> {
         let Ticket { owned, slot, chunk } = ticket;
         let contribution = chunk.contribution;
+        let rank = &mut self.ranks[contribution.rank.index()];
+        rank.last_step = rank.last_step.max(contribution.step);
         let last = self.shards[owned].slots[slot].stored(&chunk);
         last.then_some(Work::Sum { owned, slot, step: contribution.step, micro_step: contribution.micro_step })
     }

@@ -124,6 +124,15 @@ impl StepSlot {
     /// The bytes did not arrive after all.
     pub(super) fn abandoned(&mut self, chunk: &ContributionChunk) {
         self.ranks[chunk.contribution.rank.index()].writing.set(chunk.chunk.0, false);
+        self.free_if_untouched();
+    }
+
+    /// Forgets a step of which nothing is left: a chunk that did not arrive must not settle the loss scale.
+    fn free_if_untouched(&mut self) {
+        let untouched = |rank: &RankSlot| rank.stored.is_empty() && rank.writing.is_empty();
+        if self.summed == 0 && self.ranks.iter().all(untouched) {
+            self.free();
+        }
     }
 
     /// The sum of the current micro-step is formed. True when it was the step's last.
@@ -167,6 +176,7 @@ impl StepSlot {
             slot.stored.clear();
             slot.seals.truncate(current);
         }
+        self.free_if_untouched();
     }
 
     /// Ranks whose contribution for the current micro-step is not whole.

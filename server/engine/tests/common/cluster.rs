@@ -48,7 +48,14 @@ impl Cluster {
         let open = |server: usize| {
             let budget = Budget::new(1 << 32);
             let server = ServerId(server as u32);
-            let job = Job::open(spec.clone(), placement.clone(), server, &budget, Arc::clone(compute), Box::new(|| {}));
+            let job = Job::open(
+                spec.clone(),
+                placement.clone(),
+                server,
+                &budget,
+                Arc::clone(compute),
+                Box::new(|| {}),
+            );
             Arc::new(job.unwrap())
         };
         let jobs = (0..servers).map(open).collect();
@@ -112,8 +119,15 @@ impl Cluster {
                 let contribution = Contribution { step, micro_step, rank, shard };
                 let incarnation = self.incarnations[rank.index()];
                 let (bytes, crc32) = (payload.len() as u64, crc32(payload));
-                let chunk =
-                    ContributionChunk { contribution, incarnation, chunk, loss_scale: 1.0, dtype, bytes, crc32 };
+                let chunk = ContributionChunk {
+                    contribution,
+                    incarnation,
+                    chunk,
+                    loss_scale: 1.0,
+                    dtype,
+                    bytes,
+                    crc32,
+                };
                 found.push((chunk, payload));
             }
         }

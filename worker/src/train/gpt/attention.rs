@@ -1,7 +1,7 @@
 //! Causal self-attention between its two projections, forward and backward.
 //!
-//! Threads share out the sequences, each of which stays in a core's cache: the products here are too small to be
-//! worth dividing one by one.
+//! Threads share out the sequences, each of which stays in a core's cache: the products here are too small to
+//! be worth dividing one by one.
 
 use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
@@ -25,8 +25,8 @@ impl Saved {
     }
 }
 
-/// From `projected`, in which each row is a query, a key and a value still lacking `bias`, to the heads' outputs side
-/// by side.
+/// From `projected`, in which each row is a query, a key and a value still lacking `bias`, to the heads'
+/// outputs side by side.
 pub(super) fn forward<T: Real>(
     projected: &Tensor,
     bias: &Tensor,

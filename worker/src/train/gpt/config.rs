@@ -15,7 +15,7 @@ pub struct Config {
 
 /// The shapes other than "tiny" are GPT-2's and GPT-3's published ones, with a vocabulary of bytes.
 pub const PRESETS: &[(&str, Config)] = &[
-    ("tiny", Config { context: 128, width: 192, heads: 4, layers: 4 }),
+    ("tiny", Config { context: 128, width: 128, heads: 4, layers: 4 }),
     ("small", Config { context: 256, width: 384, heads: 6, layers: 6 }),
     ("gpt2", Config { context: 1024, width: 768, heads: 12, layers: 12 }),
     ("gpt2-medium", Config { context: 1024, width: 1024, heads: 16, layers: 24 }),
@@ -39,8 +39,8 @@ pub enum ConfigError {
     #[error("{field} is {value}, outside 1 to {limit}; choose a value within it, or a preset")]
     OutOfRange { field: &'static str, value: usize, limit: usize },
     #[error(
-        "width is {width}, not a multiple of heads, which is {heads}; each head takes an equal part of the width: \
-         set width to {nearest}, or heads to a divisor of {width}"
+        "width is {width}, not a multiple of heads, which is {heads}; each head takes an equal part of the \
+         width: set width to {nearest}, or heads to a divisor of {width}"
     )]
     UnevenHeads { width: usize, heads: usize, nearest: usize },
 }

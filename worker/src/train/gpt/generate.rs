@@ -12,9 +12,9 @@ use super::{
     step::check_weights,
 };
 
-/// Continues `prompt` by `bytes` bytes. A temperature of 0 takes the likeliest byte; 1 draws as the model predicts.
-/// All stages are acquired at once, since each byte needs them all. The context is computed anew for each byte: a
-/// sample of a demo is short, and a cache of keys and values would be most of this file.
+/// Continues `prompt` by `bytes` bytes. A temperature of 0 takes the likeliest byte; 1 draws as the model
+/// predicts. All stages are acquired at once, since each byte needs them all. The context is computed anew
+/// for each byte: a sample of a demo is short, and a cache of keys and values would be most of this file.
 pub fn generate(
     model: &Gpt,
     weights: &mut dyn Weights,

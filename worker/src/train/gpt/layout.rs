@@ -19,8 +19,8 @@ pub enum Group {
     NoDecay,
 }
 
-/// Names, shapes and orientation are those of Hugging Face's `GPT2LMHeadModel` (vocabulary 256, head not tied), so
-/// that an exported model loads there.
+/// Names, shapes and orientation are those of Hugging Face's `GPT2LMHeadModel` (vocabulary 256, head not
+/// tied), so that an exported model loads there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
     pub name: String,
@@ -41,8 +41,8 @@ enum Start {
     Zero,
     One,
     Normal,
-    /// The end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with unit variance
-    /// whatever the depth.
+    /// The end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with unit
+    /// variance whatever the depth.
     Residual,
 }
 
@@ -78,8 +78,9 @@ impl Gpt {
         Ok(Gpt { config, device: device.clone(), params, stages, activation_budget_bytes: 0 })
     }
 
-    /// Lets the last blocks keep their activations for the backward pass instead of computing them again, as far as
-    /// `bytes` go. The gradients have the same bits either way. The default, 0, keeps only the last block's.
+    /// Lets the last blocks keep their activations for the backward pass instead of computing them again, as
+    /// far as `bytes` go. The gradients have the same bits either way. The default, 0, keeps only the last
+    /// block's.
     pub fn with_activation_budget(mut self, bytes: usize) -> Gpt {
         self.activation_budget_bytes = bytes;
         self
@@ -107,8 +108,8 @@ impl Gpt {
         &self.params[self.stages[stage].params.clone()]
     }
 
-    /// The initial value of one parameter, as GPT-2 draws it. It depends on `seed` and the index alone, so any
-    /// worker can make any parameter, in any order, and no one has to hold them all.
+    /// The initial value of one parameter, as GPT-2 draws it. It depends on `seed` and the index alone, so
+    /// any worker can make any parameter, in any order, and no one has to hold them all.
     pub fn init(&self, seed: u64, param: usize) -> Vec<f32> {
         let Param { start, .. } = &self.params[param];
         let elements = self.params[param].elements();

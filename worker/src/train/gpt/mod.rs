@@ -1,9 +1,11 @@
-//! A GPT whose weights live elsewhere: it borrows one stage's weights at a time and hands out gradients as they appear.
+//! A GPT whose weights live elsewhere: it borrows one stage's weights at a time and hands out gradients as
+//! they appear.
 //!
-//! Forward keeps only what enters each stage (activation checkpointing); backward walks the stages in reverse,
-//! computes a stage's inside again, and emits its gradients at once. So neither all weights nor all gradients are ever
-//! in one place, as in ZeRO-3 offload. Backward is written out rather than left to candle's autograd: a stage's
-//! gradients are then return values that cannot be forgotten, and no copies of weights are made to be tracked.
+//! Forward keeps only what enters each stage (activation checkpointing); backward walks the stages in
+//! reverse, computes a stage's inside again, and emits its gradients at once. So neither all weights nor all
+//! gradients are ever in one place, as in ZeRO-3 offload. Backward is written out rather than left to
+//! candle's autograd: a stage's gradients are then return values that cannot be forgotten, and no copies of
+//! weights are made to be tracked.
 
 mod attention;
 mod block;
@@ -35,11 +37,13 @@ pub enum Error {
     #[error("{field} of the batch is {value}, the limit is {limit}; {remedy}")]
     Batch { field: &'static str, value: usize, limit: usize, remedy: &'static str },
     #[error(
-        "{got} tensors were acquired for stage {stage}, which has {expected} parameters; return one for each, in order"
+        "{got} tensors were acquired for stage {stage}, which has {expected} parameters; return one \
+         for each, in order"
     )]
     WeightCount { stage: String, got: usize, expected: usize },
     #[error(
-        "weight {param} was acquired as {got}, expected {expected}; return it contiguous, in the model's shape"
+        "weight {param} was acquired as {got}, expected {expected}; return it contiguous, in the model's \
+         shape"
     )]
     WeightShape { param: String, got: String, expected: String },
     #[error("temperature is {value}, not a number of 0 or more; 0 takes the likeliest byte")]

@@ -1,8 +1,8 @@
-//! The arithmetic between the matrix products, forward and backward: fused passes over rows, since candle's own fused
-//! operations have no gradient and its elementary ones walk memory a dozen times for each of these.
+//! The arithmetic between the matrix products, forward and backward: fused passes over rows, since candle's
+//! own fused operations have no gradient and its elementary ones walk memory a dozen times for each of these.
 //!
-//! Rows are shared out among threads in chunks of a fixed size, and sums across rows are taken chunk by chunk in
-//! order, so a result does not depend on the number of threads.
+//! Rows are shared out among threads in chunks of a fixed size, and sums across rows are taken chunk by chunk
+//! in order, so a result does not depend on the number of threads.
 
 use candle_core::WithDType;
 use rayon::prelude::*;
@@ -25,8 +25,8 @@ impl Real for f64 {
 }
 
 impl Real for f32 {
-    /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's it vectorises, and has the same bits on
-    /// every machine. Comparisons, not `clamp`, so that NaN stays NaN and an overflow is seen.
+    /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's it vectorises, and has the same bits
+    /// on every machine. Comparisons, not `clamp`, so that NaN stays NaN and an overflow is seen.
     #[inline(always)]
     fn exp(self) -> f32 {
         const ROUND: f32 = 12_582_912.0; // 1.5 x 2^23: adding it leaves the nearest integer in the low bits
@@ -204,8 +204,8 @@ pub(super) fn column_sums<T: Real>(dy: &[T], width: usize) -> Vec<T> {
     sums
 }
 
-/// Attention weights from scores, of which there is a `length` x `length` matrix a head. A position sees itself and
-/// those before it: later scores are not read, and their weights are exactly 0.
+/// Attention weights from scores, of which there is a `length` x `length` matrix a head. A position sees
+/// itself and those before it: later scores are not read, and their weights are exactly 0.
 pub(super) fn causal_softmax<T: Real>(scores: &[T], length: usize, scale: T) -> Vec<T> {
     fill(scores.len() / length, length, |index, out| {
         let seen = index % length + 1;

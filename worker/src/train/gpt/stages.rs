@@ -91,7 +91,8 @@ pub(super) fn embed<T: Real>(weights: &[Tensor], batch: &Batch, shape: &Shape) -
     matrix(x, width, &weights[0])
 }
 
-/// Needs no weights: `positions` is the length of the table of positions, of which a short batch reaches only a part.
+/// Needs no weights: `positions` is the length of the table of positions, of which a short batch reaches only
+/// a part.
 pub(super) fn embed_backward<T: Real>(
     batch: &Batch,
     dx: &Tensor,

@@ -11,8 +11,9 @@ use super::{
 
 /// Where a stage's weights come from.
 ///
-/// A micro-step of n stages acquires 0, 1 .. n-1 and then n-2 .. 1, each once it has released the one before: the last
-/// stage turns round on one loan, and the embedding's gradient needs no weights. So a source can prefetch.
+/// A micro-step of n stages acquires 0, 1 .. n-1 and then n-2 .. 1, each once it has released the one before:
+/// the last stage turns round on one loan, and the embedding's gradient needs no weights. So a source can
+/// prefetch.
 pub trait Weights {
     /// Contiguous f32 tensors on the model's device, in the order of the stage's parameters.
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError>;
@@ -26,7 +27,8 @@ pub trait Gradients {
     fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError>;
 }
 
-/// Computes the gradients of the batch's mean loss times `loss_scale`, and returns the loss, unscaled, in nats a byte.
+/// Computes the gradients of the batch's mean loss times `loss_scale`, and returns the loss, unscaled, in
+/// nats a byte.
 pub fn micro_step(
     model: &Gpt,
     weights: &mut dyn Weights,
@@ -134,8 +136,8 @@ impl<'a, T: Real> Pass<'a, T> {
         Ok(loss)
     }
 
-    /// Keeps what is inside a block with `after` blocks behind it if it and all of those fit the budget; in any case
-    /// the last one's, which is needed again at once.
+    /// Keeps what is inside a block with `after` blocks behind it if it and all of those fit the budget; in
+    /// any case the last one's, which is needed again at once.
     fn keep(&self, kept: &mut Vec<Saved>, saved: Saved, after: usize) {
         if saved.bytes().saturating_mul(after + 1) <= self.model.activation_budget_bytes || after == 0 {
             kept.push(saved);
@@ -160,8 +162,8 @@ impl<'a, T: Real> Pass<'a, T> {
         self.with(stage, |weights| block::forward::<T>(x, weights, &shape))
     }
 
-    /// Calls `body` with a stage's weights, on loan, and on a thread of rayon's pool: from there its many short
-    /// parallel passes start without putting this thread to sleep and waking it up again for each.
+    /// Calls `body` with a stage's weights, on loan, and on a thread of rayon's pool: from there its many
+    /// short parallel passes start without putting this thread to sleep and waking it up again for each.
     fn with<R: Send>(
         &mut self,
         stage: usize,

@@ -51,7 +51,8 @@ fn model() -> Gpt {
     Gpt::new(CONFIG, &Device::Cpu).unwrap()
 }
 
-/// Initial weights, with the zeros and ones shaken and the rest enlarged so that no path is too faint to be seen.
+/// Initial weights, with the zeros and ones shaken and the rest enlarged so that no path is too faint to be
+/// seen.
 fn held(model: &Gpt, dtype: DType) -> Held {
     let tensor = |index: usize| {
         let values = model.init(3, index);
@@ -104,7 +105,8 @@ fn every_parameter_has_the_gradient_of_finite_differences() {
             let gradient = gradient.flatten_all().unwrap().to_vec1::<f64>().unwrap();
             let largest =
                 (0..gradient.len()).max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs())).unwrap();
-            // The keys' biases shift all scores of a query alike, which softmax ignores: their true gradient is 0.
+            // The keys' biases shift all scores of a query alike, which softmax ignores: their true gradient
+            // is 0.
             assert!(gradient[largest].abs() > 1e-4, "{} has no gradient", param.name);
             for element in [largest, 0, gradient.len() / 2, gradient.len() - 1] {
                 let original = weights.stages[stage][index].clone();

@@ -1,0 +1,168 @@
+//! `manifest.json`: what makes parts a checkpoint.
+
+use std::{fs::File, io::Read, path::Path};
+
+use longshore_proto::{Commit, Fault, FaultKind, JobSpec, Version};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    exact,
+    fault::{FIELD, corrupt, defect, io},
+    part::Part,
+};
+use crate::job::StoredImages;
+
+pub(super) const FILE: &str = "manifest.json";
+/// Raised when a reader of the version before would misread the files.
+pub const FORMAT_VERSION: u32 = 1;
+const FORMAT: &str = "longshore-checkpoint";
+/// Far above any real one (a million parameters take 300 MB), far below what would exhaust a server.
+const MAX_BYTES: u64 = 1 << 30;
+/// In place of the digest while it is computed.
+const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+
+/// The file, in the order of its fields.
+///
+/// `format`, `format_version` and `blake3` come first and will stay so in every version: a reader can tell what it has,
+/// and that it is whole, before it understands the rest. Then what people look for (which version, which state), then
+/// what grows with the model. `blake3` is of the file's bytes with the digest's own digits as zeros: not only the
+/// values are covered but every byte, and checking needs no canonical JSON.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub format: String,
+    pub format_version: u32,
+    pub blake3: String,
+    pub version: Version,
+    pub applied: u64,
+    /// Of the whole version, as `longshore status` prints it. None when it was sealed where not all parts were visible;
+    /// the blocks are verified all the same.
+    pub state_hash: Option<String>,
+    pub images: StoredImages,
+    /// In the order of the servers.
+    pub parts: Vec<Part>,
+    #[serde(with = "exact::commit")]
+    pub commit: Option<Commit>,
+    pub spec: JobSpec,
+}
+
+/// The fields that every version has.
+#[derive(Deserialize)]
+struct Envelope {
+    format: String,
+    format_version: u32,
+    blake3: String,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(transparent)]
+struct CommitJson {
+    #[serde(with = "exact::commit")]
+    commit: Option<Commit>,
+}
+
+/// A commit as parts keep it.
+pub(super) fn commit_json(commit: &Option<Commit>) -> serde_json::Result<Vec<u8>> {
+    serde_json::to_vec(&CommitJson { commit: commit.clone() })
+}
+
+pub(super) fn parse_commit(json: &[u8]) -> serde_json::Result<Option<Commit>> {
+    Ok(serde_json::from_slice::<CommitJson>(json)?.commit)
+}
+
+impl Manifest {
+    pub(super) fn new(
+        first: &Part,
+        parts: Vec<Part>,
+        spec: JobSpec,
+        commit: Option<Commit>,
+        images: StoredImages,
+    ) -> Manifest {
+        Manifest {
+            format: FORMAT.to_string(),
+            format_version: FORMAT_VERSION,
+            blake3: NO_DIGEST.to_string(),
+            version: first.version,
+            applied: first.applied,
+            state_hash: None,
+            images,
+            parts,
+            commit,
+            spec,
+        }
+    }
+
+    /// The file's bytes, digest included.
+    pub(super) fn encode(&mut self, path: &Path) -> Result<Vec<u8>, Fault> {
+        self.blake3 = NO_DIGEST.to_string();
+        let blank = serde_json::to_string_pretty(self).map_err(|error| defect(path, error))? + "\n";
+        self.blake3 = blake3::hash(blank.as_bytes()).to_hex().to_string();
+        // The digest is the first such string: only two short fields come before it.
+        Ok(blank.replacen(NO_DIGEST, &self.blake3, 1).into_bytes())
+    }
+
+    /// Reads and verifies a checkpoint's manifest.
+    pub(super) fn read(folder: &Path) -> Result<Manifest, Fault> {
+        let path = folder.join(FILE);
+        let bytes = read_file(&path)?;
+        let place = path.display();
+        let bad = |error: serde_json::Error| {
+            corrupt(format!("{place} ({error})"), "a manifest, whole and unaltered")
+        };
+        let envelope: Envelope = serde_json::from_slice(&bytes).map_err(bad)?;
+        if envelope.format != FORMAT {
+            return Err(corrupt(
+                format!("{place} (format {:?})", envelope.format),
+                format!("of format {FORMAT:?}"),
+            ));
+        }
+        let found = digest(&bytes, &envelope.blake3);
+        if found.as_ref() != Some(&envelope.blake3) {
+            let found = found.unwrap_or_default();
+            let limit = format!("of BLAKE3 {}, as it was written", envelope.blake3);
+            return Err(corrupt(format!("{place} (BLAKE3 {found})"), limit));
+        }
+        if envelope.format_version != FORMAT_VERSION {
+            let value = format!("{place} (format_version {})", envelope.format_version);
+            let limit = format!("of format_version {FORMAT_VERSION}");
+            let remedy = "restore it with the Longshore version that wrote it, or a newer one";
+            return Err(Fault::new(FaultKind::Precondition, FIELD, value, limit, remedy));
+        }
+        serde_json::from_slice(&bytes).map_err(bad)
+    }
+}
+
+fn read_file(path: &Path) -> Result<Vec<u8>, Fault> {
+    let opened = File::open(path).and_then(|file| file.metadata().map(|metadata| (file, metadata.len())));
+    let (file, length) = opened.map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            let limit = "there: without it the checkpoint was never sealed";
+            let remedy = "name a sealed checkpoint (ListCheckpoints), or seal this one with what every server's \
+                          Checkpoint returned";
+            Fault::new(FaultKind::NotFound, FIELD, path.display(), limit, remedy)
+        }
+        _ => io("open", path)(error),
+    })?;
+    if length > MAX_BYTES {
+        return Err(corrupt(
+            format!("{} ({length} bytes)", path.display()),
+            format!("at most {MAX_BYTES} bytes"),
+        ));
+    }
+    let mut bytes = Vec::with_capacity(length as usize);
+    file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(io("read", path))?;
+    Ok(bytes)
+}
+
+/// Of the bytes with the first occurrence of their digest blanked; None where it does not occur.
+fn digest(bytes: &[u8], digest: &str) -> Option<String> {
+    let wanted = digest.as_bytes();
+    if wanted.len() != NO_DIGEST.len() {
+        return None;
+    }
+    let at = bytes.windows(wanted.len()).position(|window| window == wanted)?;
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&bytes[..at]);
+    hasher.update(NO_DIGEST.as_bytes());
+    hasher.update(&bytes[at + wanted.len()..]);
+    Some(hasher.finalize().to_hex().to_string())
+}

@@ -1,0 +1,206 @@
+//! A part opened for reading: header and tail verified, tensors by name.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    ops::Range,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use longshore_proto::{Fault, FaultKind, JobSpec, ShardId, checksum::BlockHash, limits::BLOCK_ELEMENTS};
+use safetensors::tensor::Metadata;
+
+use super::{
+    fault::{FIELD, corrupt, io},
+    part::{Array, COMMIT, HASH_BYTES, Part, SPEC, Table},
+    plan::{MAX_HEADER_BYTES, tensor_dtype},
+};
+
+/// Largest single read: a reader of many parts stays interruptible and the page cache is not filled far ahead.
+const PIECE: usize = 8 * 1024 * 1024;
+
+pub(super) struct PartReader {
+    path: PathBuf,
+    file: File,
+    metadata: Metadata,
+    /// Where the data start in the file.
+    data_start: u64,
+    /// The tail's bytes and where they start in the data: 32 bytes for each block and array, 1/8192 of the state.
+    tail: Vec<u8>,
+    tail_start: u64,
+    /// First row of each shard in the tables.
+    rows: HashMap<ShardId, u64>,
+}
+
+impl PartReader {
+    pub(super) fn open(folder: &Path, part: &Part) -> Result<PartReader, Fault> {
+        let path = folder.join(&part.file);
+        let file = open(&path, part)?;
+        let (prefix, metadata) = read_header(&file, &path, part)?;
+        let mut reader = PartReader {
+            data_start: prefix,
+            tail: Vec::new(),
+            tail_start: 0,
+            rows: rows(part),
+            path,
+            file,
+            metadata,
+        };
+        if reader.data_start + reader.metadata.data_len() as u64 != part.bytes {
+            return Err(reader.corrupt("header", "as long as the file"));
+        }
+        reader.read_tail(part)?;
+        Ok(reader)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn read_tail(&mut self, part: &Part) -> Result<(), Fault> {
+        let start = self.range(Table::State.name())?.start;
+        let length = part.bytes - self.data_start - start;
+        // The header is verified, so this is what a writer planned and not what a damaged length asks for.
+        self.tail = vec![0; length as usize];
+        self.tail_start = start;
+        let mut tail = std::mem::take(&mut self.tail);
+        self.read_at(start, &mut tail)?;
+        self.tail = tail;
+        let found = blake3::hash(&self.tail).to_hex().to_string();
+        if found != part.tail {
+            return Err(self.corrupt(format_args!("block hashes and job, BLAKE3 {found}"), &part.tail));
+        }
+        let blocks: u64 = part.shards.iter().map(|shard| shard.elements / BLOCK_ELEMENTS).sum();
+        for table in Table::stored(part.images) {
+            if self.small(table.name())?.len() as u64 != blocks * HASH_BYTES {
+                return Err(self.corrupt(table.name(), "one row for each block"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The job's spec and last commit, as JSON.
+    pub(super) fn spec(&self) -> Result<&[u8], Fault> {
+        self.small(SPEC)
+    }
+
+    pub(super) fn commit(&self) -> Result<&[u8], Fault> {
+        self.small(COMMIT)
+    }
+
+    /// The hash that a block of a shard was written with.
+    pub(super) fn hash(&self, table: Table, shard: ShardId, block: u64) -> Result<BlockHash, Fault> {
+        let row = self.rows.get(&shard).map(|first| ((first + block) * HASH_BYTES) as usize);
+        let bytes = row.and_then(|row| Some((row, self.small(table.name()).ok()?)));
+        let hash = bytes.and_then(|(row, bytes)| bytes.get(row..)?.first_chunk::<{ HASH_BYTES as usize }>());
+        hash.copied().ok_or_else(|| self.corrupt(format_args!("{shard}, its block {block}"), "with a hash"))
+    }
+
+    /// Checks that an array is there with the type and length that the spec gives it.
+    pub(super) fn check(
+        &self,
+        spec: &JobSpec,
+        shard: ShardId,
+        array: Array,
+        elements: u64,
+    ) -> Result<(), Fault> {
+        let name = array.of(shard);
+        let info = self.metadata.info(&name);
+        let dtype = tensor_dtype(array.dtype(spec));
+        match info {
+            Some(info) if info.dtype == dtype && info.shape == [elements as usize] => Ok(()),
+            _ => Err(self.corrupt(name, format_args!("there, {elements} elements of {dtype}"))),
+        }
+    }
+
+    /// Bytes of an array from byte `from` on, straight into `target`.
+    pub(super) fn read(
+        &self,
+        array: Array,
+        shard: ShardId,
+        from: u64,
+        target: &mut [u8],
+    ) -> Result<(), Fault> {
+        let name = array.of(shard);
+        let range = self.range(&name)?;
+        if from + target.len() as u64 > range.end - range.start {
+            return Err(self.corrupt(name, "long enough"));
+        }
+        self.read_at(range.start + from, target)
+    }
+
+    fn read_at(&self, data_offset: u64, target: &mut [u8]) -> Result<(), Fault> {
+        let mut at = self.data_start + data_offset;
+        for piece in target.chunks_mut(PIECE) {
+            self.file.read_exact_at(piece, at).map_err(io("read", &self.path))?;
+            at += piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn range(&self, name: &str) -> Result<Range<u64>, Fault> {
+        let info = self.metadata.info(name).ok_or_else(|| self.corrupt(name, "there"))?;
+        Ok(info.data_offsets.0 as u64..info.data_offsets.1 as u64)
+    }
+
+    fn small(&self, name: &str) -> Result<&[u8], Fault> {
+        let range = self.range(name)?;
+        let within = |at: u64| at.checked_sub(self.tail_start).map(|at| at as usize);
+        let bytes =
+            within(range.start).zip(within(range.end)).and_then(|(start, end)| self.tail.get(start..end));
+        bytes.ok_or_else(|| self.corrupt(name, "in the tail"))
+    }
+
+    fn corrupt(&self, what: impl std::fmt::Display, limit: impl std::fmt::Display) -> Fault {
+        corrupt(format!("{} ({what})", self.path.display()), limit)
+    }
+}
+
+fn open(path: &Path, part: &Part) -> Result<File, Fault> {
+    let opened = File::open(path).and_then(|file| file.metadata().map(|metadata| (file, metadata.len())));
+    let (file, length) = opened.map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            let value =
+                format!("{} (the part of server {} of {})", path.display(), part.server + 1, part.servers);
+            let remedy = "copy the parts of all servers into this folder, or let the servers share one";
+            Fault::new(FaultKind::NotFound, FIELD, value, "beside the manifest", remedy)
+        }
+        _ => io("open", path)(error),
+    })?;
+    if length != part.bytes {
+        return Err(corrupt(format!("{} ({length} bytes)", path.display()), format!("{} bytes", part.bytes)));
+    }
+    Ok(file)
+}
+
+/// Where the data start, and what the header says of them.
+fn read_header(file: &File, path: &Path, part: &Part) -> Result<(u64, Metadata), Fault> {
+    let bad = |what: String, limit: String| Err(corrupt(format!("{} ({what})", path.display()), limit));
+    let mut prefix = [0; 8];
+    file.read_exact_at(&mut prefix, 0).map_err(io("read", path))?;
+    let length = u64::from_le_bytes(prefix);
+    if length > MAX_HEADER_BYTES.min(part.bytes) {
+        return bad(format!("a header of {length} bytes"), "inside the file".to_string());
+    }
+    let mut bytes = vec![0; 8 + length as usize];
+    file.read_exact_at(&mut bytes, 0).map_err(io("read", path))?;
+    let found = blake3::hash(&bytes).to_hex().to_string();
+    if found != part.header {
+        return bad(format!("header, BLAKE3 {found}"), part.header.clone());
+    }
+    match serde_json::from_slice(&bytes[8..]) {
+        Ok(metadata) => Ok((bytes.len() as u64, metadata)),
+        Err(error) => bad(format!("header: {error}"), "a safetensors header".to_string()),
+    }
+}
+
+fn rows(part: &Part) -> HashMap<ShardId, u64> {
+    let mut row = 0;
+    let shards = part.shards.iter().map(|shard| {
+        let first = row;
+        row += shard.elements / BLOCK_ELEMENTS;
+        (shard.shard, first)
+    });
+    shards.collect()
+}

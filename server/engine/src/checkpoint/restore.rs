@@ -1,0 +1,229 @@
+//! A job filled from a checkpoint made by any number of servers, with shards of any size, on any tier.
+//!
+//! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes the element
+//! ranges it needs from the old shards that have them. Both are whole blocks, and blocks are what is hashed: each byte
+//! that is read is verified, and no byte that is not needed is read.
+
+use std::path::Path;
+
+use longshore_proto::{
+    Commit, Fault, FaultKind, JobName, JobSpec, Layout, ShardId, Slice, Version, checksum::BlockHash,
+    limits::BLOCK_ELEMENTS,
+};
+
+use super::{
+    Store,
+    fault::corrupt,
+    manifest::{self, Manifest},
+    part::{Array, Table},
+    read::PartReader,
+    seal::{check_images, check_shards},
+};
+use crate::{
+    job::{Captured, Job, LoadedShard, StoredImages},
+    step::Phase,
+    tier::StateRef,
+};
+
+/// What a job was restored to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RestoreInfo {
+    pub version: Version,
+    pub applied: u64,
+    pub commit: Option<Commit>,
+    /// Of the checkpoint, as its manifest has it.
+    pub state_hash: Option<String>,
+    /// What was read beside the state. Less than `Both` means for a delayed job that the version before cannot be
+    /// pulled: its first step must be an exact one.
+    pub images: StoredImages,
+}
+
+/// A checkpoint with all its parts open.
+struct Source {
+    manifest: Manifest,
+    layout: Layout,
+    readers: Vec<PartReader>,
+    /// By old shard, the part that has it.
+    owners: Vec<usize>,
+    images: StoredImages,
+}
+
+impl Store {
+    /// Fills a job that is still loading with this server's shards of the sealed checkpoint `name` of the job `from`
+    /// (most often its own name), and opens it for steps.
+    ///
+    /// All that can be checked without reading tensors is checked before anything changes. After an error the job is
+    /// still loading, and may be restored from another checkpoint.
+    ///
+    /// Parameters, groups and rule must be the checkpoint's; all else (name, world size, micro-steps, gradient dtype,
+    /// shard size, tier) may differ. Images are read when the job is a delayed one and the checkpoint has them, and then
+    /// their dtype must be the job's too. From a checkpoint of an exact job a delayed one gets the current image only,
+    /// rounded from the master weights: exact to the bit for an exact step, while the version before is gone.
+    pub fn restore(&self, job: &Job, from: &JobName, name: &str) -> Result<RestoreInfo, Fault> {
+        let folder = self.folder(from, name)?;
+        if job.progress().phase != Phase::Loading {
+            let remedy = "weights may be loaded only before the first step; delete the job to start over";
+            return Err(Fault::new(FaultKind::Precondition, "job.phase", "training", "loading", remedy));
+        }
+        let source = Source::open(&folder, job.spec())?;
+        let manifest = &source.manifest;
+        let (version, applied, commit) = (manifest.version, manifest.applied, manifest.commit.clone());
+        job.load(version, applied, commit.clone(), source.images, &mut |shard, loaded| {
+            source.fill(job, shard, loaded)
+        })?;
+        let state_hash = manifest.state_hash.clone();
+        tracing::info!(job = %job.spec().name, name, %version, state_hash = ?state_hash, "restored");
+        Ok(RestoreInfo { version, applied, commit, state_hash, images: source.images })
+    }
+}
+
+impl Source {
+    fn open(folder: &Path, job: &JobSpec) -> Result<Source, Fault> {
+        let manifest = Manifest::read(folder)?;
+        let unfit = |fault: Fault| {
+            corrupt(
+                format!("{} ({fault})", folder.join(manifest::FILE).display()),
+                "in agreement with itself",
+            )
+        };
+        let layout = manifest.spec.validate().map_err(unfit)?;
+        check_shards(&layout, &manifest.parts).map_err(unfit)?;
+        check_images(&manifest.parts).map_err(unfit)?;
+        check_commit(&manifest).map_err(unfit)?;
+        let images = if job.max_delay == 0 { StoredImages::None } else { manifest.images };
+        check_same_model(&manifest.spec, job, images)?;
+        let mut readers = Vec::with_capacity(manifest.parts.len());
+        let mut owners = vec![0; layout.shards() as usize];
+        for (index, part) in manifest.parts.iter().enumerate() {
+            let reader = PartReader::open(folder, part)?;
+            for entry in &part.shards {
+                for &array in Array::state(&manifest.spec).iter().chain(image_arrays(images)) {
+                    reader.check(&manifest.spec, entry.shard, array, entry.elements)?;
+                }
+                owners[entry.shard.index()] = index;
+            }
+            readers.push(reader);
+        }
+        Ok(Source { manifest, layout, readers, owners, images })
+    }
+
+    fn reader(&self, shard: ShardId) -> &PartReader {
+        &self.readers[self.owners[shard.index()]]
+    }
+
+    /// One new shard: read into its own memory, hashed there, compared with what was written.
+    fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
+        let LoadedShard { state, older_image, image } = loaded;
+        let slices = self.layout.slices(job.layout().shard_range(shard));
+        self.read(Array::Master, &slices, bytemuck::cast_slice_mut(state.master))?;
+        self.read(Array::First, &slices, bytemuck::cast_slice_mut(state.first))?;
+        self.read(Array::Second, &slices, bytemuck::cast_slice_mut(state.second))?;
+        let state = StateRef { master: state.master, first: state.first, second: state.second };
+        let captured = Captured { shard, state, image: &[], older_image: None };
+        let hashes = job.hash_blocks(&captured).into_iter().map(|(_, hash)| hash);
+        self.compare(Table::State, &slices, hashes)?;
+        if let Some(image) = image {
+            self.read(Array::Image, &slices, image)?;
+            self.compare(Table::Image, &slices, job.hash_image(image))?;
+        }
+        if let Some(image) = older_image {
+            self.read(Array::OlderImage, &slices, image)?;
+            self.compare(Table::OlderImage, &slices, job.hash_image(image))?;
+        }
+        Ok(())
+    }
+
+    fn read(&self, array: Array, slices: &[Slice], mut target: &mut [u8]) -> Result<(), Fault> {
+        if target.is_empty() {
+            return Ok(()); // a slot the rule does not have
+        }
+        let size = array.dtype(&self.manifest.spec).bytes();
+        for slice in slices {
+            let (part, rest) = target.split_at_mut((slice.elements * size) as usize);
+            self.reader(slice.shard).read(array, slice.shard, slice.offset * size, part)?;
+            target = rest;
+        }
+        Ok(())
+    }
+
+    fn compare(
+        &self,
+        table: Table,
+        slices: &[Slice],
+        hashes: impl IntoIterator<Item = BlockHash>,
+    ) -> Result<(), Fault> {
+        let mut hashes = hashes.into_iter();
+        for slice in slices {
+            let reader = self.reader(slice.shard);
+            let first = slice.offset / BLOCK_ELEMENTS;
+            for (block, found) in
+                (first..).zip(hashes.by_ref().take((slice.elements / BLOCK_ELEMENTS) as usize))
+            {
+                let expected = reader.hash(table, slice.shard, block)?;
+                if found != expected {
+                    return Err(self.damaged(reader, table, slice.shard, block, found, expected));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn damaged(
+        &self,
+        reader: &PartReader,
+        table: Table,
+        shard: ShardId,
+        block: u64,
+        found: BlockHash,
+        expected: BlockHash,
+    ) -> Fault {
+        let what = match table {
+            Table::State => "weights and optimizer state",
+            Table::Image => "image",
+            Table::OlderImage => "older image",
+        };
+        let global = self.layout.shard_range(shard).start / BLOCK_ELEMENTS + block;
+        let hex = |hash: BlockHash| blake3::Hash::from(hash).to_hex();
+        let found = hex(found);
+        let value =
+            format!("{} ({what} of {shard}, block {global}: BLAKE3 {found})", reader.path().display());
+        corrupt(value, format!("of BLAKE3 {}, as it was written", hex(expected)))
+    }
+}
+
+fn image_arrays(images: StoredImages) -> &'static [Array] {
+    match images {
+        StoredImages::None => &[],
+        StoredImages::Current => &[Array::Image],
+        StoredImages::Both => &[Array::Image, Array::OlderImage],
+    }
+}
+
+fn check_commit(manifest: &Manifest) -> Result<(), Fault> {
+    let Some(commit) = &manifest.commit else { return Ok(()) };
+    if commit.step.version() != manifest.version {
+        return Err(Fault::invalid("commit.step", commit.step, manifest.version, "name the last commit"));
+    }
+    commit.validate(&manifest.spec)
+}
+
+/// The first field in which the job is another model than the checkpoint's.
+fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -> Result<(), Fault> {
+    // What may differ is made equal, so that one comparison serves this and a second open of a job.
+    let alike = JobSpec {
+        params: checkpoint.params.clone(),
+        groups: checkpoint.groups.clone(),
+        rule: checkpoint.rule,
+        image_dtype: if images == StoredImages::None { job.image_dtype } else { checkpoint.image_dtype },
+        ..job.clone()
+    };
+    alike.same_as(job).map_err(|fault| Fault {
+        limit: fault.limit.replace("as the job was opened", "as in the checkpoint"),
+        remedy: match &*fault.field {
+            "spec.image_dtype" => "open the job with the checkpoint's image dtype, or with max_delay 0",
+            _ => "restore a checkpoint of this model, or open the job with the checkpoint's parameters and rule",
+        }
+        .to_string(),
+        ..fault
+    })
+}

@@ -1,0 +1,196 @@
+//! The step that turns parts into a checkpoint.
+
+use std::path::{Path, PathBuf};
+
+use longshore_proto::{
+    Fault, FaultKind, JobName, JobSpec, Layout, ShardId,
+    checksum::{BlockHash, state_hash},
+    limits::BLOCK_ELEMENTS,
+};
+
+use super::{
+    Store,
+    fault::{FIELD, corrupt},
+    files,
+    manifest::{self, Manifest},
+    part::{Part, Table},
+    read::PartReader,
+};
+use crate::job::StoredImages;
+
+impl Store {
+    /// Checks that `parts`, what every server's [`Store::write`] returned, are one whole version, and writes the
+    /// manifest. Returns its path. Sealing again with the same parts is no error, so that a lost reply may be retried
+    /// and servers that share the folder may all do it.
+    pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<PathBuf, Fault> {
+        let folder = self.folder(job, name)?;
+        let parts = parse(job, parts)?;
+        let Some(first) = parts.first() else {
+            return Err(invalid("parts", 0, "one for each server"));
+        };
+        let readers = visible(&folder, &parts)?;
+        let own = readers.iter().flatten().next().ok_or_else(|| no_part(&folder))?;
+        let (spec, commit) = job_of(own)?;
+        let layout = spec.validate()?;
+        check_shards(&layout, &parts)?;
+        let images = check_images(&parts)?;
+        let mut manifest = Manifest::new(first, parts.clone(), spec, commit, images);
+        manifest.state_hash = hash_of(&manifest, &layout, &readers)?;
+        let path = folder.join(manifest::FILE);
+        let bytes = manifest.encode(&path)?;
+        if path.exists() {
+            let sealed = Manifest::read(&folder)?;
+            if sealed.parts == manifest.parts {
+                return Ok(path);
+            }
+            let remedy = "choose another name; sealed checkpoints are never overwritten";
+            return Err(Fault::new(FaultKind::Conflict, "name", name, "not sealed with other parts", remedy));
+        }
+        files::publish(path.clone(), &bytes)?;
+        tracing::info!(%job, name, version = %manifest.version, state_hash = ?manifest.state_hash, "checkpoint sealed");
+        Ok(path)
+    }
+}
+
+fn invalid(field: impl Into<String>, value: impl std::fmt::Display, limit: impl std::fmt::Display) -> Fault {
+    Fault::invalid(
+        field,
+        value,
+        limit,
+        "send what Checkpoint returned on every server, each once, for one name",
+    )
+}
+
+/// All parts, in the order of their servers.
+fn parse(job: &JobName, texts: &[String]) -> Result<Vec<Part>, Fault> {
+    let mut parts = Vec::with_capacity(texts.len());
+    for (index, text) in texts.iter().enumerate() {
+        let field = |name: &str| format!("parts[{index}].{name}");
+        let part: Part = serde_json::from_str(text)
+            .map_err(|error| invalid(format!("parts[{index}]"), error, "a part as Checkpoint returned it"))?;
+        if part.job != *job {
+            return Err(invalid(field("job"), &part.job, format!("{job}, the job to seal")));
+        }
+        if part.servers as usize != texts.len() || part.server >= part.servers {
+            let value = format!("{} of {}", part.server, part.servers);
+            return Err(invalid(
+                field("server"),
+                value,
+                format!("one of {}, as many as there are parts", texts.len()),
+            ));
+        }
+        // Also keeps a part from naming a file elsewhere.
+        let expected = Part::file_name(part.server, part.servers);
+        if part.file != expected {
+            return Err(invalid(field("file"), format!("{:?}", part.file), expected));
+        }
+        parts.push(part);
+    }
+    parts.sort_by_key(|part| part.server);
+    parts.iter().enumerate().try_for_each(|(index, part)| check_agreement(index, part, &parts[0]))?;
+    Ok(parts)
+}
+
+fn check_agreement(index: usize, part: &Part, first: &Part) -> Result<(), Fault> {
+    if part.server as usize != index {
+        return Err(invalid("parts", format!("without server {index}"), "one for each server, each once"));
+    }
+    let fields = [
+        ("version", part.version.0.to_string(), first.version.0.to_string()),
+        ("applied", part.applied.to_string(), first.applied.to_string()),
+        ("spec", part.spec.clone(), first.spec.clone()),
+        ("commit", part.commit.clone(), first.commit.clone()),
+    ];
+    for (field, theirs, ours) in fields {
+        if theirs != ours {
+            let limit = format!("{ours}, as on server 0");
+            let remedy = "the servers wrote different versions: checkpoint again, naming the version";
+            let field = format!("parts[{index}].{field}");
+            return Err(Fault::new(FaultKind::Conflict, field, theirs, limit, remedy));
+        }
+    }
+    Ok(())
+}
+
+/// The parts that lie in this host's folder, verified as far as header and hashes.
+fn visible(folder: &Path, parts: &[Part]) -> Result<Vec<Option<PartReader>>, Fault> {
+    let open = |part: &Part| match PartReader::open(folder, part) {
+        Ok(reader) => Ok(Some(reader)),
+        Err(fault) if fault.kind == FaultKind::NotFound => Ok(None),
+        Err(fault) => Err(fault),
+    };
+    parts.iter().map(open).collect()
+}
+
+fn no_part(folder: &Path) -> Fault {
+    let limit = "a folder with at least this server's part";
+    let remedy = "call Checkpoint on this server first, with the same name";
+    Fault::new(FaultKind::NotFound, FIELD, folder.display(), limit, remedy)
+}
+
+fn job_of(own: &PartReader) -> Result<(JobSpec, Option<longshore_proto::Commit>), Fault> {
+    let bad =
+        |error: serde_json::Error| corrupt(format!("{} (job: {error})", own.path().display()), "readable");
+    Ok((
+        serde_json::from_slice(own.spec()?).map_err(bad)?,
+        manifest::parse_commit(own.commit()?).map_err(bad)?,
+    ))
+}
+
+/// Every shard of the layout once, where the layout has it.
+pub(super) fn check_shards(layout: &Layout, parts: &[Part]) -> Result<(), Fault> {
+    let mut seen = vec![false; layout.shards() as usize];
+    for (index, part) in parts.iter().enumerate() {
+        for entry in &part.shards {
+            let field = format!("parts[{index}].shards");
+            let Some(seen) = seen.get_mut(entry.shard.index()) else {
+                return Err(invalid(field, entry.shard, format!("below {}", layout.shards())));
+            };
+            let range = layout.shard_range(entry.shard);
+            if (entry.start, entry.elements) != (range.start, range.end - range.start) {
+                let value = format!("{} at {}, {} elements", entry.shard, entry.start, entry.elements);
+                return Err(invalid(field, value, format!("at {}..{}", range.start, range.end)));
+            }
+            if std::mem::replace(seen, true) {
+                return Err(invalid(field, format!("{} twice", entry.shard), "every shard once"));
+            }
+        }
+    }
+    match seen.iter().position(|seen| !seen) {
+        Some(missing) => {
+            Err(invalid("parts", format!("without {}", ShardId(missing as u32)), "every shard once"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The images that every part with shards has.
+pub(super) fn check_images(parts: &[Part]) -> Result<StoredImages, Fault> {
+    let mut images = parts.iter().filter(|part| !part.shards.is_empty()).map(|part| part.images);
+    let first = images.next().unwrap_or(StoredImages::None);
+    match images.find(|&other| other != first) {
+        Some(other) => {
+            Err(invalid("parts.images", format!("{other:?}"), format!("{first:?} on every server")))
+        }
+        None => Ok(first),
+    }
+}
+
+/// The state hash, where all parts are visible.
+fn hash_of(
+    manifest: &Manifest,
+    layout: &Layout,
+    readers: &[Option<PartReader>],
+) -> Result<Option<String>, Fault> {
+    let mut hashes: Vec<BlockHash> = vec![[0; 32]; layout.blocks() as usize];
+    for (part, reader) in manifest.parts.iter().zip(readers) {
+        let Some(reader) = reader else { return Ok(None) };
+        for entry in &part.shards {
+            let first = entry.start / BLOCK_ELEMENTS;
+            for block in 0..entry.elements / BLOCK_ELEMENTS {
+                hashes[(first + block) as usize] = reader.hash(Table::State, entry.shard, block)?;
+            }
+        }
+    }
+    Ok(Some(state_hash(manifest.version, manifest.applied, &hashes)))
+}

@@ -1,0 +1,173 @@
+//! No altered byte passes, and a job that met one can still be restored from a good checkpoint.
+
+use std::{fs, sync::OnceLock};
+
+use longshore_proto::FaultKind;
+use proptest::prelude::*;
+
+use super::*;
+use crate::job::StoredImages;
+
+/// A good delayed checkpoint of two servers, and a target that stays loading as long as restores fail.
+struct Fixture {
+    _root: tempfile::TempDir,
+    store: Store,
+    target: Cluster,
+    state_hash: String,
+}
+
+const PART: &str = "server-00002-of-00002.safetensors";
+
+fn fixture() -> Fixture {
+    let (root, store) = store();
+    let saved = Cluster::trained(&spec(2, 1), 2, 2);
+    saved.save(&store, "good");
+    let target = Cluster::open(&spec(1, 1), 1);
+    Fixture { _root: root, store, target, state_hash: saved.state_hash() }
+}
+
+impl Fixture {
+    fn path(&self, file: &str) -> std::path::PathBuf {
+        self.store.dir().join("run/good").join(file)
+    }
+
+    /// What a restore says with `file` altered; the file is as before after it.
+    fn fault_with(&self, file: &str, alter: impl FnOnce(&mut Vec<u8>)) -> Result<Fault, TestCaseError> {
+        let path = self.path(file);
+        let good = fs::read(&path).unwrap();
+        let mut bad = good.clone();
+        alter(&mut bad);
+        fs::write(&path, &bad).unwrap();
+        let result = self.target.restore(&self.store, "good");
+        fs::write(&path, &good).unwrap();
+        prop_assert!(self.target.is_loading());
+        let fault = result.err().ok_or_else(|| TestCaseError::fail("the damage passed"))?;
+        prop_assert!(fault.value.contains(file), "{}", fault);
+        prop_assert!(fault.remedy.contains("another checkpoint"), "{}", fault);
+        Ok(fault)
+    }
+}
+
+fn shared() -> &'static std::sync::Mutex<Fixture> {
+    static SHARED: OnceLock<std::sync::Mutex<Fixture>> = OnceLock::new();
+    SHARED.get_or_init(|| std::sync::Mutex::new(fixture()))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn an_altered_byte_is_found(
+        file in prop_oneof![Just(PART), Just("manifest.json")],
+        at in any::<prop::sample::Index>(),
+        near_an_end in prop_oneof![Just(None), (0usize..6000).prop_map(Some)],
+        mask in 1u8..,
+    ) {
+        let fixture = crate::lock(shared());
+        let fault = fixture.fault_with(file, |bytes| {
+            // Half of them where header and tail are: they are small beside the tensors.
+            let at = match near_an_end {
+                Some(near) if near % 2 == 0 => near % bytes.len(),
+                Some(near) => bytes.len() - 1 - near % bytes.len(),
+                None => at.index(bytes.len()),
+            };
+            bytes[at] ^= mask;
+        })?;
+        prop_assert_eq!(fault.kind, FaultKind::Corrupt, "{}", fault);
+    }
+
+    #[test]
+    fn a_truncated_file_is_found(
+        file in prop_oneof![Just(PART), Just("manifest.json")],
+        at in any::<prop::sample::Index>(),
+    ) {
+        let fixture = crate::lock(shared());
+        let fault = fixture.fault_with(file, |bytes| bytes.truncate(at.index(bytes.len())))?;
+        prop_assert_eq!(fault.kind, FaultKind::Corrupt, "{}", fault);
+    }
+}
+
+#[test]
+fn a_damaged_block_is_named_and_a_good_checkpoint_still_restores() {
+    let fixture = fixture();
+    let find = |name: &str| {
+        let bytes = fs::read(fixture.path(PART)).unwrap();
+        let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        8 + header + metadata.info(name).unwrap().data_offsets.1 - 1
+    };
+    for (array, what) in [
+        ("master", "weights and optimizer state of shard 1, block 3"),
+        ("first", "weights and optimizer state of shard 1, block 3"),
+        ("second", "weights and optimizer state of shard 1, block 3"),
+        ("image", "(image of shard 1, block 3"),
+        ("older_image", "(older image of shard 1, block 3"),
+    ] {
+        let at = find(&format!("shard.000001.{array}"));
+        let fault = fixture.fault_with(PART, |bytes| bytes[at] ^= 1).unwrap();
+        assert_eq!(fault.kind, FaultKind::Corrupt);
+        assert!(fault.value.contains(what), "{fault}");
+    }
+    let info = fixture.target.restore(&fixture.store, "good").unwrap().remove(0);
+    assert_eq!(info.state_hash.as_ref(), Some(&fixture.state_hash));
+    assert_eq!(fixture.target.state_hash(), fixture.state_hash);
+}
+
+/// What a failed restore left in the images must not be taken for those of the next one.
+#[test]
+fn a_failed_restore_leaves_no_images() {
+    let fixture = fixture();
+    let exact = Cluster::trained(&spec(2, 0), 1, 2);
+    exact.save(&fixture.store, "exact");
+    let last = 8 + {
+        let bytes = fs::read(fixture.path(PART)).unwrap();
+        let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        header + metadata.info("shard.000001.older_image").unwrap().data_offsets.1 - 1
+    };
+    fixture.fault_with(PART, |bytes| bytes[last] ^= 1).unwrap();
+    fixture.target.restore(&fixture.store, "exact").unwrap();
+    assert_eq!(fixture.target.image(Version(2)).unwrap(), exact.image(Version(2)).unwrap());
+    assert!(fixture.target.image(Version(1)).is_err());
+}
+
+#[test]
+fn weights_may_be_uploaded_after_a_failed_restore() {
+    let fixture = fixture();
+    fixture.fault_with(PART, |bytes| bytes[100_000] ^= 1).unwrap();
+    fixture.target.upload();
+    assert_eq!(fixture.target.version(), Version(0));
+    let fresh = Cluster::trained(&spec(1, 1), 1, 0);
+    assert_eq!(fixture.target.state_hash(), fresh.state_hash());
+    assert_eq!(fixture.target.image(Version(0)).unwrap(), fresh.image(Version(0)).unwrap());
+}
+
+/// A shard that a failed load had filled, images included, at the very version that is loaded next.
+#[test]
+fn a_failed_load_leaves_neither_images_nor_moments() {
+    let target = Cluster::open(&spec(3, 1), 1);
+    let job = &target.jobs[0];
+    let failed = job.load(Version(0), 0, None, StoredImages::Current, &mut |shard, loaded| {
+        [loaded.state.master, loaded.state.first, loaded.state.second]
+            .into_iter()
+            .for_each(|array| array.fill(7.0));
+        loaded.image.unwrap().fill(7);
+        if shard.0 == 0 { Ok(()) } else { Err(Fault::invalid("test", "failing", "whole", "none")) }
+    });
+    assert_eq!(failed.unwrap_err().field, "test");
+    target.upload();
+    let fresh = Cluster::trained(&spec(3, 1), 1, 0);
+    assert_eq!(target.state_hash(), fresh.state_hash());
+    assert!(target.image(Version(0)).unwrap() == fresh.image(Version(0)).unwrap());
+}
+
+#[test]
+fn a_newer_format_is_refused_as_such() {
+    let fixture = fixture();
+    let folder = fixture.store.dir().join("run/good");
+    let mut manifest = super::super::Manifest::read(&folder).unwrap();
+    manifest.format_version = 2;
+    let bytes = manifest.encode(&fixture.path("manifest.json")).unwrap();
+    fs::write(fixture.path("manifest.json"), bytes).unwrap();
+    let fault = fixture.target.restore(&fixture.store, "good").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Precondition, "{fault}");
+    assert!(fault.value.contains("format_version 2"), "{fault}");
+}

@@ -1,0 +1,219 @@
+//! Checkpoints of real jobs: servers in one process, driven as workers would.
+
+mod damage;
+mod round_trip;
+mod sealing;
+mod training;
+
+use std::{
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{
+    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Hyper, Incarnation, JobName, JobSpec,
+    Layout, MicroStep, Param, Placement, Rank, Rule, ServerId, ShardId, Slice, Step, TierKind, Version,
+    checksum::{crc32, state_hash},
+    limits::BLOCK_ELEMENTS,
+};
+
+use super::{Part, RestoreInfo, Store};
+use crate::{
+    admission::Budget,
+    job::{Compute, Job, Stored},
+    kernels::Isa,
+    step::{Phase, Work},
+};
+
+const RANK: Incarnation = Incarnation(1);
+
+/// A model of 5 blocks, in shards of `shard_blocks`.
+fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
+    let param = |name: &str, shape: &[u64], group| Param { name: name.into(), shape: shape.to_vec(), group };
+    JobSpec {
+        name: JobName::parse("name", "run").unwrap(),
+        params: vec![param("a", &[1000, 100], 0), param("b", &[63], 1), param("c", &[450, 450], 0)],
+        groups: vec!["decay".into(), "none".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: 1,
+        micro_steps: 1,
+        max_delay,
+        shard_elements: shard_blocks * BLOCK_ELEMENTS,
+        tier: TierKind::Memory,
+    }
+}
+
+/// A job's servers.
+struct Cluster {
+    jobs: Vec<Arc<Job>>,
+    layout: Layout,
+}
+
+impl Cluster {
+    fn open(spec: &JobSpec, servers: u32) -> Cluster {
+        let layout = spec.validate().unwrap();
+        let addresses = (0..servers).map(|server| format!("server-{server}")).collect();
+        let placement = Placement::striped(addresses, layout.shards());
+        let compute = Arc::new(Compute::new(2, Isa::detect()).unwrap());
+        let open = |server| {
+            let (spec, placement, compute) = (spec.clone(), placement.clone(), Arc::clone(&compute));
+            let budget = Budget::new(1 << 30);
+            let job =
+                Job::open(spec, placement, ServerId(server), &budget, compute, Box::new(|| {})).unwrap();
+            job.join(Rank(0), RANK).unwrap();
+            Arc::new(job)
+        };
+        Cluster { jobs: (0..servers).map(open).collect(), layout }
+    }
+
+    /// Opened, with weights, after `steps` steps.
+    fn trained(spec: &JobSpec, servers: u32, steps: u64) -> Cluster {
+        let cluster = Cluster::open(spec, servers);
+        cluster.upload();
+        (1..=steps).for_each(|step| cluster.step(step));
+        cluster
+    }
+
+    fn upload(&self) {
+        self.chunks(Dtype::F32, |job, shard, chunk, elements| {
+            let payload: Vec<u8> = elements.flat_map(|element| value(element, 0).to_le_bytes()).collect();
+            job.upload(RANK, shard, chunk, crc32(&payload), &payload).unwrap();
+        });
+    }
+
+    /// Every chunk of every shard of every server, with its elements in the flat space.
+    fn chunks(&self, dtype: Dtype, each: impl Fn(&Job, ShardId, ChunkId, std::ops::Range<u64>)) {
+        for job in &self.jobs {
+            for &shard in job.owned() {
+                let start = self.layout.shard_range(shard).start;
+                for chunk in (0..self.layout.chunks(shard, dtype)).map(ChunkId) {
+                    let bytes = self.layout.chunk_bytes(shard, chunk, dtype).unwrap();
+                    let element = |byte| start + byte / dtype.bytes();
+                    each(job, shard, chunk, element(bytes.start)..element(bytes.end));
+                }
+            }
+        }
+    }
+
+    /// One whole step. Every third one overflows.
+    fn step(&self, step: u64) {
+        self.chunks(Dtype::Bf16, |job, shard, chunk, elements| {
+            let bits = |element| half::bf16::from_f32(value(element, step)).to_le_bytes();
+            let payload: Vec<u8> = elements.flat_map(bits).collect();
+            let contribution =
+                Contribution { step: Step(step), micro_step: MicroStep(0), rank: Rank(0), shard };
+            let chunk = ContributionChunk {
+                contribution,
+                incarnation: RANK,
+                chunk,
+                loss_scale: 1.0,
+                dtype: Dtype::Bf16,
+                bytes: payload.len() as u64,
+                crc32: crc32(&payload),
+            };
+            match job.store(&chunk, &payload).unwrap() {
+                Stored::New(work) => perform(job, work),
+                other => panic!("{other:?}"),
+            }
+        });
+        for job in &self.jobs {
+            let (_, work) = job.commit(RANK, commit(job.spec(), step)).unwrap();
+            perform(job, work);
+        }
+    }
+
+    fn version(&self) -> Version {
+        self.jobs[0].progress().version
+    }
+
+    fn state_hash(&self) -> String {
+        let hashes = self.jobs.iter().map(|job| job.state_hashes(soon()).unwrap());
+        let (infos, blocks): (Vec<_>, Vec<_>) = hashes.unzip();
+        let mut blocks = blocks.concat();
+        blocks.sort_by_key(|(block, _)| *block);
+        state_hash(infos[0].version, infos[0].applied, blocks.iter().map(|(_, hash)| hash))
+    }
+
+    /// The whole model's image of a version.
+    fn image(&self, version: Version) -> Result<Vec<u8>, Fault> {
+        let mut whole = vec![0; (self.layout.elements() * 2) as usize];
+        for job in &self.jobs {
+            for &shard in job.owned() {
+                let range = self.layout.shard_range(shard);
+                let slice = Slice { shard, offset: 0, elements: range.end - range.start };
+                let target = &mut whole[range.start as usize * 2..range.end as usize * 2];
+                job.read_image(&slice, version, &mut |bytes| target.copy_from_slice(bytes))?;
+            }
+        }
+        Ok(whole)
+    }
+
+    fn write(&self, store: &Store, name: &str) -> Vec<String> {
+        let write = |job| store.write(job, name, None, soon()).unwrap().to_json().unwrap();
+        self.jobs.iter().map(write).collect()
+    }
+
+    fn save(&self, store: &Store, name: &str) {
+        let parts = self.write(store, name);
+        store.seal(&self.jobs[0].spec().name, name, &parts).unwrap();
+    }
+
+    fn restore(&self, store: &Store, name: &str) -> Result<Vec<RestoreInfo>, Fault> {
+        self.jobs.iter().map(|job| store.restore(job, &run(), name)).collect()
+    }
+
+    fn is_loading(&self) -> bool {
+        self.jobs.iter().all(|job| job.progress().phase == Phase::Loading)
+    }
+}
+
+fn perform(job: &Job, mut work: Option<Work>) {
+    while let Some(next) = work {
+        work = job.perform(next).unwrap();
+    }
+}
+
+fn commit(spec: &JobSpec, step: u64) -> Commit {
+    let skip = step.is_multiple_of(3);
+    Commit {
+        step: Step(step),
+        skip,
+        gradient_scale: 1.0,
+        clip_coefficient: 0.9,
+        // The image then is not the rounded master weights, and must come from the checkpoint.
+        compensation: f64::from(spec.max_delay) / 2.0,
+        groups: vec![Hyper { weight_decay: 0.1, ..Hyper::default() }, Hyper::default()],
+        norm: if skip { f64::NAN } else { 0.1 * step as f64 },
+        loss_scale: 1.0 / 3.0,
+        trainer_state: format!("after {step}").into_bytes(),
+    }
+}
+
+/// Anything deterministic in [-0.5, 0.5): weights for step 0, gradients else.
+fn value(element: u64, step: u64) -> f32 {
+    (element.wrapping_mul(2_654_435_761).wrapping_add(step * 40_503) % 4096) as f32 / 4096.0 - 0.5
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+fn run() -> JobName {
+    JobName::parse("name", "run").unwrap()
+}
+
+fn store() -> (tempfile::TempDir, Store) {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::new(root.path());
+    (root, store)
+}
+
+fn files(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}

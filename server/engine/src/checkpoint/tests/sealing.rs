@@ -1,0 +1,192 @@
+//! What makes a checkpoint, what is refused, and how old ones go.
+
+use std::fs;
+
+use longshore_proto::FaultKind;
+
+use super::*;
+use crate::job::StoredImages;
+
+#[test]
+fn only_all_parts_of_one_version_are_sealed() {
+    let (_root, store) = store();
+    let cluster = Cluster::trained(&spec(1, 0), 2, 1);
+    let early = cluster.write(&store, "a");
+    cluster.step(2);
+    let late = cluster.write(&store, "a");
+    let seal = |parts: &[String]| store.seal(&run(), "a", parts).unwrap_err();
+
+    let fault = seal(&[early[0].clone(), late[1].clone()]);
+    assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, "parts[1].version"), "{fault}");
+    for wrong in [&late[..1], &[], &[late[0].clone(), late[0].clone()], &["{}".to_string(), late[1].clone()]]
+    {
+        assert_eq!(seal(wrong).kind, FaultKind::Invalid);
+    }
+    let mut part: Part = serde_json::from_str(&late[1]).unwrap();
+    part.file = "../../elsewhere".into();
+    let fault = seal(&[late[0].clone(), part.to_json().unwrap()]);
+    assert_eq!(fault.field, "parts[1].file", "{fault}");
+    let mut part: Part = serde_json::from_str(&late[1]).unwrap();
+    part.shards.pop();
+    assert_eq!(
+        seal(&[late[0].clone(), part.to_json().unwrap()]).kind,
+        FaultKind::Corrupt,
+        "fewer than the file has"
+    );
+    let other = store.seal(&JobName::parse("name", "other").unwrap(), "a", &late).unwrap_err();
+    assert_eq!(other.field, "parts[0].job");
+
+    assert_eq!(store.list(&run()).unwrap(), []);
+    let path = store.seal(&run(), "a", &late).unwrap();
+    assert_eq!(store.seal(&run(), "a", &late).unwrap(), path, "sealing may be repeated");
+    assert_eq!(store.list(&run()).unwrap(), [("a".to_string(), Version(2))]);
+    let fault = store.write(&cluster.jobs[0], "a", None, soon()).unwrap_err();
+    assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, "name"));
+}
+
+#[test]
+fn an_unsealed_checkpoint_does_not_exist() {
+    let (_root, store) = store();
+    let cluster = Cluster::trained(&spec(1, 0), 2, 1);
+    cluster.write(&store, "a");
+    assert_eq!(store.latest(&run()).unwrap(), None);
+    let target = Cluster::open(&spec(1, 0), 1);
+    let fault = target.restore(&store, "a").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::NotFound);
+    assert!(fault.value.ends_with("manifest.json") && fault.remedy.contains("seal"), "{fault}");
+    assert!(target.is_loading());
+}
+
+#[test]
+fn a_missing_part_is_named() {
+    let (root, store) = store();
+    let cluster = Cluster::trained(&spec(1, 0), 3, 1);
+    cluster.save(&store, "a");
+    fs::remove_file(root.path().join("run/a/server-00002-of-00003.safetensors")).unwrap();
+    let target = Cluster::open(&spec(1, 0), 1);
+    let fault = target.restore(&store, "a").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::NotFound);
+    assert!(fault.value.contains("server-00002-of-00003") && fault.remedy.contains("copy"), "{fault}");
+    assert!(target.is_loading());
+}
+
+/// Each host with a folder of its own, brought together later.
+#[test]
+fn parts_of_several_hosts_may_be_collected() {
+    let cluster = Cluster::trained(&spec(1, 0), 2, 1);
+    let hosts = [store(), store()];
+    let parts: Vec<String> = (cluster.jobs.iter().zip(&hosts))
+        .map(|(job, (_, store))| store.write(job, "a", None, soon()).unwrap().to_json().unwrap())
+        .collect();
+    let manifests =
+        hosts.each_ref().map(|(_, store)| fs::read(store.seal(&run(), "a", &parts).unwrap()).unwrap());
+    assert_eq!(manifests[0], manifests[1]);
+    let file = "run/a/server-00002-of-00002.safetensors";
+    fs::copy(hosts[1].0.path().join(file), hosts[0].0.path().join(file)).unwrap();
+    let target = Cluster::open(&spec(2, 0), 1);
+    let info = target.restore(&hosts[0].1, "a").unwrap().remove(0);
+    assert_eq!(info.state_hash, None);
+    assert_eq!(target.state_hash(), cluster.state_hash());
+    let (_root, empty) = store();
+    assert_eq!(empty.seal(&run(), "a", &parts).unwrap_err().kind, FaultKind::NotFound);
+}
+
+#[test]
+fn another_model_is_refused_and_named() {
+    let (_root, store) = store();
+    Cluster::trained(&spec(1, 1), 1, 2).save(&store, "a");
+    let good = spec(1, 1);
+    let mut params = good.params.clone();
+    params[1].shape = vec![62];
+    let mut grouped = good.params.clone();
+    grouped[2].group = 1;
+    let cases = [
+        ("spec.params[1]", JobSpec { params, ..good.clone() }),
+        ("spec.params[2]", JobSpec { params: grouped, ..good.clone() }),
+        ("spec.params", JobSpec { params: good.params[..2].to_vec(), ..good.clone() }),
+        ("spec.groups", JobSpec { groups: vec!["x".into(), "y".into()], ..good.clone() }),
+        ("spec.rule", JobSpec { rule: Rule::Adam, ..good.clone() }),
+        ("spec.image_dtype", JobSpec { image_dtype: Dtype::F16, ..good.clone() }),
+    ];
+    for (field, other) in cases {
+        let target = Cluster::open(&other, 1);
+        let fault = target.restore(&store, "a").unwrap_err();
+        assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, field), "{fault}");
+        assert!(fault.limit.ends_with("as in the checkpoint"), "{fault}");
+        assert!(target.is_loading());
+    }
+    let free = JobSpec {
+        name: JobName::parse("name", "fork").unwrap(),
+        gradient_dtype: Dtype::F32,
+        image_dtype: Dtype::F16,
+        world_size: 2,
+        micro_steps: 3,
+        max_delay: 0,
+        ..spec(3, 0)
+    };
+    Cluster::open(&free, 2).restore(&store, "a").unwrap();
+}
+
+#[test]
+fn a_job_that_trains_is_not_restored_and_one_that_loads_is_not_written() {
+    let (root, store) = store();
+    let cluster = Cluster::trained(&spec(1, 0), 1, 1);
+    cluster.save(&store, "a");
+    assert_eq!(cluster.restore(&store, "a").unwrap_err().field, "job.phase");
+    let loading = Cluster::open(&spec(1, 0), 1);
+    let fault = store.write(&loading.jobs[0], "b", None, soon()).unwrap_err();
+    assert_eq!((fault.kind, &*fault.field), (FaultKind::Precondition, "job.phase"));
+    let fault = store.write(&cluster.jobs[0], "b", Some(Version(7)), soon()).unwrap_err();
+    assert_eq!((fault.kind, &*fault.field), (FaultKind::Precondition, "version"));
+    assert_eq!(files(&root.path().join("run")), ["a"], "a refused checkpoint leaves nothing behind");
+}
+
+#[test]
+fn a_job_is_filled_from_one_source() {
+    let cluster = Cluster::open(&spec(5, 0), 1);
+    let job = &cluster.jobs[0];
+    let payload = vec![0; 1 << 20];
+    job.load(Version(1), 1, None, StoredImages::None, &mut |shard, _| {
+        let upload = job.upload(RANK, shard, ChunkId(0), crc32(&payload), &payload).unwrap_err();
+        assert_eq!((upload.kind, &*upload.value), (FaultKind::Precondition, "being restored"));
+        let load = job.load(Version(1), 1, None, StoredImages::None, &mut |_, _| Ok(())).unwrap_err();
+        assert_eq!((load.kind, &*load.value), (FaultKind::Precondition, "being restored"));
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(cluster.version(), Version(1));
+}
+
+#[test]
+fn names_stay_inside_the_store() {
+    let (_root, store) = store();
+    let cluster = Cluster::trained(&spec(1, 0), 1, 0);
+    for name in ["../a", "", ".", "..", "a/b", ".hidden"] {
+        assert_eq!(store.write(&cluster.jobs[0], name, None, soon()).unwrap_err().field, "name");
+        assert_eq!(store.seal(&run(), name, &[]).unwrap_err().field, "name");
+        assert_eq!(store.restore(&cluster.jobs[0], &run(), name).unwrap_err().field, "name");
+    }
+}
+
+#[test]
+fn the_oldest_go_first_and_the_newest_never() {
+    let (root, store) = store();
+    let cluster = Cluster::trained(&spec(5, 0), 1, 0);
+    cluster.save(&store, "z");
+    cluster.save(&store, "y");
+    for (step, name) in [(1, "x"), (2, "w")] {
+        cluster.step(step);
+        cluster.save(&store, name);
+    }
+    cluster.write(&store, "unsealed");
+    let names = |list: Vec<(String, Version)>| list.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+    assert_eq!(names(store.list(&run()).unwrap()), ["y", "z", "x", "w"]);
+    assert_eq!(store.prune(&run(), None).unwrap(), Vec::<String>::new());
+    assert_eq!(store.prune(&run(), Some(3)).unwrap(), ["y"]);
+    // A damaged one is neither listed nor counted.
+    fs::write(root.path().join("run/z/manifest.json"), b"{").unwrap();
+    assert_eq!(names(store.list(&run()).unwrap()), ["x", "w"]);
+    assert_eq!(store.prune(&run(), Some(0)).unwrap(), ["x"]);
+    assert_eq!(store.latest(&run()).unwrap(), Some(("w".to_string(), Version(2))));
+    assert_eq!(files(&root.path().join("run")), ["unsealed", "w", "z"]);
+}

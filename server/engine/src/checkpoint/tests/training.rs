@@ -1,0 +1,64 @@
+//! Written while training goes on, a part is still of exactly one version.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+};
+
+use super::*;
+
+const SAVED: usize = 6;
+
+/// Trains until `SAVED` checkpoints are written; returns their names and the version training ended at.
+fn save_while_training(live: &Cluster, store: &Store) -> (Vec<String>, Version) {
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let training = scope.spawn(|| {
+            (1..).take_while(|_| !stop.load(Ordering::Relaxed)).for_each(|step| live.step(step));
+        });
+        let save = |index| {
+            let name = format!("d{}-{index}", live.jobs[0].spec().max_delay);
+            let before = live.version();
+            live.save(store, &name);
+            while live.version() == before && !training.is_finished() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            name
+        };
+        let names = (0..SAVED).map(save).collect();
+        stop.store(true, Ordering::Relaxed);
+        training.join().unwrap();
+        (names, live.version())
+    })
+}
+
+#[test]
+fn a_part_is_of_exactly_one_version() {
+    let (_root, store) = store();
+    for max_delay in [0, 1] {
+        let spec = spec(1, max_delay);
+        let live = Cluster::trained(&spec, 1, 0);
+        let (names, end) = save_while_training(&live, &store);
+
+        let reference = Cluster::trained(&spec, 1, 0);
+        let seen = |reference: &Cluster, version| (reference.state_hash(), reference.image(version).unwrap());
+        let mut versions = vec![seen(&reference, Version(0))];
+        for step in 1..=end.0 {
+            reference.step(step);
+            versions.push(seen(&reference, Version(step)));
+        }
+        assert_eq!(live.state_hash(), reference.state_hash(), "training is undisturbed");
+
+        for name in names {
+            let restored = Cluster::open(&spec, 2);
+            let info = restored.restore(&store, &name).unwrap().remove(0);
+            let version = info.version.0 as usize;
+            assert_eq!(info.state_hash.as_ref(), Some(&versions[version].0), "{name}");
+            assert_eq!(restored.state_hash(), versions[version].0, "{name}");
+            let oldest = version - version.min(max_delay as usize);
+            for (kept, (_, image)) in versions.iter().enumerate().take(version + 1).skip(oldest) {
+                assert!(restored.image(Version(kept as u64)).unwrap() == *image, "{name}, image of {kept}");
+            }
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! One server's part, written shard by shard as the snapshot visits them.
+
+use std::{
+    os::unix::fs::FileExt,
+    path::PathBuf,
+    sync::{Arc, Mutex},
+    time::Instant,
+};
+
+use longshore_proto::{Fault, FaultKind, Version, checksum::BlockHash};
+
+use super::{
+    Store,
+    fault::{FIELD, defect, io},
+    files::{Draft, remove_drafts},
+    manifest,
+    part::{Array, Part, PartShard},
+    plan::{Found, MAX_HEADER_BYTES, Plan},
+};
+use crate::{
+    job::{Captured, Job, SnapshotInfo, StoredImages},
+    lock,
+    step::Phase,
+};
+
+/// Shared with the snapshot: writes each captured shard and keeps its block hashes.
+struct Sink {
+    job: Arc<Job>,
+    draft: Draft,
+    data_start: u64,
+    /// Data offsets of all arrays a shard may have, by owned shard.
+    places: Vec<Vec<(Array, u64)>>,
+    /// By owned shard.
+    hashes: Mutex<Vec<Hashes>>,
+}
+
+#[derive(Clone, Default)]
+struct Hashes {
+    state: Vec<BlockHash>,
+    image: Vec<BlockHash>,
+    older_image: Vec<BlockHash>,
+}
+
+impl Store {
+    /// Writes this server's part of checkpoint `name` of the current version (which must be `expected` unless that is
+    /// None), while training goes on. Blocks until it is on disk; until [`Store::seal`] it is not yet a checkpoint.
+    /// After an error nothing is left behind. The deadline bounds the wait for updates in progress, not the disk.
+    pub fn write(
+        &self,
+        job: &Arc<Job>,
+        name: &str,
+        expected: Option<Version>,
+        deadline: Instant,
+    ) -> Result<Part, Fault> {
+        let folder = self.folder(&job.spec().name, name)?;
+        if job.progress().phase == Phase::Loading {
+            let remedy = "upload the weights or restore a checkpoint first";
+            return Err(Fault::new(FaultKind::Precondition, "job.phase", "loading", "training", remedy));
+        }
+        if folder.join(manifest::FILE).exists() {
+            let remedy = "choose another name; sealed checkpoints are never overwritten";
+            return Err(Fault::new(FaultKind::Conflict, "name", name, "not a sealed checkpoint's", remedy));
+        }
+        let servers = job.placement().servers.len() as u32;
+        let target = folder.join(Part::file_name(job.server().0, servers));
+        remove_drafts(&target);
+        let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
+        let plan = plan(job, &spec);
+        let sink = Arc::new(Sink::prepare(job, &plan, target)?);
+        let written = sink.record(&plan, &spec, expected, deadline);
+        if written.is_err() {
+            sink.draft.discard();
+        }
+        let part = written?;
+        tracing::info!(job = %part.job, name, version = %part.version, bytes = part.bytes, "part written");
+        Ok(part)
+    }
+}
+
+fn plan<'a>(job: &'a Job, spec: &[u8]) -> Plan<'a> {
+    Plan {
+        spec: job.spec(),
+        layout: job.layout(),
+        shards: job.owned(),
+        server: job.server().0,
+        servers: job.placement().servers.len() as u32,
+        spec_bytes: spec.len() as u64,
+    }
+}
+
+impl Sink {
+    fn prepare(job: &Arc<Job>, plan: &Plan<'_>, target: PathBuf) -> Result<Sink, Fault> {
+        let largest = plan.largest();
+        let header = plan.header(largest).map_err(|error| defect(&target, error))?;
+        let data_start = header.data_start();
+        if data_start > MAX_HEADER_BYTES {
+            let value = format!("{data_start} bytes of header in {}", target.display());
+            let limit = format!("at most {MAX_HEADER_BYTES}, as safetensors readers accept");
+            let remedy = "open the job with larger shards or more servers";
+            return Err(Fault::new(FaultKind::Exhausted, FIELD, value, limit, remedy));
+        }
+        let mut places = vec![Vec::new(); plan.shards.len()];
+        let index = |shard| plan.shards.binary_search(&shard).unwrap_or_default();
+        for (shard, array, offset) in plan.arrays(largest.images) {
+            places[index(shard)].push((array, offset));
+        }
+        let draft = Draft::create(target)?;
+        draft.reserve(data_start + header.data)?;
+        let hashes = Mutex::new(vec![Hashes::default(); places.len()]);
+        Ok(Sink { job: Arc::clone(job), draft, data_start, places, hashes })
+    }
+
+    /// Captures, completes and publishes the part.
+    fn record(
+        self: &Arc<Self>,
+        plan: &Plan<'_>,
+        spec: &[u8],
+        expected: Option<Version>,
+        deadline: Instant,
+    ) -> Result<Part, Fault> {
+        let sink = Arc::clone(self);
+        let capture = move |owned: usize, captured: Captured<'_>| sink.take(owned, &captured);
+        let info = self.job.snapshot(expected, deadline, Box::new(capture))?;
+        let part = self.finish(plan, spec, info)?;
+        self.draft.publish()?;
+        Ok(part)
+    }
+
+    /// On the thread that captures the shard, straight from its memory.
+    fn take(&self, owned: usize, captured: &Captured<'_>) -> Result<(), Fault> {
+        let state = captured.state;
+        for &(array, offset) in &self.places[owned] {
+            match array {
+                Array::Master => self.put(offset, bytemuck::cast_slice(state.master))?,
+                Array::First => self.put(offset, bytemuck::cast_slice(state.first))?,
+                Array::Second => self.put(offset, bytemuck::cast_slice(state.second))?,
+                Array::Image => self.put(offset, captured.image)?,
+                Array::OlderImage => self.put(offset, captured.older_image.unwrap_or_default())?,
+            }
+        }
+        let images = self.job.spec().max_delay >= 1;
+        let hash_image = |image: &[u8]| if images { self.job.hash_image(image) } else { Vec::new() };
+        let hashes = Hashes {
+            state: self.job.hash_blocks(captured).into_iter().map(|(_, hash)| hash).collect(),
+            image: hash_image(captured.image),
+            older_image: hash_image(captured.older_image.unwrap_or_default()),
+        };
+        lock(&self.hashes)[owned] = hashes;
+        Ok(())
+    }
+
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let path = self.draft.path();
+        self.draft.file.write_all_at(bytes, self.data_start + offset).map_err(io("write", path))
+    }
+
+    /// Tail and header, once every shard is captured.
+    fn finish(&self, plan: &Plan<'_>, spec: &[u8], info: SnapshotInfo) -> Result<Part, Fault> {
+        let path = self.draft.path();
+        let hashes = std::mem::take(&mut *lock(&self.hashes));
+        let commit = manifest::commit_json(&info.commit).map_err(|error| defect(path, error))?;
+        let images = self.images(&hashes);
+        let found = Found { version: info.version, images, commit_bytes: commit.len() as u64 };
+        let mut header = plan.header(found).map_err(|error| defect(path, error))?;
+        if !header.pad(self.data_start) {
+            return Err(defect(path, "the header is longer than planned"));
+        }
+        let tail = tail(&hashes, images, spec, &commit);
+        if header.tail + tail.len() as u64 != header.data {
+            return Err(defect(path, "not every block of every shard was hashed"));
+        }
+        let bytes = self.data_start + header.data;
+        self.put(header.tail, &tail)?;
+        self.draft.file.set_len(bytes).map_err(io("truncate", path))?;
+        self.draft.file.write_all_at(&header.bytes, 0).map_err(io("write", path))?;
+        Ok(self.entry(plan, info, images, bytes, [spec, &commit, &header.bytes, &tail]))
+    }
+
+    /// All shards of a job have the same images: none at version 0, and after a restore without them.
+    fn images(&self, hashes: &[Hashes]) -> StoredImages {
+        if self.job.spec().max_delay == 0 {
+            StoredImages::None
+        } else if hashes.is_empty() || hashes.iter().any(|shard| shard.older_image.is_empty()) {
+            StoredImages::Current
+        } else {
+            StoredImages::Both
+        }
+    }
+
+    fn entry(
+        &self,
+        plan: &Plan<'_>,
+        info: SnapshotInfo,
+        images: StoredImages,
+        bytes: u64,
+        digested: [&[u8]; 4],
+    ) -> Part {
+        let [spec, commit, header, tail] = digested.map(|bytes| blake3::hash(bytes).to_hex().to_string());
+        let shards = plan.shards.iter().map(|&shard| {
+            let range = plan.layout.shard_range(shard);
+            PartShard { shard, start: range.start, elements: range.end - range.start }
+        });
+        Part {
+            file: Part::file_name(plan.server, plan.servers),
+            bytes,
+            job: plan.spec.name.clone(),
+            server: plan.server,
+            servers: plan.servers,
+            version: info.version,
+            applied: info.applied,
+            images,
+            spec,
+            commit,
+            header,
+            tail,
+            shards: shards.collect(),
+        }
+    }
+}
+
+fn tail(hashes: &[Hashes], images: StoredImages, spec: &[u8], commit: &[u8]) -> Vec<u8> {
+    let mut tail = Vec::new();
+    let mut table = |rows: fn(&Hashes) -> &Vec<BlockHash>| {
+        hashes.iter().flat_map(rows).for_each(|hash| tail.extend_from_slice(hash));
+    };
+    table(|shard| &shard.state);
+    if images != StoredImages::None {
+        table(|shard| &shard.image);
+    }
+    if images == StoredImages::Both {
+        table(|shard| &shard.older_image);
+    }
+    tail.extend_from_slice(spec);
+    tail.extend_from_slice(commit);
+    tail
+}

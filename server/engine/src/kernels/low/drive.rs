@@ -1,0 +1,200 @@
+//! The order of passes over a range: the same for every instruction set, which supplies the passes.
+
+use super::super::{Gradient, ImageMut, Scalars, State};
+use super::random::{Half, Key, Random};
+use super::{Code, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, StateLow};
+use std::ops::Range;
+
+const BLOCK: usize = QUANTIZATION_BLOCK;
+
+/// Elements decoded at a time. Four blocks spread the cost of looking at rule and formats (a branch or two each, and
+/// the rule's constants to registers) and the arrays below still are a quarter of L1.
+pub(in super::super) const CHUNK: usize = 4 * BLOCK;
+
+/// What an instruction set does with one block (`update`: with up to a chunk). Slices are as long as each other.
+pub(in super::super) trait Passes: Copy {
+    /// [`update`](super::super::update), without an image where there is `None`.
+    fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>, compensation: f32);
+    fn widen_bf16(self, from: &[u16], to: &mut [f32]);
+    fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
+    /// The bits of elements `first` and on.
+    fn random(self, key: Key, first: u32, to: &mut [u32; BLOCK]);
+    fn round_bf16(self, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u16]);
+    /// Returns the scale.
+    fn encode(self, code: Code, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u8]) -> f32;
+    /// Rounds new master weights over old ones, and makes the image of what they became.
+    fn round_master(
+        self,
+        new: &[f32],
+        random: &[u32; BLOCK],
+        master: &mut [u16],
+        image: ImageMut,
+        compensation: f32,
+    );
+    fn finish(self);
+}
+
+/// f32 copies of what is not f32, and a block's random bits.
+#[repr(align(64))]
+struct Scratch {
+    master: [f32; CHUNK],
+    first: [f32; CHUNK],
+    second: [f32; CHUNK],
+    random: [u32; BLOCK],
+}
+
+/// See [`super::super::update_low`].
+#[inline(always)]
+pub(in super::super) fn update<P: Passes>(
+    passes: P,
+    mut segments: &[(Range<usize>, &Scalars)],
+    gradient: Gradient,
+    mut state: StateLow,
+    mut image: ImageMut,
+    compensation: f32,
+    random: Random,
+) {
+    let scratch = &mut Scratch {
+        master: [0.0; CHUNK],
+        first: [0.0; CHUNK],
+        second: [0.0; CHUNK],
+        random: [0; BLOCK],
+    };
+    for start in (0..gradient.len()).step_by(CHUNK) {
+        let chunk = start..(start + CHUNK).min(gradient.len());
+        load(passes, &state, &chunk, scratch);
+        let mut at = start;
+        while at < chunk.end {
+            let (range, scalars) = &segments[0];
+            let part = at..range.end.min(chunk.end);
+            let inside = part.start - start..part.end - start;
+            let (master, image) = match &mut state.master {
+                MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
+                MasterMut::Bf16(_) => (&mut scratch.master[inside.clone()], None),
+            };
+            let part_state = State {
+                master,
+                first: floats(&mut state.first, &mut scratch.first, part.clone(), inside.clone()),
+                second: floats(&mut state.second, &mut scratch.second, part.clone(), inside),
+            };
+            passes.update(scalars, gradient.slice(part.clone()), part_state, image, compensation);
+            at = part.end;
+            if at == range.end && at < gradient.len() {
+                segments = &segments[1..];
+            }
+        }
+        store(passes, &mut state, &chunk, scratch, &mut image, compensation, random);
+    }
+    passes.finish();
+}
+
+/// Where a rule finds a part of a moment as f32.
+#[inline(always)]
+fn floats<'a>(
+    moment: &'a mut MomentMut,
+    scratch: &'a mut [f32; CHUNK],
+    part: Range<usize>,
+    inside: Range<usize>,
+) -> &'a mut [f32] {
+    match moment {
+        MomentMut::Empty => &mut [],
+        MomentMut::F32(x) => &mut x[part],
+        MomentMut::Bf16(_) | MomentMut::Block8 { .. } => &mut scratch[inside],
+    }
+}
+
+#[inline(always)]
+fn load<P: Passes>(passes: P, state: &StateLow, chunk: &Range<usize>, scratch: &mut Scratch) {
+    if let MasterMut::Bf16(x) = &state.master {
+        passes.widen_bf16(&x[chunk.clone()], &mut scratch.master[..chunk.len()]);
+    }
+    for (moment, code, floats) in [
+        (&state.first, state.first_code, &mut scratch.first),
+        (&state.second, Code::Unsigned, &mut scratch.second),
+    ] {
+        match moment {
+            MomentMut::Empty | MomentMut::F32(_) => {}
+            MomentMut::Bf16(x) => passes.widen_bf16(&x[chunk.clone()], &mut floats[..chunk.len()]),
+            MomentMut::Block8 { codes, scales } => {
+                for (block, to) in chunk.clone().step_by(BLOCK).zip(floats.chunks_exact_mut(BLOCK)) {
+                    passes.decode(code, &codes[block..block + BLOCK], scales[block / BLOCK], to);
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn store<P: Passes>(
+    passes: P,
+    state: &mut StateLow,
+    chunk: &Range<usize>,
+    scratch: &mut Scratch,
+    image: &mut ImageMut,
+    compensation: f32,
+    random: Random,
+) {
+    let rounds = |moment: &MomentMut| matches!(moment, MomentMut::Bf16(_) | MomentMut::Block8 { .. });
+    let moments = rounds(&state.first) || rounds(&state.second);
+    for block in chunk.clone().step_by(BLOCK) {
+        let (part, inside) = (block..block + BLOCK, block - chunk.start..block - chunk.start + BLOCK);
+        let element = random.first_element + block as u64;
+        // Every block is inside one 2^32, and keys cost some thirty scalar instructions for its 256 elements.
+        let [moment_key, master_key] = random.keys(element >> 32);
+        let bits = &mut scratch.random;
+        if moments {
+            passes.random(moment_key, element as u32, bits);
+            let code = state.first_code;
+            store_moment(passes, &mut state.first, code, &scratch.first[inside.clone()], bits, Half::Low, &part);
+            let second = &scratch.second[inside.clone()];
+            store_moment(passes, &mut state.second, Code::Unsigned, second, bits, Half::High, &part);
+        }
+        if let MasterMut::Bf16(master) = &mut state.master {
+            passes.random(master_key, element as u32, bits);
+            let (new, image) = (&scratch.master[inside], image.slice(part.clone()));
+            passes.round_master(new, bits, &mut master[part], image, compensation);
+        }
+    }
+}
+
+#[inline(always)]
+fn store_moment<P: Passes>(
+    passes: P,
+    moment: &mut MomentMut,
+    code: Code,
+    floats: &[f32],
+    random: &[u32; BLOCK],
+    half: Half,
+    part: &Range<usize>,
+) {
+    match moment {
+        MomentMut::Empty | MomentMut::F32(_) => {}
+        MomentMut::Bf16(x) => passes.round_bf16(floats, random, half, &mut x[part.clone()]),
+        MomentMut::Block8 { codes, scales } => {
+            scales[part.start / BLOCK] = passes.encode(code, floats, random, half, &mut codes[part.clone()]);
+        }
+    }
+}
+
+/// See [`super::super::decode`].
+#[inline(always)]
+pub(in super::super) fn decode<P: Passes>(passes: P, code: Code, moment: Moment, to: &mut [f32]) {
+    match moment {
+        Moment::F32(x) => to.copy_from_slice(x),
+        Moment::Bf16(x) => passes.widen_bf16(x, to),
+        Moment::Block8 { codes, scales } => {
+            for ((from, &scale), to) in codes.chunks_exact(BLOCK).zip(scales).zip(to.chunks_exact_mut(BLOCK)) {
+                passes.decode(code, from, scale, to);
+            }
+        }
+    }
+}
+
+/// See [`super::super::encode`]. Half a unit for random bits is rounding to nearest. `Bf16` and `F32` are `cast`'s.
+#[inline(always)]
+pub(in super::super) fn encode<P: Passes>(passes: P, code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]) {
+    let half = [0x8000_8000; BLOCK];
+    for ((from, scale), to) in from.chunks_exact(BLOCK).zip(scales).zip(codes.chunks_exact_mut(BLOCK)) {
+        *scale = passes.encode(code, from, &half, Half::Low, to);
+    }
+}

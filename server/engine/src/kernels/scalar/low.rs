@@ -1,0 +1,135 @@
+//! Low-precision state, one element at a time: **the specification** of rounding, codes and scales.
+
+use super::super::low::{Code, Half, Key, Passes, QUANTIZATION_BLOCK, Tables};
+use super::super::{Gradient, ImageMut, LANES, Scalars, State};
+use super::convert::{Bf16, CANONICAL_NAN, F16, F32, Format, quiet};
+
+const BLOCK: usize = QUANTIZATION_BLOCK;
+
+/// The passes in plain Rust.
+#[derive(Clone, Copy)]
+pub(in super::super) struct Scalar;
+
+impl Passes for Scalar {
+    fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>, compensation: f32) {
+        super::update_parts(s, gradient, state, image, compensation);
+    }
+
+    fn widen_bf16(self, from: &[u16], to: &mut [f32]) {
+        for (to, &bits) in to.iter_mut().zip(from) {
+            *to = quiet(Bf16::widen(bits));
+        }
+    }
+
+    fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]) {
+        if !scale.is_finite() {
+            to.fill(CANONICAL_NAN);
+            return;
+        }
+        for (to, &bits) in to.iter_mut().zip(from) {
+            *to = decode_element(code, bits, scale);
+        }
+    }
+
+    fn random(self, key: Key, first: u32, to: &mut [u32; BLOCK]) {
+        for (index, to) in to.iter_mut().enumerate() {
+            *to = key.hash(first + index as u32);
+        }
+    }
+
+    fn round_bf16(self, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u16]) {
+        for ((to, &x), &random) in to.iter_mut().zip(from).zip(random) {
+            *to = round_element(x, sixteen(random, half));
+        }
+    }
+
+    fn encode(self, code: Code, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u8]) -> f32 {
+        let largest = from.iter().map(|x| x.abs().to_bits()).max().unwrap_or(0);
+        let scale = scale(largest);
+        if scale == 0.0 || scale.is_nan() {
+            to.fill(0);
+            return scale;
+        }
+        let reciprocal = 1.0 / scale;
+        for ((to, &x), &random) in to.iter_mut().zip(from).zip(random) {
+            *to = encode_element(code, x, reciprocal, sixteen(random, half));
+        }
+        scale
+    }
+
+    fn round_master(self, new: &[f32], random: &[u32; BLOCK], master: &mut [u16], image: ImageMut, c: f32) {
+        fn run<I: Format>(new: &[f32], random: &[u32], master: &mut [u16], image: &mut [I::Bits], c: f32) {
+            for (((&new, &random), master), image) in new.iter().zip(random).zip(master).zip(image) {
+                let old = Bf16::widen(*master);
+                *master = round_element(new, sixteen(random, Half::Low));
+                let new = Bf16::widen(*master);
+                let emitted = if c == 0.0 { new } else { new - c * (old - new) };
+                *image = I::narrow(quiet(emitted));
+            }
+        }
+        match image {
+            ImageMut::F32(i) => run::<F32>(new, random, master, i, c),
+            ImageMut::F16(i) => run::<F16>(new, random, master, i, c),
+            ImageMut::Bf16(i) => run::<Bf16>(new, random, master, i, c),
+        }
+    }
+
+    fn finish(self) {}
+}
+
+#[inline(always)]
+fn sixteen(random: u32, half: Half) -> u32 {
+    match half {
+        Half::Low => random & 0xFFFF,
+        Half::High => random >> 16,
+    }
+}
+
+/// Stochastic rounding to bf16 of what went through `quiet`: the lower half of the bits, as a fraction of the upper
+/// half's unit, is the probability of rounding away from zero, to the last bit. Values of bf16 stay, infinities and
+/// the canonical NaN among them.
+#[inline(always)]
+fn round_element(x: f32, random: u32) -> u16 {
+    ((x.to_bits() + random) >> 16) as u16
+}
+
+/// The scale of a block from the largest bits of its magnitudes, which are ordered as the magnitudes are.
+#[inline(always)]
+pub(in super::super) fn scale(largest: u32) -> f32 {
+    if largest >= f32::INFINITY.to_bits() {
+        CANONICAL_NAN
+    } else if largest < Tables::LEAST_SCALE {
+        0.0
+    } else {
+        f32::from_bits(largest)
+    }
+}
+
+#[inline(always)]
+fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
+    let tables = code.tables();
+    // The sign goes along in f: half a unit more than a code of 0 or more, and than the -1 - q of a negative one.
+    let f = match code {
+        Code::Signed => f32::from(bits as i8) + 0.5,
+        Code::Unsigned => f32::from(bits) + 0.5,
+    };
+    let at = (f.to_bits() >> Tables::DECODE_SHIFT) as usize % LANES;
+    (f * tables.slope[at] + tables.offset[at].copysign(tables.offset[at] * f)) * scale
+}
+
+/// Interpolates between codes and rounds down after adding 0 to 1.
+#[inline(always)]
+fn encode_element(code: Code, x: f32, reciprocal: f32, random: u32) -> u8 {
+    let tables = code.tables();
+    let magnitude = x.abs() * reciprocal;
+    let at = (magnitude.to_bits().max(Tables::LEAST) >> Tables::ENCODE_SHIFT) as usize % LANES;
+    let lower = magnitude * tables.lower[0][at] + tables.lower[1][at];
+    let upper = magnitude * tables.upper[0][at] + tables.upper[1][at];
+    let position = lower.min(upper).min(tables.last);
+    let random = f32::from_bits(0x3F80_0000 | random << 7);
+    let q = (position + random) as i32;
+    match code {
+        Code::Signed => (q ^ (x.to_bits() as i32 >> 31)) as u8,
+        Code::Unsigned => q as u8,
+    }
+}

@@ -1,0 +1,74 @@
+//! Random events against the state machine and a naive model of it side by side: they must agree on every answer, a
+//! refused event must change nothing, and from wherever they got to honest workers must be able to finish the step.
+
+mod common;
+#[path = "machine/model.rs"]
+mod model;
+#[path = "machine/pair.rs"]
+mod pair;
+
+use std::collections::BTreeMap;
+
+use longshore_engine::step::Phase;
+use pair::Pair;
+use proptest::prelude::*;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_machine_is_the_model(seed in any::<u64>(), events in 0usize..400) {
+        let mut pair = Pair::new(seed);
+        for _ in 0..events {
+            pair.event();
+        }
+        for _ in 0..3 {
+            pair.finish_honestly();
+        }
+        if matches!(pair.machine.phase(), Phase::Paused { .. }) {
+            pair.machine.resume(0.0).unwrap();
+        }
+        prop_assert_eq!(pair.machine.phase(), &Phase::Training);
+    }
+}
+
+/// Random events are worth something only if they get everywhere.
+#[test]
+fn the_events_reach_every_answer() {
+    let mut answers = BTreeMap::new();
+    for seed in 0..300 {
+        let mut pair = Pair::new(seed);
+        (0..300).for_each(|_| pair.event());
+        for (answer, count) in pair.answers {
+            *answers.entry(answer).or_insert(0) += count;
+        }
+    }
+    let refusals = [
+        "Loading",
+        "NotLoading",
+        "UnknownRank",
+        "NotJoined",
+        "Fenced",
+        "Left",
+        "NotOwned",
+        "WrongDtype",
+        "WrongLength",
+        "UnknownChunk",
+        "UnknownMicroStep",
+        "BadLossScale",
+        "OtherLossScale",
+        "StepTooEarly",
+        "StepZero",
+        "OtherChecksum",
+        "CommitTooEarly",
+        "CommitTooOld",
+        "CommitIncomplete",
+        "OtherCommit",
+        "NotRankZero",
+        "NotPaused",
+    ];
+    let accepted = ["Write", "Duplicate", "Busy", "Decided", "Done"].map(str::to_string);
+    for answer in refusals.iter().map(|name| format!("Refused({name:?})")).chain(accepted) {
+        assert!(answers.get(&answer).is_some_and(|&count| count >= 5), "{answer} is too rare: {answers:#?}");
+    }
+}

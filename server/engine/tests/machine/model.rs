@@ -1,0 +1,378 @@
+//! A naive model of the step protocol: sets and maps of everything, looked through from the start each time.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use longshore_proto::{
+    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, Layout, MicroStep, Rank,
+    ShardId, Step,
+};
+
+/// What an event must be answered with.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Answer {
+    Write,
+    Duplicate,
+    Busy,
+    Decided,
+    Done,
+    /// The refusal's variant.
+    Refused(String),
+}
+
+fn refused(name: &str) -> Answer {
+    Answer::Refused(name.to_string())
+}
+
+/// (micro-step, rank, chunk)
+type Key = (u32, u32, u32);
+
+/// The gradient of one (owned shard, step).
+#[derive(Default)]
+struct Gradient {
+    writing: BTreeSet<Key>,
+    stored: BTreeMap<Key, u32>,
+    summed: u32,
+    summing: bool,
+    loss_scale: Option<f64>,
+}
+
+pub(crate) struct Model {
+    spec: JobSpec,
+    owned: Vec<ShardId>,
+    /// Bytes of each chunk of each owned shard.
+    chunks: Vec<Vec<u64>>,
+    pub(crate) loading: bool,
+    paused: bool,
+    pub(crate) version: u64,
+    pub(crate) applied: u64,
+    /// Newest last; the machine keeps eight.
+    pub(crate) commits: Vec<Commit>,
+    /// (incarnation, left)
+    pub(crate) ranks: Vec<Option<(u64, bool)>>,
+    shard_versions: Vec<u64>,
+    gradients: BTreeMap<(usize, u64), Gradient>,
+}
+
+impl Model {
+    pub(crate) fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Model {
+        let chunks = |&shard: &ShardId| {
+            let bytes = layout.shard_len(shard) * spec.gradient_dtype.bytes();
+            (0..bytes.div_ceil(1 << 20)).map(|chunk| (bytes - (chunk << 20)).min(1 << 20)).collect()
+        };
+        Model {
+            chunks: owned.iter().map(chunks).collect(),
+            owned: owned.to_vec(),
+            loading: true,
+            paused: false,
+            version: 0,
+            applied: 0,
+            commits: Vec::new(),
+            ranks: vec![None; spec.world_size as usize],
+            shard_versions: vec![0; owned.len()],
+            gradients: BTreeMap::new(),
+            spec: spec.clone(),
+        }
+    }
+
+    fn ahead(&self) -> u64 {
+        self.version + 1 + u64::from(self.spec.max_delay)
+    }
+
+    /// Contributions a micro-step of a shard consists of.
+    fn keys(&self, owned: usize, micro_step: u32) -> Vec<Key> {
+        let chunks = self.chunks[owned].len() as u32;
+        let ranks = 0..self.spec.world_size;
+        ranks.flat_map(|rank| (0..chunks).map(move |chunk| (micro_step, rank, chunk))).collect()
+    }
+
+    fn complete(&self, owned: usize, step: u64) -> bool {
+        self.gradients.get(&(owned, step)).is_some_and(|gradient| gradient.summed == self.spec.micro_steps)
+    }
+
+    /// A shard's version and whether it has all of the next step.
+    pub(crate) fn shard(&self, owned: usize) -> (u64, bool) {
+        (self.shard_versions[owned], self.complete(owned, self.version + 1))
+    }
+
+    /// The first shard that waits for ranks: (owned, micro-step, ranks).
+    pub(crate) fn missing(&self) -> Option<(usize, u32, Vec<u32>)> {
+        let step = self.version + 1;
+        for owned in 0..self.owned.len() {
+            let none = Gradient::default();
+            let gradient = self.gradients.get(&(owned, step)).unwrap_or(&none);
+            if gradient.summing || self.complete(owned, step) {
+                continue;
+            }
+            let absent = self
+                .keys(owned, gradient.summed)
+                .into_iter()
+                .filter(|key| !gradient.stored.contains_key(key));
+            let ranks: BTreeSet<u32> = absent.map(|(_, rank, _)| rank).collect();
+            return Some((owned, gradient.summed, ranks.into_iter().collect()));
+        }
+        None
+    }
+
+    /// What a worker with deterministic arithmetic sends. A lone rank's next process may compute other bits.
+    pub(crate) fn chunk(
+        &self,
+        contribution: Contribution,
+        incarnation: Incarnation,
+        chunk: ChunkId,
+    ) -> ContributionChunk {
+        let salt = if self.spec.world_size == 1 { incarnation.0 as u32 } else { 0 };
+        let Contribution { step, micro_step, rank, shard } = contribution;
+        let mixed = [step.0 as u32, micro_step.0, rank.0, shard.0, chunk.0, salt];
+        let crc32 = mixed.iter().fold(17u32, |hash, &x| hash.wrapping_mul(31).wrapping_add(x)) << 1;
+        let owned = self.owned.iter().position(|&owned| owned == shard);
+        let bytes = owned.and_then(|owned| self.chunks[owned].get(chunk.0 as usize)).copied().unwrap_or(4);
+        ContributionChunk {
+            contribution,
+            incarnation,
+            chunk,
+            loss_scale: 8.0,
+            dtype: Dtype::F32,
+            bytes,
+            crc32,
+        }
+    }
+
+    pub(crate) fn honest_step(&self, step: u64) -> Vec<ContributionChunk> {
+        let mut chunks = Vec::new();
+        for micro_step in 0..self.spec.micro_steps {
+            for owned in 0..self.owned.len() {
+                for (_, rank, chunk) in self.keys(owned, micro_step) {
+                    let (step, micro_step, shard) = (Step(step), MicroStep(micro_step), self.owned[owned]);
+                    let contribution = Contribution { step, micro_step, rank: Rank(rank), shard };
+                    let incarnation = Incarnation(self.ranks[rank as usize].unwrap().0);
+                    chunks.push(self.chunk(contribution, incarnation, ChunkId(chunk)));
+                }
+            }
+        }
+        chunks
+    }
+
+    /// Chunks of a step that no buffer holds, of ranks that have joined.
+    pub(crate) fn wanted(&self, step: u64) -> Vec<ContributionChunk> {
+        if self.ranks.iter().any(Option::is_none) {
+            return Vec::new();
+        }
+        let absent = |chunk: &ContributionChunk| {
+            let owned = self.owned.iter().position(|&owned| owned == chunk.contribution.shard).unwrap();
+            let gradient = self.gradients.get(&(owned, step));
+            chunk.contribution.micro_step.0 == gradient.map_or(0, |gradient| gradient.summed)
+                && gradient.is_none_or(|gradient| !gradient.stored.contains_key(&Self::key(chunk)))
+        };
+        self.honest_step(step).into_iter().filter(absent).collect()
+    }
+
+    fn check_rank(&self, rank: u32, incarnation: u64) -> Option<Answer> {
+        match self.ranks.get(rank as usize) {
+            None => Some(refused("UnknownRank")),
+            Some(None) => Some(refused("NotJoined")),
+            Some(Some((current, _))) if *current != incarnation => Some(refused("Fenced")),
+            Some(Some((_, true))) => Some(refused("Left")),
+            _ => None,
+        }
+    }
+
+    fn check_zero(&self, incarnation: u64) -> Option<Answer> {
+        let answer = self.check_rank(0, incarnation)?;
+        Some(if answer == refused("Fenced") { refused("NotRankZero") } else { answer })
+    }
+
+    /// Why a chunk's fields are wrong, whatever the state.
+    fn check_fields(&self, chunk: &ContributionChunk) -> Result<usize, Answer> {
+        let contribution = chunk.contribution;
+        let owned =
+            self.owned.iter().position(|&owned| owned == contribution.shard).ok_or(refused("NotOwned"))?;
+        let bytes = self.chunks[owned].get(chunk.chunk.0 as usize);
+        let wrong = [
+            (contribution.step.0 == 0, "StepZero"),
+            (contribution.micro_step.0 >= self.spec.micro_steps, "UnknownMicroStep"),
+            (chunk.dtype != self.spec.gradient_dtype, "WrongDtype"),
+            (bytes.is_none(), "UnknownChunk"),
+            (bytes != Some(&chunk.bytes), "WrongLength"),
+            (!chunk.loss_scale.is_finite() || chunk.loss_scale <= 0.0, "BadLossScale"),
+        ];
+        let first = wrong.into_iter().find(|(wrong, _)| *wrong);
+        first.map_or(Ok(owned), |(_, name)| Err(refused(name)))
+    }
+
+    pub(crate) fn admit(&mut self, chunk: &ContributionChunk) -> Answer {
+        let Contribution { step, micro_step, rank, .. } = chunk.contribution;
+        if self.loading {
+            return refused("Loading");
+        }
+        if let Some(answer) = self.check_rank(rank.0, chunk.incarnation.0) {
+            return answer;
+        }
+        let owned = match self.check_fields(chunk) {
+            Ok(owned) => owned,
+            Err(answer) => return answer,
+        };
+        if step.0 <= self.version {
+            return Answer::Duplicate;
+        }
+        if step.0 > self.ahead() {
+            return refused("StepTooEarly");
+        }
+        // There is room for as many steps of a shard as the job may be ahead; the one before may still be in it.
+        if self.shard_versions[owned] + 1 + u64::from(self.spec.max_delay) < step.0 {
+            return Answer::Busy;
+        }
+        let gradient = self.gradients.entry((owned, step.0)).or_default();
+        if gradient.loss_scale.is_some_and(|earlier| earlier != chunk.loss_scale) {
+            return refused("OtherLossScale");
+        }
+        let key = (micro_step.0, rank.0, chunk.chunk.0);
+        match gradient.stored.get(&key) {
+            Some(crc32) if *crc32 == chunk.crc32 => return Answer::Duplicate,
+            Some(_) => return refused("OtherChecksum"),
+            None => {}
+        }
+        if gradient.summing || micro_step.0 != gradient.summed || gradient.writing.contains(&key) {
+            return Answer::Busy;
+        }
+        gradient.loss_scale = Some(chunk.loss_scale);
+        gradient.writing.insert(key);
+        Answer::Write
+    }
+
+    fn gradient(&mut self, owned: usize, step: u64) -> &mut Gradient {
+        self.gradients.get_mut(&(owned, step)).expect("a ticket is for a gradient being received")
+    }
+
+    fn key(chunk: &ContributionChunk) -> Key {
+        (chunk.contribution.micro_step.0, chunk.contribution.rank.0, chunk.chunk.0)
+    }
+
+    /// True with a micro-step's last chunk. A chunk is written once.
+    pub(crate) fn stored(&mut self, owned: usize, chunk: &ContributionChunk) -> bool {
+        let gradient = self.gradient(owned, chunk.contribution.step.0);
+        assert!(gradient.writing.remove(&Self::key(chunk)));
+        assert_eq!(gradient.stored.insert(Self::key(chunk), chunk.crc32), None, "written twice: {chunk:?}");
+        let summed = gradient.summed;
+        let keys = self.keys(owned, summed);
+        let gradient = self.gradient(owned, chunk.contribution.step.0);
+        gradient.summing = keys.iter().all(|key| gradient.stored.contains_key(key));
+        gradient.summing
+    }
+
+    pub(crate) fn abandoned(&mut self, owned: usize, chunk: &ContributionChunk) {
+        let gradient = self.gradient(owned, chunk.contribution.step.0);
+        assert!(gradient.writing.remove(&Self::key(chunk)));
+        if gradient.writing.is_empty() && gradient.stored.is_empty() {
+            gradient.loss_scale = None;
+        }
+    }
+
+    pub(crate) fn summed(&mut self, owned: usize, step: u64) -> bool {
+        let micro_steps = self.spec.micro_steps;
+        let gradient = self.gradient(owned, step);
+        assert!(gradient.summing);
+        gradient.summing = false;
+        gradient.summed += 1;
+        gradient.summed == micro_steps
+    }
+
+    pub(crate) fn commit(&mut self, incarnation: u64, commit: &Commit) -> Answer {
+        if self.loading {
+            return refused("Loading");
+        }
+        if let Some(answer) = self.check_zero(incarnation) {
+            return answer;
+        }
+        let step = commit.step.0;
+        if step <= self.version {
+            let kept = self.commits.iter().rev().take(8).find(|earlier| earlier.step.0 == step);
+            return match kept {
+                None => refused("CommitTooOld"),
+                Some(earlier) if Commit { norm: commit.norm, ..earlier.clone() } == *commit => {
+                    Answer::Duplicate
+                }
+                Some(_) => refused("OtherCommit"),
+            };
+        }
+        if step > self.version + 1 {
+            return refused("CommitTooEarly");
+        }
+        if !(0..self.owned.len()).all(|owned| self.complete(owned, step)) {
+            return refused("CommitIncomplete");
+        }
+        self.version = step;
+        self.applied += u64::from(!commit.skip);
+        self.commits.push(commit.clone());
+        Answer::Decided
+    }
+
+    /// An update runs on a complete set, after the one before it.
+    pub(crate) fn updated(&mut self, owned: usize, step: u64) {
+        assert!(self.complete(owned, step) && step <= self.version);
+        assert_eq!(self.shard_versions[owned] + 1, step);
+        self.shard_versions[owned] = step;
+        self.gradients.remove(&(owned, step));
+    }
+
+    pub(crate) fn join(&mut self, rank: u32, incarnation: u64) -> Answer {
+        let Some(state) = self.ranks.get(rank as usize) else { return refused("UnknownRank") };
+        match state {
+            Some((current, false)) if *current == incarnation => return Answer::Duplicate,
+            Some((current, _)) if *current >= incarnation => return refused("Fenced"),
+            _ => {}
+        }
+        let uses = |gradient: &Gradient| gradient.summing || gradient.writing.iter().any(|key| key.1 == rank);
+        if self.gradients.values().any(uses) {
+            return Answer::Busy;
+        }
+        let (version, lone) = (self.version, self.spec.world_size == 1);
+        for (_, gradient) in self.gradients.iter_mut().filter(|((_, step), _)| *step > version) {
+            if lone {
+                *gradient = Gradient::default();
+            }
+            let summed = gradient.summed;
+            gradient.stored.retain(|key, _| key.1 != rank || key.0 < summed);
+            if gradient.stored.is_empty() && gradient.writing.is_empty() {
+                gradient.loss_scale = None;
+            }
+        }
+        self.ranks[rank as usize] = Some((incarnation, false));
+        Answer::Duplicate
+    }
+
+    pub(crate) fn leave(&mut self, rank: u32, incarnation: u64) -> Answer {
+        let answer = self.check_rank(rank, incarnation);
+        answer.unwrap_or_else(|| {
+            self.ranks[rank as usize] = Some((incarnation, true));
+            Answer::Done
+        })
+    }
+
+    pub(crate) fn pause(&mut self, incarnation: u64) -> Answer {
+        if self.loading {
+            return refused("Loading");
+        }
+        let answer = self.check_zero(incarnation);
+        answer.unwrap_or_else(|| {
+            self.paused = true;
+            Answer::Done
+        })
+    }
+
+    pub(crate) fn resume(&mut self, loss_scale: f64) -> Answer {
+        if loss_scale.is_nan() || loss_scale < 0.0 {
+            return refused("BadLossScale");
+        }
+        if !std::mem::take(&mut self.paused) {
+            return refused("NotPaused");
+        }
+        if let Some(commit) = self.commits.last_mut().filter(|_| loss_scale > 0.0) {
+            commit.loss_scale = loss_scale;
+        }
+        Answer::Done
+    }
+
+    pub(crate) fn loaded(&mut self) -> Answer {
+        if std::mem::take(&mut self.loading) { Answer::Done } else { refused("NotLoading") }
+    }
+}

@@ -1,0 +1,379 @@
+//! The state machine and the model of it side by side, given the same random events.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use longshore_engine::step::{Admission, Machine, Progress, RankProgress, Refusal, Ticket, Work};
+use longshore_proto::{
+    ChunkId, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, MicroStep, Rank, ShardId, Step,
+    Version,
+};
+
+use crate::{
+    common::{BLOCK, Noise, commit, spec},
+    model::{Answer, Model},
+};
+
+const OWNED: [ShardId; 2] = [ShardId(0), ShardId(2)];
+
+/// Three shards of five blocks, of which this server owns two: two chunks of fp32 each, the second one shorter.
+fn random_spec(noise: &mut Noise) -> JobSpec {
+    let mut spec = spec(&[15 * BLOCK as u64], &[0]);
+    spec.shard_elements = 5 * BLOCK as u64;
+    spec.gradient_dtype = Dtype::F32;
+    spec.world_size = 1 + noise.below(3) as u32;
+    spec.micro_steps = 1 + noise.below(3) as u32;
+    spec.max_delay = noise.below(2) as u32;
+    spec
+}
+
+/// Everything that can be seen of a machine.
+type View = (Progress, Vec<RankProgress>, Option<String>, (u64, u64, f64), Vec<(Version, bool)>);
+
+pub(crate) struct Pair {
+    noise: Noise,
+    spec: Arc<JobSpec>,
+    pub(crate) machine: Machine,
+    model: Model,
+    tickets: Vec<Ticket>,
+    works: Vec<Work>,
+    /// How often each answer was given.
+    pub(crate) answers: BTreeMap<String, usize>,
+}
+
+impl Pair {
+    pub(crate) fn new(seed: u64) -> Pair {
+        let mut noise = Noise(seed);
+        let spec = Arc::new(random_spec(&mut noise));
+        let layout = Arc::new(spec.validate().unwrap());
+        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &OWNED);
+        let model = Model::new(&spec, &layout, &OWNED);
+        let (tickets, works, answers) = (Vec::new(), Vec::new(), BTreeMap::new());
+        let mut pair = Pair { noise, spec, machine, model, tickets, works, answers };
+        if !pair.noise.one_in(4) {
+            pair.life_loaded();
+            (0..pair.spec.world_size).for_each(|rank| pair.join_as(rank, 1));
+        }
+        pair
+    }
+
+    fn view(&self) -> View {
+        let step = self.machine.version().next_step();
+        let shard = |owned| (self.machine.shard_version(owned), self.machine.is_complete(owned, step));
+        let shards = (0..OWNED.len()).map(shard).collect();
+        let machine = &self.machine;
+        (machine.progress(), machine.ranks(), machine.waiting_for(), machine.pauses(), shards)
+    }
+
+    pub(crate) fn event(&mut self) {
+        match self.noise.below(80) {
+            0..36 => self.admit(),
+            36..56 => self.finish_ticket(),
+            56..66 => self.perform(),
+            66..74 => self.commit(),
+            74..77 => self.join(),
+            77 => self.leave(),
+            78 if self.noise.one_in(2) => self.finish_honestly(),
+            _ => self.life(),
+        }
+        self.compare();
+    }
+
+    /// What the machine says of itself is what the model holds.
+    fn compare(&self) {
+        let (progress, ranks, waiting, _, shards) = self.view();
+        assert_eq!(progress.version.0, self.model.version);
+        assert_eq!(progress.applied, self.model.applied);
+        assert_eq!(progress.last_commit.as_ref(), self.model.commits.last());
+        let found: Vec<_> = ranks.iter().map(|rank| rank.incarnation.map(|now| (now.0, rank.left))).collect();
+        assert_eq!(found, self.model.ranks);
+        let expected: Vec<_> =
+            (0..OWNED.len()).map(|owned| self.model.shard(owned)).map(|(v, c)| (Version(v), c)).collect();
+        assert_eq!(shards, expected);
+        if self.model.loading {
+            assert!(waiting.is_some_and(|text| text.contains("initial weights")));
+            return;
+        }
+        let missing = self.model.missing();
+        assert_eq!(waiting.is_some(), missing.is_some(), "{waiting:?} {missing:?}");
+        if let (Some(text), Some((owned, micro_step, ranks))) = (&waiting, missing) {
+            let step = self.model.version + 1;
+            assert!(
+                text.starts_with(&format!("step {step}, micro-step {micro_step}, {} from", OWNED[owned])),
+                "{text}"
+            );
+            for rank in 0..self.spec.world_size {
+                assert_eq!(text.contains(&format!("rank {rank}")), ranks.contains(&rank), "{text}");
+            }
+        }
+    }
+
+    /// Runs an event on both; where it is refused, nothing may have changed.
+    fn check<T>(
+        &mut self,
+        expected: &Answer,
+        event: impl FnOnce(&mut Machine) -> Result<T, Refusal>,
+        answer: impl FnOnce(&T) -> Answer,
+    ) -> Option<T> {
+        let before = self.view();
+        let result = event(&mut self.machine);
+        let found = match &result {
+            Ok(value) => answer(value),
+            Err(refusal) => Answer::Refused(name(refusal)),
+        };
+        assert_eq!(&found, expected, "{:?}", result.as_ref().err());
+        *self.answers.entry(format!("{found:?}")).or_default() += 1;
+        if result.is_err() {
+            assert_eq!(self.view(), before);
+        }
+        result.ok()
+    }
+
+    /// A chunk near what is wanted, at times wrong in one field.
+    fn random_chunk(&mut self) -> ContributionChunk {
+        let noise = &mut self.noise;
+        let step = self.model.version + noise.pick(&[1, 1, 1, 1, 1, 2, 2, 3, 0]);
+        let micro_step = MicroStep(noise.below(self.spec.micro_steps as usize) as u32);
+        let rank = Rank(noise.below(self.spec.world_size as usize) as u32);
+        let contribution = Contribution { step: Step(step), micro_step, rank, shard: noise.pick(&OWNED) };
+        let incarnation =
+            Incarnation(self.model.ranks[rank.index()].map_or(1, |(incarnation, _)| incarnation));
+        let mut chunk = self.model.chunk(contribution, incarnation, ChunkId(noise.below(2) as u32));
+        let wanted = self.model.wanted(step);
+        if !wanted.is_empty() && self.noise.one_in(2) {
+            chunk = wanted[self.noise.below(wanted.len())];
+        }
+        match self.noise.below(40) {
+            0 => chunk.bytes -= 4,
+            1 => chunk.dtype = Dtype::Bf16,
+            2 => chunk.chunk = ChunkId(2),
+            3 => chunk.contribution.shard = self.noise.pick(&[ShardId(1), ShardId(3), ShardId(u32::MAX)]),
+            4 => chunk.contribution.rank = Rank(self.spec.world_size),
+            5 => chunk.contribution.micro_step = MicroStep(self.spec.micro_steps),
+            6 => chunk.incarnation.0 = self.noise.pick(&[0, 1, u64::MAX]),
+            7 => chunk.loss_scale = self.noise.pick(&[f64::NAN, 0.0, -1.0, f64::INFINITY]),
+            8 => chunk.loss_scale = 16.0,
+            9 | 10 => chunk.crc32 ^= 1,
+            _ => {}
+        }
+        chunk
+    }
+
+    fn admit(&mut self) {
+        let chunk = self.random_chunk();
+        let expected = self.model.admit(&chunk);
+        let honest = chunk == self.model.chunk(chunk.contribution, chunk.incarnation, chunk.chunk);
+        let ticket = self.admit_expecting(&chunk, &expected);
+        if let Some(ticket) = ticket {
+            if honest {
+                self.tickets.push(ticket);
+            } else {
+                // A chunk that no other incarnation would send again: its bytes never arrive.
+                self.abandon(ticket);
+            }
+        }
+    }
+
+    fn admit_expecting(&mut self, chunk: &ContributionChunk, expected: &Answer) -> Option<Ticket> {
+        let admission = self.check(
+            expected,
+            |machine| machine.admit(chunk),
+            |admission| match admission {
+                Admission::Write(_) => Answer::Write,
+                Admission::Duplicate => Answer::Duplicate,
+                Admission::Busy => Answer::Busy,
+            },
+        );
+        let Some(Admission::Write(ticket)) = admission else { return None };
+        assert_eq!((OWNED[ticket.owned], ticket.chunk), (chunk.contribution.shard, *chunk));
+        Some(ticket)
+    }
+
+    fn abandon(&mut self, ticket: Ticket) {
+        self.model.abandoned(ticket.owned, &ticket.chunk);
+        self.machine.abandoned(ticket);
+    }
+
+    fn finish_ticket(&mut self) {
+        if self.tickets.is_empty() {
+            return;
+        }
+        let index = self.noise.below(self.tickets.len());
+        let ticket = self.tickets.swap_remove(index);
+        if self.noise.one_in(4) {
+            self.abandon(ticket);
+        } else {
+            self.store(ticket);
+        }
+    }
+
+    fn store(&mut self, ticket: Ticket) {
+        let last = self.model.stored(ticket.owned, &ticket.chunk);
+        let work = self.machine.stored(ticket);
+        let Contribution { step, micro_step, .. } = ticket.chunk.contribution;
+        let sum = Work::Sum { owned: ticket.owned, slot: ticket.slot, step, micro_step };
+        assert_eq!(work, last.then_some(sum));
+        self.works.extend(work);
+    }
+
+    /// Sums in any order; updates one after the other, as the compute thread does.
+    fn perform(&mut self) {
+        if self.works.is_empty() {
+            return;
+        }
+        let mut index = self.noise.below(self.works.len());
+        if matches!(self.works[index], Work::Update { .. }) {
+            index = self.works.iter().position(|work| matches!(work, Work::Update { .. })).unwrap();
+        }
+        match self.works.remove(index) {
+            Work::Sum { owned, slot, step, .. } => {
+                assert_eq!(self.machine.summed(owned, slot), self.model.summed(owned, step.0));
+            }
+            Work::Update { owned, step } => {
+                let next = self.machine.updated(owned, step);
+                self.model.updated(owned, step.0);
+                let follows = (owned + 1 < OWNED.len()).then_some(Work::Update { owned: owned + 1, step });
+                assert_eq!(next, follows);
+                self.works.extend(next);
+            }
+        }
+    }
+
+    fn commit(&mut self) {
+        let mut decision = commit(&self.spec, self.model.version + 1);
+        decision.skip = self.noise.one_in(4);
+        match self.noise.below(6) {
+            0 => decision.step.0 += 1,
+            3 if self.noise.one_in(2) => decision.step.0 = 0,
+            1 | 2 if !self.model.commits.is_empty() => {
+                let index = self.noise.below(self.model.commits.len());
+                decision = self.model.commits[index].clone();
+                decision.loss_scale += f64::from(u32::from(self.noise.one_in(2)));
+                decision.norm = 7.0;
+            }
+            _ => {}
+        }
+        let mut incarnation = self.model.ranks[0].map_or(1, |(incarnation, _)| incarnation);
+        if self.noise.one_in(8) {
+            incarnation += 1;
+        }
+        self.decide(incarnation, decision);
+    }
+
+    fn decide(&mut self, incarnation: u64, decision: longshore_proto::Commit) {
+        let expected = self.model.commit(incarnation, &decision);
+        let step = decision.step;
+        let before = self.machine.version();
+        let work = self.check(
+            &expected,
+            |machine| machine.commit(Incarnation(incarnation), decision),
+            |work| if work.is_some() { Answer::Decided } else { Answer::Duplicate },
+        );
+        if let Some(Some(work)) = work {
+            assert_eq!(work, Work::Update { owned: 0, step });
+            assert_eq!(self.machine.version().0, before.0 + 1);
+            self.works.push(work);
+        }
+    }
+
+    fn join(&mut self) {
+        let away = self.model.ranks.iter().position(|rank| rank.is_none_or(|(_, left)| left));
+        let any = self.noise.below(self.spec.world_size as usize + 1);
+        let rank = away.filter(|_| !self.noise.one_in(4)).unwrap_or(any) as u32;
+        let now =
+            self.model.ranks.get(rank as usize).copied().flatten().map_or(0, |(incarnation, _)| incarnation);
+        let incarnation = (now + self.noise.below(3) as u64).saturating_sub(1);
+        self.join_as(rank, incarnation);
+    }
+
+    fn join_as(&mut self, rank: u32, incarnation: u64) {
+        let expected = self.model.join(rank, incarnation);
+        self.check(
+            &expected,
+            |machine| machine.join(Rank(rank), Incarnation(incarnation)),
+            |admission| {
+                if *admission == Admission::Busy { Answer::Busy } else { Answer::Duplicate }
+            },
+        );
+    }
+
+    fn leave(&mut self) {
+        let rank = self.noise.below(self.spec.world_size as usize + 1) as u32;
+        let now =
+            self.model.ranks.get(rank as usize).copied().flatten().map_or(0, |(incarnation, _)| incarnation);
+        let incarnation = now + u64::from(self.noise.one_in(3));
+        let expected = self.model.leave(rank, incarnation);
+        self.check(
+            &expected,
+            |machine| machine.leave(Rank(rank), Incarnation(incarnation)),
+            |()| Answer::Done,
+        );
+    }
+
+    fn life(&mut self) {
+        let zero = self.model.ranks[0].map_or(0, |(incarnation, _)| incarnation);
+        match self.noise.below(6) {
+            0..2 => {
+                let incarnation = zero + u64::from(self.noise.one_in(3));
+                let expected = self.model.pause(incarnation);
+                let event =
+                    |machine: &mut Machine| machine.pause(Incarnation(incarnation), "overflow".into());
+                self.check(&expected, event, |()| Answer::Done);
+            }
+            2..4 => {
+                let scale = self.noise.pick(&[0.0, 8.0, f64::NAN, -1.0]);
+                let expected = self.model.resume(scale);
+                self.check(&expected, |machine| machine.resume(scale), |()| Answer::Done);
+            }
+            _ => self.life_loaded(),
+        }
+    }
+
+    fn life_loaded(&mut self) {
+        let expected = self.model.loaded();
+        self.check(&expected, |machine| machine.loaded(Version(0), 0, None), |()| Answer::Done);
+    }
+
+    /// What is under way ends, every rank is replaced, resends all it knows of the next step, and rank 0 commits it.
+    pub(crate) fn finish_honestly(&mut self) {
+        if self.model.loading {
+            self.life_loaded();
+        }
+        self.drain();
+        for rank in 0..self.spec.world_size {
+            let now = self.model.ranks[rank as usize].map_or(0, |(incarnation, _)| incarnation);
+            if now == 0 || self.model.ranks[rank as usize].unwrap().1 || self.noise.one_in(2) {
+                self.join_as(rank, now + 1);
+            }
+        }
+        let step = self.model.version + 1;
+        for chunk in self.model.honest_step(step) {
+            let expected = self.model.admit(&chunk);
+            assert!(matches!(expected, Answer::Write | Answer::Duplicate), "{expected:?} {chunk:?}");
+            if let Some(ticket) = self.admit_expecting(&chunk, &expected) {
+                self.store(ticket);
+                self.drain();
+            }
+            self.compare();
+        }
+        assert_eq!(self.machine.waiting_for(), None);
+        self.decide(self.model.ranks[0].unwrap().0, commit(&self.spec, step));
+        self.drain();
+        assert_eq!(self.machine.version(), Version(step));
+        assert!(self.machine.is_settled());
+    }
+
+    fn drain(&mut self) {
+        while let Some(ticket) = self.tickets.pop() {
+            self.store(ticket);
+        }
+        while !self.works.is_empty() {
+            self.perform();
+        }
+    }
+}
+
+/// The variant's name alone.
+fn name(refusal: &Refusal) -> String {
+    let text = format!("{refusal:?}");
+    text.split([' ', '(']).next().unwrap().to_string()
+}

@@ -1,0 +1,187 @@
+//! Promise 3 inside one server: workers die at any point of a step, join again, and the bits are those of a run in
+//! which nobody died.
+
+mod common;
+
+use common::{BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
+use longshore_engine::job::Stored;
+use longshore_proto::{ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Rank, Step};
+
+/// Three shards over two servers, the first two of two chunks each.
+fn shape(world_size: u32, micro_steps: u32, max_delay: u32) -> JobSpec {
+    let mut spec = spec(&[3, 11 * BLOCK as u64, 99], &[0, 1, 0]);
+    spec.shard_elements = 5 * BLOCK as u64;
+    (spec.gradient_dtype, spec.image_dtype) = (Dtype::F32, Dtype::F16);
+    (spec.world_size, spec.micro_steps, spec.max_delay) = (world_size, micro_steps, max_delay);
+    spec
+}
+
+fn step_gradients(spec: &JobSpec, seed: u64) -> Vec<Vec<u8>> {
+    (0..spec.contributions()).map(|index| gradient(spec, seed * 100 + index, 1.0)).collect()
+}
+
+fn reference(spec: &JobSpec, steps: &[&Vec<Vec<u8>>]) -> String {
+    let mut reference = Reference::new(spec, &weights(spec, 1));
+    for (index, step) in steps.iter().enumerate() {
+        reference.step(step, &commit(spec, index as u64 + 1));
+    }
+    reference.hash()
+}
+
+/// Chunks of a whole step in the order a worker sends them.
+fn all_chunks<'a>(cluster: &Cluster, step: u64, flats: &'a [Vec<u8>]) -> Vec<(ContributionChunk, &'a [u8])> {
+    let world = cluster.spec.world_size;
+    let flats = flats.iter().enumerate();
+    flats.flat_map(|(at, flat)| cluster.chunks(step, at as u32 / world, at as u32 % world, flat)).collect()
+}
+
+fn finish(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>]) {
+    cluster.push(step, flats);
+    let commit = commit(&cluster.spec, step);
+    cluster.commit(&commit).unwrap();
+    cluster.work();
+}
+
+/// Sends the first `count` chunks, doing sums at once or not at all, and then the rank is replaced.
+fn send_some(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>], count: usize) {
+    for (chunk, payload) in all_chunks(cluster, step, flats).into_iter().take(count) {
+        assert!(matches!(cluster.store(&chunk, payload), Ok(Stored::New(_))));
+        cluster.work();
+    }
+}
+
+#[test]
+fn a_lone_worker_killed_after_any_chunk_starts_its_step_over() {
+    for (micro_steps, max_delay) in [(1, 0), (2, 0), (2, 1)] {
+        let spec = shape(1, micro_steps, max_delay);
+        let (first, second, other) =
+            (step_gradients(&spec, 1), step_gradients(&spec, 2), step_gradients(&spec, 3));
+        let (same_bits, other_bits) =
+            (reference(&spec, &[&first, &second]), reference(&spec, &[&first, &other]));
+        let probe =
+            Cluster::open(&spec, 2, &common::cluster::compute(1, longshore_engine::kernels::Isa::Scalar));
+        let chunks = all_chunks(&probe, 2, &second).len();
+        for killed_after in 0..=chunks {
+            let recomputed =
+                if killed_after % 2 == 0 { (&second, &same_bits) } else { (&other, &other_bits) };
+            let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+            finish(&mut cluster, 1, &first);
+            send_some(&mut cluster, 2, &second, killed_after);
+            let stale = all_chunks(&cluster, 2, &second)[0];
+            cluster.join(0);
+            let fault = cluster.store(&stale.0, stale.1).unwrap_err();
+            assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Fenced, "incarnation"));
+            assert!(
+                cluster.jobs[0]
+                    .waiting_for()
+                    .unwrap()
+                    .starts_with("step 2, micro-step 0, shard 0 from rank 0")
+            );
+            finish(&mut cluster, 2, recomputed.0);
+            assert_eq!(cluster.hash(), *recomputed.1, "killed after {killed_after} chunks");
+        }
+    }
+}
+
+/// Its own unsummed chunks are forgotten, sums and the other rank's chunks stay; nothing is counted twice.
+#[test]
+fn one_of_two_ranks_killed_after_any_chunk_resends() {
+    for max_delay in [0, 1] {
+        let spec = shape(2, 2, max_delay);
+        let (first, second) = (step_gradients(&spec, 1), step_gradients(&spec, 2));
+        let expected = reference(&spec, &[&first, &second]);
+        let probe =
+            Cluster::open(&spec, 2, &common::cluster::compute(1, longshore_engine::kernels::Isa::Scalar));
+        let chunks = all_chunks(&probe, 2, &second).len();
+        for killed_after in (0..=chunks).step_by(2) {
+            let rank = (killed_after / 2 % 2) as u32;
+            let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+            finish(&mut cluster, 1, &first);
+            send_some(&mut cluster, 2, &second, killed_after);
+            cluster.join(rank);
+            finish(&mut cluster, 2, &second);
+            assert_eq!(cluster.hash(), expected, "rank {rank} killed after {killed_after} chunks");
+        }
+    }
+}
+
+/// What no sum contains yet may come out differently, and with another loss scale once nothing of the step is left.
+#[test]
+fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
+    let spec = shape(2, 1, 0);
+    let (flats, other) = (step_gradients(&spec, 1), step_gradients(&spec, 2));
+    let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
+    for (mut chunk, payload) in cluster.chunks(1, 0, 1, &flats[1]).into_iter().take(3) {
+        chunk.loss_scale = 64.0;
+        assert_eq!(cluster.store(&chunk, payload), Ok(Stored::New(None)));
+    }
+    cluster.join(1);
+    let mixed = vec![flats[0].clone(), other[1].clone()];
+    finish(&mut cluster, 1, &mixed);
+    assert_eq!(cluster.hash(), reference(&spec, &[&mixed]));
+}
+
+/// A delayed job's two steps in hand: the decided one, whose update has not run, stays; the undecided one starts over.
+#[test]
+fn a_delayed_worker_killed_between_commit_and_update() {
+    let spec = shape(1, 1, 1);
+    let steps: Vec<_> = (1..=4).map(|seed| step_gradients(&spec, seed)).collect();
+    let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+    cluster.push(1, &steps[0]);
+    cluster.push(2, &steps[1]);
+    cluster.commit(&commit(&spec, 1)).unwrap();
+    cluster.join(0);
+    // Step 3 shares its buffers with step 1, which is not updated yet.
+    let (chunk, payload) = all_chunks(&cluster, 3, &steps[2])[0];
+    assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Busy));
+    cluster.work();
+    finish(&mut cluster, 2, &steps[3]);
+    finish(&mut cluster, 3, &steps[2]);
+    assert_eq!(cluster.hash(), reference(&spec, &[&steps[0], &steps[3], &steps[2]]));
+}
+
+/// Rank 0 decides, dies before it hears of it, joins again and asks where the job stands.
+#[test]
+fn a_worker_that_missed_the_commits_answer_goes_on() {
+    for max_delay in [0, 1] {
+        let spec = shape(1, 2, max_delay);
+        let (first, second) = (step_gradients(&spec, 1), step_gradients(&spec, 2));
+        let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+        let decision = commit(&spec, 1);
+        cluster.push(1, &first);
+        // One of the two servers only heard of it.
+        let (duplicate, work) = cluster.jobs[0].commit(cluster.incarnations[0], decision.clone()).unwrap();
+        assert!(!duplicate);
+        cluster.works[0].extend(work);
+        assert_eq!(cluster.jobs[0].progress().last_commit, Some(decision.clone()));
+        assert_eq!(cluster.commit(&decision), Ok(vec![true, false]));
+        // Resent chunks of the decided step are acknowledged, before and after its update.
+        for _ in 0..2 {
+            for (chunk, payload) in all_chunks(&cluster, 1, &first) {
+                assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Duplicate));
+            }
+            cluster.work();
+        }
+        cluster.join(0);
+        assert_eq!(cluster.jobs[1].commits_after(Step(0)), Some(vec![decision.clone()]));
+        assert_eq!(cluster.commit(&decision), Ok(vec![true, true]));
+        finish(&mut cluster, 2, &second);
+        assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
+    }
+}
+
+#[test]
+fn a_rank_that_left_is_named_and_may_join_again() {
+    let spec = shape(2, 1, 0);
+    let flats = step_gradients(&spec, 1);
+    let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
+    let job = cluster.jobs[0].clone();
+    job.leave(Rank(1), Incarnation(1)).unwrap();
+    assert!(job.waiting_for().unwrap().ends_with("rank 0, rank 1 (left)"));
+    let (chunk, payload) = cluster.chunks(1, 0, 1, &flats[1])[0];
+    let fault: Fault = cluster.store(&chunk, payload).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "incarnation"));
+    cluster.join(1);
+    finish(&mut cluster, 1, &flats);
+    assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
+}

@@ -1,0 +1,153 @@
+//! Decisions that must not be taken.
+
+use longshore_proto::{Commit, FaultKind, Hyper, Incarnation, ShardId, Step};
+
+use super::{Cluster, Expected, Midway, check, commit, small, weights};
+
+use FaultKind::{Conflict, Fenced, Invalid, Precondition};
+
+type Case = (fn(&mut Commit), Expected);
+type Change = (&'static str, fn(&mut Commit));
+
+const ZERO_TO_ONE: &[&str] = &["in [0, 1)", "correct the hyperparameter"];
+const AT_LEAST_0: &[&str] = &["finite and at least 0", "correct the hyperparameter"];
+
+const CASES: &[Case] = &[
+    (|c| c.step = Step(0), (Invalid, "commit.step", &["is 0", "at least 1"])),
+    (
+        |c| c.step = Step(3),
+        (Precondition, "commit.step", &["is 3", "2, the next undecided step", "in order"]),
+    ),
+    (|c| c.gradient_scale = 0.0, (Invalid, "commit.gradient_scale", &["is 0", "finite and above 0"])),
+    (|c| c.gradient_scale = f64::NAN, (Invalid, "commit.gradient_scale", &["NaN"])),
+    (|c| c.gradient_scale = f64::INFINITY, (Invalid, "commit.gradient_scale", &["inf"])),
+    (|c| c.clip_coefficient = 0.0, (Invalid, "commit.clip_coefficient", &["is 0", "in (0, 1]"])),
+    (|c| c.clip_coefficient = f64::NAN, (Invalid, "commit.clip_coefficient", &["NaN"])),
+    (|c| c.clip_coefficient = 1.5, (Invalid, "commit.clip_coefficient", &["1.5"])),
+    (|c| c.loss_scale = 0.0, (Invalid, "commit.loss_scale", &["finite and above 0"])),
+    (|c| c.loss_scale = f64::NAN, (Invalid, "commit.loss_scale", &["NaN"])),
+    (|c| c.compensation = -0.5, (Invalid, "commit.compensation", &["-0.5", "in [0, 1]"])),
+    (|c| c.compensation = 1.5, (Invalid, "commit.compensation", &["1.5", "in [0, 1]"])),
+    (|c| c.compensation = f64::NAN, (Invalid, "commit.compensation", &["NaN"])),
+    (|c| c.compensation = 0.5, (Invalid, "commit.compensation", &["0.5", "max_delay 0"])),
+    (|c| c.groups.truncate(1), (Invalid, "commit.groups", &["is 1", "2, the job's number of param groups"])),
+    (|c| c.groups.push(Hyper::default()), (Invalid, "commit.groups", &["is 3"])),
+    (|c| c.groups.clear(), (Invalid, "commit.groups", &["is 0"])),
+    (
+        |c| c.trainer_state = vec![0; (1 << 20) + 1],
+        (Invalid, "commit.trainer_state", &["1048577", "at most 1048576"]),
+    ),
+    (|c| c.groups[0].lr = f64::NAN, (Invalid, "commit.groups[0].lr", AT_LEAST_0)),
+    (|c| c.groups[1].lr = -1e-3, (Invalid, "commit.groups[1].lr", &["-0.001", "at least 0"])),
+    (|c| c.groups[0].lr = f64::INFINITY, (Invalid, "commit.groups[0].lr", AT_LEAST_0)),
+    (|c| c.groups[0].beta1 = 1.0, (Invalid, "commit.groups[0].beta1", ZERO_TO_ONE)),
+    (|c| c.groups[0].beta1 = f64::NAN, (Invalid, "commit.groups[0].beta1", ZERO_TO_ONE)),
+    (|c| c.groups[1].beta2 = -0.1, (Invalid, "commit.groups[1].beta2", ZERO_TO_ONE)),
+    (|c| c.groups[1].beta2 = f64::NAN, (Invalid, "commit.groups[1].beta2", ZERO_TO_ONE)),
+    (|c| c.groups[0].eps = -1e-8, (Invalid, "commit.groups[0].eps", AT_LEAST_0)),
+    (|c| c.groups[0].eps = f64::NAN, (Invalid, "commit.groups[0].eps", AT_LEAST_0)),
+    (|c| c.groups[0].weight_decay = -0.1, (Invalid, "commit.groups[0].weight_decay", AT_LEAST_0)),
+    (|c| c.groups[0].weight_decay = f64::NAN, (Invalid, "commit.groups[0].weight_decay", AT_LEAST_0)),
+    (|c| c.groups[0].momentum = 1.1, (Invalid, "commit.groups[0].momentum", &["1.1", "in [0, 1]"])),
+    (|c| c.groups[0].momentum = f64::NAN, (Invalid, "commit.groups[0].momentum", &["in [0, 1]"])),
+    (|c| c.groups[0].dampening = -0.1, (Invalid, "commit.groups[0].dampening", &["in [0, 1]"])),
+    (|c| c.groups[0].dampening = f64::NAN, (Invalid, "commit.groups[0].dampening", &["in [0, 1]"])),
+    (|c| c.groups[0].lr_decay = -1.0, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
+    (|c| c.groups[0].lr_decay = f64::NAN, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
+    // Step 1 is decided: the same again is acknowledged, another is not.
+    (
+        |c| c.step = Step(1),
+        (Conflict, "commit.loss_scale", &["another value for step 1", "as first decided"]),
+    ),
+    // Right, but rank 1's last micro-step is not there: shard 0 has its first chunk only.
+    (
+        |_| (),
+        (
+            Precondition,
+            "commit.step",
+            &["is 2", "missing: step 2, micro-step 1, shard", "rank 1", "Training.Stats"],
+        ),
+    ),
+];
+
+#[test]
+fn bad_commits_are_refused_and_change_nothing() {
+    let midway = Midway::new();
+    let before = midway.view();
+    for (change, expected) in CASES {
+        let mut decision = Commit { loss_scale: 2.0, ..commit(&midway.cluster.spec, 2) };
+        change(&mut decision);
+        for job in &midway.cluster.jobs {
+            let fault = job.commit(midway.cluster.incarnations[0], decision.clone()).unwrap_err();
+            check(&fault, *expected);
+            assert!(!fault.limit.contains("rank 0"), "rank 0 has sent all: {fault}");
+        }
+        assert_eq!(midway.view(), before);
+    }
+    midway.finish();
+}
+
+#[test]
+fn only_rank_zeros_living_process_commits() {
+    let midway = Midway::new();
+    let job = &midway.cluster.jobs[0];
+    let fault = job.commit(Incarnation(0), commit(&midway.cluster.spec, 2)).unwrap_err();
+    check(&fault, (Fenced, "incarnation", &["incarnation is 0", "1, rank 0's", "only rank 0 decides"]));
+    midway.finish();
+}
+
+#[test]
+fn a_step_is_decided_once() {
+    let spec = small();
+    let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+    let flats: Vec<_> = (0..4).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
+    let decision = Commit { trainer_state: vec![1], ..commit(&spec, 1) };
+    cluster.step(&flats, &decision);
+    let hash = cluster.hash();
+    assert_eq!(cluster.commit(&decision), Ok(vec![true, true]));
+    assert_eq!(cluster.commit(&Commit { norm: 3.0, ..decision.clone() }), Ok(vec![true, true]));
+    let others: [Change; 6] = [
+        ("commit.skip", |c| c.skip = true),
+        ("commit.gradient_scale", |c| c.gradient_scale = 8.0),
+        ("commit.clip_coefficient", |c| c.clip_coefficient = 0.5),
+        ("commit.groups", |c| c.groups[1].lr = 1.0),
+        ("commit.loss_scale", |c| c.loss_scale = 2.0),
+        ("commit.trainer_state", |c| c.trainer_state = vec![2]),
+    ];
+    for (field, change) in others {
+        let mut other = decision.clone();
+        change(&mut other);
+        let fault = cluster.commit(&other).unwrap_err();
+        check(&fault, (Conflict, field, &["another value for step 1", "decided once"]));
+    }
+    assert_eq!(cluster.hash(), hash);
+    // Eight decisions are kept; the first is forgotten with the ninth.
+    (2..10).for_each(|step| cluster.step(&flats, &commit(&spec, step)));
+    let fault = cluster.commit(&decision).unwrap_err();
+    check(&fault, (Precondition, "commit.step", &["is 1", "the job is at version 9", "join again"]));
+    let fault = cluster.jobs[0].figures(ShardId(0), Step(9)).unwrap_err();
+    check(&fault, (Precondition, "step", &["is 9", "undecided", "version 9"]));
+    let fault = cluster.jobs[0].figures(ShardId(0), Step(11)).unwrap_err();
+    check(&fault, (Precondition, "step", &["is 11", "at most 10"]));
+}
+
+#[test]
+fn resume_needs_a_pause_and_a_loss_scale_that_is_one() {
+    let midway = Midway::new();
+    let job = &midway.cluster.jobs[0];
+    check(
+        &job.resume(0.0).unwrap_err(),
+        (Precondition, "job.phase", &["training", "paused", "nothing to resume"]),
+    );
+    for (incarnation, kind) in [(0, Fenced), (1, Precondition)] {
+        let result = job.pause(Incarnation(incarnation), "overflow 20 times".into());
+        assert_eq!(result.is_err(), kind == Fenced);
+    }
+    for bad in [f64::NAN, -1.0, f64::INFINITY] {
+        check(&job.resume(bad).unwrap_err(), (Invalid, "loss_scale", &["finite and above 0"]));
+    }
+    job.resume(4.0).unwrap();
+    assert_eq!(job.pauses(), (1, 1, 4.0));
+    assert_eq!(job.progress().last_commit.unwrap().loss_scale, 4.0);
+    midway.finish();
+}

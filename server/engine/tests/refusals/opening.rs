@@ -1,0 +1,166 @@
+//! Jobs that must not be opened: names, specs, placements and budgets.
+
+use longshore_engine::{
+    admission::{Budget, Need},
+    job::Job,
+    kernels::Isa,
+};
+use longshore_proto::{
+    Dtype, Epoch, Fault, FaultKind, JobName, JobSpec, Param, Placement, Rule, ServerId, TierKind,
+};
+
+use super::{
+    Expected, check,
+    common::{
+        BLOCK,
+        cluster::{compute, placement},
+    },
+    small,
+};
+
+use FaultKind::{Conflict, Exhausted, Invalid};
+
+fn open(spec: &JobSpec, placement: Placement, server: u32, budget: &Budget) -> Result<Job, Fault> {
+    Job::open(spec.clone(), placement, ServerId(server), budget, compute(1, Isa::detect()), Box::new(|| {}))
+}
+
+#[test]
+fn names_are_safe_file_names() {
+    for good in ["a", "gpt2-small_v1.3", &"x".repeat(128)] {
+        assert_eq!(JobName::parse("spec.name", good).unwrap().as_str(), good);
+    }
+    for bad in ["", ".", "..", ".hidden", "a/b", "a\\b", "a b", "ä", "a\0", "a\n", "~", &"x".repeat(129)] {
+        let fault = JobName::parse("spec.name", bad).unwrap_err();
+        check(&fault, (Invalid, "spec.name", &["1 to 128 of A-Z", "choose another name"]));
+        assert_eq!(fault.value, format!("{bad:?}"));
+    }
+}
+
+type Change = fn(&mut JobSpec);
+
+const BAD_SPECS: &[(Change, Expected)] = &[
+    (|s| s.world_size = 0, (Invalid, "spec.world_size", &["is 0", "in 1..=4096"])),
+    (|s| s.world_size = 4097, (Invalid, "spec.world_size", &["is 4097"])),
+    (|s| s.micro_steps = 0, (Invalid, "spec.micro_steps", &["in 1..=65536"])),
+    (|s| s.max_delay = 2, (Invalid, "spec.max_delay", &["is 2", "in 0..=1"])),
+    (|s| s.groups.clear(), (Invalid, "spec.groups", &["is 0", "in 1..=1024"])),
+    (|s| s.shard_elements = 0, (Invalid, "spec.shard_elements", &["is 0"])),
+    (
+        |s| s.shard_elements += 1,
+        (Invalid, "spec.shard_elements", &["327681", "multiple of the block, 65536", "round it up"]),
+    ),
+    (|s| s.shard_elements = u64::MAX, (Invalid, "spec.shard_elements", &["in 65536..=1073741824"])),
+    (|s| s.params.clear(), (Invalid, "spec.params", &["is 0", "send the model's parameters"])),
+    (|s| s.params[1].name = String::new(), (Invalid, "spec.params[1].name", &["1 to 512 bytes"])),
+    (
+        |s| s.params[1].name = "layer.0".into(),
+        (Invalid, "spec.params[1].name", &["layer.0", "unique", "used twice"]),
+    ),
+    (
+        |s| s.params[0].shape = vec![1; 9],
+        (Invalid, "spec.params[0].shape", &["is 9", "at most 8 dimensions"]),
+    ),
+    (
+        |s| s.params[0].shape = vec![3, 0],
+        (Invalid, "spec.params[0].shape", &["[3, 0]", "leave empty tensors out"]),
+    ),
+    (|s| s.params[0].shape = vec![u64::MAX, 3], (Invalid, "spec.params[0].shape", &["1 to 17592186044416"])),
+    (|s| s.params[0].shape = vec![1 << 44], (Invalid, "spec.params", &["at most 17592186044416 elements"])),
+    (|s| s.params[1].group = 2, (Invalid, "spec.params[1].group", &["is 2"])),
+    (|s| s.tier = TierKind::Nvme, (Invalid, "spec.tier", &["nvme", "memory"])),
+];
+
+#[test]
+fn bad_specs_are_refused_and_reserve_nothing() {
+    let budget = Budget::new(1 << 32);
+    for (change, expected) in BAD_SPECS {
+        let placement = placement(&small(), 2);
+        let mut spec = small();
+        change(&mut spec);
+        check(&open(&spec, placement, 0, &budget).err().unwrap(), *expected);
+        assert_eq!(budget.reserved(), 0);
+    }
+}
+
+const OTHER_SPECS: &[(Change, &str)] = &[
+    (|s| s.name = JobName::parse("name", "other").unwrap(), "spec.name"),
+    (|s| s.params[1].shape = vec![5], "spec.params[1]"),
+    (|s| s.params[0].name = "renamed".into(), "spec.params[0]"),
+    (|s| s.params[0].group = 1, "spec.params[0]"),
+    (|s| s.params.push(Param { name: "more".into(), shape: vec![], group: 0 }), "spec.params"),
+    (|s| s.params.truncate(1), "spec.params"),
+    (|s| s.groups[0] = "renamed".into(), "spec.groups"),
+    (|s| s.rule = Rule::Lion, "spec.rule"),
+    (|s| s.gradient_dtype = Dtype::F16, "spec.gradient_dtype"),
+    (|s| s.image_dtype = Dtype::F16, "spec.image_dtype"),
+    (|s| s.world_size = 3, "spec.world_size"),
+    (|s| s.micro_steps = 3, "spec.micro_steps"),
+    (|s| s.max_delay = 1, "spec.max_delay"),
+    (|s| s.shard_elements *= 2, "spec.shard_elements"),
+    (|s| s.tier = TierKind::Shm, "spec.tier"),
+];
+
+#[test]
+fn a_second_open_must_be_of_the_same_job() {
+    assert_eq!(small().same_as(&small()), Ok(()));
+    for (change, field) in OTHER_SPECS {
+        let mut other = small();
+        change(&mut other);
+        let fault = small().same_as(&other).unwrap_err();
+        check(&fault, (Conflict, field, &["as the job was opened", "delete the job"]));
+    }
+}
+
+#[test]
+fn placements_name_each_shards_owner() {
+    let spec = small();
+    let good = placement(&spec, 2);
+    let budget = Budget::new(1 << 32);
+    let refused = |change: fn(&mut Placement), server, expected| {
+        let mut placement = good.clone();
+        change(&mut placement);
+        check(&open(&spec, placement, server, &budget).err().unwrap(), expected);
+        assert_eq!(budget.reserved(), 0);
+    };
+    refused(|p| p.servers.clear(), 0, (Invalid, "placement.servers", &["is 0", "in 1..=4096"]));
+    refused(
+        |p| p.owners.truncate(2),
+        0,
+        (Invalid, "placement.owners", &["is 2", "3, the layout's number of shards"]),
+    );
+    refused(|p| p.owners[1] = ServerId(2), 0, (Invalid, "placement.owners[1]", &["is 2", "below 2"]));
+    refused(|_| (), 2, (Invalid, "server", &["is 2", "below 2, the number of servers"]));
+    let mut moved = good.clone();
+    moved.servers[1] = "elsewhere:7070".into();
+    moved.epoch = Epoch(2);
+    assert_eq!(good.same_owners(&moved), Ok(()));
+    moved.owners.swap(0, 1);
+    let fault = good.same_owners(&moved).unwrap_err();
+    check(&fault, (Conflict, "placement.owners", &["as the job was opened, over 2 servers", "same servers"]));
+}
+
+/// By hand: 7 blocks here of 65536 elements; 16 bytes of AdamW state less gradient (12), two bf16 images (4), fp32
+/// contributions of two ranks (8), fp32 sums (4).
+#[test]
+fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
+    let spec = small();
+    let elements = 7 * BLOCK as u64;
+    let bytes = elements * (12 + 4 + 8 + 4);
+    let layout = spec.validate().unwrap();
+    let owned = placement(&spec, 2).owned(ServerId(0));
+    assert_eq!(Need::of(&spec, &layout, &owned).total(), bytes);
+
+    let budget = Budget::new(bytes + 1000);
+    let job = open(&spec, placement(&spec, 2), 0, &budget).unwrap();
+    assert_eq!((job.memory_bytes(), budget.reserved()), (bytes, bytes));
+    let fault = open(&spec, placement(&spec, 2), 0, &budget).err().unwrap();
+    check(&fault, (Exhausted, "memory", &["at most 1000", "raise --memory", "delete another job"]));
+    for number in [bytes, elements * 12, elements * 4, elements * 8, bytes + 1000, bytes - 1000] {
+        assert!(fault.to_string().contains(&number.to_string()), "no {number} in: {fault}");
+    }
+    assert_eq!(budget.reserved(), bytes);
+    drop(job);
+    assert_eq!(budget.reserved(), 0);
+    assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes - 1)).is_err());
+    assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes)).is_ok());
+}

@@ -1,0 +1,60 @@
+//! Images that cannot be had.
+
+use longshore_proto::{Dtype, FaultKind, ShardId, Slice, Version};
+
+use super::{BLOCK, Midway, check, commit};
+
+use FaultKind::{Invalid, NotFound, Precondition};
+
+#[test]
+fn a_version_is_there_or_not_yet_or_gone() {
+    let mut midway = Midway::new();
+    let image = |midway: &Midway, version| midway.cluster.image(ShardId(0), version);
+    assert!(image(&midway, 0).unwrap().is_some() && image(&midway, 1).unwrap().is_some());
+    assert_eq!(image(&midway, 2), Ok(None), "step 2 is in flight");
+    check(
+        &image(&midway, 3).unwrap_err(),
+        (Precondition, "version", &["is 3", "at most 2", "step in flight"]),
+    );
+    check(&image(&midway, u64::MAX).unwrap_err(), (Precondition, "version", &["at most 2"]));
+    let flats = midway.second.clone();
+    midway.cluster.step(&flats, &commit(&midway.cluster.spec, 2));
+    let fault = image(&midway, 0).unwrap_err();
+    check(&fault, (NotFound, "version", &["is 0", "one of those kept: 1 and 2", "join again"]));
+    assert!(image(&midway, 1).unwrap().is_some() && image(&midway, 2).unwrap().is_some());
+}
+
+#[test]
+fn a_slice_lies_inside_its_shard() {
+    let midway = Midway::new();
+    let job = &midway.cluster.jobs[0];
+    let whole = 5 * BLOCK as u64;
+    let slice = |shard, offset, elements| Slice { shard: ShardId(shard), offset, elements };
+    for bad in [
+        slice(0, 0, whole + 1),
+        slice(0, whole, 1),
+        slice(0, 7, 0),
+        slice(0, u64::MAX, 2),
+        slice(2, 0, whole),
+    ] {
+        let fault = job.check_slice(&bad, Dtype::Bf16).unwrap_err();
+        check(&fault, (Invalid, "slice", &["elements at", "inside the shard's", "cut the slice"]));
+    }
+    for foreign in [1, 3, u32::MAX] {
+        let fault = job.check_slice(&slice(foreign, 0, 1), Dtype::Bf16).unwrap_err();
+        check(&fault, (NotFound, "shard", &["of 3 in the job"]));
+        let read = job.read_image(&slice(foreign, 0, 1), Version(1), &mut |_| panic!("nothing to read"));
+        check(&read.unwrap_err(), (NotFound, "shard", &["of 3 in the job"]));
+    }
+    for dtype in [Dtype::F32, Dtype::F16] {
+        let fault = job.check_slice(&slice(0, 0, 1), dtype).unwrap_err();
+        check(&fault, (Invalid, "dtype", &["bf16, as the job was opened"]));
+        assert_eq!(fault.value, dtype.name());
+    }
+    let mut middle = Vec::new();
+    let read = &mut |bytes: &[u8]| middle = bytes.to_vec();
+    job.check_slice(&slice(0, 11, 13), Dtype::Bf16).unwrap();
+    job.read_image(&slice(0, 11, 13), Version(1), read).unwrap();
+    assert_eq!(middle, midway.cluster.image(ShardId(0), 1).unwrap().unwrap()[22..48]);
+    midway.finish();
+}

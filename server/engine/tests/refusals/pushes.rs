@@ -1,0 +1,159 @@
+//! Contributions that must not be stored.
+
+use longshore_engine::job::Stored;
+use longshore_proto::{
+    ChunkId, ContributionChunk, Dtype, FaultKind, Incarnation, MicroStep, Rank, ShardId, Step,
+    checksum::crc32,
+};
+
+use super::{Expected, Midway, check};
+
+use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
+
+type Case = (fn(&mut ContributionChunk), Expected);
+
+const CASES: &[Case] = &[
+    (
+        |c| c.bytes -= 4,
+        (Invalid, "payload", &["1048572 bytes", "1048576 bytes", "chunk 0", "chunks are 1 MiB"]),
+    ),
+    (|c| c.bytes = 0, (Invalid, "payload", &["0 bytes"])),
+    (|c| c.bytes = u64::MAX, (Invalid, "payload", &["18446744073709551615 bytes"])),
+    (|c| c.contribution.step = Step(0), (Invalid, "step", &["step is 0", "at least 1"])),
+    (
+        |c| c.contribution.step = Step(3),
+        (Precondition, "step", &["step is 3", "at most 2", "wait for the commit"]),
+    ),
+    (|c| c.contribution.step = Step(u64::MAX), (Precondition, "step", &["at most 2"])),
+    (|c| c.contribution.rank = Rank(2), (Invalid, "rank", &["rank is 2", "world size, 2"])),
+    (|c| c.contribution.rank = Rank(u32::MAX), (Invalid, "rank", &["world size, 2"])),
+    (
+        |c| c.incarnation = Incarnation(0),
+        (Fenced, "incarnation", &["incarnation is 0", "rank 1", "stop this process"]),
+    ),
+    (|c| c.contribution.shard = ShardId(1), (NotFound, "shard", &["shard is 1", "of 3 in the job", "owner"])),
+    (|c| c.contribution.shard = ShardId(3), (NotFound, "shard", &["shard is 3"])),
+    (|c| c.contribution.shard = ShardId(u32::MAX), (NotFound, "shard", &["of 3 in the job"])),
+    (|c| c.dtype = Dtype::Bf16, (Invalid, "dtype", &["bf16", "f32, as the job was opened"])),
+    (|c| c.chunk = ChunkId(2), (Invalid, "chunk", &["chunk is 2", "below 2, the chunks of shard 0"])),
+    (|c| c.chunk = ChunkId(u32::MAX), (Invalid, "chunk", &["below 2"])),
+    (|c| c.contribution.micro_step = MicroStep(2), (Invalid, "micro_step", &["micro_step is 2", "below 2"])),
+    (|c| c.loss_scale = f64::NAN, (Invalid, "loss_scale", &["NaN", "finite and above 0"])),
+    (|c| c.loss_scale = 0.0, (Invalid, "loss_scale", &["is 0", "finite and above 0"])),
+    (|c| c.loss_scale = -1.0, (Invalid, "loss_scale", &["is -1"])),
+    (|c| c.loss_scale = f64::INFINITY, (Invalid, "loss_scale", &["is inf"])),
+    (
+        |c| c.loss_scale = 2.0,
+        (Conflict, "loss_scale", &["is 2 (step 2, micro-step 1, rank 1, shard 0)", "must be 1,"]),
+    ),
+];
+
+/// Straight at server 0, whatever shard the chunk names.
+fn push(
+    midway: &Midway,
+    chunk: &ContributionChunk,
+    payload: &[u8],
+) -> Result<Stored, longshore_proto::Fault> {
+    midway.cluster.jobs[0].store(chunk, payload)
+}
+
+#[test]
+fn bad_chunks_are_refused_and_change_nothing() {
+    let midway = Midway::new();
+    let before = midway.view();
+    // Chunk 1 of shard 0 is the next to come; chunk 0 is stored. Either way a bad field is found first.
+    for (change, expected) in CASES {
+        let mut chunk = midway.cluster.chunks(2, 1, 1, &midway.second[3])[0].0;
+        change(&mut chunk);
+        check(&push(&midway, &chunk, &vec![0; 1 << 20]).unwrap_err(), *expected);
+        assert_eq!(midway.view(), before);
+    }
+    midway.finish();
+}
+
+#[test]
+fn a_conflicting_chunk_is_refused_with_both_checksums() {
+    let midway = Midway::new();
+    let before = midway.view();
+    // Stored and waiting, and summed already.
+    for (micro_step, rank, flat) in [(1, 1, 3), (0, 1, 1)] {
+        let (mut chunk, payload) = midway.cluster.chunks(2, micro_step, rank, &midway.second[flat])[0];
+        assert_eq!(push(&midway, &chunk, payload), Ok(Stored::Duplicate));
+        let other = vec![1; payload.len()];
+        chunk.crc32 = crc32(&other);
+        let fault = push(&midway, &chunk, &other).unwrap_err();
+        check(
+            &fault,
+            (Conflict, "crc32", &["shard 0, chunk 0", "as this chunk was stored before", "deterministic"]),
+        );
+        assert!(fault.value.starts_with(&format!("{:08x}", crc32(&other))), "{fault}");
+        assert!(fault.limit.starts_with(&format!("{:08x}", crc32(payload))), "{fault}");
+        assert_eq!(midway.view(), before);
+    }
+    midway.finish();
+}
+
+/// The fields are right and the bytes are not all there: the claim on the buffer is given back, with its loss scale.
+#[test]
+fn a_payload_shorter_than_its_chunk_is_refused_and_leaves_no_trace() {
+    let midway = Midway::new();
+    let before = midway.view();
+    let (chunk, payload) = midway.cluster.chunks(2, 1, 1, &midway.second[3])[1];
+    let fault = push(&midway, &chunk, &payload[4..]).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (Invalid, "payload"));
+    assert_eq!(midway.view(), before);
+    midway.finish();
+
+    let mut fresh = Midway::new();
+    let flats = fresh.second.clone();
+    fresh.cluster.step(&flats, &super::commit(&fresh.cluster.spec, 2));
+    let (mut chunk, payload) = fresh.cluster.chunks(3, 0, 0, &flats[0])[0];
+    chunk.loss_scale = 512.0;
+    let before = fresh.view();
+    assert_eq!(push(&fresh, &chunk, &payload[4..]).unwrap_err().kind, Invalid);
+    assert_eq!(fresh.view(), before);
+    let honest = fresh.cluster.chunks(3, 0, 0, &flats[0])[0].0;
+    assert_eq!(push(&fresh, &honest, payload), Ok(Stored::New(None)));
+}
+
+#[test]
+fn ranks_must_have_joined_and_not_been_replaced() {
+    let spec = super::small();
+    let mut cluster = super::Cluster::open(&spec, 2, &super::common::cluster::compute(1, isa()));
+    cluster.join(0);
+    cluster.upload(&super::weights(&spec, 1));
+    let flat = super::gradient(&spec, 1, 1.0);
+    let (chunk, payload) = cluster.chunks(1, 0, 1, &flat)[0];
+    check(
+        &cluster.store(&chunk, payload).unwrap_err(),
+        (Precondition, "rank", &["rank is 1", "joined", "Training.Join"]),
+    );
+    assert!(cluster.jobs[0].waiting_for().unwrap().contains("rank 1 (never joined)"));
+    cluster.join(1);
+    cluster.join(1);
+    let fault = cluster.jobs[0].join(Rank(1), Incarnation(1)).unwrap_err();
+    check(&fault, (Fenced, "incarnation", &["incarnation is 1", "2, which rank 1 has joined as since"]));
+    let fault = cluster.jobs[0].join(Rank(2), Incarnation(1)).unwrap_err();
+    check(&fault, (Invalid, "rank", &["below the world size, 2"]));
+    assert_eq!(cluster.jobs[0].join(Rank(1), Incarnation(2)), Ok(true));
+}
+
+#[test]
+fn a_job_that_is_loading_takes_no_gradient() {
+    let spec = super::small();
+    let mut cluster = super::Cluster::open(&spec, 1, &super::common::cluster::compute(1, isa()));
+    cluster.join(0);
+    let flat = super::gradient(&spec, 1, 1.0);
+    let (chunk, payload) = cluster.chunks(1, 0, 0, &flat)[0];
+    let expected: Expected =
+        (Precondition, "job.phase", &["loading", "training", "upload the initial weights"]);
+    check(&cluster.store(&chunk, payload).unwrap_err(), expected);
+    check(&cluster.commit(&super::commit(&spec, 1)).unwrap_err(), expected);
+    check(&cluster.image(ShardId(0), 0).unwrap_err(), expected);
+    check(&cluster.jobs[0].figures(ShardId(0), Step(1)).unwrap_err(), expected);
+    check(&cluster.jobs[0].pause(Incarnation(1), "why".into()).unwrap_err(), expected);
+}
+
+fn isa() -> longshore_engine::kernels::Isa {
+    longshore_engine::kernels::Isa::detect()
+}

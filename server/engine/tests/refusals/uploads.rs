@@ -1,0 +1,95 @@
+//! Initial weights that must not be taken.
+
+use std::thread;
+
+use longshore_engine::kernels::Isa;
+use longshore_proto::{ChunkId, FaultKind, Incarnation, Rank, ShardId, checksum::crc32};
+
+use super::{Cluster, Expected, Reference, check, commit, common, encode_f32, gradient, small, weights};
+
+use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
+
+type Case = (u64, u32, u32, usize, Expected);
+
+/// Incarnation, shard, chunk, payload bytes.
+const CASES: &[Case] = &[
+    (0, 0, 1, 1 << 18, (Fenced, "incarnation", &["incarnation is 0", "only rank 0"])),
+    (1, 1, 0, 1 << 20, (NotFound, "shard", &["shard is 1", "of 3 in the job"])),
+    (1, 9, 0, 1 << 20, (NotFound, "shard", &["shard is 9"])),
+    (1, 0, 2, 1 << 20, (Invalid, "chunk", &["chunk is 2", "below 2, the chunks of shard 0"])),
+    (1, 0, u32::MAX, 4, (Invalid, "chunk", &["below 2"])),
+    (1, 0, 0, (1 << 20) - 4, (Invalid, "payload", &["1048572 bytes", "1048576 bytes"])),
+    (1, 0, 1, 1 << 20, (Invalid, "payload", &["1048576 bytes", "262144 bytes"])),
+];
+
+#[test]
+fn bad_uploads_are_refused_and_change_nothing() {
+    let spec = small();
+    let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+    let initial = weights(&spec, 1);
+    let bytes = encode_f32(&initial);
+    let job = cluster.jobs[0].clone();
+    let first = &bytes[..1 << 20];
+    let upload = |payload: &[u8]| job.upload(Incarnation(1), ShardId(0), ChunkId(0), crc32(payload), payload);
+    check(&upload(first).unwrap_err(), (Precondition, "rank", &["rank is 0", "joined"]));
+    cluster.join(0);
+    for &(incarnation, shard, chunk, length, expected) in CASES {
+        let payload = vec![7; length];
+        let result =
+            job.upload(Incarnation(incarnation), ShardId(shard), ChunkId(chunk), crc32(&payload), &payload);
+        check(&result.unwrap_err(), expected);
+    }
+    upload(first).unwrap();
+    upload(first).unwrap();
+    let other = vec![7; 1 << 20];
+    let fault = upload(&other).unwrap_err();
+    check(
+        &fault,
+        (Conflict, "crc32", &["shard 0, chunk 0", "as this chunk was uploaded before", "delete the job"]),
+    );
+    assert!(fault.value.starts_with(&format!("{:08x}", crc32(&other))), "{fault}");
+    assert!(fault.limit.starts_with(&format!("{:08x}", crc32(first))), "{fault}");
+    assert_eq!(job.progress().missing, vec![ShardId(0), ShardId(2)]);
+    cluster.upload(&initial);
+    assert_eq!(cluster.hash(), Reference::new(&spec, &initial).hash());
+    let fault = upload(first).unwrap_err();
+    check(&fault, (Precondition, "job.phase", &["training at version 0", "before the first step"]));
+}
+
+/// Late copies of chunks meet the end of loading: they are acknowledged or refused, and never reach weights in training.
+#[test]
+fn uploads_of_several_threads_load_once() {
+    let mut spec = small();
+    (spec.world_size, spec.micro_steps) = (1, 1);
+    let initial = weights(&spec, 1);
+    let flats = [gradient(&spec, 1, 1.0)];
+    let mut reference = Reference::new(&spec, &initial);
+    reference.step(&flats, &commit(&spec, 1));
+    let bytes = encode_f32(&initial);
+    for _ in 0..10 {
+        let mut cluster = Cluster::open(&spec, 1, &common::cluster::compute(2, Isa::detect()));
+        cluster.join(0);
+        let job = &cluster.jobs[0];
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| upload_all(job, &bytes));
+            }
+        });
+        cluster.step(&flats, &commit(&spec, 1));
+        assert_eq!(cluster.hash(), reference.hash());
+    }
+}
+
+fn upload_all(job: &longshore_engine::job::Job, bytes: &[u8]) {
+    assert_eq!(job.join(Rank(0), Incarnation(1)), Ok(true));
+    for shard in 0..job.layout().shards() {
+        let start = job.layout().shard_range(ShardId(shard)).start as usize * 4;
+        let length = job.layout().shard_len(ShardId(shard)) as usize * 4;
+        for (chunk, payload) in bytes[start..start + length].chunks(1 << 20).enumerate() {
+            let chunk = ChunkId(chunk as u32);
+            if let Err(fault) = job.upload(Incarnation(1), ShardId(shard), chunk, crc32(payload), payload) {
+                assert_eq!(fault.field, "job.phase", "{fault}");
+            }
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! State hashes asked for while training goes on: each is that of exactly one version, and training's bits stay.
+
+mod common;
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, Sender, channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{
+    BLOCK, Noise,
+    cluster::{Cluster, soon},
+    commit, gradient,
+    reference::Reference,
+    spec, weights,
+};
+use longshore_engine::{
+    job::{Captured, Job, Stored},
+    step::Work,
+};
+use longshore_proto::{ContributionChunk, JobSpec, ShardId, Step, Version, checksum::state_hash};
+
+const STEPS: u64 = 200;
+/// Gradients repeat: 200 different ones would take longer to make than to train on.
+const CYCLE: u64 = 5;
+
+fn small(delay: u32) -> JobSpec {
+    let mut spec = spec(&[1000, 2 * BLOCK as u64 + 77, 33], &[0, 1, 0]);
+    (spec.world_size, spec.max_delay) = (2, delay);
+    spec
+}
+
+fn gradients(spec: &JobSpec) -> Vec<Vec<Vec<u8>>> {
+    let of_step = |step: u64| (0..2).map(|rank| gradient(spec, step * 2 + rank, 1.0)).collect();
+    (0..CYCLE).map(of_step).collect()
+}
+
+fn decision(spec: &JobSpec, step: u64) -> longshore_proto::Commit {
+    longshore_proto::Commit { skip: step.is_multiple_of(7), ..commit(spec, step) }
+}
+
+/// A test that fails in one thread must not leave the others waiting for ever.
+#[derive(Clone, Copy)]
+struct Patience {
+    end: Instant,
+}
+
+impl Patience {
+    fn new() -> Patience {
+        Patience { end: soon() }
+    }
+
+    fn is_over(self) -> bool {
+        Instant::now() > self.end
+    }
+
+    fn wait(self) {
+        assert!(!self.is_over(), "training stands still");
+        thread::yield_now();
+    }
+}
+
+/// One rank's pushes of all steps, waiting where the server says Busy or that it is too early.
+fn push(
+    job: &Job,
+    chunks: impl Fn(u64) -> Vec<(ContributionChunk, Vec<u8>)>,
+    works: &Sender<Work>,
+    delay: u64,
+) {
+    let patience = Patience::new();
+    for step in 1..=STEPS {
+        while job.progress().version.0 + 1 + delay < step {
+            patience.wait();
+        }
+        for (chunk, payload) in chunks(step) {
+            loop {
+                match job.store(&chunk, &payload).unwrap() {
+                    Stored::New(work) => {
+                        work.into_iter().for_each(|work| works.send(work).unwrap());
+                        break;
+                    }
+                    Stored::Busy => patience.wait(),
+                    Stored::Duplicate => panic!("{chunk:?} was never stored"),
+                }
+            }
+        }
+    }
+}
+
+fn perform(job: &Job, works: &Receiver<Work>) {
+    let mut queue = std::collections::VecDeque::new();
+    while let Ok(work) = works.recv() {
+        queue.push_back(work);
+        while let Some(work) = queue.pop_front() {
+            queue.extend(job.perform(work).unwrap());
+            queue.extend(works.try_iter());
+        }
+    }
+}
+
+fn decide(cluster: &Cluster, works: &Sender<Work>) {
+    let (job, patience) = (&cluster.jobs[0], Patience::new());
+    for step in 1..=STEPS {
+        let complete = |shard| job.figures(ShardId(shard), Step(step)).unwrap().is_some();
+        while !(0..cluster.layout.shards()).all(complete) {
+            patience.wait();
+        }
+        let (duplicate, work) = job.commit(cluster.incarnations[0], decision(&cluster.spec, step)).unwrap();
+        assert!(!duplicate);
+        works.send(work.unwrap()).unwrap();
+    }
+}
+
+/// Every version's hash seen, by asking again and again.
+fn watch(job: &Arc<Job>, done: &AtomicBool, seed: u64) -> BTreeMap<u64, String> {
+    let (mut seen, mut noise, patience) = (BTreeMap::new(), Noise(seed), Patience::new());
+    while !done.load(Ordering::Acquire) && !patience.is_over() {
+        let (info, hashes) = job.state_hashes(soon()).unwrap();
+        let hash = state_hash(info.version, info.applied, hashes.iter().map(|(_, hash)| hash));
+        let earlier = seen.entry(info.version.0).or_insert(hash.clone());
+        assert_eq!(*earlier, hash, "two hashes of version {}", info.version.0);
+        thread::sleep(Duration::from_micros(noise.below(500) as u64));
+    }
+    seen
+}
+
+fn train_and_watch(delay: u32) {
+    let spec = small(delay);
+    let (initial, gradients) = (weights(&spec, 1), gradients(&spec));
+    let mut reference = Reference::new(&spec, &initial);
+    let mut expected = vec![reference.hash()];
+    for step in 1..=STEPS {
+        reference.step(&gradients[(step % CYCLE) as usize], &decision(&spec, step));
+        expected.push(reference.hash());
+    }
+    let cluster = Cluster::started(&spec, 1, &initial);
+    let job = &cluster.jobs[0];
+    let done = AtomicBool::new(false);
+    let (works, inbox) = channel();
+    let seen = thread::scope(|scope| {
+        let watchers = [1, 2].map(|seed| {
+            scope.spawn({
+                let done = &done;
+                move || watch(job, done, seed)
+            })
+        });
+        scope.spawn(move || perform(job, &inbox));
+        for rank in 0..2 {
+            let (works, cluster, gradients) = (works.clone(), &cluster, &gradients);
+            let chunks = move |step: u64| {
+                let flat = &gradients[(step % CYCLE) as usize][rank as usize];
+                let chunks = cluster.chunks(step, 0, rank, flat).into_iter();
+                chunks.map(|(chunk, payload)| (chunk, payload.to_vec())).collect()
+            };
+            scope.spawn(move || push(job, chunks, &works, delay.into()));
+        }
+        decide(&cluster, &works);
+        job.settle(soon()).unwrap();
+        drop(works);
+        done.store(true, Ordering::Release);
+        watchers.map(|watcher| watcher.join().unwrap())
+    });
+    for (version, hash) in seen.iter().flatten() {
+        assert_eq!(*hash, expected[*version as usize], "version {version}");
+    }
+    let versions: usize = seen.iter().map(BTreeMap::len).sum();
+    assert!(versions > 10, "only {versions} hashes were taken while training");
+    assert_eq!(cluster.hash(), expected[STEPS as usize]);
+}
+
+#[test]
+fn a_hash_is_of_one_version_while_an_exact_job_trains() {
+    train_and_watch(0);
+}
+
+#[test]
+fn a_hash_is_of_one_version_while_a_delayed_job_trains() {
+    train_and_watch(1);
+}
+
+/// The visitor is held at the first shard while the last one is updated: the update visits that one itself, first.
+#[test]
+fn an_update_waits_for_the_visit_of_a_slow_snapshot() {
+    let mut spec = small(0);
+    spec.world_size = 1;
+    let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
+    let mut reference = Reference::new(&spec, &initial);
+    reference.step(&flats, &commit(&spec, 1));
+    let mut cluster = Cluster::started(&spec, 1, &initial);
+    cluster.push(1, &flats);
+    let job = cluster.jobs[0].clone();
+    let last = cluster.layout.shards() as usize - 1;
+    let visits = Arc::new(Mutex::new(BTreeMap::new()));
+    let ((entered, at_first), (go, held)) = (channel(), channel());
+    let held = Mutex::new(held);
+    let sink = Arc::clone(&visits);
+    let capture = move |owned: usize, captured: Captured<'_>| {
+        assert_eq!(sink.lock().unwrap().insert(owned, captured.state.master.to_vec()), None, "visited twice");
+        if owned == 0 {
+            entered.send(()).unwrap();
+            held.lock().unwrap().recv_timeout(Duration::from_secs(20)).unwrap();
+        }
+        Ok(())
+    };
+    let info = thread::scope(|scope| {
+        let visitor = scope.spawn(|| job.snapshot(None, soon(), Box::new(capture)).unwrap());
+        at_first.recv_timeout(Duration::from_secs(20)).unwrap();
+        let (_, work) = job.commit(cluster.incarnations[0], commit(&spec, 1)).unwrap();
+        job.perform(Work::Update { owned: last, step: Step(1) }).unwrap();
+        go.send(()).unwrap();
+        let mut work = work;
+        while let Some(update) = work.filter(|&work| work != Work::Update { owned: last, step: Step(1) }) {
+            work = job.perform(update).unwrap();
+        }
+        visitor.join().unwrap()
+    });
+    assert_eq!((info.version, info.applied), (Version(0), 0));
+    let visits: Vec<f32> = visits.lock().unwrap().values().flatten().copied().collect();
+    assert!(visits == initial, "the snapshot holds more than version 0");
+    assert_eq!(cluster.hash(), reference.hash());
+}

@@ -1,0 +1,164 @@
+//! Commands that call every server of a job: checkpoint, restore, resume, delete, drain.
+
+use anyhow::Context;
+use longshore_proto::wire::v1;
+
+use super::client::Servers;
+
+#[derive(clap::Args)]
+pub(super) struct ServersArgs {
+    /// The servers, in the order the job was opened with
+    #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', required = true, value_name = "HOST:PORT,...")]
+    pub(super) servers: Vec<String>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct JobArgs {
+    #[command(flatten)]
+    pub(super) servers: ServersArgs,
+    /// The job [default: the only one there]
+    #[arg(long)]
+    pub(super) job: Option<String>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct CheckpointArgs {
+    #[command(flatten)]
+    pub(super) target: JobArgs,
+    /// The checkpoint's name [default: from the version; for restore the newest]
+    #[arg(long)]
+    name: Option<String>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct ResumeArgs {
+    #[command(flatten)]
+    pub(super) target: JobArgs,
+    /// Go on with this loss scale [default: the one the job paused with]
+    #[arg(long)]
+    loss_scale: Option<f64>,
+}
+
+/// Name of a checkpoint that the caller did not name.
+pub(crate) fn checkpoint_name(version: u64) -> String {
+    format!("step-{version:08}")
+}
+
+pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let described = describe(&mut servers, &job)?;
+    let version = described.iter().filter_map(|d| Some(d.progress.as_ref()?.version)).max().unwrap_or(0);
+    let name = args.name.clone().unwrap_or_else(|| checkpoint_name(version));
+    // Version 0 takes the current one; the seal refuses parts of different versions, and a second try then helps.
+    let version = if described.len() == 1 { 0 } else { version };
+    let request = v1::CheckpointRequest { job: job.clone(), name: name.clone(), version };
+    let parts = servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.checkpoint(request).await }
+    })?;
+    let seal = v1::SealCheckpointRequest {
+        job,
+        name: name.clone(),
+        parts: parts.iter().map(|(_, answer)| answer.part.clone()).collect(),
+    };
+    let sealed = servers.each(|mut admin| {
+        let seal = seal.clone();
+        async move { admin.seal_checkpoint(seal).await }
+    })?;
+    let version = parts.first().map_or(0, |(_, answer)| answer.version);
+    println!("checkpoint {name} of version {version}");
+    for (address, answer) in sealed {
+        println!("  {address}: {}", answer.manifest);
+    }
+    Ok(())
+}
+
+pub(super) fn checkpoints(args: &JobArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(args)?;
+    for (name, version) in common_checkpoints(&mut servers, &job)? {
+        println!("{name}  version {version}");
+    }
+    Ok(())
+}
+
+pub(super) fn restore(args: &CheckpointArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let name = match &args.name {
+        Some(name) => name.clone(),
+        None => {
+            let found = common_checkpoints(&mut servers, &job)?;
+            found.last().map(|(name, _)| name.clone()).with_context(|| {
+                format!("no checkpoint of job {job} is visible to every server: name one with --name, or look with `longshore checkpoints`")
+            })?
+        }
+    };
+    let request = v1::RestoreRequest { job, name: name.clone() };
+    let restored = servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.restore(request).await }
+    })?;
+    let version = restored.iter().find_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).unwrap_or(0);
+    println!("restored {name}: version {version}");
+    Ok(())
+}
+
+pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let request = v1::ResumeRequest { job, loss_scale: args.loss_scale.unwrap_or(0.0) };
+    servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.resume(request).await }
+    })?;
+    println!("resumed");
+    Ok(())
+}
+
+pub(super) fn delete(args: &JobArgs) -> anyhow::Result<()> {
+    // Never the only one there: what is deleted must be named.
+    let job = args.job.clone().context("name the job to delete with --job")?;
+    let mut servers = Servers::connect(&args.servers.servers)?;
+    let request = v1::DeleteJobRequest { job: job.clone() };
+    servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.delete_job(request).await }
+    })?;
+    println!("deleted {job}");
+    Ok(())
+}
+
+pub(super) fn drain(args: &ServersArgs) -> anyhow::Result<()> {
+    let mut servers = Servers::connect(&args.servers)?;
+    servers.each(|mut admin| async move { admin.drain(v1::DrainRequest {}).await })?;
+    println!("draining");
+    Ok(())
+}
+
+fn target(args: &JobArgs) -> anyhow::Result<(Servers, String)> {
+    let mut servers = Servers::connect(&args.servers.servers)?;
+    let job = servers.job(args.job.as_ref())?;
+    Ok((servers, job))
+}
+
+fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::DescribeResponse>> {
+    let request = v1::DescribeRequest { job: job.to_string(), state_hash: false };
+    let answers = servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.describe(request).await }
+    })?;
+    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
+}
+
+/// Checkpoints that every server sees, oldest first.
+fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<(String, u64)>> {
+    let request = v1::ListCheckpointsRequest { job: job.to_string() };
+    let lists = servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.list_checkpoints(request).await }
+    })?;
+    let mut lists = lists.into_iter().map(|(_, list)| list.checkpoints);
+    let mut common = lists.next().unwrap_or_default();
+    for list in lists {
+        common.retain(|checkpoint| list.contains(checkpoint));
+    }
+    Ok(common.into_iter().map(|checkpoint| (checkpoint.name, checkpoint.version)).collect())
+}

@@ -1,0 +1,60 @@
+//! The command line: what each command takes, and where it goes.
+
+mod admin;
+mod client;
+mod sizes;
+mod status;
+mod train;
+
+use clap::{Parser, Subcommand};
+
+pub(crate) use self::{admin::checkpoint_name, sizes::human};
+
+/// Trains models whose optimizer state lives on servers.
+#[derive(Parser)]
+#[command(name = "longshore", version, propagate_version = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// What to log on stderr, as in info or longshore_worker=debug
+    #[arg(long, global = true, env = "LONGSHORE_LOG", default_value = "warn", value_name = "FILTER")]
+    log: String,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a byte-level GPT on the text files of a folder
+    ///
+    /// Without --servers an optimizer server is started inside this process, and spoken to over the same gRPC.
+    Train(Box<train::Args>),
+    /// Show the jobs of servers: version, state hash, who waits for whom
+    Status(status::Args),
+    /// Write a checkpoint of a running job
+    Checkpoint(admin::CheckpointArgs),
+    /// List the checkpoints of a job
+    Checkpoints(admin::JobArgs),
+    /// Fill a job that waits for weights from a checkpoint
+    Restore(admin::CheckpointArgs),
+    /// Let a paused job go on
+    Resume(admin::ResumeArgs),
+    /// Forget a job and free its memory; its checkpoints stay
+    Delete(admin::JobArgs),
+    /// Finish the step in hand on each server and stop it
+    Drain(admin::ServersArgs),
+}
+
+impl Cli {
+    pub fn run(self) -> anyhow::Result<()> {
+        longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log);
+        match self.command {
+            Command::Train(args) => train::run(*args),
+            Command::Status(args) => status::run(&args),
+            Command::Checkpoint(args) => admin::checkpoint(&args),
+            Command::Checkpoints(args) => admin::checkpoints(&args),
+            Command::Restore(args) => admin::restore(&args),
+            Command::Resume(args) => admin::resume(&args),
+            Command::Delete(args) => admin::delete(&args),
+            Command::Drain(args) => admin::drain(&args),
+        }
+    }
+}

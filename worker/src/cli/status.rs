@@ -1,0 +1,155 @@
+//! `longshore status`: what servers hold, how far jobs are, and what they wait for.
+
+use longshore_proto::{
+    Version,
+    checksum::{BlockHash, state_hash},
+    wire::v1,
+};
+
+use super::{admin::ServersArgs, client::Servers, sizes::human};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    servers: ServersArgs,
+    /// Only this job
+    #[arg(long)]
+    job: Option<String>,
+    /// Leave the state hash out: it reads all of the state
+    #[arg(long)]
+    no_hash: bool,
+    /// One JSON object a job
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let mut servers = Servers::connect(&args.servers.servers)?;
+    let lists = servers.each(|mut admin| async move { admin.list_jobs(v1::ListJobsRequest {}).await })?;
+    let mut jobs: Vec<String> = lists.iter().flat_map(|(_, list)| list.jobs.clone()).collect();
+    jobs.sort();
+    jobs.dedup();
+    if !args.json {
+        for (address, list) in &lists {
+            println!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
+        }
+    }
+    for job in jobs.iter().filter(|job| args.job.as_ref().is_none_or(|named| named == *job)) {
+        let request = v1::DescribeRequest { job: job.clone(), state_hash: !args.no_hash };
+        let answers = servers.each(|mut admin| {
+            let request = request.clone();
+            async move { admin.describe(request).await }
+        })?;
+        if args.json {
+            println!("{}", json(job, &answers));
+        } else {
+            print(job, &answers);
+        }
+    }
+    if jobs.is_empty() && !args.json {
+        println!("no jobs");
+    }
+    Ok(())
+}
+
+type Answers = [(String, v1::DescribeResponse)];
+
+/// The hash over all servers; None while they are at different versions.
+fn combined_hash(answers: &Answers) -> Option<(u64, String)> {
+    let first = &answers.first()?.1;
+    let (version, applied) = (first.hash_version, first.hash_applied);
+    let mut blocks: Vec<(u32, BlockHash)> = Vec::new();
+    for (_, answer) in answers {
+        if answer.hash_version != version || answer.hash_applied != applied || answer.hashes.is_empty() {
+            return None;
+        }
+        for hash in &answer.hashes {
+            blocks.push((hash.block, hash.hash.as_ref().try_into().ok()?));
+        }
+    }
+    blocks.sort_by_key(|(block, _)| *block);
+    let whole = blocks.iter().enumerate().all(|(index, (block, _))| index as u32 == *block);
+    whole.then(|| (version, state_hash(Version(version), applied, blocks.iter().map(|(_, hash)| hash))))
+}
+
+fn phase(progress: &v1::JobProgress) -> &'static str {
+    match progress.phase() {
+        v1::Phase::Loading => "loading",
+        v1::Phase::Training => "training",
+        v1::Phase::Paused => "paused",
+        v1::Phase::Unspecified => "unknown",
+    }
+}
+
+fn print(job: &str, answers: &Answers) {
+    let Some((_, first)) = answers.first() else { return };
+    println!("\njob {job}");
+    if let Some(spec) = &first.spec {
+        let elements: u64 = spec.params.iter().map(|param| param.shape.iter().product::<u64>()).sum();
+        println!(
+            "  {} parameters in {} tensors, {} ranks, {} micro-steps",
+            elements,
+            spec.params.len(),
+            spec.world_size,
+            spec.micro_steps
+        );
+    }
+    for (address, answer) in answers {
+        let Some(progress) = &answer.progress else { continue };
+        println!(
+            "  {address}  {}  version {} ({} applied)  {}  pushed {}  pulled {}  {} x {}",
+            phase(progress),
+            progress.version,
+            progress.applied,
+            human(answer.memory_bytes),
+            human(answer.pushed_bytes),
+            human(answer.pulled_bytes),
+            answer.threads,
+            answer.isa
+        );
+        if !answer.waiting_for.is_empty() {
+            println!("    waits for {}", answer.waiting_for);
+        }
+        if !progress.pause_reason.is_empty() {
+            println!("    paused: {}", progress.pause_reason);
+        }
+    }
+    for rank in &first.ranks {
+        let state = match (rank.incarnation, rank.left) {
+            (0, _) => "never joined",
+            (_, true) => "left",
+            _ => "joined",
+        };
+        println!("  rank {}  {state}  last step {}", rank.rank, rank.last_step);
+    }
+    match combined_hash(answers) {
+        Some((version, hash)) => println!("  state hash {hash} at version {version}"),
+        None => println!("  state hash: the servers are between versions, ask again (or --no-hash was given)"),
+    }
+}
+
+fn json(job: &str, answers: &Answers) -> serde_json::Value {
+    let servers = answers.iter().map(|(address, answer)| {
+        let progress = answer.progress.clone().unwrap_or_default();
+        serde_json::json!({
+            "address": address,
+            "phase": phase(&progress),
+            "version": progress.version,
+            "applied": progress.applied,
+            "pause_reason": progress.pause_reason,
+            "memory_bytes": answer.memory_bytes,
+            "pushed_bytes": answer.pushed_bytes,
+            "pulled_bytes": answer.pulled_bytes,
+            "waiting_for": answer.waiting_for,
+            "threads": answer.threads,
+            "isa": answer.isa,
+        })
+    });
+    let hash = combined_hash(answers);
+    serde_json::json!({
+        "job": job,
+        "servers": servers.collect::<Vec<_>>(),
+        "state_version": hash.as_ref().map(|(version, _)| version),
+        "state_hash": hash.map(|(_, hash)| hash),
+    })
+}

@@ -1,0 +1,181 @@
+//! Rank 0's decisions, in step order, beside the trainer: figures in, commit out, and the pause at the floor.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::future::try_join_all;
+use longshore_proto::{Commit, FaultKind, Step, Version};
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinHandle,
+};
+
+use super::{Shared, envelope::Envelope, options::PipelineOptions, outcome::Decided};
+use crate::{
+    decide::{BlockStats, Decision, decide, name_element},
+    error::{CallFailed, Environment, Error, Result, TimedOut},
+    loss_scale::{Event, LossScaler},
+    session::{Impatience, SharedCore},
+};
+
+/// The server's own deadline comes first: its error names who is missing.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// A step to decide.
+pub(super) struct Work {
+    pub(super) step: Step,
+    /// The gradients' loss scale.
+    pub(super) loss_scale: f64,
+    pub(super) stats: JoinHandle<Result<Vec<BlockStats>>>,
+    /// The trainer's bytes, when it has finished the step.
+    pub(super) finished: oneshot::Receiver<Vec<u8>>,
+}
+
+pub(super) struct Driver {
+    pub(super) core: SharedCore,
+    pub(super) shared: Arc<Shared>,
+    pub(super) options: PipelineOptions,
+    pub(super) scaler: LossScaler,
+    pub(super) work: mpsc::UnboundedReceiver<Work>,
+}
+
+impl Driver {
+    /// Until the pipeline goes, or a step cannot be decided.
+    pub(super) async fn run(mut self) {
+        while let Some(work) = self.work.recv().await {
+            let stats = work.stats.abort_handle();
+            if let Err(error) = self.step(work).await {
+                stats.abort();
+                return self.core.fail(error);
+            }
+        }
+    }
+
+    async fn step(&mut self, work: Work) -> Result<()> {
+        let step = work.step;
+        let Ok(trainer) = work.finished.await else {
+            work.stats.abort();
+            return Ok(()); // the pipeline went away in the middle of a step
+        };
+        let blocks = self.await_stats(step, work.stats).await?;
+        let gradient_scale = work.loss_scale * self.core.spec().contributions() as f64;
+        let decision = decide(&blocks, self.options.clip, gradient_scale);
+        let event = self.scaler.update(decision.skip);
+        let commit = self.commit(step, gradient_scale, &decision, event, trainer);
+        self.core.remember(commit.clone());
+        try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &commit))).await?;
+        let overflow = decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
+        if event == Event::AtFloor {
+            self.pause_at_floor(step, overflow.as_deref().unwrap_or("the gradient's norm")).await?;
+        } else {
+            self.shared.board.post(step.version(), commit.loss_scale);
+        }
+        self.shared.outcomes.decided(
+            step,
+            Decided {
+                skip: decision.skip,
+                norm: decision.norm,
+                clip_coefficient: decision.clip_coefficient,
+                loss_scale_next: self.scaler.scale(),
+                overflow,
+                scaler: Some(event),
+            },
+        );
+        self.shared.release(&self.core, step);
+        Ok(())
+    }
+
+    async fn await_stats(&self, step: Step, stats: JoinHandle<Result<Vec<BlockStats>>>) -> Result<Vec<BlockStats>> {
+        match self.core.patiently(self.core.options.deadline + GRACE, stats).await {
+            Ok(Ok(blocks)) => blocks,
+            Ok(Err(panic)) => Err(Environment {
+                what: "collecting a step's figures",
+                cause: panic.to_string(),
+                remedy: "this is a defect: report it with the log",
+            }
+            .into()),
+            Err(Impatience::Failed(error)) => Err(error),
+            Err(Impatience::Elapsed(waited)) => Err(TimedOut {
+                what: "the contributions of all ranks",
+                server: None,
+                job: self.core.job().clone(),
+                step: Some(step),
+                shard: None,
+                version: None,
+                waited,
+                last: None,
+            }
+            .into()),
+        }
+    }
+
+    fn commit(
+        &self,
+        step: Step,
+        gradient_scale: f64,
+        decision: &Decision,
+        event: Event,
+        trainer: Vec<u8>,
+    ) -> Commit {
+        let before = Version(step.0 - 1);
+        let envelope = Envelope {
+            scaler: self.scaler.clone(),
+            at_floor: event == Event::AtFloor,
+            // Known: this rank decided it, or joined at it.
+            previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
+            trainer,
+        };
+        Commit {
+            step,
+            skip: decision.skip,
+            gradient_scale,
+            clip_coefficient: decision.clip_coefficient,
+            compensation: self.options.compensation_of(step),
+            groups: (self.options.hyper)(step),
+            // A number that every status page and JSON file can hold; `skip` says the rest.
+            norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
+            loss_scale: self.scaler.scale(),
+            trainer_state: envelope.encode(),
+        }
+    }
+
+    /// To one server; again after a pause that an operator made just then.
+    async fn send(&self, server: usize, commit: &Commit) -> Result<()> {
+        loop {
+            let pauses = self.core.pause.borrow().count;
+            let error = match self.core.commit(server, commit).await {
+                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => failed,
+                other => return other,
+            };
+            self.await_running(server, &error).await?;
+            let pause = self.core.pause.borrow().clone();
+            if pause.now.is_none() && pause.count == pauses {
+                return Err(Error::Call(error));
+            }
+        }
+    }
+
+    async fn await_running(&self, server: usize, error: &CallFailed) -> Result<()> {
+        match self.core.patiently(self.core.options.deadline, self.core.version_when_running(server)).await {
+            Ok(version) => version.map(|_| ()),
+            Err(Impatience::Failed(failure)) => Err(failure),
+            Err(Impatience::Elapsed(_)) => Err(error.clone().into()),
+        }
+    }
+
+    /// A smaller scale would not help: a person must look, while the job keeps its place. The watcher posts the version
+    /// when the job goes on, with the operator's loss scale if there is one.
+    async fn pause_at_floor(&mut self, step: Step, tensor: &str) -> Result<()> {
+        let scale = self.scaler.scale();
+        let reason = format!(
+            "{step} overflowed at the smallest loss scale, {scale}: first in {tensor}. The step was skipped and nothing \
+             is lost. Look at the data of this step and at that tensor; lower the learning rate, use bf16 gradients, or \
+             restore an earlier checkpoint; then `longshore resume`, with --loss-scale to change it"
+        );
+        self.core.pause_all(&reason).await?;
+        let chosen = self.shared.board.wait(&self.core, step.version()).await?;
+        if chosen != scale {
+            self.scaler.set_scale(chosen)?;
+        }
+        Ok(())
+    }
+}

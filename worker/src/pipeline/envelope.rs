@@ -1,0 +1,155 @@
+//! What rides in a commit's `trainer_state`: the loss scaler after that commit, then the trainer's own bytes. A
+//! restarted worker needs nothing else.
+
+use longshore_proto::{Fault, limits::MAX_TRAINER_STATE_BYTES};
+
+use crate::loss_scale::{LossScaler, LossScalerOptions};
+
+/// The format, all little-endian, fixed size so that the trainer's bytes need no length:
+///
+/// | bytes | what |
+/// |---|---|
+/// | 4 | magic `LSTS` |
+/// | 1 | format version, 1 |
+/// | 1 | flags: 1 at the floor, 2 dynamic, 4 consecutive hysteresis |
+/// | 3 x 8 | f64 scale, initial, min |
+/// | 8, 4, 4 | window, hysteresis, hysteresis left |
+/// | 8, 8 | updates, last overflow (i64) |
+/// | 8 | f64 loss scale of the version before: a delayed step after a restart reads that one |
+/// | rest | the trainer's |
+///
+/// Magic and version come first so that a foreign client's state is told from a damaged one.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Envelope {
+    pub(crate) scaler: LossScaler,
+    /// The commit skipped at the smallest scale: the job is paused, or about to be, until an operator resumes it.
+    pub(crate) at_floor: bool,
+    pub(crate) previous_loss_scale: f64,
+    pub(crate) trainer: Vec<u8>,
+}
+
+const MAGIC: [u8; 4] = *b"LSTS";
+const FORMAT: u8 = 1;
+const HEADER_BYTES: usize = 4 + 1 + 1 + 3 * 8 + 8 + 4 + 4 + 8 + 8 + 8;
+/// What is left for the trainer.
+pub(crate) const MAX_TRAINER_BYTES: usize = MAX_TRAINER_STATE_BYTES - HEADER_BYTES;
+
+const AT_FLOOR: u8 = 1;
+const DYNAMIC: u8 = 2;
+const CONSECUTIVE: u8 = 4;
+
+impl Envelope {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let LossScaler { options, dynamic, scale, hysteresis_left, updates, last_overflow } = &self.scaler;
+        let flag = |set: bool, bit: u8| if set { bit } else { 0 };
+        let flags = flag(self.at_floor, AT_FLOOR)
+            | flag(*dynamic, DYNAMIC)
+            | flag(options.consecutive_hysteresis, CONSECUTIVE);
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + self.trainer.len());
+        bytes.extend(MAGIC);
+        bytes.extend([FORMAT, flags]);
+        for value in [*scale, options.initial, options.min] {
+            bytes.extend(value.to_le_bytes());
+        }
+        bytes.extend(options.window.to_le_bytes());
+        bytes.extend(options.hysteresis.to_le_bytes());
+        bytes.extend(hysteresis_left.to_le_bytes());
+        bytes.extend(updates.to_le_bytes());
+        bytes.extend(last_overflow.to_le_bytes());
+        bytes.extend(self.previous_loss_scale.to_le_bytes());
+        bytes.extend(&self.trainer);
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Envelope, Fault> {
+        let mut reader = Reader(bytes);
+        let read = Self::read(&mut reader).filter(|envelope| envelope.is_sound());
+        read.ok_or_else(|| {
+            let head: Vec<String> = bytes.iter().take(6).map(|byte| format!("{byte:02x}")).collect();
+            let value = format!("{} bytes, starting with {}", bytes.len(), head.join(" "));
+            let limit = format!("a resume state of format {FORMAT}");
+            let remedy = "resume with the program and version that trained the job, or restore another checkpoint";
+            Fault::invalid("commit.trainer_state", value, limit, remedy)
+        })
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Option<Envelope> {
+        let magic: [u8; 4] = reader.take()?;
+        let [format, flags]: [u8; 2] = reader.take()?;
+        if magic != MAGIC || format != FORMAT {
+            return None;
+        }
+        let [scale, initial, min] = [reader.f64()?, reader.f64()?, reader.f64()?];
+        let window = u64::from_le_bytes(reader.take()?);
+        let hysteresis = u32::from_le_bytes(reader.take()?);
+        let hysteresis_left = u32::from_le_bytes(reader.take()?);
+        let updates = u64::from_le_bytes(reader.take()?);
+        let last_overflow = i64::from_le_bytes(reader.take()?);
+        let previous_loss_scale = reader.f64()?;
+        let consecutive_hysteresis = flags & CONSECUTIVE != 0;
+        let options = LossScalerOptions { initial, window, hysteresis, consecutive_hysteresis, min };
+        let dynamic = flags & DYNAMIC != 0;
+        let scaler = LossScaler { options, dynamic, scale, hysteresis_left, updates, last_overflow };
+        Some(Envelope { scaler, at_floor: flags & AT_FLOOR != 0, previous_loss_scale, trainer: reader.0.to_vec() })
+    }
+
+    /// Values that no scaler can reach would divide by zero or never end.
+    fn is_sound(&self) -> bool {
+        let LossScaler { options, scale, hysteresis_left, .. } = &self.scaler;
+        let numbers = [*scale, options.initial, options.min, self.previous_loss_scale];
+        numbers.iter().all(|value| value.is_finite() && *value > 0.0)
+            && options.window > 0
+            && *hysteresis_left > 0
+            && *hysteresis_left <= options.hysteresis
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (taken, rest) = self.0.split_first_chunk::<N>()?;
+        self.0 = rest;
+        Some(*taken)
+    }
+
+    fn f64(&mut self) -> Option<f64> {
+        self.take().map(f64::from_le_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn envelope() -> Envelope {
+        let mut scaler = LossScaler::dynamic(LossScalerOptions { window: 7, ..Default::default() }).unwrap();
+        scaler.update(true);
+        scaler.update(true);
+        Envelope { scaler, at_floor: true, previous_loss_scale: 4.0, trainer: b"epoch 3".to_vec() }
+    }
+
+    #[test]
+    fn all_state_survives() {
+        let bytes = envelope().encode();
+        assert_eq!(bytes.len(), HEADER_BYTES + 7);
+        assert_eq!(Envelope::decode(&bytes), Ok(envelope()));
+    }
+
+    #[test]
+    fn foreign_and_damaged_states_are_refused() {
+        let bytes = envelope().encode();
+        for length in 0..HEADER_BYTES {
+            assert!(Envelope::decode(&bytes[..length]).is_err());
+        }
+        for (at, value) in [(0, b'X'), (4, 2), (13, 0xFF), (38, 0)] {
+            let mut damaged = bytes.clone();
+            damaged[at] = value;
+            if at == 38 {
+                damaged[38..46].fill(0);
+            }
+            assert!(Envelope::decode(&damaged).is_err(), "byte {at}");
+        }
+        assert!(Envelope::decode(b"").unwrap_err().remedy.contains("resume"));
+    }
+}

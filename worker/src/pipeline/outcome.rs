@@ -1,0 +1,130 @@
+//! What became of each step: put together from the trainer's side and from the decision, whichever comes last.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use longshore_proto::{Step, Version};
+
+use crate::loss_scale;
+
+/// A decided step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepOutcome {
+    pub step: Step,
+    /// The version its gradient was computed with.
+    pub read: Version,
+    /// Overflow: nothing was updated.
+    pub skip: bool,
+    /// Global gradient norm before clipping; on ranks other than 0 zero for a skipped step.
+    pub norm: f64,
+    /// 1 when not clipped.
+    pub clip_coefficient: f64,
+    /// What this step's loss was multiplied by.
+    pub loss_scale: f64,
+    /// For steps that read this step's version.
+    pub loss_scale_next: f64,
+    /// The parameter and element that overflowed first, on rank 0.
+    pub overflow: Option<String>,
+    /// What the loss scaler did, on rank 0.
+    pub scaler: Option<loss_scale::Event>,
+    pub timing: Timing,
+}
+
+/// Where the trainer's thread was held up in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Timing {
+    /// From `begin` to the return of `finish`.
+    pub wall: Duration,
+    /// In `begin`, mostly for a decision that the step needs.
+    pub begin: Duration,
+    /// For weights that had not arrived.
+    pub weights: Duration,
+    /// In `put`, for room in the connections' queues.
+    pub push: Duration,
+    /// In `finish`, for this step's decision when the next step is exact.
+    pub commit: Duration,
+    /// The sum of the four: what offloading costs this step.
+    pub exposed: Duration,
+    pub pushed_bytes: u64,
+    /// Payload that arrived during the step, for whichever version.
+    pub pulled_bytes: u64,
+}
+
+/// The decision's half.
+#[derive(Clone, Debug)]
+pub(super) struct Decided {
+    pub(super) skip: bool,
+    pub(super) norm: f64,
+    pub(super) clip_coefficient: f64,
+    pub(super) loss_scale_next: f64,
+    pub(super) overflow: Option<String>,
+    pub(super) scaler: Option<loss_scale::Event>,
+}
+
+/// The trainer's half.
+#[derive(Clone, Debug)]
+pub(super) struct Made {
+    pub(super) read: Version,
+    pub(super) loss_scale: f64,
+    pub(super) timing: Timing,
+}
+
+#[derive(Default)]
+pub(super) struct Outcomes {
+    halves: Mutex<BTreeMap<Step, Halves>>,
+}
+
+type Halves = (Option<Decided>, Option<Made>);
+
+/// Outcomes that nobody asks for do not pile up beyond this.
+const MAX_UNREAD: usize = 10_000;
+
+impl Outcomes {
+    pub(super) fn decided(&self, step: Step, decided: Decided) {
+        self.change(step, |halves| halves.0 = Some(decided));
+    }
+
+    pub(super) fn made(&self, step: Step, made: Made) {
+        self.change(step, |halves| halves.1 = Some(made));
+    }
+
+    fn change(&self, step: Step, change: impl FnOnce(&mut Halves)) {
+        let mut halves = self.halves.lock().unwrap_or_else(PoisonError::into_inner);
+        change(halves.entry(step).or_default());
+        while halves.len() > MAX_UNREAD {
+            halves.pop_first();
+        }
+    }
+
+    /// Takes the steps that are decided and finished, oldest first.
+    pub(super) fn take(&self) -> Vec<StepOutcome> {
+        let mut halves = self.halves.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = Vec::new();
+        halves.retain(|&step, halves| match (&halves.0, &halves.1) {
+            (Some(decided), Some(made)) => {
+                taken.push(join(step, decided, made));
+                false
+            }
+            _ => true,
+        });
+        taken
+    }
+}
+
+fn join(step: Step, decided: &Decided, made: &Made) -> StepOutcome {
+    StepOutcome {
+        step,
+        read: made.read,
+        skip: decided.skip,
+        norm: decided.norm,
+        clip_coefficient: decided.clip_coefficient,
+        loss_scale: made.loss_scale,
+        loss_scale_next: decided.loss_scale_next,
+        overflow: decided.overflow.clone(),
+        scaler: decided.scaler,
+        timing: made.timing,
+    }
+}

@@ -1,0 +1,96 @@
+//! The figures of a step, collected from every server while backward still runs.
+
+use std::time::Instant;
+
+use futures_util::future::try_join_all;
+use longshore_proto::{
+    Fault, FaultKind, ServerId, ShardId, Step,
+    wire::{
+        fault_from_status,
+        v1::{ShardStats, StatsRequest},
+    },
+};
+use tokio::sync::watch;
+
+use crate::{
+    decide::BlockStats,
+    error::Result,
+    session::{Backoff, SharedCore},
+};
+
+/// When the trainer finished the step: only from then on are figures late.
+pub(super) type Finished = watch::Receiver<Option<Instant>>;
+
+/// Every block's figures of `step`, in global block order.
+pub(super) async fn collect(core: SharedCore, step: Step, finished: Finished) -> Result<Vec<BlockStats>> {
+    let servers = (0..core.peers.len()).map(|server| of_server(&core, server, step, finished.clone()));
+    let figures = try_join_all(servers).await?;
+    let mut blocks = vec![BlockStats::default(); core.layout.blocks() as usize];
+    for (shard, stats) in figures.into_iter().flatten() {
+        let range = core.layout.shard_blocks(shard);
+        blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
+    }
+    Ok(blocks)
+}
+
+type Figures = Vec<(ShardId, Vec<BlockStats>)>;
+
+/// One server's shards. A broken stream is opened again; the server then repeats what it has.
+async fn of_server(core: &SharedCore, server: usize, step: Step, finished: Finished) -> Result<Figures> {
+    let owned = core.placement.owned(ServerId(server as u32));
+    let mut figures = Figures::with_capacity(owned.len());
+    let mut backoff = Backoff::new();
+    while figures.len() < owned.len() {
+        let Err(fault) = stream(core, server, step, &owned, &mut figures, &finished).await else { continue };
+        let late = finished.borrow().is_some_and(|at| core.out_of_patience(at, core.options.deadline));
+        let again = matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) && !late;
+        if !again {
+            return Err(core.explain(server, "Stats", Some(step), fault));
+        }
+        tracing::debug!(server = core.peers[server].address, step = step.0, %fault, "asking for figures again");
+        backoff.pause(Instant::now() + core.options.deadline).await;
+    }
+    Ok(figures)
+}
+
+async fn stream(
+    core: &SharedCore,
+    server: usize,
+    step: Step,
+    owned: &[ShardId],
+    figures: &mut Figures,
+    finished: &Finished,
+) -> Result<(), Fault> {
+    let peer = &core.peers[server];
+    let spent = finished.borrow().map_or_else(Default::default, |at| at.elapsed());
+    let left = core.options.deadline.saturating_sub(spent).as_millis().max(1) as u64;
+    let request = StatsRequest { job: core.job().to_string(), step: step.0, deadline_ms: left };
+    let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
+    let mut answers = peer.training().stats(request).await.map_err(fault)?.into_inner();
+    while figures.len() < owned.len() {
+        let Some(stats) = answers.message().await.map_err(fault)? else {
+            let field = format!("figures from {}", peer.address);
+            return Err(Fault::new(FaultKind::Unavailable, field, "ended early", "complete", "see the server's log"));
+        };
+        let shard = ShardId(stats.shard);
+        let known = figures.iter().any(|(other, _)| *other == shard);
+        if !known {
+            figures.push((shard, blocks(core, owned, stats)?));
+        }
+    }
+    Ok(())
+}
+
+fn blocks(core: &SharedCore, owned: &[ShardId], stats: ShardStats) -> Result<Vec<BlockStats>, Fault> {
+    let shard = ShardId(stats.shard);
+    if !owned.contains(&shard) || stats.blocks.len() != core.layout.shard_blocks(shard).len() {
+        let value = format!("{} blocks for {shard}", stats.blocks.len());
+        let remedy = "server and worker disagree on the layout: use the same version of both";
+        return Err(Fault::new(FaultKind::Internal, "stats", value, "an owned shard's blocks", remedy));
+    }
+    let figure = |block: &longshore_proto::wire::v1::BlockStats| BlockStats {
+        sum_squares: block.sum_squares,
+        first_nonfinite: block.first_nonfinite,
+    };
+    Ok(stats.blocks.iter().map(figure).collect())
+}

@@ -1,0 +1,125 @@
+//! Listens to server 0: commits for the ranks that do not make them, pauses and resumes for all.
+
+use std::{sync::Arc, time::Instant};
+
+use longshore_proto::{
+    Commit, FaultKind, Rank, Step, Version,
+    wire::{
+        fault_from_status,
+        v1::{self, Phase, WatchRequest, event},
+    },
+};
+
+use super::{Shared, envelope::Envelope, outcome::Decided};
+use crate::{
+    error::Result,
+    session::{Backoff, SharedCore},
+};
+
+/// The server whose word on order counts.
+const SERVER: usize = 0;
+
+pub(super) struct Watcher {
+    pub(super) core: SharedCore,
+    pub(super) shared: Arc<Shared>,
+    /// The newest commit seen.
+    pub(super) seen: Step,
+    /// A commit at the loss scale's floor: its version is known only when the job goes on, maybe with another scale.
+    pub(super) floor: Option<(Version, f64)>,
+}
+
+impl Watcher {
+    /// Until the pipeline goes. A lost connection is opened again without end: whoever waits has a deadline.
+    pub(super) async fn run(mut self) {
+        let mut backoff = Backoff::new();
+        loop {
+            let Err(status) = self.listen(&mut backoff).await else { return };
+            let fault = fault_from_status(&status, &self.core.peers[SERVER].address);
+            if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
+                return self.core.fail(self.core.explain(SERVER, "Watch", None, fault));
+            }
+            tracing::debug!(%fault, "the watch broke, opening it again");
+            backoff.pause(Instant::now() + self.core.options.deadline).await;
+        }
+    }
+
+    /// Ok when the session has failed and there is nothing left to listen for.
+    async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
+        let request = WatchRequest { job: self.core.job().to_string(), after_step: self.seen.0 };
+        let mut events = self.core.peers[SERVER].training().watch(request).await?.into_inner();
+        if let Err(error) = self.catch_up().await {
+            self.core.fail(error);
+            return Ok(());
+        }
+        while let Some(event) = events.message().await? {
+            backoff.reset();
+            if let Err(error) = self.take(event) {
+                self.core.fail(error);
+                return Ok(());
+            }
+        }
+        Err(tonic::Status::unavailable("the server closed the watch"))
+    }
+
+    /// A pause may have begun or ended while nobody listened.
+    async fn catch_up(&mut self) -> Result<()> {
+        let was_paused = self.core.pause.borrow().now.is_some();
+        let answer = self.core.describe(SERVER, false, self.core.options.deadline).await?;
+        let progress = answer.progress.unwrap_or_default();
+        match progress.phase() {
+            Phase::Paused => self.core.paused(&progress.pause_reason),
+            _ if was_paused => self.resumed(progress.last_commit.map_or(0.0, |commit| commit.loss_scale)),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, event: v1::Event) -> Result<()> {
+        match event.event {
+            Some(event::Event::Commit(commit)) => self.committed(Commit::from_wire(Some(commit))?)?,
+            Some(event::Event::Paused(paused)) => self.core.paused(&paused.reason),
+            Some(event::Event::Resumed(resumed)) => self.resumed(resumed.loss_scale),
+            None => {}
+        }
+        Ok(())
+    }
+
+    fn committed(&mut self, commit: Commit) -> Result<()> {
+        if commit.step <= self.seen {
+            return Ok(());
+        }
+        self.seen = commit.step;
+        let envelope = Envelope::decode(&commit.trainer_state)?;
+        if envelope.at_floor {
+            self.floor = Some((commit.step.version(), commit.loss_scale));
+        }
+        if self.core.options.rank == Rank(0) {
+            return Ok(()); // rank 0 made it
+        }
+        self.shared.outcomes.decided(
+            commit.step,
+            Decided {
+                skip: commit.skip,
+                norm: commit.norm,
+                clip_coefficient: commit.clip_coefficient,
+                loss_scale_next: commit.loss_scale,
+                overflow: None,
+                scaler: None,
+            },
+        );
+        self.shared.release(&self.core, commit.step);
+        if !envelope.at_floor {
+            self.shared.board.post(commit.step.version(), commit.loss_scale);
+        }
+        Ok(())
+    }
+
+    /// `loss_scale` 0 keeps the old one. Outside a pause at the floor it would reach the ranks at different steps, so it
+    /// counts only there.
+    fn resumed(&mut self, loss_scale: f64) {
+        if let Some((version, old)) = self.floor.take() {
+            self.shared.board.post(version, if loss_scale > 0.0 { loss_scale } else { old });
+        }
+        self.core.resumed();
+    }
+}

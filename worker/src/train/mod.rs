@@ -1,0 +1,19 @@
+//! The native trainer: a byte-level GPT on text, its optimizer on servers. `longshore train`.
+
+pub mod gpt;
+mod gradients;
+mod launch;
+mod memory;
+mod rank;
+mod report;
+mod settings;
+pub mod text;
+mod weights;
+
+pub use self::{
+    gradients::Sink,
+    launch::run,
+    memory::{Stage, plan_stage},
+    settings::{LossScale, LossScaleMode, Settings},
+    weights::{StagedWeights, WholeWeights},
+};

@@ -1,0 +1,299 @@
+//! One rank's run: open or continue the job, step, evaluate, checkpoint, and what it ends with.
+
+use anyhow::Context;
+use candle_core::Device as Compute;
+use longshore_proto::{Layout, Rank, Step, Version};
+
+use super::{
+    Settings, Sink, Stage, StagedWeights, WholeWeights,
+    gpt::{self, Gpt, Weights},
+    memory::{plan_stage, whole_images},
+    report::{Ending, Opening, Report},
+    text::{Batch, Corpus},
+};
+use crate::{
+    cli::checkpoint_name,
+    device::{Budget, Device, HostDevice, Lease},
+    error::Error,
+    pipeline::{Pipeline, PipelineOptions, StepPlan, Weights as Pulled},
+    session::{Joined, Opened, Options, Session},
+};
+
+/// Sequences of one validation batch; small ones keep the activations of an evaluation below those of a step.
+const VALIDATION_SEQUENCES: usize = 4;
+
+/// Everything about a run that does not change from step to step.
+struct Run<'a> {
+    settings: &'a Settings,
+    model: Gpt,
+    corpus: Corpus,
+    validation: Vec<Batch>,
+    layout: Layout,
+    device: Budget,
+    stage: Stage,
+    rank: u32,
+}
+
+/// Runs one rank to the end of training.
+pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: bool) -> anyhow::Result<()> {
+    let run = Run::prepare(settings, rank)?;
+    let tokens = (settings.batch * run.model.config().context) as u64
+        * u64::from(settings.micro_steps)
+        * u64::from(settings.world_size);
+    let mut report = Report::new(rank, settings.json, settings.steps, tokens);
+    let host = Budget::unlimited("host memory of the worker");
+    let options = Options {
+        deadline: settings.deadline,
+        pause_deadline: settings.pause_deadline,
+        host_budget: host.clone(),
+        ..Options::new(servers.to_vec(), settings.spec(&run.model), Rank(rank))
+    };
+    let (session, joined) = run.enter(options, &mut report)?;
+    let resident = run.resident()?;
+    let summary = run.corpus.summary();
+    report.opening(&Opening {
+        job: settings.job.as_str(),
+        parameters: run.model.params().iter().map(|param| param.elements() as u64).sum(),
+        shards: run.layout.shards(),
+        servers,
+        embedded,
+        files: summary.files,
+        train_bytes: summary.train_bytes,
+        validation_bytes: summary.validation_bytes,
+        first_step: joined.version.0 + 1,
+        stage: run.stage_name(),
+    });
+    let first_loss = run.evaluate_at(&session, joined.version, &mut report)?;
+    let mut pipeline = Pipeline::new(session, &joined, run.pipeline_options()?)?;
+    run.check_resumed(&pipeline, &report);
+    while pipeline.last_step().0 < settings.steps {
+        run.step(&mut pipeline, &mut report)?;
+        run.after_step(&mut pipeline, &mut report)?;
+    }
+    let version = pipeline.drain()?;
+    report.decided(pipeline.outcomes());
+    if rank == 0 {
+        let ending = run.end(&pipeline, version, first_loss, servers.len(), host.peak())?;
+        report.ending(&ending);
+    }
+    drop(resident);
+    pipeline.close()?.leave()?;
+    Ok(())
+}
+
+impl<'a> Run<'a> {
+    fn prepare(settings: &'a Settings, rank: u32) -> anyhow::Result<Run<'a>> {
+        let model = Gpt::new(settings.model, &Compute::Cpu)?;
+        let corpus = Corpus::load(&settings.data)?;
+        corpus.check_context(settings.model.context)?;
+        let validation =
+            corpus.validation(settings.eval_batches, VALIDATION_SEQUENCES, settings.model.context);
+        let spec = settings.spec(&model);
+        let layout = spec.validate()?;
+        let device = HostDevice::new(settings.device_budget.unwrap_or(u64::MAX)).budget().clone();
+        let stage = plan_stage(settings.stage, &model, &layout, spec.image_dtype, settings.delay, &device)?;
+        Ok(Run { settings, model, corpus, validation, layout, device, stage, rank })
+    }
+
+    /// Connects, creates or finds the job, gives it weights if it has none, and takes the rank.
+    fn enter(&self, options: Options, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
+        let mut session = Session::connect(options)?;
+        let opened = match session.open() {
+            Err(Error::StateLost(lost)) if self.settings.resume && self.rank == 0 => {
+                report.note(&format!("{lost}; starting over from the newest checkpoint"));
+                session.delete_job()?;
+                session.open()?
+            }
+            opened => opened?,
+        };
+        if self.rank != 0 {
+            session.wait_training()?;
+            return Ok(session.join().map(|joined| (session, joined))?);
+        }
+        if opened == Opened::Fresh && self.settings.resume {
+            let newest = session.list_checkpoints()?.pop();
+            let newest = newest
+                .context("there is no checkpoint to resume from: leave --resume out to start afresh")?;
+            let version = session.restore(&newest.name)?;
+            report.note(&format!("restored checkpoint {} of {version}", newest.name));
+            return Ok(session.join().map(|joined| (session, joined))?);
+        }
+        let joined = session.join()?;
+        if opened.is_fresh() {
+            session.upload(&|param| self.model.init(self.settings.seed, param))?;
+            session.wait_training()?;
+        }
+        Ok((session, joined))
+    }
+
+    /// Device memory held for the whole run.
+    fn resident(&self) -> anyhow::Result<Option<Lease>> {
+        let Stage::Two = self.stage else { return Ok(None) };
+        let bytes = whole_images(&self.layout, self.settings.image_dtype, self.settings.delay);
+        Ok(Some(self.device.reserve("16-bit weights", bytes)?))
+    }
+
+    fn stage_name(&self) -> &'static str {
+        match self.stage {
+            Stage::Two => "stage 2: 16-bit weights on the device",
+            Stage::Three => "stage 3: layers pulled just before use",
+        }
+    }
+
+    fn pipeline_options(&self) -> anyhow::Result<PipelineOptions> {
+        let settings = self.settings.clone();
+        let hyper = move |step: Step| settings.hypers(step);
+        Ok(PipelineOptions {
+            schedule: self.settings.schedule(),
+            clip: self.settings.clip,
+            compensation: self.settings.compensation,
+            weights: match self.stage {
+                Stage::Two => Pulled::Whole,
+                Stage::Three => Pulled::OnDemand,
+            },
+            ..PipelineOptions::new(self.settings.scaler()?, hyper)
+        })
+    }
+
+    fn step(&self, pipeline: &mut Pipeline, report: &mut Report) -> anyhow::Result<()> {
+        let plan = pipeline.begin()?;
+        let mut loss = 0.0;
+        for micro_step in 0..self.settings.micro_steps {
+            loss += self.micro_step(pipeline, plan, micro_step)? / self.settings.micro_steps as f32;
+        }
+        report.loss(plan.step, loss);
+        pipeline.finish(self.trainer_state())?;
+        report.decided(pipeline.outcomes());
+        Ok(())
+    }
+
+    fn micro_step(&self, pipeline: &mut Pipeline, plan: StepPlan, micro_step: u32) -> anyhow::Result<f32> {
+        let Settings { seed, batch, .. } = *self.settings;
+        let batch =
+            self.corpus.batch(seed, plan.step.0, micro_step, self.rank, batch, self.model.config().context);
+        let mut sink = Sink::new(&self.model, self.device.clone(), pipeline.assembler(micro_step)?);
+        let mut weights: Box<dyn Weights> = match self.stage {
+            Stage::Two => Box::new(self.whole(pipeline.weights()?)),
+            Stage::Three => Box::new(self.staged(pipeline.session(), plan.reads, true)),
+        };
+        let scale = plan.loss_scale as f32;
+        let loss =
+            gpt::micro_step(&self.model, &mut *weights, &mut sink, &batch, scale).map_err(unwrap_library)?;
+        drop(weights);
+        sink.finish()?;
+        Ok(loss)
+    }
+
+    fn whole(&self, feed: crate::pull::Feed) -> WholeWeights<'_> {
+        WholeWeights::new(&self.model, &self.layout, self.device.clone(), feed)
+    }
+
+    fn staged<'s>(&'s self, session: &'s Session, version: Version, training: bool) -> StagedWeights<'s> {
+        StagedWeights::new(&self.model, session, version, self.device.clone(), training)
+    }
+
+    fn after_step(&self, pipeline: &mut Pipeline, report: &mut Report) -> anyhow::Result<()> {
+        let step = pipeline.last_step().0;
+        let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.settings.steps;
+        if due(self.settings.eval_every) {
+            let version = pipeline.drain()?;
+            report.decided(pipeline.outcomes());
+            self.evaluate_at(pipeline.session(), version, report)?;
+        }
+        if due(self.settings.checkpoint_every) && self.rank == 0 {
+            pipeline.drain()?;
+            let written = pipeline.session().checkpoint(&checkpoint_name(step))?;
+            report.checkpoint(&written.name, written.version.0);
+        }
+        Ok(())
+    }
+
+    /// Rank 0's validation loss of a version.
+    fn evaluate_at(
+        &self,
+        session: &Session,
+        version: Version,
+        report: &mut Report,
+    ) -> anyhow::Result<Option<f32>> {
+        if self.rank != 0 || self.validation.is_empty() {
+            return Ok(None);
+        }
+        let loss = gpt::evaluate(&self.model, &mut *self.weights_of(session, version)?, &self.validation);
+        let loss = loss.map_err(unwrap_library)?;
+        report.validation(version.0, loss);
+        Ok(Some(loss))
+    }
+
+    /// Weights for a forward pass outside a step.
+    fn weights_of<'s>(
+        &'s self,
+        session: &'s Session,
+        version: Version,
+    ) -> anyhow::Result<Box<dyn Weights + 's>> {
+        Ok(match self.stage {
+            Stage::Two => {
+                let whole = 0..self.layout.elements();
+                Box::new(self.whole(session.pull(version, &[whole], self.settings.image_dtype)?))
+            }
+            Stage::Three => Box::new(self.staged(session, version, false)),
+        })
+    }
+
+    fn end(
+        &self,
+        pipeline: &Pipeline,
+        version: Version,
+        first_loss: Option<f32>,
+        servers: usize,
+        host_peak: u64,
+    ) -> anyhow::Result<Ending> {
+        let session = pipeline.session();
+        let loss = gpt::evaluate(&self.model, &mut *self.weights_of(session, version)?, &self.validation);
+        let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
+        let sample = gpt::generate(
+            &self.model,
+            &mut *self.weights_of(session, version)?,
+            prompt.as_bytes(),
+            *sample_bytes,
+            *temperature,
+            *seed,
+        );
+        Ok(Ending {
+            version: version.0,
+            state_hash: session.state_hash()?.hash,
+            first_loss,
+            validation_loss: loss.map_err(unwrap_library)?,
+            sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
+            device_peak: self.device.peak(),
+            device_budget: self.settings.device_budget,
+            stage: self.stage_name(),
+            server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
+            servers,
+            host_peak,
+        })
+    }
+
+    /// What must be the same for a resumed run to be the same run.
+    fn trainer_state(&self) -> Vec<u8> {
+        let Settings { seed, batch, micro_steps, steps, .. } = *self.settings;
+        serde_json::json!({"seed": seed, "batch": batch, "micro_steps": micro_steps, "steps": steps})
+            .to_string()
+            .into_bytes()
+    }
+
+    fn check_resumed(&self, pipeline: &Pipeline, report: &Report) {
+        if pipeline.resumed().is_some_and(|state| state != self.trainer_state()) {
+            report.note("this job was trained so far with another seed, batch or number of steps");
+        }
+    }
+}
+
+/// An error of this library that passed through the model is shown as itself.
+fn unwrap_library(error: gpt::Error) -> anyhow::Error {
+    match error {
+        gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
+            anyhow::Error::from_boxed(source)
+        }
+        other => other.into(),
+    }
+}
