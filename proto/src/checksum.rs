@@ -13,7 +13,11 @@ pub type BlockHash = [u8; 32];
 
 /// The state hash of a version: BLAKE3 over version, applied steps and the block hashes in block order. It depends on
 /// neither shard size nor placement, since blocks are global.
-pub fn state_hash<'a>(version: Version, applied: u64, blocks: impl IntoIterator<Item = &'a BlockHash>) -> String {
+pub fn state_hash<'a>(
+    version: Version,
+    applied: u64,
+    blocks: impl IntoIterator<Item = &'a BlockHash>,
+) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(b"longshore state v1");
     hasher.update(&version.0.to_le_bytes());

@@ -98,7 +98,12 @@ impl JobSpec {
             if (low..=high).contains(&value) {
                 return Ok(());
             }
-            Err(Fault::invalid(format!("spec.{field}"), value, format!("in {low}..={high}"), "correct the job's spec"))
+            Err(Fault::invalid(
+                format!("spec.{field}"),
+                value,
+                format!("in {low}..={high}"),
+                "correct the job's spec",
+            ))
         };
         range("world_size", self.world_size.into(), 1, MAX_WORLD_SIZE.into())?;
         range("micro_steps", self.micro_steps.into(), 1, MAX_MICRO_STEPS.into())?;

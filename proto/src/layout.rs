@@ -7,8 +7,8 @@ use crate::{
     fault::Fault,
     ids::{BlockId, ChunkId, ShardId},
     limits::{
-        ALIGN_ELEMENTS, BLOCK_ELEMENTS, CHUNK_BYTES, MAX_ELEMENTS, MAX_PARAM_DIMENSIONS, MAX_PARAM_NAME_BYTES,
-        MAX_PARAMS, MAX_SHARDS,
+        ALIGN_ELEMENTS, BLOCK_ELEMENTS, CHUNK_BYTES, MAX_ELEMENTS, MAX_PARAM_DIMENSIONS,
+        MAX_PARAM_NAME_BYTES, MAX_PARAMS, MAX_SHARDS,
     },
 };
 
@@ -196,7 +196,12 @@ fn check_param(index: usize, param: &Param, groups: usize) -> Result<u64, Fault>
         Some(elements) if (1..=MAX_ELEMENTS).contains(&elements) => Ok(elements),
         _ => {
             let limit = format!("1 to {MAX_ELEMENTS} elements");
-            Err(Fault::invalid(field("shape"), format!("{:?}", param.shape), limit, "leave empty tensors out"))
+            Err(Fault::invalid(
+                field("shape"),
+                format!("{:?}", param.shape),
+                limit,
+                "leave empty tensors out",
+            ))
         }
     }
 }

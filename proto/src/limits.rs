@@ -47,7 +47,10 @@ pub const DEFAULT_DEADLINE_MS: u64 = 60_000;
 pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
 
 const _: () = {
-    assert!(CHUNK_BYTES + CHUNK_HEADROOM_BYTES <= STOCK_MESSAGE_BYTES, "stock clients must be able to pull a chunk");
+    assert!(
+        CHUNK_BYTES + CHUNK_HEADROOM_BYTES <= STOCK_MESSAGE_BYTES,
+        "stock clients must be able to pull a chunk"
+    );
     assert!(CHUNK_BYTES.is_multiple_of(4096), "chunks must stay page aligned inside a shard");
     assert!(BLOCK_ELEMENTS.is_multiple_of(ALIGN_ELEMENTS), "blocks must start on aligned elements");
     assert!(DEFAULT_SHARD_ELEMENTS.is_multiple_of(BLOCK_ELEMENTS), "shards are whole blocks");

@@ -41,7 +41,12 @@ impl Placement {
         }
         if self.owners.len() != shards as usize {
             let limit = format!("{shards}, the layout's number of shards");
-            return Err(Fault::invalid("placement.owners", self.owners.len(), limit, "give each shard an owner"));
+            return Err(Fault::invalid(
+                "placement.owners",
+                self.owners.len(),
+                limit,
+                "give each shard an owner",
+            ));
         }
         for (shard, owner) in self.owners.iter().enumerate() {
             if owner.0 as usize >= self.servers.len() {

@@ -56,8 +56,16 @@ impl JobHandle {
         let worker = Arc::clone(&job);
         let name = format!("job-{}", job.spec().name.as_str());
         let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox));
-        thread.map_err(|error| Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit"))?;
-        Ok(JobHandle { job, works, changed, closed: AtomicBool::new(false), last_step: AtomicU64::new(u64::MAX) })
+        thread.map_err(|error| {
+            Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
+        })?;
+        Ok(JobHandle {
+            job,
+            works,
+            changed,
+            closed: AtomicBool::new(false),
+            last_step: AtomicU64::new(u64::MAX),
+        })
     }
 
     /// Hands work to the compute thread. It is gone only once the job failed, which every later call reports.

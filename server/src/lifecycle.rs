@@ -21,7 +21,7 @@ use tokio::{
     task::JoinHandle,
     time::{Instant, timeout},
 };
-use tokio_stream::wrappers::TcpListenerStream;
+use tonic::transport::server::TcpIncoming;
 
 use crate::{
     config::Config,
@@ -76,7 +76,13 @@ impl Draining {
         if !*self.begun.borrow() {
             return Ok(());
         }
-        Err(Fault::new(FaultKind::Unavailable, "server", "draining", "serving", "use another server, or start it again"))
+        Err(Fault::new(
+            FaultKind::Unavailable,
+            "server",
+            "draining",
+            "serving",
+            "use another server, or start it again",
+        ))
     }
 
     async fn wait(&self) {
@@ -101,8 +107,8 @@ impl Server {
     pub async fn start(config: Config) -> Result<Server, ServerError> {
         let isa = Isa::from_env()?;
         let threads = config.threads;
-        let compute =
-            Compute::new(threads, isa).map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
+        let compute = Compute::new(threads, isa)
+            .map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
         let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
         let services = Services {
             jobs: Arc::new(Jobs::new(Budget::new(config.memory), Arc::new(compute))),
@@ -122,8 +128,8 @@ impl Server {
         let stop_signal = async move {
             let _ = stopped.wait_for(|stop| *stop).await;
         };
-        // Nagle would hold small acknowledgements back behind large frames.
-        let incoming = TcpListenerStream::new(listener);
+        // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let serving = tokio::spawn(router.serve_with_incoming_shutdown(incoming, stop_signal));
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
         Ok(Server { address, config, services, stop, serving, health })
@@ -191,7 +197,13 @@ impl Server {
             Ok(())
         });
         written.await.unwrap_or_else(|error| {
-            Err(Fault::new(FaultKind::Internal, "task", error, "finished", "see the server's log; this is a defect"))
+            Err(Fault::new(
+                FaultKind::Internal,
+                "task",
+                error,
+                "finished",
+                "see the server's log; this is a defect",
+            ))
         })
     }
 }
@@ -224,8 +236,7 @@ fn router(services: Services) -> Result<tonic::transport::server::Router, Server
         .max_frame_size(Some(FRAME_BYTES))
         .initial_stream_window_size(Some(STREAM_WINDOW_BYTES))
         .initial_connection_window_size(Some(CONNECTION_WINDOW_BYTES))
-        .http2_keepalive_interval(Some(KEEPALIVE))
-        .tcp_nodelay(true);
+        .http2_keepalive_interval(Some(KEEPALIVE));
     Ok(builder
         .add_service(
             TrainingServer::new(services.clone())
@@ -233,7 +244,8 @@ fn router(services: Services) -> Result<tonic::transport::server::Router, Server
                 .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES),
         )
         .add_service(
-            TensorsServer::new(services.clone()).max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES),
+            TensorsServer::new(services.clone())
+                .max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES),
         )
         .add_service(AdminServer::new(services).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES))
         .add_service(reflection))

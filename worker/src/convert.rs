@@ -88,7 +88,12 @@ mod tests {
         let mut wire = vec![0; values.len() * 2];
         from_f32(Dtype::Bf16, &values, &mut wire);
         for (value, bytes) in values.iter().zip(wire.as_chunks::<2>().0) {
-            assert_eq!(u16::from_le_bytes(*bytes), bf16::from_f32(*value).to_bits(), "{:08x}", value.to_bits());
+            assert_eq!(
+                u16::from_le_bytes(*bytes),
+                bf16::from_f32(*value).to_bits(),
+                "{:08x}",
+                value.to_bits()
+            );
         }
         from_f32(Dtype::F16, &values, &mut wire);
         for (value, bytes) in values.iter().zip(wire.as_chunks::<2>().0) {
@@ -107,7 +112,8 @@ mod tests {
             let mut back = vec![0.0; values.len()];
             from_f32(dtype, &values, &mut wire);
             to_f32(dtype, &wire, &mut back);
-            let exact = |value: f32| if dtype == Dtype::Bf16 { bf16::from_f32(value).to_f32() } else { value };
+            let exact =
+                |value: f32| if dtype == Dtype::Bf16 { bf16::from_f32(value).to_f32() } else { value };
             let same = values.iter().zip(&back).all(|(&value, &back)| match dtype {
                 Dtype::F16 => (value - back).abs() <= value.abs() / 2048.0,
                 _ => exact(value) == back,

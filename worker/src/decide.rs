@@ -50,7 +50,9 @@ pub fn name_element(layout: &Layout, spec: &JobSpec, element: u64) -> String {
             let within = element - layout.param_range(param).start;
             format!("{}, element {within}", spec.params[param].name)
         }
-        None => format!("padding at flat element {element} in {}", BlockId((element / BLOCK_ELEMENTS) as u32)),
+        None => {
+            format!("padding at flat element {element} in {}", BlockId((element / BLOCK_ELEMENTS) as u32))
+        }
     }
 }
 

@@ -155,7 +155,9 @@ pub struct TimedOut {
 }
 
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("job {job} is still paused after {waited:.1?}: {reason}. `longshore resume` lets it go on; join again after that")]
+#[error(
+    "job {job} is still paused after {waited:.1?}: {reason}. `longshore resume` lets it go on; join again after that"
+)]
 pub struct StillPaused {
     pub job: JobName,
     pub reason: String,
@@ -165,19 +167,29 @@ pub struct StillPaused {
 /// A gradient that does not match the layout.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GradientError {
-    #[error("there is no parameter {param}: the job has {params}; register parameters before opening the job")]
+    #[error(
+        "there is no parameter {param}: the job has {params}; register parameters before opening the job"
+    )]
     Unknown { param: usize, params: usize },
-    #[error("the gradient of {name} has {given} elements, the parameter has {expected}: push the whole gradient")]
+    #[error(
+        "the gradient of {name} has {given} elements, the parameter has {expected}: push the whole gradient"
+    )]
     Length { name: String, given: u64, expected: u64 },
-    #[error("the gradient of {name} was put twice in one micro-step: sum it first, a weight used twice is one parameter")]
+    #[error(
+        "the gradient of {name} was put twice in one micro-step: sum it first, a weight used twice is one parameter"
+    )]
     Twice { name: String },
-    #[error("{missing} parameters have no gradient, the first is {name}: put zeros for parameters without a gradient")]
+    #[error(
+        "{missing} parameters have no gradient, the first is {name}: put zeros for parameters without a gradient"
+    )]
     Missing { name: String, missing: usize },
 }
 
 /// An allocation or reservation beyond a memory budget.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{device} has no room for {field}: asked {asked} bytes, free {free} of a budget of {budget}: {remedy}")]
+#[error(
+    "{device} has no room for {field}: asked {asked} bytes, free {free} of a budget of {budget}: {remedy}"
+)]
 pub struct Shortage {
     pub device: String,
     pub field: String,

@@ -21,7 +21,13 @@ pub struct LossScalerOptions {
 
 impl Default for LossScalerOptions {
     fn default() -> Self {
-        LossScalerOptions { initial: 65536.0, window: 1000, hysteresis: 2, consecutive_hysteresis: false, min: 1.0 }
+        LossScalerOptions {
+            initial: 65536.0,
+            window: 1000,
+            hysteresis: 2,
+            consecutive_hysteresis: false,
+            min: 1.0,
+        }
     }
 }
 
@@ -60,10 +66,20 @@ impl LossScaler {
         check("loss_scale.initial", options.initial)?;
         check("loss_scale.min", options.min)?;
         if options.min > options.initial {
-            return Err(Fault::invalid("loss_scale.min", options.min, options.initial, "start at or above the floor"));
+            return Err(Fault::invalid(
+                "loss_scale.min",
+                options.min,
+                options.initial,
+                "start at or above the floor",
+            ));
         }
         let at_least_one = |field: &str, value: u64| match value {
-            0 => Err(Fault::invalid(field, 0, "at least 1", "use DeepSpeed's defaults: window 1000, hysteresis 2")),
+            0 => Err(Fault::invalid(
+                field,
+                0,
+                "at least 1",
+                "use DeepSpeed's defaults: window 1000, hysteresis 2",
+            )),
             _ => Ok(()),
         };
         at_least_one("loss_scale.window", options.window)?;
@@ -156,29 +172,34 @@ mod tests {
     fn twenty_steps_by_hand() {
         let events = [
             // stable = index - last_overflow - 1, doubling at 3, 6, ... after an overflow; 3 first reached at index 3.
-            (false, Kept, 16.0),    // 0: stable 0
-            (false, Kept, 16.0),    // 1: stable 1
-            (false, Kept, 16.0),    // 2: stable 2
-            (false, Raised, 32.0),  // 3: stable 3
-            (true, Held, 32.0),     // 4: hysteresis 2 -> 1
-            (false, Kept, 32.0),    // 5: stable 0
-            (true, Lowered, 16.0),  // 6: hysteresis is not refilled by a clean step
-            (true, Lowered, 8.0),   // 7: nor by a halving
-            (false, Kept, 8.0),     // 8: stable 0
-            (false, Kept, 8.0),     // 9: stable 1
-            (false, Kept, 8.0),     // 10: stable 2
-            (false, Raised, 16.0),  // 11: stable 3, hysteresis refilled
-            (true, Held, 16.0),     // 12: hysteresis 2 -> 1
-            (true, Lowered, 8.0),   // 13
-            (true, Lowered, 4.0),   // 14
-            (true, Lowered, 2.0),   // 15
-            (true, Lowered, 1.0),   // 16: now at the floor
-            (true, AtFloor, 1.0),   // 17
-            (false, Kept, 1.0),     // 18: stable 0
-            (true, AtFloor, 1.0),   // 19
+            (false, Kept, 16.0),   // 0: stable 0
+            (false, Kept, 16.0),   // 1: stable 1
+            (false, Kept, 16.0),   // 2: stable 2
+            (false, Raised, 32.0), // 3: stable 3
+            (true, Held, 32.0),    // 4: hysteresis 2 -> 1
+            (false, Kept, 32.0),   // 5: stable 0
+            (true, Lowered, 16.0), // 6: hysteresis is not refilled by a clean step
+            (true, Lowered, 8.0),  // 7: nor by a halving
+            (false, Kept, 8.0),    // 8: stable 0
+            (false, Kept, 8.0),    // 9: stable 1
+            (false, Kept, 8.0),    // 10: stable 2
+            (false, Raised, 16.0), // 11: stable 3, hysteresis refilled
+            (true, Held, 16.0),    // 12: hysteresis 2 -> 1
+            (true, Lowered, 8.0),  // 13
+            (true, Lowered, 4.0),  // 14
+            (true, Lowered, 2.0),  // 15
+            (true, Lowered, 1.0),  // 16: now at the floor
+            (true, AtFloor, 1.0),  // 17
+            (false, Kept, 1.0),    // 18: stable 0
+            (true, AtFloor, 1.0),  // 19
         ];
-        let options =
-            LossScalerOptions { initial: 16.0, window: 3, hysteresis: 2, consecutive_hysteresis: false, min: 1.0 };
+        let options = LossScalerOptions {
+            initial: 16.0,
+            window: 3,
+            hysteresis: 2,
+            consecutive_hysteresis: false,
+            min: 1.0,
+        };
         let mut scaler = LossScaler::dynamic(options).unwrap();
         for (index, (overflow, event, scale)) in events.into_iter().enumerate() {
             assert_eq!((scaler.update(overflow), scaler.scale()), (event, scale), "event {index}");

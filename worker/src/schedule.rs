@@ -31,7 +31,11 @@ impl fmt::Debug for Schedule {
             Drains::Every(period) => format!("every {period}"),
             Drains::When(_) => "by a function".to_string(),
         };
-        write!(f, "Schedule {{ delay: {}, warmup_steps: {}, drains: {drains} }}", self.delay, self.warmup_steps)
+        write!(
+            f,
+            "Schedule {{ delay: {}, warmup_steps: {}, drains: {drains} }}",
+            self.delay, self.warmup_steps
+        )
     }
 }
 

@@ -57,7 +57,9 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
         Code::Unavailable | Code::Cancelled | Code::Unknown => {
             (FaultKind::Unavailable, "check that the server runs and is reachable")
         }
-        Code::DeadlineExceeded => (FaultKind::Deadline, "check what the server waits for with `longshore status`"),
+        Code::DeadlineExceeded => {
+            (FaultKind::Deadline, "check what the server waits for with `longshore status`")
+        }
         _ => (FaultKind::Internal, "see the server's log"),
     };
     Fault::new(kind, format!("call to {peer}"), status.message(), "answered", remedy)

@@ -40,8 +40,10 @@ const KEYS: [&str; 10] = [
 
 impl File {
     pub(super) fn read(path: &Path) -> Result<File, ConfigError> {
-        let text = fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        let parse = |error: toml::de::Error| ConfigError::Parse { path: path.into(), message: error.to_string() };
+        let text =
+            fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        let parse =
+            |error: toml::de::Error| ConfigError::Parse { path: path.into(), message: error.to_string() };
         let table: toml::Table = text.parse().map_err(parse)?;
         if let Some(key) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
             let nearest = nearest(key, KEYS);

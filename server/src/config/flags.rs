@@ -66,7 +66,8 @@ const VARIABLES: [&str; 11] = [
 
 /// A mistyped variable would be ignored in silence otherwise.
 pub(super) fn check_environment(names: impl IntoIterator<Item = String>) -> Result<(), ConfigError> {
-    let unknown = names.into_iter().find(|name| name.starts_with(PREFIX) && !VARIABLES.contains(&name.as_str()));
+    let unknown =
+        names.into_iter().find(|name| name.starts_with(PREFIX) && !VARIABLES.contains(&name.as_str()));
     match unknown {
         Some(name) => Err(ConfigError::UnknownVariable { nearest: nearest(&name, VARIABLES), name }),
         None => Ok(()),

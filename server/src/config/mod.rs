@@ -122,7 +122,9 @@ fn suggest(nearest: Option<&str>) -> String {
 
 /// The candidate nearest to a mistyped name, if it is near enough to be meant.
 fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
-    let scored = candidates.into_iter().map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate));
+    let scored = candidates
+        .into_iter()
+        .map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate));
     let best = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
     (best.0 > 0.5).then(|| best.1.to_string())
 }

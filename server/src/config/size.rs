@@ -8,7 +8,9 @@ use std::{fs, str::FromStr};
 pub struct ByteSize(pub u64);
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is not a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, as in 512GiB")]
+#[error(
+    "{text:?} is not a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, as in 512GiB"
+)]
 pub struct SizeError {
     text: String,
 }
@@ -56,7 +58,8 @@ pub(super) fn available_memory() -> u64 {
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = available.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
     let host = kib.map_or(1 << 30, |kib| kib * 1024);
-    let group = fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse::<u64>().ok());
+    let group =
+        fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse::<u64>().ok());
     group.map_or(host, |group| group.min(host))
 }
 
@@ -66,7 +69,9 @@ mod tests {
 
     #[test]
     fn sizes_are_read_as_written() {
-        for (text, bytes) in [("4096", 4096), ("1.5KiB", 1536), ("2GB", 2_000_000_000), ("512 GiB", 512 << 30)] {
+        for (text, bytes) in
+            [("4096", 4096), ("1.5KiB", 1536), ("2GB", 2_000_000_000), ("512 GiB", 512 << 30)]
+        {
             assert_eq!(text.parse(), Ok(ByteSize(bytes)));
         }
         for text in ["", "GiB", "-1", "1 parsec", "1e30TiB"] {

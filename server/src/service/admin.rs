@@ -82,7 +82,10 @@ impl Admin for Services {
         answer.map(Response::new).map_err(|fault| refuse("Restore", &request.job, fault))
     }
 
-    async fn resume(&self, request: Request<v1::ResumeRequest>) -> Result<Response<v1::ResumeResponse>, Status> {
+    async fn resume(
+        &self,
+        request: Request<v1::ResumeRequest>,
+    ) -> Result<Response<v1::ResumeResponse>, Status> {
         let request = request.into_inner();
         let resume = || self.jobs.get(&request.job)?.job.resume(request.loss_scale);
         resume().map_err(|fault| refuse("Resume", &request.job, fault))?;
@@ -100,7 +103,10 @@ impl Admin for Services {
         Ok(Response::new(v1::DeleteJobResponse {}))
     }
 
-    async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+    async fn drain(
+        &self,
+        _request: Request<v1::DrainRequest>,
+    ) -> Result<Response<v1::DrainResponse>, Status> {
         self.draining.begin();
         Ok(Response::new(v1::DrainResponse {}))
     }
@@ -130,13 +136,22 @@ impl Services {
         })
     }
 
-    async fn write_checkpoint(&self, request: &v1::CheckpointRequest) -> Result<v1::CheckpointResponse, Fault> {
+    async fn write_checkpoint(
+        &self,
+        request: &v1::CheckpointRequest,
+    ) -> Result<v1::CheckpointResponse, Fault> {
         let store = self.store()?;
         let name = wire::parse_name("name", &request.name)?;
         let handle = self.jobs.get(&request.job)?;
         let expected = (request.version > 0).then_some(Version(request.version));
-        let part = blocking(move || store.write(&handle.job, name.as_str(), expected, snapshot_deadline())).await?;
-        tracing::info!(job = request.job, name = request.name, version = part.version.0, "checkpoint part written");
+        let part =
+            blocking(move || store.write(&handle.job, name.as_str(), expected, snapshot_deadline())).await?;
+        tracing::info!(
+            job = request.job,
+            name = request.name,
+            version = part.version.0,
+            "checkpoint part written"
+        );
         Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
     }
 
@@ -159,10 +174,7 @@ impl Services {
         let store = self.store()?;
         let job = wire::parse_name("job", job)?;
         let found = blocking(move || store.list(&job)).await?;
-        let info = |(name, version): (String, Version)| v1::CheckpointInfo {
-            name,
-            version: version.0,
-        };
+        let info = |(name, version): (String, Version)| v1::CheckpointInfo { name, version: version.0 };
         Ok(v1::ListCheckpointsResponse { checkpoints: found.into_iter().map(info).collect() })
     }
 
@@ -173,7 +185,12 @@ impl Services {
         let job = Arc::clone(&handle.job);
         blocking(move || store.restore(&job, &job.spec().name, name.as_str())).await?;
         let progress = handle.job.progress();
-        tracing::info!(job = request.job, name = request.name, version = progress.version.0, "checkpoint restored");
+        tracing::info!(
+            job = request.job,
+            name = request.name,
+            version = progress.version.0,
+            "checkpoint restored"
+        );
         Ok(v1::RestoreResponse { progress: Some(convert::progress(progress)) })
     }
 }

@@ -41,8 +41,16 @@ fn default_deadline() -> Instant {
 }
 
 /// Runs engine work that may take long away from the network threads.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Fault> + Send + 'static) -> Result<T, Fault> {
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
+) -> Result<T, Fault> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
-        Err(Fault::new(FaultKind::Internal, "task", error, "finished", "see the server's log; this is a defect"))
+        Err(Fault::new(
+            FaultKind::Internal,
+            "task",
+            error,
+            "finished",
+            "see the server's log; this is a defect",
+        ))
     })
 }

@@ -73,7 +73,8 @@ async fn read(
 ) -> Result<v1::PullResponse, Fault> {
     let check = || {
         let mut payload = Bytes::new();
-        let read = handle.job.read_image(&slice, version, &mut |bytes| payload = Bytes::copy_from_slice(bytes))?;
+        let read =
+            handle.job.read_image(&slice, version, &mut |bytes| payload = Bytes::copy_from_slice(bytes))?;
         Ok((read == ImageRead::Done).then_some(payload))
     };
     let late = || handle.late("pull", format!("{version} of {}", slice.shard));

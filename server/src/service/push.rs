@@ -107,7 +107,9 @@ async fn store(
 ) -> Result<bool, Fault> {
     let chunk = wire::chunk_from_wire(request)?;
     let handle = match held {
-        Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => Arc::clone(handle),
+        Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => {
+            Arc::clone(handle)
+        }
         _ => services.jobs.get(&request.job)?,
     };
     *held = Some(Arc::clone(&handle));
@@ -115,7 +117,11 @@ async fn store(
     store_when_free(&handle, &chunk, &request.payload).await
 }
 
-async fn store_when_free(handle: &Arc<JobHandle>, chunk: &ContributionChunk, payload: &[u8]) -> Result<bool, Fault> {
+async fn store_when_free(
+    handle: &Arc<JobHandle>,
+    chunk: &ContributionChunk,
+    payload: &[u8],
+) -> Result<bool, Fault> {
     let check = || {
         Ok(match handle.job.store(chunk, payload)? {
             Stored::Busy => None,

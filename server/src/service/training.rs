@@ -36,7 +36,10 @@ impl Training for Services {
         Ok(Response::new(stream))
     }
 
-    async fn commit(&self, request: Request<v1::CommitRequest>) -> Result<Response<v1::CommitResponse>, Status> {
+    async fn commit(
+        &self,
+        request: Request<v1::CommitRequest>,
+    ) -> Result<Response<v1::CommitResponse>, Status> {
         let request = request.into_inner();
         let job = request.job.clone();
         let answer = self.commit_step(request);
@@ -75,7 +78,8 @@ impl Services {
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
         let jobs = self.jobs.clone();
-        let (created, handle) = blocking(move || jobs.open(spec, placement, ServerId(request.server))).await?;
+        let (created, handle) =
+            blocking(move || jobs.open(spec, placement, ServerId(request.server))).await?;
         let job = &handle.job;
         if created {
             tracing::info!(

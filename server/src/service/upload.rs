@@ -6,7 +6,10 @@ use tonic::{Status, Streaming};
 use super::{Services, blocking, refuse};
 
 /// Stores chunks until the stream ends; says how many it took.
-pub(super) async fn receive(services: &Services, mut requests: Streaming<v1::UploadRequest>) -> Result<u64, Status> {
+pub(super) async fn receive(
+    services: &Services,
+    mut requests: Streaming<v1::UploadRequest>,
+) -> Result<u64, Status> {
     let mut chunks = 0;
     while let Some(request) = requests.message().await? {
         let job = request.job.clone();

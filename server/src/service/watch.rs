@@ -77,7 +77,13 @@ async fn next_events(handle: &Arc<JobHandle>, told: &Told) -> Result<Vec<event::
 fn news(handle: &JobHandle, told: &Told) -> Result<Vec<event::Event>, Fault> {
     let commits = handle.job.commits_after(told.step).ok_or_else(|| {
         let limit = "a step whose successors are still kept";
-        Fault::new(FaultKind::NotFound, "after_step", told.step.0, limit, "join again to learn where the job stands")
+        Fault::new(
+            FaultKind::NotFound,
+            "after_step",
+            told.step.0,
+            limit,
+            "join again to learn where the job stands",
+        )
     })?;
     let (pauses, resumes, loss_scale) = handle.job.pauses();
     let mut events = Vec::new();

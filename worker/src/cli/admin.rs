@@ -8,7 +8,13 @@ use super::client::Servers;
 #[derive(clap::Args)]
 pub(super) struct ServersArgs {
     /// The servers, in the order the job was opened with
-    #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', required = true, value_name = "HOST:PORT,...")]
+    #[arg(
+        long,
+        env = "LONGSHORE_SERVERS",
+        value_delimiter = ',',
+        required = true,
+        value_name = "HOST:PORT,..."
+    )]
     pub(super) servers: Vec<String>,
 }
 
@@ -97,7 +103,8 @@ pub(super) fn restore(args: &CheckpointArgs) -> anyhow::Result<()> {
         let request = request.clone();
         async move { admin.restore(request).await }
     })?;
-    let version = restored.iter().find_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).unwrap_or(0);
+    let version =
+        restored.iter().find_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).unwrap_or(0);
     println!("restored {name}: version {version}");
     Ok(())
 }

@@ -49,7 +49,10 @@ impl Servers {
     }
 
     /// One call on every server in turn; the first refusal ends it.
-    pub(super) fn each<T, F>(&mut self, mut call: impl FnMut(AdminClient<Channel>) -> F) -> anyhow::Result<Vec<(String, T)>>
+    pub(super) fn each<T, F>(
+        &mut self,
+        mut call: impl FnMut(AdminClient<Channel>) -> F,
+    ) -> anyhow::Result<Vec<(String, T)>>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
@@ -57,7 +60,8 @@ impl Servers {
         for server in &self.servers {
             let answer = self.runtime.block_on(call(server.admin.clone()));
             let answer = answer.map_err(|status| fault_from_status(&status, &server.address));
-            answers.push((server.address.clone(), answer.with_context(|| server.address.clone())?.into_inner()));
+            answers
+                .push((server.address.clone(), answer.with_context(|| server.address.clone())?.into_inner()));
         }
         Ok(answers)
     }
@@ -74,7 +78,9 @@ impl Servers {
         match jobs.as_slice() {
             [job] => Ok(job.clone()),
             [] => anyhow::bail!("no job on these servers: start one with `longshore train --servers ...`"),
-            several => anyhow::bail!("several jobs on these servers, name one with --job: {}", several.join(", ")),
+            several => {
+                anyhow::bail!("several jobs on these servers, name one with --job: {}", several.join(", "))
+            }
         }
     }
 }

@@ -22,7 +22,9 @@ pub(crate) fn human(bytes: u64) -> String {
 mod tests {
     #[test]
     fn three_digits_and_a_unit() {
-        for (bytes, text) in [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (10 << 20, "10.0 MiB"), (200 << 30, "200 GiB")] {
+        for (bytes, text) in
+            [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (10 << 20, "10.0 MiB"), (200 << 30, "200 GiB")]
+        {
             assert_eq!(super::human(bytes), text);
         }
     }

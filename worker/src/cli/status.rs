@@ -124,7 +124,9 @@ fn print(job: &str, answers: &Answers) {
     }
     match combined_hash(answers) {
         Some((version, hash)) => println!("  state hash {hash} at version {version}"),
-        None => println!("  state hash: the servers are between versions, ask again (or --no-hash was given)"),
+        None => {
+            println!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
+        }
     }
 }
 

@@ -22,7 +22,8 @@ struct Account {
 impl Budget {
     /// `limit` in bytes. `device` names it in errors.
     pub fn new(device: impl Into<String>, limit: u64) -> Budget {
-        let account = Account { device: device.into(), limit, used: AtomicU64::new(0), peak: AtomicU64::new(0) };
+        let account =
+            Account { device: device.into(), limit, used: AtomicU64::new(0), peak: AtomicU64::new(0) };
         Budget(Arc::new(account))
     }
 

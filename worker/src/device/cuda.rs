@@ -66,8 +66,10 @@ impl HostMemory for Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         // SAFETY: `allocate_host` got the memory from the driver, and only this drop frees it.
-        let freed =
-            self.context.bind_to_thread().and_then(|()| unsafe { result::free_host(self.memory.cast::<c_void>()) });
+        let freed = self
+            .context
+            .bind_to_thread()
+            .and_then(|()| unsafe { result::free_host(self.memory.cast::<c_void>()) });
         if let Err(error) = freed {
             tracing::error!(?error, "page-locked memory could not be freed");
         }
@@ -81,11 +83,17 @@ struct Done {
 
 impl Event for Done {
     fn is_done(&self) -> Result<bool> {
-        Ok(self.event.try_is_complete().map_err(|error| failed(&self.device, "cuEventQuery", error, DRIVER))?)
+        Ok(self
+            .event
+            .try_is_complete()
+            .map_err(|error| failed(&self.device, "cuEventQuery", error, DRIVER))?)
     }
 
     fn wait(&self) -> Result<()> {
-        Ok(self.event.synchronize().map_err(|error| failed(&self.device, "cuEventSynchronize", error, DRIVER))?)
+        Ok(self
+            .event
+            .synchronize()
+            .map_err(|error| failed(&self.device, "cuEventSynchronize", error, DRIVER))?)
     }
 }
 
@@ -154,18 +162,33 @@ impl Device for CudaDevice {
         // The driver refuses zero bytes; one is never touched.
         // SAFETY: the context is bound; the memory is not read before something is copied in.
         let address = unsafe { result::malloc_sync(bytes.max(1) as usize) }.map_err(|error| {
-            failed(&self.name, "cuMemAlloc", error, "another process may hold memory (`nvidia-smi`): lower the budget")
+            failed(
+                &self.name,
+                "cuMemAlloc",
+                error,
+                "another process may hold memory (`nvidia-smi`): lower the budget",
+            )
         })?;
-        Ok(Buffer::new(Memory { context: self.context.clone(), address, _lease: lease }, bytes, Some(address)))
+        Ok(Buffer::new(
+            Memory { context: self.context.clone(), address, _lease: lease },
+            bytes,
+            Some(address),
+        ))
     }
 
     fn allocate_host(&self, bytes: u64) -> Result<HostBuffer> {
         self.bind()?;
         let size = bytes.max(1) as usize;
         // SAFETY: the context is bound; portable memory may be used from every context.
-        let memory = unsafe { result::malloc_host(size, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(|error| {
-            failed(&self.name, "cuMemHostAlloc", error, "the machine is short of memory to lock: free some")
-        })?;
+        let memory =
+            unsafe { result::malloc_host(size, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(|error| {
+                failed(
+                    &self.name,
+                    "cuMemHostAlloc",
+                    error,
+                    "the machine is short of memory to lock: free some",
+                )
+            })?;
         let memory = memory.cast::<u8>();
         // SAFETY: the driver just gave us `size` writable bytes.
         unsafe { memory.write_bytes(0, size) };

@@ -56,6 +56,7 @@ impl Driver {
             work.stats.abort();
             return Ok(()); // the pipeline went away in the middle of a step
         };
+        self.follow(step).await?;
         let blocks = self.await_stats(step, work.stats).await?;
         let gradient_scale = work.loss_scale * self.core.spec().contributions() as f64;
         let decision = decide(&blocks, self.options.clip, gradient_scale);
@@ -63,28 +64,45 @@ impl Driver {
         let commit = self.commit(step, gradient_scale, &decision, event, trainer);
         self.core.remember(commit.clone());
         try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &commit))).await?;
-        let overflow = decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
-        if event == Event::AtFloor {
-            self.pause_at_floor(step, overflow.as_deref().unwrap_or("the gradient's norm")).await?;
-        } else {
-            self.shared.board.post(step.version(), commit.loss_scale);
-        }
+        let overflow =
+            decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
+        let loss_scale = match event {
+            Event::AtFloor => {
+                self.pause_at_floor(step, overflow.as_deref().unwrap_or("the gradient's norm")).await?
+            }
+            _ => commit.loss_scale,
+        };
         self.shared.outcomes.decided(
             step,
             Decided {
                 skip: decision.skip,
                 norm: decision.norm,
                 clip_coefficient: decision.clip_coefficient,
-                loss_scale_next: self.scaler.scale(),
+                loss_scale_next: loss_scale,
                 overflow,
                 scaler: Some(event),
             },
         );
         self.shared.release(&self.core, step);
+        // Last: whoever waits for this version finds all the rest done.
+        self.shared.board.post(step.version(), loss_scale);
         Ok(())
     }
 
-    async fn await_stats(&self, step: Step, stats: JoinHandle<Result<Vec<BlockStats>>>) -> Result<Vec<BlockStats>> {
+    /// The scaler goes on from the loss scale that counts for the version before: an operator may have chosen it.
+    async fn follow(&mut self, step: Step) -> Result<()> {
+        let chosen = self.shared.board.wait(&self.core, Version(step.0 - 1)).await?;
+        if chosen != self.scaler.scale() {
+            self.scaler.set_scale(chosen)?;
+        }
+        Ok(())
+    }
+
+    async fn await_stats(
+        &self,
+        step: Step,
+        stats: JoinHandle<Result<Vec<BlockStats>>>,
+    ) -> Result<Vec<BlockStats>> {
         match self.core.patiently(self.core.options.deadline + GRACE, stats).await {
             Ok(Ok(blocks)) => blocks,
             Ok(Err(panic)) => Err(Environment {
@@ -162,9 +180,9 @@ impl Driver {
         }
     }
 
-    /// A smaller scale would not help: a person must look, while the job keeps its place. The watcher posts the version
-    /// when the job goes on, with the operator's loss scale if there is one.
-    async fn pause_at_floor(&mut self, step: Step, tensor: &str) -> Result<()> {
+    /// A smaller scale would not help: a person must look, while the job keeps its place. Returns the loss scale to go
+    /// on with.
+    async fn pause_at_floor(&mut self, step: Step, tensor: &str) -> Result<f64> {
         let scale = self.scaler.scale();
         let reason = format!(
             "{step} overflowed at the smallest loss scale, {scale}: first in {tensor}. The step was skipped and nothing \
@@ -172,10 +190,6 @@ impl Driver {
              restore an earlier checkpoint; then `longshore resume`, with --loss-scale to change it"
         );
         self.core.pause_all(&reason).await?;
-        let chosen = self.shared.board.wait(&self.core, step.version()).await?;
-        if chosen != scale {
-            self.scaler.set_scale(chosen)?;
-        }
-        Ok(())
+        self.shared.resumed.wait(&self.core, step.version()).await
     }
 }

@@ -68,7 +68,8 @@ impl Envelope {
             let head: Vec<String> = bytes.iter().take(6).map(|byte| format!("{byte:02x}")).collect();
             let value = format!("{} bytes, starting with {}", bytes.len(), head.join(" "));
             let limit = format!("a resume state of format {FORMAT}");
-            let remedy = "resume with the program and version that trained the job, or restore another checkpoint";
+            let remedy =
+                "resume with the program and version that trained the job, or restore another checkpoint";
             Fault::invalid("commit.trainer_state", value, limit, remedy)
         })
     }
@@ -90,7 +91,12 @@ impl Envelope {
         let options = LossScalerOptions { initial, window, hysteresis, consecutive_hysteresis, min };
         let dynamic = flags & DYNAMIC != 0;
         let scaler = LossScaler { options, dynamic, scale, hysteresis_left, updates, last_overflow };
-        Some(Envelope { scaler, at_floor: flags & AT_FLOOR != 0, previous_loss_scale, trainer: reader.0.to_vec() })
+        Some(Envelope {
+            scaler,
+            at_floor: flags & AT_FLOOR != 0,
+            previous_loss_scale,
+            trainer: reader.0.to_vec(),
+        })
     }
 
     /// Values that no scaler can reach would divide by zero or never end.

@@ -24,16 +24,16 @@ use tokio::{
     task::AbortHandle,
 };
 
-pub use self::{
-    options::{HyperOf, PipelineOptions, Weights},
-    outcome::{StepOutcome, Timing},
-};
 use self::{
     board::Board,
     driver::{Driver, Work},
     envelope::{Envelope, MAX_TRAINER_BYTES},
     outcome::{Made, Outcomes},
     watch::Watcher,
+};
+pub use self::{
+    options::{HyperOf, PipelineOptions, Weights},
+    outcome::{StepOutcome, Timing},
 };
 use crate::{
     error::{Misuse, Result},
@@ -83,6 +83,8 @@ impl Drop for Tasks {
 /// What trainer, driver and watcher share.
 struct Shared {
     board: Board,
+    /// Versions decided at the loss scale's floor, with the scale to go on with: from the watcher to the driver.
+    resumed: Board,
     outcomes: Outcomes,
 }
 
@@ -136,13 +138,16 @@ impl Pipeline {
     pub fn new(session: Session, joined: &Joined, options: PipelineOptions) -> Result<Pipeline> {
         options.validate(session.spec())?;
         let resume = Resume::from(joined, &options)?;
-        let shared = Arc::new(Shared { board: Board::new(resume.scales), outcomes: Outcomes::default() });
+        let (board, resumed) = (Board::new(resume.scales), Board::new([]));
+        let shared = Arc::new(Shared { board, resumed, outcomes: Outcomes::default() });
         let core = session.core().clone();
+        core.begin_training();
         if let Some(reason) = &joined.paused {
             core.paused(reason);
         }
         let last = Step(joined.version.0);
-        let watcher = Watcher { core: core.clone(), shared: shared.clone(), seen: last, floor: resume.floor };
+        let (joined, floor) = (joined.version, resume.floor);
+        let watcher = Watcher { core: core.clone(), shared: shared.clone(), joined, seen: last, floor };
         let mut tasks = Tasks(vec![core.spawn(watcher.run())]);
         let work = (session.rank() == Rank(0)).then(|| {
             let (sender, work) = mpsc::unbounded_channel();
@@ -226,7 +231,9 @@ impl Pipeline {
             Some(_) => return Err(Misuse("this micro-step has its assembler already").into()),
             None => {
                 let limit = format!("below {}, the job's micro_steps", current.assembled.len());
-                return Err(Fault::invalid("micro_step", micro_step, limit, "count micro-steps from 0").into());
+                return Err(
+                    Fault::invalid("micro_step", micro_step, limit, "count micro-steps from 0").into()
+                );
             }
         }
         let plan = current.plan;
@@ -267,7 +274,9 @@ impl Pipeline {
         }
         if trainer_bytes > MAX_TRAINER_BYTES {
             let limit = format!("at most {MAX_TRAINER_BYTES} bytes");
-            return Err(Fault::invalid("trainer_state", trainer_bytes, limit, "keep tensors out of it").into());
+            return Err(
+                Fault::invalid("trainer_state", trainer_bytes, limit, "keep tensors out of it").into()
+            );
         }
         Ok(())
     }
@@ -390,7 +399,8 @@ impl Resume {
             let scales = vec![(joined.version, scaler.scale())];
             return Ok(Resume { scaler, scales, floor: None, trainer: None });
         };
-        let Envelope { mut scaler, at_floor, previous_loss_scale, trainer } = Envelope::decode(&commit.trainer_state)?;
+        let Envelope { mut scaler, at_floor, previous_loss_scale, trainer } =
+            Envelope::decode(&commit.trainer_state)?;
         // The server's word: an operator may have resumed with another scale.
         if scaler.scale() != commit.loss_scale {
             scaler.set_scale(commit.loss_scale)?;

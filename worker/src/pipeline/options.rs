@@ -36,7 +36,10 @@ pub struct PipelineOptions {
 
 impl PipelineOptions {
     /// Exact steps, no clipping, no compensation, the whole model.
-    pub fn new(scaler: LossScaler, hyper: impl Fn(Step) -> Vec<Hyper> + Send + Sync + 'static) -> PipelineOptions {
+    pub fn new(
+        scaler: LossScaler,
+        hyper: impl Fn(Step) -> Vec<Hyper> + Send + Sync + 'static,
+    ) -> PipelineOptions {
         PipelineOptions {
             schedule: Schedule::exact(),
             clip: None,
@@ -51,14 +54,29 @@ impl PipelineOptions {
         if let Some(clip) = self.clip
             && !(clip.is_finite() && clip > 0.0)
         {
-            return Err(Fault::invalid("pipeline.clip", clip, "finite and above 0", "use None for no clipping"));
+            return Err(Fault::invalid(
+                "pipeline.clip",
+                clip,
+                "finite and above 0",
+                "use None for no clipping",
+            ));
         }
         if !(0.0..=1.0).contains(&self.compensation) {
-            return Err(Fault::invalid("pipeline.compensation", self.compensation, "in [0, 1]", "0 turns it off"));
+            return Err(Fault::invalid(
+                "pipeline.compensation",
+                self.compensation,
+                "in [0, 1]",
+                "0 turns it off",
+            ));
         }
         if self.compensation > 0.0 && self.schedule.delay() == 0 {
             let remedy = "exact steps need no compensation: use 0, or a delayed schedule";
-            return Err(Fault::invalid("pipeline.compensation", self.compensation, "0 for exact steps", remedy));
+            return Err(Fault::invalid(
+                "pipeline.compensation",
+                self.compensation,
+                "0 for exact steps",
+                remedy,
+            ));
         }
         if self.schedule.delay() > spec.max_delay {
             let limit = format!("at most {}, the job's max_delay", spec.max_delay);

@@ -45,6 +45,8 @@ async fn of_server(core: &SharedCore, server: usize, step: Step, finished: Finis
         let late = finished.borrow().is_some_and(|at| core.out_of_patience(at, core.options.deadline));
         let again = matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) && !late;
         if !again {
+            // Decided by somebody else: most likely a newer rank 0.
+            core.check_not_fenced(server).await?;
             return Err(core.explain(server, "Stats", Some(step), fault));
         }
         tracing::debug!(server = core.peers[server].address, step = step.0, %fault, "asking for figures again");
@@ -70,7 +72,13 @@ async fn stream(
     while figures.len() < owned.len() {
         let Some(stats) = answers.message().await.map_err(fault)? else {
             let field = format!("figures from {}", peer.address);
-            return Err(Fault::new(FaultKind::Unavailable, field, "ended early", "complete", "see the server's log"));
+            return Err(Fault::new(
+                FaultKind::Unavailable,
+                field,
+                "ended early",
+                "complete",
+                "see the server's log",
+            ));
         };
         let shard = ShardId(stats.shard);
         let known = figures.iter().any(|(other, _)| *other == shard);

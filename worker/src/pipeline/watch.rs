@@ -22,6 +22,8 @@ const SERVER: usize = 0;
 pub(super) struct Watcher {
     pub(super) core: SharedCore,
     pub(super) shared: Arc<Shared>,
+    /// The version this rank joined at.
+    pub(super) joined: Version,
     /// The newest commit seen.
     pub(super) seen: Step,
     /// A commit at the loss scale's floor: its version is known only when the job goes on, maybe with another scale.
@@ -118,7 +120,11 @@ impl Watcher {
     /// counts only there.
     fn resumed(&mut self, loss_scale: f64) {
         if let Some((version, old)) = self.floor.take() {
-            self.shared.board.post(version, if loss_scale > 0.0 { loss_scale } else { old });
+            let scale = if loss_scale > 0.0 { loss_scale } else { old };
+            // Rank 0 finishes the step that it decided in this life before the version counts.
+            let decided_here = self.core.options.rank == Rank(0) && version > self.joined;
+            let board = if decided_here { &self.shared.resumed } else { &self.shared.board };
+            board.post(version, scale);
         }
         self.core.resumed();
     }

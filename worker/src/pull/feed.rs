@@ -34,6 +34,7 @@ impl Drop for Handle {
         for fetch in &self.fetches {
             fetch.abort();
         }
+        self.shared.store.empty();
     }
 }
 
@@ -102,7 +103,12 @@ impl Shared {
 }
 
 impl Feed {
-    pub(crate) fn open(core: &SharedCore, version: Version, order: &[Range<u64>], dtype: Dtype) -> Result<Feed> {
+    pub(crate) fn open(
+        core: &SharedCore,
+        version: Version,
+        order: &[Range<u64>],
+        dtype: Dtype,
+    ) -> Result<Feed> {
         let pieces = cut(&core.layout, order)?;
         let store = Store::new(dtype, &pieces, &core.feed_pool)?;
         let shared = Arc::new(Shared {
@@ -179,7 +185,8 @@ impl Feed {
             let start = segment.range.start.max(range.start);
             let end = segment.range.end.min(range.end);
             let within = (start - segment.range.start) * size..(end - segment.range.start) * size;
-            segment.read(|bytes| visit(start - range.start, &bytes[within.start as usize..within.end as usize]));
+            segment
+                .read(|bytes| visit(start - range.start, &bytes[within.start as usize..within.end as usize]));
         }
         Ok(())
     }
@@ -197,7 +204,9 @@ impl Feed {
         let shared = &self.0.shared;
         let Some(segments) = shared.store.covering(range) else {
             let remedy = "name the range when the pull is opened";
-            return Err(Fault::invalid("feed.range", format!("{range:?}"), "part of this feed", remedy).into());
+            return Err(
+                Fault::invalid("feed.range", format!("{range:?}"), "part of this feed", remedy).into()
+            );
         };
         if segments.iter().all(Segment::is_whole) {
             return Ok(segments);

@@ -113,7 +113,8 @@ impl Fetch {
             return bad("crc32", format!("{:08x}", answer.crc32), limit);
         }
         let bytes = answer.payload.len() as u64;
-        let known = answer.shard < core.layout.shards() && bytes.is_multiple_of(self.shared.store.dtype.bytes());
+        let known =
+            answer.shard < core.layout.shards() && bytes.is_multiple_of(self.shared.store.dtype.bytes());
         let start = known.then(|| core.layout.shard_range(longshore_proto::ShardId(answer.shard)).start);
         let stored = start.and_then(|start| start.checked_add(answer.offset));
         if !stored.is_some_and(|at| self.shared.store.write(at, &answer.payload)) {

@@ -27,7 +27,8 @@ pub(super) struct Segment {
 }
 
 struct Filling {
-    buffer: PooledBuffer,
+    /// None once the feed is gone: a fetch that has not ended yet must not keep the memory from the next feed.
+    buffer: Option<PooledBuffer>,
     /// Bytes received so far, from the start.
     filled: usize,
 }
@@ -51,7 +52,8 @@ impl Segment {
             return false;
         }
         let end = start + payload.len();
-        let bytes = filling.buffer.as_mut();
+        let Some(buffer) = &mut filling.buffer else { return false };
+        let bytes = buffer.as_mut();
         bytes[start..end].copy_from_slice(payload);
         let whole = end == bytes.len();
         filling.filled = end;
@@ -61,7 +63,8 @@ impl Segment {
 
     /// The bytes of a whole segment.
     pub(super) fn read(&self, read: impl FnOnce(&[u8])) {
-        read(self.filling.read().unwrap_or_else(PoisonError::into_inner).buffer.as_ref());
+        let filling = self.filling.read().unwrap_or_else(PoisonError::into_inner);
+        read(filling.buffer.as_ref().map_or(&[], |buffer| buffer.as_ref()));
     }
 }
 
@@ -90,7 +93,12 @@ pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, R
     sorted.sort_by_key(|range| range.start);
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].end > pair[1].start) {
         let value = format!("{:?} and {:?}", pair[0], pair[1]);
-        return Err(Fault::invalid("pull.order", value, "ranges that do not overlap", "pull each element once"));
+        return Err(Fault::invalid(
+            "pull.order",
+            value,
+            "ranges that do not overlap",
+            "pull each element once",
+        ));
     }
     Ok(pieces)
 }
@@ -108,13 +116,20 @@ impl Store {
                     range: start..end,
                     shard: slice.shard,
                     whole: AtomicBool::new(false),
-                    filling: RwLock::new(Filling { buffer, filled: 0 }),
+                    filling: RwLock::new(Filling { buffer: Some(buffer), filled: 0 }),
                 });
                 start = end;
             }
         }
         segments.sort_by_key(|segment| segment.range.start);
         Ok(Store { dtype, segments })
+    }
+
+    /// Gives all memory back.
+    pub(super) fn empty(&self) {
+        for segment in &self.segments {
+            segment.filling.write().unwrap_or_else(PoisonError::into_inner).buffer = None;
+        }
     }
 
     /// The segments that hold a flat range; None when a part of it is not in this feed.
@@ -181,7 +196,11 @@ mod tests {
         }
         assert!(store.segments.iter().all(Segment::is_whole));
         let mut read: Vec<u8> = Vec::new();
-        store.covering(&(100..700_000)).unwrap().iter().for_each(|segment| segment.read(|bytes| read.extend(bytes)));
+        store
+            .covering(&(100..700_000))
+            .unwrap()
+            .iter()
+            .for_each(|segment| segment.read(|bytes| read.extend(bytes)));
         assert!(read == values);
     }
 

@@ -145,7 +145,9 @@ impl Collector {
     /// than a block, so then every chunk has left.
     pub(crate) fn finish(&self, spec: &JobSpec) -> Result<(), GradientError> {
         match self.put.iter().position(|put| !put) {
-            Some(first) => Err(GradientError::Missing { name: spec.params[first].name.clone(), missing: self.left }),
+            Some(first) => {
+                Err(GradientError::Missing { name: spec.params[first].name.clone(), missing: self.left })
+            }
             None => Ok(()),
         }
     }

@@ -12,7 +12,8 @@ use crate::{
 };
 
 fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
-    let param = |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
+    let param =
+        |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
     JobSpec {
         name: JobName::parse("name", "test").unwrap(),
         params: sizes.iter().enumerate().map(param).collect(),
@@ -40,7 +41,8 @@ fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
     let mut flat = vec![0.0f32; layout.elements() as usize];
     for param in 0..spec.params.len() {
         let range = layout.param_range(param);
-        flat[range.start as usize..range.end as usize].copy_from_slice(&gradient(param, range.end - range.start));
+        flat[range.start as usize..range.end as usize]
+            .copy_from_slice(&gradient(param, range.end - range.start));
     }
     let mut chunks = Chunks::new();
     for shard in (0..layout.shards()).map(ShardId) {
@@ -48,7 +50,8 @@ fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
         let mut wire = vec![0; ((range.end - range.start) * dtype.bytes()) as usize];
         convert::from_f32(dtype, &flat[range.start as usize..range.end as usize], &mut wire);
         for (chunk, bytes) in wire.chunks(CHUNK_BYTES).enumerate() {
-            let key = ChunkKey { step: Step(1), micro_step: MicroStep(0), shard, chunk: ChunkId(chunk as u32) };
+            let key =
+                ChunkKey { step: Step(1), micro_step: MicroStep(0), shard, chunk: ChunkId(chunk as u32) };
             chunks.insert(key, bytes.to_vec());
         }
     }

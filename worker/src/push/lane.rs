@@ -46,7 +46,8 @@ pub(crate) fn start_lanes(core: &SharedCore) {
             core.spawn_for_session(Lane { core: core.clone(), id: lane, queue }.run());
             sender
         };
-        let connections = |server| (0..core.options.connections).map(|connection| start((server, connection))).collect();
+        let connections =
+            |server| (0..core.options.connections).map(|connection| start((server, connection))).collect();
         Lanes { queues: (0..core.peers.len()).map(connections).collect() }
     });
 }
@@ -155,7 +156,9 @@ async fn receive(
     loop {
         let results = match answers.message().await {
             Ok(Some(answer)) => answer.results,
-            Ok(None) => return ended(core, server, &Status::unavailable("the server closed the push stream")),
+            Ok(None) => {
+                return ended(core, server, &Status::unavailable("the server closed the push stream"));
+            }
             Err(status) => return ended(core, server, &status),
         };
         for result in results {

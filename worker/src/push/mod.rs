@@ -10,5 +10,5 @@ pub use assembler::Assembler;
 pub(crate) use assembler::Collector;
 pub(crate) use lane::{Lanes, start_lanes};
 pub(crate) use outbox::Outbox;
-pub(crate) use retained::Retained;
 pub use retained::ChunkKey;
+pub(crate) use retained::Retained;

@@ -71,7 +71,9 @@ async fn await_turn(core: &SharedCore, server: usize, key: ChunkKey, fault: Faul
     };
     match core.patiently(core.options.deadline, ready).await {
         Ok(Ok((version, _))) if version >= key.step.version() => Ok(Verdict::Decided),
-        Ok(Ok((_, caught_up))) if caught_up || core.pause.borrow().count > pauses => Ok(Verdict::SendAgain(fault)),
+        Ok(Ok((_, caught_up))) if caught_up || core.pause.borrow().count > pauses => {
+            Ok(Verdict::SendAgain(fault))
+        }
         Ok(Ok(_)) => Err(refused(core, server, key, fault)),
         Ok(Err(error)) | Err(Impatience::Failed(error)) => Err(error),
         Err(Impatience::Elapsed(_)) => Err(refused(core, server, key, fault)),

@@ -74,7 +74,11 @@ impl Retained {
     /// that still queue are left to the queue.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
         let entries = self.lock();
-        entries.iter().filter(|(_, entry)| entry.sent && entry.chunk.lane == lane).map(|(key, _)| *key).collect()
+        entries
+            .iter()
+            .filter(|(_, entry)| entry.sent && entry.chunk.lane == lane)
+            .map(|(key, _)| *key)
+            .collect()
     }
 
     /// Chunks not yet acknowledged.

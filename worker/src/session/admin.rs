@@ -39,13 +39,19 @@ pub struct Checkpoint {
 
 impl Core {
     /// One call to every server at once.
-    async fn everywhere<T, F, Answer>(&self, call: &'static str, deadline: Duration, request: F) -> Result<Vec<T>>
+    async fn everywhere<T, F, Answer>(
+        &self,
+        call: &'static str,
+        deadline: Duration,
+        request: F,
+    ) -> Result<Vec<T>>
     where
         F: Fn(Peer) -> Answer,
         Answer: Future<Output = Result<Response<T>, Status>>,
     {
         let request = &request;
-        try_join_all((0..self.peers.len()).map(|server| self.call(server, call, None, deadline, request))).await
+        try_join_all((0..self.peers.len()).map(|server| self.call(server, call, None, deadline, request)))
+            .await
     }
 
     pub(super) async fn state_hash(&self) -> Result<StateHash> {
@@ -60,7 +66,8 @@ impl Core {
             }
             if !backoff.pause(end).await {
                 let versions = self.peers.iter().zip(&answers);
-                let versions = versions.map(|(peer, answer)| (peer.address.clone(), Version(answer.hash_version)));
+                let versions =
+                    versions.map(|(peer, answer)| (peer.address.clone(), Version(answer.hash_version)));
                 return Err(VersionsDiffer {
                     job: self.job().clone(),
                     versions: versions.collect(),
@@ -135,9 +142,16 @@ impl Core {
     /// Every server's part, all of one version.
     async fn parts(&self, name: &str) -> Result<Vec<CheckpointResponse>> {
         let answers = self.describe_all(false, self.options.deadline).await?;
-        let version = answers.iter().filter_map(|answer| answer.progress.as_ref()).map(|progress| progress.version).max();
-        let request =
-            CheckpointRequest { job: self.job().to_string(), name: name.into(), version: version.unwrap_or(0) };
+        let version = answers
+            .iter()
+            .filter_map(|answer| answer.progress.as_ref())
+            .map(|progress| progress.version)
+            .max();
+        let request = CheckpointRequest {
+            job: self.job().to_string(),
+            name: name.into(),
+            version: version.unwrap_or(0),
+        };
         self.everywhere("Checkpoint", self.options.slow_deadline, |peer| {
             let request = request.clone();
             async move { peer.admin().checkpoint(request).await }
@@ -167,8 +181,12 @@ impl Core {
             async move { peer.admin().restore(request).await }
         });
         let progress = answers.await?.into_iter().map(|answer| answer.progress.unwrap_or_default());
-        let versions: Vec<(String, Version)> =
-            self.peers.iter().zip(progress).map(|(peer, at)| (peer.address.clone(), Version(at.version))).collect();
+        let versions: Vec<(String, Version)> = self
+            .peers
+            .iter()
+            .zip(progress)
+            .map(|(peer, at)| (peer.address.clone(), Version(at.version)))
+            .collect();
         let version = versions[0].1;
         if versions.iter().any(|(_, other)| *other != version) {
             let job = self.job().clone();

@@ -4,7 +4,7 @@ use std::{
     future::Future,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -35,6 +35,8 @@ pub(crate) struct Core {
     pub(crate) failure: watch::Sender<Option<Error>>,
     pub(crate) pause: watch::Sender<Pause>,
     incarnation: AtomicU64,
+    /// A pipeline has begun: from then on a server that waits for weights has lost them.
+    trained: AtomicBool,
     pub(crate) feed_pool: Pool,
     pub(crate) chunk_pool: Pool,
     pub(crate) retained: Retained,
@@ -122,6 +124,7 @@ impl Core {
             failure: watch::Sender::new(None),
             pause: watch::Sender::new(Pause::default()),
             incarnation: AtomicU64::new(0),
+            trained: AtomicBool::new(false),
             feed_pool: Pool::new(budget.clone(), "weights under way"),
             chunk_pool: Pool::new(budget, "gradients retained until their step is committed"),
             retained: Retained::default(),
@@ -148,6 +151,14 @@ impl Core {
 
     pub(super) fn set_incarnation(&self, incarnation: Incarnation) {
         self.incarnation.store(incarnation.0, Relaxed);
+    }
+
+    pub(crate) fn has_trained(&self) -> bool {
+        self.trained.load(Relaxed)
+    }
+
+    pub(crate) fn begin_training(&self) {
+        self.trained.store(true, Relaxed);
     }
 
     /// Index into `peers` of a shard's owner.

@@ -54,7 +54,8 @@ impl Core {
     /// Above every earlier one even when this machine's clock went back.
     fn next_incarnation(&self, answers: &[DescribeResponse]) -> Incarnation {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-        let mine = answers.iter().flat_map(|answer| &answer.ranks).filter(|rank| rank.rank == self.options.rank.0);
+        let mine =
+            answers.iter().flat_map(|answer| &answer.ranks).filter(|rank| rank.rank == self.options.rank.0);
         let last = mine.map(|rank| rank.incarnation).max().unwrap_or(0);
         Incarnation(now.max(last.saturating_add(1)))
     }
@@ -64,7 +65,8 @@ impl Core {
     /// is the same decision, so a rank 0 that is not dead after all loses nothing. A server further behind needs what
     /// nobody holds any more: the versions stay apart, and `align` reports that.
     async fn complete_commit(&self, answers: &[DescribeResponse]) -> Result<()> {
-        let version = |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.version);
+        let version =
+            |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.version);
         let Some(ahead) = answers.iter().max_by_key(|answer| version(answer)) else { return Ok(()) };
         let newest = version(ahead);
         let commit = ahead.progress.as_ref().and_then(|progress| progress.last_commit.clone());
@@ -83,8 +85,11 @@ impl Core {
     }
 
     pub(super) async fn join_server(&self, server: usize, incarnation: Incarnation) -> Result<JobProgress> {
-        let request =
-            JoinRequest { job: self.job().to_string(), rank: self.options.rank.0, incarnation: incarnation.0 };
+        let request = JoinRequest {
+            job: self.job().to_string(),
+            rank: self.options.rank.0,
+            incarnation: incarnation.0,
+        };
         let answer = self.call(server, "Join", None, self.options.deadline, |peer| {
             let request = request.clone();
             async move { peer.training().join(request).await }
@@ -105,7 +110,8 @@ impl Core {
             }
             if !backoff.pause(end).await {
                 let versions = self.peers.iter().zip(&progress);
-                let versions = versions.map(|(peer, progress)| (peer.address.clone(), Version(progress.version)));
+                let versions =
+                    versions.map(|(peer, progress)| (peer.address.clone(), Version(progress.version)));
                 return Err(VersionsDiffer {
                     job: self.job().clone(),
                     versions: versions.collect(),

@@ -18,7 +18,7 @@ use std::{
 };
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Dtype, JobSpec, Layout, Placement, Rank, Version, wire::v1};
+use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Rank, Version, wire::v1};
 
 pub use self::{
     admin::{Checkpoint, StateHash},
@@ -26,12 +26,12 @@ pub use self::{
     open::Opened,
     options::Options,
 };
+use self::{core::Engine, peer::Peer};
 pub(crate) use self::{
     core::{Core, Meter, SharedCore},
     patience::Impatience,
     retry::Backoff,
 };
-use self::{core::Engine, peer::Peer};
 use crate::{error::Result, pull::Feed};
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, and may be made from any
@@ -50,6 +50,7 @@ impl Session {
         let runtime = Engine::start(options.runtime.clone())?;
         let placement = Placement::striped(options.servers.clone(), layout.shards());
         placement.validate(layout.shards())?;
+        check_every_server_owns(&placement)?;
         let start = Instant::now();
         let end = start + options.deadline;
         let dial = |address| Peer::connect(address, options.connections, start, end);
@@ -186,6 +187,16 @@ impl Session {
     pub(crate) fn core(&self) -> &SharedCore {
         &self.core
     }
+}
+
+/// A server without shards would take part in no step.
+fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
+    let (servers, shards) = (placement.servers.len(), placement.owners.len());
+    if shards >= servers {
+        return Ok(());
+    }
+    let limit = format!("at most {shards}, the job's shards");
+    Err(Fault::invalid("options.servers", servers, limit, "use smaller shards, or fewer servers"))
 }
 
 impl Drop for Session {

@@ -72,7 +72,8 @@ impl Core {
             (Some(_), None) => Ok(Opened::Fresh),
             (None, _) => {
                 // `connect` refuses an empty list of servers.
-                let least = progress.iter().min_by_key(|progress| progress.version).cloned().unwrap_or_default();
+                let least =
+                    progress.iter().min_by_key(|progress| progress.version).cloned().unwrap_or_default();
                 let paused = progress.iter().find(|progress| progress.phase() == Phase::Paused);
                 Ok(Opened::Running {
                     version: Version(least.version),
@@ -97,7 +98,11 @@ impl Core {
         .await
     }
 
-    pub(super) async fn describe_all(&self, state_hash: bool, deadline: Duration) -> Result<Vec<DescribeResponse>> {
+    pub(super) async fn describe_all(
+        &self,
+        state_hash: bool,
+        deadline: Duration,
+    ) -> Result<Vec<DescribeResponse>> {
         try_join_all((0..self.peers.len()).map(|server| self.describe(server, state_hash, deadline))).await
     }
 
@@ -107,18 +112,23 @@ impl Core {
         let mut backoff = Backoff::new();
         loop {
             let answers = self.describe_all(false, self.options.deadline).await?;
-            let progress: Vec<JobProgress> = answers.into_iter().map(|answer| answer.progress.unwrap_or_default()).collect();
+            let progress: Vec<JobProgress> =
+                answers.into_iter().map(|answer| answer.progress.unwrap_or_default()).collect();
             if !self.judge(&progress)?.is_fresh() {
                 return Ok(());
             }
             if !backoff.pause(end).await {
-                let slow = progress.iter().position(|progress| progress.phase() == Phase::Loading).unwrap_or(0);
+                let slow =
+                    progress.iter().position(|progress| progress.phase() == Phase::Loading).unwrap_or(0);
                 return Err(TimedOut {
                     what: "rank 0 to upload or restore the initial weights",
                     server: Some(self.peers[slow].address.clone()),
                     job: self.job().clone(),
                     step: None,
-                    shard: progress[slow].missing_shards.first().map(|&shard| longshore_proto::ShardId(shard)),
+                    shard: progress[slow]
+                        .missing_shards
+                        .first()
+                        .map(|&shard| longshore_proto::ShardId(shard)),
                     version: Some(Version(0)),
                     waited: start.elapsed(),
                     last: None,

@@ -58,7 +58,12 @@ impl Options {
             if (low..=high).contains(&value) {
                 return Ok(());
             }
-            Err(Fault::invalid(format!("options.{field}"), value, format!("in {low}..={high}"), "correct the option"))
+            Err(Fault::invalid(
+                format!("options.{field}"),
+                value,
+                format!("in {low}..={high}"),
+                "correct the option",
+            ))
         };
         range("servers", self.servers.len() as u128, 1, MAX_SERVERS as u128)?;
         range("rank", self.rank.0.into(), 0, u128::from(self.spec.world_size.max(1)) - 1)?;

@@ -63,7 +63,8 @@ impl Core {
     fn impatience(&self, start: Instant, pause: &Pause) -> Impatience {
         match &pause.now {
             Some((since, reason)) => Impatience::Failed(
-                StillPaused { job: self.job().clone(), reason: reason.clone(), waited: since.elapsed() }.into(),
+                StillPaused { job: self.job().clone(), reason: reason.clone(), waited: since.elapsed() }
+                    .into(),
             ),
             None => Impatience::Elapsed(start.elapsed()),
         }

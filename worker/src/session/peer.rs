@@ -40,7 +40,12 @@ pub(crate) struct Peer {
 
 impl Peer {
     /// Opens one control and `connections` data connections, retrying until `end`.
-    pub(super) async fn connect(address: &str, connections: usize, start: Instant, end: Instant) -> Result<Peer> {
+    pub(super) async fn connect(
+        address: &str,
+        connections: usize,
+        start: Instant,
+        end: Instant,
+    ) -> Result<Peer> {
         let endpoint = endpoint(address)?;
         let control = dial(&endpoint, address, start, end).await?;
         let mut data = Vec::with_capacity(connections);
@@ -67,7 +72,12 @@ impl Peer {
 fn endpoint(address: &str) -> Result<Endpoint> {
     let url = if address.contains("://") { address.to_string() } else { format!("http://{address}") };
     let invalid = |cause: String| {
-        Fault::invalid("options.servers", format!("{address:?}, {cause}"), "host:port or http://host:port", "correct it")
+        Fault::invalid(
+            "options.servers",
+            format!("{address:?}, {cause}"),
+            "host:port or http://host:port",
+            "correct it",
+        )
     };
     let endpoint = Endpoint::from_shared(url).map_err(|error| invalid(error.to_string()))?;
     if endpoint.uri().scheme_str() != Some("http") || endpoint.uri().port().is_none() {
@@ -138,8 +148,15 @@ impl Core {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
                 Ok(Err(status)) => fault_from_status(&status, &peer.address),
                 Err(_) => {
-                    let remedy = "see what the server waits for with `longshore status`, or raise the deadline";
-                    Fault::new(FaultKind::Deadline, call, format!("unanswered after {deadline:?}"), "answered", remedy)
+                    let remedy =
+                        "see what the server waits for with `longshore status`, or raise the deadline";
+                    Fault::new(
+                        FaultKind::Deadline,
+                        call,
+                        format!("unanswered after {deadline:?}"),
+                        "answered",
+                        remedy,
+                    )
                 }
             };
             let retry = fault.kind == FaultKind::Unavailable;
@@ -152,7 +169,13 @@ impl Core {
     }
 
     /// A server's fault as the error that says most.
-    pub(crate) fn explain(&self, server: usize, call: &'static str, step: Option<Step>, fault: Fault) -> Error {
+    pub(crate) fn explain(
+        &self,
+        server: usize,
+        call: &'static str,
+        step: Option<Step>,
+        fault: Fault,
+    ) -> Error {
         let server = self.peers[server].address.clone();
         let job = self.job().clone();
         match fault.kind {

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use longshore_proto::{Commit, FaultKind, Step, Version, wire::v1::Phase};
+use longshore_proto::{Commit, Fault, FaultKind, Step, Version, wire::v1::Phase};
 
 use super::{Core, SharedCore, retry::Backoff};
 use crate::error::{Error, Result, StateLost};
@@ -16,9 +16,14 @@ impl Core {
     pub(crate) async fn recover(core: &SharedCore, server: usize) -> Result<()> {
         let answer = core.describe(server, false, core.options.deadline).await?;
         let progress = answer.progress.unwrap_or_default();
-        if progress.phase() == Phase::Loading {
+        if progress.phase() == Phase::Loading && core.has_trained() {
             let detail = "it restarted and waits for weights".into();
-            return Err(StateLost { server: core.peers[server].address.clone(), job: core.job().clone(), detail }.into());
+            return Err(StateLost {
+                server: core.peers[server].address.clone(),
+                job: core.job().clone(),
+                detail,
+            }
+            .into());
         }
         let mine = answer.ranks.iter().find(|rank| rank.rank == core.options.rank.0);
         if mine.map_or(0, |rank| rank.incarnation) < core.incarnation().0 {
@@ -31,6 +36,20 @@ impl Core {
             core.spawn_for_session(task);
         }
         Ok(())
+    }
+
+    /// `Fenced` when a newer process has taken this rank.
+    pub(crate) async fn check_not_fenced(&self, server: usize) -> Result<()> {
+        let answer = self.describe(server, false, self.options.deadline).await?;
+        let mine = answer.ranks.iter().find(|rank| rank.rank == self.options.rank.0);
+        let (newest, ours) = (mine.map_or(0, |rank| rank.incarnation), self.incarnation().0);
+        if newest <= ours {
+            return Ok(());
+        }
+        let remedy = "stop this process";
+        let fault =
+            Fault::new(FaultKind::Fenced, "incarnation", ours, format!("{newest}, the newest"), remedy);
+        Err(self.explain(server, "Describe", None, fault))
     }
 
     /// The server's version, once it is not paused.

@@ -67,7 +67,12 @@ async fn missing_shards(core: &Core) -> Result<BTreeSet<ShardId>> {
 }
 
 /// One walk over the flat space. Returns the transport failure that cut it short, if it can be tried again.
-fn pass(core: &SharedCore, weights: Weights<'_>, missing: &BTreeSet<ShardId>, end: Instant) -> Result<Option<Status>> {
+fn pass(
+    core: &SharedCore,
+    weights: Weights<'_>,
+    missing: &BTreeSet<ShardId>,
+    end: Instant,
+) -> Result<Option<Status>> {
     let mut streams: Vec<Option<Stream>> = (0..core.peers.len()).map(|_| None).collect();
     let mut walk = Walk { core, weights, param: 0, values: None };
     let mut failed = None;
@@ -112,7 +117,9 @@ impl Stream {
     fn open(core: &SharedCore, server: usize) -> Stream {
         let (queue, requests) = mpsc::channel(QUEUE_CHUNKS);
         let mut client = core.peers[server].tensors(0);
-        let answer = async move { client.upload(ReceiverStream::new(requests)).await.map(|answer| answer.into_inner()) };
+        let answer = async move {
+            client.upload(ReceiverStream::new(requests)).await.map(|answer| answer.into_inner())
+        };
         Stream { queue, answer: core.spawn_joined(answer) }
     }
 

@@ -44,8 +44,11 @@ impl Embedded {
             checkpoint_dir: settings.checkpoint_dir.clone(),
             ..defaults
         };
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().thread_name("server").build()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .thread_name("server")
+            .build()?;
         let server = runtime.block_on(Server::start(config))?;
         Ok(Embedded { server, _runtime: runtime })
     }

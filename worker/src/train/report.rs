@@ -93,8 +93,18 @@ impl Report {
     }
 
     pub(super) fn opening(&mut self, opening: &Opening<'_>) {
-        let Opening { job, parameters, shards, servers, files, train_bytes, validation_bytes, first_step, stage, .. } =
-            *opening;
+        let Opening {
+            job,
+            parameters,
+            shards,
+            servers,
+            files,
+            train_bytes,
+            validation_bytes,
+            first_step,
+            stage,
+            ..
+        } = *opening;
         if let Output::Json = self.output {
             self.json(&json!({
                 "event": "start", "job": job, "parameters": parameters, "shards": shards, "servers": servers,
@@ -148,7 +158,10 @@ impl Report {
         let text = format!("loss {loss:.3}  {tokens:.0} tokens/s  exposed {exposed:.1} ms");
         if outcome.skip {
             let tensor = outcome.overflow.as_deref().unwrap_or("an unknown tensor");
-            self.note(&format!("step {step} skipped: overflow in {tensor}; loss scale now {}", outcome.loss_scale_next));
+            self.note(&format!(
+                "step {step} skipped: overflow in {tensor}; loss scale now {}",
+                outcome.loss_scale_next
+            ));
         }
         match &self.output {
             Output::Bar(bar) => {
@@ -222,7 +235,8 @@ impl Report {
             None => "no budget set (--device-budget)".to_string(),
         };
         let before = ending.first_loss.map(|loss| format!("{loss:.3} -> ")).unwrap_or_default();
-        let servers = if ending.servers == 1 { "1 server".to_string() } else { format!("{} servers", ending.servers) };
+        let servers =
+            if ending.servers == 1 { "1 server".to_string() } else { format!("{} servers", ending.servers) };
         let percent = if step_ms > 0.0 { 100.0 * exposed_ms / step_ms } else { 0.0 };
         self.line("");
         self.line(&format!("sample: {}", ending.sample.escape_debug()));
@@ -235,11 +249,23 @@ impl Report {
             self.tokens_per_step as f64 * 1e3 / step_ms.max(1e-9),
             self.skipped
         ));
-        self.line(&format!("a step            {step_ms:.1} ms, of which exposed {exposed_ms:.1} ms ({percent:.1}%)"));
+        self.line(&format!(
+            "a step            {step_ms:.1} ms, of which exposed {exposed_ms:.1} ms ({percent:.1}%)"
+        ));
         self.line("where the bytes lived");
-        self.line(&format!("  device          peak {}, {budget}, {}", human(ending.device_peak), ending.stage));
-        self.line(&format!("  worker's host   peak {} of weights under way and gradients kept", human(ending.host_peak)));
-        self.line(&format!("  servers         {} on {servers}: master weights, Adam state, images, gradients", human(ending.server_bytes)));
+        self.line(&format!(
+            "  device          peak {}, {budget}, {}",
+            human(ending.device_peak),
+            ending.stage
+        ));
+        self.line(&format!(
+            "  worker's host   peak {} of weights under way and gradients kept",
+            human(ending.host_peak)
+        ));
+        self.line(&format!(
+            "  servers         {} on {servers}: master weights, Adam state, images, gradients",
+            human(ending.server_bytes)
+        ));
         self.line(&format!(
             "  on the wire     {} pushed and {} pulled a step",
             human(per_step(self.pushed)),

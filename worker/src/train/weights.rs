@@ -51,7 +51,8 @@ impl<'a> WholeWeights<'a> {
 
 impl Weights for WholeWeights<'_> {
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
-        self.lent = Some(self.device.reserve("fp32 weights of a layer", stage_elements(self.model, stage) * 4)?);
+        self.lent =
+            Some(self.device.reserve("fp32 weights of a layer", stage_elements(self.model, stage) * 4)?);
         widen(self.model, self.layout, &self.feed, stage)
     }
 
@@ -119,7 +120,8 @@ impl Weights for StagedWeights<'_> {
         };
         let next = self.next(stage);
         self.ready = next.map(|next| self.pull(next)).transpose()?;
-        let widened = self.device.reserve("fp32 weights of a layer", stage_elements(self.model, stage) * 4)?;
+        let widened =
+            self.device.reserve("fp32 weights of a layer", stage_elements(self.model, stage) * 4)?;
         let tensors = widen(self.model, self.session.layout(), &feed, stage)?;
         self.lent = Some((feed, images, widened));
         Ok(tensors)

@@ -16,8 +16,10 @@ pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 impl Compute {
     /// An own pool: rayon's global one would be shared with whatever else is linked in, model arithmetic included.
     pub fn new(threads: usize, isa: Isa) -> Result<Compute, ThreadPoolBuildError> {
-        let pool =
-            ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("update-{index}")).build()?;
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|index| format!("update-{index}"))
+            .build()?;
         Ok(Compute { pool, isa })
     }
 
@@ -30,7 +32,11 @@ impl Compute {
     }
 
     /// Runs `block` on every item at once and returns the results in order.
-    pub(super) fn blocks<T: Send, R: Send>(&self, items: Vec<T>, block: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
+    pub(super) fn blocks<T: Send, R: Send>(
+        &self,
+        items: Vec<T>,
+        block: impl Fn(T) -> R + Sync + Send,
+    ) -> Vec<R> {
         // One block a task: 64 blocks of a default shard spread evenly over any number of threads.
         self.pool.install(|| items.into_par_iter().map(block).collect())
     }

@@ -20,7 +20,8 @@ use std::{
 };
 
 use longshore_proto::{
-    Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step, TierKind,
+    Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step,
+    TierKind,
 };
 
 pub use compute::Compute;
@@ -79,13 +80,24 @@ impl Job {
         }
         if spec.tier != TierKind::Memory {
             let remedy = "open the job with the memory tier";
-            return Err(Fault::invalid("spec.tier", spec.tier, "memory, the only tier of this version", remedy));
+            return Err(Fault::invalid(
+                "spec.tier",
+                spec.tier,
+                "memory, the only tier of this version",
+                remedy,
+            ));
         }
         let owned = placement.owned(server);
         let reservation = budget.reserve(&Need::of(&spec, &layout, &owned))?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let exhausted = |error: crate::memory::AllocationError| {
-            Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
+            Fault::new(
+                FaultKind::Exhausted,
+                "memory",
+                error.bytes,
+                "available on the host",
+                error.to_string(),
+            )
         };
         let buffers = Buffers::allocate(&spec, &lengths).map_err(exhausted)?;
         let tier = MemoryTier::allocate(&lengths, spec.rule.state_slots()).map_err(exhausted)?;

@@ -49,15 +49,15 @@ impl Job {
         let image = images[version.0 as usize % 2].read().unwrap_or_else(|poison| poison.into_inner());
         if image.version != Some(version) {
             drop(image);
-            let version_of = |parity: usize| {
-                images[parity].read().unwrap_or_else(|poison| poison.into_inner()).version
-            };
+            let version_of =
+                |parity: usize| images[parity].read().unwrap_or_else(|poison| poison.into_inner()).version;
             let mut kept: Vec<Version> = [0, 1].into_iter().filter_map(version_of).collect();
             kept.sort();
             return Err(Refusal::VersionGone { version, kept }.into());
         }
         let size = self.spec.image_dtype.bytes();
-        let bytes = &image.region.bytes()[(slice.offset * size) as usize..][..(slice.elements * size) as usize];
+        let bytes =
+            &image.region.bytes()[(slice.offset * size) as usize..][..(slice.elements * size) as usize];
         read(bytes);
         self.pulled_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         Ok(ImageRead::Done)

@@ -39,11 +39,17 @@ impl Job {
         let range = self.layout.chunk_bytes(contribution.shard, chunk.chunk, chunk.dtype);
         let buffers = &self.buffers.shards[ticket.owned].contributions[ticket.slot];
         let mut region = lock(&buffers[contribution.rank.index()]);
-        let target = range.and_then(|range| region.bytes_mut().get_mut(range.start as usize..range.end as usize));
+        let target =
+            range.and_then(|range| region.bytes_mut().get_mut(range.start as usize..range.end as usize));
         let Some(target) = target.filter(|target| target.len() == payload.len()) else {
             drop(region);
             lock(&self.machine).abandoned(ticket);
-            return Err(Fault::invalid("payload", payload.len(), "as long as the chunk", "send whole chunks"));
+            return Err(Fault::invalid(
+                "payload",
+                payload.len(),
+                "as long as the chunk",
+                "send whole chunks",
+            ));
         };
         target.copy_from_slice(payload);
         drop(region);

@@ -54,6 +54,7 @@ impl Job {
         let (snapshot, info) = {
             // Under the machine's lock no commit can pass between reading the version and being registered.
             let machine = lock(&self.machine);
+            machine.check_not_loading()?;
             let progress = machine.progress();
             let version = progress.version;
             if let Some(expected) = expected.filter(|&expected| expected != version) {

@@ -48,8 +48,11 @@ impl Job {
 
     fn update_shard(&self, owned: usize, commit: &Commit, applied: u64) -> Result<(), Fault> {
         let multiplier = commit.gradient_multiplier();
-        let scalars: Vec<Scalars> =
-            commit.groups.iter().map(|hyper| Scalars::new(self.spec.rule, hyper, applied, multiplier)).collect();
+        let scalars: Vec<Scalars> = commit
+            .groups
+            .iter()
+            .map(|hyper| Scalars::new(self.spec.rule, hyper, applied, multiplier))
+            .collect();
         let buffers = &self.buffers.shards[owned];
         let slot = (commit.step.0 % self.spec.gradient_slots() as u64) as usize;
         let lone = lock(&buffers.contributions[slot][0]);
@@ -66,7 +69,8 @@ impl Job {
         let region = &mut image.region;
         self.tier.update(owned, version, &mut |state| {
             let blocks = self.cut(owned, whole, state, region);
-            self.compute.blocks(blocks, |block| self.update_block(block, &scalars, commit.compensation as f32));
+            self.compute
+                .blocks(blocks, |block| self.update_block(block, &scalars, commit.compensation as f32));
         })?;
         image.version = Some(version);
         Ok(())

@@ -13,7 +13,9 @@ const REGION_ALIGN: usize = 64;
 const HUGE_PAGE_BYTES: usize = 2 * 1024 * 1024;
 
 #[derive(Debug, thiserror::Error)]
-#[error("could not allocate {bytes} bytes: {source}. Lower the memory budget or raise the container's memory limit")]
+#[error(
+    "could not allocate {bytes} bytes: {source}. Lower the memory budget or raise the container's memory limit"
+)]
 pub struct AllocationError {
     pub bytes: usize,
     pub source: std::io::Error,
@@ -34,7 +36,8 @@ impl Slab {
     /// host fails here and not in the middle of training.
     pub fn allocate(bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
-        let map = MmapOptions::new().len(bytes).map_anon().map_err(|source| AllocationError { bytes, source })?;
+        let map =
+            MmapOptions::new().len(bytes).map_anon().map_err(|source| AllocationError { bytes, source })?;
         if bytes >= HUGE_PAGE_BYTES {
             advise_huge_pages(&map);
         }
@@ -50,7 +53,10 @@ impl Slab {
     /// # Panics
     /// If the sizes need more than the slab has.
     pub fn carve(self, sizes: &[usize]) -> Vec<Region> {
-        assert!(Slab::bytes_for(sizes.iter().copied()) <= self.map.len(), "regions need more than the slab has");
+        assert!(
+            Slab::bytes_for(sizes.iter().copied()) <= self.map.len(),
+            "regions need more than the slab has"
+        );
         let map = Arc::new(self.map);
         let mut start = 0;
         let mut regions = Vec::with_capacity(sizes.len());

@@ -61,6 +61,18 @@ pub enum Work {
 struct Decided {
     commit: Commit,
     applied: u64,
+    /// An operator's loss scale for the steps after it, given when a pause ended. Kept beside the commit, so that a
+    /// late repeat of the commit is still the same one.
+    resumed_loss_scale: Option<f64>,
+}
+
+impl Decided {
+    /// The commit as a worker that joins now should go on from it.
+    fn current(&self) -> Commit {
+        let mut commit = self.commit.clone();
+        commit.loss_scale = self.resumed_loss_scale.unwrap_or(commit.loss_scale);
+        commit
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -160,7 +172,7 @@ impl Machine {
             phase: self.phase.clone(),
             version: self.version,
             applied: self.applied,
-            last_commit: self.commits.back().map(|decided| decided.commit.clone()),
+            last_commit: self.commits.back().map(Decided::current),
             missing: Vec::new(),
         }
     }
@@ -211,7 +223,8 @@ impl Machine {
                 Some(held) if held == step => slot.missing_ranks(),
                 _ => (0..self.spec.world_size).map(Rank).collect(),
             };
-            let mut named = ranks.iter().take(8).map(|rank| self.describe(*rank)).collect::<Vec<_>>().join(", ");
+            let mut named =
+                ranks.iter().take(8).map(|rank| self.describe(*rank)).collect::<Vec<_>>().join(", ");
             if ranks.len() > 8 {
                 named += &format!(" and {} more", ranks.len() - 8);
             }
@@ -237,7 +250,7 @@ impl Machine {
         self.phase = Phase::Training;
         self.version = version;
         self.applied = applied;
-        self.commits.extend(commit.map(|commit| Decided { commit, applied }));
+        self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale: None }));
         for shard in &mut self.shards {
             shard.version = version;
         }
@@ -251,7 +264,7 @@ impl Machine {
         }
     }
 
-    fn check_not_loading(&self) -> Result<(), Refusal> {
+    pub fn check_not_loading(&self) -> Result<(), Refusal> {
         match self.phase {
             Phase::Loading => Err(Refusal::Loading { missing: self.shards.len() }),
             _ => Ok(()),
@@ -264,7 +277,9 @@ impl Machine {
         let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
         match state.incarnation {
             Some(current) if current == incarnation && !state.left => return Ok(Admission::Duplicate),
-            Some(current) if current >= incarnation => return Err(Refusal::Fenced { rank, incarnation, current }),
+            Some(current) if current >= incarnation => {
+                return Err(Refusal::Fenced { rank, incarnation, current });
+            }
             _ => {}
         }
         let undecided = self.version.0 + 1..=self.version.0 + self.spec.gradient_slots() as u64;
@@ -280,7 +295,8 @@ impl Machine {
                 }
             }
         }
-        self.ranks[rank.index()] = RankState { incarnation: Some(incarnation), left: false, last_step: Step(0) };
+        self.ranks[rank.index()] =
+            RankState { incarnation: Some(incarnation), left: false, last_step: Step(0) };
         Ok(Admission::Duplicate)
     }
 
@@ -295,7 +311,8 @@ impl Machine {
         let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
         match state.incarnation {
             None => Err(Refusal::NotJoined { rank }),
-            Some(current) if current != incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+            Some(current) if incarnation > current => Err(Refusal::NotJoined { rank }),
+            Some(current) if incarnation < current => Err(Refusal::Fenced { rank, incarnation, current }),
             Some(_) if state.left => Err(Refusal::Left { rank, incarnation }),
             Some(_) => Ok(()),
         }
@@ -328,9 +345,8 @@ impl Machine {
                 self.phase = Phase::Training;
                 self.resumes += 1;
                 self.resumed_loss_scale = loss_scale;
-                // A worker that joins from here on starts with the operator's value.
                 if let Some(decided) = self.commits.back_mut().filter(|_| loss_scale != 0.0) {
-                    decided.commit.loss_scale = loss_scale;
+                    decided.resumed_loss_scale = Some(loss_scale);
                 }
                 Ok(())
             }
@@ -383,7 +399,12 @@ impl Machine {
         };
         let expected = range.end - range.start;
         if chunk.bytes != expected {
-            return Err(Refusal::WrongLength { contribution, chunk: chunk.chunk, bytes: chunk.bytes, expected });
+            return Err(Refusal::WrongLength {
+                contribution,
+                chunk: chunk.chunk,
+                bytes: chunk.bytes,
+                expected,
+            });
         }
         if !(chunk.loss_scale.is_finite() && chunk.loss_scale > 0.0) {
             return Err(Refusal::BadLossScale { loss_scale: chunk.loss_scale });
@@ -398,7 +419,12 @@ impl Machine {
         let rank = &mut self.ranks[contribution.rank.index()];
         rank.last_step = rank.last_step.max(contribution.step);
         let last = self.shards[owned].slots[slot].stored(&chunk);
-        last.then_some(Work::Sum { owned, slot, step: contribution.step, micro_step: contribution.micro_step })
+        last.then_some(Work::Sum {
+            owned,
+            slot,
+            step: contribution.step,
+            micro_step: contribution.micro_step,
+        })
     }
 
     /// The ticket's bytes did not arrive.
@@ -449,7 +475,7 @@ impl Machine {
         }
         self.version = step.version();
         self.applied += u64::from(!commit.skip);
-        self.commits.push_back(Decided { commit, applied: self.applied });
+        self.commits.push_back(Decided { commit, applied: self.applied, resumed_loss_scale: None });
         if self.commits.len() > COMMITS_KEPT {
             self.commits.pop_front();
         }

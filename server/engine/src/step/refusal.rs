@@ -116,9 +116,13 @@ impl From<Refusal> for Fault {
                 format!("below {micro_steps}, as the job was opened"),
                 "count micro-steps from 0",
             ),
-            Refusal::BadLossScale { loss_scale } => {
-                Fault::new(Invalid, "loss_scale", loss_scale, "finite and above 0", "send 1 when the loss is not scaled")
-            }
+            Refusal::BadLossScale { loss_scale } => Fault::new(
+                Invalid,
+                "loss_scale",
+                loss_scale,
+                "finite and above 0",
+                "send 1 when the loss is not scaled",
+            ),
             Refusal::OtherLossScale { contribution, loss_scale, earlier } => Fault::new(
                 Conflict,
                 "loss_scale",

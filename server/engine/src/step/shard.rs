@@ -27,7 +27,7 @@ struct RankSlot {
     stored: Bitmap,
     writing: Bitmap,
     /// For each micro-step seen, each chunk's seal. Kept until the step is decided, so that a repeated chunk of a
-    /// micro-step that is summed already can still be told from a conflicting one: 12 bytes for each MiB received.
+    /// micro-step that is summed already can still be told from a conflicting one: 24 bytes for each MiB received.
     seals: Vec<Vec<Option<Seal>>>,
 }
 
@@ -91,13 +91,24 @@ impl StepSlot {
         }
         let rank = &mut self.ranks[contribution.rank.index()];
         if let Some(seal) = rank.seal(contribution.micro_step, chunk.chunk) {
-            if seal.crc32 == chunk.crc32 {
+            // A restarted process may compute other bits for a batch that is in the sum already. The first count: both
+            // are the batch's gradient, and the others of the sum would have to be collected again.
+            if seal.crc32 == chunk.crc32 || seal.incarnation != chunk.incarnation {
                 return Ok(Place::Duplicate);
             }
             let crc32 = chunk.crc32;
-            return Err(Refusal::OtherChecksum { contribution, chunk: chunk.chunk, crc32, earlier: seal.crc32 });
+            return Err(Refusal::OtherChecksum {
+                contribution,
+                chunk: chunk.chunk,
+                crc32,
+                earlier: seal.crc32,
+            });
         }
-        if self.complete || self.summing || contribution.micro_step.0 != self.summed || rank.writing.get(chunk.chunk.0) {
+        if self.complete
+            || self.summing
+            || contribution.micro_step.0 != self.summed
+            || rank.writing.get(chunk.chunk.0)
+        {
             return Ok(Place::Busy);
         }
         self.step = Some(contribution.step);

@@ -33,7 +33,8 @@ impl MemoryTier {
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
         let mut regions = slab.carve(&sizes).into_iter();
         let mut shards = Vec::with_capacity(lengths.len());
-        while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next()) {
+        while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
+        {
             shards.push(Mutex::new(Shard { master, first, second }));
         }
         Ok(MemoryTier { shards })

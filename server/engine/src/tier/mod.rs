@@ -24,12 +24,7 @@ pub trait Tier: Send + Sync {
     fn kind(&self) -> TierKind;
 
     /// Runs the update that makes `version` of a shard.
-    fn update(
-        &self,
-        owned: usize,
-        version: Version,
-        update: &mut dyn FnMut(State<'_>),
-    ) -> Result<(), Fault>;
+    fn update(&self, owned: usize, version: Version, update: &mut dyn FnMut(State<'_>)) -> Result<(), Fault>;
 
     /// Reads a shard as its last update left it.
     fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;

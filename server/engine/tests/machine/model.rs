@@ -30,7 +30,8 @@ type Key = (u32, u32, u32);
 #[derive(Default)]
 struct Gradient {
     writing: BTreeSet<Key>,
-    stored: BTreeMap<Key, u32>,
+    /// Checksum, and the incarnation that sent it.
+    stored: BTreeMap<Key, (u32, u64)>,
     summed: u32,
     summing: bool,
     loss_scale: Option<f64>,
@@ -47,6 +48,8 @@ pub(crate) struct Model {
     pub(crate) applied: u64,
     /// Newest last; the machine keeps eight.
     pub(crate) commits: Vec<Commit>,
+    /// What the last commit's loss scale reads as since a resume.
+    pub(crate) resumed_loss_scale: Option<f64>,
     /// (incarnation, left)
     pub(crate) ranks: Vec<Option<(u64, bool)>>,
     shard_versions: Vec<u64>,
@@ -67,6 +70,7 @@ impl Model {
             version: 0,
             applied: 0,
             commits: Vec::new(),
+            resumed_loss_scale: None,
             ranks: vec![None; spec.world_size as usize],
             shard_versions: vec![0; owned.len()],
             gradients: BTreeMap::new(),
@@ -170,7 +174,8 @@ impl Model {
         match self.ranks.get(rank as usize) {
             None => Some(refused("UnknownRank")),
             Some(None) => Some(refused("NotJoined")),
-            Some(Some((current, _))) if *current != incarnation => Some(refused("Fenced")),
+            Some(Some((current, _))) if *current < incarnation => Some(refused("NotJoined")),
+            Some(Some((current, _))) if *current > incarnation => Some(refused("Fenced")),
             Some(Some((_, true))) => Some(refused("Left")),
             _ => None,
         }
@@ -227,7 +232,9 @@ impl Model {
         }
         let key = (micro_step.0, rank.0, chunk.chunk.0);
         match gradient.stored.get(&key) {
-            Some(crc32) if *crc32 == chunk.crc32 => return Answer::Duplicate,
+            Some((crc32, sender)) if *crc32 == chunk.crc32 || *sender != chunk.incarnation.0 => {
+                return Answer::Duplicate;
+            }
             Some(_) => return refused("OtherChecksum"),
             None => {}
         }
@@ -251,7 +258,8 @@ impl Model {
     pub(crate) fn stored(&mut self, owned: usize, chunk: &ContributionChunk) -> bool {
         let gradient = self.gradient(owned, chunk.contribution.step.0);
         assert!(gradient.writing.remove(&Self::key(chunk)));
-        assert_eq!(gradient.stored.insert(Self::key(chunk), chunk.crc32), None, "written twice: {chunk:?}");
+        let seal = (chunk.crc32, chunk.incarnation.0);
+        assert_eq!(gradient.stored.insert(Self::key(chunk), seal), None, "written twice: {chunk:?}");
         let summed = gradient.summed;
         let keys = self.keys(owned, summed);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
@@ -303,6 +311,7 @@ impl Model {
         self.version = step;
         self.applied += u64::from(!commit.skip);
         self.commits.push(commit.clone());
+        self.resumed_loss_scale = None;
         Answer::Decided
     }
 
@@ -366,10 +375,15 @@ impl Model {
         if !std::mem::take(&mut self.paused) {
             return refused("NotPaused");
         }
-        if let Some(commit) = self.commits.last_mut().filter(|_| loss_scale > 0.0) {
-            commit.loss_scale = loss_scale;
-        }
+        self.resumed_loss_scale =
+            (loss_scale > 0.0 && !self.commits.is_empty()).then_some(loss_scale).or(self.resumed_loss_scale);
         Answer::Done
+    }
+
+    pub(crate) fn last_commit(&self) -> Option<Commit> {
+        let mut commit = self.commits.last()?.clone();
+        commit.loss_scale = self.resumed_loss_scale.unwrap_or(commit.loss_scale);
+        Some(commit)
     }
 
     pub(crate) fn loaded(&mut self) -> Answer {

@@ -83,7 +83,7 @@ impl Pair {
         let (progress, ranks, waiting, _, shards) = self.view();
         assert_eq!(progress.version.0, self.model.version);
         assert_eq!(progress.applied, self.model.applied);
-        assert_eq!(progress.last_commit.as_ref(), self.model.commits.last());
+        assert_eq!(progress.last_commit, self.model.last_commit());
         let found: Vec<_> = ranks.iter().map(|rank| rank.incarnation.map(|now| (now.0, rank.left))).collect();
         assert_eq!(found, self.model.ranks);
         let expected: Vec<_> =
@@ -254,7 +254,7 @@ impl Pair {
         }
         let mut incarnation = self.model.ranks[0].map_or(1, |(incarnation, _)| incarnation);
         if self.noise.one_in(8) {
-            incarnation += 1;
+            incarnation = if self.noise.one_in(2) { incarnation + 1 } else { incarnation.saturating_sub(1) };
         }
         self.decide(incarnation, decision);
     }
@@ -313,7 +313,7 @@ impl Pair {
         let zero = self.model.ranks[0].map_or(0, |(incarnation, _)| incarnation);
         match self.noise.below(6) {
             0..2 => {
-                let incarnation = zero + u64::from(self.noise.one_in(3));
+                let incarnation = (zero + self.noise.below(3) as u64).saturating_sub(1);
                 let expected = self.model.pause(incarnation);
                 let event =
                     |machine: &mut Machine| machine.pause(Incarnation(incarnation), "overflow".into());
