@@ -1,1 +1,12 @@
-//! Harness for end-to-end tests.
+//! Harness for end-to-end tests: starts the real binaries, waits for what they say, and ends them with the test.
+
+pub mod binaries;
+pub mod command;
+pub mod conformance;
+pub mod corpus;
+pub mod event;
+pub mod process;
+pub mod seed;
+pub mod server;
+pub mod status;
+pub mod train;

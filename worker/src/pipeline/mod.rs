@@ -6,6 +6,7 @@ mod driver;
 mod envelope;
 mod options;
 mod outcome;
+mod resume;
 mod stats;
 mod watch;
 
@@ -27,8 +28,9 @@ use tokio::{
 use self::{
     board::Board,
     driver::{Driver, Work},
-    envelope::{Envelope, MAX_TRAINER_BYTES},
+    envelope::MAX_TRAINER_BYTES,
     outcome::{Made, Outcomes},
+    resume::Resume,
     watch::Watcher,
 };
 pub use self::{
@@ -37,7 +39,6 @@ pub use self::{
 };
 use crate::{
     error::{Misuse, Result},
-    loss_scale::LossScaler,
     pull::Feed,
     push::{Assembler, Collector, Outbox},
     session::{Core, Joined, Session, SharedCore},
@@ -382,35 +383,3 @@ impl Pipeline {
 }
 
 const OUTSIDE: Misuse = Misuse("no step is under way: call begin first");
-
-/// Where to go on from.
-struct Resume {
-    scaler: LossScaler,
-    scales: Vec<(Version, f64)>,
-    /// Paused at the floor: the version waits for an operator.
-    floor: Option<(Version, f64)>,
-    trainer: Option<Vec<u8>>,
-}
-
-impl Resume {
-    fn from(joined: &Joined, options: &PipelineOptions) -> Result<Resume> {
-        let Some(commit) = &joined.last_commit else {
-            let scaler = options.scaler.clone();
-            let scales = vec![(joined.version, scaler.scale())];
-            return Ok(Resume { scaler, scales, floor: None, trainer: None });
-        };
-        let Envelope { mut scaler, at_floor, previous_loss_scale, trainer } =
-            Envelope::decode(&commit.trainer_state)?;
-        // The server's word: an operator may have resumed with another scale.
-        if scaler.scale() != commit.loss_scale {
-            scaler.set_scale(commit.loss_scale)?;
-        }
-        let mut scales = vec![(Version(joined.version.0 - 1), previous_loss_scale)];
-        let now = (joined.version, commit.loss_scale);
-        let floor = (at_floor && joined.paused.is_some()).then_some(now);
-        if floor.is_none() {
-            scales.push(now);
-        }
-        Ok(Resume { scaler, scales, floor, trainer: Some(trainer) })
-    }
-}

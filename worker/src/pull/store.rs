@@ -165,6 +165,7 @@ impl Store {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // an order of one range is meant
 mod tests {
     use longshore_proto::{Param, limits::BLOCK_ELEMENTS};
 

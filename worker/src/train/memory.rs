@@ -2,7 +2,7 @@
 
 use longshore_proto::{Dtype, Layout};
 
-use super::gpt::Gpt;
+use super::gpt::{self, Gpt};
 use crate::{
     device::Budget,
     error::{Result, Shortage},
@@ -17,15 +17,53 @@ pub enum Stage {
     Three,
 }
 
-/// Bytes of device memory that a stage needs for weights at most at once: the 16-bit ones, and one layer widened to
-/// fp32 to compute with, its gradient beside it.
-fn need(stage: Stage, model: &Gpt, layout: &Layout, dtype: Dtype, delay: u32) -> u64 {
+/// What a rank does at a time.
+pub struct Work {
+    pub dtype: Dtype,
+    pub delay: u32,
+    /// Of one micro-step.
+    pub sequences: usize,
+    pub device_budget: Option<u64>,
+}
+
+/// Activations that a model without a device budget keeps instead of computing them again in backward: half of the time
+/// of a forward pass saved, on a device whose memory nobody counts.
+const KEPT_ACTIVATIONS: usize = 256 << 20;
+
+/// Bytes of activations beside the weights: what enters each stage, and the inside of one block (its attention matrix,
+/// and 16 times its input for projections and the MLP), or the logits and their gradient.
+pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u64>) -> u64 {
+    let config = model.config();
+    let rows = (sequences * config.context) as u64;
+    let input = rows * config.width as u64;
+    let attention = rows * (config.context * config.heads) as u64;
+    let logits = 2 * rows * gpt::VOCABULARY as u64;
+    let inputs = (config.layers as u64 + 1) * input;
+    let inside = 16 * input + attention;
+    let kept = match device_budget {
+        None => (inside * 4 * (config.layers as u64 - 1)).min(KEPT_ACTIVATIONS as u64),
+        Some(_) => 0,
+    };
+    (inputs + inside.max(logits)) * 4 + kept
+}
+
+/// Lets a model keep activations where there is room for them.
+pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> Gpt {
+    match device_budget {
+        None => model.with_activation_budget(KEPT_ACTIVATIONS),
+        Some(_) => model,
+    }
+}
+
+/// Bytes of device memory that a stage needs at most at once: the 16-bit weights, one layer widened to fp32 to compute
+/// with, its gradient beside it, and the activations.
+fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Work) -> u64 {
     let largest = (0..model.stages().len()).map(|stage| stage_elements(model, stage)).max().unwrap_or(0);
-    let working = 2 * largest * 4;
+    let working = 2 * largest * 4 + activations(model, work.sequences, work.device_budget);
     match stage {
-        Stage::Two => whole_images(layout, dtype, delay) + working,
+        Stage::Two => whole_images(layout, work.dtype, work.delay) + working,
         // The layer in use and the one being prefetched.
-        Stage::Three => 2 * largest * dtype.bytes() + working,
+        Stage::Three => 2 * largest * work.dtype.bytes() + working,
     }
 }
 
@@ -48,27 +86,31 @@ pub fn plan_stage(
     asked: Option<u32>,
     model: &Gpt,
     layout: &Layout,
-    dtype: Dtype,
-    delay: u32,
+    work: &Work,
     device: &Budget,
 ) -> Result<Stage> {
     let fits = |stage: Stage| {
-        let bytes = need(stage, model, layout, dtype, delay);
+        let bytes = need(stage, model, layout, work);
         if bytes <= device.free() {
             return Ok(stage);
         }
         Err(Shortage {
             device: device.name().to_string(),
             field: match stage {
-                Stage::Two => "all 16-bit weights and one fp32 layer with its gradient (stage 2)".to_string(),
-                Stage::Three => "one layer: 16-bit twice, fp32, and its gradient (stage 3)".to_string(),
+                Stage::Two => {
+                    "all 16-bit weights, one fp32 layer with its gradient, and activations (stage 2)"
+                        .to_string()
+                }
+                Stage::Three => {
+                    "one layer (16-bit twice, fp32, and its gradient) and activations (stage 3)".to_string()
+                }
             },
             asked: bytes,
             free: device.free(),
             budget: device.limit(),
             remedy: match stage {
                 Stage::Two => "use --stage 3, or raise --device-budget",
-                Stage::Three => "raise --device-budget, or choose a narrower model",
+                Stage::Three => "raise --device-budget, use a smaller --batch, or choose a narrower model",
             },
         })
     };

@@ -13,7 +13,7 @@ mod weights;
 pub use self::{
     gradients::Sink,
     launch::run,
-    memory::{Stage, plan_stage},
+    memory::{Stage, Work, plan_stage},
     settings::{LossScale, LossScaleMode, Settings},
     weights::{StagedWeights, WholeWeights},
 };

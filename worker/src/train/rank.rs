@@ -7,7 +7,7 @@ use longshore_proto::{Layout, Rank, Step, Version};
 use super::{
     Settings, Sink, Stage, StagedWeights, WholeWeights,
     gpt::{self, Gpt, Weights},
-    memory::{plan_stage, whole_images},
+    memory::{Work, activations, plan_stage, whole_images, with_kept_activations},
     report::{Ending, Opening, Report},
     text::{Batch, Corpus},
 };
@@ -84,6 +84,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
 impl<'a> Run<'a> {
     fn prepare(settings: &'a Settings, rank: u32) -> anyhow::Result<Run<'a>> {
         let model = Gpt::new(settings.model, &Compute::Cpu)?;
+        let model = with_kept_activations(model, settings.device_budget);
         let corpus = Corpus::load(&settings.data)?;
         corpus.check_context(settings.model.context)?;
         let validation =
@@ -91,7 +92,13 @@ impl<'a> Run<'a> {
         let spec = settings.spec(&model);
         let layout = spec.validate()?;
         let device = HostDevice::new(settings.device_budget.unwrap_or(u64::MAX)).budget().clone();
-        let stage = plan_stage(settings.stage, &model, &layout, spec.image_dtype, settings.delay, &device)?;
+        let work = Work {
+            dtype: spec.image_dtype,
+            delay: settings.delay,
+            sequences: settings.batch,
+            device_budget: settings.device_budget,
+        };
+        let stage = plan_stage(settings.stage, &model, &layout, &work, &device)?;
         Ok(Run { settings, model, corpus, validation, layout, device, stage, rank })
     }
 
@@ -171,6 +178,7 @@ impl<'a> Run<'a> {
         let Settings { seed, batch, .. } = *self.settings;
         let batch =
             self.corpus.batch(seed, plan.step.0, micro_step, self.rank, batch, self.model.config().context);
+        let _activations = self.device.reserve("activations", self.activations())?;
         let mut sink = Sink::new(&self.model, self.device.clone(), pipeline.assembler(micro_step)?);
         let mut weights: Box<dyn Weights> = match self.stage {
             Stage::Two => Box::new(self.whole(pipeline.weights()?)),
@@ -182,6 +190,10 @@ impl<'a> Run<'a> {
         drop(weights);
         sink.finish()?;
         Ok(loss)
+    }
+
+    fn activations(&self) -> u64 {
+        activations(&self.model, self.settings.batch, self.settings.device_budget)
     }
 
     fn whole(&self, feed: crate::pull::Feed) -> WholeWeights<'_> {

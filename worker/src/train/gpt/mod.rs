@@ -18,6 +18,8 @@ mod step;
 #[cfg(test)]
 mod tests;
 
+/// The traits below are in its terms.
+pub use candle_core;
 pub use config::{Config, ConfigError, PRESETS, VOCABULARY, preset};
 pub use generate::generate;
 pub use layout::{Gpt, Group, Param, Stage};

@@ -1,0 +1,36 @@
+//! Finds the binaries under test, so that a test runs against what was built and never against an installed copy.
+
+use std::{env, path::PathBuf, process::Command};
+
+/// Where to look instead of beside the test executable.
+const DIR_VARIABLE: &str = "LONGSHORE_BIN_DIR";
+
+/// A command for `longshore` or `longshored`, without any setting of the caller's environment.
+///
+/// # Panics
+/// When the binary is not built, saying how to build it.
+pub fn command(name: &str) -> Command {
+    let path = folder().join(format!("{name}{}", env::consts::EXE_SUFFIX));
+    assert!(
+        path.is_file(),
+        "there is no {}: build it first with `cargo build --release --bins`, or name the folder of the binaries in \
+         {DIR_VARIABLE}",
+        path.display()
+    );
+    let mut command = Command::new(path);
+    let ours =
+        env::vars_os().map(|(name, _)| name).filter(|name| name.to_string_lossy().starts_with("LONGSHORE"));
+    for variable in ours {
+        command.env_remove(variable);
+    }
+    command
+}
+
+/// Cargo puts test executables into `deps`, a folder of the binaries' own.
+fn folder() -> PathBuf {
+    if let Some(dir) = env::var_os(DIR_VARIABLE) {
+        return dir.into();
+    }
+    let test = env::current_exe().expect("the path of the test executable");
+    test.parent().and_then(|deps| deps.parent()).expect("a target folder above the test executable").into()
+}

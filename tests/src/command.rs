@@ -1,0 +1,34 @@
+//! One call of a binary that ends by itself, with a deadline.
+
+use std::{ffi::OsStr, process::Command};
+
+use crate::{binaries, process::Process};
+
+/// What a command left behind.
+#[derive(Debug)]
+pub struct Output {
+    pub code: i32,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// Runs `longshore` with these arguments.
+pub fn longshore<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) -> Output {
+    run("longshore", binaries::command("longshore").args(arguments))
+}
+
+/// Runs `longshored` with these arguments; one that begins to serve is killed by the deadline, which fails the test.
+pub fn longshored<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) -> Output {
+    run("longshored", binaries::command("longshored").args(arguments))
+}
+
+/// Runs any command to its end.
+pub fn run(name: &str, command: &mut Command) -> Output {
+    let mut process = Process::start(name, command);
+    let mut stdout = String::new();
+    while let Some(line) = process.line() {
+        stdout.push_str(&line);
+        stdout.push('\n');
+    }
+    Output { code: process.code(), stdout, stderr: process.stderr() }
+}

@@ -1,0 +1,134 @@
+//! The real model: a byte-level GPT of one layer, its gradients by the trainer's own micro-step on both sides.
+
+use std::fmt::Write;
+
+use longshore_proto::Param;
+use longshore_worker::{
+    Budget, Pipeline, StepPlan,
+    train::{
+        Sink, StagedWeights, WholeWeights,
+        gpt::{
+            self, BoxError, Config, Gpt, Gradients, Group, Weights,
+            candle_core::{Device, Tensor},
+        },
+        text::Corpus,
+    },
+};
+
+use super::plan::{Batch, Model};
+
+pub struct Bytes {
+    pub model: Gpt,
+    corpus: Corpus,
+    /// What the device may hold.
+    pub device: Budget,
+}
+
+const SEED: u64 = 7;
+const SEQUENCES: usize = 3;
+
+impl Bytes {
+    pub fn new(device: Budget) -> Bytes {
+        let config = Config { context: 16, width: 32, heads: 2, layers: 1 };
+        let model = Gpt::new(config, &Device::Cpu).expect("a model");
+        let folder = text();
+        let corpus = Corpus::load(folder.path()).expect("text");
+        Bytes { model, corpus, device }
+    }
+
+    fn batch(&self, batch: Batch) -> longshore_worker::train::text::Batch {
+        let Batch { step, micro_step, rank } = batch;
+        self.corpus.batch(SEED, step, micro_step, rank, SEQUENCES, self.model.config().context)
+    }
+}
+
+/// A folder of text to learn.
+pub fn text() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let mut text = String::new();
+    for number in 0..400u32 {
+        let square = number * number;
+        writeln!(text, "The square of {number} is {square}, and its remainder by seven is {}.", square % 7)
+            .expect("a string grows");
+    }
+    std::fs::write(folder.path().join("squares.txt"), text).expect("a file");
+    folder
+}
+
+/// Weights from the loop's own image.
+struct Image<'a> {
+    model: &'a Gpt,
+    weights: &'a [Vec<f32>],
+}
+
+impl Weights for Image<'_> {
+    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
+        let params = self.model.stages()[stage].params.clone();
+        let tensor = |param: usize| {
+            let shape = self.model.params()[param].shape.as_slice();
+            Ok(Tensor::from_slice(&self.weights[param], shape, self.model.device())?)
+        };
+        params.map(tensor).collect()
+    }
+
+    fn release(&mut self, _stage: usize, _weights: Vec<Tensor>) {}
+}
+
+/// Gradients by parameter.
+struct Collected<'a> {
+    model: &'a Gpt,
+    gradients: Vec<Vec<f32>>,
+}
+
+impl Gradients for Collected<'_> {
+    fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
+        for (param, gradient) in self.model.stages()[stage].params.clone().zip(gradients) {
+            self.gradients[param] = gradient.flatten_all()?.to_vec1()?;
+        }
+        Ok(())
+    }
+}
+
+impl Model for Bytes {
+    fn params(&self) -> Vec<Param> {
+        let param = |param: &gpt::Param| Param {
+            name: param.name.clone(),
+            shape: param.shape.iter().map(|&side| side as u64).collect(),
+            group: u32::from(param.group == Group::NoDecay),
+        };
+        self.model.params().iter().map(param).collect()
+    }
+
+    fn initial(&self, param: usize) -> Vec<f32> {
+        self.model.init(SEED, param)
+    }
+
+    fn gradient(&self, weights: &[Vec<f32>], batch: Batch, scale: f64) -> (f32, Vec<Vec<f32>>) {
+        let mut image = Image { model: &self.model, weights };
+        let mut collected = Collected { model: &self.model, gradients: vec![Vec::new(); weights.len()] };
+        let batch = self.batch(batch);
+        let loss = gpt::micro_step(&self.model, &mut image, &mut collected, &batch, scale as f32);
+        (loss.expect("a loss"), collected.gradients)
+    }
+
+    fn micro_step(
+        &self,
+        pipeline: &mut Pipeline,
+        step: StepPlan,
+        batch: Batch,
+        on_demand: bool,
+    ) -> anyhow::Result<f32> {
+        let mut sink = Sink::new(&self.model, self.device.clone(), pipeline.assembler(batch.micro_step)?);
+        let session = pipeline.session();
+        let (layout, device) = (session.layout(), self.device.clone());
+        let mut weights: Box<dyn Weights> = match on_demand {
+            true => Box::new(StagedWeights::new(&self.model, session, step.reads, device, true)),
+            false => Box::new(WholeWeights::new(&self.model, layout, device, pipeline.weights()?)),
+        };
+        let scale = step.loss_scale as f32;
+        let loss = gpt::micro_step(&self.model, &mut *weights, &mut sink, &self.batch(batch), scale)?;
+        drop(weights);
+        sink.finish()?;
+        Ok(loss)
+    }
+}

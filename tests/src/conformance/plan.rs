@@ -1,0 +1,131 @@
+//! What a run is: everything that decides its bits, taken both by the worker library and by the reference loop.
+
+use longshore_proto::{
+    Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS,
+};
+use longshore_worker::{
+    LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepPlan,
+    pipeline::Weights,
+};
+
+/// Which batch: a gradient depends on this and on the weights alone.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch {
+    pub step: u64,
+    pub micro_step: u32,
+    pub rank: u32,
+}
+
+/// Something to train. Both sides call the same arithmetic, on weights that each has from its own 16-bit image.
+pub trait Model: Send + Sync {
+    fn params(&self) -> Vec<Param>;
+
+    fn initial(&self, param: usize) -> Vec<f32>;
+
+    /// The loss, and for each parameter the gradient of `scale` times the loss.
+    fn gradient(&self, weights: &[Vec<f32>], batch: Batch, scale: f64) -> (f32, Vec<Vec<f32>>);
+
+    /// The same through the worker library, as a trainer does it. `on_demand`: weights are pulled as they are used.
+    fn micro_step(
+        &self,
+        pipeline: &mut Pipeline,
+        step: StepPlan,
+        batch: Batch,
+        on_demand: bool,
+    ) -> anyhow::Result<f32>;
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Scale {
+    Fixed(f64),
+    Dynamic(LossScalerOptions),
+}
+
+/// Delay 1.
+#[derive(Clone, Copy, Debug)]
+pub struct Delay {
+    /// Exact steps at the start.
+    pub warmup: u64,
+    /// An evaluation after every so many steps; 0 for none.
+    pub drain_every: u64,
+    pub compensation: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    pub steps: u64,
+    pub world: u32,
+    pub micro_steps: u32,
+    pub gradient: Dtype,
+    pub image: Dtype,
+    pub clip: Option<f64>,
+    pub delay: Option<Delay>,
+    pub scale: Scale,
+    pub shard_blocks: u64,
+    /// Weights pulled as they are used (stage 3).
+    pub on_demand: bool,
+}
+
+impl Plan {
+    /// One exact bf16 rank, no clipping.
+    pub fn exact(steps: u64) -> Plan {
+        Plan {
+            steps,
+            world: 1,
+            micro_steps: 1,
+            gradient: Dtype::Bf16,
+            image: Dtype::Bf16,
+            clip: None,
+            delay: None,
+            scale: Scale::Fixed(1.0),
+            shard_blocks: 1,
+            on_demand: false,
+        }
+    }
+
+    pub fn spec(&self, name: &str, model: &dyn Model) -> JobSpec {
+        JobSpec {
+            name: JobName::parse("name", name).expect("a job's name"),
+            params: model.params(),
+            groups: vec!["decay".to_string(), "no decay".to_string()],
+            rule: Rule::AdamW,
+            gradient_dtype: self.gradient,
+            image_dtype: self.image,
+            world_size: self.world,
+            micro_steps: self.micro_steps,
+            max_delay: u32::from(self.delay.is_some()),
+            shard_elements: self.shard_blocks * BLOCK_ELEMENTS,
+            tier: TierKind::Memory,
+        }
+    }
+
+    /// Another learning rate at every step, and decay for one group only.
+    pub fn hypers(step: u64) -> Vec<Hyper> {
+        let lr = 1e-2 / (1.0 + step as f64 / 7.0);
+        let decay = Hyper { lr, weight_decay: 0.1, beta2: 0.99, ..Hyper::default() };
+        vec![decay, Hyper { weight_decay: 0.0, eps: 1e-6, ..decay }]
+    }
+
+    pub fn pipeline(&self) -> PipelineOptions {
+        let scaler = match self.scale {
+            Scale::Fixed(scale) => LossScaler::fixed(scale),
+            Scale::Dynamic(options) => LossScaler::dynamic(options),
+        };
+        let schedule = match self.delay {
+            None => Schedule::exact(),
+            Some(delay) => Schedule::delayed(delay.warmup).draining_every(delay.drain_every),
+        };
+        PipelineOptions {
+            schedule,
+            clip: self.clip,
+            compensation: self.delay.map_or(0.0, |delay| delay.compensation),
+            weights: if self.on_demand { Weights::OnDemand } else { Weights::Whole },
+            ..PipelineOptions::new(scaler.expect("a loss scale"), |step: Step| Plan::hypers(step.0))
+        }
+    }
+
+    /// Whether an evaluation follows a step.
+    pub fn evaluates_after(&self, step: u64) -> bool {
+        self.delay.is_some_and(|delay| delay.drain_every > 0 && step.is_multiple_of(delay.drain_every))
+    }
+}

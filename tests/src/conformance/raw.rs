@@ -1,0 +1,198 @@
+//! A stock gRPC client: the generated stubs and nothing of the worker library, so that what the library would never
+//! send can be sent.
+
+use std::net::SocketAddr;
+
+use bytes::Bytes;
+use longshore_proto::{
+    Commit, Dtype, Fault, FaultKind, Hyper, Incarnation, JobSpec, Layout, Placement, ShardId, Step,
+    checksum::crc32,
+    wire::{
+        fault_from_status, fault_from_wire,
+        v1::{
+            self, admin_client::AdminClient, tensors_client::TensorsClient, training_client::TrainingClient,
+        },
+    },
+};
+use tokio::runtime::Handle;
+use tonic::{Response, Status, transport::Channel};
+
+pub struct Raw {
+    runtime: Handle,
+    pub training: TrainingClient<Channel>,
+    pub tensors: TensorsClient<Channel>,
+    pub admin: AdminClient<Channel>,
+}
+
+/// Where a chunk is said to belong.
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    pub step: u64,
+    pub rank: u32,
+    pub incarnation: Incarnation,
+}
+
+impl Raw {
+    pub(super) fn connect(runtime: Handle, address: SocketAddr) -> Raw {
+        let endpoint = Channel::from_shared(format!("http://{address}")).expect("an address");
+        let channel = runtime.block_on(endpoint.connect()).expect("a server that listens");
+        Raw {
+            runtime,
+            training: TrainingClient::new(channel.clone()),
+            tensors: TensorsClient::new(channel.clone()),
+            admin: AdminClient::new(channel),
+        }
+    }
+
+    /// Waits for one answer; the fault in its details if it is an error.
+    pub fn call<T>(&self, call: impl Future<Output = Result<Response<T>, Status>>) -> Result<T, Fault> {
+        let answer = self.runtime.block_on(call);
+        answer.map(Response::into_inner).map_err(|status| fault_from_status(&status, "the server"))
+    }
+
+    /// As `call`, with the status itself.
+    pub fn status<T: std::fmt::Debug>(
+        &self,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Status {
+        self.runtime.block_on(call).expect_err("the call must be refused")
+    }
+
+    pub fn open(
+        &self,
+        spec: v1::JobSpec,
+        placement: &Placement,
+        server: u32,
+    ) -> Result<v1::OpenJobResponse, Fault> {
+        let request =
+            v1::OpenJobRequest { spec: Some(spec), placement: Some(placement.to_wire()), server };
+        self.call(self.training.clone().open_job(request))
+    }
+
+    pub fn join(&self, job: &str, rank: u32, incarnation: u64) -> Result<v1::JobProgress, Fault> {
+        let request = v1::JoinRequest { job: job.into(), rank, incarnation };
+        let answer = self.call(self.training.clone().join(request))?;
+        Ok(answer.progress.expect("a join answers with the progress"))
+    }
+
+    pub fn describe(&self, job: &str) -> v1::DescribeResponse {
+        let request = v1::DescribeRequest { job: job.into(), state_hash: false };
+        self.call(self.admin.clone().describe(request)).expect("the job is there")
+    }
+
+    pub fn progress(&self, job: &str) -> v1::JobProgress {
+        self.describe(job).progress.expect("a job has a progress")
+    }
+
+    pub fn resume(&self, job: &str, loss_scale: f64) -> Result<(), Fault> {
+        let request = v1::ResumeRequest { job: job.into(), loss_scale };
+        self.call(self.admin.clone().resume(request)).map(|_| ())
+    }
+
+    pub fn commit(&self, job: &str, incarnation: Incarnation, commit: &Commit) -> Result<bool, Fault> {
+        let request = v1::CommitRequest {
+            job: job.into(),
+            incarnation: incarnation.0,
+            commit: Some(commit.to_wire()),
+        };
+        Ok(self.call(self.training.clone().commit(request))?.duplicate)
+    }
+
+    pub fn restore(&self, job: &str, name: &str) -> Result<v1::RestoreResponse, Fault> {
+        let request = v1::RestoreRequest { job: job.into(), name: name.into() };
+        self.call(self.admin.clone().restore(request))
+    }
+
+    /// One chunk on a stream of its own; true when it was held already.
+    pub fn push(&self, request: v1::PushRequest) -> Result<bool, Fault> {
+        self.runtime.block_on(async {
+            let fault = |status: Status| fault_from_status(&status, "the server");
+            let mut client = self.tensors.clone();
+            let mut answers =
+                client.push(tokio_stream::iter([request])).await.map_err(fault)?.into_inner();
+            let response = answers.message().await.map_err(fault)?.expect("an answer to the chunk");
+            let result = response.results.into_iter().next().expect("a result in the answer");
+            result.refusal.map_or(Ok(result.duplicate), |refusal| Err(fault_from_wire(refusal)))
+        })
+    }
+
+    /// The bytes of one slice.
+    pub fn pull(&self, job: &str, version: u64, dtype: Dtype, slice: v1::Slice) -> Result<Vec<u8>, Fault> {
+        let request = v1::PullRequest {
+            job: job.into(),
+            rank: 0,
+            version,
+            dtype: dtype.to_wire(),
+            slices: vec![slice],
+            deadline_ms: 5000,
+        };
+        self.runtime.block_on(async {
+            let fault = |status: Status| fault_from_status(&status, "the server");
+            let mut answers = self.tensors.clone().pull(request).await.map_err(fault)?.into_inner();
+            let mut bytes = Vec::new();
+            while let Some(answer) = answers.message().await.map_err(fault)? {
+                assert_eq!(crc32(&answer.payload), answer.crc32, "a pulled message's checksum");
+                bytes.extend_from_slice(&answer.payload);
+            }
+            Ok(bytes)
+        })
+    }
+}
+
+/// A right chunk of zeros, the first of its shard, to be spoilt.
+pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushRequest {
+    let bytes = layout.shard_len(ShardId(shard)) * spec.gradient_dtype.bytes();
+    let payload = Bytes::from(vec![0; bytes.min(1 << 20) as usize]);
+    v1::PushRequest {
+        job: spec.name.to_string(),
+        incarnation: at.incarnation.0,
+        rank: at.rank,
+        step: at.step,
+        micro_step: 0,
+        shard,
+        chunk: 0,
+        loss_scale: 1.0,
+        dtype: spec.gradient_dtype.to_wire(),
+        crc32: crc32(&payload),
+        payload,
+    }
+}
+
+/// A right decision to apply `step`, to be spoilt.
+pub fn decision(spec: &JobSpec, step: u64) -> Commit {
+    Commit {
+        step: Step(step),
+        skip: false,
+        gradient_scale: spec.contributions() as f64,
+        clip_coefficient: 1.0,
+        compensation: 0.0,
+        groups: vec![Hyper::default(); spec.groups.len()],
+        norm: 0.0,
+        loss_scale: 1.0,
+        trainer_state: Vec::new(),
+    }
+}
+
+/// The placement that the worker library makes.
+pub fn placement(addresses: &[String], layout: &Layout) -> Placement {
+    Placement::striped(addresses.to_vec(), layout.shards())
+}
+
+/// Checks everything that a fault must say. `value` and `limit` are parts of what it must say there.
+#[track_caller]
+pub fn assert_fault<T: std::fmt::Debug>(
+    found: Result<T, Fault>,
+    kind: FaultKind,
+    field: &str,
+    value: &str,
+    limit: &str,
+) {
+    let fault = found.expect_err("it must be refused");
+    let right = fault.kind == kind
+        && fault.field == field
+        && fault.value.contains(value)
+        && fault.limit.contains(limit)
+        && !fault.remedy.is_empty();
+    assert!(right, "wanted {kind:?} of {field}: {value:?} against {limit:?}, but got {fault:?}");
+}
+

@@ -1,0 +1,325 @@
+//! What a run must compute: one loop, no server, scalar arithmetic written out from the documented formulas.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use longshore_proto::{Dtype, Hyper, Param};
+use longshore_worker::LossScalerOptions;
+
+use super::{
+    files::State,
+    plan::{Batch, Delay, Model, Plan, Scale},
+};
+
+const BLOCK: usize = 65536;
+
+/// What is known of one step, the same from the loop and from a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    pub step: u64,
+    pub reads: u64,
+    pub scale: f64,
+    pub skip: bool,
+    /// Of a step that is applied.
+    pub norm: Option<f64>,
+    pub clip_coefficient: f64,
+    pub scale_next: f64,
+    /// Parameter and element that overflowed first.
+    pub overflow: Option<String>,
+    /// Bits, by rank and micro-step.
+    pub losses: Vec<u32>,
+}
+
+/// A whole run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Trace {
+    pub steps: Vec<Step>,
+    pub applied: u64,
+    pub state: State,
+    /// What an evaluation would read, after each drain and at the end: (version, image).
+    pub images: Vec<(u64, Vec<u8>)>,
+}
+
+pub struct Reference<'a> {
+    model: &'a dyn Model,
+    plan: Plan,
+    params: Vec<Param>,
+    ranges: Vec<Range<usize>>,
+    /// Group of each flat element; gaps have the group before them.
+    groups: Vec<usize>,
+    scaler: Scaler,
+    master: Vec<f32>,
+    first: Vec<f32>,
+    second: Vec<f32>,
+    applied: u64,
+    /// By version, from 0: image, and the loss scale for steps that read it.
+    images: Vec<Vec<u8>>,
+    scales: Vec<f64>,
+    steps: Vec<Step>,
+    evaluated: Vec<(u64, Vec<u8>)>,
+}
+
+/// The whole plan.
+pub fn train(model: &dyn Model, plan: &Plan) -> Trace {
+    let mut reference = Reference::new(model, *plan);
+    (0..plan.steps).for_each(|_| reference.step());
+    reference.end()
+}
+
+impl<'a> Reference<'a> {
+    pub fn new(model: &'a dyn Model, plan: Plan) -> Reference<'a> {
+        let params = model.params();
+        let ranges = place(&params);
+        let elements = ranges.last().expect("a parameter").end.div_ceil(BLOCK) * BLOCK;
+        let (mut master, mut groups) = (vec![0.0; elements], vec![0; elements]);
+        for (index, (param, range)) in params.iter().zip(&ranges).enumerate() {
+            master[range.clone()].copy_from_slice(&model.initial(index));
+            groups[range.start..].fill(param.group as usize);
+        }
+        let scaler = Scaler::new(plan.scale);
+        Reference {
+            images: vec![encode(&master, plan.image)],
+            scales: vec![scaler.scale],
+            first: vec![0.0; elements],
+            second: vec![0.0; elements],
+            applied: 0,
+            steps: Vec::new(),
+            evaluated: Vec::new(),
+            model,
+            plan,
+            params,
+            ranges,
+            groups,
+            scaler,
+            master,
+        }
+    }
+
+    /// The next step.
+    pub fn step(&mut self) {
+        let step = self.steps.len() as u64 + 1;
+        let reads = reads(step, self.plan.delay);
+        let scale = self.scales[reads as usize];
+        let (losses, gradient) = self.gradient(step, reads, scale);
+        let bad = gradient.iter().position(|x| !x.is_finite());
+        let divisor = scale * f64::from(self.plan.world) * f64::from(self.plan.micro_steps);
+        let norm = block_squares(&gradient).iter().sum::<f64>().sqrt() / divisor;
+        let clip_coefficient = match self.plan.clip {
+            Some(clip) if bad.is_none() => (clip / (norm + 1e-6)).min(1.0),
+            _ => 1.0,
+        };
+        let compensation = match self.plan.delay {
+            Some(delay) if reads_of_next(step, delay) != step => delay.compensation as f32,
+            _ => 0.0,
+        };
+        match bad {
+            Some(_) => self.images.push(self.images[self.images.len() - 1].clone()),
+            None => self.update(step, &gradient, (clip_coefficient / divisor) as f32, compensation),
+        }
+        self.scaler.update(bad.is_some());
+        self.scales.push(self.scaler.scale);
+        if self.plan.evaluates_after(step) {
+            self.evaluated.push((step, self.images[step as usize].clone()));
+        }
+        self.steps.push(Step {
+            step,
+            reads,
+            scale,
+            skip: bad.is_some(),
+            norm: bad.is_none().then_some(norm),
+            clip_coefficient,
+            scale_next: self.scaler.scale,
+            overflow: bad.map(|element| self.name(element)),
+            losses,
+        });
+    }
+
+    /// An operator's loss scale for the steps that read the newest version.
+    pub fn choose_scale(&mut self, scale: f64) {
+        self.scaler.scale = scale;
+        self.scaler.min = self.scaler.min.min(scale);
+        let (Some(newest), Some(step)) = (self.scales.last_mut(), self.steps.last_mut()) else { return };
+        (*newest, step.scale_next) = (scale, scale);
+    }
+
+    pub fn end(mut self) -> Trace {
+        let version = self.steps.len() as u64;
+        self.evaluated.push((version, self.images[version as usize].clone()));
+        let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
+        let state =
+            State { master: bits(self.master), first: bits(self.first), second: bits(self.second) };
+        Trace { steps: self.steps, applied: self.applied, state, images: self.evaluated }
+    }
+
+    /// Losses, and the sum over micro-steps and within one over ranks of what goes over the wire.
+    fn gradient(&self, step: u64, reads: u64, scale: f64) -> (Vec<u32>, Vec<f32>) {
+        let image = decode(&self.images[reads as usize], self.plan.image);
+        let weights: Vec<Vec<f32>> = self.ranges.iter().map(|range| image[range.clone()].to_vec()).collect();
+        let mut total: Option<Vec<f32>> = None;
+        let mut losses = vec![Vec::new(); self.plan.world as usize];
+        for micro_step in 0..self.plan.micro_steps {
+            for rank in 0..self.plan.world {
+                let batch = Batch { step, micro_step, rank };
+                let (loss, gradients) = self.model.gradient(&weights, batch, scale);
+                losses[rank as usize].push(loss.to_bits());
+                let mut flat = vec![0.0; image.len()];
+                for (range, gradient) in self.ranges.iter().zip(gradients) {
+                    flat[range.clone()].copy_from_slice(&gradient);
+                }
+                let sent = decode(&encode(&flat, self.plan.gradient), self.plan.gradient);
+                match &mut total {
+                    None => total = Some(sent),
+                    Some(total) => total.iter_mut().zip(sent).for_each(|(total, x)| *total += x),
+                }
+            }
+        }
+        (losses.concat(), total.expect("a contribution"))
+    }
+
+    fn update(&mut self, step: u64, gradient: &[f32], multiplier: f32, compensation: f32) {
+        self.applied += 1;
+        let hypers = Plan::hypers(step);
+        let mut emitted = vec![0.0; gradient.len()];
+        for (index, &raw) in gradient.iter().enumerate() {
+            let hyper = &hypers[self.groups[index]];
+            let old = self.master[index];
+            let moments = (&mut self.first[index], &mut self.second[index]);
+            let new = adamw(hyper, self.applied, raw * multiplier, old, moments);
+            self.master[index] = new;
+            emitted[index] = if compensation == 0.0 { new } else { new - compensation * (old - new) };
+        }
+        self.images.push(encode(&emitted, self.plan.image));
+    }
+
+    fn name(&self, element: usize) -> String {
+        let param = self.ranges.iter().position(|range| range.contains(&element)).expect("no padding");
+        format!("{}, element {}", self.params[param].name, element - self.ranges[param].start)
+    }
+}
+
+/// Each parameter starts at the next multiple of 64 elements.
+fn place(params: &[Param]) -> Vec<Range<usize>> {
+    let mut next = 0;
+    let place = |param: &Param| {
+        let start = next;
+        let end = start + param.shape.iter().product::<u64>() as usize;
+        next = end.next_multiple_of(64);
+        start..end
+    };
+    params.iter().map(place).collect()
+}
+
+/// The version that a step computes with.
+fn reads(step: u64, delay: Option<Delay>) -> u64 {
+    match delay {
+        None => step - 1,
+        Some(delay) if step <= delay.warmup => step - 1,
+        Some(delay) if delay.drain_every > 0 && (step - 1) % delay.drain_every == 0 => step - 1,
+        Some(_) => step.saturating_sub(2),
+    }
+}
+
+fn reads_of_next(step: u64, delay: Delay) -> u64 {
+    reads(step + 1, Some(delay))
+}
+
+/// PyTorch's: decay first, moments, then the bias-corrected step with eps after the root. Scalars of a step are formed
+/// in f64 and rounded once.
+fn adamw(hyper: &Hyper, t: u64, g: f32, old: f32, (first, second): (&mut f32, &mut f32)) -> f32 {
+    let decayed = old * (1.0 - hyper.lr * hyper.weight_decay) as f32;
+    *first += (g - *first) * (1.0 - hyper.beta1) as f32;
+    *second = *second * hyper.beta2 as f32 + ((1.0 - hyper.beta2) as f32 * g) * g;
+    let correction1 = 1.0 - hyper.beta1.powi(t as i32);
+    let correction2 = 1.0 - hyper.beta2.powi(t as i32);
+    let root = second.sqrt() * (1.0 / correction2.sqrt()) as f32 + hyper.eps as f32;
+    decayed - (hyper.lr / correction1) as f32 * (*first / root)
+}
+
+/// Sum of squares of each block: element i into lane i mod 16, then the lanes folded in halves.
+fn block_squares(gradient: &[f32]) -> Vec<f64> {
+    let block = |block: &[f32]| {
+        let mut lanes = [0.0f64; 16];
+        for (index, &x) in block.iter().enumerate() {
+            lanes[index % 16] += f64::from(x) * f64::from(x);
+        }
+        for half in [8, 4, 2, 1] {
+            for lane in 0..half {
+                lanes[lane] += lanes[lane + half];
+            }
+        }
+        lanes[0]
+    };
+    gradient.chunks(BLOCK).map(block).collect()
+}
+
+/// DeepSpeed's rule; at the floor the scale stays.
+struct Scaler {
+    dynamic: bool,
+    scale: f64,
+    min: f64,
+    window: i64,
+    full: u32,
+    consecutive: bool,
+    hysteresis: u32,
+    iteration: i64,
+    last_overflow: i64,
+}
+
+impl Scaler {
+    fn new(scale: Scale) -> Scaler {
+        let (dynamic, options) = match scale {
+            Scale::Fixed(initial) => (false, LossScalerOptions { initial, ..LossScalerOptions::default() }),
+            Scale::Dynamic(options) => (true, options),
+        };
+        Scaler {
+            dynamic,
+            scale: options.initial,
+            min: options.min,
+            window: options.window as i64,
+            full: options.hysteresis,
+            consecutive: options.consecutive_hysteresis,
+            hysteresis: options.hysteresis,
+            iteration: 0,
+            last_overflow: -1,
+        }
+    }
+
+    fn update(&mut self, overflow: bool) {
+        if self.dynamic && overflow {
+            if self.hysteresis == 1 {
+                self.scale = (self.scale / 2.0).max(self.min);
+            } else {
+                self.hysteresis -= 1;
+            }
+            self.last_overflow = self.iteration;
+        } else if self.dynamic {
+            if self.consecutive {
+                self.hysteresis = self.full;
+            }
+            let stable = self.iteration - self.last_overflow - 1;
+            if stable > 0 && stable % self.window == 0 {
+                self.hysteresis = self.full;
+                self.scale *= 2.0;
+            }
+        }
+        self.iteration += 1;
+    }
+}
+
+/// Little-endian, rounded to nearest even.
+pub fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
+    match dtype {
+        Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        Dtype::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+        Dtype::Bf16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+    }
+}
+
+pub fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let two = |bytes: &[u8]| [bytes[0], bytes[1]];
+    match dtype {
+        Dtype::F32 => bytes.chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect(),
+        Dtype::F16 => bytes.chunks_exact(2).map(|x| f16::from_le_bytes(two(x)).to_f32()).collect(),
+        Dtype::Bf16 => bytes.chunks_exact(2).map(|x| bf16::from_le_bytes(two(x)).to_f32()).collect(),
+    }
+}

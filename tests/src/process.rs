@@ -1,0 +1,123 @@
+//! A process under test: its lines as they come, its stderr kept for when the test fails, and its end with the test.
+
+use std::{
+    fs::{self, File},
+    io::{BufRead, BufReader},
+    path::PathBuf,
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+/// Longer than anything takes on a busy machine; a test that comes here has found something that hangs.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+/// How often a process that has said nothing is looked at.
+const POLL: Duration = Duration::from_millis(2);
+
+/// Killed on drop.
+pub struct Process {
+    name: String,
+    child: Child,
+    lines: mpsc::Receiver<String>,
+    stderr: PathBuf,
+    _folder: TempDir,
+}
+
+impl Process {
+    /// Starts `command`; `name` is for messages.
+    pub fn start(name: &str, command: &mut Command) -> Process {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let stderr = folder.path().join("stderr");
+        let file = File::create(&stderr).expect("a file for stderr");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("starting {name}: {error}"));
+        let stdout = child.stdout.take().expect("stdout is a pipe");
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || {
+            for line in BufReader::new(stdout).lines() {
+                let Ok(line) = line else { return };
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Process { name: name.to_string(), child, lines, stderr, _folder: folder }
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The next line of stdout; None at its end.
+    ///
+    /// # Panics
+    /// When none comes in time.
+    pub fn line(&self) -> Option<String> {
+        match self.lines.recv_timeout(DEADLINE) {
+            Ok(line) => Some(line),
+            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Timeout) => panic!("{} has said nothing for {DEADLINE:?}", self.name),
+        }
+    }
+
+    /// All stderr so far.
+    pub fn stderr(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.stderr).unwrap_or_default()).into_owned()
+    }
+
+    /// As `kill -9` does; returns once it is gone.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// SIGTERM.
+    pub fn terminate(&self) {
+        let id = Pid::from_child(&self.child);
+        kill_process(id, Signal::TERM).unwrap_or_else(|error| panic!("SIGTERM to {}: {error}", self.name));
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("the state of a child").is_none()
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// When it still runs after `deadline`.
+    pub fn wait(&mut self, deadline: Duration) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("the state of a child") {
+                return status;
+            }
+            assert!(start.elapsed() < deadline, "{} still runs after {deadline:?}", self.name);
+            thread::sleep(POLL);
+        }
+    }
+
+    /// Waits for its end and returns its exit code.
+    pub fn code(&mut self) -> i32 {
+        let status = self.wait(DEADLINE);
+        status.code().unwrap_or_else(|| panic!("{} ended with {status}", self.name))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+        if thread::panicking() {
+            let said: Vec<String> = self.lines.try_iter().collect();
+            eprintln!(
+                "--- {} ---\nstdout not read:\n{}\nstderr:\n{}",
+                self.name,
+                said.join("\n"),
+                self.stderr()
+            );
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Randomised tests that can be repeated: the seed is printed when the test fails, and LONGSHORE_SEED sets it.
+
+use std::{
+    env, thread,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{Rng, SeedableRng},
+};
+
+const VARIABLE: &str = "LONGSHORE_SEED";
+
+/// A test's source of random numbers.
+pub struct Random {
+    seed: u64,
+    generator: ChaCha8Rng,
+}
+
+impl Random {
+    /// From LONGSHORE_SEED, or from the clock.
+    pub fn new() -> Random {
+        let given = env::var(VARIABLE).ok().map(|text| {
+            text.parse().unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}, but must be a whole number"))
+        });
+        let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64);
+        let seed = given.unwrap_or_else(clock);
+        Random { seed, generator: ChaCha8Rng::seed_from_u64(seed) }
+    }
+
+    /// A whole number below `end`.
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.generator.next_u64() % end
+    }
+
+    /// A part of `longest`.
+    pub fn part_of(&mut self, longest: Duration) -> Duration {
+        longest.mul_f64(self.generator.next_u64() as f64 / u64::MAX as f64)
+    }
+}
+
+impl Default for Random {
+    fn default() -> Random {
+        Random::new()
+    }
+}
+
+impl Drop for Random {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("the random moments came from {VARIABLE}={}: set it to repeat them", self.seed);
+        }
+    }
+}
+
+/// Spends `time` between two events to come to a random moment. Spins: a sleep would be rounded up to the scheduler's
+/// tick, longer than many of the moments meant.
+pub fn spin(time: Duration) {
+    let start = Instant::now();
+    while start.elapsed() < time {
+        std::hint::spin_loop();
+    }
+}

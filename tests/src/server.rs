@@ -1,0 +1,160 @@
+//! A `longshored` of its own for each test, at an address of its own, whose log must stay free of warnings.
+
+use std::{
+    fmt::Write,
+    net::Ipv4Addr,
+    path::{Path, PathBuf},
+    process,
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+};
+
+use serde_json::Value;
+
+use crate::{binaries, process::Process};
+
+/// How a server is started.
+#[derive(Clone, Default)]
+pub struct ServerOptions {
+    threads: Option<usize>,
+    isa: Option<String>,
+    checkpoint_dir: Option<PathBuf>,
+    checkpoint_on_drain: bool,
+    allowed: Vec<String>,
+}
+
+impl ServerOptions {
+    pub fn new() -> ServerOptions {
+        ServerOptions::default()
+    }
+
+    pub fn threads(mut self, threads: usize) -> ServerOptions {
+        self.threads = Some(threads);
+        self
+    }
+
+    pub fn isa(mut self, isa: &str) -> ServerOptions {
+        self.isa = Some(isa.to_string());
+        self
+    }
+
+    pub fn checkpoint_dir(mut self, dir: &Path) -> ServerOptions {
+        self.checkpoint_dir = Some(dir.to_owned());
+        self
+    }
+
+    pub fn checkpoint_on_drain(mut self) -> ServerOptions {
+        self.checkpoint_on_drain = true;
+        self
+    }
+
+    /// Lines of level WARN or ERROR that contain `text` do not fail the test.
+    pub fn allow(mut self, text: &str) -> ServerOptions {
+        self.allowed.push(text.to_string());
+        self
+    }
+
+    /// Starts a server and waits until it listens.
+    pub fn start(self) -> Longshored {
+        let listen = format!("{}:0", own_address());
+        Longshored::start(self, &listen)
+    }
+}
+
+/// A server process. Killed on drop; a warning in its log that was not allowed fails the test then.
+pub struct Longshored {
+    options: ServerOptions,
+    address: String,
+    pub process: Process,
+}
+
+impl Longshored {
+    fn start(options: ServerOptions, listen: &str) -> Longshored {
+        let mut command = binaries::command("longshored");
+        command.args(["--listen", listen, "--log-format", "json", "--memory", "1GiB"]);
+        if let Some(threads) = options.threads {
+            command.args(["--threads", &threads.to_string()]);
+        }
+        if let Some(isa) = &options.isa {
+            command.env("LONGSHORE_ISA", isa);
+        }
+        if let Some(dir) = &options.checkpoint_dir {
+            command.arg("--checkpoint-dir").arg(dir);
+        }
+        if options.checkpoint_on_drain {
+            command.arg("--checkpoint-on-drain");
+        }
+        let process = Process::start(&format!("longshored on {listen}"), &mut command);
+        let line = process.line().unwrap_or_default();
+        let address = line.strip_prefix("longshored listening on ");
+        let address = address.unwrap_or_else(|| panic!("longshored did not say where it listens: {line:?}"));
+        Longshored { address: address.to_string(), options, process }
+    }
+
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// `kill -9`, and a new process with the same options at the same address.
+    pub fn kill_and_restart(&mut self) {
+        self.process.kill();
+        self.restart();
+    }
+
+    /// A new process with the same options at the same address, after the old one has ended.
+    pub fn restart(&mut self) {
+        self.check_log();
+        let address = self.address.clone();
+        *self = Longshored::start(self.options.clone(), &address);
+    }
+
+    /// The messages of the log, one a line, with their fields.
+    pub fn log(&self) -> Vec<Value> {
+        self.process.stderr().lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    fn check_log(&self) {
+        let mut unexpected = String::new();
+        for line in self.process.stderr().lines() {
+            let level = serde_json::from_str::<Value>(line).map(|value| value["level"].clone());
+            let loud = level.map_or(true, |level| level == "WARN" || level == "ERROR");
+            // A machine without huge pages is not what is tested.
+            let allowed =
+                ["huge pages refused"].into_iter().chain(self.options.allowed.iter().map(String::as_str));
+            if loud && !allowed.into_iter().any(|text| line.contains(text)) {
+                let _ = writeln!(unexpected, "{line}");
+            }
+        }
+        assert!(unexpected.is_empty(), "unexpected in the log of {}:\n{unexpected}", self.address);
+    }
+}
+
+impl Drop for Longshored {
+    fn drop(&mut self) {
+        self.process.kill();
+        if !thread::panicking() {
+            self.check_log();
+        }
+    }
+}
+
+/// `count` servers with the same options.
+pub fn servers(count: usize, options: &ServerOptions) -> Vec<Longshored> {
+    (0..count).map(|_| options.clone().start()).collect()
+}
+
+/// Their addresses, in order.
+pub fn addresses(servers: &[Longshored]) -> Vec<String> {
+    servers.iter().map(|server| server.address().to_string()).collect()
+}
+
+/// A loopback address for each server, so that its port is still free when it starts again. Elsewhere than on Linux only
+/// 127.0.0.1 answers.
+fn own_address() -> Ipv4Addr {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    if !cfg!(target_os = "linux") {
+        return Ipv4Addr::LOCALHOST;
+    }
+    let [.., high, low] = process::id().to_be_bytes();
+    Ipv4Addr::new(127, high, low, (NEXT.fetch_add(1, Ordering::Relaxed) % 254 + 1) as u8)
+}

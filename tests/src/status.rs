@@ -1,0 +1,41 @@
+//! `longshore status --json`: where jobs stand, from outside.
+
+use serde::Deserialize;
+
+use crate::command::longshore;
+
+#[derive(Clone, Debug, Deserialize)]
+pub struct JobStatus {
+    pub job: String,
+    pub servers: Vec<ServerStatus>,
+    pub state_version: Option<u64>,
+    pub state_hash: Option<String>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub struct ServerStatus {
+    pub address: String,
+    pub phase: String,
+    pub version: u64,
+    pub applied: u64,
+    pub pushed_bytes: u64,
+    pub pulled_bytes: u64,
+    pub waiting_for: String,
+    pub threads: u32,
+    pub isa: String,
+}
+
+/// All jobs of these servers.
+pub fn status(servers: &[String]) -> Vec<JobStatus> {
+    let output = longshore(["status", "--json", "--servers", &servers.join(",")]);
+    assert_eq!(output.code, 0, "{output:?}");
+    let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {line}"));
+    output.stdout.lines().map(parse).collect()
+}
+
+/// The only job of these servers.
+pub fn job_status(servers: &[String]) -> JobStatus {
+    let mut jobs = status(servers);
+    assert_eq!(jobs.len(), 1, "one job was expected: {jobs:?}");
+    jobs.remove(0)
+}

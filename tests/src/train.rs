@@ -1,0 +1,209 @@
+//! `longshore train` with a model small enough for a test and large enough for several shards.
+
+use std::{ffi::OsStr, process::Command, time::Duration};
+
+use tempfile::TempDir;
+
+use crate::{
+    binaries, corpus,
+    event::{End, Event, Start, Step},
+    process::Process,
+};
+
+/// One layer of this width is 268160 parameters: five blocks, so five shards of the smallest size.
+const MODEL: [&str; 10] =
+    ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "4"];
+
+/// A command that can be run again and again: the corpus stays as long as it does.
+pub struct Train {
+    corpus: TempDir,
+    servers: Vec<String>,
+    arguments: Vec<String>,
+    environment: Vec<(String, String)>,
+}
+
+impl Train {
+    /// On an embedded server until `servers` are named.
+    pub fn new(steps: u64) -> Train {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        corpus::write(folder.path());
+        let train =
+            Train { corpus: folder, servers: Vec::new(), arguments: Vec::new(), environment: Vec::new() };
+        train.args(MODEL).args(["--steps", &steps.to_string(), "--shard-elements", "65536"]).args([
+            "--eval-batches",
+            "1",
+            "--sample-bytes",
+            "0",
+            "--deadline-s",
+            "30",
+        ])
+    }
+
+    /// Adds flags. One given again replaces the one before.
+    pub fn args<Text: AsRef<str>>(mut self, arguments: impl IntoIterator<Item = Text>) -> Train {
+        let mut arguments = arguments.into_iter().map(|argument| argument.as_ref().to_string()).peekable();
+        while let Some(flag) = arguments.next() {
+            let value = arguments.next_if(|next| !next.starts_with("--"));
+            if let Some(at) = self.arguments.iter().position(|known| *known == flag) {
+                let end = at + 1 + usize::from(value.is_some());
+                self.arguments.drain(at..end);
+            }
+            self.arguments.push(flag);
+            self.arguments.extend(value);
+        }
+        self
+    }
+
+    pub fn servers(mut self, servers: &[String]) -> Train {
+        self.servers = servers.to_vec();
+        self
+    }
+
+    /// An environment variable of the process.
+    pub fn env(mut self, name: &str, value: &str) -> Train {
+        self.environment.push((name.to_string(), value.to_string()));
+        self
+    }
+
+    /// The command without `--json`.
+    pub fn command(&self) -> Command {
+        let mut command = binaries::command("longshore");
+        command.arg("train").args(&self.arguments).arg("--data").arg(self.corpus.path());
+        if !self.servers.is_empty() {
+            command.args(["--servers", &self.servers.join(",")]);
+        }
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    pub fn start(&self) -> Running {
+        self.start_with::<&str>([])
+    }
+
+    /// With more flags than the command itself has, such as `--rank` or `--resume`.
+    pub fn start_with<Text: AsRef<OsStr>>(&self, more: impl IntoIterator<Item = Text>) -> Running {
+        let mut command = self.command();
+        command.arg("--json").args(more);
+        Running { process: Process::start("longshore train", &mut command), events: Vec::new() }
+    }
+
+    /// Runs to the end of training.
+    pub fn run(&self) -> Run {
+        self.start().finish()
+    }
+}
+
+/// A training process.
+pub struct Running {
+    pub process: Process,
+    events: Vec<Event>,
+}
+
+impl Running {
+    /// The next event; None when stdout has ended.
+    pub fn event(&mut self) -> Option<&Event> {
+        let line = self.process.line()?;
+        let event = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error} in {line}"));
+        self.events.push(event);
+        self.events.last()
+    }
+
+    /// Reads on until `wanted` says yes.
+    ///
+    /// # Panics
+    /// When the process ends before.
+    pub fn until(&mut self, what: &str, mut wanted: impl FnMut(&Event) -> bool) -> &Event {
+        loop {
+            match self.event() {
+                Some(event) if wanted(event) => break,
+                Some(_) => {}
+                None => panic!("the worker ended before {what}"),
+            }
+        }
+        &self.events[self.events.len() - 1]
+    }
+
+    pub fn until_started(&mut self) -> &Event {
+        self.until("its first event", |event| matches!(event, Event::Start(_)))
+    }
+
+    /// Reads on until a step of at least this number is decided.
+    pub fn until_step(&mut self, least: u64) {
+        self.until(
+            &format!("step {least}"),
+            |event| matches!(event, Event::Step(step) if step.step >= least),
+        );
+    }
+
+    /// `kill -9`, and what it had said.
+    pub fn kill(mut self) -> Said {
+        self.process.kill();
+        while self.event().is_some() {}
+        Said { events: std::mem::take(&mut self.events) }
+    }
+
+    /// Waits for the end of a successful run.
+    pub fn finish(mut self) -> Run {
+        while self.event().is_some() {}
+        assert_eq!(self.process.code(), 0, "the worker failed: {}", self.process.stderr());
+        Run::from(Said { events: std::mem::take(&mut self.events) })
+    }
+
+    /// Waits for the end of a run that must fail with code 1, and returns what it says on stderr and what came before.
+    pub fn fails(mut self, deadline: Duration) -> (String, Said) {
+        let code = self.process.wait(deadline).code();
+        assert_eq!(code, Some(1), "the worker should have failed with code 1");
+        while self.event().is_some() {}
+        (self.process.stderr(), Said { events: std::mem::take(&mut self.events) })
+    }
+}
+
+/// All that a process said.
+pub struct Said {
+    pub events: Vec<Event>,
+}
+
+impl Said {
+    pub fn start(&self) -> Option<&Start> {
+        self.events.iter().find_map(|event| if let Event::Start(start) = event { Some(start) } else { None })
+    }
+
+    pub fn steps(&self) -> impl Iterator<Item = &Step> {
+        self.events.iter().filter_map(|event| if let Event::Step(step) = event { Some(step) } else { None })
+    }
+
+    /// The number of the last step it saw decided; 0 without one.
+    pub fn last_step(&self) -> u64 {
+        self.steps().last().map_or(0, |step| step.step)
+    }
+
+    /// Steps must be said one after the other, from the first one of `start`.
+    pub fn check_steps(&self) {
+        let Some(start) = self.start() else { return };
+        for (step, expected) in self.steps().zip(start.first_step..) {
+            assert_eq!(step.step, expected, "steps must follow one another");
+        }
+    }
+}
+
+/// A run to the end.
+pub struct Run {
+    pub said: Said,
+    pub start: Start,
+    pub end: End,
+}
+
+impl From<Said> for Run {
+    /// # Panics
+    /// When a step is missing.
+    fn from(said: Said) -> Run {
+        let start = said.start().cloned().expect("a start event");
+        let end =
+            said.events.iter().find_map(|event| if let Event::End(end) = event { Some(end) } else { None });
+        let end = end.cloned().expect("an end event");
+        said.check_steps();
+        assert_eq!(said.last_step(), start.steps.max(start.first_step - 1), "the last step must be said too");
+        assert_eq!(end.version, start.steps);
+        Run { said, start, end }
+    }
+}

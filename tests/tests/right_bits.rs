@@ -1,0 +1,113 @@
+//! Every bit that a run computes is the one a plain loop computes: master weights, moments, images, losses, norms.
+
+use longshore_proto::Dtype;
+use longshore_tests::conformance::{
+    cluster::Cluster,
+    gpt::Bytes,
+    plan::{Delay, Plan, Scale},
+    run::check,
+    synthetic::Synthetic,
+};
+use longshore_worker::{Budget, LossScalerOptions};
+
+/// Every combination, over two servers.
+#[test]
+fn exact_steps_have_the_bits_of_a_plain_loop() {
+    let (cluster, model) = (Cluster::start(2), Synthetic::default());
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        for world in [1, 2] {
+            for micro_steps in [1, 4] {
+                for clip in [None, Some(1.0)] {
+                    let scale = Scale::Fixed(if dtype == Dtype::F16 { 1024.0 } else { 1.0 });
+                    let plan = Plan { world, micro_steps, clip, scale, ..Plan::exact(5) };
+                    let plan = Plan { gradient: dtype, image: dtype, ..plan };
+                    let job = format!("{dtype}-{world}-{micro_steps}-{}", clip.is_some());
+                    let trace = check(&cluster, &model, &plan, &job);
+                    // The cases are different ones: clipping clips, and the wire's type is there to be seen.
+                    assert_eq!(trace.steps[0].clip_coefficient < 1.0, clip.is_some());
+                    assert!(trace.steps.iter().all(|step| !step.skip && step.norm > Some(0.0)));
+                }
+            }
+        }
+    }
+}
+
+/// Gradients in one type and images in another; shards of several chunks; a clip that seldom clips.
+#[test]
+fn mixed_types_and_large_shards_have_the_bits_of_a_plain_loop() {
+    let (cluster, model) = (Cluster::start(1), Synthetic::default());
+    let cases = [(Dtype::F32, Dtype::F32), (Dtype::F16, Dtype::Bf16), (Dtype::Bf16, Dtype::F32)];
+    for (gradient, image) in cases {
+        let plan = Plan { gradient, image, world: 2, clip: Some(92.0), shard_blocks: 5, ..Plan::exact(5) };
+        check(&cluster, &model, &plan, &format!("mixed-{gradient}-{image}"));
+    }
+}
+
+#[test]
+fn weights_pulled_on_demand_give_the_same_bits() {
+    let (cluster, model) = (Cluster::start(2), Synthetic::default());
+    let whole = Plan { world: 2, micro_steps: 2, clip: Some(1.0), ..Plan::exact(5) };
+    let staged = Plan { on_demand: true, ..whole };
+    assert_eq!(check(&cluster, &model, &whole, "whole"), check(&cluster, &model, &staged, "staged"));
+    let delay = Some(Delay { warmup: 2, drain_every: 4, compensation: 0.0 });
+    check(&cluster, &model, &Plan { delay, steps: 9, ..staged }, "staged-delayed");
+}
+
+/// Warm-up, delayed steps, evaluations that drain, the end; with and without compensation.
+#[test]
+fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
+    let (cluster, model) = (Cluster::start(2), Synthetic::default());
+    for (name, world, compensation) in [("plain", 1, 0.0), ("half", 2, 0.5), ("full", 1, 1.0)] {
+        let delay = Some(Delay { warmup: 3, drain_every: 5, compensation });
+        let plan = Plan { delay, world, clip: Some(1.0), ..Plan::exact(13) };
+        let trace = check(&cluster, &model, &plan, name);
+        let reads: Vec<u64> = trace.steps.iter().map(|step| step.reads).collect();
+        assert_eq!(reads, [0, 1, 2, 2, 3, 5, 5, 6, 7, 8, 10, 10, 11]);
+        let evaluated: Vec<u64> = trace.images.iter().map(|(version, _)| *version).collect();
+        assert_eq!(evaluated, [5, 10, 13]);
+    }
+}
+
+/// A delayed step is scaled, and unscaled, by the loss scale of the version it reads.
+#[test]
+fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
+    let (cluster, model) = (Cluster::start(2), Synthetic::default());
+    let options = LossScalerOptions {
+        initial: f64::from(1 << 20),
+        window: 3,
+        hysteresis: 1,
+        consecutive_hysteresis: false,
+        min: 1.0,
+    };
+    for world in [1, 2] {
+        let delay = Some(Delay { warmup: 1, drain_every: 6, compensation: 0.0 });
+        let plan = Plan { delay, world, clip: Some(1.0), scale: Scale::Dynamic(options), ..Plan::exact(20) };
+        let plan = Plan { gradient: Dtype::F16, image: Dtype::F16, micro_steps: 2, ..plan };
+        let trace = check(&cluster, &model, &plan, &format!("scaled-{world}"));
+        let steps = &trace.steps;
+        assert_eq!(steps[0].scale, options.initial);
+        assert!(steps.iter().any(|step| step.skip) && steps.iter().any(|step| !step.skip));
+        // The scale changed while a step that does not see the change yet was under way.
+        let stale = |step: &_| {
+            let longshore_tests::conformance::reference::Step { step, reads, scale, .. } = step;
+            *reads + 2 == *step && *scale != steps[*step as usize - 2].scale_next
+        };
+        assert!(steps.iter().filter(|step| stale(step)).count() > 2);
+    }
+}
+
+/// The trainer's own model and arithmetic, at stage 2 and 3.
+#[test]
+fn a_gpt_has_the_bits_of_a_plain_loop() {
+    let (cluster, model) = (Cluster::start(1), Bytes::new(Budget::unlimited("host")));
+    let exact = Plan { micro_steps: 2, clip: Some(1.0), ..Plan::exact(6) };
+    let two = check(&cluster, &model, &exact, "gpt");
+    assert_eq!(two, check(&cluster, &model, &Plan { on_demand: true, ..exact }, "gpt-staged"));
+    let first = f32::from_bits(two.steps[0].losses[0]);
+    assert!((first - 256f32.ln()).abs() < 0.2, "an untrained model's loss is {first}");
+    let scale = Scale::Fixed(4096.0);
+    let half = Plan { gradient: Dtype::F16, image: Dtype::F16, scale, world: 2, ..Plan::exact(4) };
+    check(&cluster, &model, &half, "gpt-f16");
+    let delay = Some(Delay { warmup: 2, drain_every: 4, compensation: 0.5 });
+    check(&cluster, &model, &Plan { delay, world: 2, ..Plan::exact(9) }, "gpt-delayed");
+}

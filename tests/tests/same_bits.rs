@@ -1,0 +1,92 @@
+//! The same job has the same bits however it is spread: over servers, shards, threads and instruction sets.
+
+use longshore_tests::{
+    server::{self, ServerOptions},
+    status::job_status,
+    train::Train,
+};
+
+const STEPS: u64 = 50;
+
+/// What the bits must not depend on.
+#[derive(Clone, Copy, Debug)]
+struct Setup {
+    /// 0: embedded in the worker.
+    servers: usize,
+    shard_elements: u64,
+    threads: usize,
+    isa: Option<&'static str>,
+}
+
+const PLAIN: Setup = Setup { servers: 0, shard_elements: 65536, threads: 1, isa: None };
+
+/// Trains to the end and returns the state hash, after comparing it with the one `longshore status` prints.
+fn hash(setup: Setup, job: &[&str]) -> String {
+    let mut options = ServerOptions::new().threads(setup.threads);
+    let shard_elements = setup.shard_elements.to_string();
+    let mut train = Train::new(STEPS).args(["--shard-elements", &shard_elements]).args(job);
+    if let Some(isa) = setup.isa {
+        options = options.isa(isa);
+        train = train.env("LONGSHORE_ISA", isa);
+    }
+    if setup.servers == 0 {
+        return train.args(["--threads", &setup.threads.to_string()]).run().end.state_hash;
+    }
+    let servers = server::servers(setup.servers, &options);
+    let addresses = server::addresses(&servers);
+    let run = train.servers(&addresses).run();
+    let status = job_status(&addresses);
+    assert_eq!(status.state_hash.as_deref(), Some(run.end.state_hash.as_str()), "{setup:?}");
+    assert_eq!(status.state_version, Some(STEPS), "{setup:?}");
+    for server in &status.servers {
+        assert_eq!((server.version, server.applied), (STEPS, STEPS), "{setup:?}");
+        assert_eq!(server.threads as usize, setup.threads, "the setup must be what runs");
+        assert!(setup.isa.is_none_or(|isa| server.isa == isa), "{setup:?}: runs with {}", server.isa);
+        assert!(server.pushed_bytes > 0, "{setup:?}: a server that takes no part");
+    }
+    run.end.state_hash
+}
+
+/// Every setup must end with the hash of the first.
+fn compare(setups: &[Setup], job: &[&str]) {
+    let expected = hash(setups[0], job);
+    for &setup in &setups[1..] {
+        assert_eq!(hash(setup, job), expected, "{setup:?} against {:?}", setups[0]);
+    }
+}
+
+#[test]
+fn one_rank_has_the_same_bits_on_any_servers() {
+    let mut setups = vec![PLAIN];
+    for servers in [1, 2, 3] {
+        for shard_elements in [65536, 131072] {
+            setups.push(Setup { servers, shard_elements, ..PLAIN });
+        }
+    }
+    setups.push(Setup { threads: 2, ..PLAIN });
+    setups.push(Setup { servers: 2, threads: 2, ..PLAIN });
+    setups.push(Setup { isa: Some("scalar"), ..PLAIN });
+    setups.push(Setup { servers: 1, isa: Some("scalar"), ..PLAIN });
+    setups.push(Setup { servers: 3, shard_elements: 131072, threads: 2, isa: Some("scalar") });
+    compare(&setups, &[]);
+}
+
+#[test]
+fn two_ranks_have_the_same_bits_on_any_servers() {
+    let setups = [PLAIN, Setup { servers: 3, shard_elements: 131072, threads: 2, ..PLAIN }];
+    compare(&setups, &["--world-size", "2", "--micro-steps", "2"]);
+}
+
+#[test]
+fn a_delayed_job_has_the_same_bits_on_any_servers() {
+    let setups = [PLAIN, Setup { servers: 2, isa: Some("scalar"), ..PLAIN }];
+    compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
+}
+
+/// Else the comparisons above would hold for any hash at all.
+#[test]
+fn other_jobs_have_other_bits() {
+    let hashes =
+        [&[][..], &["--seed", "2"], &["--delay", "1", "--warmup-steps", "5"]].map(|job| hash(PLAIN, job));
+    assert!(hashes[0] != hashes[1] && hashes[0] != hashes[2], "{hashes:?}");
+}

@@ -1,0 +1,92 @@
+//! What a pipeline needs of the commit that was joined at, to go on as if nothing had happened.
+
+use longshore_proto::Version;
+
+use super::{envelope::Envelope, options::PipelineOptions};
+use crate::{error::Result, loss_scale::LossScaler, session::Joined};
+
+/// Where to go on from.
+pub(super) struct Resume {
+    pub(super) scaler: LossScaler,
+    pub(super) scales: Vec<(Version, f64)>,
+    /// Paused at the floor: the version waits for an operator.
+    pub(super) floor: Option<(Version, f64)>,
+    pub(super) trainer: Option<Vec<u8>>,
+}
+
+impl Resume {
+    pub(super) fn from(joined: &Joined, options: &PipelineOptions) -> Result<Resume> {
+        let Some(commit) = &joined.last_commit else {
+            let scaler = options.scaler.clone();
+            let scales = vec![(joined.version, scaler.scale())];
+            return Ok(Resume { scaler, scales, floor: None, trainer: None });
+        };
+        let Envelope { mut scaler, at_floor, previous_loss_scale, trainer } =
+            Envelope::decode(&commit.trainer_state)?;
+        // The server's word: an operator may have resumed with another scale.
+        if scaler.scale() != commit.loss_scale {
+            scaler.set_scale(commit.loss_scale)?;
+        }
+        let mut scales = vec![(Version(joined.version.0 - 1), previous_loss_scale)];
+        let now = (joined.version, commit.loss_scale);
+        let floor = (at_floor && joined.paused.is_some()).then_some(now);
+        if floor.is_none() {
+            scales.push(now);
+        }
+        Ok(Resume { scaler, scales, floor, trainer: Some(trainer) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::{Commit, Incarnation, Step};
+
+    use super::*;
+    use crate::loss_scale::LossScalerOptions;
+
+    fn joined(at_floor: bool, loss_scale: f64, paused: Option<String>) -> Joined {
+        let options = LossScalerOptions { initial: 8.0, min: 8.0, ..Default::default() };
+        let scaler = LossScaler::dynamic(options).unwrap();
+        let envelope = Envelope { scaler, at_floor, previous_loss_scale: 16.0, trainer: b"loader".to_vec() };
+        let commit = Commit {
+            step: Step(3),
+            skip: at_floor,
+            gradient_scale: 1.0,
+            clip_coefficient: 1.0,
+            compensation: 0.0,
+            groups: Vec::new(),
+            norm: 0.0,
+            loss_scale,
+            trainer_state: envelope.encode(),
+        };
+        let (incarnation, version) = (Incarnation(1), Version(3));
+        Joined { incarnation, version, applied: 3, last_commit: Some(commit), paused }
+    }
+
+    fn resume(joined: &Joined) -> Resume {
+        let options = PipelineOptions::new(LossScaler::fixed(1.0).unwrap(), |_| Vec::new());
+        Resume::from(joined, &options).unwrap()
+    }
+
+    #[test]
+    fn scaler_scales_and_trainer_come_from_the_commit() {
+        let resume = resume(&joined(false, 8.0, None));
+        assert_eq!(resume.scaler.scale(), 8.0);
+        assert_eq!(resume.scales, [(Version(2), 16.0), (Version(3), 8.0)]);
+        assert_eq!(resume.trainer.as_deref(), Some(&b"loader"[..]));
+    }
+
+    #[test]
+    fn an_operators_scale_counts() {
+        let resume = resume(&joined(true, 0.5, None));
+        assert_eq!((resume.scaler.scale(), resume.floor), (0.5, None));
+        assert_eq!(resume.scales[1], (Version(3), 0.5));
+    }
+
+    #[test]
+    fn paused_at_the_floor_the_version_waits_for_an_operator() {
+        let resume = resume(&joined(true, 8.0, Some("overflow".into())));
+        assert_eq!(resume.floor, Some((Version(3), 8.0)));
+        assert_eq!(resume.scales, [(Version(2), 16.0)]);
+    }
+}
