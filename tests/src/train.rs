@@ -135,6 +135,13 @@ impl Running {
         );
     }
 
+    /// Reads on until this many more steps are decided.
+    pub fn until_steps(&mut self, count: u64) {
+        for _ in 0..count {
+            self.until("its next step", |event| matches!(event, Event::Step(_)));
+        }
+    }
+
     /// `kill -9`, and what it had said.
     pub fn kill(mut self) -> Said {
         self.process.kill();
@@ -202,7 +209,8 @@ impl From<Said> for Run {
             said.events.iter().find_map(|event| if let Event::End(end) = event { Some(end) } else { None });
         let end = end.cloned().expect("an end event");
         said.check_steps();
-        assert_eq!(said.last_step(), start.steps.max(start.first_step - 1), "the last step must be said too");
+        let last = if start.first_step > start.steps { 0 } else { start.steps };
+        assert_eq!(said.last_step(), last, "the last step must be said too");
         assert_eq!(end.version, start.steps);
         Run { said, start, end }
     }

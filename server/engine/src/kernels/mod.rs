@@ -13,6 +13,7 @@
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 mod aarch64;
 mod isa;
+mod low;
 mod scalar;
 mod scalars;
 mod slices;
@@ -24,8 +25,13 @@ mod vector;
 mod x86;
 
 pub use self::isa::{ISA_VARIABLE, Isa, IsaError};
+pub use self::low::{
+    Code, MasterFormat, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, Random, StateFormat, StateLow,
+    bytes_per_parameter,
+};
 pub use self::scalars::{AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars};
 pub use longshore_proto::{Hyper, Rule};
+use std::ops::Range;
 
 pub use self::slices::{Gradient, ImageMut, State};
 
@@ -130,4 +136,51 @@ pub fn accumulate_figures(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f
 pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
     assert_eq!(image.len(), source.len(), "image against source");
     dispatch!(isa, cast(source, image))
+}
+
+/// One optimizer step of a range of whole [`QUANTIZATION_BLOCK`]s whose state is in any formats; for the rest as
+/// [`update`]. A param group may begin anywhere in a block, at a multiple of 16: `segments` say which constants are
+/// for which part of the range, one after another and leaving nothing out.
+///
+/// The rules compute in f32. What they leave is rounded stochastically, by bits that depend on `random` and the
+/// index of an element alone.
+///
+/// # Panics
+/// If lengths differ, the range or its beginning is not a multiple of blocks, segments leave gaps or differ in their
+/// rule, a state slot that the rule uses is missing or one that it does not use is not empty, or this CPU does not
+/// have `isa`.
+pub fn update_low(
+    isa: Isa,
+    segments: &[(Range<usize>, &Scalars)],
+    gradient: Gradient<'_>,
+    state: StateLow<'_>,
+    image: ImageMut<'_>,
+    compensation: f32,
+    random: Random,
+) {
+    state.check(segments, gradient, &image, random);
+    dispatch!(isa, update_low(segments, gradient, state, image, compensation, random))
+}
+
+/// The values of a moment, whose 8-bit codes are `code`.
+///
+/// # Panics
+/// If lengths differ or this CPU does not have `isa`.
+pub fn decode(isa: Isa, code: Code, moment: Moment<'_>, to: &mut [f32]) {
+    moment.check("moment", to.len());
+    dispatch!(isa, decode(code, moment, to))
+}
+
+/// A moment of these values, rounded to nearest (bf16: ties to even; 8 bits: ties away from zero).
+///
+/// # Panics
+/// If lengths differ or this CPU does not have `isa`.
+pub fn encode(isa: Isa, code: Code, from: &[f32], moment: MomentMut<'_>) {
+    moment.as_ref().check("moment", from.len());
+    match moment {
+        MomentMut::Empty => {}
+        MomentMut::F32(x) => cast(isa, from, ImageMut::F32(x)),
+        MomentMut::Bf16(x) => cast(isa, from, ImageMut::Bf16(x)),
+        MomentMut::Block8 { codes, scales } => dispatch!(isa, encode(code, from, codes, scales)),
+    }
 }

@@ -113,6 +113,11 @@ impl Scalars {
         }
     }
 
+    /// Whether a step with these changes the state. SGD without momentum leaves it as it is.
+    pub(super) fn writes_state(&self) -> bool {
+        !matches!(self, Scalars::Sgd(scalars) if scalars.momentum == 0.0)
+    }
+
     pub fn rule(&self) -> Rule {
         match self {
             Scalars::AdamW(_) => Rule::AdamW,

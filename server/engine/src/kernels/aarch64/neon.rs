@@ -7,7 +7,7 @@ use std::arch::aarch64::*;
 
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
-use super::super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
+use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
 
 entry_points!(Neon, "neon");
 
@@ -27,6 +27,7 @@ macro_rules! each {
 impl Lanes for Neon {
     type Half = [uint16x4_t; 4];
     type Sums = [float64x2_t; 8];
+    type Words = [uint32x4_t; 4];
 
     /// Non-temporal pairs (STNP) are a hint that the cores at hand ignore: ordinary stores.
     const STREAM_ALIGNMENT: usize = 1;
@@ -128,6 +129,143 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        Neon(each!(vminq_f32, self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn lookup(self, index: Self::Words) -> Self {
+        let table = bytes_of(self);
+        Neon([
+            lookup(table, index[0]),
+            lookup(table, index[1]),
+            lookup(table, index[2]),
+            lookup(table, index[3]),
+        ])
+    }
+
+    #[inline(always)]
+    unsafe fn to_words(self) -> Self::Words {
+        each!(vreinterpretq_u32_f32, self.0)
+    }
+
+    #[inline(always)]
+    unsafe fn from_words(words: Self::Words) -> Self {
+        Neon(each!(vreinterpretq_f32_u32, words))
+    }
+
+    #[inline(always)]
+    unsafe fn convert(words: Self::Words) -> Self {
+        Neon(each!(convert, words))
+    }
+
+    #[inline(always)]
+    unsafe fn truncate(self) -> Self::Words {
+        each!(truncate, self.0)
+    }
+
+    #[inline(always)]
+    unsafe fn splat_words(x: u32) -> Self::Words {
+        [vdupq_n_u32(x); 4]
+    }
+
+    #[inline(always)]
+    unsafe fn load_words(from: *const u32) -> Self::Words {
+        [vld1q_u32(from), vld1q_u32(from.add(4)), vld1q_u32(from.add(8)), vld1q_u32(from.add(12))]
+    }
+
+    #[inline(always)]
+    unsafe fn store_words(words: Self::Words, to: *mut u32) {
+        vst1q_u32(to, words[0]);
+        vst1q_u32(to.add(4), words[1]);
+        vst1q_u32(to.add(8), words[2]);
+        vst1q_u32(to.add(12), words[3]);
+    }
+
+    #[inline(always)]
+    unsafe fn load_unsigned_bytes(from: *const u8) -> Self::Words {
+        let bytes = vld1q_u8(from);
+        let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
+        [
+            vmovl_u16(vget_low_u16(low)),
+            vmovl_high_u16(low),
+            vmovl_u16(vget_low_u16(high)),
+            vmovl_high_u16(high),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn load_signed_bytes(from: *const u8) -> Self::Words {
+        let bytes = vreinterpretq_s8_u8(vld1q_u8(from));
+        let (low, high) = (vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes));
+        [
+            vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(low))),
+            vreinterpretq_u32_s32(vmovl_high_s16(low)),
+            vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(high))),
+            vreinterpretq_u32_s32(vmovl_high_s16(high)),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn store_bytes(words: Self::Words, to: *mut u8) {
+        let low = vcombine_u16(vmovn_u32(words[0]), vmovn_u32(words[1]));
+        let high = vcombine_u16(vmovn_u32(words[2]), vmovn_u32(words[3]));
+        vst1q_u8(to, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+    }
+
+    #[inline(always)]
+    unsafe fn upper_half(words: Self::Words) -> Self::Half {
+        each!(upper_half, words)
+    }
+
+    #[inline(always)]
+    unsafe fn add_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        each!(vaddq_u32, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn mul_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        each!(vmulq_u32, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn and_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        each!(vandq_u32, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn or_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        each!(vorrq_u32, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn xor_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        each!(veorq_u32, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn max_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        each!(max, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn shift_left<const BITS: u32>(words: Self::Words) -> Self::Words {
+        let bits = vdupq_n_s32(BITS as i32);
+        each!(vshlq_u32, words, [bits; 4])
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right<const BITS: u32>(words: Self::Words) -> Self::Words {
+        let bits = vdupq_n_s32(-(BITS as i32));
+        each!(vshlq_u32, words, [bits; 4])
+    }
+
+    #[inline(always)]
+    unsafe fn sign_mask(words: Self::Words) -> Self::Words {
+        each!(sign_mask, words)
+    }
+
+    #[inline(always)]
     unsafe fn no_sums() -> Self::Sums {
         [vdupq_n_f64(0.0); 8]
     }
@@ -199,4 +337,43 @@ unsafe fn narrow_bf16(x: float32x4_t) -> uint16x4_t {
 #[inline(always)]
 unsafe fn add_square(sum: float64x2_t, x: float64x2_t) -> float64x2_t {
     vaddq_f64(sum, vmulq_f64(x, x))
+}
+
+#[inline(always)]
+unsafe fn convert(words: uint32x4_t) -> float32x4_t {
+    vcvtq_f32_s32(vreinterpretq_s32_u32(words))
+}
+
+#[inline(always)]
+unsafe fn truncate(x: float32x4_t) -> uint32x4_t {
+    vreinterpretq_u32_s32(vcvtq_s32_f32(x))
+}
+
+#[inline(always)]
+unsafe fn upper_half(words: uint32x4_t) -> uint16x4_t {
+    vshrn_n_u32::<16>(words)
+}
+
+#[inline(always)]
+unsafe fn max(a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+    vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)))
+}
+
+#[inline(always)]
+unsafe fn sign_mask(words: uint32x4_t) -> uint32x4_t {
+    vreinterpretq_u32_s32(vshrq_n_s32::<31>(vreinterpretq_s32_u32(words)))
+}
+
+#[inline(always)]
+unsafe fn bytes_of(table: Neon) -> uint8x16x4_t {
+    let bytes = each!(vreinterpretq_u8_f32, table.0);
+    uint8x16x4_t(bytes[0], bytes[1], bytes[2], bytes[3])
+}
+
+/// Table lookup is of bytes: each index becomes the places of its four bytes.
+#[inline(always)]
+unsafe fn lookup(table: uint8x16x4_t, index: uint32x4_t) -> float32x4_t {
+    let index = vandq_u32(index, vdupq_n_u32(15));
+    let places = vmlaq_u32(vdupq_n_u32(0x0302_0100), index, vdupq_n_u32(0x0404_0404));
+    vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(places)))
 }

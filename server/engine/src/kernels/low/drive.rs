@@ -1,7 +1,7 @@
 //! The order of passes over a range: the same for every instruction set, which supplies the passes.
 
 use super::super::{Gradient, ImageMut, Scalars, State};
-use super::random::{Half, Key, Random};
+use super::random::{Half, Key, Random, Usage};
 use super::{Code, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, StateLow};
 use std::ops::Range;
 
@@ -14,7 +14,14 @@ pub(in super::super) const CHUNK: usize = 4 * BLOCK;
 /// What an instruction set does with one block (`update`: with up to a chunk). Slices are as long as each other.
 pub(in super::super) trait Passes: Copy {
     /// [`update`](super::super::update), without an image where there is `None`.
-    fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>, compensation: f32);
+    fn update(
+        self,
+        s: &Scalars,
+        gradient: Gradient,
+        state: State,
+        image: Option<ImageMut>,
+        compensation: f32,
+    );
     fn widen_bf16(self, from: &[u16], to: &mut [f32]);
     fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
     /// The bits of elements `first` and on.
@@ -54,20 +61,22 @@ pub(in super::super) fn update<P: Passes>(
     compensation: f32,
     random: Random,
 ) {
-    let scratch = &mut Scratch {
-        master: [0.0; CHUNK],
-        first: [0.0; CHUNK],
-        second: [0.0; CHUNK],
-        random: [0; BLOCK],
-    };
+    let scratch =
+        &mut Scratch { master: [0.0; CHUNK], first: [0.0; CHUNK], second: [0.0; CHUNK], random: [0; BLOCK] };
+    let Some((_, scalars)) = segments.first() else { return };
+    let codes = [0, 1].map(|slot| Code::of(scalars.rule(), slot));
     for start in (0..gradient.len()).step_by(CHUNK) {
         let chunk = start..(start + CHUNK).min(gradient.len());
-        load(passes, &state, &chunk, scratch);
+        load(passes, codes, &state, &chunk, scratch);
+        let mut written = [false; CHUNK / BLOCK];
         let mut at = start;
         while at < chunk.end {
             let (range, scalars) = &segments[0];
             let part = at..range.end.min(chunk.end);
             let inside = part.start - start..part.end - start;
+            if scalars.writes_state() {
+                written[inside.start / BLOCK..inside.end.div_ceil(BLOCK)].fill(true);
+            }
             let (master, image) = match &mut state.master {
                 MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
                 MasterMut::Bf16(_) => (&mut scratch.master[inside.clone()], None),
@@ -79,11 +88,21 @@ pub(in super::super) fn update<P: Passes>(
             };
             passes.update(scalars, gradient.slice(part.clone()), part_state, image, compensation);
             at = part.end;
-            if at == range.end && at < gradient.len() {
+            if at == range.end {
                 segments = &segments[1..];
             }
         }
-        store(passes, &mut state, &chunk, scratch, &mut image, compensation, random);
+        store(passes, codes, &mut state, &chunk, written, scratch, random);
+        if let MasterMut::Bf16(master) = &mut state.master {
+            store_master(
+                passes,
+                &mut master[chunk.clone()],
+                scratch,
+                image.slice(chunk),
+                compensation,
+                random.after(start),
+            );
+        }
     }
     passes.finish();
 }
@@ -104,20 +123,62 @@ fn floats<'a>(
 }
 
 #[inline(always)]
-fn load<P: Passes>(passes: P, state: &StateLow, chunk: &Range<usize>, scratch: &mut Scratch) {
+fn load<P: Passes>(
+    passes: P,
+    codes: [Code; 2],
+    state: &StateLow,
+    chunk: &Range<usize>,
+    scratch: &mut Scratch,
+) {
     if let MasterMut::Bf16(x) = &state.master {
         passes.widen_bf16(&x[chunk.clone()], &mut scratch.master[..chunk.len()]);
     }
-    for (moment, code, floats) in [
-        (&state.first, state.first_code, &mut scratch.first),
-        (&state.second, Code::Unsigned, &mut scratch.second),
-    ] {
+    let moments = [(&state.first, &mut scratch.first), (&state.second, &mut scratch.second)];
+    for ((moment, floats), code) in moments.into_iter().zip(codes) {
         match moment {
             MomentMut::Empty | MomentMut::F32(_) => {}
             MomentMut::Bf16(x) => passes.widen_bf16(&x[chunk.clone()], &mut floats[..chunk.len()]),
             MomentMut::Block8 { codes, scales } => {
-                for (block, to) in chunk.clone().step_by(BLOCK).zip(floats.chunks_exact_mut(BLOCK)) {
-                    passes.decode(code, &codes[block..block + BLOCK], scales[block / BLOCK], to);
+                let scales = &scales[chunk.start / BLOCK..chunk.end / BLOCK];
+                let moment = Moment::Block8 { codes: &codes[chunk.clone()], scales };
+                decode(passes, code, moment, &mut floats[..chunk.len()]);
+            }
+        }
+    }
+}
+
+/// Encodes the moments of the blocks that were written: state that a rule leaves alone keeps its bits.
+#[inline(always)]
+fn store<P: Passes>(
+    passes: P,
+    codes: [Code; 2],
+    state: &mut StateLow,
+    chunk: &Range<usize>,
+    written: [bool; CHUNK / BLOCK],
+    scratch: &mut Scratch,
+    random: Random,
+) {
+    let exact = |moment: &MomentMut| matches!(moment, MomentMut::Empty | MomentMut::F32(_));
+    if exact(&state.first) && exact(&state.second) {
+        return;
+    }
+    for (index, start) in chunk.clone().step_by(BLOCK).enumerate().filter(|(index, _)| written[*index]) {
+        let element = random.after(start).first_element;
+        passes.random(random.key(element, Usage::Moments), element as u32, &mut scratch.random);
+        let inside = index * BLOCK..(index + 1) * BLOCK;
+        let moments = [
+            (&mut state.first, &scratch.first[inside.clone()], Half::Low),
+            (&mut state.second, &scratch.second[inside], Half::High),
+        ];
+        for ((moment, floats, half), code) in moments.into_iter().zip(codes) {
+            match moment {
+                MomentMut::Empty | MomentMut::F32(_) => {}
+                MomentMut::Bf16(x) => {
+                    passes.round_bf16(floats, &scratch.random, half, &mut x[start..start + BLOCK]);
+                }
+                MomentMut::Block8 { codes, scales } => {
+                    let codes = &mut codes[start..start + BLOCK];
+                    scales[start / BLOCK] = passes.encode(code, floats, &scratch.random, half, codes);
                 }
             }
         }
@@ -125,54 +186,20 @@ fn load<P: Passes>(passes: P, state: &StateLow, chunk: &Range<usize>, scratch: &
 }
 
 #[inline(always)]
-fn store<P: Passes>(
+fn store_master<P: Passes>(
     passes: P,
-    state: &mut StateLow,
-    chunk: &Range<usize>,
+    master: &mut [u16],
     scratch: &mut Scratch,
-    image: &mut ImageMut,
+    mut image: ImageMut,
     compensation: f32,
     random: Random,
 ) {
-    let rounds = |moment: &MomentMut| matches!(moment, MomentMut::Bf16(_) | MomentMut::Block8 { .. });
-    let moments = rounds(&state.first) || rounds(&state.second);
-    for block in chunk.clone().step_by(BLOCK) {
-        let (part, inside) = (block..block + BLOCK, block - chunk.start..block - chunk.start + BLOCK);
-        let element = random.first_element + block as u64;
-        // Every block is inside one 2^32, and keys cost some thirty scalar instructions for its 256 elements.
-        let [moment_key, master_key] = random.keys(element >> 32);
-        let bits = &mut scratch.random;
-        if moments {
-            passes.random(moment_key, element as u32, bits);
-            let code = state.first_code;
-            store_moment(passes, &mut state.first, code, &scratch.first[inside.clone()], bits, Half::Low, &part);
-            let second = &scratch.second[inside.clone()];
-            store_moment(passes, &mut state.second, Code::Unsigned, second, bits, Half::High, &part);
-        }
-        if let MasterMut::Bf16(master) = &mut state.master {
-            passes.random(master_key, element as u32, bits);
-            let (new, image) = (&scratch.master[inside], image.slice(part.clone()));
-            passes.round_master(new, bits, &mut master[part], image, compensation);
-        }
-    }
-}
-
-#[inline(always)]
-fn store_moment<P: Passes>(
-    passes: P,
-    moment: &mut MomentMut,
-    code: Code,
-    floats: &[f32],
-    random: &[u32; BLOCK],
-    half: Half,
-    part: &Range<usize>,
-) {
-    match moment {
-        MomentMut::Empty | MomentMut::F32(_) => {}
-        MomentMut::Bf16(x) => passes.round_bf16(floats, random, half, &mut x[part.clone()]),
-        MomentMut::Block8 { codes, scales } => {
-            scales[part.start / BLOCK] = passes.encode(code, floats, random, half, &mut codes[part.clone()]);
-        }
+    for (index, master) in master.chunks_exact_mut(BLOCK).enumerate() {
+        let inside = index * BLOCK..(index + 1) * BLOCK;
+        let element = random.after(inside.start).first_element;
+        passes.random(random.key(element, Usage::Master), element as u32, &mut scratch.random);
+        let new = &scratch.master[inside.clone()];
+        passes.round_master(new, &scratch.random, master, image.slice(inside), compensation);
     }
 }
 
@@ -183,16 +210,23 @@ pub(in super::super) fn decode<P: Passes>(passes: P, code: Code, moment: Moment,
         Moment::F32(x) => to.copy_from_slice(x),
         Moment::Bf16(x) => passes.widen_bf16(x, to),
         Moment::Block8 { codes, scales } => {
-            for ((from, &scale), to) in codes.chunks_exact(BLOCK).zip(scales).zip(to.chunks_exact_mut(BLOCK)) {
+            for ((from, &scale), to) in codes.chunks_exact(BLOCK).zip(scales).zip(to.chunks_exact_mut(BLOCK))
+            {
                 passes.decode(code, from, scale, to);
             }
         }
     }
 }
 
-/// See [`super::super::encode`]. Half a unit for random bits is rounding to nearest. `Bf16` and `F32` are `cast`'s.
+/// See [`super::super::encode`]: of 8-bit codes. Half a unit for random bits is rounding to nearest.
 #[inline(always)]
-pub(in super::super) fn encode<P: Passes>(passes: P, code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]) {
+pub(in super::super) fn encode<P: Passes>(
+    passes: P,
+    code: Code,
+    from: &[f32],
+    codes: &mut [u8],
+    scales: &mut [f32],
+) {
     let half = [0x8000_8000; BLOCK];
     for ((from, scale), to) in from.chunks_exact(BLOCK).zip(scales).zip(codes.chunks_exact_mut(BLOCK)) {
         *scale = passes.encode(code, from, &half, Half::Low, to);

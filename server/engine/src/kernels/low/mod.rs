@@ -6,7 +6,7 @@
 //! encodes the result, all within L1. Encoding in an update rounds stochastically, for rounding to nearest stands
 //! still: with `beta2 = 0.999` a second moment moves by 0.1 % a step, and half a unit is 0.2 to 0.4 % in bf16 and up
 //! to 4 % in 8 bits. Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest, and
-//! encoding what was decoded gives the same bits.
+//! encoding what was decoded gives the same bits (8 bits: from a scale of 2^-100 on).
 
 mod code;
 mod drive;
@@ -17,7 +17,9 @@ pub use self::random::Random;
 use longshore_proto::Rule;
 
 pub(super) use self::code::Tables;
-pub(super) use self::drive::{Passes, decode, encode, update};
+pub(super) use self::drive::{CHUNK, Passes, decode, encode, update};
+#[cfg(test)]
+pub(super) use self::random::Usage;
 pub(super) use self::random::{Half, Key};
 
 use super::{Gradient, ImageMut};
@@ -108,7 +110,7 @@ impl Moment<'_> {
 
     /// Checks what every pass over the moment takes for granted.
     pub(super) fn check(&self, name: &str, count: usize) {
-        assert_eq!(self.len(), count, "{name} against gradient");
+        assert_eq!(self.len(), count, "length of {name}");
         if let Moment::Block8 { codes, scales } = self {
             assert_eq!(codes.len() % QUANTIZATION_BLOCK, 0, "{name}: whole blocks");
             assert_eq!(scales.len(), codes.len() / QUANTIZATION_BLOCK, "{name}: a scale per block");

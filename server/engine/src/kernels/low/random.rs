@@ -19,6 +19,13 @@ pub(in super::super) enum Half {
     High,
 }
 
+/// What is rounded.
+#[derive(Clone, Copy)]
+pub(in super::super) enum Usage {
+    Moments,
+    Master,
+}
+
 /// Of one step, 2^32 elements and one use of the bits.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Key {
@@ -42,13 +49,15 @@ impl Key {
 }
 
 impl Random {
-    /// The keys for moments and master weights of elements `high * 2^32` and on.
-    pub(super) fn keys(self, high: u64) -> [Key; 2] {
-        let state = mix(mix(self.seed ^ mix(self.step)) ^ high);
-        [0, 1].map(|usage| {
-            let key = mix(state.wrapping_add(usage));
-            Key { before: key as u32, between: (key >> 32) as u32 }
-        })
+    /// Of the elements from `count` on.
+    pub(super) fn after(self, count: usize) -> Random {
+        Random { first_element: self.first_element + count as u64, ..self }
+    }
+
+    /// For `element` and all others that share the upper 32 bits of their indices.
+    pub(in super::super) fn key(self, element: u64, usage: Usage) -> Key {
+        let key = mix(mix(mix(self.seed ^ mix(self.step)) ^ (element >> 32)) ^ usage as u64);
+        Key { before: key as u32, between: (key >> 32) as u32 }
     }
 }
 

@@ -28,6 +28,8 @@ pub(in super::super) trait Format {
 pub(in super::super) struct F32;
 pub(in super::super) struct F16;
 pub(in super::super) struct Bf16;
+/// No bits at all: an image that is not written.
+pub(in super::super) struct Nothing;
 
 impl Format for F32 {
     type Bits = f32;
@@ -41,6 +43,18 @@ impl Format for F32 {
     fn narrow(x: f32) -> f32 {
         x
     }
+}
+
+impl Format for Nothing {
+    type Bits = ();
+
+    #[inline(always)]
+    fn widen((): ()) -> f32 {
+        0.0
+    }
+
+    #[inline(always)]
+    fn narrow(_: f32) {}
 }
 
 /// `half`'s `const` conversions are its portable ones; the others would ask for F16C on every element.

@@ -5,13 +5,21 @@ use super::super::{Gradient, ImageMut, LANES, Scalars, State};
 use super::convert::{Bf16, CANONICAL_NAN, F16, F32, Format, quiet};
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
+const SIGN: u32 = 1 << 31;
 
 /// The passes in plain Rust.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Scalar;
 
 impl Passes for Scalar {
-    fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>, compensation: f32) {
+    fn update(
+        self,
+        s: &Scalars,
+        gradient: Gradient,
+        state: State,
+        image: Option<ImageMut>,
+        compensation: f32,
+    ) {
         super::update_parts(s, gradient, state, image, compensation);
     }
 
@@ -114,7 +122,8 @@ fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
         Code::Unsigned => f32::from(bits) + 0.5,
     };
     let at = (f.to_bits() >> Tables::DECODE_SHIFT) as usize % LANES;
-    (f * tables.slope[at] + tables.offset[at].copysign(tables.offset[at] * f)) * scale
+    let offset = f32::from_bits(tables.offset[at].to_bits() ^ (f.to_bits() & SIGN));
+    (f * tables.slope[at] + offset) * scale
 }
 
 /// Interpolates between codes and rounds down after adding 0 to 1.

@@ -5,13 +5,16 @@
 
 pub(super) mod convert;
 mod figures;
+pub(super) mod low;
 mod rules;
 
 pub(super) use figures::Sum;
 
-use self::convert::{Bf16, F16, F32, Format, quiet};
+use self::convert::{Bf16, F16, F32, Format, Nothing, quiet};
 use self::rules::Rule;
-use super::{Figures, Gradient, ImageMut, Scalars, State};
+use super::low::{self as passes, CHUNK};
+use super::{Code, Figures, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow};
+use std::ops::Range;
 
 /// See [`super::update`].
 #[inline(never)]
@@ -20,6 +23,17 @@ pub(super) fn update(
     gradient: Gradient,
     state: State,
     image: ImageMut,
+    compensation: f32,
+) {
+    update_parts(scalars, gradient, state, Some(image), compensation);
+}
+
+/// [`update`], without an image where there is `None`: then up to [`CHUNK`] elements.
+fn update_parts(
+    scalars: &Scalars,
+    gradient: Gradient,
+    state: State,
+    image: Option<ImageMut>,
     compensation: f32,
 ) {
     match *scalars {
@@ -34,7 +48,13 @@ pub(super) fn update(
     }
 }
 
-fn update_rule<R: Rule>(rule: R, gradient: Gradient, state: State, image: ImageMut, compensation: f32) {
+fn update_rule<R: Rule>(
+    rule: R,
+    gradient: Gradient,
+    state: State,
+    image: Option<ImageMut>,
+    compensation: f32,
+) {
     match gradient {
         Gradient::F32(g) => update_from::<R, F32>(rule, g, state, image, compensation),
         Gradient::F16(g) => update_from::<R, F16>(rule, g, state, image, compensation),
@@ -42,11 +62,18 @@ fn update_rule<R: Rule>(rule: R, gradient: Gradient, state: State, image: ImageM
     }
 }
 
-fn update_from<R: Rule, G: Format>(rule: R, gradient: &[G::Bits], state: State, image: ImageMut, c: f32) {
+fn update_from<R: Rule, G: Format>(
+    rule: R,
+    gradient: &[G::Bits],
+    state: State,
+    image: Option<ImageMut>,
+    c: f32,
+) {
     match image {
-        ImageMut::F32(i) => update_elements::<R, G, F32>(rule, gradient, state, i, c),
-        ImageMut::F16(i) => update_elements::<R, G, F16>(rule, gradient, state, i, c),
-        ImageMut::Bf16(i) => update_elements::<R, G, Bf16>(rule, gradient, state, i, c),
+        Some(ImageMut::F32(i)) => update_elements::<R, G, F32>(rule, gradient, state, i, c),
+        Some(ImageMut::F16(i)) => update_elements::<R, G, F16>(rule, gradient, state, i, c),
+        Some(ImageMut::Bf16(i)) => update_elements::<R, G, Bf16>(rule, gradient, state, i, c),
+        None => update_elements::<R, G, Nothing>(rule, gradient, state, &mut [(); CHUNK], c),
     }
 }
 
@@ -147,4 +174,26 @@ pub(super) fn cast(source: &[f32], image: ImageMut) {
         ImageMut::F16(i) => run::<F16>(source, i),
         ImageMut::Bf16(i) => run::<Bf16>(source, i),
     }
+}
+
+/// See [`super::update_low`].
+pub(super) fn update_low(
+    segments: &[(Range<usize>, &Scalars)],
+    gradient: Gradient,
+    state: StateLow,
+    image: ImageMut,
+    compensation: f32,
+    random: Random,
+) {
+    passes::update(low::Scalar, segments, gradient, state, image, compensation, random);
+}
+
+/// See [`super::decode`].
+pub(super) fn decode(code: Code, moment: Moment, to: &mut [f32]) {
+    passes::decode(low::Scalar, code, moment, to);
+}
+
+/// See [`super::encode`].
+pub(super) fn encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]) {
+    passes::encode(low::Scalar, code, from, codes, scales);
 }

@@ -1,6 +1,7 @@
 //! Inputs for the tests: arrays full of ordinary and of awkward values, at any alignment.
 
 use half::{bf16, f16};
+use std::ops::Range;
 
 use super::super::*;
 
@@ -160,5 +161,81 @@ pub(super) fn hyper(noise: &mut Noise) -> Hyper {
         dampening: [0.0, 0.25][noise.below(2)],
         nesterov: noise.below(2) == 1,
         lr_decay: [0.0, 0.01][noise.below(2)],
+    }
+}
+
+pub(super) const FORMATS: [StateFormat; 3] = [StateFormat::F32, StateFormat::Bf16, StateFormat::Block8];
+
+/// Low-precision state, owned, of some blocks.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct OwnedLow {
+    pub(super) master: Array,
+    first: OwnedMoment,
+    second: OwnedMoment,
+}
+
+/// A moment in one of the formats; floats as bits, so that NaNs compare.
+#[derive(Clone, Debug, PartialEq)]
+enum OwnedMoment {
+    Empty,
+    Plain(Array),
+    Block8 { codes: Vec<u8>, scales: Array },
+}
+
+impl OwnedMoment {
+    fn noisy(format: StateFormat, count: usize, noise: &mut Noise, wild: bool) -> OwnedMoment {
+        if count == 0 {
+            return OwnedMoment::Empty;
+        }
+        match format {
+            StateFormat::F32 => OwnedMoment::Plain(Array::noisy(Kind::F32, count, noise, wild)),
+            StateFormat::Bf16 => OwnedMoment::Plain(Array::noisy(Kind::Bf16, count, noise, wild)),
+            StateFormat::Block8 => {
+                let codes = (0..count).map(|_| noise.next() as u8).collect();
+                let mut scales = Array::noisy(Kind::F32, count / QUANTIZATION_BLOCK, noise, wild);
+                scales.floats().iter_mut().for_each(|x| *x = x.abs());
+                OwnedMoment::Block8 { codes, scales }
+            }
+        }
+    }
+
+    fn part(&mut self, range: Range<usize>) -> MomentMut<'_> {
+        match self {
+            OwnedMoment::Empty => MomentMut::Empty,
+            OwnedMoment::Plain(array) => match array.kind {
+                Kind::F32 => MomentMut::F32(&mut array.floats()[range]),
+                _ => MomentMut::Bf16(&mut array.half[array.offset..][range]),
+            },
+            OwnedMoment::Block8 { codes, scales } => {
+                let blocks = range.start / QUANTIZATION_BLOCK..range.end / QUANTIZATION_BLOCK;
+                MomentMut::Block8 { codes: &mut codes[range], scales: &mut scales.floats()[blocks] }
+            }
+        }
+    }
+}
+
+impl OwnedLow {
+    pub(super) fn noisy(
+        rule: Rule,
+        (master, first, second): (MasterFormat, StateFormat, StateFormat),
+        count: usize,
+        noise: &mut Noise,
+        wild: bool,
+    ) -> OwnedLow {
+        let of = |slot: usize| if rule.state_slots() > slot { count } else { 0 };
+        let master = if master == MasterFormat::F32 { Kind::F32 } else { Kind::Bf16 };
+        OwnedLow {
+            master: Array::noisy(master, count, noise, wild),
+            first: OwnedMoment::noisy(first, of(0), noise, wild),
+            second: OwnedMoment::noisy(second, of(1), noise, wild),
+        }
+    }
+
+    pub(super) fn part(&mut self, range: Range<usize>) -> StateLow<'_> {
+        let master = match self.master.kind {
+            Kind::F32 => MasterMut::F32(&mut self.master.floats()[range.clone()]),
+            _ => MasterMut::Bf16(&mut self.master.half[self.master.offset..][range.clone()]),
+        };
+        StateLow { master, first: self.first.part(range.clone()), second: self.second.part(range) }
     }
 }

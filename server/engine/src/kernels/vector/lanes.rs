@@ -1,7 +1,7 @@
 //! What an instruction set must supply: 16 lanes of f32 and the few operations the loops are made of.
 
 use super::super::LANES;
-use super::super::scalar::convert::{Bf16, F16, F32, Format};
+use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 
 /// Sixteen f32 lanes. Each method does in every lane what the scalar reference does for one element, bit for bit,
 /// except that a NaN may be any NaN until [`quiet`](Lanes::quiet).
@@ -18,6 +18,8 @@ pub(in super::super) trait Lanes: Copy {
     type Half: Copy;
     /// Sixteen f64 lanes.
     type Sums: Copy;
+    /// Sixteen 32-bit integers.
+    type Words: Copy;
 
     /// Where streaming stores must begin, in bytes: 1 if they are ordinary stores.
     const STREAM_ALIGNMENT: usize;
@@ -48,6 +50,38 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn to_f16(self) -> Self::Half;
     /// Of lanes that went through [`quiet`](Lanes::quiet).
     unsafe fn to_bf16(self) -> Self::Half;
+
+    unsafe fn min(self, other: Self) -> Self;
+    /// Lane `index % 16` of `self` for each of the indices.
+    unsafe fn lookup(self, index: Self::Words) -> Self;
+    unsafe fn to_words(self) -> Self::Words;
+    unsafe fn from_words(words: Self::Words) -> Self;
+    /// The values of signed integers.
+    unsafe fn convert(words: Self::Words) -> Self;
+    /// Toward zero, in the range of i32.
+    unsafe fn truncate(self) -> Self::Words;
+
+    unsafe fn splat_words(x: u32) -> Self::Words;
+    unsafe fn load_words(from: *const u32) -> Self::Words;
+    unsafe fn store_words(words: Self::Words, to: *mut u32);
+    unsafe fn load_unsigned_bytes(from: *const u8) -> Self::Words;
+    unsafe fn load_signed_bytes(from: *const u8) -> Self::Words;
+    /// The lowest byte of each.
+    unsafe fn store_bytes(words: Self::Words, to: *mut u8);
+    /// The upper halves.
+    unsafe fn upper_half(words: Self::Words) -> Self::Half;
+    unsafe fn add_words(a: Self::Words, b: Self::Words) -> Self::Words;
+    /// The lower 32 bits.
+    unsafe fn mul_words(a: Self::Words, b: Self::Words) -> Self::Words;
+    unsafe fn and_words(a: Self::Words, b: Self::Words) -> Self::Words;
+    unsafe fn or_words(a: Self::Words, b: Self::Words) -> Self::Words;
+    unsafe fn xor_words(a: Self::Words, b: Self::Words) -> Self::Words;
+    /// The larger as signed integers.
+    unsafe fn max_words(a: Self::Words, b: Self::Words) -> Self::Words;
+    unsafe fn shift_left<const BITS: u32>(words: Self::Words) -> Self::Words;
+    unsafe fn shift_right<const BITS: u32>(words: Self::Words) -> Self::Words;
+    /// All ones where the sign bit is set, else 0.
+    unsafe fn sign_mask(words: Self::Words) -> Self::Words;
 
     unsafe fn no_sums() -> Self::Sums;
     /// Adds each lane's exact square to the same lane of `sums`.
@@ -114,4 +148,17 @@ impl LanesFormat for Bf16 {
     unsafe fn stream<V: Lanes>(lanes: V, to: *mut u16) {
         V::stream_half(lanes.to_bf16(), to);
     }
+}
+
+impl LanesFormat for Nothing {
+    #[inline(always)]
+    unsafe fn load<V: Lanes>(_: *const ()) -> V {
+        V::splat(0.0)
+    }
+
+    #[inline(always)]
+    unsafe fn store<V: Lanes>(_: V, _: *mut ()) {}
+
+    #[inline(always)]
+    unsafe fn stream<V: Lanes>(_: V, _: *mut ()) {}
 }

@@ -4,15 +4,19 @@
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
 
 mod lanes;
+mod low;
 mod rules;
 
 pub(super) use lanes::Lanes;
 
+pub(super) use low::{decode, encode, update_low};
+
 use self::lanes::LanesFormat;
 use self::rules::Rule;
+use super::low::CHUNK;
 use super::scalar::{self, Sum, convert};
 use super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
-use convert::{Bf16, F16, F32};
+use convert::{Bf16, F16, F32, Nothing};
 
 /// Makes the kernels of one instruction set out of the loops: functions with its features enabled, into which the
 /// loops and the lane operations are inlined.
@@ -25,6 +29,16 @@ macro_rules! entry_points {
             figures(gradient: Gradient) -> Figures;
             accumulate_figures(gradient: Gradient, accumulator: &mut [f32]) -> Figures;
             cast(source: &[f32], image: ImageMut);
+            update_low(
+                segments: &[(std::ops::Range<usize>, &Scalars)],
+                gradient: Gradient,
+                state: StateLow,
+                image: ImageMut,
+                compensation: f32,
+                random: Random
+            );
+            decode(code: Code, moment: Moment, to: &mut [f32]);
+            encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]);
         }
     };
     ($lanes:ty, $features:literal,
@@ -55,18 +69,9 @@ pub(super) unsafe fn update<V: Lanes>(
         scalar::update(scalars, gradient.slice(0..start), state.slice(0..start), image.slice(0..start), c);
     }
     if start < end {
-        let (gradient, state, image) =
-            (gradient.slice(start..end), state.slice(start..end), image.slice(start..end));
-        match scalars {
-            Scalars::AdamW(s) => update_rule(rules::Adam::<V, true>::new(s), gradient, state, image, c),
-            Scalars::Adam(s) => update_rule(rules::Adam::<V, false>::new(s), gradient, state, image, c),
-            Scalars::Sgd(s) if s.momentum == 0.0 => {
-                update_rule(rules::PlainSgd::<V>::new(s), gradient, state, image, c);
-            }
-            Scalars::Sgd(s) => update_rule(rules::MomentumSgd::<V>::new(s), gradient, state, image, c),
-            Scalars::Lion(s) => update_rule(rules::Lion::<V>::new(s), gradient, state, image, c),
-            Scalars::Adagrad(s) => update_rule(rules::Adagrad::<V>::new(s), gradient, state, image, c),
-        }
+        let middle = start..end;
+        let image = Some(image.slice(middle.clone()));
+        update_middle::<V>(scalars, gradient.slice(middle.clone()), state.slice(middle), image, c);
         V::fence();
     }
     if end < count {
@@ -81,12 +86,33 @@ pub(super) unsafe fn update<V: Lanes>(
     }
 }
 
+/// A multiple of 16 elements, the image aligned for streaming. Without image, up to [`CHUNK`].
+#[inline(always)]
+unsafe fn update_middle<V: Lanes>(
+    scalars: &Scalars,
+    gradient: Gradient,
+    state: State,
+    image: Option<ImageMut>,
+    c: f32,
+) {
+    match scalars {
+        Scalars::AdamW(s) => update_rule(rules::Adam::<V, true>::new(s), gradient, state, image, c),
+        Scalars::Adam(s) => update_rule(rules::Adam::<V, false>::new(s), gradient, state, image, c),
+        Scalars::Sgd(s) if s.momentum == 0.0 => {
+            update_rule(rules::PlainSgd::<V>::new(s), gradient, state, image, c);
+        }
+        Scalars::Sgd(s) => update_rule(rules::MomentumSgd::<V>::new(s), gradient, state, image, c),
+        Scalars::Lion(s) => update_rule(rules::Lion::<V>::new(s), gradient, state, image, c),
+        Scalars::Adagrad(s) => update_rule(rules::Adagrad::<V>::new(s), gradient, state, image, c),
+    }
+}
+
 #[inline(always)]
 unsafe fn update_rule<V: Lanes, R: Rule<V>>(
     rule: R,
     gradient: Gradient,
     state: State,
-    image: ImageMut,
+    image: Option<ImageMut>,
     c: f32,
 ) {
     match gradient {
@@ -101,13 +127,14 @@ unsafe fn update_from<V: Lanes, R: Rule<V>, G: LanesFormat>(
     rule: R,
     gradient: &[G::Bits],
     state: State,
-    image: ImageMut,
+    image: Option<ImageMut>,
     c: f32,
 ) {
     match image {
-        ImageMut::F32(i) => update_loop::<V, R, G, F32>(rule, gradient, state, i, c),
-        ImageMut::F16(i) => update_loop::<V, R, G, F16>(rule, gradient, state, i, c),
-        ImageMut::Bf16(i) => update_loop::<V, R, G, Bf16>(rule, gradient, state, i, c),
+        Some(ImageMut::F32(i)) => update_loop::<V, R, G, F32>(rule, gradient, state, i, c),
+        Some(ImageMut::F16(i)) => update_loop::<V, R, G, F16>(rule, gradient, state, i, c),
+        Some(ImageMut::Bf16(i)) => update_loop::<V, R, G, Bf16>(rule, gradient, state, i, c),
+        None => update_loop::<V, R, G, Nothing>(rule, gradient, state, &mut [(); CHUNK], c),
     }
 }
 

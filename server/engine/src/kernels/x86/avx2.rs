@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
-use super::super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
+use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
 
 entry_points!(Avx2, "avx2,f16c");
 
@@ -16,6 +16,7 @@ struct Avx2(__m256, __m256);
 impl Lanes for Avx2 {
     type Half = __m256i;
     type Sums = [__m256d; 4];
+    type Words = (__m256i, __m256i);
 
     const STREAM_ALIGNMENT: usize = 64;
 
@@ -124,6 +125,126 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        Avx2(_mm256_min_ps(self.0, other.0), _mm256_min_ps(self.1, other.1))
+    }
+
+    #[inline(always)]
+    unsafe fn lookup(self, index: Self::Words) -> Self {
+        Avx2(lookup(self, index.0), lookup(self, index.1))
+    }
+
+    #[inline(always)]
+    unsafe fn to_words(self) -> Self::Words {
+        (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1))
+    }
+
+    #[inline(always)]
+    unsafe fn from_words(words: Self::Words) -> Self {
+        Avx2(_mm256_castsi256_ps(words.0), _mm256_castsi256_ps(words.1))
+    }
+
+    #[inline(always)]
+    unsafe fn convert(words: Self::Words) -> Self {
+        Avx2(_mm256_cvtepi32_ps(words.0), _mm256_cvtepi32_ps(words.1))
+    }
+
+    #[inline(always)]
+    unsafe fn truncate(self) -> Self::Words {
+        (_mm256_cvttps_epi32(self.0), _mm256_cvttps_epi32(self.1))
+    }
+
+    #[inline(always)]
+    unsafe fn splat_words(x: u32) -> Self::Words {
+        (_mm256_set1_epi32(x as i32), _mm256_set1_epi32(x as i32))
+    }
+
+    #[inline(always)]
+    unsafe fn load_words(from: *const u32) -> Self::Words {
+        (_mm256_loadu_si256(from.cast()), _mm256_loadu_si256(from.add(8).cast()))
+    }
+
+    #[inline(always)]
+    unsafe fn store_words(words: Self::Words, to: *mut u32) {
+        _mm256_storeu_si256(to.cast(), words.0);
+        _mm256_storeu_si256(to.add(8).cast(), words.1);
+    }
+
+    #[inline(always)]
+    unsafe fn load_unsigned_bytes(from: *const u8) -> Self::Words {
+        let bytes = _mm_loadu_si128(from.cast());
+        (_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_signed_bytes(from: *const u8) -> Self::Words {
+        let bytes = _mm_loadu_si128(from.cast());
+        (_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(bytes)))
+    }
+
+    #[inline(always)]
+    unsafe fn store_bytes(words: Self::Words, to: *mut u8) {
+        let low = _mm256_set1_epi32(0xFF);
+        // Packing twice works within 128-bit lanes and leaves elements 0-3 8-11 (twice) 4-7 12-15 (twice).
+        let halves = _mm256_packus_epi32(_mm256_and_si256(words.0, low), _mm256_and_si256(words.1, low));
+        let bytes = _mm256_packus_epi16(halves, halves);
+        let bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes));
+        _mm_storeu_si128(to.cast(), bytes);
+    }
+
+    #[inline(always)]
+    unsafe fn upper_half(words: Self::Words) -> __m256i {
+        pack_upper(words.0, words.1)
+    }
+
+    #[inline(always)]
+    unsafe fn add_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        (_mm256_add_epi32(a.0, b.0), _mm256_add_epi32(a.1, b.1))
+    }
+
+    #[inline(always)]
+    unsafe fn mul_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        (_mm256_mullo_epi32(a.0, b.0), _mm256_mullo_epi32(a.1, b.1))
+    }
+
+    #[inline(always)]
+    unsafe fn and_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        (_mm256_and_si256(a.0, b.0), _mm256_and_si256(a.1, b.1))
+    }
+
+    #[inline(always)]
+    unsafe fn or_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        (_mm256_or_si256(a.0, b.0), _mm256_or_si256(a.1, b.1))
+    }
+
+    #[inline(always)]
+    unsafe fn xor_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        (_mm256_xor_si256(a.0, b.0), _mm256_xor_si256(a.1, b.1))
+    }
+
+    #[inline(always)]
+    unsafe fn max_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        (_mm256_max_epi32(a.0, b.0), _mm256_max_epi32(a.1, b.1))
+    }
+
+    #[inline(always)]
+    unsafe fn shift_left<const BITS: u32>(words: Self::Words) -> Self::Words {
+        let bits = _mm_cvtsi32_si128(BITS as i32);
+        (_mm256_sll_epi32(words.0, bits), _mm256_sll_epi32(words.1, bits))
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right<const BITS: u32>(words: Self::Words) -> Self::Words {
+        let bits = _mm_cvtsi32_si128(BITS as i32);
+        (_mm256_srl_epi32(words.0, bits), _mm256_srl_epi32(words.1, bits))
+    }
+
+    #[inline(always)]
+    unsafe fn sign_mask(words: Self::Words) -> Self::Words {
+        (_mm256_srai_epi32::<31>(words.0), _mm256_srai_epi32::<31>(words.1))
+    }
+
+    #[inline(always)]
     unsafe fn no_sums() -> Self::Sums {
         [_mm256_setzero_pd(); 4]
     }
@@ -186,4 +307,20 @@ unsafe fn round_to_bf16(x: __m256) -> __m256i {
 unsafe fn add_square(sum: __m256d, x: __m128) -> __m256d {
     let x = _mm256_cvtps_pd(x);
     _mm256_add_pd(sum, _mm256_mul_pd(x, x))
+}
+
+/// The upper halves of 16 words.
+#[inline(always)]
+unsafe fn pack_upper(low: __m256i, high: __m256i) -> __m256i {
+    // Packing works within 128-bit lanes and leaves quarters 0 2 1 3.
+    let packed = _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high));
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
+}
+
+/// Permutations look at three bits of an index: both halves of the table are looked up, and the fourth bit, moved to
+/// the sign, chooses.
+#[inline(always)]
+unsafe fn lookup(table: Avx2, index: __m256i) -> __m256 {
+    let (low, high) = (_mm256_permutevar8x32_ps(table.0, index), _mm256_permutevar8x32_ps(table.1, index));
+    _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
 }

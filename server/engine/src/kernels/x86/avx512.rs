@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
-use super::super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
+use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
 
 entry_points!(Avx512, "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c");
 
@@ -16,6 +16,7 @@ struct Avx512(__m512);
 impl Lanes for Avx512 {
     type Half = __m256i;
     type Sums = [__m512d; 2];
+    type Words = __m512i;
 
     const STREAM_ALIGNMENT: usize = 64;
 
@@ -118,6 +119,116 @@ impl Lanes for Avx512 {
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
         _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
+    }
+
+    #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        Avx512(_mm512_min_ps(self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn lookup(self, index: __m512i) -> Self {
+        Avx512(_mm512_permutexvar_ps(index, self.0))
+    }
+
+    #[inline(always)]
+    unsafe fn to_words(self) -> __m512i {
+        _mm512_castps_si512(self.0)
+    }
+
+    #[inline(always)]
+    unsafe fn from_words(words: __m512i) -> Self {
+        Avx512(_mm512_castsi512_ps(words))
+    }
+
+    #[inline(always)]
+    unsafe fn convert(words: __m512i) -> Self {
+        Avx512(_mm512_cvtepi32_ps(words))
+    }
+
+    #[inline(always)]
+    unsafe fn truncate(self) -> __m512i {
+        _mm512_cvttps_epi32(self.0)
+    }
+
+    #[inline(always)]
+    unsafe fn splat_words(x: u32) -> __m512i {
+        _mm512_set1_epi32(x as i32)
+    }
+
+    #[inline(always)]
+    unsafe fn load_words(from: *const u32) -> __m512i {
+        _mm512_loadu_si512(from.cast())
+    }
+
+    #[inline(always)]
+    unsafe fn store_words(words: __m512i, to: *mut u32) {
+        _mm512_storeu_si512(to.cast(), words);
+    }
+
+    #[inline(always)]
+    unsafe fn load_unsigned_bytes(from: *const u8) -> __m512i {
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))
+    }
+
+    #[inline(always)]
+    unsafe fn load_signed_bytes(from: *const u8) -> __m512i {
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))
+    }
+
+    #[inline(always)]
+    unsafe fn store_bytes(words: __m512i, to: *mut u8) {
+        _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(words));
+    }
+
+    #[inline(always)]
+    unsafe fn upper_half(words: __m512i) -> __m256i {
+        _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(words))
+    }
+
+    #[inline(always)]
+    unsafe fn add_words(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_add_epi32(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn mul_words(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_mullo_epi32(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn and_words(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_and_si512(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn or_words(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_or_si512(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn xor_words(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_xor_si512(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn max_words(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_max_epi32(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn shift_left<const BITS: u32>(words: __m512i) -> __m512i {
+        _mm512_slli_epi32::<BITS>(words)
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right<const BITS: u32>(words: __m512i) -> __m512i {
+        _mm512_srli_epi32::<BITS>(words)
+    }
+
+    #[inline(always)]
+    unsafe fn sign_mask(words: __m512i) -> __m512i {
+        _mm512_srai_epi32::<31>(words)
     }
 
     #[inline(always)]

@@ -1,0 +1,194 @@
+//! Updates of low-precision state: every instruction set, every split, and against updates of f32 state.
+
+use proptest::prelude::*;
+
+use super::super::*;
+use super::data::{Array, FORMATS, KINDS, Kind, Noise, Owned, OwnedLow, hyper};
+
+const BLOCK: usize = QUANTIZATION_BLOCK;
+
+/// All a call is made of.
+struct Case {
+    scalars: Vec<Scalars>,
+    ends: Vec<usize>,
+    gradient: Array,
+    before: OwnedLow,
+    blank: Array,
+    compensation: f32,
+    random: Random,
+}
+
+impl Case {
+    fn noisy(blocks: usize, noise: &mut Noise, wild: bool) -> Case {
+        let count = blocks * BLOCK;
+        let rule = Rule::ALL[noise.below(5)];
+        let master = [MasterFormat::F32, MasterFormat::Bf16][noise.below(2)];
+        let formats = (master, FORMATS[noise.below(3)], FORMATS[noise.below(3)]);
+        let mut ends: Vec<usize> = (0..noise.below(4)).map(|_| 64 * noise.below(4 * blocks)).collect();
+        ends.retain(|&end| end > 0);
+        ends.push(count);
+        ends.sort();
+        ends.dedup();
+        let multiplier = [1.0, 1.0 / 3.0, 1.0 / 65536.0][noise.below(3)];
+        let applied = 1 + noise.below(3) as u64;
+        Case {
+            scalars: ends.iter().map(|_| Scalars::new(rule, &hyper(noise), applied, multiplier)).collect(),
+            ends,
+            gradient: Array::noisy(KINDS[noise.below(3)], count, noise, wild),
+            before: OwnedLow::noisy(rule, formats, count, noise, wild),
+            blank: Array::blank(KINDS[noise.below(3)], count, noise),
+            compensation: [0.0, 0.75][noise.below(2)],
+            random: Random {
+                seed: noise.next(),
+                step: noise.next(),
+                // Some calls cross 2^32.
+                first_element: ((noise.next() >> 30) << 8) + (1 << 32) - 512,
+            },
+        }
+    }
+
+    /// One call per range of blocks that ends at one of `cuts`.
+    fn run(&self, isa: Isa, cuts: &[usize]) -> (OwnedLow, Array) {
+        let (mut state, mut image) = (self.before.clone(), self.blank.clone());
+        let mut start = 0;
+        for &end in cuts {
+            let starts = [0].into_iter().chain(self.ends.iter().copied());
+            let segments: Vec<_> = starts
+                .zip(&self.ends)
+                .map(|(from, &to)| from.max(start)..to.min(end))
+                .zip(&self.scalars)
+                .filter(|(range, _)| range.start < range.end)
+                .map(|(range, scalars)| (range.start - start..range.end - start, scalars))
+                .collect();
+            let random = Random { first_element: self.random.first_element + start as u64, ..self.random };
+            let gradient = self.gradient.gradient().slice(start..end);
+            update_low(
+                isa,
+                &segments,
+                gradient,
+                state.part(start..end),
+                image.image().slice(start..end),
+                self.compensation,
+                random,
+            );
+            start = end;
+        }
+        (state, image)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn low_update_is_the_same_on_every_isa_and_split(blocks in 1usize..12, seed: u64, wild: bool) {
+        let mut noise = Noise(seed);
+        let case = Case::noisy(blocks, &mut noise, wild);
+        let expected = case.run(Isa::Scalar, &[blocks * BLOCK]);
+        for isa in Isa::available() {
+            let mut cuts: Vec<usize> = (1..blocks).filter(|_| noise.below(3) == 0).map(|b| b * BLOCK).collect();
+            cuts.push(blocks * BLOCK);
+            prop_assert!(case.run(isa, &[blocks * BLOCK]) == expected, "{isa}: {:?}", case.scalars);
+            prop_assert!(case.run(isa, &cuts) == expected, "{isa} cut at {cuts:?}: {:?}", case.scalars);
+        }
+    }
+
+    #[test]
+    fn f32_formats_give_what_update_gives(blocks in 1usize..6, seed: u64, wild: bool) {
+        let (mut noise, count) = (Noise(seed), blocks * BLOCK);
+        let rule = Rule::ALL[noise.below(5)];
+        let scalars = Scalars::new(rule, &hyper(&mut noise), 2, 0.5);
+        let gradient = Array::noisy(Kind::Bf16, count, &mut noise, wild);
+        let mut state = Owned::noisy(rule, count, &mut noise, wild);
+        let mut low = state.clone();
+        let mut image = Array::blank(Kind::F16, count, &mut noise);
+        let mut low_image = image.clone();
+        for isa in Isa::available() {
+            update(isa, &scalars, gradient.gradient(), state.state(), image.image(), 0.5);
+            let State { master, first, second } = low.state();
+            let moment = |x| if rule.state_slots() > 0 { MomentMut::F32(x) } else { MomentMut::Empty };
+            let second = if second.is_empty() { MomentMut::Empty } else { MomentMut::F32(second) };
+            let parts = StateLow { master: MasterMut::F32(master), first: moment(first), second };
+            let random = Random { seed: 1, step: 2, first_element: 0 };
+            let segments = [(0..count, &scalars)];
+            update_low(isa, &segments, gradient.gradient(), parts, low_image.image(), 0.5, random);
+            prop_assert!(low == state && low_image == image, "{isa} {scalars:?}");
+        }
+    }
+}
+
+/// As `bits_have_not_changed` of f32 state: a changed constant means that jobs change their bits over an upgrade.
+#[test]
+fn low_bits_have_not_changed() {
+    let found: Vec<u64> = Isa::available()
+        .into_iter()
+        .map(|isa| {
+            let mut noise = Noise(17);
+            (0..60).fold(0xCBF2_9CE4_8422_2325, |hash, _| {
+                let case = Case::noisy(5, &mut noise, false);
+                let shown = format!("{:?}", case.run(isa, &[5 * BLOCK]));
+                shown.bytes().fold(hash, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
+            })
+        })
+        .collect();
+    assert!(found.iter().all(|&hash| hash == GOLDEN), "{found:#018x?}");
+}
+
+const GOLDEN: u64 = 0x22f4_0b1c_c4a6_fd81;
+
+/// Without momentum, SGD does not touch its buffer: it is not even rounded anew.
+#[test]
+fn blocks_of_plain_sgd_keep_their_moment() {
+    let mut noise = Noise(5);
+    let formats = (MasterFormat::F32, StateFormat::Block8, StateFormat::F32);
+    let before = OwnedLow::noisy(Rule::Sgd, formats, 3 * BLOCK, &mut noise, false);
+    let plain = Scalars::new(Rule::Sgd, &Hyper::default(), 2, 1.0);
+    let momentum = Scalars::new(Rule::Sgd, &Hyper { momentum: 0.9, ..Hyper::default() }, 2, 1.0);
+    let gradient = vec![0.5; 3 * BLOCK];
+    for isa in Isa::available() {
+        let (mut after, mut image) = (before.clone(), vec![0; 3 * BLOCK]);
+        let segments =
+            [(0..BLOCK + 64, &plain), (BLOCK + 64..2 * BLOCK, &momentum), (2 * BLOCK..3 * BLOCK, &plain)];
+        let random = Random { seed: 3, step: 2, first_element: 0 };
+        let (state, image) = (after.part(0..3 * BLOCK), ImageMut::Bf16(&mut image));
+        update_low(isa, &segments, Gradient::F32(&gradient), state, image, 0.0, random);
+        let mut before = before.clone();
+        let (MomentMut::Block8 { codes: new, .. }, MomentMut::Block8 { codes: old, .. }) =
+            (after.part(0..3 * BLOCK).first, before.part(0..3 * BLOCK).first)
+        else {
+            unreachable!()
+        };
+        assert_eq!((&new[..BLOCK], &new[2 * BLOCK..]), (&old[..BLOCK], &old[2 * BLOCK..]));
+        assert_ne!(new[BLOCK..2 * BLOCK], old[BLOCK..2 * BLOCK]);
+    }
+}
+
+#[test]
+fn bytes_are_those_of_the_formats() {
+    let bytes = |master, moments| bytes_per_parameter(Rule::AdamW, master, moments, 2, 2);
+    assert_eq!(bytes(MasterFormat::F32, StateFormat::F32), 28.0);
+    assert_eq!(bytes(MasterFormat::F32, StateFormat::Bf16), 20.0);
+    assert_eq!(bytes(MasterFormat::F32, StateFormat::Block8), 16.0 + 16.0 / 256.0);
+    assert_eq!(bytes(MasterFormat::Bf16, StateFormat::Block8), 12.0 + 16.0 / 256.0);
+    assert_eq!(bytes_per_parameter(Rule::Lion, MasterFormat::F32, StateFormat::Bf16, 2, 2), 16.0);
+}
+
+#[test]
+#[should_panic(expected = "segment")]
+fn a_gap_between_segments_is_refused() {
+    let scalars = Scalars::new(Rule::Lion, &Hyper::default(), 1, 1.0);
+    let (mut master, mut first, mut image) = ([0.0; 256], [0; 256], [0; 256]);
+    let first = MomentMut::Bf16(&mut first);
+    let state = StateLow { master: MasterMut::F32(&mut master), first, second: MomentMut::Empty };
+    let random = Random { seed: 0, step: 1, first_element: 0 };
+    let segments = [(0..64, &scalars), (128..256, &scalars)];
+    update_low(
+        Isa::Scalar,
+        &segments,
+        Gradient::F32(&[0.0; 256]),
+        state,
+        ImageMut::Bf16(&mut image),
+        0.0,
+        random,
+    );
+}

@@ -1,0 +1,112 @@
+//! Stopping a server on purpose: the step in hand is finished, a checkpoint written and sealed, and nothing lost.
+
+use std::{path::Path, time::Duration};
+
+use longshore_tests::{
+    command::longshore,
+    server::{Longshored, ServerOptions},
+    train::Train,
+};
+use tempfile::TempDir;
+
+const STEPS: u64 = 40;
+const DRAINED_AT: u64 = 15;
+/// A worker's `--deadline-s` of 3, and its grace.
+const DEADLINE: Duration = Duration::from_secs(12);
+
+/// How a server is told to stop.
+#[derive(Clone, Copy)]
+enum Told {
+    Signal,
+    Command,
+}
+
+fn tell(server: &Longshored, told: Told) {
+    match told {
+        Told::Signal => server.process.terminate(),
+        Told::Command => {
+            let output = longshore(["drain", "--servers", server.address()]);
+            assert_eq!((output.code, output.stdout.as_str()), (0, "draining\n"), "{output:?}");
+        }
+    }
+}
+
+/// The versions of the sealed checkpoints of the only job below `folder`.
+fn sealed(folder: &Path) -> Vec<u64> {
+    let checkpoints = folder.join("default");
+    let names = std::fs::read_dir(&checkpoints).expect("the job's checkpoints");
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let sealed = names.filter(|name| checkpoints.join(name).join("manifest.json").is_file());
+    sealed.map(|name| name.strip_prefix("drain-").expect("a name of a drain").parse().unwrap()).collect()
+}
+
+fn drains(job: &[&str], told: Told) {
+    let expected = Train::new(STEPS).args(job).run().end.state_hash;
+    let checkpoints = TempDir::new().unwrap();
+    let mut server = ServerOptions::new().checkpoint_dir(checkpoints.path()).checkpoint_on_drain().start();
+    let address = server.address().to_string();
+    let train = Train::new(STEPS).args(job).args(["--deadline-s", "3"]).servers(std::slice::from_ref(&address));
+    let mut running = train.start();
+    running.until_step(DRAINED_AT);
+    tell(&server, told);
+    assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
+
+    let (stderr, said) = running.fails(DEADLINE);
+    assert!(stderr.contains(&address), "the server is not named: {stderr}");
+    assert!(stderr.contains("drain") || stderr.contains("check that longshored runs"), "no reason: {stderr}");
+    said.check_steps();
+    let versions = sealed(checkpoints.path());
+    assert_eq!(versions.len(), 1, "one checkpoint: {versions:?}");
+    assert!(versions[0] >= said.last_step(), "step {} was said and is lost: {versions:?}", said.last_step());
+
+    server.restart();
+    let run = train.start_with(["--resume"]).finish();
+    assert_eq!(run.start.first_step, versions[0] + 1);
+    assert_eq!(run.end.state_hash, expected);
+}
+
+#[test]
+fn a_signal_during_an_exact_job_loses_nothing() {
+    drains(&[], Told::Signal);
+}
+
+#[test]
+fn a_signal_during_a_delayed_job_loses_nothing() {
+    drains(&["--delay", "1", "--warmup-steps", "5"], Told::Signal);
+}
+
+#[test]
+fn a_signal_during_a_job_of_two_ranks_loses_nothing() {
+    drains(&["--world-size", "2", "--micro-steps", "2"], Told::Signal);
+}
+
+#[test]
+fn the_command_during_an_exact_job_loses_nothing() {
+    drains(&[], Told::Command);
+}
+
+#[test]
+fn an_empty_server_stops_at_once() {
+    for told in [Told::Signal, Told::Command] {
+        let mut server = ServerOptions::new().start();
+        tell(&server, told);
+        assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
+        let last = server.log().pop().unwrap_or_default();
+        assert_eq!(last["fields"]["message"], "stopped");
+    }
+}
+
+/// A job whose worker is gone has no step in hand that anybody would finish.
+#[test]
+fn a_server_whose_worker_has_ended_stops_and_keeps_its_job() {
+    let checkpoints = TempDir::new().unwrap();
+    let mut server = ServerOptions::new().checkpoint_dir(checkpoints.path()).checkpoint_on_drain().start();
+    let servers = [server.address().to_string()];
+    let run = Train::new(10).servers(&servers).run();
+    server.process.terminate();
+    assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
+    assert_eq!(sealed(checkpoints.path()), [10]);
+    server.restart();
+    let again = Train::new(10).servers(&servers).start_with(["--resume"]).finish();
+    assert_eq!((again.start.first_step, again.end.state_hash), (11, run.end.state_hash));
+}

@@ -1,0 +1,146 @@
+//! `kill -9` of a server with the memory tier: the worker says at once what is gone and what to do, and the job goes on
+//! from the last checkpoint to the bits it would have had.
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use longshore_tests::{
+    server::{self, Longshored, ServerOptions},
+    train::{Running, Train},
+};
+use tempfile::TempDir;
+
+const STEPS: u64 = 40;
+const CHECKPOINT_EVERY: u64 = 6;
+/// Where the server is killed: some steps after a checkpoint.
+const KILLED_AT: u64 = 16;
+/// `--deadline-s`, and how much longer the worker may take to end: connecting and collecting have a grace of their own.
+const DEADLINE: Duration = Duration::from_secs(3);
+const GRACE: Duration = Duration::from_secs(8);
+
+fn train(job: &[&str]) -> Train {
+    Train::new(STEPS).args(job)
+}
+
+fn checkpointing(job: &[&str], addresses: &[String]) -> Train {
+    let every = CHECKPOINT_EVERY.to_string();
+    let deadline = DEADLINE.as_secs().to_string();
+    train(job).args(["--checkpoint-every", &every, "--deadline-s", &deadline]).servers(addresses)
+}
+
+fn options(checkpoints: &Path) -> ServerOptions {
+    ServerOptions::new().checkpoint_dir(checkpoints)
+}
+
+/// A worker whose server `killed` has died must end in time, with its address and a remedy.
+fn fails_clearly(mut running: Running, servers: &mut [Longshored], killed: usize) {
+    running.until_step(KILLED_AT);
+    let begun = Instant::now();
+    servers[killed].process.kill();
+    let (stderr, said) = running.fails(DEADLINE + GRACE);
+    let address = servers[killed].address();
+    assert!(stderr.contains(address), "{address} is not named after {:?}: {stderr}", begun.elapsed());
+    assert!(stderr.contains("check that longshored runs"), "no remedy: {stderr}");
+    said.check_steps();
+}
+
+/// Runs until a server dies, restarts it, and resumes on `resumed_on` servers.
+fn resumes(job: &[&str], count: usize, killed: usize) {
+    let expected = train(job).run().end.state_hash;
+    let checkpoints = TempDir::new().unwrap();
+    let mut servers = server::servers(count, &options(checkpoints.path()));
+    let train = checkpointing(job, &server::addresses(&servers));
+    fails_clearly(train.start(), &mut servers, killed);
+    servers[killed].restart();
+    let run = train.start_with(["--resume"]).finish();
+    check_resumed(run.start.first_step);
+    assert_eq!(run.end.state_hash, expected);
+}
+
+/// From the newest checkpoint before the kill, or one later: the worker goes on while its death is being watched.
+fn check_resumed(first_step: u64) {
+    let newest = KILLED_AT / CHECKPOINT_EVERY * CHECKPOINT_EVERY;
+    let right = [newest + 1, newest + CHECKPOINT_EVERY + 1];
+    assert!(right.contains(&first_step), "resumed at step {first_step}, and not at one of {right:?}");
+}
+
+#[test]
+fn an_exact_job_resumes_after_its_server_was_killed() {
+    resumes(&[], 1, 0);
+}
+
+#[test]
+fn a_delayed_job_resumes_after_its_server_was_killed() {
+    resumes(&["--delay", "1", "--warmup-steps", "5"], 1, 0);
+}
+
+#[test]
+fn a_job_resumes_after_one_of_its_two_servers_was_killed() {
+    resumes(&[], 2, 1);
+}
+
+#[test]
+fn a_delayed_job_resumes_after_one_of_its_two_servers_was_killed() {
+    resumes(&["--delay", "1", "--warmup-steps", "5"], 2, 0);
+}
+
+/// From one server to three, and for the delayed job from three to one.
+fn moves(job: &[&str], from: usize, to: usize) {
+    let expected = train(job).run().end.state_hash;
+    let checkpoints = TempDir::new().unwrap();
+    let mut servers = server::servers(from, &options(checkpoints.path()));
+    fails_clearly(checkpointing(job, &server::addresses(&servers)).start(), &mut servers, 0);
+    drop(servers);
+    let servers = server::servers(to, &options(checkpoints.path()));
+    let run = checkpointing(job, &server::addresses(&servers)).start_with(["--resume"]).finish();
+    check_resumed(run.start.first_step);
+    assert_eq!(run.end.state_hash, expected);
+}
+
+#[test]
+fn an_exact_job_resumes_on_more_servers() {
+    moves(&[], 1, 3);
+}
+
+#[test]
+fn a_delayed_job_resumes_on_fewer_servers() {
+    moves(&["--delay", "1", "--warmup-steps", "5"], 3, 1);
+}
+
+#[test]
+fn a_server_that_comes_back_empty_is_told_from_one_that_is_gone() {
+    let checkpoints = TempDir::new().unwrap();
+    let mut servers = server::servers(1, &options(checkpoints.path()));
+    let addresses = server::addresses(&servers);
+    let mut running = train(&[]).servers(&addresses).start();
+    running.until_step(KILLED_AT);
+    servers[0].kill_and_restart();
+    let (stderr, _) = running.fails(DEADLINE + GRACE);
+    assert!(stderr.contains(&addresses[0]) && stderr.contains("lost the state of job"), "{stderr}");
+    assert!(stderr.contains("Restore the last checkpoint"), "no remedy: {stderr}");
+}
+
+/// A mixture of servers must never be trained on: neither by the same command nor silently from the start.
+#[test]
+fn a_job_that_lost_a_part_is_not_continued_without_resume() {
+    let checkpoints = TempDir::new().unwrap();
+    let mut servers = server::servers(2, &options(checkpoints.path()));
+    let train = checkpointing(&[], &server::addresses(&servers));
+    fails_clearly(train.start(), &mut servers, 1);
+    servers[1].restart();
+    let (stderr, said) = train.start().fails(DEADLINE + GRACE);
+    assert!(stderr.contains(servers[1].address()) && stderr.contains("lost the state"), "{stderr}");
+    assert_eq!(said.steps().count(), 0);
+}
+
+#[test]
+fn resuming_without_a_checkpoint_says_so() {
+    let checkpoints = TempDir::new().unwrap();
+    let server = options(checkpoints.path()).start();
+    let train = train(&[]).servers(&[server.address().to_string()]);
+    let (stderr, _) = train.start_with(["--resume"]).fails(GRACE);
+    assert!(stderr.contains("no checkpoint to resume from: leave --resume out"), "{stderr}");
+    train.run();
+}

@@ -1,0 +1,516 @@
+//! Sessions and pipelines against real servers in this process, over loopback.
+
+#![cfg(feature = "cli")]
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{
+    Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, Step, TierKind, Version,
+    limits::BLOCK_ELEMENTS,
+    wire::v1::{self, training_client::TrainingClient},
+};
+use longshore_server::{Config, Server};
+use longshore_worker::{
+    Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions, Result, Schedule, Session,
+    StateHash, StepOutcome,
+};
+use tokio::{
+    io::copy_bidirectional,
+    net::{TcpListener, TcpStream},
+    runtime::Runtime,
+    sync::watch,
+};
+
+fn log() {
+    let filter = tracing_subscriber::EnvFilter::from_default_env();
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+}
+
+/// Servers, each on a runtime of its own, so that one can die alone.
+struct Servers(Vec<(Runtime, SocketAddr)>);
+
+fn serve(at: SocketAddr) -> (Runtime, SocketAddr) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let server = runtime.block_on(async {
+        let config = Config { memory: 1 << 30, threads: 1, ..Config::default_on(at) };
+        Server::start(config).await.unwrap()
+    });
+    let address = server.address();
+    // Dropping it would end nothing; its tasks live as long as the runtime.
+    std::mem::forget(server);
+    (runtime, address)
+}
+
+impl Servers {
+    fn start(count: usize) -> Servers {
+        log();
+        Servers((0..count).map(|_| serve("127.0.0.1:0".parse().unwrap())).collect())
+    }
+
+    fn addresses(&self) -> Vec<String> {
+        self.0.iter().map(|(_, address)| address.to_string()).collect()
+    }
+}
+
+impl Drop for Servers {
+    fn drop(&mut self) {
+        for (runtime, _) in self.0.drain(..) {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// A TCP proxy whose connections can all be cut.
+struct Proxy {
+    _runtime: Runtime,
+    address: SocketAddr,
+    cut: watch::Sender<u64>,
+}
+
+impl Proxy {
+    fn start(target: String) -> Proxy {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
+        let address = listener.local_addr().unwrap();
+        let cut = watch::Sender::new(0);
+        let cuts = cut.clone();
+        runtime.spawn(async move {
+            loop {
+                let (mut inward, _) = listener.accept().await.unwrap();
+                let (mut cuts, target) = (cuts.subscribe(), target.clone());
+                cuts.mark_unchanged();
+                tokio::spawn(async move {
+                    let mut outward = TcpStream::connect(target).await.unwrap();
+                    let _ = inward.set_nodelay(true);
+                    let _ = outward.set_nodelay(true);
+                    tokio::select! {
+                        _ = copy_bidirectional(&mut inward, &mut outward) => {}
+                        _ = cuts.changed() => {}
+                    }
+                });
+            }
+        });
+        Proxy { _runtime: runtime, address, cut }
+    }
+
+    fn cut(&self) {
+        self.cut.send_modify(|count| *count += 1);
+    }
+}
+
+const SIZES: [u64; 5] = [100_000, 7, 1_500_000, 64, 300_001];
+
+fn spec(world_size: u32, micro_steps: u32, max_delay: u32, dtype: Dtype) -> JobSpec {
+    let param =
+        |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
+    JobSpec {
+        name: JobName::parse("name", "job").unwrap(),
+        params: SIZES.iter().enumerate().map(param).collect(),
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: dtype,
+        image_dtype: dtype,
+        world_size,
+        micro_steps,
+        max_delay,
+        shard_elements: 4 * BLOCK_ELEMENTS,
+        tier: TierKind::Memory,
+    }
+}
+
+fn options(servers: Vec<String>, spec: JobSpec, rank: u32) -> Options {
+    Options { deadline: Duration::from_secs(20), ..Options::new(servers, spec, Rank(rank)) }
+}
+
+fn initial(param: usize) -> Vec<f32> {
+    (0..SIZES[param]).map(|index| ((index * 31 + param as u64 * 17) % 1000) as f32 / 1000.0 - 0.5).collect()
+}
+
+fn hyper(step: Step) -> Vec<Hyper> {
+    vec![Hyper { lr: 1e-3 / (step.0 as f64).sqrt(), weight_decay: 0.01, ..Hyper::default() }]
+}
+
+/// A gradient that depends on everything it should: weights read, rank, step, micro-step.
+fn backward(weights: &[f32], rank: u32, step: Step, micro: u32, scale: f64, target: &mut Vec<f32>) {
+    let noise = (u64::from(rank) * 7 + step.0 * 13 + u64::from(micro) * 5) % 11;
+    target.clear();
+    target.extend(weights.iter().map(|weight| ((weight - 0.1 * noise as f32) as f64 * scale) as f32));
+}
+
+fn step(pipeline: &mut Pipeline, rank: u32, spoil: Option<f32>) -> Result<Step> {
+    let plan = pipeline.begin()?;
+    let layout = pipeline.session().layout().clone();
+    let weights = pipeline.weights()?;
+    let mut values = Vec::new();
+    for param in 0..SIZES.len() {
+        let mut value = vec![0.0; SIZES[param] as usize];
+        weights.read(layout.param_range(param), &mut value)?;
+        values.push(value);
+    }
+    drop(weights);
+    let mut gradient = Vec::new();
+    for micro in 0..pipeline.session().spec().micro_steps {
+        let mut assembler = pipeline.assembler(micro)?;
+        for param in (0..SIZES.len()).rev() {
+            backward(&values[param], rank, plan.step, micro, plan.loss_scale, &mut gradient);
+            if let (2, Some(value)) = (param, spoil) {
+                gradient[5] = value;
+            }
+            assembler.put(param, &gradient)?;
+        }
+        assembler.finish()?;
+    }
+    pipeline.finish(format!("after {}", plan.step).into_bytes())?;
+    Ok(plan.step)
+}
+
+fn plain() -> PipelineOptions {
+    PipelineOptions { clip: Some(1.0), ..PipelineOptions::new(LossScaler::fixed(128.0).unwrap(), hyper) }
+}
+
+fn run(options: Options, steps: u64, how: PipelineOptions) -> Result<(Option<StateHash>, Vec<StepOutcome>)> {
+    let rank = options.rank;
+    let mut session = Session::connect(options)?;
+    let joined = session.start(&initial)?;
+    let mut pipeline = Pipeline::new(session, &joined, how)?;
+    while pipeline.last_step().0 < steps {
+        step(&mut pipeline, rank.0, None)?;
+    }
+    assert_eq!(pipeline.drain()?, Version(steps));
+    let outcomes = pipeline.outcomes();
+    let hash = (rank.0 == 0).then(|| pipeline.session().state_hash()).transpose()?;
+    pipeline.close()?.leave()?;
+    Ok((hash, outcomes))
+}
+
+/// All ranks of a job as threads; rank 0's hash.
+fn train(
+    servers: &[String],
+    spec: &JobSpec,
+    steps: u64,
+    how: &PipelineOptions,
+) -> (StateHash, Vec<StepOutcome>) {
+    let ranks: Vec<_> = (0..spec.world_size)
+        .map(|rank| {
+            let (options, how) = (options(servers.to_vec(), spec.clone(), rank), how.clone());
+            thread::spawn(move || {
+                run(options, steps, how).unwrap_or_else(|error| panic!("rank {rank}: {error}"))
+            })
+        })
+        .collect();
+    let mut results: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+    for (_, outcomes) in &results {
+        assert_eq!(outcomes.len() as u64, steps);
+    }
+    let (hash, outcomes) = results.remove(0);
+    (hash.unwrap(), outcomes)
+}
+
+#[test]
+fn the_same_bits_on_one_and_on_three_servers() {
+    for (how, delay) in [(plain(), 0), (PipelineOptions { schedule: Schedule::delayed(2), ..plain() }, 1)] {
+        let spec = spec(1, 1, delay, Dtype::Bf16);
+        let (one, outcomes) = train(&Servers::start(1).addresses(), &spec, 6, &how);
+        let (three, _) = train(&Servers::start(3).addresses(), &spec, 6, &how);
+        assert_eq!(one, three);
+        assert!(outcomes.iter().all(|outcome| outcome.norm > 0.0 && !outcome.skip));
+        for outcome in &outcomes {
+            println!("{delay} {} read {} {:?}", outcome.step, outcome.read.0, outcome.timing);
+        }
+    }
+}
+
+#[test]
+fn two_ranks_two_micro_steps_two_servers() {
+    for (how, delay) in [
+        (plain(), 0),
+        (
+            PipelineOptions {
+                schedule: Schedule::delayed(1).draining_every(4),
+                compensation: 0.5,
+                ..plain()
+            },
+            1,
+        ),
+    ] {
+        let spec = spec(2, 2, delay, Dtype::F16);
+        let (one, _) = train(&Servers::start(1).addresses(), &spec, 6, &how);
+        let (two, _) = train(&Servers::start(2).addresses(), &spec, 6, &how);
+        assert_eq!(one, two);
+    }
+}
+
+#[test]
+fn cut_connections_change_no_bit() {
+    let spec = spec(1, 1, 1, Dtype::Bf16);
+    let how = PipelineOptions { schedule: Schedule::delayed(1), ..plain() };
+    let (undisturbed, _) = train(&Servers::start(2).addresses(), &spec, 12, &how);
+    let servers = Servers::start(2);
+    let proxies: Vec<Proxy> = servers.addresses().into_iter().map(Proxy::start).collect();
+    let through: Vec<String> = proxies.iter().map(|proxy| proxy.address.to_string()).collect();
+    let done = Arc::new(AtomicBool::new(false));
+    let cutter = {
+        let done = done.clone();
+        thread::spawn(move || {
+            let mut cuts = 0;
+            while !done.load(Relaxed) {
+                thread::sleep(Duration::from_millis(60));
+                proxies[cuts % 2].cut();
+                cuts += 1;
+            }
+            (cuts, proxies)
+        })
+    };
+    let (disturbed, _) = train(&through, &spec, 12, &how);
+    done.store(true, Relaxed);
+    let (cuts, _) = cutter.join().unwrap();
+    println!("{cuts} cuts");
+    assert!(cuts >= 3);
+    assert_eq!(undisturbed, disturbed);
+}
+
+#[test]
+fn a_worker_that_dies_anywhere_goes_on() {
+    for delay in [0, 1] {
+        let spec = spec(1, 1, delay, Dtype::Bf16);
+        let how = match delay {
+            0 => plain(),
+            _ => PipelineOptions { schedule: Schedule::delayed(1), ..plain() },
+        };
+        let (undisturbed, _) = train(&Servers::start(2).addresses(), &spec, 8, &how);
+        let servers = Servers::start(2);
+        let mut lives = 0;
+        loop {
+            lives += 1;
+            let mut session = Session::connect(options(servers.addresses(), spec.clone(), 0)).unwrap();
+            let joined = session.start(&initial).unwrap();
+            let mut pipeline = Pipeline::new(session, &joined, how.clone()).unwrap();
+            let version = joined.version.0;
+            let resumed = pipeline.resumed().map(|bytes| String::from_utf8(bytes.to_vec()).unwrap());
+            assert_eq!(resumed, (version > 0).then(|| format!("after step {version}")));
+            if version >= 8 {
+                assert_eq!(pipeline.session().state_hash().unwrap(), undisturbed);
+                break;
+            }
+            // Dies after one to three steps, with the last in some state of being pushed.
+            for _ in 0..=lives % 3 {
+                if pipeline.last_step().0 < 8 {
+                    step(&mut pipeline, 0, None).unwrap();
+                }
+            }
+            if pipeline.last_step().0 == 8 {
+                pipeline.drain().unwrap();
+            } else if lives % 2 == 0 {
+                pipeline.begin().unwrap();
+                let mut assembler = pipeline.assembler(0).unwrap();
+                assembler.put(2, &vec![9.0; SIZES[2] as usize]).unwrap();
+                thread::sleep(Duration::from_millis(20 * (lives % 4)));
+            }
+        }
+        println!("{lives} lives");
+        assert!(lives > 3);
+    }
+}
+
+#[test]
+fn an_overflow_is_skipped_and_named_and_the_floor_pauses_until_resumed() {
+    let servers = Servers::start(2);
+    let spec = spec(1, 1, 0, Dtype::F16);
+    let scaler = LossScaler::dynamic(LossScalerOptions {
+        initial: 4.0,
+        min: 2.0,
+        hysteresis: 1,
+        ..LossScalerOptions::default()
+    });
+    let how = PipelineOptions::new(scaler.unwrap(), hyper);
+    let mut session = Session::connect(options(servers.addresses(), spec.clone(), 0)).unwrap();
+    let joined = session.start(&initial).unwrap();
+    let mut pipeline = Pipeline::new(session, &joined, how).unwrap();
+    step(&mut pipeline, 0, Some(1e6)).unwrap();
+    let outcome = pipeline.outcomes().remove(0);
+    assert!(outcome.skip);
+    assert_eq!(outcome.overflow.as_deref(), Some("p2, element 5"));
+    assert_eq!((outcome.loss_scale, outcome.loss_scale_next), (4.0, 2.0));
+    // At the floor the step waits for an operator.
+    let operator = {
+        let options = options(servers.addresses(), spec, 0);
+        thread::spawn(move || {
+            let session = Session::connect(options).unwrap();
+            let started = Instant::now();
+            loop {
+                let progress = session.describe().unwrap().remove(0).progress.unwrap();
+                if progress.phase() == v1::Phase::Paused {
+                    assert_eq!(progress.version, 2);
+                    assert!(progress.pause_reason.contains("p2, element 5"), "{}", progress.pause_reason);
+                    break;
+                }
+                assert!(started.elapsed() < Duration::from_secs(20));
+                thread::sleep(Duration::from_millis(10));
+            }
+            thread::sleep(Duration::from_millis(300));
+            session.resume(Some(0.5)).unwrap();
+        })
+    };
+    step(&mut pipeline, 0, Some(f32::NAN)).unwrap();
+    operator.join().unwrap();
+    step(&mut pipeline, 0, None).unwrap();
+    let outcomes = pipeline.outcomes();
+    assert_eq!((outcomes[0].skip, outcomes[0].loss_scale_next), (true, 0.5));
+    assert_eq!((outcomes[1].skip, outcomes[1].loss_scale), (false, 0.5));
+    assert!(outcomes[0].timing.commit >= Duration::from_millis(300));
+    let hash = pipeline.session().state_hash().unwrap();
+    assert_eq!((hash.version, hash.applied), (Version(3), 1));
+}
+
+#[test]
+fn a_commit_that_reached_one_server_is_completed() {
+    let servers = Servers::start(2);
+    let spec = spec(1, 1, 0, Dtype::Bf16);
+    let mut session = Session::connect(options(servers.addresses(), spec.clone(), 0)).unwrap();
+    let joined = session.start(&initial).unwrap();
+    let incarnation = joined.incarnation.0;
+    let mut pipeline = Pipeline::new(session, &joined, plain()).unwrap();
+    step(&mut pipeline, 0, None).unwrap();
+    let mut commit = pipeline
+        .session()
+        .describe()
+        .unwrap()
+        .remove(0)
+        .progress
+        .unwrap()
+        .last_commit
+        .expect("step 1 is decided");
+    commit.step = 2;
+    pipeline.begin().unwrap();
+    let mut assembler = pipeline.assembler(0).unwrap();
+    for (param, &size) in SIZES.iter().enumerate() {
+        assembler.put(param, &vec![1.0; size as usize]).unwrap();
+    }
+    assembler.finish().unwrap();
+    let started = Instant::now();
+    while pipeline.session().describe().unwrap().iter().any(|server| !server.waiting_for.is_empty()) {
+        assert!(started.elapsed() < Duration::from_secs(10));
+        thread::sleep(Duration::from_millis(5));
+    }
+    drop(pipeline);
+    let runtime = Runtime::new().unwrap();
+    runtime.block_on(async {
+        let mut client = TrainingClient::connect(format!("http://{}", servers.addresses()[1])).await.unwrap();
+        let request = v1::CommitRequest { job: "job".into(), incarnation, commit: Some(commit) };
+        // The last sum may still be under way.
+        while let Err(status) = client.commit(request.clone()).await {
+            assert!(status.message().contains("the sum of"), "{status}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    });
+    let mut session = Session::connect(options(servers.addresses(), spec, 0)).unwrap();
+    let joined = session.start(&initial).unwrap();
+    assert_eq!(joined.version, Version(2));
+    session.state_hash().unwrap();
+}
+
+#[test]
+fn a_server_that_lost_the_job_is_named_at_once() {
+    let mut servers = Servers::start(2);
+    let spec = spec(1, 1, 0, Dtype::Bf16);
+    let mut session = Session::connect(options(servers.addresses(), spec.clone(), 0)).unwrap();
+    let joined = session.start(&initial).unwrap();
+    let mut pipeline = Pipeline::new(session, &joined, plain()).unwrap();
+    step(&mut pipeline, 0, None).unwrap();
+    let (runtime, address) = servers.0.remove(1);
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    servers.0.push(serve(address));
+    let started = Instant::now();
+    let error = (0..3).find_map(|_| step(&mut pipeline, 0, None).err()).expect("the state is gone");
+    let Error::StateLost(lost) = &error else { panic!("{error}") };
+    assert_eq!(lost.server, address.to_string());
+    assert!(error.to_string().contains("longshore restore"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(5));
+    drop(pipeline);
+    // A new session sees it, too.
+    let session = Session::connect(options(servers.addresses(), spec, 0)).unwrap();
+    assert!(matches!(session.open(), Err(Error::StateLost(_))));
+}
+
+#[test]
+fn waits_end_and_name_who_is_missing() {
+    let servers = Servers::start(1);
+    let spec = spec(2, 1, 0, Dtype::Bf16);
+    let short = |rank| Options {
+        deadline: Duration::from_secs(2),
+        ..options(servers.addresses(), spec.clone(), rank)
+    };
+    let mut session = Session::connect(short(0)).unwrap();
+    let joined = session.start(&initial).unwrap();
+    let mut pipeline = Pipeline::new(session, &joined, plain()).unwrap();
+    let started = Instant::now();
+    let error = step(&mut pipeline, 0, None).unwrap_err();
+    println!("{error}");
+    assert!(error.to_string().contains("rank 1"), "{error}");
+    assert!(error.to_string().contains("step 1"), "{error}");
+    assert!((2..8).contains(&started.elapsed().as_secs()));
+    assert!(pipeline.begin().is_err(), "the failure stays");
+
+    let started = Instant::now();
+    let nobody = Options { servers: vec!["127.0.0.1:9".into()], ..short(0) };
+    let error = Session::connect(nobody).err().unwrap();
+    println!("{error}");
+    assert!(matches!(error, Error::Unreachable(_)) && started.elapsed().as_secs() < 4);
+}
+
+#[test]
+fn a_second_process_fences_the_first() {
+    let servers = Servers::start(1);
+    let spec = spec(1, 1, 0, Dtype::Bf16);
+    let start = || {
+        let mut session = Session::connect(options(servers.addresses(), spec.clone(), 0)).unwrap();
+        let joined = session.start(&initial).unwrap();
+        Pipeline::new(session, &joined, plain()).unwrap()
+    };
+    let mut first = start();
+    step(&mut first, 0, None).unwrap();
+    let mut second = start();
+    step(&mut second, 0, None).unwrap();
+    let error = step(&mut first, 0, None).unwrap_err();
+    assert!(matches!(error, Error::Fenced(_)), "{error}");
+    step(&mut second, 0, None).unwrap();
+}
+
+#[test]
+fn a_feed_is_exact_and_its_memory_is_reused() {
+    let servers = Servers::start(2);
+    let spec = spec(1, 1, 0, Dtype::F32);
+    let options = options(servers.addresses(), spec, 0);
+    let budget = options.host_budget.clone();
+    let mut session = Session::connect(options).unwrap();
+    session.start(&initial).unwrap();
+    let layout = session.layout().clone();
+    let order: Vec<_> = (0..SIZES.len()).rev().map(|param| layout.param_range(param)).collect();
+    for _ in 0..3 {
+        let feed = session.pull(Version(0), &order, Dtype::F32).unwrap();
+        for param in 0..SIZES.len() {
+            let mut values = vec![0.0; SIZES[param] as usize];
+            feed.read(layout.param_range(param), &mut values).unwrap();
+            assert!(values == initial(param));
+        }
+        assert!(
+            matches!(feed.wait(0..layout.elements()), Err(Error::Invalid(_))),
+            "the padding was not pulled"
+        );
+    }
+    assert_eq!(budget.peak(), SIZES.iter().sum::<u64>() * 4);
+    let started = Instant::now();
+    while budget.used() > budget.peak() && started.elapsed() < Duration::from_secs(1) {}
+    session.delete_job().unwrap();
+    assert!(matches!(session.describe(), Err(Error::StateLost(_))));
+}
