@@ -189,11 +189,10 @@ impl Server {
             let name = format!("drain-{:08}", version.0);
             let part = store.write(&job, &name, Some(version), deadline)?;
             let job = &job.spec().name;
-            if part.servers == 1 {
-                store.seal(job, &name, &[part.to_json()?])?;
-                store.prune(job, keep)?;
-            }
-            tracing::info!(%job, %version, name, servers = part.servers, "checkpoint part written on drain");
+            // The last of several servers to stop finds all parts, where they share the folder.
+            let sealed = store.seal_if_whole(job, &name, part.servers)?;
+            store.prune(job, keep)?;
+            tracing::info!(%job, %version, name, sealed, servers = part.servers, "checkpoint written on drain");
             Ok(())
         });
         written.await.unwrap_or_else(|error| {

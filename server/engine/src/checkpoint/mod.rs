@@ -22,6 +22,7 @@ mod restore;
 mod seal;
 #[cfg(test)]
 mod tests;
+mod whole;
 mod write;
 
 use std::path::{Path, PathBuf};

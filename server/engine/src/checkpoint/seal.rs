@@ -1,6 +1,9 @@
 //! The step that turns parts into a checkpoint.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use longshore_proto::{
     Fault, FaultKind, JobName, JobSpec, Layout, ShardId,
@@ -15,6 +18,7 @@ use super::{
     manifest::{self, Manifest},
     part::{Part, Table},
     read::PartReader,
+    whole,
 };
 use crate::job::StoredImages;
 
@@ -47,6 +51,10 @@ impl Store {
             return Err(Fault::new(FaultKind::Conflict, "name", name, "not sealed with other parts", remedy));
         }
         files::publish(path.clone(), &bytes)?;
+        for part in &manifest.parts {
+            // The manifest has them now; one that stays does no harm.
+            let _ = fs::remove_file(whole::entry_path(&folder.join(&part.file)));
+        }
         tracing::info!(%job, name, version = %manifest.version, state_hash = ?manifest.state_hash, "checkpoint sealed");
         Ok(path)
     }

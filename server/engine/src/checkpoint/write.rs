@@ -12,7 +12,7 @@ use longshore_proto::{Fault, FaultKind, Version, checksum::BlockHash};
 use super::{
     Store,
     fault::{FIELD, defect, io},
-    files::{Draft, remove_drafts},
+    files::{self, Draft, remove_drafts},
     manifest,
     part::{Array, Part, PartShard},
     plan::{Found, MAX_HEADER_BYTES, Plan},
@@ -123,6 +123,8 @@ impl Sink {
         let info = self.job.snapshot(expected, deadline, Box::new(capture))?;
         let part = self.finish(plan, spec, info)?;
         self.draft.publish()?;
+        // Beside the part, for servers that stop without anybody to carry it to the others.
+        files::publish(super::whole::entry_path(self.draft.path()), part.to_json()?.as_bytes())?;
         Ok(part)
     }
 

@@ -1,0 +1,35 @@
+//! Sealing without a coordinator: servers that drain write their parts one by one, and the last one finds all of them.
+
+use std::{
+    fs,
+    io::ErrorKind,
+    path::{Path, PathBuf},
+};
+
+use longshore_proto::{Fault, JobName};
+
+use super::{Store, fault::io, part::Part};
+
+/// Where a part's own entry of the manifest lies until the manifest has it.
+pub(super) fn entry_path(part: &Path) -> PathBuf {
+    part.with_extension("part.json")
+}
+
+impl Store {
+    /// Seals checkpoint `name` if the parts of all its servers are in this folder. False when some are missing, as
+    /// with a folder for each host.
+    pub fn seal_if_whole(&self, job: &JobName, name: &str, servers: u32) -> Result<bool, Fault> {
+        let folder = self.folder(job, name)?;
+        let mut parts = Vec::new();
+        for server in 0..servers {
+            let path = entry_path(&folder.join(Part::file_name(server, servers)));
+            match fs::read_to_string(&path) {
+                Ok(part) => parts.push(part),
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+                Err(error) => return Err(io("read", &path)(error)),
+            }
+        }
+        self.seal(job, name, &parts)?;
+        Ok(true)
+    }
+}
