@@ -87,6 +87,105 @@ fn update_memory(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// AdamW with low-precision state on a bf16 wire.
+struct Low {
+    gradient: Vec<u16>,
+    master: Vec<f32>,
+    master_bf16: Vec<u16>,
+    bf16: [Vec<u16>; 2],
+    codes: [Vec<u8>; 2],
+    scales: [Vec<f32>; 2],
+    image: Vec<u16>,
+    at: usize,
+}
+
+/// The formats of the benches, by name.
+const LOW: [(&str, MasterFormat, StateFormat); 3] = [
+    ("moments_bf16", MasterFormat::F32, StateFormat::Bf16),
+    ("moments_block8", MasterFormat::F32, StateFormat::Block8),
+    ("moments_block8_master_bf16", MasterFormat::Bf16, StateFormat::Block8),
+];
+
+impl Low {
+    fn new(count: usize) -> Low {
+        let blocks = count / QUANTIZATION_BLOCK;
+        Low {
+            gradient: vec![0x3C00; count],
+            master: vec![0.5; count],
+            master_bf16: vec![0x3F00; count],
+            bf16: [vec![0x3C24; count], vec![0x3A83; count]],
+            // Codes of all decades, as real state has.
+            codes: [0, 1].map(|_| (0..count).map(|i| (i * 7) as u8).collect()),
+            scales: [vec![0.01; blocks], vec![0.001; blocks]],
+            image: vec![1; count],
+            at: 0,
+        }
+    }
+
+    /// Steps the next block, starting over at the end.
+    fn update(&mut self, isa: Isa, scalars: &Scalars, master: MasterFormat, moments: StateFormat) {
+        let part = self.at..self.at + BLOCK;
+        let blocks = part.start / QUANTIZATION_BLOCK..part.end / QUANTIZATION_BLOCK;
+        self.at = part.end % self.gradient.len();
+        let ([bf16_first, bf16_second], [first_codes, second_codes]) = (&mut self.bf16, &mut self.codes);
+        let [first_scales, second_scales] = &mut self.scales;
+        let (first, second) = match moments {
+            StateFormat::Block8 => (
+                MomentMut::Block8 {
+                    codes: &mut first_codes[part.clone()],
+                    scales: &mut first_scales[blocks.clone()],
+                },
+                MomentMut::Block8 {
+                    codes: &mut second_codes[part.clone()],
+                    scales: &mut second_scales[blocks],
+                },
+            ),
+            _ => (
+                MomentMut::Bf16(&mut bf16_first[part.clone()]),
+                MomentMut::Bf16(&mut bf16_second[part.clone()]),
+            ),
+        };
+        let master = match master {
+            MasterFormat::F32 => MasterMut::F32(&mut self.master[part.clone()]),
+            MasterFormat::Bf16 => MasterMut::Bf16(&mut self.master_bf16[part.clone()]),
+        };
+        let (state, random) = (
+            StateLow { master, first, second },
+            Random { seed: 1, step: 10, first_element: part.start as u64 },
+        );
+        let gradient = Gradient::Bf16(&self.gradient[part.clone()]);
+        update_low(
+            isa,
+            &[(0..BLOCK, scalars)],
+            gradient,
+            state,
+            ImageMut::Bf16(&mut self.image[part]),
+            0.0,
+            random,
+        );
+    }
+}
+
+/// Low-precision AdamW through memory and, as `cached`, on one block: the difference is memory's. To compare with
+/// `update_memory/bf16`.
+fn update_low_precision(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("update_low");
+    group.throughput(Throughput::Elements(BLOCK as u64));
+    // Without decay, as in `update_block`.
+    let scalars = Scalars::new(Rule::AdamW, &Hyper { weight_decay: 0.0, ..Hyper::default() }, 10, 1.0);
+    for isa in Isa::available() {
+        for (name, master, moments) in LOW {
+            for (place, count) in [("memory", MEMORY), ("cached", BLOCK)] {
+                let mut arrays = Low::new(count);
+                group.bench_function(BenchmarkId::new(format!("{name}/{place}"), isa), |bencher| {
+                    bencher.iter(|| arrays.update(isa, &scalars, master, moments));
+                });
+            }
+        }
+    }
+    group.finish();
+}
+
 /// Each rule on one block, which stays in cache.
 fn update_block(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("update_block");
@@ -133,5 +232,5 @@ fn sums(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, update_memory, update_block, sums);
+criterion_group!(benches, update_memory, update_low_precision, update_block, sums);
 criterion_main!(benches);

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_engine::checkpoint::Store;
+use longshore_engine::{checkpoint::Store, step::Phase};
 use longshore_proto::{
     Fault, FaultKind, Version,
     limits::DEFAULT_DEADLINE_MS,
@@ -116,7 +116,8 @@ impl Services {
     async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
         let mut answer = describe(&handle);
-        if request.state_hash {
+        // A job that waits for weights has no state yet.
+        if request.state_hash && handle.job.progress().phase != Phase::Loading {
             let job = Arc::clone(&handle.job);
             let (info, hashes) = blocking(move || job.state_hashes(snapshot_deadline())).await?;
             answer.hash_version = info.version.0;

@@ -5,6 +5,7 @@ mod machine;
 mod progress;
 mod refusal;
 mod shard;
+mod view;
 
 pub use machine::{Admission, Machine, Phase, Ticket, Work};
 pub use progress::{Progress, RankProgress};

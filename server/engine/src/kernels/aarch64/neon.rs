@@ -5,6 +5,7 @@
 
 use std::arch::aarch64::*;
 
+use super::super::low::Halves;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
@@ -207,10 +208,12 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn store_bytes(words: Self::Words, to: *mut u8) {
-        let low = vcombine_u16(vmovn_u32(words[0]), vmovn_u32(words[1]));
-        let high = vcombine_u16(vmovn_u32(words[2]), vmovn_u32(words[3]));
-        vst1q_u8(to, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+    unsafe fn store_bytes<const SIGNED: bool>(words: [Self::Words; 4], to: *mut u8) {
+        for (i, words) in words.into_iter().enumerate() {
+            let low = vcombine_u16(vmovn_u32(words[0]), vmovn_u32(words[1]));
+            let high = vcombine_u16(vmovn_u32(words[2]), vmovn_u32(words[3]));
+            vst1q_u8(to.add(LANES * i), vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+        }
     }
 
     #[inline(always)]

@@ -65,6 +65,7 @@ pub(in super::super) struct Tables {
 impl Tables {
     /// Magnitudes below this (2^-31) use the line of this: the one through zero.
     pub(in super::super) const LEAST: u32 = 96 << 23;
+    pub(in super::super) const SIGN: u32 = 1 << 31;
     /// From exponent field to index of `slope` and `offset`, and to that of the inverse.
     pub(in super::super) const DECODE_SHIFT: u32 = 23;
     pub(in super::super) const ENCODE_SHIFT: u32 = 24;

@@ -3,6 +3,7 @@
 use super::super::{Gradient, ImageMut, Scalars, State};
 use super::random::{Half, Key, Random, Usage};
 use super::{Code, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, StateLow};
+use longshore_proto::Rule;
 use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
@@ -22,6 +23,19 @@ pub(in super::super) trait Passes: Copy {
         image: Option<ImageMut>,
         compensation: f32,
     );
+    /// [`update`](super::super::update) with bf16 moments, widened and rounded in the same loop. Only where it
+    /// [`fuses`](Passes::fuses).
+    fn update_halves(
+        self,
+        s: &Scalars,
+        gradient: Gradient,
+        master: &mut [f32],
+        moments: Halves,
+        image: Option<ImageMut>,
+        compensation: f32,
+    );
+    /// Whether there is such a loop, and the image is aligned for it.
+    fn fuses(self, image: &ImageMut) -> bool;
     fn widen_bf16(self, from: &[u16], to: &mut [f32]);
     fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
     /// The bits of elements `first` and on.
@@ -39,6 +53,14 @@ pub(in super::super) trait Passes: Copy {
         compensation: f32,
     );
     fn finish(self);
+}
+
+/// bf16 moments, rounded with the bits of `element` and on.
+pub(in super::super) struct Halves<'a> {
+    pub(in super::super) first: &'a mut [u16],
+    pub(in super::super) second: &'a mut [u16],
+    pub(in super::super) key: Key,
+    pub(in super::super) element: u32,
 }
 
 /// f32 copies of what is not f32, and a block's random bits.
@@ -65,46 +87,73 @@ pub(in super::super) fn update<P: Passes>(
         &mut Scratch { master: [0.0; CHUNK], first: [0.0; CHUNK], second: [0.0; CHUNK], random: [0; BLOCK] };
     let Some((_, scalars)) = segments.first() else { return };
     let codes = [0, 1].map(|slot| Code::of(scalars.rule(), slot));
+    let fused = passes.fuses(&image) && fused(scalars.rule(), &state);
     for start in (0..gradient.len()).step_by(CHUNK) {
         let chunk = start..(start + CHUNK).min(gradient.len());
-        load(passes, codes, &state, &chunk, scratch);
+        if let MasterMut::Bf16(x) = &state.master {
+            passes.widen_bf16(&x[chunk.clone()], &mut scratch.master[..chunk.len()]);
+        }
+        if !fused {
+            load(passes, codes, &state, &chunk, scratch);
+        }
         let mut written = [false; CHUNK / BLOCK];
         let mut at = start;
         while at < chunk.end {
             let (range, scalars) = &segments[0];
-            let part = at..range.end.min(chunk.end);
-            let inside = part.start - start..part.end - start;
+            let part = at..range.end.min(chunk.end).min(random.end_of_key(at));
             if scalars.writes_state() {
-                written[inside.start / BLOCK..inside.end.div_ceil(BLOCK)].fill(true);
+                written[(at - start) / BLOCK..(part.end - start).div_ceil(BLOCK)].fill(true);
             }
+            let (gradient, inside) = (gradient.slice(part.clone()), at - start..part.end - start);
             let (master, image) = match &mut state.master {
                 MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
                 MasterMut::Bf16(_) => (&mut scratch.master[inside.clone()], None),
             };
-            let part_state = State {
-                master,
-                first: floats(&mut state.first, &mut scratch.first, part.clone(), inside.clone()),
-                second: floats(&mut state.second, &mut scratch.second, part.clone(), inside),
-            };
-            passes.update(scalars, gradient.slice(part.clone()), part_state, image, compensation);
+            if fused {
+                let element = random.after(at).first_element;
+                let key = random.key(element, Usage::Moments);
+                let (first, second) = (state.first.halves(&part), state.second.halves(&part));
+                let halves = Halves { first, second, key, element: element as u32 };
+                passes.update_halves(scalars, gradient, master, halves, image, compensation);
+            } else {
+                let first = floats(&mut state.first, &mut scratch.first, &part, &inside);
+                let second = floats(&mut state.second, &mut scratch.second, &part, &inside);
+                passes.update(scalars, gradient, State { master, first, second }, image, compensation);
+            }
             at = part.end;
             if at == range.end {
                 segments = &segments[1..];
             }
         }
-        store(passes, codes, &mut state, &chunk, written, scratch, random);
+        if !fused {
+            store(passes, codes, &mut state, &chunk, written, scratch, random);
+        }
         if let MasterMut::Bf16(master) = &mut state.master {
-            store_master(
-                passes,
-                &mut master[chunk.clone()],
-                scratch,
-                image.slice(chunk),
-                compensation,
-                random.after(start),
-            );
+            let (master, image, random) =
+                (&mut master[chunk.clone()], image.slice(chunk), random.after(start));
+            store_master(passes, master, scratch, image, compensation, random);
         }
     }
     passes.finish();
+}
+
+/// Whether both moments are rounded in the loop of the rule: bf16 ones, and not SGD's, for it may leave a part of a
+/// block alone.
+#[inline(always)]
+fn fused(rule: Rule, state: &StateLow) -> bool {
+    use MomentMut::{Bf16, Empty};
+    matches!((&state.first, &state.second), (Bf16(_), Bf16(_) | Empty)) && rule != Rule::Sgd
+}
+
+impl MomentMut<'_> {
+    /// bf16 elements; none of any other format.
+    #[inline(always)]
+    fn halves(&mut self, part: &Range<usize>) -> &mut [u16] {
+        match self {
+            MomentMut::Bf16(x) => &mut x[part.clone()],
+            _ => &mut [],
+        }
+    }
 }
 
 /// Where a rule finds a part of a moment as f32.
@@ -112,13 +161,13 @@ pub(in super::super) fn update<P: Passes>(
 fn floats<'a>(
     moment: &'a mut MomentMut,
     scratch: &'a mut [f32; CHUNK],
-    part: Range<usize>,
-    inside: Range<usize>,
+    part: &Range<usize>,
+    inside: &Range<usize>,
 ) -> &'a mut [f32] {
     match moment {
         MomentMut::Empty => &mut [],
-        MomentMut::F32(x) => &mut x[part],
-        MomentMut::Bf16(_) | MomentMut::Block8 { .. } => &mut scratch[inside],
+        MomentMut::F32(x) => &mut x[part.clone()],
+        MomentMut::Bf16(_) | MomentMut::Block8 { .. } => &mut scratch[inside.clone()],
     }
 }
 
@@ -130,9 +179,6 @@ fn load<P: Passes>(
     chunk: &Range<usize>,
     scratch: &mut Scratch,
 ) {
-    if let MasterMut::Bf16(x) = &state.master {
-        passes.widen_bf16(&x[chunk.clone()], &mut scratch.master[..chunk.len()]);
-    }
     let moments = [(&state.first, &mut scratch.first), (&state.second, &mut scratch.second)];
     for ((moment, floats), code) in moments.into_iter().zip(codes) {
         match moment {

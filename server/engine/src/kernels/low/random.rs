@@ -54,6 +54,12 @@ impl Random {
         Random { first_element: self.first_element + count as u64, ..self }
     }
 
+    /// Where, counted in the call, the key of element `at` ends.
+    pub(super) fn end_of_key(self, at: usize) -> usize {
+        let rest = (1 << 32) - (self.after(at).first_element & 0xFFFF_FFFF);
+        at.saturating_add(rest as usize)
+    }
+
     /// For `element` and all others that share the upper 32 bits of their indices.
     pub(in super::super) fn key(self, element: u64, usage: Usage) -> Key {
         let key = mix(mix(mix(self.seed ^ mix(self.step)) ^ (element >> 32)) ^ usage as u64);

@@ -1,11 +1,10 @@
 //! Low-precision state, one element at a time: **the specification** of rounding, codes and scales.
 
-use super::super::low::{Code, Half, Key, Passes, QUANTIZATION_BLOCK, Tables};
+use super::super::low::{Code, Half, Halves, Key, Passes, QUANTIZATION_BLOCK, Tables};
 use super::super::{Gradient, ImageMut, LANES, Scalars, State};
 use super::convert::{Bf16, CANONICAL_NAN, F16, F32, Format, quiet};
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
-const SIGN: u32 = 1 << 31;
 
 /// The passes in plain Rust.
 #[derive(Clone, Copy)]
@@ -21,6 +20,14 @@ impl Passes for Scalar {
         compensation: f32,
     ) {
         super::update_parts(s, gradient, state, image, compensation);
+    }
+
+    fn update_halves(self, _: &Scalars, _: Gradient, _: &mut [f32], _: Halves, _: Option<ImageMut>, _: f32) {
+        unreachable!("the reference does one thing after another");
+    }
+
+    fn fuses(self, _: &ImageMut) -> bool {
+        false
     }
 
     fn widen_bf16(self, from: &[u16], to: &mut [f32]) {
@@ -122,7 +129,7 @@ fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
         Code::Unsigned => f32::from(bits) + 0.5,
     };
     let at = (f.to_bits() >> Tables::DECODE_SHIFT) as usize % LANES;
-    let offset = f32::from_bits(tables.offset[at].to_bits() ^ (f.to_bits() & SIGN));
+    let offset = f32::from_bits(tables.offset[at].to_bits() ^ (f.to_bits() & Tables::SIGN));
     (f * tables.slope[at] + offset) * scale
 }
 

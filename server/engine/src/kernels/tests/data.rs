@@ -239,3 +239,32 @@ impl OwnedLow {
         StateLow { master, first: self.first.part(range.clone()), second: self.second.part(range) }
     }
 }
+
+/// An image on cache lines, so that it can be aligned for streaming, as all images of a server are.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Lines {
+    kind: Kind,
+    offset: usize,
+    lines: Vec<Line>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C, align(64))]
+struct Line([u32; 16]);
+
+impl Lines {
+    /// `count` elements, a multiple of 32, aligned or not.
+    pub(super) fn blank(kind: Kind, count: usize, noise: &mut Noise) -> Lines {
+        let offset = [0, noise.below(64)][noise.below(2)];
+        Lines { kind, offset, lines: vec![Line([0x7FBA_DBAD; 16]); count / 16 + 4] }
+    }
+
+    pub(super) fn part(&mut self, range: Range<usize>) -> ImageMut<'_> {
+        let range = self.offset + range.start..self.offset + range.end;
+        match self.kind {
+            Kind::F32 => ImageMut::F32(&mut bytemuck::cast_slice_mut(&mut self.lines)[range]),
+            Kind::F16 => ImageMut::F16(&mut bytemuck::cast_slice_mut(&mut self.lines)[range]),
+            Kind::Bf16 => ImageMut::Bf16(&mut bytemuck::cast_slice_mut(&mut self.lines)[range]),
+        }
+    }
+}

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::super::*;
-use super::data::{Array, FORMATS, KINDS, Kind, Noise, Owned, OwnedLow, hyper};
+use super::data::{Array, FORMATS, KINDS, Kind, Lines, Noise, Owned, OwnedLow, hyper};
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
@@ -13,7 +13,7 @@ struct Case {
     ends: Vec<usize>,
     gradient: Array,
     before: OwnedLow,
-    blank: Array,
+    blank: Lines,
     compensation: f32,
     random: Random,
 }
@@ -36,7 +36,7 @@ impl Case {
             ends,
             gradient: Array::noisy(KINDS[noise.below(3)], count, noise, wild),
             before: OwnedLow::noisy(rule, formats, count, noise, wild),
-            blank: Array::blank(KINDS[noise.below(3)], count, noise),
+            blank: Lines::blank(KINDS[noise.below(3)], count, noise),
             compensation: [0.0, 0.75][noise.below(2)],
             random: Random {
                 seed: noise.next(),
@@ -48,7 +48,7 @@ impl Case {
     }
 
     /// One call per range of blocks that ends at one of `cuts`.
-    fn run(&self, isa: Isa, cuts: &[usize]) -> (OwnedLow, Array) {
+    fn run(&self, isa: Isa, cuts: &[usize]) -> (OwnedLow, Lines) {
         let (mut state, mut image) = (self.before.clone(), self.blank.clone());
         let mut start = 0;
         for &end in cuts {
@@ -67,7 +67,7 @@ impl Case {
                 &segments,
                 gradient,
                 state.part(start..end),
-                image.image().slice(start..end),
+                image.part(start..end),
                 self.compensation,
                 random,
             );
@@ -134,7 +134,7 @@ fn low_bits_have_not_changed() {
     assert!(found.iter().all(|&hash| hash == GOLDEN), "{found:#018x?}");
 }
 
-const GOLDEN: u64 = 0x22f4_0b1c_c4a6_fd81;
+const GOLDEN: u64 = 0xbf46_e743_d23a_9311;
 
 /// Without momentum, SGD does not touch its buffer: it is not even rounded anew.
 #[test]

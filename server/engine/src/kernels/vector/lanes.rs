@@ -66,8 +66,8 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn store_words(words: Self::Words, to: *mut u32);
     unsafe fn load_unsigned_bytes(from: *const u8) -> Self::Words;
     unsafe fn load_signed_bytes(from: *const u8) -> Self::Words;
-    /// The lowest byte of each.
-    unsafe fn store_bytes(words: Self::Words, to: *mut u8);
+    /// Sixty-four words as bytes, signed or not, in whose range they are.
+    unsafe fn store_bytes<const SIGNED: bool>(words: [Self::Words; 4], to: *mut u8);
     /// The upper halves.
     unsafe fn upper_half(words: Self::Words) -> Self::Half;
     unsafe fn add_words(a: Self::Words, b: Self::Words) -> Self::Words;

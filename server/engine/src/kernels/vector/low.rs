@@ -1,16 +1,16 @@
 //! Low-precision state for 16 lanes. Operation for operation what `scalar/low.rs` specifies.
 
 use super::super::low::{
-    self as passes, Code, Half, Key, Passes, QUANTIZATION_BLOCK, Random, StateLow, Tables,
+    self as passes, Code, Half, Halves, Key, Passes, QUANTIZATION_BLOCK, Random, StateLow, Tables,
 };
 use super::super::scalar::{convert::CANONICAL_NAN, low::scale};
 use super::super::{Gradient, ImageMut, LANES, Moment, Scalars, State};
-use super::lanes::{Lanes, LanesFormat};
-use super::{Bf16, F16, F32, update_middle};
+use super::lanes::LanesFormat;
+use super::moments::{Decoder, Hash, round, sixteen};
+use super::{Bf16, F16, F32, Kernels as Lanes};
 use std::{marker::PhantomData, ops::Range};
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
-const SIGN: u32 = 1 << 31;
 const ONE: u32 = 0x3F80_0000;
 
 /// The passes of an instruction set. Whoever has one has made sure that this CPU has the other.
@@ -68,15 +68,32 @@ impl<V: Lanes> Passes for Vector<V> {
         compensation: f32,
     ) {
         match image {
-            // SAFETY: as above; an image that is not there needs no alignment.
-            None => unsafe { update_middle::<V>(s, gradient, state, None, compensation) },
-            Some(image) if image.elements_to_alignment(V::STREAM_ALIGNMENT) == 0 => {
-                // SAFETY: as above, and the image is aligned.
-                unsafe { update_middle::<V>(s, gradient, state, Some(image), compensation) }
+            Some(image) if image.elements_to_alignment(V::STREAM_ALIGNMENT) > 0 => {
+                // SAFETY: as above.
+                unsafe { super::update::<V>(s, gradient, state, image, compensation) }
             }
-            // SAFETY: as above.
-            Some(image) => unsafe { super::update::<V>(s, gradient, state, image, compensation) },
+            // SAFETY: as above; the image, if it is there, is aligned.
+            _ => unsafe { V::update_floats(s, gradient, state, image, compensation) },
         }
+    }
+
+    #[inline(always)]
+    fn update_halves(
+        self,
+        s: &Scalars,
+        gradient: Gradient,
+        master: &mut [f32],
+        moments: Halves,
+        image: Option<ImageMut>,
+        compensation: f32,
+    ) {
+        // SAFETY: as above, and the image, if it is there, is aligned: `fuses` was asked.
+        unsafe { V::update_halves(s, gradient, master, moments, image, compensation) }
+    }
+
+    #[inline(always)]
+    fn fuses(self, image: &ImageMut) -> bool {
+        image.elements_to_alignment(V::STREAM_ALIGNMENT) == 0
     }
 
     #[inline(always)]
@@ -159,33 +176,17 @@ impl<V: Lanes> Passes for Vector<V> {
 
 #[inline(always)]
 unsafe fn random_block<V: Lanes>(key: Key, first: u32, to: &mut [u32; BLOCK]) {
-    const COUNT: [u32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
-    let mut index = V::add_words(V::load_words(COUNT.as_ptr()), V::splat_words(first));
-    let (before, between) = (V::splat_words(key.before), V::splat_words(key.between));
+    let hash = Hash::<V>::new(key, first);
     for i in (0..BLOCK).step_by(LANES) {
-        let x = V::xor_words(index, before);
-        let x = V::xor_words(x, V::shift_right::<16>(x));
-        let x = V::mul_words(x, V::splat_words(Key::FIRST_MULTIPLIER));
-        let x = V::add_words(V::xor_words(x, V::shift_right::<15>(x)), between);
-        let x = V::mul_words(x, V::splat_words(Key::SECOND_MULTIPLIER));
-        V::store_words(V::xor_words(x, V::shift_right::<16>(x)), to.as_mut_ptr().add(i));
-        index = V::add_words(index, V::splat_words(LANES as u32));
+        V::store_words(hash.at(i), to.as_mut_ptr().add(i));
     }
-}
-
-/// Sixteen random bits in the lower half of each word.
-#[inline(always)]
-unsafe fn sixteen<V: Lanes, const HIGH: bool>(random: *const u32) -> V::Words {
-    let random = V::load_words(random);
-    if HIGH { V::shift_right::<16>(random) } else { V::and_words(random, V::splat_words(0xFFFF)) }
 }
 
 #[inline(always)]
 unsafe fn round_block<V: Lanes, const HIGH: bool>(from: &[f32], random: &[u32; BLOCK], to: &mut [u16]) {
     for i in (0..BLOCK).step_by(LANES) {
-        let bits = V::load(from.as_ptr().add(i)).to_words();
-        let rounded = V::add_words(bits, sixteen::<V, HIGH>(random.as_ptr().add(i)));
-        V::store_half(V::upper_half(rounded), to.as_mut_ptr().add(i));
+        let random = V::load_words(random.as_ptr().add(i));
+        V::store_half(round::<V, HIGH>(V::load(from.as_ptr().add(i)), random), to.as_mut_ptr().add(i));
     }
 }
 
@@ -202,8 +203,8 @@ unsafe fn master_block<V: Lanes, I: LanesFormat>(
     for i in (0..BLOCK).step_by(LANES) {
         let master_at = master.as_mut_ptr().add(i);
         let old = V::from_bf16(V::load_half(master_at));
-        let bits = V::load(new.as_ptr().add(i)).to_words();
-        let rounded = V::upper_half(V::add_words(bits, sixteen::<V, false>(random.as_ptr().add(i))));
+        let random = V::load_words(random.as_ptr().add(i));
+        let rounded = round::<V, false>(V::load(new.as_ptr().add(i)), random);
         V::store_half(rounded, master_at);
         let new = V::from_bf16(rounded);
         let emitted = if c == 0.0 { new } else { new.sub(compensation.mul(old.sub(new))) };
@@ -218,7 +219,7 @@ unsafe fn largest<V: Lanes>(from: &[f32]) -> u32 {
     let mut largest = V::splat_words(0);
     for i in (0..BLOCK).step_by(LANES) {
         let bits = V::load(from.as_ptr().add(i)).to_words();
-        largest = V::max_words(largest, V::and_words(bits, V::splat_words(!SIGN)));
+        largest = V::max_words(largest, V::and_words(bits, V::splat_words(!Tables::SIGN)));
     }
     let mut lanes = [0; LANES];
     V::store_words(largest, lanes.as_mut_ptr());
@@ -227,20 +228,11 @@ unsafe fn largest<V: Lanes>(from: &[f32]) -> u32 {
 
 #[inline(always)]
 unsafe fn decode_block<V: Lanes, const SIGNED: bool>(from: &[u8], scale: f32, to: &mut [f32]) {
-    let tables = if SIGNED { Code::Signed.tables() } else { Code::Unsigned.tables() };
-    let (slope, offset) = (V::load(tables.slope.as_ptr()), V::load(tables.offset.as_ptr()));
-    let (scale, half) = (V::splat(scale), V::splat(0.5));
+    let decoder = Decoder::<V>::new(if SIGNED { Code::Signed } else { Code::Unsigned }, scale);
     for i in (0..BLOCK).step_by(LANES) {
         let from = from.as_ptr().add(i);
-        let bytes = if SIGNED { V::load_signed_bytes(from) } else { V::load_unsigned_bytes(from) };
-        let f = V::convert(bytes).add(half);
-        let at = V::shift_right::<{ Tables::DECODE_SHIFT }>(f.to_words());
-        let mut offset = offset.lookup(at);
-        if SIGNED {
-            let sign = V::and_words(f.to_words(), V::splat_words(SIGN));
-            offset = V::from_words(V::xor_words(offset.to_words(), sign));
-        }
-        f.mul(slope.lookup(at)).add(offset).mul(scale).store(to.as_mut_ptr().add(i));
+        let values = if SIGNED { decoder.signed(from) } else { decoder.unsigned(from) };
+        values.store(to.as_mut_ptr().add(i));
     }
 }
 
@@ -251,22 +243,57 @@ unsafe fn encode_block<V: Lanes, const SIGNED: bool, const HIGH: bool>(
     random: &[u32; BLOCK],
     to: &mut [u8],
 ) {
-    let tables = if SIGNED { Code::Signed.tables() } else { Code::Unsigned.tables() };
-    let lower = tables.lower.each_ref().map(|line| V::load(line.as_ptr()));
-    let upper = tables.upper.each_ref().map(|line| V::load(line.as_ptr()));
-    let (last, reciprocal) = (V::splat(tables.last), V::splat(1.0 / scale));
-    for i in (0..BLOCK).step_by(LANES) {
-        let bits = V::load(from.as_ptr().add(i)).to_words();
-        let magnitude = V::from_words(V::and_words(bits, V::splat_words(!SIGN))).mul(reciprocal);
+    let encoder = Encoder::<V>::new(if SIGNED { Code::Signed } else { Code::Unsigned }, scale);
+    for i in (0..BLOCK).step_by(4 * LANES) {
+        let (from, random) = (from.as_ptr().add(i), random.as_ptr().add(i));
+        // Not `map`: a closure's code would be without the instruction set.
+        let codes = [
+            encoder.codes::<SIGNED, HIGH>(from, random),
+            encoder.codes::<SIGNED, HIGH>(from.add(LANES), random.add(LANES)),
+            encoder.codes::<SIGNED, HIGH>(from.add(2 * LANES), random.add(2 * LANES)),
+            encoder.codes::<SIGNED, HIGH>(from.add(3 * LANES), random.add(3 * LANES)),
+        ];
+        V::store_bytes::<SIGNED>(codes, to.as_mut_ptr().add(i));
+    }
+}
+
+/// From values to codes.
+#[derive(Clone, Copy)]
+struct Encoder<V> {
+    lower: [V; 2],
+    upper: [V; 2],
+    last: V,
+    reciprocal: V,
+}
+
+impl<V: Lanes> Encoder<V> {
+    #[inline(always)]
+    unsafe fn new(code: Code, scale: f32) -> Self {
+        let tables = code.tables();
+        Encoder {
+            lower: [V::load(tables.lower[0].as_ptr()), V::load(tables.lower[1].as_ptr())],
+            upper: [V::load(tables.upper[0].as_ptr()), V::load(tables.upper[1].as_ptr())],
+            last: V::splat(tables.last),
+            reciprocal: V::splat(1.0 / scale),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn codes<const SIGNED: bool, const HIGH: bool>(
+        self,
+        from: *const f32,
+        random: *const u32,
+    ) -> V::Words {
+        let bits = V::load(from).to_words();
+        let magnitude = V::from_words(V::and_words(bits, V::splat_words(!Tables::SIGN))).mul(self.reciprocal);
         let at = V::max_words(magnitude.to_words(), V::splat_words(Tables::LEAST));
         let at = V::shift_right::<{ Tables::ENCODE_SHIFT }>(at);
-        let on_lower = magnitude.mul(lower[0].lookup(at)).add(lower[1].lookup(at));
-        let on_upper = magnitude.mul(upper[0].lookup(at)).add(upper[1].lookup(at));
-        let position = on_lower.min(on_upper).min(last);
-        let random = V::shift_left::<7>(sixteen::<V, HIGH>(random.as_ptr().add(i)));
-        let random = V::from_words(V::or_words(random, V::splat_words(ONE)));
-        let q = position.add(random).truncate();
-        let q = if SIGNED { V::xor_words(q, V::sign_mask(bits)) } else { q };
-        V::store_bytes(q, to.as_mut_ptr().add(i));
+        let lower = magnitude.mul(self.lower[0].lookup(at)).add(self.lower[1].lookup(at));
+        let upper = magnitude.mul(self.upper[0].lookup(at)).add(self.upper[1].lookup(at));
+        let position = lower.min(upper).min(self.last);
+        let random = V::shift_left::<7>(sixteen::<V, HIGH>(V::load_words(random)));
+        let random = V::or_words(random, V::splat_words(ONE));
+        let q = position.add(V::from_words(random)).truncate();
+        if SIGNED { V::xor_words(q, V::sign_mask(bits)) } else { q }
     }
 }

@@ -4,6 +4,7 @@
 
 use std::arch::x86_64::*;
 
+use super::super::low::Halves;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
@@ -183,13 +184,9 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn store_bytes(words: Self::Words, to: *mut u8) {
-        let low = _mm256_set1_epi32(0xFF);
-        // Packing twice works within 128-bit lanes and leaves elements 0-3 8-11 (twice) 4-7 12-15 (twice).
-        let halves = _mm256_packus_epi32(_mm256_and_si256(words.0, low), _mm256_and_si256(words.1, low));
-        let bytes = _mm256_packus_epi16(halves, halves);
-        let bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes));
-        _mm_storeu_si128(to.cast(), bytes);
+    unsafe fn store_bytes<const SIGNED: bool>([a, b, c, d]: [Self::Words; 4], to: *mut u8) {
+        _mm256_storeu_si256(to.cast(), pack_bytes::<SIGNED>([a.0, a.1, b.0, b.1]));
+        _mm256_storeu_si256(to.add(32).cast(), pack_bytes::<SIGNED>([c.0, c.1, d.0, d.1]));
     }
 
     #[inline(always)]
@@ -323,4 +320,14 @@ unsafe fn pack_upper(low: __m256i, high: __m256i) -> __m256i {
 unsafe fn lookup(table: Avx2, index: __m256i) -> __m256 {
     let (low, high) = (_mm256_permutevar8x32_ps(table.0, index), _mm256_permutevar8x32_ps(table.1, index));
     _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+}
+
+/// Thirty-two words as bytes.
+#[inline(always)]
+unsafe fn pack_bytes<const SIGNED: bool>([a, b, c, d]: [__m256i; 4]) -> __m256i {
+    // Packing works within 128-bit lanes and leaves half l of all four in lane l.
+    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    let (low, high) = (_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+    let bytes = if SIGNED { _mm256_packs_epi16(low, high) } else { _mm256_packus_epi16(low, high) };
+    _mm256_permutevar8x32_epi32(bytes, order)
 }

@@ -1,0 +1,163 @@
+//! Where the loop of an update finds the moments, and where it leaves them.
+
+use super::super::low::{Halves, Key, Tables};
+use super::super::{Code, LANES, State};
+use super::lanes::Lanes;
+use super::rules::Slots;
+
+/// Both moments, 16 elements at a time. Safety as for [`Lanes`].
+pub(super) trait Moments<V: Lanes>: Copy {
+    /// The first `count` moments of elements `i` and on; the others mean nothing.
+    unsafe fn load(self, i: usize, count: usize) -> Slots<V>;
+    /// The first `count`, which went through [`quiet`](Lanes::quiet).
+    unsafe fn store(self, i: usize, count: usize, moments: Slots<V>);
+}
+
+/// f32 in, f32 out.
+#[derive(Clone, Copy)]
+pub(super) struct Floats {
+    first: *mut f32,
+    second: *mut f32,
+}
+
+impl Floats {
+    #[inline(always)]
+    pub(super) fn new(state: &mut State) -> Floats {
+        Floats { first: state.first.as_mut_ptr(), second: state.second.as_mut_ptr() }
+    }
+}
+
+impl<V: Lanes> Moments<V> for Floats {
+    #[inline(always)]
+    unsafe fn load(self, i: usize, count: usize) -> Slots<V> {
+        let first = if count > 0 { V::load(self.first.add(i)) } else { V::splat(0.0) };
+        [first, if count > 1 { V::load(self.second.add(i)) } else { first }]
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, i: usize, count: usize, [first, second]: Slots<V>) {
+        if count > 0 {
+            first.store(self.first.add(i));
+        }
+        if count > 1 {
+            second.store(self.second.add(i));
+        }
+    }
+}
+
+/// bf16 in, rounded stochastically to bf16 out.
+#[derive(Clone, Copy)]
+pub(super) struct Rounded<V: Lanes> {
+    first: *mut u16,
+    second: *mut u16,
+    random: Hash<V>,
+}
+
+impl<V: Lanes> Rounded<V> {
+    #[inline(always)]
+    pub(super) unsafe fn new(halves: Halves) -> Self {
+        Rounded {
+            first: halves.first.as_mut_ptr(),
+            second: halves.second.as_mut_ptr(),
+            random: Hash::new(halves.key, halves.element),
+        }
+    }
+}
+
+impl<V: Lanes> Moments<V> for Rounded<V> {
+    #[inline(always)]
+    unsafe fn load(self, i: usize, count: usize) -> Slots<V> {
+        let first = if count > 0 { V::from_bf16(V::load_half(self.first.add(i))) } else { V::splat(0.0) };
+        [first, if count > 1 { V::from_bf16(V::load_half(self.second.add(i))) } else { first }]
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, i: usize, count: usize, [first, second]: Slots<V>) {
+        let random = self.random.at(i);
+        if count > 0 {
+            V::store_half(round::<V, false>(first, random), self.first.add(i));
+        }
+        if count > 1 {
+            V::store_half(round::<V, true>(second, random), self.second.add(i));
+        }
+    }
+}
+
+/// [`Key::hash`] of consecutive elements.
+#[derive(Clone, Copy)]
+pub(super) struct Hash<V: Lanes> {
+    first: V::Words,
+    before: V::Words,
+    between: V::Words,
+}
+
+impl<V: Lanes> Hash<V> {
+    /// Of elements `first` and on.
+    #[inline(always)]
+    pub(super) unsafe fn new(key: Key, first: u32) -> Self {
+        const COUNT: [u32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+        Hash {
+            first: V::add_words(V::load_words(COUNT.as_ptr()), V::splat_words(first)),
+            before: V::splat_words(key.before),
+            between: V::splat_words(key.between),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn at(self, i: usize) -> V::Words {
+        let x = V::xor_words(V::add_words(self.first, V::splat_words(i as u32)), self.before);
+        let x = V::xor_words(x, V::shift_right::<16>(x));
+        let x = V::mul_words(x, V::splat_words(Key::FIRST_MULTIPLIER));
+        let x = V::add_words(V::xor_words(x, V::shift_right::<15>(x)), self.between);
+        let x = V::mul_words(x, V::splat_words(Key::SECOND_MULTIPLIER));
+        V::xor_words(x, V::shift_right::<16>(x))
+    }
+}
+
+/// Sixteen random bits in the lower half of each word.
+#[inline(always)]
+pub(super) unsafe fn sixteen<V: Lanes, const HIGH: bool>(random: V::Words) -> V::Words {
+    if HIGH { V::shift_right::<16>(random) } else { V::and_words(random, V::splat_words(0xFFFF)) }
+}
+
+/// bf16, stochastically, of lanes that went through [`quiet`](Lanes::quiet).
+#[inline(always)]
+pub(super) unsafe fn round<V: Lanes, const HIGH: bool>(lanes: V, random: V::Words) -> V::Half {
+    V::upper_half(V::add_words(lanes.to_words(), sixteen::<V, HIGH>(random)))
+}
+
+/// Values of codes.
+#[derive(Clone, Copy)]
+pub(super) struct Decoder<V> {
+    slope: V,
+    offset: V,
+    scale: V,
+}
+
+impl<V: Lanes> Decoder<V> {
+    #[inline(always)]
+    pub(super) unsafe fn new(code: Code, scale: f32) -> Self {
+        let tables = code.tables();
+        Decoder {
+            slope: V::load(tables.slope.as_ptr()),
+            offset: V::load(tables.offset.as_ptr()),
+            scale: V::splat(scale),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn unsigned(self, from: *const u8) -> V {
+        let f = V::convert(V::load_unsigned_bytes(from)).add(V::splat(0.5));
+        let at = V::shift_right::<{ Tables::DECODE_SHIFT }>(f.to_words());
+        f.mul(self.slope.lookup(at)).add(self.offset.lookup(at)).mul(self.scale)
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn signed(self, from: *const u8) -> V {
+        let f = V::convert(V::load_signed_bytes(from)).add(V::splat(0.5));
+        let at = V::shift_right::<{ Tables::DECODE_SHIFT }>(f.to_words());
+        let sign = V::and_words(f.to_words(), V::splat_words(Tables::SIGN));
+        let offset = V::from_words(V::xor_words(self.offset.lookup(at).to_words(), sign));
+        f.mul(self.slope.lookup(at)).add(offset).mul(self.scale)
+    }
+}

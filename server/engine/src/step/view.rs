@@ -1,0 +1,125 @@
+//! What is so: the machine as others may see it, without changing it.
+
+use longshore_proto::{Commit, MicroStep, Rank, ShardId, Step, Version};
+
+use super::{
+    machine::{Decided, Machine, Phase},
+    progress::{Progress, RankProgress},
+    refusal::Refusal,
+};
+
+impl Machine {
+    pub fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    pub fn applied(&self) -> u64 {
+        self.applied
+    }
+
+    /// Index among the owned shards, or the refusal a request for a foreign shard gets.
+    pub fn owned_index(&self, shard: ShardId) -> Result<usize, Refusal> {
+        let shards = self.owned.len() as u32;
+        let owned = self.owned.get(shard.index()).copied().flatten();
+        owned.map(|index| index as usize).ok_or(Refusal::NotOwned { shard, shards })
+    }
+
+    /// The version a shard's state has; its image is there too.
+    pub fn shard_version(&self, owned: usize) -> Version {
+        self.shards[owned].version
+    }
+
+    /// Whether every update decided so far is done.
+    pub fn is_settled(&self) -> bool {
+        self.shards.iter().all(|shard| shard.version == self.version)
+    }
+
+    pub fn is_complete(&self, owned: usize, step: Step) -> bool {
+        self.shards[owned].is_complete(step)
+    }
+
+    /// Whether any contribution to the next undecided step is here.
+    pub fn is_step_begun(&self) -> bool {
+        let step = self.version.next_step();
+        self.shards.iter().any(|shard| shard.slot(step).step == Some(step))
+    }
+
+    pub fn progress(&self) -> Progress {
+        Progress {
+            phase: self.phase.clone(),
+            version: self.version,
+            applied: self.applied,
+            last_commit: self.commits.back().map(Decided::current),
+            missing: Vec::new(),
+        }
+    }
+
+    pub fn ranks(&self) -> Vec<RankProgress> {
+        let ranks = self.ranks.iter().enumerate();
+        ranks
+            .map(|(index, rank)| RankProgress {
+                rank: Rank(index as u32),
+                incarnation: rank.incarnation,
+                left: rank.left,
+                last_step: rank.last_step,
+            })
+            .collect()
+    }
+
+    /// Commits after a step, oldest first; None when some are no longer kept.
+    pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
+        let commits = self.commits.iter().map(|decided| &decided.commit);
+        let kept = commits.filter(|commit| commit.step > step).cloned().collect::<Vec<_>>();
+        (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
+    }
+
+    /// The decision on a step and Adam's t after it, while it is kept.
+    pub fn decision(&self, step: Step) -> Option<(&Commit, u64)> {
+        let decided = self.commits.iter().find(|decided| decided.commit.step == step)?;
+        Some((&decided.commit, decided.applied))
+    }
+
+    /// Pauses, resumes, and the loss scale given with the last resume (0 when none).
+    pub fn pauses(&self) -> (u64, u64, f64) {
+        (self.pauses, self.resumes, self.resumed_loss_scale)
+    }
+
+    /// Who and what the next step waits for; None when it waits for its commit alone.
+    pub fn waiting_for(&self) -> Option<String> {
+        if self.phase == Phase::Loading {
+            return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());
+        }
+        let step = self.version.next_step();
+        for shard in &self.shards {
+            let slot = shard.slot(step);
+            if shard.is_complete(step) || slot.summing {
+                continue;
+            }
+            let micro_step = MicroStep(if slot.step == Some(step) { slot.summed } else { 0 });
+            let ranks = match slot.step {
+                Some(held) if held == step => slot.missing_ranks(),
+                _ => (0..self.spec.world_size).map(Rank).collect(),
+            };
+            let mut named =
+                ranks.iter().take(8).map(|rank| self.describe(*rank)).collect::<Vec<_>>().join(", ");
+            if ranks.len() > 8 {
+                named += &format!(" and {} more", ranks.len() - 8);
+            }
+            return Some(format!("{step}, {micro_step}, {} from {named}", shard.shard));
+        }
+        None
+    }
+
+    fn describe(&self, rank: Rank) -> String {
+        let state = &self.ranks[rank.index()];
+        match (state.incarnation, state.left) {
+            (None, _) => format!("{rank} (never joined)"),
+            (_, true) => format!("{rank} (left)"),
+            _ => rank.to_string(),
+        }
+    }
+}

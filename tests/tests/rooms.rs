@@ -1,0 +1,73 @@
+//! The structure that ARCHITECTURE.md promises: which room may use what, and where `unsafe` may be.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The names of all crates that a package is built from, its own development dependencies left out.
+fn dependencies(package: &str, flags: &[&str]) -> Vec<String> {
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_string());
+    let output = Command::new(cargo)
+        .current_dir(root())
+        .args(["tree", "--locked", "--prefix", "none", "--edges", "normal", "--format", "{lib}", "-p", package])
+        .args(flags)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_string).collect()
+}
+
+#[test]
+fn the_engine_knows_no_network() {
+    let found = dependencies("longshore-engine", &[]);
+    assert!(found.contains(&"rustix".to_string()), "the list is not what it should be: {found:?}");
+    for banned in ["tokio", "tonic", "prost", "hyper", "longshore_server", "longshore_worker"] {
+        assert!(!found.contains(&banned.to_string()), "the engine must not depend on {banned}");
+    }
+}
+
+#[test]
+fn the_worker_library_knows_no_server() {
+    let found = dependencies("longshore-worker", &["--no-default-features"]);
+    assert!(found.contains(&"tonic".to_string()), "the list is not what it should be: {found:?}");
+    for banned in ["longshore_server", "longshore_engine", "candle_core", "clap"] {
+        assert!(!found.contains(&banned.to_string()), "the worker library must not depend on {banned}");
+    }
+}
+
+#[test]
+fn unsafe_stays_in_its_rooms() {
+    let rooms = ["server/engine/src/kernels", "server/engine/src/memory", "server/engine/src/io", "worker/src/device/cuda"];
+    let mut sources = Vec::new();
+    for room in ["proto/src", "server", "worker/src", "tests/src"] {
+        collect(&root().join(room), &mut sources);
+    }
+    assert!(sources.len() > 100, "only {} sources found", sources.len());
+    for path in sources {
+        let relative = path.strip_prefix(root()).unwrap().to_string_lossy().into_owned();
+        let text = fs::read_to_string(&path).unwrap();
+        let allowed = rooms.iter().any(|room| relative.starts_with(room));
+        let found = text.lines().position(|line| {
+            let code = line.split("//").next().unwrap_or_default();
+            code.contains("unsafe {") || code.contains("unsafe impl") || code.contains("unsafe fn")
+        });
+        assert!(allowed || found.is_none(), "{relative}:{} uses unsafe outside its rooms", found.unwrap_or(0) + 1);
+    }
+}
+
+fn collect(folder: &Path, sources: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            collect(&path, sources);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            sources.push(path);
+        }
+    }
+}
