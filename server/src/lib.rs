@@ -11,4 +11,4 @@ pub mod log;
 mod service;
 
 pub use config::Config;
-pub use lifecycle::{Server, ServerError};
+pub use lifecycle::{Server, ServerError, StopSignals};

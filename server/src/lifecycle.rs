@@ -16,7 +16,7 @@ use longshore_proto::{
 };
 use tokio::{
     net::TcpListener,
-    signal::unix::{SignalKind, signal},
+    signal::unix::{Signal, SignalKind, signal},
     sync::watch,
     task::JoinHandle,
     time::{Instant, timeout},
@@ -92,6 +92,29 @@ impl Draining {
     }
 }
 
+/// SIGTERM and SIGINT. Caught from here on: one that comes while the server starts still ends in a drain.
+pub struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl StopSignals {
+    /// Must be called inside a tokio runtime.
+    pub fn catch() -> Result<StopSignals, ServerError> {
+        Ok(StopSignals {
+            terminate: signal(SignalKind::terminate()).map_err(ServerError::Signals)?,
+            interrupt: signal(SignalKind::interrupt()).map_err(ServerError::Signals)?,
+        })
+    }
+
+    async fn any(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
 /// A running server.
 pub struct Server {
     address: SocketAddr,
@@ -139,14 +162,11 @@ impl Server {
         self.address
     }
 
-    /// Serves until SIGTERM, SIGINT or Admin.Drain, then drains.
-    pub async fn run_until_signalled(mut self) -> Result<(), ServerError> {
-        let mut terminate = signal(SignalKind::terminate()).map_err(ServerError::Signals)?;
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(ServerError::Signals)?;
+    /// Serves until a signal or Admin.Drain, then drains.
+    pub async fn run_until(mut self, mut signals: StopSignals) -> Result<(), ServerError> {
         let draining = self.services.draining.clone();
         tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
+            () = signals.any() => {}
             () = draining.wait() => {}
             ended = &mut self.serving => return Err(ServerError::Serve(format!("{ended:?}"))),
         }

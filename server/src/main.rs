@@ -7,7 +7,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use longshore_server::{Config, Server, config::Flags, log};
+use longshore_server::{Config, Server, StopSignals, config::Flags, log};
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
@@ -32,10 +32,11 @@ fn main() -> ExitCode {
 fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("network").build()?;
     runtime.block_on(async {
+        let signals = StopSignals::catch()?;
         let server = Server::start(config).await?;
         // The one line on stdout: scripts wait for it and read the port when 0 was asked for.
         println!("longshored listening on {}", server.address());
-        server.run_until_signalled().await?;
+        server.run_until(signals).await?;
         Ok(())
     })
 }

@@ -121,3 +121,27 @@ impl Drop for Process {
         }
     }
 }
+
+/// The processes that `parent` has started, oldest first. Linux only: from /proc.
+pub fn children(parent: u32) -> Vec<u32> {
+    let processes = fs::read_dir("/proc").expect("/proc").flatten();
+    let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let mut found: Vec<u32> = ids.filter(|&id| parent_of(id) == Some(parent)).collect();
+    found.sort_unstable();
+    found
+}
+
+/// Whether a process runs; one that has ended and waits for its parent to notice does not.
+pub fn exists(id: u32) -> bool {
+    state(id).is_some_and(|fields| !fields.starts_with('Z'))
+}
+
+fn parent_of(id: u32) -> Option<u32> {
+    state(id)?.split_whitespace().nth(1)?.parse().ok()
+}
+
+/// From the state on: the name before it may contain anything, but ends with the last parenthesis.
+fn state(id: u32) -> Option<String> {
+    let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
+    stat.rsplit_once(')').map(|(_, fields)| fields.trim_start().to_string())
+}

@@ -8,6 +8,7 @@ use crate::command::longshore;
 pub struct JobStatus {
     pub job: String,
     pub servers: Vec<ServerStatus>,
+    pub servers_without: Vec<String>,
     pub state_version: Option<u64>,
     pub state_hash: Option<String>,
 }

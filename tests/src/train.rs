@@ -1,6 +1,6 @@
 //! `longshore train` with a model small enough for a test and large enough for several shards.
 
-use std::{ffi::OsStr, process::Command, time::Duration};
+use std::{ffi::OsStr, process::Command, sync::Arc, time::Duration};
 
 use tempfile::TempDir;
 
@@ -14,9 +14,9 @@ use crate::{
 const MODEL: [&str; 10] =
     ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "4"];
 
-/// A command that can be run again and again: the corpus stays as long as it does.
+/// A command that can be run again and again.
 pub struct Train {
-    corpus: TempDir,
+    corpus: Arc<TempDir>,
     servers: Vec<String>,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
@@ -25,10 +25,10 @@ pub struct Train {
 impl Train {
     /// On an embedded server until `servers` are named.
     pub fn new(steps: u64) -> Train {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        corpus::write(folder.path());
-        let train =
-            Train { corpus: folder, servers: Vec::new(), arguments: Vec::new(), environment: Vec::new() };
+        let corpus = Arc::new(tempfile::tempdir().expect("a temporary folder"));
+        corpus::write(corpus.path());
+        let (servers, arguments, environment) = (Vec::new(), Vec::new(), Vec::new());
+        let train = Train { corpus, servers, arguments, environment };
         train.args(MODEL).args(["--steps", &steps.to_string(), "--shard-elements", "65536"]).args([
             "--eval-batches",
             "1",
@@ -84,7 +84,8 @@ impl Train {
     pub fn start_with<Text: AsRef<OsStr>>(&self, more: impl IntoIterator<Item = Text>) -> Running {
         let mut command = self.command();
         command.arg("--json").args(more);
-        Running { process: Process::start("longshore train", &mut command), events: Vec::new() }
+        let process = Process::start("longshore train", &mut command);
+        Running { process, events: Vec::new(), _corpus: self.corpus.clone() }
     }
 
     /// Runs to the end of training.
@@ -97,6 +98,8 @@ impl Train {
 pub struct Running {
     pub process: Process,
     events: Vec<Event>,
+    /// Read when the process starts, which may be after its `Train` is gone.
+    _corpus: Arc<TempDir>,
 }
 
 impl Running {
@@ -152,7 +155,12 @@ impl Running {
     /// Waits for the end of a successful run.
     pub fn finish(mut self) -> Run {
         while self.event().is_some() {}
-        assert_eq!(self.process.code(), 0, "the worker failed: {}", self.process.stderr());
+        let (code, stderr) = (self.process.code(), self.process.stderr());
+        assert_eq!(code, 0, "the worker failed: {stderr}");
+        assert!(
+            !stderr.contains(" WARN ") && !stderr.contains(" ERROR "),
+            "unexpected of a worker: {stderr}"
+        );
         Run::from(Said { events: std::mem::take(&mut self.events) })
     }
 

@@ -15,7 +15,9 @@ fn dependencies(package: &str, flags: &[&str]) -> Vec<String> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_string());
     let output = Command::new(cargo)
         .current_dir(root())
-        .args(["tree", "--locked", "--prefix", "none", "--edges", "normal", "--format", "{lib}", "-p", package])
+        .args([
+            "tree", "--locked", "--prefix", "none", "--edges", "normal", "--format", "{lib}", "-p", package,
+        ])
         .args(flags)
         .output()
         .unwrap();
@@ -43,7 +45,12 @@ fn the_worker_library_knows_no_server() {
 
 #[test]
 fn unsafe_stays_in_its_rooms() {
-    let rooms = ["server/engine/src/kernels", "server/engine/src/memory", "server/engine/src/io", "worker/src/device/cuda"];
+    let rooms = [
+        "server/engine/src/kernels",
+        "server/engine/src/memory",
+        "server/engine/src/io",
+        "worker/src/device/cuda",
+    ];
     let mut sources = Vec::new();
     for room in ["proto/src", "server", "worker/src", "tests/src"] {
         collect(&root().join(room), &mut sources);
@@ -57,7 +64,11 @@ fn unsafe_stays_in_its_rooms() {
             let code = line.split("//").next().unwrap_or_default();
             code.contains("unsafe {") || code.contains("unsafe impl") || code.contains("unsafe fn")
         });
-        assert!(allowed || found.is_none(), "{relative}:{} uses unsafe outside its rooms", found.unwrap_or(0) + 1);
+        assert!(
+            allowed || found.is_none(),
+            "{relative}:{} uses unsafe outside its rooms",
+            found.unwrap_or(0) + 1
+        );
     }
 }
 

@@ -150,5 +150,5 @@ fn a_rank_that_does_not_come_back_is_named_in_time() {
     let (stderr, said) = rank0.fails(Duration::from_secs(15));
     let waiting = format!("step {}", said.last_step() + 1);
     assert!(stderr.contains("rank 1") && stderr.contains(&waiting), "{stderr}");
-    assert!(stderr.contains("longshore status"), "no remedy: {stderr}");
+    assert!(stderr.contains("raise the deadline"), "no remedy: {stderr}");
 }

@@ -4,7 +4,7 @@
 
 use std::{fmt, time::Duration};
 
-use longshore_proto::{ChunkId, Contribution, Fault, JobName, ShardId, Step, Version};
+use longshore_proto::{ChunkId, Contribution, Fault, FaultKind, JobName, ShardId, Step, Version};
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -150,7 +150,7 @@ pub struct TimedOut {
     pub shard: Option<ShardId>,
     pub version: Option<Version>,
     pub waited: Duration,
-    /// What the server said last; it names the rank and shard it waits for.
+    /// What the server said last, naming the rank and shard it waits for, or why it cannot be asked.
     pub last: Option<Fault>,
 }
 
@@ -252,7 +252,9 @@ struct Last<'a>(&'a Option<Fault>);
 
 impl fmt::Display for Last<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.as_ref().map_or(Ok(()), |fault| write!(f, "; the server said: {fault}"))
+        let Some(fault) = self.0 else { return Ok(()) };
+        let lead = if fault.kind == FaultKind::Unavailable { "last" } else { "the server said" };
+        write!(f, "; {lead}: {fault}")
     }
 }
 

@@ -55,6 +55,7 @@ impl Cluster {
         Options {
             deadline: DEADLINE,
             slow_deadline: DEADLINE,
+            pause_deadline: DEADLINE,
             ..Options::new(self.addresses(), spec.clone(), Rank(rank))
         }
     }

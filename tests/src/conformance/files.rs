@@ -33,8 +33,10 @@ pub fn read(folder: &Path, layout: &Layout) -> State {
 
 /// The part files, in the order of the servers.
 pub fn parts(folder: &Path) -> Vec<std::path::PathBuf> {
-    let files = fs::read_dir(folder).expect("a checkpoint's folder").map(|entry| entry.expect("a file").path());
-    let mut parts: Vec<_> = files.filter(|path| path.extension().is_some_and(|end| end == "safetensors")).collect();
+    let files =
+        fs::read_dir(folder).expect("a checkpoint's folder").map(|entry| entry.expect("a file").path());
+    let mut parts: Vec<_> =
+        files.filter(|path| path.extension().is_some_and(|end| end == "safetensors")).collect();
     parts.sort();
     assert!(!parts.is_empty(), "no part in {folder:?}");
     parts

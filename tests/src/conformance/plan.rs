@@ -1,11 +1,8 @@
 //! What a run is: everything that decides its bits, taken both by the worker library and by the reference loop.
 
-use longshore_proto::{
-    Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS,
-};
+use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS};
 use longshore_worker::{
-    LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepPlan,
-    pipeline::Weights,
+    LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepPlan, pipeline::Weights,
 };
 
 /// Which batch: a gradient depends on this and on the weights alone.

@@ -64,8 +64,7 @@ impl Raw {
         placement: &Placement,
         server: u32,
     ) -> Result<v1::OpenJobResponse, Fault> {
-        let request =
-            v1::OpenJobRequest { spec: Some(spec), placement: Some(placement.to_wire()), server };
+        let request = v1::OpenJobRequest { spec: Some(spec), placement: Some(placement.to_wire()), server };
         self.call(self.training.clone().open_job(request))
     }
 
@@ -75,9 +74,13 @@ impl Raw {
         Ok(answer.progress.expect("a join answers with the progress"))
     }
 
-    pub fn describe(&self, job: &str) -> v1::DescribeResponse {
+    pub fn find(&self, job: &str) -> Result<v1::DescribeResponse, Fault> {
         let request = v1::DescribeRequest { job: job.into(), state_hash: false };
-        self.call(self.admin.clone().describe(request)).expect("the job is there")
+        self.call(self.admin.clone().describe(request))
+    }
+
+    pub fn describe(&self, job: &str) -> v1::DescribeResponse {
+        self.find(job).expect("the job is there")
     }
 
     pub fn progress(&self, job: &str) -> v1::JobProgress {
@@ -90,12 +93,18 @@ impl Raw {
     }
 
     pub fn commit(&self, job: &str, incarnation: Incarnation, commit: &Commit) -> Result<bool, Fault> {
-        let request = v1::CommitRequest {
-            job: job.into(),
-            incarnation: incarnation.0,
-            commit: Some(commit.to_wire()),
-        };
+        let request =
+            v1::CommitRequest { job: job.into(), incarnation: incarnation.0, commit: Some(commit.to_wire()) };
         Ok(self.call(self.training.clone().commit(request))?.duplicate)
+    }
+
+    /// Waits until all of a step's figures are there: from then on it may be decided.
+    pub fn await_stats(&self, job: &str, step: u64) {
+        let request = v1::StatsRequest { job: job.into(), step, deadline_ms: 30_000 };
+        self.runtime.block_on(async {
+            let mut answers = self.training.clone().stats(request).await.expect("figures").into_inner();
+            while answers.message().await.expect("figures in time").is_some() {}
+        });
     }
 
     pub fn restore(&self, job: &str, name: &str) -> Result<v1::RestoreResponse, Fault> {
@@ -108,8 +117,7 @@ impl Raw {
         self.runtime.block_on(async {
             let fault = |status: Status| fault_from_status(&status, "the server");
             let mut client = self.tensors.clone();
-            let mut answers =
-                client.push(tokio_stream::iter([request])).await.map_err(fault)?.into_inner();
+            let mut answers = client.push(tokio_stream::iter([request])).await.map_err(fault)?.into_inner();
             let response = answers.message().await.map_err(fault)?.expect("an answer to the chunk");
             let result = response.results.into_iter().next().expect("a result in the answer");
             result.refusal.map_or(Ok(result.duplicate), |refusal| Err(fault_from_wire(refusal)))
@@ -195,4 +203,3 @@ pub fn assert_fault<T: std::fmt::Debug>(
         && !fault.remedy.is_empty();
     assert!(right, "wanted {kind:?} of {field}: {value:?} against {limit:?}, but got {fault:?}");
 }
-

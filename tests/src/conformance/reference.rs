@@ -146,8 +146,7 @@ impl<'a> Reference<'a> {
         let version = self.steps.len() as u64;
         self.evaluated.push((version, self.images[version as usize].clone()));
         let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
-        let state =
-            State { master: bits(self.master), first: bits(self.first), second: bits(self.second) };
+        let state = State { master: bits(self.master), first: bits(self.first), second: bits(self.second) };
         Trace { steps: self.steps, applied: self.applied, state, images: self.evaluated }
     }
 

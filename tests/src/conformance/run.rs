@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use longshore_proto::{Layout, Version};
-use longshore_worker::{Pipeline, Session, StepOutcome};
+use longshore_worker::{Options, Pipeline, Session, StepOutcome};
 
 use super::{
     cluster::Cluster,
@@ -54,11 +54,11 @@ fn agree(first: &Rank, other: &Rank) {
     assert_eq!(first.outcomes.len(), other.outcomes.len());
     for (a, b) in first.outcomes.iter().zip(&other.outcomes) {
         let seen = |outcome: &StepOutcome| {
-            let StepOutcome { step, read, skip, clip_coefficient, loss_scale, loss_scale_next, .. } = *outcome;
+            let StepOutcome { step, read, skip, clip_coefficient, loss_scale, loss_scale_next, .. } =
+                *outcome;
             let norm = (!skip).then_some(outcome.norm);
             (step, read, skip, norm, clip_coefficient, loss_scale, loss_scale_next)
         };
-        // What follows a pause is chosen after the commit that others hear of.
         assert_eq!(seen(a), seen(b), "outcomes differ between ranks");
     }
 }
@@ -78,15 +78,15 @@ fn step(outcome: &StepOutcome, losses: Vec<u32>) -> Step {
 }
 
 fn one_rank(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str, rank: u32) -> Rank {
-    let mut pipeline = enter(cluster, model, plan, job, rank);
+    let mut pipeline = enter(cluster.options(&plan.spec(job, model), rank), model, plan);
     let mut seen = Rank::default();
     steps(&mut pipeline, model, plan, plan.steps, &mut seen).expect("the steps");
     finish(pipeline, plan, seen)
 }
 
 /// Opens or finds the job, joins it and waits for its weights.
-pub fn enter(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str, rank: u32) -> Pipeline {
-    let mut session = Session::connect(cluster.options(&plan.spec(job, model), rank)).expect("a connection");
+pub fn enter(options: Options, model: &dyn Model, plan: &Plan) -> Pipeline {
+    let mut session = Session::connect(options).expect("a connection");
     let joined = session.start(&|param| model.initial(param)).expect("a start");
     Pipeline::new(session, &joined, plan.pipeline()).expect("a pipeline")
 }

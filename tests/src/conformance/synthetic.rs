@@ -106,7 +106,8 @@ impl Model for Synthetic {
     }
 
     fn gradient(&self, weights: &[Vec<f32>], batch: Batch, scale: f64) -> (f32, Vec<Vec<f32>>) {
-        let parts = weights.iter().enumerate().map(|(param, weights)| self.part(param, weights, batch, scale));
+        let parts =
+            weights.iter().enumerate().map(|(param, weights)| self.part(param, weights, batch, scale));
         let (losses, gradients): (Vec<f32>, Vec<Vec<f32>>) = parts.unzip();
         // From the last one on, as backward does.
         (losses.iter().rev().fold(0.0, |sum, loss| sum + loss), gradients)

@@ -1,10 +1,11 @@
 //! `longshore status`: what servers hold, how far jobs are, and what they wait for.
 
 use longshore_proto::{
-    Version,
+    JobSpec, Version,
     checksum::{BlockHash, state_hash},
     wire::v1,
 };
+use tonic::{Code, Response};
 
 use super::{admin::ServersArgs, client::Servers, sizes::human};
 
@@ -36,14 +37,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     }
     for job in jobs.iter().filter(|job| args.job.as_ref().is_none_or(|named| named == *job)) {
         let request = v1::DescribeRequest { job: job.clone(), state_hash: !args.no_hash };
-        let answers = servers.each(|mut admin| {
-            let request = request.clone();
-            async move { admin.describe(request).await }
-        })?;
+        let (answers, without) = describe(&mut servers, &request)?;
         if args.json {
-            println!("{}", json(job, &answers));
+            println!("{}", json(job, &answers, &without));
         } else {
-            print(job, &answers);
+            print(job, &answers, &without);
         }
     }
     if jobs.is_empty() && !args.json {
@@ -54,9 +52,36 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 
 type Answers = [(String, v1::DescribeResponse)];
 
-/// The hash over all servers; None while they are at different versions.
+/// The answers of the servers that hold the job, and the addresses of those that do not: one that restarted empty is
+/// when a status is wanted most.
+fn describe(
+    servers: &mut Servers,
+    request: &v1::DescribeRequest,
+) -> anyhow::Result<(Vec<(String, v1::DescribeResponse)>, Vec<String>)> {
+    let found = servers.each(|mut admin| {
+        let request = request.clone();
+        async move {
+            match admin.describe(request).await {
+                Ok(answer) => Ok(Response::new(Some(answer.into_inner()))),
+                Err(status) if status.code() == Code::NotFound => Ok(Response::new(None)),
+                Err(status) => Err(status),
+            }
+        }
+    })?;
+    let (mut answers, mut without) = (Vec::new(), Vec::new());
+    for (address, answer) in found {
+        match answer {
+            Some(answer) => answers.push((address, answer)),
+            None => without.push(address),
+        }
+    }
+    Ok((answers, without))
+}
+
+/// The hash over all servers; None while they are at different versions, and without a server that owns a part.
 fn combined_hash(answers: &Answers) -> Option<(u64, String)> {
     let first = &answers.first()?.1;
+    let layout = JobSpec::from_wire(first.spec.clone()).ok()?.validate().ok()?;
     let (version, applied) = (first.hash_version, first.hash_applied);
     let mut blocks: Vec<(u32, BlockHash)> = Vec::new();
     for (_, answer) in answers {
@@ -68,7 +93,7 @@ fn combined_hash(answers: &Answers) -> Option<(u64, String)> {
         }
     }
     blocks.sort_by_key(|(block, _)| *block);
-    let whole = blocks.iter().enumerate().all(|(index, (block, _))| index as u32 == *block);
+    let whole = blocks.iter().map(|(block, _)| *block).eq(0..layout.blocks());
     whole.then(|| (version, state_hash(Version(version), applied, blocks.iter().map(|(_, hash)| hash))))
 }
 
@@ -81,7 +106,7 @@ fn phase(progress: &v1::JobProgress) -> &'static str {
     }
 }
 
-fn print(job: &str, answers: &Answers) {
+fn print(job: &str, answers: &Answers, without: &[String]) {
     let Some((_, first)) = answers.first() else { return };
     println!("\njob {job}");
     if let Some(spec) = &first.spec {
@@ -114,6 +139,9 @@ fn print(job: &str, answers: &Answers) {
             println!("    paused: {}", progress.pause_reason);
         }
     }
+    for address in without {
+        println!("  {address}  does not hold this job: it restarted, or belongs to another one");
+    }
     for rank in &first.ranks {
         let state = match (rank.incarnation, rank.left) {
             (0, _) => "never joined",
@@ -124,13 +152,14 @@ fn print(job: &str, answers: &Answers) {
     }
     match combined_hash(answers) {
         Some((version, hash)) => println!("  state hash {hash} at version {version}"),
+        None if !without.is_empty() => println!("  state hash: a part of the state is lost"),
         None => {
             println!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
         }
     }
 }
 
-fn json(job: &str, answers: &Answers) -> serde_json::Value {
+fn json(job: &str, answers: &Answers, without: &[String]) -> serde_json::Value {
     let servers = answers.iter().map(|(address, answer)| {
         let progress = answer.progress.clone().unwrap_or_default();
         serde_json::json!({
@@ -151,6 +180,7 @@ fn json(job: &str, answers: &Answers) -> serde_json::Value {
     serde_json::json!({
         "job": job,
         "servers": servers.collect::<Vec<_>>(),
+        "servers_without": without,
         "state_version": hash.as_ref().map(|(version, _)| version),
         "state_hash": hash.map(|(_, hash)| hash),
     })

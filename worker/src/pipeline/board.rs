@@ -2,7 +2,8 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use longshore_proto::{Fault, FaultKind, Step, Version};
+use futures_util::future::join_all;
+use longshore_proto::{Fault, FaultKind, Step, Version, wire::v1::DescribeResponse};
 use tokio::sync::watch;
 
 use crate::{
@@ -54,32 +55,37 @@ impl Board {
 }
 
 /// Longest time to ask the servers whom they wait for, once the deadline has passed.
-const ASKING: Duration = Duration::from_secs(5);
+const ASKING: Duration = Duration::from_secs(1);
 
-/// Names the rank and shard that the decision waits for, if a server can be asked.
+/// Names the server that is gone, or the rank and shard that the decision waits for.
 async fn late(core: &Core, version: Version, waited: Duration) -> Error {
-    let mut missing = None;
-    for server in 0..core.peers.len() {
-        let Ok(answer) = core.describe(server, false, ASKING).await else { continue };
-        // Shards are complete where nothing is waited for.
-        if !answer.waiting_for.is_empty() {
-            missing = Some((server, answer.waiting_for));
-            break;
-        }
-    }
-    let said = |waiting: &str| {
-        let value = format!("waiting for {waiting}");
-        Fault::new(FaultKind::Deadline, "the job", value, "moving", "see that worker's log")
-    };
+    let answers = join_all((0..core.peers.len()).map(|server| core.describe(server, false, ASKING))).await;
+    let reason = |(server, answer)| Some((server, core.trouble(server).or_else(|| reason(answer))?));
+    let reasons = answers.into_iter().enumerate().filter_map(reason);
+    // A server that is gone explains why another one waits.
+    let worst = reasons.max_by_key(|(_, fault)| fault.kind == FaultKind::Unavailable);
     TimedOut {
         what: "the decision that makes a version",
-        server: missing.as_ref().map(|(server, _)| core.peers[*server].address.clone()),
+        server: worst.as_ref().map(|(server, _)| core.peers[*server].address.clone()),
         job: core.job().clone(),
         step: Some(Step(version.0)),
         shard: None,
         version: Some(version),
         waited,
-        last: missing.as_ref().map(|(_, waiting)| said(waiting)),
+        last: worst.map(|(_, fault)| fault),
     }
     .into()
+}
+
+/// Why a server does not go on; None when its shards are complete.
+fn reason(answer: Result<DescribeResponse>) -> Option<Fault> {
+    match answer {
+        Ok(answer) if answer.waiting_for.is_empty() => None,
+        Ok(answer) => {
+            let value = format!("waiting for {}", answer.waiting_for);
+            Some(Fault::new(FaultKind::Deadline, "the job", value, "moving", "see that worker's log"))
+        }
+        Err(Error::Call(failed)) => Some(failed.fault),
+        Err(_) => None,
+    }
 }

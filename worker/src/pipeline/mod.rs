@@ -148,7 +148,8 @@ impl Pipeline {
         }
         let last = Step(joined.version.0);
         let (joined, floor) = (joined.version, resume.floor);
-        let watcher = Watcher { core: core.clone(), shared: shared.clone(), joined, seen: last, floor };
+        let watcher =
+            Watcher { core: core.clone(), shared: shared.clone(), joined, seen: last, floor, held: None };
         let mut tasks = Tasks(vec![core.spawn(watcher.run())]);
         let work = (session.rank() == Rank(0)).then(|| {
             let (sender, work) = mpsc::unbounded_channel();

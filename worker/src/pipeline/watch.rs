@@ -28,6 +28,8 @@ pub(super) struct Watcher {
     pub(super) seen: Step,
     /// A commit at the loss scale's floor: its version is known only when the job goes on, maybe with another scale.
     pub(super) floor: Option<(Version, f64)>,
+    /// What became of the step that made it, told with that scale. None on rank 0, which decided it.
+    pub(super) held: Option<Decided>,
 }
 
 impl Watcher {
@@ -98,19 +100,19 @@ impl Watcher {
         if self.core.options.rank == Rank(0) {
             return Ok(()); // rank 0 made it
         }
-        self.shared.outcomes.decided(
-            commit.step,
-            Decided {
-                skip: commit.skip,
-                norm: commit.norm,
-                clip_coefficient: commit.clip_coefficient,
-                loss_scale_next: commit.loss_scale,
-                overflow: None,
-                scaler: None,
-            },
-        );
+        let decided = Decided {
+            skip: commit.skip,
+            norm: commit.norm,
+            clip_coefficient: commit.clip_coefficient,
+            loss_scale_next: commit.loss_scale,
+            overflow: None,
+            scaler: None,
+        };
         self.shared.release(&self.core, commit.step);
-        if !envelope.at_floor {
+        if envelope.at_floor {
+            self.held = Some(decided);
+        } else {
+            self.shared.outcomes.decided(commit.step, decided);
             self.shared.board.post(commit.step.version(), commit.loss_scale);
         }
         Ok(())
@@ -121,6 +123,9 @@ impl Watcher {
     fn resumed(&mut self, loss_scale: f64) {
         if let Some((version, old)) = self.floor.take() {
             let scale = if loss_scale > 0.0 { loss_scale } else { old };
+            if let Some(decided) = self.held.take() {
+                self.shared.outcomes.decided(Step(version.0), Decided { loss_scale_next: scale, ..decided });
+            }
             // Rank 0 finishes the step that it decided in this life before the version counts.
             let decided_here = self.core.options.rank == Rank(0) && version > self.joined;
             let board = if decided_here { &self.shared.resumed } else { &self.shared.board };

@@ -88,6 +88,7 @@ impl Shared {
         let shard = segment.map(|segment| segment.shard);
         let server = shard.map(|shard| self.core.owner(shard));
         let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let noted = noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault);
         TimedOut {
             what: "weights",
             server: server.map(|server| self.core.peers[server].address.clone()),
@@ -96,7 +97,7 @@ impl Shared {
             shard,
             version: Some(self.version),
             waited,
-            last: noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault),
+            last: server.and_then(|server| self.core.trouble(server)).or(noted),
         }
         .into()
     }

@@ -83,12 +83,14 @@ impl Lane {
                 broken = None;
                 backoff.reset();
             }
+            self.core.troubled(self.id.0, &fault);
             let since = *broken.get_or_insert_with(Instant::now);
             let deadline = self.core.options.deadline;
             tracing::debug!(server = self.core.peers[self.id.0].address, %fault, "a push stream broke");
             backoff.pause(Instant::now() + deadline).await;
             if self.core.out_of_patience(since, deadline) {
-                return self.core.fail(self.core.explain(self.id.0, "Push", None, fault));
+                let cause = self.core.trouble(self.id.0).unwrap_or(fault);
+                return self.core.fail(self.core.explain(self.id.0, "Push", None, cause));
             }
             if let Err(error) = Core::recover(&self.core, self.id.0).await {
                 return self.core.fail(error);
@@ -183,6 +185,7 @@ async fn settle(core: &SharedCore, server: usize, result: PushResult) -> Result<
     let key = ChunkKey::from(&result);
     let Some(refusal) = result.refusal else {
         core.retained.acknowledge(&key);
+        core.untroubled(server);
         return Ok(());
     };
     if !core.retained.contains(&key) {

@@ -3,13 +3,15 @@
 use std::{
     future::Future,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
 
-use longshore_proto::{Commit, Incarnation, JobName, JobSpec, Layout, Placement, ShardId, Step};
+use longshore_proto::{
+    Commit, Fault, FaultKind, Incarnation, JobName, JobSpec, Layout, Placement, ShardId, Step,
+};
 use tokio::{
     runtime::{Handle, Runtime},
     sync::watch,
@@ -44,6 +46,8 @@ pub(crate) struct Core {
     /// Rank 0's newest commits, for a server that restarted behind them.
     pub(crate) commits: Mutex<Vec<Commit>>,
     pub(crate) meter: Meter,
+    /// For each server, why it stopped taking gradients: the cause of what fails after it.
+    troubles: Mutex<Vec<Option<Fault>>>,
     tasks: Mutex<Vec<AbortHandle>>,
     runtime: Engine,
 }
@@ -117,7 +121,9 @@ impl Core {
         runtime: Engine,
     ) -> Core {
         let budget = options.host_budget.clone();
+        let troubles = Mutex::new(vec![None; peers.len()]);
         Core {
+            troubles,
             layout,
             placement,
             peers,
@@ -213,6 +219,28 @@ impl Core {
             task.abort();
         }
         self.fail(Misuse("the session has ended: connect a new one").into());
+    }
+
+    fn troubles(&self) -> MutexGuard<'_, Vec<Option<Fault>>> {
+        self.troubles.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A server does not take gradients, as when it drains or is gone. Told once, until it takes one again.
+    pub(crate) fn troubled(&self, server: usize, fault: &Fault) {
+        let trouble = &mut self.troubles()[server];
+        if trouble.is_none() && fault.kind == FaultKind::Unavailable {
+            tracing::warn!(server = self.peers[server].address, %fault, "gradients are not taken, trying again");
+            *trouble = Some(fault.clone());
+        }
+    }
+
+    pub(crate) fn untroubled(&self, server: usize) {
+        self.troubles()[server] = None;
+    }
+
+    /// Why a server does not take gradients.
+    pub(crate) fn trouble(&self, server: usize) -> Option<Fault> {
+        self.troubles()[server].clone()
     }
 
     /// Remembers a commit of rank 0. Three cover a delayed step and an nvme server that came back one version behind.

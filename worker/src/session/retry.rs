@@ -34,14 +34,11 @@ impl Backoff {
         pause
     }
 
-    /// Sleeps, but not past `end`. False when `end` has come.
+    /// Sleeps, but not past `end`. False when `end` has come: an attempt without time would hide the reason of the last.
     pub(crate) async fn pause(&mut self, end: Instant) -> bool {
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return false;
-        }
-        tokio::time::sleep(self.draw().min(left)).await;
-        true
+        let (left, pause) = (end.saturating_duration_since(Instant::now()), self.draw());
+        tokio::time::sleep(pause.min(left)).await;
+        pause < left
     }
 }
 

@@ -1,0 +1,144 @@
+//! Checkpoints that are cut short, altered, incomplete or of another job: refused, and a right one still restores.
+
+use std::{
+    fs::{self, OpenOptions},
+    os::unix::fs::FileExt,
+    path::Path,
+};
+
+use longshore_proto::{
+    FaultKind::{self, Conflict, Corrupt, Invalid, NotFound, Precondition},
+    JobSpec, Rule,
+    wire::v1::Phase,
+};
+use longshore_tests::conformance::{
+    cluster::Cluster,
+    files,
+    raw::{Raw, assert_fault, placement},
+    run,
+    synthetic::Synthetic,
+};
+
+use super::{BEFORE, Victim, finish, plan};
+
+/// A damage to a checkpoint's folder, and what the refusal says of it.
+type Damage = (&'static str, fn(&Path), FaultKind, &'static str, &'static str);
+
+const PART: &str = "server-00001-of-00001.safetensors";
+
+const DAMAGES: [Damage; 8] = [
+    ("cut", |folder| resize(&folder.join(PART), -1), Corrupt, PART, ""),
+    ("cut-to-nothing", |folder| resize(&folder.join(PART), i64::MIN), Corrupt, PART, ""),
+    ("longer", |folder| resize(&folder.join(PART), 1), Corrupt, PART, ""),
+    // Behind the header, in the weights; and the last byte, in the table of hashes.
+    (
+        "altered-state",
+        |folder| flip(&folder.join(PART), 65_536),
+        Corrupt,
+        "weights and optimizer state",
+        "BLAKE3",
+    ),
+    ("altered-tail", |folder| flip(&folder.join(PART), -1), Corrupt, PART, ""),
+    ("altered-header", |folder| flip(&folder.join(PART), 12), Corrupt, PART, ""),
+    ("altered-manifest", |folder| flip(&folder.join("manifest.json"), -40), Corrupt, "manifest.json", ""),
+    ("unsealed", |folder| remove(&folder.join("manifest.json")), NotFound, "manifest.json", "never sealed"),
+];
+
+#[test]
+fn a_damaged_checkpoint_is_refused_and_a_whole_one_still_restores() {
+    let cluster = Cluster::start(1);
+    let Victim { spec, layout, servers, pipeline, mut seen, .. } = Victim::start(&cluster, "restored");
+    pipeline.session().checkpoint("whole").expect("a checkpoint");
+    pipeline.session().delete_job().expect("a delete");
+    drop(pipeline);
+    let server = &servers[0];
+    server.open(spec.to_wire(), &placement(&cluster.addresses(), &layout), 0).expect("an open");
+    for (name, damage, kind, value, limit) in DAMAGES {
+        let folder = cluster.checkpoint("restored", name);
+        copy(&cluster.checkpoint("restored", "whole"), &folder);
+        damage(&folder);
+        assert_fault(server.restore("restored", name), kind, "checkpoint", value, limit);
+        assert_eq!(server.progress("restored").phase(), Phase::Loading, "{name}");
+    }
+    lost_part(&cluster, server);
+    assert_fault(server.restore("restored", "nowhere"), NotFound, "checkpoint", "nowhere", "there");
+    assert_fault(server.restore("restored", "../whole"), Invalid, "name", "../whole", "A-Z");
+    let restored = server.restore("restored", "whole").expect("the whole one");
+    assert_eq!(restored.progress.expect("a progress").version, BEFORE);
+    assert_fault(server.restore("restored", "whole"), Precondition, "job.phase", "training", "loading");
+    let pipeline = run::enter(cluster.options(&spec, 0), &Synthetic::default(), &plan());
+    seen.outcomes.retain(|outcome| outcome.step.0 <= BEFORE);
+    finish(&cluster, "restored", pipeline, seen);
+}
+
+fn lost_part(cluster: &Cluster, server: &Raw) {
+    let folder = cluster.checkpoint("restored", "without-a-part");
+    copy(&cluster.checkpoint("restored", "whole"), &folder);
+    remove(&files::parts(&folder)[0]);
+    let fault = server.restore("restored", "without-a-part").expect_err("a part is missing");
+    assert!(matches!(fault.kind, NotFound | Corrupt) && fault.value.contains(PART), "{fault:?}");
+}
+
+#[test]
+fn another_jobs_checkpoint_is_refused_with_what_differs() {
+    let cluster = Cluster::start(1);
+    let victim = Victim::start(&cluster, "original");
+    victim.pipeline.session().checkpoint("two").expect("a checkpoint");
+    let server = &victim.servers[0];
+    let mut shape = victim.spec.clone();
+    shape.params[0].shape = vec![331, 252];
+    let others = [
+        ("spec.params[0]", "[331, 252]", "[331, 251]", shape),
+        ("spec.rule", "lion", "adamw", JobSpec { rule: Rule::Lion, ..victim.spec.clone() }),
+        (
+            "spec.groups",
+            "third",
+            "no decay",
+            JobSpec {
+                groups: ["decay", "no decay", "third"].map(String::from).to_vec(),
+                ..victim.spec.clone()
+            },
+        ),
+    ];
+    for (index, (field, value, limit, other)) in others.into_iter().enumerate() {
+        let name = format!("other-{index}");
+        let mut wire = other.to_wire();
+        wire.name = name.clone();
+        let layout = other.validate().expect("a spec");
+        server.open(wire, &placement(&cluster.addresses(), &layout), 0).expect("an open");
+        copy(&cluster.checkpoint("original", "two"), &cluster.checkpoint(&name, "two"));
+        assert_fault(server.restore(&name, "two"), Conflict, field, value, limit);
+        assert_eq!(server.progress(&name).phase(), Phase::Loading);
+    }
+    assert_fault(server.restore("original", "two"), Precondition, "job.phase", "training", "loading");
+    victim.finish();
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a folder");
+    for entry in fs::read_dir(from).expect("a folder") {
+        let path = entry.expect("a file").path();
+        fs::copy(&path, to.join(path.file_name().expect("a name"))).expect("a copy");
+    }
+}
+
+fn remove(path: &Path) {
+    fs::remove_file(path).expect("a file to remove");
+}
+
+/// Makes a file longer or shorter by so many bytes, at least empty.
+fn resize(path: &Path, by: i64) {
+    let file = OpenOptions::new().write(true).open(path).expect("a file");
+    let length = file.metadata().expect("a length").len();
+    file.set_len(length.saturating_add_signed(by)).expect("a new length");
+}
+
+/// Inverts one byte, counted from the end when negative.
+fn flip(path: &Path, at: i64) {
+    let file = OpenOptions::new().read(true).write(true).open(path).expect("a file");
+    let length = file.metadata().expect("a length").len();
+    let at = if at < 0 { length - at.unsigned_abs() } else { at as u64 };
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).expect("a byte");
+    file.write_all_at(&[!byte[0]], at).expect("a byte");
+}

@@ -1,0 +1,213 @@
+//! Chunks, decisions and pulls that are wrong in one field, and bytes that are no requests at all.
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    time::Duration,
+};
+
+use bytes::Bytes;
+use longshore_proto::{
+    Commit, Dtype,
+    FaultKind::{self, Conflict, Corrupt, Fenced, Invalid, NotFound, Precondition},
+    Hyper, Incarnation, JobSpec, Layout, Param,
+    checksum::crc32,
+    wire::v1,
+};
+use longshore_tests::conformance::{
+    cluster::Cluster,
+    raw::{At, Raw, assert_fault, chunk, decision, placement},
+    synthetic::Synthetic,
+};
+use tonic::Code;
+
+use super::{BEFORE, Victim, plan};
+
+#[test]
+fn a_wrong_chunk_is_refused_and_settles_nothing() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "pushed-wrongly");
+    let right = || victim.chunk();
+    let short = right().payload.slice(2..);
+    let (f16, sum) = (Dtype::F16.to_wire(), crc32(&short));
+    let cut = v1::PushRequest { crc32: sum, payload: short, ..right() };
+    let old = victim.incarnation.0 - 1;
+    let wrong = [
+        (Invalid, "payload", "131070 bytes", "131072 bytes", cut),
+        (Invalid, "step", "0", "at least 1", v1::PushRequest { step: 0, ..right() }),
+        (Precondition, "step", "4", "at most 3", v1::PushRequest { step: 4, ..right() }),
+        (Invalid, "rank", "1", "below the world size, 1", v1::PushRequest { rank: 1, ..right() }),
+        (NotFound, "shard", "1", "one this server owns, of 4", v1::PushRequest { shard: 1, ..right() }),
+        (NotFound, "shard", "5", "one this server owns, of 4", v1::PushRequest { shard: 5, ..right() }),
+        (Invalid, "dtype", "f16", "bf16, as the job was opened", v1::PushRequest { dtype: f16, ..right() }),
+        (Invalid, "push.dtype", "0", "named", v1::PushRequest { dtype: 0, ..right() }),
+        (Invalid, "micro_step", "1", "below 1", v1::PushRequest { micro_step: 1, ..right() }),
+        (Invalid, "chunk", "1", "below 1", v1::PushRequest { chunk: 1, ..right() }),
+        (Invalid, "loss_scale", "NaN", "finite", v1::PushRequest { loss_scale: f64::NAN, ..right() }),
+        (Invalid, "loss_scale", "0", "above 0", v1::PushRequest { loss_scale: 0.0, ..right() }),
+        (Fenced, "incarnation", &old.to_string(), "", v1::PushRequest { incarnation: old, ..right() }),
+        (Precondition, "rank", "0", "joined", v1::PushRequest { incarnation: old + 2, ..right() }),
+        (NotFound, "job", "nobody", "open", v1::PushRequest { job: "nobody".into(), ..right() }),
+        (Invalid, "job", "no/body", "A-Z", v1::PushRequest { job: "no/body".into(), ..right() }),
+    ];
+    for (kind, field, value, limit, request) in wrong {
+        assert_fault(victim.servers[0].push(request), kind, field, value, limit);
+    }
+    let zero = format!("{:08x}", right().crc32);
+    let torn = v1::PushRequest { crc32: 1, ..right() };
+    assert_fault(victim.servers[0].push(torn), Corrupt, "push.crc32", "00000001", &zero);
+    victim.finish();
+}
+
+#[test]
+fn a_second_gradient_for_the_same_chunk_is_refused_with_both_checksums() {
+    let cluster = Cluster::start(1);
+    let (spec, layout) = one_block("conflict");
+    let server = loaded(&cluster, &spec, &layout);
+    let at = At { step: 1, rank: 0, incarnation: Incarnation(7) };
+    let first = chunk(&spec, &layout, 0, at);
+    let payload = Bytes::from(vec![1; first.payload.len()]);
+    let second = v1::PushRequest { crc32: crc32(&payload), payload, ..first.clone() };
+    let sums = [first.crc32, second.crc32].map(|sum| format!("{sum:08x}"));
+    assert_eq!(server.push(first.clone()), Ok(false));
+    assert_fault(server.push(second.clone()), Conflict, "crc32", &sums[1], &sums[0]);
+    assert_eq!(server.push(first.clone()), Ok(true), "the same chunk again is acknowledged");
+    server.await_stats("conflict", 1);
+    server.commit("conflict", at.incarnation, &decision(&spec, 1)).expect("the set is complete");
+    assert_eq!(server.push(first), Ok(true), "even after its step is decided");
+    assert_eq!(server.progress("conflict").version, 1);
+}
+
+#[test]
+fn a_wrong_decision_is_refused_and_decides_nothing() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "decided-wrongly");
+    let (server, old) = (&victim.servers[0], Incarnation(victim.incarnation.0 - 1));
+    let next = || decision(&victim.spec, BEFORE + 1);
+    let hyper = |change: fn(&mut Hyper)| {
+        let mut commit = next();
+        change(&mut commit.groups[1]);
+        commit
+    };
+    let wrong: [(FaultKind, &str, &str, &str, Commit); 12] = [
+        (Precondition, "commit.step", "3", "missing: step 3, micro-step 0, shard 0 from rank 0", next()),
+        (Precondition, "commit.step", "4", "3, the next undecided", decision(&victim.spec, 4)),
+        (Conflict, "commit.clip_coefficient", "step 2", "as first decided", decision(&victim.spec, 2)),
+        (Invalid, "commit.step", "0", "at least 1", decision(&victim.spec, 0)),
+        (Invalid, "commit.groups[1].lr", "NaN", "finite", hyper(|hyper| hyper.lr = f64::NAN)),
+        (Invalid, "commit.groups[1].beta1", "NaN", "in [0, 1)", hyper(|hyper| hyper.beta1 = f64::NAN)),
+        (Invalid, "commit.groups[1].beta2", "1", "in [0, 1)", hyper(|hyper| hyper.beta2 = 1.0)),
+        (Invalid, "commit.groups[1].eps", "inf", "finite", hyper(|hyper| hyper.eps = f64::INFINITY)),
+        (Invalid, "commit.groups[1].weight_decay", "-1", "0", hyper(|hyper| hyper.weight_decay = -1.0)),
+        (Invalid, "commit.groups", "1", "2, the job's", Commit { groups: vec![Hyper::default()], ..next() }),
+        (Invalid, "commit.gradient_scale", "NaN", "above 0", Commit { gradient_scale: f64::NAN, ..next() }),
+        (Invalid, "commit.compensation", "0.5", "max_delay 0", Commit { compensation: 0.5, ..next() }),
+    ];
+    for (kind, field, value, limit, commit) in wrong {
+        let found = server.commit(victim.job(), victim.incarnation, &commit);
+        assert_fault(found, kind, field, value, limit);
+    }
+    let state = Commit { trainer_state: vec![0; (1 << 20) + 1], ..next() };
+    let found = server.commit(victim.job(), victim.incarnation, &state);
+    assert_fault(found, Invalid, "commit.trainer_state", "1048577", "at most 1048576");
+    assert_fault(
+        server.commit(victim.job(), old, &next()),
+        Fenced,
+        "incarnation",
+        &old.0.to_string(),
+        "rank 0's",
+    );
+    victim.finish();
+}
+
+#[test]
+fn what_cannot_be_pulled_is_refused() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "pulled-wrongly");
+    let (server, job) = (&victim.servers[0], victim.job());
+    let whole = v1::Slice { shard: 0, offset: 0, elements: 65536 };
+    let pull = |version, slice| server.pull(job, version, Dtype::Bf16, slice);
+    assert_fault(pull(BEFORE - 2, whole), NotFound, "version", "0", "those kept: 1 and 2");
+    assert_fault(pull(BEFORE + 2, whole), Precondition, "version", "4", "at most 3");
+    let foreign = v1::Slice { shard: 1, ..whole };
+    assert_fault(pull(BEFORE, foreign), NotFound, "shard", "1", "one this server owns, of 4");
+    for bad in [
+        v1::Slice { elements: 65537, ..whole },
+        v1::Slice { offset: 1, ..whole },
+        v1::Slice { offset: u64::MAX, ..whole },
+        v1::Slice { elements: 0, ..whole },
+    ] {
+        assert_fault(pull(BEFORE, bad), Invalid, "slice", "of shard 0", "inside the shard's 65536");
+    }
+    assert_fault(server.pull(job, BEFORE, Dtype::F16, whole), Invalid, "dtype", "f16", "bf16");
+    assert_eq!(pull(BEFORE - 1, whole).expect("the version before").len(), 131072);
+    victim.finish();
+}
+
+#[test]
+fn garbage_on_the_port_harms_nobody() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "garbage");
+    let noise: Vec<u8> =
+        (0..70_000u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let http = b"GET / HTTP/1.1\r\nHost: longshore\r\n\r\n";
+    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\xff\xff\xff\x00\x00\x00\x00\x00\x00";
+    for bytes in [&noise[..], http, preface, &[0; 9], &preface[..10]] {
+        let mut stream = TcpStream::connect(cluster.address(0)).expect("a connection");
+        stream.set_read_timeout(Some(Duration::from_millis(200))).expect("a timeout");
+        // The server may hang up on us while we still write.
+        let _ = stream.write_all(bytes);
+        let _ = stream.read(&mut [0; 1024]);
+    }
+    victim.finish();
+}
+
+#[test]
+fn an_oversized_message_is_refused_by_its_size() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "oversized");
+    let server = &victim.servers[0];
+    let payload = Bytes::from(vec![0; 5 << 20]);
+    let push = v1::PushRequest { crc32: crc32(&payload), payload, ..victim.chunk() };
+    let fault = server.push(push).expect_err("five chunks in one");
+    assert!(fault.value.contains("too large") && fault.value.contains("1052672"), "{fault:?}");
+    let describe = v1::DescribeRequest { job: "x".repeat(17 << 20), state_hash: false };
+    let status = server.status(server.admin.clone().describe(describe));
+    assert_eq!(status.code(), Code::OutOfRange, "{status:?}");
+    let long = v1::DescribeRequest { job: "x".repeat(129), state_hash: false };
+    let found = server.call(server.admin.clone().describe(long));
+    assert_fault(found, Invalid, "job", "xxx", "1 to 128");
+    victim.finish();
+}
+
+fn one_block(job: &str) -> (JobSpec, Layout) {
+    let params = vec![Param { name: "w".into(), shape: vec![33], group: 0 }];
+    let spec = JobSpec { params, groups: vec!["all".into()], ..plan().spec(job, &Synthetic::default()) };
+    let layout = spec.validate().expect("a spec");
+    (spec, layout)
+}
+
+/// Opened, joined as incarnation 7, and filled with zeros.
+fn loaded(cluster: &Cluster, spec: &JobSpec, layout: &Layout) -> Raw {
+    let (server, job) = (cluster.raw(0), spec.name.as_str());
+    let opened = server.open(spec.to_wire(), &placement(&cluster.addresses(), layout), 0).expect("an open");
+    assert!(opened.created);
+    server.join(job, 0, 7).expect("a join");
+    let payload = Bytes::from(vec![0; layout.elements() as usize * 4]);
+    let upload = v1::UploadRequest {
+        job: job.into(),
+        incarnation: 7,
+        shard: 0,
+        chunk: 0,
+        crc32: crc32(&payload),
+        payload,
+    };
+    let early = server.push(chunk(spec, layout, 0, At { step: 1, rank: 0, incarnation: Incarnation(7) }));
+    assert_fault(early, Precondition, "job.phase", "loading", "training");
+    let torn = v1::UploadRequest { crc32: 0, ..upload.clone() };
+    let found = server.call(server.tensors.clone().upload(tokio_stream::iter([torn])));
+    assert_fault(found, Corrupt, "upload.crc32", "00000000", &format!("{:08x}", upload.crc32));
+    let chunks = server.call(server.tensors.clone().upload(tokio_stream::iter([upload])));
+    assert_eq!(chunks.expect("an upload").chunks, 1);
+    server
+}

@@ -1,0 +1,150 @@
+//! What the trainer is given and cannot use: text that is none or too short, a device that is too small. And one that
+//! is large enough only for stage 3, which gives the same bits.
+
+use std::{fs, path::Path, time::Duration};
+
+use longshore_proto::{Dtype, Hyper, JobName, Rule, wire::v1};
+use longshore_tests::conformance::{cluster::Cluster, gpt, raw::Raw};
+use longshore_worker::{
+    Error, LossScalerOptions, Session,
+    error::Shortage,
+    train::{
+        self, LossScale, LossScaleMode, Settings,
+        gpt::{Config, Gpt, candle_core::Device},
+        text,
+    },
+};
+
+use super::Victim;
+
+fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
+    Settings {
+        job: JobName::parse("job", job).expect("a name"),
+        servers: cluster.addresses(),
+        data: data.to_owned(),
+        model: Config { context: 16, width: 32, heads: 2, layers: 2 },
+        steps: 4,
+        batch: 2,
+        micro_steps: 2,
+        world_size: 1,
+        rank: Some(0),
+        rule: Rule::AdamW,
+        hyper: Hyper::default(),
+        lr_warmup_steps: 2,
+        lr_floor: 0.1,
+        clip: Some(1.0),
+        delay: 0,
+        delay_warmup_steps: 0,
+        compensation: 0.0,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        loss_scale: LossScale { mode: LossScaleMode::Fixed(1.0), options: LossScalerOptions::default() },
+        seed: 3,
+        shard_elements: None,
+        device_budget: None,
+        stage: None,
+        checkpoint_dir: None,
+        checkpoint_every: 0,
+        resume: false,
+        eval_every: 2,
+        eval_batches: 1,
+        sample_bytes: 1,
+        prompt: "The ".into(),
+        temperature: 0.0,
+        deadline: Duration::from_secs(60),
+        pause_deadline: Duration::from_secs(60),
+        threads: None,
+        memory: None,
+        json: false,
+    }
+}
+
+fn jobs(server: &Raw) -> Vec<String> {
+    server.call(server.admin.clone().list_jobs(v1::ListJobsRequest {})).expect("a list").jobs
+}
+
+#[test]
+fn text_that_cannot_be_trained_on_is_refused_before_a_job_is_opened() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "reads-well");
+    let (empty, binary, short) = (tempfile::tempdir(), tempfile::tempdir(), tempfile::tempdir());
+    let [empty, binary, short] = [empty, binary, short].map(|folder| folder.expect("a temporary folder"));
+    fs::write(binary.path().join("weights.bin"), [0, 159, 146, 150]).expect("a file");
+    fs::write(binary.path().join("latin.txt"), b"caf\xe9").expect("a file");
+    fs::write(short.path().join("short.txt"), "fn main() {}\n".repeat(9)).expect("a file");
+    let missing = short.path().join("missing");
+    let refused = |data: &Path| {
+        let error = train::run(&settings(&cluster, "reads-badly", data)).expect_err("no such text");
+        let text = format!("{error:#}");
+        (error.downcast::<text::Error>().expect("an error of the text"), text)
+    };
+    use text::Error::{NoText, NotFound, SequenceTooLong};
+    let (error, text) = refused(empty.path());
+    assert!(
+        matches!(error, NoText { files_seen: 0, binary: 0, .. }) && text.contains("give a folder"),
+        "{text}"
+    );
+    let (error, text) = refused(binary.path());
+    assert!(matches!(error, NoText { files_seen: 2, binary: 2, .. }) && text.contains("not UTF-8"), "{text}");
+    let (error, text) = refused(&missing);
+    assert!(matches!(error, NotFound { .. }) && text.contains("missing does not exist"), "{text}");
+    let (error, text) = refused(short.path());
+    assert!(matches!(error, SequenceTooLong { context: 16, available: 10 }), "{text}");
+    assert!(text.contains("10 or less"), "{text}");
+    assert_eq!(jobs(&victim.servers[0]), ["reads-well"]);
+    victim.finish();
+}
+
+/// What a stage says it needs when it is given one byte.
+fn need(settings: &Settings, stage: u32) -> Shortage {
+    let settings = Settings { device_budget: Some(1), stage: Some(stage), ..settings.clone() };
+    let error = train::run(&settings).expect_err("one byte is not enough");
+    match error.downcast() {
+        Ok(Error::Shortage(shortage)) => shortage,
+        other => panic!("not a shortage: {other:?}"),
+    }
+}
+
+#[test]
+fn a_small_device_needs_stage_3_and_a_smaller_one_is_refused_with_the_shortage() {
+    let cluster = Cluster::start(1);
+    let folder = gpt::text();
+    let settings = |job: &str| settings(&cluster, job, folder.path());
+    let (two, three) = (need(&settings("never"), 2), need(&settings("never"), 3));
+    assert!(two.field.contains("stage 2") && three.field.contains("stage 3"), "{two}; {three}");
+    assert!((two.free, two.budget) == (1, 1) && two.asked > three.asked, "{two}; {three}");
+    assert!(
+        two.remedy.contains("--stage 3") && three.remedy.contains("raise --device-budget"),
+        "{two}; {three}"
+    );
+    let budgets = [
+        ("unlimited", None),
+        ("just-two", Some(two.asked)),
+        ("just-not-two", Some(two.asked - 1)),
+        ("just-three", Some(three.asked)),
+    ];
+    let hashes = budgets.map(|(job, device_budget)| {
+        let settings = Settings { device_budget, ..settings(job) };
+        train::run(&settings).expect("it fits");
+        hash(&cluster, &settings)
+    });
+    assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
+    let small = Settings { device_budget: Some(three.asked - 1), ..settings("too-small") };
+    match train::run(&small).expect_err("not one layer fits").downcast() {
+        Ok(Error::Shortage(shortage)) => {
+            assert_eq!((shortage.asked, shortage.free), (three.asked, three.asked - 1))
+        }
+        other => panic!("not a shortage: {other:?}"),
+    }
+    let mut expected = budgets.map(|(job, _)| job);
+    expected.sort();
+    assert_eq!(jobs(&cluster.raw(0)), expected);
+}
+
+fn hash(cluster: &Cluster, settings: &Settings) -> longshore_worker::StateHash {
+    let model = Gpt::new(settings.model, &Device::Cpu).expect("a model");
+    let session = Session::connect(cluster.options(&settings.spec(&model), 0)).expect("a connection");
+    let hash = session.state_hash().expect("a hash");
+    assert_eq!((hash.version.0, hash.applied), (settings.steps, settings.steps));
+    hash
+}

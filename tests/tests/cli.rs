@@ -1,0 +1,307 @@
+//! What operators see: every command's answer and error, exit codes, health, and ranks that are started and killed by
+//! hand.
+
+use std::{
+    fs,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use longshore_tests::{
+    binaries,
+    command::{Output, longshore, longshored, run},
+    process::{DEADLINE, children, exists},
+    server::{self, Longshored, ServerOptions},
+    status::{job_status, status},
+    train::{Running, Train},
+};
+use tempfile::TempDir;
+use tokio_stream::StreamExt;
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
+use tonic_reflection::pb::v1::{
+    ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+    server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+};
+
+/// More than any test waits for: the worker is killed with its test.
+const ENDLESS: u64 = 1_000_000;
+
+fn one(server: &Longshored) -> [String; 1] {
+    [server.address().to_string()]
+}
+
+/// A server and a worker in the middle of a job.
+fn under_way(options: ServerOptions) -> (Longshored, Running) {
+    let server = options.start();
+    let mut running = Train::new(ENDLESS).servers(&one(&server)).start();
+    running.until_step(3);
+    (server, running)
+}
+
+fn call(command: &str, server: &Longshored, more: &[&str]) -> Output {
+    longshore([&[command, "--servers", server.address()], more].concat())
+}
+
+/// Fails with this exit code and all of these words on stderr.
+#[track_caller]
+fn refused(output: &Output, code: i32, words: &[&str]) {
+    assert_eq!(output.code, code, "{output:?}");
+    for word in words {
+        assert!(output.stderr.contains(word), "{word:?} is missing: {}", output.stderr);
+    }
+}
+
+#[track_caller]
+fn said(output: &Output, words: &[&str]) {
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
+    for word in words {
+        assert!(output.stdout.contains(word), "{word:?} is missing: {}", output.stdout);
+    }
+}
+
+#[test]
+fn status_of_an_empty_server() {
+    let server = ServerOptions::new().start();
+    said(&call("status", &server, &[]), &[server.address(), "0 B of 1.00 GiB reserved", "no jobs"]);
+    assert!(status(&one(&server)).is_empty());
+}
+
+#[test]
+fn status_of_a_running_job() {
+    let (server, _running) = under_way(ServerOptions::new());
+    let words = ["job default", "268160 parameters", "training", "rank 0  joined", "state hash"];
+    said(&call("status", &server, &[]), &words);
+    let before = job_status(&one(&server));
+    let at = &before.servers[0];
+    assert_eq!(
+        (before.job.as_str(), at.phase.as_str(), at.address.as_str()),
+        ("default", "training", server.address())
+    );
+    assert!(at.version >= 3 && at.pushed_bytes > 0 && at.pulled_bytes > 0, "{before:?}");
+    assert_eq!(before.state_hash.map(|hash| hash.len()), Some(32));
+    assert!(job_status(&one(&server)).servers[0].version >= at.version);
+    let quick = call("status", &server, &["--json", "--no-hash"]);
+    said(&quick, &["\"state_hash\":null"]);
+    assert_eq!(call("status", &server, &["--json", "--job", "other"]).stdout, "");
+}
+
+#[test]
+fn checkpoints_of_a_running_job() {
+    let folder = TempDir::new().unwrap();
+    let (server, mut running) = under_way(ServerOptions::new().checkpoint_dir(folder.path()));
+    assert_eq!(call("checkpoints", &server, &[]).stdout, "");
+    said(
+        &call("checkpoint", &server, &["--name", "before"]),
+        &["checkpoint before of version ", server.address()],
+    );
+    assert!(folder.path().join("default/before/manifest.json").is_file());
+    // Training goes on meanwhile.
+    running.until_steps(1);
+    said(&call("checkpoint", &server, &[]), &["checkpoint step-0"]);
+    let list = call("checkpoints", &server, &[]);
+    assert_eq!(list.stdout.lines().count(), 2, "{list:?}");
+    said(&list, &["before  version ", "step-0"]);
+    refused(&call("checkpoint", &server, &["--name", "../out"]), 1, &["../out", "name"]);
+    refused(&call("restore", &server, &["--name", "before"]), 1, &[server.address(), "job.phase"]);
+}
+
+#[test]
+fn commands_that_cannot_be_done_say_why() {
+    let (server, _running) = under_way(ServerOptions::new());
+    let address = server.address();
+    refused(&call("resume", &server, &[]), 1, &[address, "nothing to resume"]);
+    refused(&call("checkpoint", &server, &[]), 1, &[address, "--checkpoint-dir"]);
+    refused(&call("checkpoints", &server, &[]), 1, &[address, "--checkpoint-dir"]);
+    refused(&call("delete", &server, &[]), 1, &["--job"]);
+    refused(&call("delete", &server, &["--job", "other"]), 1, &[address, "\"other\""]);
+    assert_eq!(status(&one(&server)).len(), 1, "nothing may have changed");
+}
+
+#[test]
+fn a_deleted_job_is_gone_with_its_memory() {
+    let (server, running) = under_way(ServerOptions::new());
+    said(&call("delete", &server, &["--job", "default"]), &["deleted default"]);
+    let (stderr, _) = running.fails(DEADLINE);
+    assert!(
+        stderr.contains("lost the state of job default") && stderr.contains(server.address()),
+        "{stderr}"
+    );
+    // The memory goes with the last call that was still being answered.
+    let start = Instant::now();
+    while !call("status", &server, &[]).stdout.contains("0 B of 1.00 GiB reserved") {
+        assert!(start.elapsed() < DEADLINE, "{:?}", call("status", &server, &[]));
+    }
+    assert!(status(&one(&server)).is_empty());
+}
+
+/// One that restarted empty is when a status is wanted most.
+#[test]
+fn status_names_the_servers_that_lost_a_job() {
+    let mut servers = server::servers(2, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let mut running = Train::new(ENDLESS).servers(&addresses).start();
+    running.until_step(3);
+    servers[1].kill_and_restart();
+    let job = job_status(&addresses);
+    assert_eq!(
+        (job.servers.len(), &job.servers_without, job.state_hash),
+        (1, &vec![addresses[1].clone()], None)
+    );
+    let output = longshore(["status", "--servers", &addresses.join(",")]);
+    said(&output, &[&format!("{}  does not hold this job", addresses[1]), "a part of the state is lost"]);
+}
+
+#[test]
+fn an_unreachable_server_is_named() {
+    let mut server = ServerOptions::new().start();
+    server.process.kill();
+    for command in ["status", "checkpoint", "checkpoints", "restore", "resume", "drain"] {
+        refused(&call(command, &server, &[]), 1, &[server.address(), "cannot be reached", "longshored"]);
+    }
+    let (stderr, _) =
+        Train::new(1).args(["--deadline-s", "1"]).servers(&one(&server)).start().fails(DEADLINE);
+    assert!(stderr.contains(server.address()) && stderr.contains("cannot be reached"), "{stderr}");
+}
+
+#[test]
+fn a_mistyped_setting_names_the_nearest() {
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("longshored.toml");
+    fs::write(&file, "checkpont_dir = \"/tmp\"\n").unwrap();
+    refused(
+        &longshored([&"--config".into(), &file]),
+        2,
+        &["checkpont_dir", "`checkpoint_dir`", "longshored.toml"],
+    );
+    refused(&longshored(["--memry", "1GiB"]), 2, &["--memry", "'--memory'"]);
+    let mut command = binaries::command("longshored");
+    refused(
+        &run("longshored", command.env("LONGSHORED_MEMROY", "1GiB")),
+        2,
+        &["LONGSHORED_MEMROY", "LONGSHORED_MEMORY"],
+    );
+    refused(&longshore(["train", "--stpes", "5"]), 2, &["--stpes", "'--steps'"]);
+    refused(&longshore(["trian"]), 2, &["trian", "'train'"]);
+    refused(&longshore(["train", "--preset", "gtp2"]), 1, &["gtp2", "gpt2"]);
+}
+
+#[test]
+fn a_server_does_not_listen_to_everybody_unasked() {
+    refused(&longshored(["--listen", "0.0.0.0:0"]), 2, &["0.0.0.0:0", "--insecure", "127.0.0.1"]);
+    let server = ServerOptions::new().start();
+    let taken = longshored(["--listen", server.address()]);
+    refused(&taken, 1, &[server.address(), "--listen"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn health_and_reflection_answer_stock_clients() {
+    let mut server = ServerOptions::new().start();
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", server.address())).unwrap();
+    let channel = channel.connect().await.unwrap();
+
+    let service = "longshore.v1.Training".to_string();
+    let watch = HealthClient::new(channel.clone()).watch(HealthCheckRequest { service }).await.unwrap();
+    let mut health = watch.into_inner();
+    assert_eq!(health.next().await.unwrap().unwrap().status(), ServingStatus::Serving);
+
+    let request = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let answers = ServerReflectionClient::new(channel)
+        .server_reflection_info(tokio_stream::once(request))
+        .await
+        .unwrap();
+    let answer = answers.into_inner().next().await.unwrap().unwrap();
+    let Some(MessageResponse::ListServicesResponse(list)) = answer.message_response else {
+        panic!("{answer:?}")
+    };
+    let names: Vec<&str> = list.service.iter().map(|service| service.name.as_str()).collect();
+    for name in ["Training", "Tensors", "Admin"] {
+        assert!(names.contains(&format!("longshore.v1.{name}").as_str()), "{name} is not among {names:?}");
+    }
+
+    server.process.terminate();
+    assert_eq!(health.next().await.unwrap().unwrap().status(), ServingStatus::NotServing);
+    drop(health);
+    assert_eq!(server.process.code(), 0);
+}
+
+#[test]
+fn output_on_a_pipe_is_plain_lines() {
+    let output = run("longshore train", &mut Train::new(20).command());
+    said(
+        &output,
+        &["0.27 M parameters in 5 shards", "an embedded server", "step    20 of 20  loss", "state hash"],
+    );
+    let plain = |text: &str| text.chars().all(|letter| letter == '\n' || !letter.is_control());
+    assert!(plain(&output.stdout), "control characters in {:?}", output.stdout);
+}
+
+fn two_ranks(steps: u64) -> Train {
+    Train::new(steps).args(["--world-size", "2", "--deadline-s", "5"])
+}
+
+#[test]
+fn ranks_started_by_hand_are_the_same_run() {
+    let expected = two_ranks(20).run().end.state_hash;
+    let servers = server::servers(2, &ServerOptions::new());
+    let train = two_ranks(20).servers(&server::addresses(&servers));
+    // In either order: the second one is waited for.
+    let mut second = train.start_with(["--rank", "1"]);
+    let first = train.start_with(["--rank", "0"]);
+    assert_eq!(first.finish().end.state_hash, expected);
+    assert_eq!(second.event(), None, "only rank 0 reports");
+    assert_eq!(second.process.code(), 0, "{}", second.process.stderr());
+    let lonely = two_ranks(20).start_with(["--rank", "1"]);
+    let (stderr, _) = lonely.fails(DEADLINE);
+    assert!(stderr.contains("--servers"), "{stderr}");
+}
+
+/// The processes of the ranks that `running` has started, once both are there.
+fn ranks(running: &mut Running) -> Vec<u32> {
+    running.until_step(3);
+    let ranks = children(running.process.id());
+    assert_eq!(ranks.len(), 2, "one process a rank");
+    ranks
+}
+
+fn until_gone(processes: &[u32]) {
+    let start = Instant::now();
+    while processes.iter().any(|&id| exists(id)) {
+        assert!(start.elapsed() < DEADLINE, "one of {processes:?} is an orphan");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_rank_ends_its_run_without_orphans() {
+    for killed in [0, 1] {
+        let mut running = two_ranks(ENDLESS).start();
+        let ranks = ranks(&mut running);
+        assert!(Command::new("kill").args(["-9", &ranks[killed].to_string()]).status().unwrap().success());
+        let (stderr, _) = running.fails(DEADLINE);
+        let words = [format!("rank {killed} ended with"), "run the same command again".to_string()];
+        assert!(words.iter().all(|word| stderr.contains(word)), "{stderr}");
+        until_gone(&ranks);
+    }
+}
+
+/// A parent that is killed cannot end its ranks. The same command takes their places, and they notice.
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_of_a_killed_parent_are_replaced() {
+    let expected = two_ranks(150).run().end.state_hash;
+    let server = ServerOptions::new().start();
+    let train = two_ranks(150).servers(&one(&server));
+    let mut running = train.start();
+    let ranks = ranks(&mut running);
+    running.process.kill();
+    let run = train.run();
+    assert!(run.start.first_step > 1);
+    assert_eq!(run.end.state_hash, expected);
+    until_gone(&ranks);
+}

@@ -1,0 +1,288 @@
+//! Steps whose gradient overflows are skipped everywhere together, the loss scale follows its rule, and at the floor a
+//! job waits for a person without losing anything.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering::SeqCst},
+    time::Duration,
+};
+
+use longshore_proto::{Dtype, limits::BLOCK_ELEMENTS, wire::v1::Phase};
+use longshore_tests::conformance::{
+    cluster::{Cluster, DEADLINE, eventually},
+    plan::{Model, Plan, Scale},
+    reference::{self, Reference, Trace},
+    run::{self, Rank, assert_trace},
+    synthetic::{Spike, Synthetic},
+};
+use longshore_worker::{Error, LossScalerOptions, Pipeline};
+
+/// "hot" lies in the second block, which is the second server's alone, and "tail" from there to the end.
+fn model() -> Synthetic {
+    let sizes = vec![("cool", vec![70_003], 0), ("hot", vec![5], 1), ("tail", vec![130_001], 0)];
+    Synthetic { sizes, ..Synthetic::default() }
+}
+
+fn plan(steps: u64, options: LossScalerOptions) -> Plan {
+    let scale = Scale::Dynamic(options);
+    Plan { gradient: Dtype::F16, image: Dtype::F16, scale, clip: Some(1.0), ..Plan::exact(steps) }
+}
+
+const HIGH: f64 = (1u64 << 20) as f64;
+
+/// Worked out by hand from DeepSpeed's rule: first scale 2^20, window 3, hysteresis 2, floor 1. "hot" is 1 everywhere,
+/// which 2^16 takes beyond f16's largest number, 65504; step 19 has a NaN besides.
+///
+/// (scale used, skipped, scale after, what happens)
+const EVENTS: [(u32, bool, u32); 20] = [
+    (20, true, 20),  // 1: the hysteresis, 2, is down to 1
+    (20, true, 19),  // 2
+    (19, true, 18),  // 3: not refilled by a halving
+    (18, true, 17),  // 4
+    (17, true, 16),  // 5
+    (16, true, 15),  // 6
+    (15, false, 15), // 7: 0 clean steps before it since the overflow
+    (15, false, 15), // 8: 1
+    (15, false, 15), // 9: 2
+    (15, false, 16), // 10: 3, a whole window: doubled, hysteresis 2 again
+    (16, true, 16),  // 11: down to 1
+    (16, true, 15),  // 12
+    (15, false, 15), // 13: 0
+    (15, false, 15), // 14: 1
+    (15, false, 15), // 15: 2
+    (15, false, 16), // 16: 3
+    (16, true, 16),  // 17
+    (16, true, 15),  // 18
+    (15, true, 14),  // 19: the NaN; the hysteresis is still 1
+    (14, false, 14), // 20: 0
+];
+
+#[test]
+fn twenty_steps_by_hand_are_skipped_on_every_shard_or_on_none() {
+    let spike = Spike { step: 19, rank: 0, param: 2, element: 7, value: f32::NAN };
+    let model = Synthetic { constants: vec![(1, 1.0)], spikes: vec![spike], ..model() };
+    let options = LossScalerOptions {
+        initial: HIGH,
+        window: 3,
+        hysteresis: 2,
+        consecutive_hysteresis: false,
+        min: 1.0,
+    };
+    let (plan, cluster) = (plan(20, options), Cluster::start(2));
+    let mut pipeline = run::enter(cluster.options(&plan.spec("by-hand", &model), 0), &model, &plan);
+    let mut seen = Rank::default();
+    let (mut before, mut applied) = (image(&pipeline, 0), 0);
+    for (index, &(scale, skip, next)) in EVENTS.iter().enumerate() {
+        let step = index as u64 + 1;
+        run::steps(&mut pipeline, &model, &plan, step, &mut seen).expect("a step");
+        let outcome = seen.outcomes.last().expect("a decided step");
+        let found = (outcome.loss_scale, outcome.skip, outcome.loss_scale_next);
+        assert_eq!(found, (2f64.powi(scale as i32), skip, 2f64.powi(next as i32)), "step {step}");
+        let after = image(&pipeline, step);
+        assert!(
+            changed(&before, &after).iter().all(|&changed| changed != skip),
+            "step {step} on some shards"
+        );
+        before = after;
+        applied += u64::from(!skip);
+        for server in 0..2 {
+            let progress = cluster.raw(server).progress("by-hand");
+            assert_eq!((progress.version, progress.applied), (step, applied), "server {server}");
+        }
+    }
+    let named = |step: usize| seen.outcomes[step - 1].overflow.clone();
+    assert_eq!(named(6).as_deref(), Some("hot, element 0"));
+    assert_eq!(named(19).as_deref(), Some("tail, element 7"));
+    assert_eq!(named(20), None);
+    let seen = run::finish(pipeline, &plan, seen);
+    let trace = run::collect(&cluster, &model, &plan, "by-hand", vec![seen]);
+    assert_trace(&trace, &reference::train(&model, &plan), &model, &plan, "by-hand");
+}
+
+/// The first steps of a scale that nothing survives: 2^40, on two ranks of which one alone overflows at the end.
+#[test]
+fn one_ranks_overflow_skips_the_step_for_all() {
+    let spike = Spike { step: 30, rank: 1, param: 0, element: 65_000, value: f32::INFINITY };
+    let model = Synthetic { constants: vec![(1, 1.0)], spikes: vec![spike], ..model() };
+    let options = LossScalerOptions { initial: 2f64.powi(40), hysteresis: 1, ..LossScalerOptions::default() };
+    let plan = Plan { world: 2, micro_steps: 2, ..plan(31, options) };
+    let trace = run::check(&Cluster::start(2), &model, &plan, "forty");
+    let skipped: Vec<u64> = trace.steps.iter().filter(|step| step.skip).map(|step| step.step).collect();
+    // Two micro-steps of two ranks are summed in fp32, so f16's range is each contribution's own: 2^40 to 2^16.
+    assert_eq!(skipped, (1..=25).chain([30]).collect::<Vec<_>>());
+    assert_eq!(trace.steps[29].overflow.as_deref(), Some("cool, element 65000"));
+}
+
+fn image(pipeline: &Pipeline, version: u64) -> Vec<u8> {
+    run::image(pipeline.session(), longshore_proto::Version(version)).expect("an image")
+}
+
+/// For each shard, of one block here, whether it has changed.
+fn changed(before: &[u8], after: &[u8]) -> Vec<bool> {
+    let shard = 2 * BLOCK_ELEMENTS as usize;
+    before.chunks(shard).zip(after.chunks(shard)).map(|(before, after)| before != after).collect()
+}
+
+// ---- the floor ----------------------------------------------------------------------------------------------------
+
+/// Scale 4, 2, then 1, which is the floor: step 3 is the last before the pause.
+const FLOOR: LossScalerOptions =
+    LossScalerOptions { initial: 4.0, window: 1000, hysteresis: 1, consecutive_hysteresis: false, min: 1.0 };
+const PAUSED_AT: u64 = 3;
+const STEPS: u64 = 6;
+
+/// Beyond f16 at scale 1, within it at 0.5.
+fn too_hot() -> Synthetic {
+    Synthetic { constants: vec![(1, 70_000.0)], ..model() }
+}
+
+/// Bad data in the first three steps of rank 1.
+fn bad_data() -> Synthetic {
+    let spike = |step| Spike { step, rank: 1, param: 2, element: 11, value: f32::NEG_INFINITY };
+    Synthetic { spikes: (1..=PAUSED_AT).map(spike).collect(), ..model() }
+}
+
+fn floor_plan() -> Plan {
+    Plan { world: 2, ..plan(STEPS, FLOOR) }
+}
+
+/// What the run must come to when an operator chooses `scale` in the pause; 0 keeps the old one.
+fn expected(model: &dyn Model, scale: f64) -> Trace {
+    let mut reference = Reference::new(model, floor_plan());
+    (0..PAUSED_AT).for_each(|_| reference.step());
+    if scale > 0.0 {
+        reference.choose_scale(scale);
+    }
+    (PAUSED_AT..STEPS).for_each(|_| reference.step());
+    reference.end()
+}
+
+/// Waits until all servers say that the job is paused, and returns the reason.
+fn await_pause(cluster: &Cluster, job: &str) -> String {
+    let paused = |server: usize| {
+        eventually("a pause", || {
+            // Its ranks may not have opened it yet.
+            let progress = cluster.raw(server).find(job).ok()?.progress?;
+            (progress.phase() == Phase::Paused).then_some(progress)
+        })
+    };
+    let (first, second) = (paused(0), paused(1));
+    assert_eq!((first.version, first.applied), (PAUSED_AT, 0));
+    assert_eq!((first.pause_reason.as_str(), first.version), (second.pause_reason.as_str(), second.version));
+    first.pause_reason
+}
+
+fn resume(cluster: &Cluster, job: &str, scale: f64) {
+    (0..2).for_each(|server| cluster.raw(server).resume(job, scale).expect("a resume"));
+}
+
+#[test]
+fn at_the_floor_the_job_pauses_names_the_tensor_and_goes_on_when_told() {
+    let cases: [(&str, Synthetic, f64, &str); 2] = [
+        ("new-scale", too_hot(), 0.5, "hot, element 0"),
+        ("cause-removed", bad_data(), 0.0, "tail, element 11"),
+    ];
+    let (cluster, plan) = (Cluster::start(2), floor_plan());
+    for (job, model, scale, tensor) in cases {
+        let model = &model;
+        let trace = std::thread::scope(|scope| {
+            let training = scope.spawn(|| run::train(&cluster, model, &plan, job));
+            let reason = await_pause(&cluster, job);
+            for part in ["step 3", tensor, "smallest loss scale, 1", "longshore resume"] {
+                assert!(reason.contains(part), "{part:?} is not in {reason:?}");
+            }
+            std::thread::sleep(Duration::from_millis(300));
+            assert!(!training.is_finished(), "the pipeline must wait for the operator");
+            assert_eq!(cluster.raw(0).progress(job).version, PAUSED_AT);
+            resume(&cluster, job, scale);
+            training.join().expect("the run ends well")
+        });
+        assert_trace(&trace, &expected(model, scale), model, &plan, job);
+        let scales: Vec<f64> = trace.steps.iter().map(|step| step.scale).collect();
+        let on = if scale > 0.0 { scale } else { 1.0 };
+        assert_eq!(scales, [4.0, 2.0, 1.0, on, on, on]);
+    }
+}
+
+// ---- workers that die in the pause --------------------------------------------------------------------------------
+
+/// Who gives up in the pause and starts again, and whether that is before the operator comes.
+struct Deaths {
+    ranks: &'static [u32],
+    rejoin_first: bool,
+}
+
+#[test]
+fn a_worker_that_starts_again_in_a_pause_waits_for_the_resume_too() {
+    let cluster = Cluster::start(2);
+    let cases = [
+        ("rank-1", Deaths { ranks: &[1], rejoin_first: true }),
+        ("rank-0", Deaths { ranks: &[0], rejoin_first: true }),
+        ("both", Deaths { ranks: &[0, 1], rejoin_first: true }),
+        ("rank-0-late", Deaths { ranks: &[0], rejoin_first: false }),
+        ("both-late", Deaths { ranks: &[0, 1], rejoin_first: false }),
+    ];
+    for (job, deaths) in cases {
+        let trace = deadly_pause(&cluster, job, &deaths);
+        let (model, plan) = (too_hot(), floor_plan());
+        let mut expected = expected(&model, 0.5);
+        expected.steps.remove(PAUSED_AT as usize - 1);
+        assert_trace(&trace, &expected, &model, &plan, job);
+    }
+}
+
+fn deadly_pause(cluster: &Cluster, job: &str, deaths: &Deaths) -> Trace {
+    let (model, plan) = (too_hot(), floor_plan());
+    let (dead, back, resumed) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let life = |rank: u32| {
+        let mut seen = Rank::default();
+        if deaths.ranks.contains(&rank) {
+            give_up(cluster, &model, job, rank, &mut seen);
+            dead.fetch_add(1, SeqCst);
+            let may_join = || (deaths.rejoin_first || resumed.load(SeqCst) == 1).then_some(());
+            eventually("the operator", may_join);
+        }
+        let mut pipeline = run::enter(cluster.options(&plan.spec(job, &model), rank), &model, &plan);
+        back.fetch_add(u64::from(deaths.ranks.contains(&rank)), SeqCst);
+        run::steps(&mut pipeline, &model, &plan, STEPS, &mut seen).expect("steps after the resume");
+        run::finish(pipeline, &plan, seen)
+    };
+    let mut ranks: Vec<Rank> = std::thread::scope(|scope| {
+        let life = &life;
+        let ranks: Vec<_> = (0..2).map(|rank| scope.spawn(move || life(rank))).collect();
+        await_pause(cluster, job);
+        let all = deaths.ranks.len() as u64;
+        eventually("the deaths", || (dead.load(SeqCst) == all).then_some(()));
+        if deaths.rejoin_first {
+            eventually("the second lives", || (back.load(SeqCst) == all).then_some(()));
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        assert!(ranks.iter().all(|rank| !rank.is_finished()), "every rank must wait for the operator");
+        let progress = cluster.raw(0).progress(job);
+        assert_eq!((progress.phase(), progress.version), (Phase::Paused, PAUSED_AT));
+        resume(cluster, job, 0.5);
+        resumed.store(1, SeqCst);
+        ranks.into_iter().map(|rank| rank.join().expect("a rank")).collect()
+    });
+    // A rank that died in it cannot tell what became of that step.
+    ranks.iter_mut().for_each(|rank| rank.outcomes.retain(|outcome| outcome.step.0 != PAUSED_AT));
+    run::collect(cluster, &model, &plan, job, ranks)
+}
+
+/// A worker with little patience: a typed error that says why, and the job is still there.
+fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mut Rank) {
+    let plan = floor_plan();
+    let mut options = cluster.options(&plan.spec(job, model), rank);
+    options.pause_deadline = Duration::from_millis(400);
+    assert!(options.pause_deadline < DEADLINE);
+    let mut pipeline = run::enter(options, model, &plan);
+    let error = run::steps(&mut pipeline, model, &plan, STEPS, seen).expect_err("the pause is too long");
+    match error.downcast_ref::<Error>() {
+        Some(Error::StillPaused(paused)) => {
+            assert_eq!(paused.job.as_str(), job);
+            assert!(paused.reason.contains("hot, element 0"), "{}", paused.reason);
+            assert!(paused.waited >= Duration::from_millis(400), "{:?}", paused.waited);
+        }
+        _ => panic!("not a pause that was too long: {error:?}"),
+    }
+    assert_eq!(cluster.raw(1).progress(job).phase(), Phase::Paused, "the job is still there");
+}
