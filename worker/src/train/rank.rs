@@ -8,7 +8,7 @@ use super::{
     Settings, Sink, Stage, StagedWeights, WholeWeights,
     gpt::{self, Gpt, Weights},
     memory::{Work, activations, plan_stage, whole_images, with_kept_activations},
-    report::{Ending, Opening, Report},
+    report::{Around, Ending, Opening, Report},
     text::{Batch, Corpus},
 };
 use crate::{
@@ -73,8 +73,8 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let version = pipeline.drain()?;
     report.decided(pipeline.outcomes());
     if rank == 0 {
-        let ending = run.end(&pipeline, version, first_loss, servers.len(), host.peak())?;
-        report.ending(&ending);
+        let around = Around { first_loss, servers: servers.len(), embedded, host_peak: host.peak() };
+        report.ending(&run.end(&pipeline, version, around)?);
     }
     drop(resident);
     pipeline.close()?.leave()?;
@@ -251,14 +251,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    fn end(
-        &self,
-        pipeline: &Pipeline,
-        version: Version,
-        first_loss: Option<f32>,
-        servers: usize,
-        host_peak: u64,
-    ) -> anyhow::Result<Ending> {
+    fn end(&self, pipeline: &Pipeline, version: Version, around: Around) -> anyhow::Result<Ending> {
         let session = pipeline.session();
         let loss = gpt::evaluate(&self.model, &mut *self.weights_of(session, version)?, &self.validation);
         let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
@@ -271,17 +264,15 @@ impl<'a> Run<'a> {
             *seed,
         );
         Ok(Ending {
+            around,
             version: version.0,
             state_hash: session.state_hash()?.hash,
-            first_loss,
             validation_loss: loss.map_err(unwrap_library)?,
             sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
             device_peak: self.device.peak(),
             device_budget: self.settings.device_budget,
             stage: self.stage_name(),
             server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
-            servers,
-            host_peak,
         })
     }
 

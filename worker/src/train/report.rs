@@ -53,19 +53,25 @@ pub(super) struct Opening<'a> {
     pub(super) stage: &'a str,
 }
 
+/// What is known of a run beside its last version.
+pub(super) struct Around {
+    pub(super) first_loss: Option<f32>,
+    pub(super) servers: usize,
+    pub(super) embedded: bool,
+    pub(super) host_peak: u64,
+}
+
 /// What a run ends with.
 pub(super) struct Ending {
+    pub(super) around: Around,
     pub(super) version: u64,
     pub(super) state_hash: String,
-    pub(super) first_loss: Option<f32>,
     pub(super) validation_loss: f32,
     pub(super) sample: String,
     pub(super) device_peak: u64,
     pub(super) device_budget: Option<u64>,
     pub(super) stage: &'static str,
     pub(super) server_bytes: u64,
-    pub(super) servers: usize,
-    pub(super) host_peak: u64,
 }
 
 impl Report {
@@ -221,11 +227,11 @@ impl Report {
         if let Output::Json = self.output {
             self.json(&json!({
                 "event": "end", "version": ending.version, "state_hash": ending.state_hash,
-                "validation_loss": ending.validation_loss, "first_validation_loss": ending.first_loss,
+                "validation_loss": ending.validation_loss, "first_validation_loss": ending.around.first_loss,
                 "sample": ending.sample, "steps": self.done, "skipped": self.skipped,
                 "seconds": self.started.elapsed().as_secs_f64(), "step_ms": step_ms, "exposed_ms": exposed_ms,
                 "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
-                "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.host_peak,
+                "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
                 "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
             }));
             return;
@@ -234,9 +240,12 @@ impl Report {
             Some(budget) => format!("of a budget of {}", human(budget)),
             None => "no budget set (--device-budget)".to_string(),
         };
-        let before = ending.first_loss.map(|loss| format!("{loss:.3} -> ")).unwrap_or_default();
-        let servers =
-            if ending.servers == 1 { "1 server".to_string() } else { format!("{} servers", ending.servers) };
+        let before = ending.around.first_loss.map(|loss| format!("{loss:.3} -> ")).unwrap_or_default();
+        let servers = if ending.around.servers == 1 {
+            "1 server".to_string()
+        } else {
+            format!("{} servers", ending.around.servers)
+        };
         let percent = if step_ms > 0.0 { 100.0 * exposed_ms / step_ms } else { 0.0 };
         self.line("");
         self.line(&format!("sample: {}", ending.sample.escape_debug()));
@@ -260,7 +269,7 @@ impl Report {
         ));
         self.line(&format!(
             "  worker's host   peak {} of weights under way and gradients kept",
-            human(ending.host_peak)
+            human(ending.around.host_peak)
         ));
         self.line(&format!(
             "  servers         {} on {servers}: master weights, Adam state, images, gradients",
@@ -272,6 +281,10 @@ impl Report {
             human(per_step(self.pulled))
         ));
         self.line(&format!("state hash        {} at version {}", ending.state_hash, ending.version));
+        if ending.around.embedded {
+            self.line("");
+            self.line("next: start `longshored` on each node, and train with --servers HOST:PORT,... to keep the job when workers die");
+        }
     }
 
     fn json(&self, value: &serde_json::Value) {
