@@ -8,7 +8,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
 use longshore_proto::{
     Fault, FaultKind,
-    limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, MAX_CONTROL_MESSAGE_BYTES},
+    limits::MAX_CONTROL_MESSAGE_BYTES,
     wire::{
         self,
         v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
@@ -26,7 +26,7 @@ use tonic::transport::server::TcpIncoming;
 use crate::{
     config::Config,
     jobs::{JobHandle, Jobs},
-    service::Services,
+    service::{DataPlane, Recycler, Services},
 };
 
 /// HTTP/2 DATA frames of up to 1 MiB: with the default 16 KiB a payload costs 64 writes and as many reads, and twice
@@ -115,6 +115,7 @@ impl Server {
             draining: Draining::new(),
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
+            recycler: Arc::new(Recycler::default()),
         };
         let bind = |source| ServerError::Bind { address: config.listen, source };
         let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
@@ -243,10 +244,7 @@ fn router(services: Services) -> Result<tonic::transport::server::Router, Server
                 .max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
                 .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES),
         )
-        .add_service(
-            TensorsServer::new(services.clone())
-                .max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES),
-        )
+        .add_service(DataPlane::new(services.clone()))
         .add_service(AdminServer::new(services).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES))
         .add_service(reflection))
 }

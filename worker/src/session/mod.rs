@@ -20,6 +20,8 @@ use std::{
 use futures_util::future::try_join_all;
 use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Rank, Version, wire::v1};
 
+#[cfg(feature = "cli")]
+pub(crate) use self::peer::endpoint;
 pub use self::{
     admin::{Checkpoint, StateHash},
     join::Joined,

@@ -13,7 +13,7 @@ use crate::device::Budget;
 /// Start from [`Options::new`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// `host:port` or `http://host:port`, the same and in the same order on every rank.
+    /// `host:port`, `http://host:port` or, on the same host, `unix:/path`; the same and in the same order on every rank.
     pub servers: Vec<String>,
     pub spec: JobSpec,
     pub rank: Rank,

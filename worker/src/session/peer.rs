@@ -64,24 +64,35 @@ impl Peer {
         AdminClient::new(self.control.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
     }
 
+    /// A data connection for calls below the codec.
+    pub(crate) fn data(&self, connection: usize) -> Channel {
+        self.data[connection % self.data.len()].clone()
+    }
+
     pub(crate) fn tensors(&self, connection: usize) -> TensorsClient<Channel> {
-        TensorsClient::new(self.data[connection % self.data.len()].clone())
+        TensorsClient::new(self.data(connection))
     }
 }
 
-fn endpoint(address: &str) -> Result<Endpoint> {
-    let url = if address.contains("://") { address.to_string() } else { format!("http://{address}") };
-    let invalid = |cause: String| {
+/// Where to dial: `host:port`, `http://host:port`, or `unix:/path` for a server on the same host.
+pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
+    let invalid = |cause: &str| {
         Fault::invalid(
             "options.servers",
             format!("{address:?}, {cause}"),
-            "host:port or http://host:port",
+            "host:port, http://host:port or unix:/path",
             "correct it",
         )
     };
-    let endpoint = Endpoint::from_shared(url).map_err(|error| invalid(error.to_string()))?;
-    if endpoint.uri().scheme_str() != Some("http") || endpoint.uri().port().is_none() {
-        return Err(invalid("no port, or not http".into()).into());
+    let path = address.strip_prefix("unix:");
+    if path.is_some_and(|path| !path.starts_with('/')) {
+        return Err(invalid("not an absolute path"));
+    }
+    let whole = path.is_some() || address.contains("://");
+    let url = if whole { address.to_string() } else { format!("http://{address}") };
+    let endpoint = Endpoint::from_shared(url).map_err(|error| invalid(&error.to_string()))?;
+    if path.is_none() && (endpoint.uri().scheme_str() != Some("http") || endpoint.uri().port().is_none()) {
+        return Err(invalid("no port, or not http"));
     }
     Ok(endpoint
         .tcp_nodelay(true)
@@ -195,11 +206,13 @@ mod tests {
 
     #[test]
     fn addresses_are_checked_before_dialling() {
-        for good in ["localhost:7070", "http://10.0.0.1:7070", "[::1]:7070"] {
+        for good in
+            ["localhost:7070", "http://10.0.0.1:7070", "[::1]:7070", "unix:/run/l.sock", "unix:///run/l.sock"]
+        {
             assert!(endpoint(good).is_ok(), "{good}");
         }
-        for bad in ["", "localhost", "https://host:1", "http://", "a b:1"] {
-            assert!(matches!(endpoint(bad), Err(Error::Invalid(_))), "{bad}");
+        for bad in ["", "localhost", "https://host:1", "http://", "a b:1", "unix:", "unix:l.sock"] {
+            assert_eq!(endpoint(bad).unwrap_err().field, "options.servers", "{bad}");
         }
     }
 }
