@@ -3,8 +3,9 @@
 //! A drain (SIGTERM, SIGINT or Admin.Drain) first says NOT_SERVING, then takes contributions to the step in hand
 //! only, waits until that step is decided and updated, writes checkpoints if configured, and then stops serving.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
+use futures_util::{FutureExt, future::OptionFuture};
 use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
 use longshore_proto::{
     Fault, FaultKind,
@@ -21,12 +22,14 @@ use tokio::{
     task::JoinHandle,
     time::{Instant, timeout},
 };
+use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::server::TcpIncoming;
 
 use crate::{
     config::Config,
     jobs::{JobHandle, Jobs},
     service::{DataPlane, Recycler, Services},
+    unix::{self, SocketFile},
 };
 
 /// HTTP/2 DATA frames of up to 1 MiB: with the default 16 KiB a payload costs 64 writes and as many reads, and twice
@@ -44,6 +47,8 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 pub enum ServerError {
     #[error("cannot listen on {address}: {source}. Choose another --listen, or stop what uses the port")]
     Bind { address: SocketAddr, source: std::io::Error },
+    #[error("cannot listen on {}: {source}. Choose another --listen-unix, or stop what uses it", path.display())]
+    BindUnix { path: PathBuf, source: std::io::Error },
     #[error("cannot start {threads} update threads: {reason}. Lower --threads or raise the process limit")]
     Threads { threads: usize, reason: String },
     #[error(transparent)]
@@ -100,6 +105,7 @@ pub struct Server {
     stop: watch::Sender<bool>,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     health: tonic_health::server::HealthReporter,
+    _socket_file: Option<SocketFile>,
 }
 
 impl Server {
@@ -120,20 +126,38 @@ impl Server {
         let bind = |source| ServerError::Bind { address: config.listen, source };
         let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
         let address = listener.local_addr().map_err(bind)?;
+        let local = config.listen_unix.as_deref().map(|path| {
+            unix::listen_on(path).map_err(|source| ServerError::BindUnix { path: path.into(), source })
+        });
+        let local = local.transpose()?;
         let (health, health_service) = tonic_health::server::health_reporter();
         health.set_serving::<TrainingServer<Services>>().await;
         health.set_serving::<TensorsServer<Services>>().await;
         health.set_serving::<AdminServer<Services>>().await;
-        let (stop, mut stopped) = watch::channel(false);
-        let router = router(services.clone())?.add_service(health_service);
-        let stop_signal = async move {
-            let _ = stopped.wait_for(|stop| *stop).await;
+        let (stop, stopped) = watch::channel(false);
+        let stop_signal = || {
+            let mut stopped = stopped.clone();
+            async move {
+                let _ = stopped.wait_for(|stop| *stop).await;
+            }
         };
         // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let serving = tokio::spawn(router.serve_with_incoming_shutdown(incoming, stop_signal));
+        let tcp = router(services.clone())?
+            .add_service(health_service.clone())
+            .serve_with_incoming_shutdown(incoming, stop_signal());
+        let (socket, socket_file) = local.unzip();
+        let unix = socket.map(|socket| {
+            let router = router(services.clone())?.add_service(health_service);
+            Ok::<_, ServerError>(
+                router.serve_with_incoming_shutdown(UnixListenerStream::new(socket), stop_signal()),
+            )
+        });
+        let unix = OptionFuture::from(unix.transpose()?);
+        let serving =
+            tokio::spawn(async move { tokio::try_join!(tcp, unix.map(Option::transpose)).map(|_| ()) });
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
-        Ok(Server { address, config, services, stop, serving, health })
+        Ok(Server { address, config, services, stop, serving, health, _socket_file: socket_file })
     }
 
     pub fn address(&self) -> SocketAddr {
