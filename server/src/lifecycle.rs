@@ -111,6 +111,7 @@ pub struct Server {
 impl Server {
     /// Binds, starts the update threads and serves. Must be called inside a tokio runtime.
     pub async fn start(config: Config) -> Result<Server, ServerError> {
+        wire::frame::keep_buffers();
         let isa = Isa::from_env()?;
         let threads = config.threads;
         let compute = Compute::new(threads, isa)
