@@ -231,7 +231,7 @@ mod tests {
 
     #[test]
     fn a_range_is_readable_once_all_of_it_came_in_any_cut() {
-        let store = store(Dtype::F32, &[100..700_000]);
+        let store = store(Dtype::F32, std::slice::from_ref(&(100..700_000)));
         let values: Vec<u8> = (0..699_900u32).flat_map(|index| index.to_le_bytes()).collect();
         let mut at = 0;
         for cut in [4usize, 1_000_000, 1_048_576, 400_000].into_iter().cycle() {
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn what_is_not_committed_was_never_there() {
-        let store = store(Dtype::F32, &[0..64]);
+        let store = store(Dtype::F32, std::slice::from_ref(&(0..64)));
         let mut place = store.place(0, 64).unwrap();
         place.put(&[1; 256], &mut Crc32::new());
         assert!(!store.segments[0].is_whole());
@@ -277,7 +277,8 @@ mod tests {
     #[test]
     fn bad_orders_are_refused() {
         let layout = layout(1);
-        for order in [vec![0..0], vec![0..BLOCK_ELEMENTS + 1], vec![0..10, 9..20]] {
+        for order in [&[(0, 0)][..], &[(0, BLOCK_ELEMENTS + 1)], &[(0, 10), (9, 20)]] {
+            let order: Vec<Range<u64>> = order.iter().map(|&(start, end)| start..end).collect();
             assert!(cut(&layout, &order).is_err(), "{order:?}");
         }
     }

@@ -24,7 +24,8 @@ use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable};
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
 const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
-/// A chunk in one or two frames: each costs a write and a read, and the default is 64 a chunk.
+/// A chunk in one frame: each costs a write and some reads. Pulling took 0.58 s of CPU time a GB with 64 KiB frames,
+/// 0.46 with 256 KiB, 0.44 with 1 or 2 MiB (both ends, loopback TCP).
 const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
 /// A silent peer (power loss, a cut cable) is found within twice this.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);

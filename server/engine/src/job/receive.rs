@@ -32,6 +32,7 @@ pub enum Stored {
 }
 
 /// What to do with a chunk's payload, decided on its other fields before any of it has come.
+#[expect(clippy::large_enum_variant, reason = "one a MiB, moved twice: a box would cost more")]
 pub enum Admitted<J: Deref<Target = Job>> {
     Write(Writing<J>),
     Duplicate,
