@@ -9,6 +9,7 @@ mod jobs;
 pub mod lifecycle;
 pub mod log;
 mod service;
+mod unix;
 
 pub use config::Config;
 pub use lifecycle::{Server, ServerError, StopSignals};

@@ -4,11 +4,10 @@ use std::time::Duration;
 
 use super::v1;
 use crate::{
-    checksum::crc32,
     commit::Commit,
     contribution::{Contribution, ContributionChunk},
     dtype::Dtype,
-    fault::{Fault, FaultKind},
+    fault::Fault,
     hyper::{Hyper, Rule},
     ids::{ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step},
     job::{JobName, JobSpec, TierKind},
@@ -217,19 +216,8 @@ impl Commit {
     }
 }
 
-/// A pushed chunk, its payload checked against its checksum.
-pub fn chunk_from_wire(request: &v1::PushRequest) -> Result<ContributionChunk, Fault> {
-    let dtype = Dtype::from_wire("push.dtype", request.dtype)?;
-    let found = crc32(&request.payload);
-    if found != request.crc32 {
-        return Err(Fault::new(
-            FaultKind::Corrupt,
-            "push.crc32",
-            format!("{:08x}", request.crc32),
-            format!("{found:08x}, the CRC-32 of the payload received"),
-            "send the chunk again; if it repeats, suspect the network or the worker's memory",
-        ));
-    }
+/// A pushed chunk with a payload of `bytes`, which is checked against its checksum as it arrives.
+pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<ContributionChunk, Fault> {
     Ok(ContributionChunk {
         contribution: Contribution {
             step: Step(request.step),
@@ -240,8 +228,8 @@ pub fn chunk_from_wire(request: &v1::PushRequest) -> Result<ContributionChunk, F
         incarnation: Incarnation(request.incarnation),
         chunk: ChunkId(request.chunk),
         loss_scale: request.loss_scale,
-        dtype,
-        bytes: request.payload.len() as u64,
+        dtype: Dtype::from_wire("push.dtype", request.dtype)?,
+        bytes,
         crc32: request.crc32,
     })
 }

@@ -1,6 +1,7 @@
 //! Generated messages and stubs, and the one place where they become domain types.
 
 mod convert;
+pub mod frame;
 mod status;
 
 pub use convert::{chunk_from_wire, deadline, hyper_from_wire, parse_name};

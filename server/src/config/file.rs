@@ -13,6 +13,7 @@ use crate::log::LogFormat;
 #[serde(deny_unknown_fields)]
 pub(super) struct File {
     pub(super) listen: Option<SocketAddr>,
+    pub(super) listen_unix: Option<PathBuf>,
     pub(super) memory: Option<ByteSize>,
     pub(super) threads: Option<usize>,
     pub(super) checkpoint_dir: Option<PathBuf>,
@@ -25,8 +26,9 @@ pub(super) struct File {
 }
 
 /// The keys above, for the nearest right one.
-const KEYS: [&str; 10] = [
+const KEYS: [&str; 11] = [
     "listen",
+    "listen_unix",
     "memory",
     "threads",
     "checkpoint_dir",

@@ -19,6 +19,9 @@ pub struct Flags {
     /// Address to serve on; port 0 takes a free one [default: 127.0.0.1:7070]
     #[arg(long, env = "LONGSHORED_LISTEN", value_name = "ADDRESS:PORT")]
     pub listen: Option<SocketAddr>,
+    /// Unix socket to serve on as well, for workers on this host; only this user may connect
+    #[arg(long, env = "LONGSHORED_LISTEN_UNIX", value_name = "PATH")]
+    pub listen_unix: Option<PathBuf>,
     /// Memory for jobs, as in 512GiB [default: 80% of what is available]
     #[arg(long, env = "LONGSHORED_MEMORY", value_name = "SIZE")]
     pub memory: Option<ByteSize>,
@@ -50,9 +53,10 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 11] = [
+const VARIABLES: [&str; 12] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
+    "LONGSHORED_LISTEN_UNIX",
     "LONGSHORED_MEMORY",
     "LONGSHORED_THREADS",
     "LONGSHORED_CHECKPOINT_DIR",

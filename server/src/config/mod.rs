@@ -15,6 +15,8 @@ use crate::log::LogFormat;
 #[derive(Clone, Debug)]
 pub struct Config {
     pub listen: SocketAddr,
+    /// A Unix socket to serve on as well.
+    pub listen_unix: Option<PathBuf>,
     /// Bytes that jobs may be admitted to.
     pub memory: u64,
     /// Update threads.
@@ -58,6 +60,7 @@ impl Config {
     pub fn default_on(listen: SocketAddr) -> Config {
         Config {
             listen,
+            listen_unix: None,
             memory: size::available_memory() / 5 * 4,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             checkpoint_dir: None,
@@ -80,6 +83,7 @@ impl Config {
         let defaults = Config::default_on(listen);
         let config = Config {
             listen,
+            listen_unix: flags.listen_unix.or(file.listen_unix),
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
             checkpoint_dir: flags.checkpoint_dir.or(file.checkpoint_dir),
@@ -145,9 +149,11 @@ mod tests {
 
     #[test]
     fn flags_win_over_the_file_and_the_file_over_defaults() {
-        let config = resolve(&["--threads", "3"], "threads = 2\nmemory = \"64MiB\"").unwrap();
+        let config =
+            resolve(&["--threads", "3"], "threads = 2\nmemory = \"64MiB\"\nlisten_unix = \"/run/l\"")
+                .unwrap();
         assert_eq!((config.threads, config.memory), (3, 64 << 20));
-        assert_eq!(config.listen.port(), 7070);
+        assert_eq!((config.listen.port(), config.listen_unix), (7070, Some("/run/l".into())));
     }
 
     #[test]

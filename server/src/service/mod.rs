@@ -4,6 +4,7 @@ mod admin;
 mod convert;
 mod pull;
 mod push;
+mod recycle;
 mod stats;
 mod tensors;
 mod training;
@@ -17,6 +18,7 @@ use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS, wire};
 use tokio::time::Instant;
 use tonic::Status;
 
+pub(crate) use self::{recycle::Recycler, tensors::DataPlane};
 use crate::{jobs::Jobs, lifecycle::Draining};
 
 /// What every service works on. Cheap to clone.
@@ -27,6 +29,7 @@ pub(crate) struct Services {
     pub(crate) checkpoints: Option<Arc<Store>>,
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
+    pub(crate) recycler: Arc<Recycler>,
 }
 
 /// Logs a refused request once, here at the edge, and turns it into a status.

@@ -1,136 +1,210 @@
 //! Contributions in, acknowledgements out.
 //!
-//! A stream is not read further while its chunk's buffer is busy, so a fast rank is held back by HTTP/2 flow control
-//! and this server holds at most one chunk a stream beside its slots.
+//! A chunk's fields come before its payload, so that it is admitted first and its payload goes from the connection's
+//! buffer straight to its place. A stream is not read further while that place is busy: a fast rank is held back by
+//! HTTP/2 flow control, and nothing is held here beside the slots but the frame in hand.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use futures_util::{Stream, StreamExt, stream::BoxStream};
-use longshore_engine::job::Stored;
+use http::Response;
+use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
     ContributionChunk, Fault,
-    wire::{self, v1},
+    checksum::Crc32,
+    wire::{
+        self,
+        frame::{self, Event, Incoming, Pieces},
+        v1::{PushRequest, PushResponse, PushResult},
+    },
 };
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Status, Streaming};
+use tokio::{sync::mpsc, time::timeout};
+use tonic::{Status, body::Body};
 
 use super::{Services, default_deadline};
 use crate::jobs::JobHandle;
 
 /// Acknowledgements in one message. Many small messages would be taken for abuse by HTTP/2 peers, and each costs a
-/// write; at 64 an acknowledgement costs 1/64 of that.
-const RESULTS_BATCHED: usize = 64;
+/// write of 5 to 10 microseconds at both ends, against 200 for a chunk.
+const RESULTS_BATCHED: usize = 16;
+/// Longest time an acknowledgement waits for others. No worker waits for one: a commit frees what it retains.
+const RESULTS_DELAY: Duration = Duration::from_millis(1);
+/// Longest silence in the middle of a chunk. Until it ends its rank cannot be taken by a new process.
+const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
-pub(super) fn stream(
-    services: Services,
-    requests: Streaming<v1::PushRequest>,
-) -> BoxStream<'static, Result<v1::PushResponse, Status>> {
-    let (sender, receiver) = mpsc::channel(RESULTS_BATCHED);
-    tokio::spawn(receive(services, requests, sender));
-    batched(ReceiverStream::new(receiver)).boxed()
+pub(super) fn answer(services: Services, body: Body) -> Response<Body> {
+    let (answers, pieces) = mpsc::channel(2);
+    let incoming = Incoming::request(body);
+    tokio::spawn(Stream { services, incoming, answers, held: None, results: Vec::new() }.run());
+    frame::answer(pieces)
 }
 
-/// Joins what is ready into one message; an error ends the stream after what came before it.
-fn batched(
-    results: impl Stream<Item = Result<v1::PushResult, Status>>,
-) -> impl Stream<Item = Result<v1::PushResponse, Status>> {
-    results.ready_chunks(RESULTS_BATCHED).flat_map(|chunk| {
-        let mut messages = Vec::with_capacity(2);
-        let mut results = Vec::with_capacity(chunk.len());
-        let mut error = None;
-        for result in chunk {
-            match result {
-                Ok(result) => results.push(result),
-                Err(status) => error = Some(Err(status)),
-            }
-        }
-        if !results.is_empty() {
-            messages.push(Ok(v1::PushResponse { results }));
-        }
-        messages.extend(error);
-        futures_util::stream::iter(messages)
-    })
+/// One Push call.
+struct Stream {
+    services: Services,
+    incoming: Incoming<PushRequest>,
+    answers: Pieces,
+    /// The job of the last chunk: mostly the next one's too.
+    held: Option<Arc<JobHandle>>,
+    /// Not yet acknowledged.
+    results: Vec<PushResult>,
 }
 
-async fn receive(
-    services: Services,
-    mut requests: Streaming<v1::PushRequest>,
-    results: mpsc::Sender<Result<v1::PushResult, Status>>,
-) {
-    let mut held: Option<Arc<JobHandle>> = None;
-    loop {
-        let request = match requests.message().await {
-            Ok(Some(request)) => request,
-            Ok(None) => return,
-            Err(status) => {
-                // The peer went away or sent what is no message; nothing of it was stored.
-                tracing::debug!(%status, "push stream ended");
-                let _ = results.send(Err(status)).await;
-                return;
+/// Where a payload goes.
+enum Place {
+    Slot(Arc<JobHandle>, Writing<Arc<Job>>),
+    /// It is here already: its checksum is compared, and that is all.
+    Nowhere(Crc32),
+}
+
+/// The call is over, and its caller knows or is gone.
+struct Over;
+
+impl Stream {
+    async fn run(mut self) {
+        // What is broken off is dropped, and with it the place of a chunk that was on its way.
+        let Err(Over) = self.receive().await;
+    }
+
+    async fn receive(&mut self) -> Result<std::convert::Infallible, Over> {
+        loop {
+            match self.event().await? {
+                Event::Head(request, bytes) => self.chunk(request, bytes).await?,
+                // The parser gives neither before a head, and `chunk` takes those after it.
+                Event::Payload(_) | Event::End => {}
             }
-        };
-        let outcome = store(&services, &mut held, &request).await;
-        let (duplicate, refusal) = match outcome {
-            Ok(duplicate) => (duplicate, None),
-            Err(fault) => {
-                tracing::debug!(
-                    job = request.job,
-                    rank = request.rank,
-                    step = request.step,
-                    shard = request.shard,
-                    %fault,
-                    "chunk refused"
-                );
-                (false, Some(wire::fault_to_wire(&fault)))
-            }
-        };
-        let result = v1::PushResult {
-            step: request.step,
-            micro_step: request.micro_step,
-            shard: request.shard,
-            chunk: request.chunk,
-            duplicate,
-            refusal,
-        };
-        if results.send(Ok(result)).await.is_err() {
-            return;
         }
+    }
+
+    /// The next event, and what was to be acknowledged if it does not come at once.
+    async fn event(&mut self) -> Result<Event<PushRequest>, Over> {
+        if !self.results.is_empty() {
+            if let Ok(event) = timeout(RESULTS_DELAY, self.incoming.next()).await {
+                return self.unless_over(event).await;
+            }
+            self.acknowledge().await?;
+        }
+        let event = self.incoming.next().await;
+        self.unless_over(event).await
+    }
+
+    async fn unless_over(
+        &mut self,
+        event: Result<Option<Event<PushRequest>>, Status>,
+    ) -> Result<Event<PushRequest>, Over> {
+        let status = match event {
+            Ok(Some(event)) => return Ok(event),
+            Ok(None) => None,
+            Err(status) => Some(status),
+        };
+        self.acknowledge().await?;
+        if let Some(status) = status {
+            // The peer went away or sent what is no message; nothing of it was stored.
+            tracing::debug!(%status, "push stream ended");
+            let _ = self.answers.send(Err(status)).await;
+        }
+        Err(Over)
+    }
+
+    async fn acknowledge(&mut self) -> Result<(), Over> {
+        if self.results.is_empty() {
+            return Ok(());
+        }
+        let answer = PushResponse { results: std::mem::take(&mut self.results) };
+        self.answers.send(Ok(frame::encode(&answer))).await.map_err(|_| Over)
+    }
+
+    /// One chunk, from its head to its end. A refused one is read to its end too: the next one follows it.
+    async fn chunk(&mut self, request: PushRequest, bytes: usize) -> Result<(), Over> {
+        let mut place = self.place(&request, bytes).await?;
+        loop {
+            let event = match timeout(CHUNK_SILENCE, self.incoming.next()).await {
+                Ok(event) => self.unless_over(event).await?,
+                Err(_) => {
+                    self.unless_over(Err(Status::unavailable("a chunk was not sent to its end"))).await?
+                }
+            };
+            let Event::Payload(slice) = event else { break };
+            match &mut place {
+                Ok(Place::Slot(_, writing)) => {
+                    if let Err(fault) = writing.write(&slice) {
+                        place = Err(fault);
+                    }
+                }
+                Ok(Place::Nowhere(sum)) => sum.update(&slice),
+                Err(_) => {}
+            }
+        }
+        let outcome = place.and_then(|place| finish(place, request.crc32));
+        self.results.push(result(request, outcome));
+        if self.results.len() >= RESULTS_BATCHED {
+            self.acknowledge().await?;
+        }
+        Ok(())
+    }
+
+    async fn place(&mut self, request: &PushRequest, bytes: usize) -> Result<Result<Place, Fault>, Over> {
+        let (handle, chunk) = match self.identify(request, bytes) {
+            Ok(identified) => identified,
+            Err(fault) => return Ok(Err(fault)),
+        };
+        match place_now(&handle, &chunk) {
+            Ok(Some(place)) => return Ok(Ok(place)),
+            Ok(None) => {}
+            Err(fault) => return Ok(Err(fault)),
+        }
+        // It may take a step until the place is free: let the worker know of what came before.
+        self.acknowledge().await?;
+        let late = || handle.late("push", chunk.contribution);
+        tokio::select! {
+            place = handle.until(default_deadline(), || place_now(&handle, &chunk), late) => Ok(place),
+            () = self.answers.closed() => Err(Over),
+        }
+    }
+
+    fn identify(
+        &mut self,
+        request: &PushRequest,
+        bytes: usize,
+    ) -> Result<(Arc<JobHandle>, ContributionChunk), Fault> {
+        let chunk = wire::chunk_from_wire(request, bytes as u64)?;
+        let handle = match &self.held {
+            Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => {
+                Arc::clone(handle)
+            }
+            _ => self.services.jobs.get(&request.job)?,
+        };
+        self.held = Some(Arc::clone(&handle));
+        handle.check_step(chunk.contribution.step)?;
+        Ok((handle, chunk))
     }
 }
 
-/// True when the chunk was held already.
-async fn store(
-    services: &Services,
-    held: &mut Option<Arc<JobHandle>>,
-    request: &v1::PushRequest,
-) -> Result<bool, Fault> {
-    let chunk = wire::chunk_from_wire(request)?;
-    let handle = match held {
-        Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => {
-            Arc::clone(handle)
-        }
-        _ => services.jobs.get(&request.job)?,
-    };
-    *held = Some(Arc::clone(&handle));
-    handle.check_step(chunk.contribution.step)?;
-    store_when_free(&handle, &chunk, &request.payload).await
+/// None while the place is busy.
+fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Option<Place>, Fault> {
+    Ok(match Job::admit(Arc::clone(&handle.job), chunk)? {
+        Admitted::Busy => None,
+        Admitted::Duplicate => Some(Place::Nowhere(Crc32::new())),
+        Admitted::Write(writing) => Some(Place::Slot(Arc::clone(handle), writing)),
+    })
 }
 
-async fn store_when_free(
-    handle: &Arc<JobHandle>,
-    chunk: &ContributionChunk,
-    payload: &[u8],
-) -> Result<bool, Fault> {
-    let check = || {
-        Ok(match handle.job.store(chunk, payload)? {
-            Stored::Busy => None,
-            Stored::Duplicate => Some(true),
-            Stored::New(work) => {
-                handle.perform(work);
-                Some(false)
-            }
-        })
-    };
-    handle.until(default_deadline(), check, || handle.late("push", chunk.contribution)).await
+/// True when the chunk was held already.
+fn finish(place: Place, crc32: u32) -> Result<bool, Fault> {
+    match place {
+        Place::Slot(handle, writing) => {
+            handle.perform(writing.finish()?);
+            Ok(false)
+        }
+        Place::Nowhere(sum) => check_sum(crc32, sum.value()).map(|()| true),
+    }
+}
+
+fn result(request: PushRequest, outcome: Result<bool, Fault>) -> PushResult {
+    let PushRequest { step, micro_step, shard, chunk, .. } = request;
+    let duplicate = *outcome.as_ref().unwrap_or(&false);
+    let refusal = outcome.err().map(|fault| {
+        tracing::debug!(job = request.job, rank = request.rank, step, shard, %fault, "chunk refused");
+        wire::fault_to_wire(&fault)
+    });
+    PushResult { step, micro_step, shard, chunk, duplicate, refusal }
 }

@@ -1,37 +1,103 @@
-//! The data plane's calls; each has a module of its own.
+//! The data plane's calls, each in a module of its own: Push and Pull below the codec, the rest through generated code.
 
-use futures_util::stream::BoxStream;
-use longshore_proto::wire::v1::{self, tensors_server::Tensors};
+use std::{
+    convert::Infallible,
+    task::{Context, Poll},
+};
+
+use futures_util::future::BoxFuture;
+use http::{Request, Response};
+use longshore_proto::{
+    limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES},
+    wire::v1::{
+        self,
+        tensors_server::{Tensors, TensorsServer},
+    },
+};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Status, Streaming, body::Body, server::NamedService};
+use tower_service::Service;
 
-use super::{Services, pull, push, refuse, upload};
+use super::{Services, pull, push, upload};
+
+pub(crate) const PUSH: &str = "/longshore.v1.Tensors/Push";
+pub(crate) const PULL: &str = "/longshore.v1.Tensors/Pull";
+
+/// `longshore.v1.Tensors`. Whether a call is served by hand or by generated code makes no difference to its caller.
+#[derive(Clone)]
+pub(crate) struct DataPlane {
+    services: Services,
+    generated: TensorsServer<Services>,
+}
+
+impl DataPlane {
+    pub(crate) fn new(services: Services) -> DataPlane {
+        let generated = TensorsServer::new(services.clone())
+            .max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES);
+        DataPlane { services, generated }
+    }
+}
+
+impl NamedService for DataPlane {
+    const NAME: &'static str = <TensorsServer<Services> as NamedService>::NAME;
+}
+
+impl Service<Request<Body>> for DataPlane {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response<Body>, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        match request.uri().path() {
+            PUSH => {
+                let response = push::answer(self.services.clone(), request.into_body());
+                Box::pin(std::future::ready(Ok(response)))
+            }
+            PULL => {
+                let services = self.services.clone();
+                Box::pin(async move {
+                    let answer = pull::answer(&services, request.into_body()).await;
+                    Ok(answer.unwrap_or_else(Status::into_http))
+                })
+            }
+            _ => self.generated.call(request),
+        }
+    }
+}
+
+fn below_the_codec<T>() -> Result<T, Status> {
+    Err(Status::internal("this call is served below the codec"))
+}
 
 #[tonic::async_trait]
 impl Tensors for Services {
-    type PushStream = BoxStream<'static, Result<v1::PushResponse, Status>>;
+    type PushStream = ReceiverStream<Result<v1::PushResponse, Status>>;
 
     async fn push(
         &self,
-        request: Request<Streaming<v1::PushRequest>>,
-    ) -> Result<Response<Self::PushStream>, Status> {
-        Ok(Response::new(push::stream(self.clone(), request.into_inner())))
+        _: tonic::Request<Streaming<v1::PushRequest>>,
+    ) -> Result<tonic::Response<Self::PushStream>, Status> {
+        below_the_codec()
     }
 
     type PullStream = ReceiverStream<Result<v1::PullResponse, Status>>;
 
-    async fn pull(&self, request: Request<v1::PullRequest>) -> Result<Response<Self::PullStream>, Status> {
-        let request = request.into_inner();
-        let job = request.job.clone();
-        let stream = pull::stream(self, request).map_err(|fault| refuse("Pull", &job, fault))?;
-        Ok(Response::new(stream))
+    async fn pull(
+        &self,
+        _: tonic::Request<v1::PullRequest>,
+    ) -> Result<tonic::Response<Self::PullStream>, Status> {
+        below_the_codec()
     }
 
     async fn upload(
         &self,
-        request: Request<Streaming<v1::UploadRequest>>,
-    ) -> Result<Response<v1::UploadResponse>, Status> {
+        request: tonic::Request<Streaming<v1::UploadRequest>>,
+    ) -> Result<tonic::Response<v1::UploadResponse>, Status> {
         let chunks = upload::receive(self, request.into_inner()).await?;
-        Ok(Response::new(v1::UploadResponse { chunks }))
+        Ok(tonic::Response::new(v1::UploadResponse { chunks }))
     }
 }

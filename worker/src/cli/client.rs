@@ -11,10 +11,9 @@ use longshore_proto::{
     },
 };
 use tokio::runtime::Runtime;
-use tonic::{
-    Status,
-    transport::{Channel, Endpoint},
-};
+use tonic::{Status, transport::Channel};
+
+use crate::session::endpoint;
 
 /// Longest wait for a connection; an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -35,10 +34,7 @@ impl Servers {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut servers = Vec::new();
         for address in addresses {
-            let url = if address.contains("://") { address.clone() } else { format!("http://{address}") };
-            let endpoint = Endpoint::from_shared(url)
-                .with_context(|| format!("server address {address:?} must be host:port"))?
-                .connect_timeout(CONNECT);
+            let endpoint = endpoint(address)?.connect_timeout(CONNECT);
             let channel = runtime.block_on(endpoint.connect()).with_context(|| {
                 format!("{address} cannot be reached: check that longshored runs there, and --servers")
             })?;

@@ -39,6 +39,9 @@ enum Command {
     Resume(admin::ResumeArgs),
     /// Forget a job and free its memory; its checkpoints stay
     Delete(admin::JobArgs),
+    /// Measure this machine beside its limits
+    #[command(subcommand)]
+    Bench(crate::bench::Bench),
     /// Finish the step in hand on each server and stop it
     Drain(admin::ServersArgs),
 }
@@ -54,6 +57,7 @@ impl Cli {
             Command::Restore(args) => admin::restore(&args),
             Command::Resume(args) => admin::resume(&args),
             Command::Delete(args) => admin::delete(&args),
+            Command::Bench(bench) => crate::bench::run(bench),
             Command::Drain(args) => admin::drain(&args),
         }
     }

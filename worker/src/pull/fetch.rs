@@ -3,20 +3,23 @@
 use std::{ops::Range, sync::Arc};
 
 use longshore_proto::{
-    Fault, FaultKind, Slice,
-    checksum::crc32,
+    Fault, FaultKind, ShardId, Slice,
+    checksum::Crc32,
     limits::MAX_PULL_SLICES,
     wire::{
         fault_from_status,
+        frame::{self, Event},
         v1::{self, PullRequest, PullResponse},
     },
 };
 
-use super::feed::Shared;
+use super::{feed::Shared, store::Place};
 use crate::session::Backoff;
 
 /// A damaged chunk is asked for again this often before it is an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;
+
+const PULL: &str = "/longshore.v1.Tensors/Pull";
 
 pub(super) struct Fetch {
     pub(super) shared: Arc<Shared>,
@@ -89,10 +92,19 @@ impl Fetch {
             deadline_ms: core.options.deadline.as_millis() as u64,
         };
         let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
-        let mut answers = peer.tensors(self.connection).pull(request).await.map_err(fault)?.into_inner();
-        while let Some(answer) = answers.message().await.map_err(fault)? {
-            self.store(answer)?;
-            *progress = true;
+        let mut channel = peer.data(self.connection);
+        let call = frame::call_once::<PullResponse>(&mut channel, PULL, frame::encode(&request));
+        let mut answers = call.await.map_err(fault)?;
+        let mut landing = None;
+        while let Some(event) = answers.next().await.map_err(fault)? {
+            match event {
+                Event::Head(head, bytes) => landing = Some(self.begin(&head, bytes as u64)?),
+                Event::Payload(slice) => landing.iter_mut().for_each(|landing| landing.put(&slice)),
+                Event::End => {
+                    landing.take().map_or(Ok(()), |landing| self.commit(landing))?;
+                    *progress = true;
+                }
+            }
         }
         if self.missing().is_empty() {
             return Ok(());
@@ -101,27 +113,45 @@ impl Fetch {
         Err(Fault::new(FaultKind::Unavailable, field, "ended early", "complete", remedy))
     }
 
-    fn store(&self, answer: PullResponse) -> Result<(), Fault> {
-        let core = &self.shared.core;
-        let bad = |field: &str, value: String, limit: String| {
-            let remedy = "if it repeats, suspect the network or the memory of one of the two machines";
-            Err(Fault::new(FaultKind::Corrupt, format!("pull.{field}"), value, limit, remedy))
-        };
-        let found = crc32(&answer.payload);
-        if found != answer.crc32 {
+    /// Finds the place of what is about to come. Readers see none of it before its checksum was found right.
+    fn begin(&self, head: &PullResponse, bytes: u64) -> Result<Landing<'_>, Fault> {
+        let (layout, store) = (&self.shared.core.layout, &self.shared.store);
+        let known = head.shard < layout.shards() && bytes.is_multiple_of(store.dtype.bytes());
+        let start = known.then(|| layout.shard_range(ShardId(head.shard)).start);
+        let at = start.and_then(|start| start.checked_add(head.offset));
+        let place = at.and_then(|at| store.place(at, bytes / store.dtype.bytes()));
+        let value = format!("shard {} offset {}, {bytes} bytes", head.shard, head.offset);
+        let place = place.ok_or_else(|| damaged("slice", value, "what was asked for, in order".into()))?;
+        Ok(Landing { place, sum: Crc32::new(), crc32: head.crc32, bytes })
+    }
+
+    fn commit(&self, landing: Landing<'_>) -> Result<(), Fault> {
+        let found = landing.sum.value();
+        if found != landing.crc32 {
             let limit = format!("{found:08x}, the CRC-32 of the payload received");
-            return bad("crc32", format!("{:08x}", answer.crc32), limit);
+            return Err(damaged("crc32", format!("{:08x}", landing.crc32), limit));
         }
-        let bytes = answer.payload.len() as u64;
-        let known =
-            answer.shard < core.layout.shards() && bytes.is_multiple_of(self.shared.store.dtype.bytes());
-        let start = known.then(|| core.layout.shard_range(longshore_proto::ShardId(answer.shard)).start);
-        let stored = start.and_then(|start| start.checked_add(answer.offset));
-        if !stored.is_some_and(|at| self.shared.store.write(at, &answer.payload)) {
-            let value = format!("shard {} offset {}, {bytes} bytes", answer.shard, answer.offset);
-            return bad("slice", value, "what was asked for, in order".into());
-        }
-        self.shared.arrived(bytes);
+        landing.place.commit();
+        self.shared.arrived(landing.bytes);
         Ok(())
+    }
+}
+
+fn damaged(field: &str, value: String, limit: String) -> Fault {
+    let remedy = "if it repeats, suspect the network or the memory of one of the two machines";
+    Fault::new(FaultKind::Corrupt, format!("pull.{field}"), value, limit, remedy)
+}
+
+/// A message whose payload is arriving.
+struct Landing<'a> {
+    place: Place<'a>,
+    sum: Crc32,
+    crc32: u32,
+    bytes: u64,
+}
+
+impl Landing<'_> {
+    fn put(&mut self, slice: &[u8]) {
+        self.place.put(slice, &mut self.sum);
     }
 }

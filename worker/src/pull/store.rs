@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, limits::CHUNK_BYTES};
+use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, checksum::Crc32, limits::CHUNK_BYTES};
 
 use crate::{
     device::{Pool, PooledBuffer},
@@ -44,21 +44,25 @@ impl Segment {
         self.range.start + filled / dtype.bytes()..self.range.end
     }
 
-    /// Appends what a server sent. False when it does not continue where the last one ended.
-    fn append(&self, at: u64, payload: &[u8], dtype: Dtype) -> bool {
+    /// Whether bytes from `at` continue what has come.
+    fn continues(&self, at: u64, dtype: Dtype) -> bool {
+        self.missing(dtype).start == at && !self.is_whole()
+    }
+
+    /// Writes bytes beyond what counts as received, summing them on the way.
+    fn put(&self, start: usize, payload: &[u8], sum: &mut Crc32) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
-        let start = ((at - self.range.start) * dtype.bytes()) as usize;
-        if start != filling.filled {
-            return false;
-        }
-        let end = start + payload.len();
-        let Some(buffer) = &mut filling.buffer else { return false };
-        let bytes = buffer.as_mut();
-        bytes[start..end].copy_from_slice(payload);
-        let whole = end == bytes.len();
+        // Gone with its feed: what still comes is for nobody.
+        let Some(buffer) = &mut filling.buffer else { return };
+        sum.copy(payload, &mut buffer.as_mut()[start..start + payload.len()]);
+    }
+
+    /// What was put up to byte `end` counts.
+    fn commit(&self, end: usize) {
+        let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         filling.filled = end;
+        let whole = filling.buffer.as_ref().is_some_and(|buffer| buffer.as_ref().len() == end);
         self.whole.store(whole, Release);
-        true
     }
 
     /// The bytes of a whole segment.
@@ -145,22 +149,54 @@ impl Store {
         Some(&self.segments[first..last])
     }
 
-    /// Stores what a server sent for flat elements from `at`. False when it was not asked for, or not in order.
-    pub(super) fn write(&self, mut at: u64, mut payload: &[u8]) -> bool {
-        while !payload.is_empty() {
-            let index = self.segments.partition_point(|segment| segment.range.end <= at);
-            let Some(segment) = self.segments.get(index).filter(|segment| segment.range.start <= at) else {
-                return false;
-            };
-            let room = ((segment.range.end - at) * self.dtype.bytes()) as usize;
-            let (now, later) = payload.split_at(room.min(payload.len()));
-            if !segment.append(at, now, self.dtype) {
-                return false;
+    /// The place of `elements` flat elements from `at`. None when they were not asked for, or are not next.
+    pub(super) fn place(&self, at: u64, elements: u64) -> Option<Place<'_>> {
+        let segments = self.covering(&(at..at.checked_add(elements)?))?;
+        let follows = |(index, segment): (usize, &Segment)| {
+            segment.continues(if index == 0 { at } else { segment.range.start }, self.dtype)
+        };
+        segments.iter().enumerate().all(follows).then(|| {
+            let size = self.dtype.bytes();
+            let start = segments.first().map_or(0, |segment| (at - segment.range.start) * size);
+            Place { segments, size, index: 0, at: start as usize }
+        })
+    }
+}
+
+/// Where a message's payload goes, over one or more segments.
+pub(super) struct Place<'a> {
+    segments: &'a [Segment],
+    /// Bytes of an element.
+    size: u64,
+    /// The segment being written, and the byte inside it where the next one goes.
+    index: usize,
+    at: usize,
+}
+
+impl Place<'_> {
+    /// Writes the next bytes of the payload. They are not readable yet.
+    pub(super) fn put(&mut self, mut payload: &[u8], sum: &mut Crc32) {
+        while let Some(segment) = self.segments.get(self.index).filter(|_| !payload.is_empty()) {
+            let bytes = ((segment.range.end - segment.range.start) * self.size) as usize;
+            if self.at == bytes {
+                (self.index, self.at) = (self.index + 1, 0);
+                continue;
             }
-            at += now.len() as u64 / self.dtype.bytes();
+            let (now, later) = payload.split_at(payload.len().min(bytes - self.at));
+            segment.put(self.at, now, sum);
+            self.at += now.len();
             payload = later;
         }
-        true
+    }
+
+    /// Makes all that was put count.
+    pub(super) fn commit(self) {
+        for segment in &self.segments[..self.index.min(self.segments.len())] {
+            segment.commit(((segment.range.end - segment.range.start) * self.size) as usize);
+        }
+        if let Some(segment) = self.segments.get(self.index) {
+            segment.commit(self.at);
+        }
     }
 }
 
@@ -182,14 +218,26 @@ mod tests {
         Store::new(dtype, &pieces, &Pool::new(Budget::unlimited("test"), "test")).unwrap()
     }
 
+    /// As a fetch does, in pieces that do not end with elements.
+    fn write(store: &Store, at: u64, payload: &[u8]) -> bool {
+        let Some(mut place) = store.place(at, payload.len() as u64 / store.dtype.bytes()) else {
+            return false;
+        };
+        let mut sum = Crc32::new();
+        payload.chunks(100_003).for_each(|slice| place.put(slice, &mut sum));
+        assert_eq!(sum.value(), longshore_proto::checksum::crc32(payload));
+        place.commit();
+        true
+    }
+
     #[test]
     fn a_range_is_readable_once_all_of_it_came_in_any_cut() {
-        let store = store(Dtype::F32, &[100..700_000]);
+        let store = store(Dtype::F32, std::slice::from_ref(&(100..700_000)));
         let values: Vec<u8> = (0..699_900u32).flat_map(|index| index.to_le_bytes()).collect();
         let mut at = 0;
         for cut in [4usize, 1_000_000, 1_048_576, 400_000].into_iter().cycle() {
             let end = (at + cut).min(values.len());
-            assert!(store.write(100 + at as u64 / 4, &values[at..end]));
+            assert!(write(&store, 100 + at as u64 / 4, &values[at..end]));
             at = end;
             if at == values.len() {
                 break;
@@ -208,18 +256,30 @@ mod tests {
     #[test]
     fn what_was_not_asked_for_or_comes_twice_is_refused() {
         let store = store(Dtype::Bf16, &[0..64, 128..256]);
-        assert!(store.write(0, &[1; 64]));
-        assert!(!store.write(0, &[1; 64]), "twice");
-        assert!(!store.write(48, &[1; 16]), "a gap");
-        assert!(!store.write(64, &[1; 2]), "not asked for");
+        assert!(write(&store, 0, &[1; 64]));
+        assert!(!write(&store, 0, &[1; 64]), "twice");
+        assert!(!write(&store, 48, &[1; 16]), "a gap");
+        assert!(!write(&store, 64, &[1; 2]), "not asked for");
         assert_eq!(store.segments[0].missing(Dtype::Bf16), 32..64);
         assert!(store.covering(&(0..128)).is_none() && store.covering(&(130..200)).is_some());
     }
 
     #[test]
+    fn what_is_not_committed_was_never_there() {
+        let store = store(Dtype::F32, std::slice::from_ref(&(0..64)));
+        let mut place = store.place(0, 64).unwrap();
+        place.put(&[1; 256], &mut Crc32::new());
+        assert!(!store.segments[0].is_whole());
+        assert_eq!(store.segments[0].missing(Dtype::F32), 0..64);
+        assert!(write(&store, 0, &[2; 256]));
+        store.segments[0].read(|bytes| assert_eq!(bytes, [2; 256]));
+    }
+
+    #[test]
     fn bad_orders_are_refused() {
         let layout = layout(1);
-        for order in [vec![0..0], vec![0..BLOCK_ELEMENTS + 1], vec![0..10, 9..20]] {
+        for order in [&[(0, 0)][..], &[(0, BLOCK_ELEMENTS + 1)], &[(0, 10), (9, 20)]] {
+            let order: Vec<Range<u64>> = order.iter().map(|&(start, end)| start..end).collect();
             assert!(cut(&layout, &order).is_err(), "{order:?}");
         }
     }

@@ -3,15 +3,16 @@
 
 use std::time::Instant;
 
+use bytes::Bytes;
 use longshore_proto::{
     Fault, FaultKind,
     wire::{
         fault_from_status, fault_from_wire,
-        v1::{PushRequest, PushResult},
+        frame::{self, Event, Piece, Pieces},
+        v1::{PushRequest, PushResponse, PushResult},
     },
 };
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::{
@@ -26,6 +27,7 @@ use crate::{
 
 /// Requests handed to the transport ahead of its own window: one being framed, one ready.
 const READY_REQUESTS: usize = 2;
+const PUSH: &str = "/longshore.v1.Tensors/Push";
 
 /// The queues of all lanes.
 pub(crate) struct Lanes {
@@ -114,7 +116,7 @@ impl Lane {
             }
             End::Closed
         };
-        let receive = receive(&core, id, ReceiverStream::new(requests), answered);
+        let receive = receive(&core, id, requests, answered);
         tokio::select! {
             end = send => end,
             end = receive => end,
@@ -123,9 +125,9 @@ impl Lane {
 }
 
 /// Hands a chunk to the transport, unless its step has been committed meanwhile.
-async fn offer(core: &Core, ready: &mpsc::Sender<PushRequest>, key: ChunkKey) {
+async fn offer(core: &Core, ready: &Pieces, key: ChunkKey) {
     let Some(chunk) = core.retained.send(&key) else { return };
-    let request = PushRequest {
+    let head = PushRequest {
         job: core.job().to_string(),
         incarnation: core.incarnation().0,
         rank: core.options.rank.0,
@@ -136,9 +138,10 @@ async fn offer(core: &Core, ready: &mpsc::Sender<PushRequest>, key: ChunkKey) {
         loss_scale: chunk.loss_scale,
         dtype: core.spec().gradient_dtype.to_wire(),
         crc32: chunk.crc32,
-        payload: chunk.payload,
+        payload: Bytes::new(),
     };
-    if ready.send(request).await.is_err() {
+    // The retained payload itself goes out: it is not copied before the socket.
+    if ready.send(Ok(frame::encode_with(&head, chunk.payload))).await.is_err() {
         // The call has ended; the receiving side is about to say why.
         std::future::pending::<()>().await;
     }
@@ -147,17 +150,18 @@ async fn offer(core: &Core, ready: &mpsc::Sender<PushRequest>, key: ChunkKey) {
 async fn receive(
     core: &SharedCore,
     (server, connection): LaneId,
-    requests: ReceiverStream<PushRequest>,
+    requests: mpsc::Receiver<Result<Piece, Status>>,
     answered: &mut bool,
 ) -> End {
-    let mut client = core.peers[server].tensors(connection);
-    let mut answers = match client.push(requests).await {
-        Ok(answers) => answers.into_inner(),
+    let mut channel = core.peers[server].data(connection);
+    let mut answers = match frame::call::<PushResponse>(&mut channel, PUSH, requests).await {
+        Ok(answers) => answers,
         Err(status) => return ended(core, server, &status),
     };
     loop {
-        let results = match answers.message().await {
-            Ok(Some(answer)) => answer.results,
+        let results = match answers.next().await {
+            Ok(Some(Event::Head(answer, _))) => answer.results,
+            Ok(Some(Event::Payload(_) | Event::End)) => continue,
             Ok(None) => {
                 return ended(core, server, &Status::unavailable("the server closed the push stream"));
             }

@@ -50,7 +50,7 @@ impl Outbox {
         (self.core.owner(key.shard), turn % self.core.options.connections)
     }
 
-    pub(super) fn send(&self, key: ChunkKey, payload: Bytes, crc32: u32) -> Result<()> {
+    pub(crate) fn send(&self, key: ChunkKey, payload: Bytes, crc32: u32) -> Result<()> {
         let lanes = self.core.lanes.get().ok_or(Misuse("join before pushing"))?;
         let lane = self.lane(&key);
         self.core.meter.pushed_bytes.fetch_add(payload.len() as u64, Relaxed);

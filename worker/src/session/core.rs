@@ -155,7 +155,7 @@ impl Core {
         Incarnation(self.incarnation.load(Relaxed))
     }
 
-    pub(super) fn set_incarnation(&self, incarnation: Incarnation) {
+    pub(crate) fn set_incarnation(&self, incarnation: Incarnation) {
         self.incarnation.store(incarnation.0, Relaxed);
     }
 

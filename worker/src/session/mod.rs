@@ -18,8 +18,13 @@ use std::{
 };
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Rank, Version, wire::v1};
+use longshore_proto::{
+    Dtype, Fault, JobSpec, Layout, Placement, Rank, Version,
+    wire::{frame::keep_buffers, v1},
+};
 
+#[cfg(feature = "cli")]
+pub(crate) use self::peer::endpoint;
 pub use self::{
     admin::{Checkpoint, StateHash},
     join::Joined,
@@ -47,6 +52,7 @@ impl Session {
     /// `Invalid` for an option or spec that cannot be used; `Unreachable` naming the server.
     pub fn connect(options: Options) -> Result<Session> {
         let layout = options.validate()?;
+        keep_buffers();
         let runtime = Engine::start(options.runtime.clone())?;
         let placement = Placement::striped(options.servers.clone(), layout.shards());
         placement.validate(layout.shards())?;

@@ -24,7 +24,8 @@ use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable};
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
 const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
-/// A chunk in one or two frames: each costs a write and a read, and the default is 64 a chunk.
+/// A chunk in one frame: each costs a write and some reads. Pulling took 0.58 s of CPU time a GB with 64 KiB frames,
+/// 0.46 with 256 KiB, 0.44 with 1 or 2 MiB (both ends, loopback TCP).
 const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
 /// A silent peer (power loss, a cut cable) is found within twice this.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -64,24 +65,35 @@ impl Peer {
         AdminClient::new(self.control.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
     }
 
+    /// A data connection for calls below the codec.
+    pub(crate) fn data(&self, connection: usize) -> Channel {
+        self.data[connection % self.data.len()].clone()
+    }
+
     pub(crate) fn tensors(&self, connection: usize) -> TensorsClient<Channel> {
-        TensorsClient::new(self.data[connection % self.data.len()].clone())
+        TensorsClient::new(self.data(connection))
     }
 }
 
-fn endpoint(address: &str) -> Result<Endpoint> {
-    let url = if address.contains("://") { address.to_string() } else { format!("http://{address}") };
-    let invalid = |cause: String| {
+/// Where to dial: `host:port`, `http://host:port`, or `unix:/path` for a server on the same host.
+pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
+    let invalid = |cause: &str| {
         Fault::invalid(
             "options.servers",
             format!("{address:?}, {cause}"),
-            "host:port or http://host:port",
+            "host:port, http://host:port or unix:/path",
             "correct it",
         )
     };
-    let endpoint = Endpoint::from_shared(url).map_err(|error| invalid(error.to_string()))?;
-    if endpoint.uri().scheme_str() != Some("http") || endpoint.uri().port().is_none() {
-        return Err(invalid("no port, or not http".into()).into());
+    let path = address.strip_prefix("unix:");
+    if path.is_some_and(|path| !path.starts_with('/')) {
+        return Err(invalid("not an absolute path"));
+    }
+    let whole = path.is_some() || address.contains("://");
+    let url = if whole { address.to_string() } else { format!("http://{address}") };
+    let endpoint = Endpoint::from_shared(url).map_err(|error| invalid(&error.to_string()))?;
+    if path.is_none() && (endpoint.uri().scheme_str() != Some("http") || endpoint.uri().port().is_none()) {
+        return Err(invalid("no port, or not http"));
     }
     Ok(endpoint
         .tcp_nodelay(true)
@@ -195,11 +207,13 @@ mod tests {
 
     #[test]
     fn addresses_are_checked_before_dialling() {
-        for good in ["localhost:7070", "http://10.0.0.1:7070", "[::1]:7070"] {
+        for good in
+            ["localhost:7070", "http://10.0.0.1:7070", "[::1]:7070", "unix:/run/l.sock", "unix:///run/l.sock"]
+        {
             assert!(endpoint(good).is_ok(), "{good}");
         }
-        for bad in ["", "localhost", "https://host:1", "http://", "a b:1"] {
-            assert!(matches!(endpoint(bad), Err(Error::Invalid(_))), "{bad}");
+        for bad in ["", "localhost", "https://host:1", "http://", "a b:1", "unix:", "unix:l.sock"] {
+            assert_eq!(endpoint(bad).unwrap_err().field, "options.servers", "{bad}");
         }
     }
 }

@@ -27,7 +27,7 @@ use longshore_proto::{
 pub use compute::Compute;
 pub use load::{LoadedShard, StoredImages};
 pub use read::ImageRead;
-pub use receive::Stored;
+pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, SnapshotInfo};
 
 use self::{buffers::Buffers, load::Load, snapshot::Snapshot};

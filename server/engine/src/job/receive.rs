@@ -1,8 +1,11 @@
 //! Contributions: bytes into their slot, then sums and figures.
 
-use std::sync::atomic::Ordering;
+use std::{
+    ops::{Deref, Range},
+    sync::atomic::Ordering,
+};
 
-use longshore_proto::{ContributionChunk, Fault, MicroStep, ShardId, Step};
+use longshore_proto::{ContributionChunk, Fault, FaultKind, MicroStep, ShardId, Step, checksum::Crc32};
 
 use super::{
     Job,
@@ -12,8 +15,11 @@ use super::{
 use crate::{
     kernels::{Figures, Gradient, accumulate, accumulate_figures, figures, widen},
     lock,
-    step::{Admission, Work},
+    step::{Admission, Ticket, Work},
 };
+
+/// Most bytes copied under one lock of a rank's buffer: 20 microseconds.
+const LOCKED_BYTES: usize = 256 * 1024;
 
 /// What became of a pushed chunk.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,38 +31,111 @@ pub enum Stored {
     Busy,
 }
 
+/// What to do with a chunk's payload, decided on its other fields before any of it has come.
+#[expect(clippy::large_enum_variant, reason = "one a MiB, moved twice: a box would cost more")]
+pub enum Admitted<J: Deref<Target = Job>> {
+    Write(Writing<J>),
+    Duplicate,
+    Busy,
+}
+
+/// A chunk's place in its rank's buffer while its payload arrives. Dropped unfinished, the chunk was never there.
+pub struct Writing<J: Deref<Target = Job>> {
+    job: J,
+    ticket: Ticket,
+    /// Bytes of the rank's buffer still to be filled.
+    left: Range<usize>,
+    sum: Crc32,
+    finished: bool,
+}
+
+impl<J: Deref<Target = Job>> Writing<J> {
+    /// Appends a slice of the payload.
+    ///
+    /// # Errors
+    /// `Invalid` when it is more than was announced; nothing of it is written.
+    pub fn write(&mut self, slice: &[u8]) -> Result<(), Fault> {
+        if slice.len() > self.left.len() {
+            let value = format!("{} bytes more than announced", slice.len() - self.left.len());
+            return Err(Fault::invalid("payload", value, "as long as the chunk", "send whole chunks"));
+        }
+        let Ticket { owned, slot, chunk } = self.ticket;
+        let buffer = &self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()];
+        // Two connections may bring chunks of one buffer: neither holds it for longer than a part.
+        for part in slice.chunks(LOCKED_BYTES) {
+            let end = self.left.start + part.len();
+            let mut region = lock(buffer);
+            // Admission checked that the chunk lies inside the shard.
+            self.sum.copy(part, &mut region.bytes_mut()[self.left.start..end]);
+            self.left.start = end;
+        }
+        Ok(())
+    }
+
+    /// Counts the chunk, if all of it came and it has its checksum.
+    ///
+    /// # Errors
+    /// `Invalid` for a short payload, `Corrupt` for a damaged one: then nothing was stored.
+    pub fn finish(mut self) -> Result<Option<Work>, Fault> {
+        self.job.check_alive()?;
+        if !self.left.is_empty() {
+            let value = format!("{} bytes short", self.left.len());
+            return Err(Fault::invalid("payload", value, "as long as the chunk", "send whole chunks"));
+        }
+        check_sum(self.ticket.chunk.crc32, self.sum.value())?;
+        self.finished = true;
+        self.job.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
+        let work = lock(&self.job.machine).stored(self.ticket);
+        self.job.notify();
+        Ok(work)
+    }
+}
+
+impl<J: Deref<Target = Job>> Drop for Writing<J> {
+    fn drop(&mut self) {
+        if !self.finished {
+            lock(&self.job.machine).abandoned(self.ticket);
+            self.job.notify();
+        }
+    }
+}
+
+/// Compares the checksum a chunk came with and the one of its payload.
+pub fn check_sum(claimed: u32, found: u32) -> Result<(), Fault> {
+    if claimed == found {
+        return Ok(());
+    }
+    let limit = format!("{found:08x}, the CRC-32 of the payload received");
+    let remedy = "send the chunk again; if it repeats, suspect the network or the worker's memory";
+    Err(Fault::new(FaultKind::Corrupt, "push.crc32", format!("{claimed:08x}"), limit, remedy))
+}
+
 impl Job {
-    /// Stores one chunk whose payload has been checked against its checksum.
-    pub fn store(&self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
-        self.check_alive()?;
-        let admission = lock(&self.machine).admit(chunk)?;
+    /// Decides on a chunk whose payload is about to come. `job` may be a reference or an `Arc`.
+    pub fn admit<J: Deref<Target = Job>>(job: J, chunk: &ContributionChunk) -> Result<Admitted<J>, Fault> {
+        job.check_alive()?;
+        let admission = lock(&job.machine).admit(chunk)?;
         let ticket = match admission {
-            Admission::Duplicate => return Ok(Stored::Duplicate),
-            Admission::Busy => return Ok(Stored::Busy),
+            Admission::Duplicate => return Ok(Admitted::Duplicate),
+            Admission::Busy => return Ok(Admitted::Busy),
             Admission::Write(ticket) => ticket,
         };
-        let contribution = chunk.contribution;
-        let range = self.layout.chunk_bytes(contribution.shard, chunk.chunk, chunk.dtype);
-        let buffers = &self.buffers.shards[ticket.owned].contributions[ticket.slot];
-        let mut region = lock(&buffers[contribution.rank.index()]);
-        let target =
-            range.and_then(|range| region.bytes_mut().get_mut(range.start as usize..range.end as usize));
-        let Some(target) = target.filter(|target| target.len() == payload.len()) else {
-            drop(region);
-            lock(&self.machine).abandoned(ticket);
-            return Err(Fault::invalid(
-                "payload",
-                payload.len(),
-                "as long as the chunk",
-                "send whole chunks",
-            ));
-        };
-        target.copy_from_slice(payload);
-        drop(region);
-        self.pushed_bytes.fetch_add(payload.len() as u64, Ordering::Relaxed);
-        let work = lock(&self.machine).stored(ticket);
-        self.notify();
-        Ok(Stored::New(work))
+        let range = job.layout.chunk_bytes(chunk.contribution.shard, chunk.chunk, chunk.dtype);
+        // The machine refuses a chunk that has no place, or whose length is not its place's.
+        let left = range.map_or(0..0, |range| range.start as usize..range.end as usize);
+        Ok(Admitted::Write(Writing { job, ticket, left, sum: Crc32::new(), finished: false }))
+    }
+
+    /// Stores one chunk whose payload is all here.
+    pub fn store(&self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
+        match Job::admit(self, chunk)? {
+            Admitted::Duplicate => Ok(Stored::Duplicate),
+            Admitted::Busy => Ok(Stored::Busy),
+            Admitted::Write(mut writing) => {
+                writing.write(payload)?;
+                writing.finish().map(Stored::New)
+            }
+        }
     }
 
     /// Adds the ranks' buffers of a micro-step in rank order; takes the figures with the last addition.

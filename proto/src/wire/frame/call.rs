@@ -1,0 +1,63 @@
+//! Calls and answers as HTTP: what tonic's generated code does around a codec.
+
+use http::{HeaderValue, Method, Request, Response, header};
+use tokio::sync::mpsc;
+use tonic::{Code, Status, body::Body, transport::Channel};
+use tower_service::Service;
+
+use super::{Frame, Incoming, Outgoing, Piece};
+
+const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
+
+/// The way into a call's request, or out of a server with its answer.
+pub type Pieces = mpsc::Sender<Result<Piece, Status>>;
+
+/// A streaming call: sends what comes through `pieces` until its senders are gone.
+///
+/// # Errors
+/// The server's refusal, or `Unavailable` and the like from the connection.
+pub async fn call<M: Frame>(
+    channel: &mut Channel,
+    path: &'static str,
+    pieces: mpsc::Receiver<Result<Piece, Status>>,
+) -> Result<Incoming<M>, Status> {
+    let mut request = Request::new(Body::new(Outgoing::request(pieces)));
+    *request.method_mut() = Method::POST;
+    *request.uri_mut() = http::Uri::from_static(path);
+    request.headers_mut().insert(header::TE, HeaderValue::from_static("trailers"));
+    request.headers_mut().insert(header::CONTENT_TYPE, GRPC);
+    let failed = |error: tonic::transport::Error| Status::from_error(Box::new(error));
+    std::future::poll_fn(|context| channel.poll_ready(context)).await.map_err(failed)?;
+    let response = channel.call(request).await.map_err(failed)?;
+    match Status::from_header_map(response.headers()) {
+        Some(status) if status.code() != Code::Ok => return Err(status),
+        _ if response.status() != http::StatusCode::OK => {
+            return Err(Status::unavailable(format!("answered with HTTP status {}", response.status())));
+        }
+        _ => {}
+    }
+    Ok(Incoming::answer(response.into_body()))
+}
+
+/// A call with one request.
+///
+/// # Errors
+/// As [`call`].
+pub async fn call_once<M: Frame>(
+    channel: &mut Channel,
+    path: &'static str,
+    request: Piece,
+) -> Result<Incoming<M>, Status> {
+    let (sender, pieces) = mpsc::channel(1);
+    // The channel has room for it.
+    let _ = sender.try_send(Ok(request));
+    drop(sender);
+    call(channel, path, pieces).await
+}
+
+/// A server's answer: sends what comes through `pieces`; an error ends it with that status.
+pub fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Response<Body> {
+    let mut response = Response::new(Body::new(Outgoing::answer(pieces)));
+    response.headers_mut().insert(header::CONTENT_TYPE, GRPC);
+    response
+}

@@ -1,0 +1,32 @@
+//! Messages for the wire: prefix and head in one small buffer, the payload beside it as it is.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use prost::encoding::{WireType, encode_key, encode_varint};
+
+use super::{Frame, Piece};
+
+/// A message without a payload, or with it inside.
+pub fn encode<M: Frame>(message: &M) -> Piece {
+    let len = message.encoded_len();
+    let mut head = BytesMut::with_capacity(5 + len);
+    head.put_u8(0);
+    head.put_u32(len as u32);
+    // Room for all of it was just made, so encoding cannot fail.
+    let _ = message.encode(&mut head);
+    Piece { head: head.freeze(), payload: Bytes::new() }
+}
+
+/// A message with `payload` as its payload, which is not copied. `head`'s own payload must be empty.
+pub fn encode_with<M: Frame>(head: &M, payload: Bytes) -> Piece {
+    let Some(field) = M::PAYLOAD.filter(|_| !payload.is_empty()) else { return encode(head) };
+    let fields = head.encoded_len();
+    // Key and length of the payload take at most 5 + 10 bytes.
+    let mut bytes = BytesMut::with_capacity(5 + fields + 15);
+    bytes.put_bytes(0, 5);
+    let _ = head.encode(&mut bytes);
+    encode_key(field, WireType::LengthDelimited, &mut bytes);
+    encode_varint(payload.len() as u64, &mut bytes);
+    let len = bytes.len() - 5 + payload.len();
+    bytes[1..5].copy_from_slice(&(len as u32).to_be_bytes());
+    Piece { head: bytes.freeze(), payload }
+}

@@ -1,0 +1,90 @@
+//! A Unix socket for workers on the same host: half the CPU time of loopback TCP, and no port that others can reach.
+
+use std::{
+    fs, io,
+    os::unix::{
+        fs::{FileTypeExt, PermissionsExt},
+        net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
+
+/// Connections that may wait to be accepted: those of a host's ranks that start at the same moment.
+const BACKLOG: i32 = 1024;
+
+/// A socket file that goes with the server.
+pub(crate) struct SocketFile {
+    path: PathBuf,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.path) {
+            tracing::debug!(path = %self.path.display(), %error, "the socket file was gone already");
+        }
+    }
+}
+
+/// Binds a socket that only this user may connect to. A file left by a server that was killed is replaced; one that
+/// somebody answers on, or that is no socket, is not.
+pub(crate) fn listen_on(path: &Path) -> io::Result<(tokio::net::UnixListener, SocketFile)> {
+    remove_stale(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    bind(&socket, &SocketAddrUnix::new(path)?)?;
+    let file = SocketFile { path: path.to_path_buf() };
+    // Before it listens nobody can connect, so that no moment is open to all.
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    listen(&socket, BACKLOG)?;
+    Ok((tokio::net::UnixListener::from_std(UnixListener::from(socket))?, file))
+}
+
+fn remove_stale(path: &Path) -> io::Result<()> {
+    let found = match fs::symlink_metadata(path) {
+        Ok(found) => found,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    if !found.file_type().is_socket() {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the file there is no socket"));
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AddrInUse, "another server answers there")),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            tracing::info!(path = %path.display(), "replacing the socket of a server that is gone");
+            fs::remove_file(path)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("longshored.sock");
+        // Left behind: a listener that closes does not remove its file.
+        drop(UnixListener::bind(&path).unwrap());
+        let (_listener, file) = listen_on(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        let error = listen_on(&path).err().unwrap();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        assert!(UnixStream::connect(&path).is_ok());
+        drop(file);
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn what_is_no_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notes.txt");
+        fs::write(&path, "keep me").unwrap();
+        assert_eq!(listen_on(&path).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "keep me");
+    }
+}

@@ -1,0 +1,41 @@
+//! Wall and CPU time of a stretch of work. Both ends run in this process, so that its CPU time is theirs together.
+
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sample {
+    bytes: u64,
+    wall: Duration,
+    cpu: Duration,
+}
+
+impl Sample {
+    /// Adds a stretch of work that moved `bytes`.
+    pub(super) fn time<T>(
+        &mut self,
+        bytes: usize,
+        work: impl FnOnce() -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
+        let (wall, cpu) = (Instant::now(), process_cpu());
+        let result = work()?;
+        self.wall += wall.elapsed();
+        self.cpu += process_cpu().saturating_sub(cpu);
+        self.bytes += bytes as u64;
+        Ok(result)
+    }
+
+    pub(super) fn gb_per_s(&self) -> f64 {
+        self.bytes as f64 / 1e9 / self.wall.as_secs_f64()
+    }
+
+    pub(super) fn cpu_s_per_gb(&self) -> f64 {
+        self.cpu.as_secs_f64() / (self.bytes as f64 / 1e9)
+    }
+}
+
+fn process_cpu() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}

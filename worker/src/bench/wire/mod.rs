@@ -1,0 +1,106 @@
+//! How near push and pull come to raw sockets. All cases take turns in each round, since clocks, caches and neighbours
+//! change within seconds: only medians of one run compare.
+
+mod meter;
+mod ours;
+mod raw;
+
+use anyhow::ensure;
+use serde_json::json;
+
+use self::meter::Sample;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Connections of a worker to a server, and of the raw sockets
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    connections: usize,
+    /// Payload of one sample, in MiB; memory needed is about ten times this
+    #[arg(long, default_value_t = 256, value_name = "MIB")]
+    megabytes: usize,
+    /// Samples of each case
+    #[arg(long, default_value_t = 9, value_name = "N")]
+    rounds: usize,
+    /// One JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+/// One thing measured again and again.
+struct Case {
+    name: &'static str,
+    /// The case it is compared with.
+    limit: Option<&'static str>,
+    sample: Box<dyn FnMut() -> anyhow::Result<Sample>>,
+    samples: Vec<Sample>,
+}
+
+impl Case {
+    fn new(
+        name: &'static str,
+        limit: Option<&'static str>,
+        sample: impl FnMut() -> anyhow::Result<Sample> + 'static,
+    ) -> Case {
+        Case { name, limit, sample: Box::new(sample), samples: Vec::new() }
+    }
+
+    fn median(&self, value: impl Fn(&Sample) -> f64) -> f64 {
+        let mut values: Vec<f64> = self.samples.iter().map(value).collect();
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+}
+
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    ensure!((1..=64).contains(&args.connections), "--connections must be in 1..=64");
+    ensure!((1..=16384).contains(&args.megabytes), "--megabytes must be in 1..=16384");
+    ensure!(args.rounds > 0, "--rounds must be at least 1");
+    let bytes = args.megabytes << 20;
+    let mut cases = raw::cases(args.connections, bytes)?;
+    cases.extend(ours::cases(args.connections, bytes)?);
+    // The first round warms up: memory is touched, windows and socket buffers open.
+    for round in 0..=args.rounds {
+        for case in &mut cases {
+            let sample = (case.sample)()?;
+            if round > 0 {
+                case.samples.push(sample);
+            }
+        }
+    }
+    report(&cases, args);
+    Ok(())
+}
+
+fn report(cases: &[Case], args: &Args) {
+    if !args.json {
+        println!("{:<12} {:>10} {:>9} {:>9} {:>9}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
+    }
+    for case in cases {
+        let (rate, cpu) = (case.median(Sample::gb_per_s), case.median(Sample::cpu_s_per_gb));
+        let limit = cases.iter().find(|other| Some(other.name) == case.limit);
+        let limit_rate = limit.map(|limit| limit.median(Sample::gb_per_s));
+        let limit_cpu = limit.map(|limit| limit.median(Sample::cpu_s_per_gb));
+        if args.json {
+            let line = json!({
+                "bench": "wire",
+                "case": case.name,
+                "threads": args.connections,
+                "megabytes": args.megabytes,
+                "rounds": args.rounds,
+                "gb_per_s": rate,
+                "limit_gb_per_s": limit_rate,
+                "fraction": limit_rate.map(|limit| rate / limit),
+                "cpu_s_per_gb": cpu,
+                "limit_cpu_s_per_gb": limit_cpu,
+                "cpu_ratio": limit_cpu.map(|limit| cpu / limit),
+            });
+            println!("{line}");
+        } else {
+            let ratio = |limit: Option<f64>, value: f64| {
+                limit.map_or(String::new(), |limit| format!("{:.2}", value / limit))
+            };
+            let (of_rate, of_cpu) = (ratio(limit_rate, rate), ratio(limit_cpu, cpu));
+            println!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}", case.name);
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Push and pull as a worker makes them, against a server in this process: from retained chunks into the server's
+//! slots, and from a version's image into a feed.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use anyhow::Context;
+use bytes::Bytes;
+use longshore_proto::{
+    ChunkId, Dtype, Incarnation, JobName, JobSpec, MicroStep, Param, Rank, Rule, ShardId, Step, TierKind,
+    Version,
+    checksum::crc32,
+    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
+    wire::v1::JoinRequest,
+};
+use longshore_server::{Config, Server};
+use tokio::runtime::Runtime;
+
+use super::{Case, meter::Sample};
+use crate::{
+    push::{ChunkKey, Outbox},
+    session::{Options, Session},
+};
+
+pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
+    let host = Arc::new(Host::start()?);
+    let elements = (bytes as u64 / 2).next_multiple_of(BLOCK_ELEMENTS);
+    let mut cases = Vec::new();
+    for (rank, address, names) in [
+        (0, host.server.address().to_string(), ["push tcp", "pull tcp", "raw tcp"]),
+        (1, format!("unix:{}", host.socket.display()), ["push unix", "pull unix", "raw unix"]),
+    ] {
+        let link = Arc::new(Mutex::new(Link::open(&host, address, rank, connections, elements)?));
+        let [push, pull, raw] = names;
+        let (pushing, pulling) = (Arc::clone(&link), link);
+        let lock = |link: &Mutex<Link>| link.lock().unwrap_or_else(PoisonError::into_inner).push();
+        cases.push(Case::new(push, Some(raw), move || lock(&pushing)));
+        let lock = |link: &Mutex<Link>| link.lock().unwrap_or_else(PoisonError::into_inner).pull();
+        cases.push(Case::new(pull, Some(raw), move || lock(&pulling)));
+    }
+    Ok(cases)
+}
+
+/// A server on both transports.
+struct Host {
+    server: Server,
+    socket: std::path::PathBuf,
+    _folder: tempfile::TempDir,
+    _runtime: Runtime,
+}
+
+impl Host {
+    fn start() -> anyhow::Result<Host> {
+        let folder = tempfile::tempdir()?;
+        let socket = folder.path().join("bench.sock");
+        let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let config = Config { listen_unix: Some(socket.clone()), ..defaults };
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let server = runtime.block_on(Server::start(config))?;
+        Ok(Host { server, socket, _folder: folder, _runtime: runtime })
+    }
+}
+
+/// One rank's session, and the gradient it pushes again and again. A third rank never comes, so that no sum is formed.
+struct Link {
+    session: Session,
+    rank: Rank,
+    incarnation: Incarnation,
+    chunks: Vec<(ChunkKey, Bytes, u32)>,
+    _host: Arc<Host>,
+}
+
+fn spec(elements: u64) -> anyhow::Result<JobSpec> {
+    Ok(JobSpec {
+        name: JobName::parse("job", "bench-wire")?,
+        params: vec![Param { name: "all".into(), shape: vec![elements], group: 0 }],
+        groups: vec!["all".into()],
+        rule: Rule::Sgd,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: 3,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: DEFAULT_SHARD_ELEMENTS,
+        tier: TierKind::Memory,
+    })
+}
+
+impl Link {
+    fn open(
+        host: &Arc<Host>,
+        address: String,
+        rank: u32,
+        connections: usize,
+        elements: u64,
+    ) -> anyhow::Result<Link> {
+        let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
+        options.connections = connections;
+        let mut session = Session::connect(options)?;
+        session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job")?;
+        let layout = session.layout();
+        let mut chunks = Vec::new();
+        for shard in (0..layout.shards()).map(ShardId) {
+            for chunk in (0..layout.chunks(shard, Dtype::Bf16)).map(ChunkId) {
+                let range = layout.chunk_bytes(shard, chunk, Dtype::Bf16).unwrap_or(0..0);
+                let payload = Bytes::from(vec![chunk.0 as u8; (range.end - range.start) as usize]);
+                let key = ChunkKey { step: Step(1), micro_step: MicroStep(0), shard, chunk };
+                chunks.push((key, payload.clone(), crc32(&payload)));
+            }
+        }
+        let incarnation = session.core().incarnation();
+        Ok(Link { session, rank: Rank(rank), incarnation, chunks, _host: Arc::clone(host) })
+    }
+
+    fn bytes(&self) -> usize {
+        self.chunks.iter().map(|(_, payload, _)| payload.len()).sum()
+    }
+
+    /// The whole gradient, until every chunk is acknowledged.
+    fn push(&mut self) -> anyhow::Result<Sample> {
+        self.rejoin()?;
+        let core = Arc::clone(self.session.core());
+        let outbox = Outbox::new(Arc::clone(&core), 1.0, Arc::default());
+        let mut sample = Sample::default();
+        sample.time(self.bytes(), || {
+            for (key, payload, crc32) in &self.chunks {
+                outbox.send(*key, payload.clone(), *crc32)?;
+            }
+            while self.session.unacknowledged_chunks() > 0 {
+                core.check()?;
+                thread::sleep(Duration::from_micros(100));
+            }
+            Ok(())
+        })?;
+        core.retained.release(Step(1));
+        Ok(sample)
+    }
+
+    /// As a new process would: the server forgets the rank's chunks, so that the next ones are stored and not compared.
+    fn rejoin(&mut self) -> anyhow::Result<()> {
+        self.incarnation = Incarnation(self.incarnation.0 + 1);
+        let core = self.session.core();
+        let request =
+            JoinRequest { job: core.job().to_string(), rank: self.rank.0, incarnation: self.incarnation.0 };
+        let answer = core.block_on(async { Ok(core.peers[0].training().join(request).await) })?;
+        answer.context("joining again")?;
+        core.set_incarnation(self.incarnation);
+        Ok(())
+    }
+
+    /// Version 0, until all of it is there.
+    fn pull(&mut self) -> anyhow::Result<Sample> {
+        let whole = 0..self.session.layout().elements();
+        let mut sample = Sample::default();
+        let bytes = whole.end as usize * 2;
+        sample.time(bytes, || {
+            let feed = self.session.pull(Version(0), std::slice::from_ref(&whole), Dtype::Bf16)?;
+            Ok(feed.wait(whole)?)
+        })?;
+        Ok(sample)
+    }
+}

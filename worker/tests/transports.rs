@@ -1,0 +1,124 @@
+//! The same bits over every transport, with any number of connections.
+
+use std::{
+    net::SocketAddr,
+    thread,
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, Step, TierKind};
+use longshore_server::{Config, Server};
+use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Result, Session};
+use tokio::runtime::Runtime;
+
+const STEPS: u64 = 3;
+const WORLD: u32 = 2;
+const SIZES: [u64; 4] = [700_001, 64, 1_300_000, 5];
+
+struct Host {
+    server: Server,
+    socket: std::path::PathBuf,
+    runtime: Runtime,
+    _folder: tempfile::TempDir,
+}
+
+fn host() -> Host {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("longshored.sock");
+    let defaults = Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0)));
+    let config = Config { listen_unix: Some(socket.clone()), memory: 1 << 30, threads: 1, ..defaults };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let server = runtime.block_on(Server::start(config)).unwrap();
+    Host { server, socket, runtime, _folder: folder }
+}
+
+fn spec(job: &str) -> JobSpec {
+    let param =
+        |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
+    JobSpec {
+        name: JobName::parse("job", job).unwrap(),
+        params: SIZES.iter().enumerate().map(param).collect(),
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: WORLD,
+        micro_steps: 2,
+        max_delay: 0,
+        shard_elements: 10 * 65536,
+        tier: TierKind::Memory,
+    }
+}
+
+fn numbers(seed: u64, elements: u64) -> Vec<f32> {
+    let mix =
+        |index: u64| (index + 1).wrapping_mul(seed.wrapping_mul(2) | 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (0..elements).map(|index| (mix(index) >> 40) as f32 / (1u64 << 24) as f32 - 0.5).collect()
+}
+
+/// Trains one rank to the end; returns its last weights and the state hash.
+fn train(address: String, job: &str, rank: u32, connections: usize) -> Result<(Vec<f32>, String)> {
+    let mut options = Options::new(vec![address], spec(job), Rank(rank));
+    options.connections = connections;
+    options.deadline = Duration::from_secs(30);
+    let mut session = Session::connect(options)?;
+    let joined = session.start(&|param| numbers(param as u64, SIZES[param]))?;
+    let hyper = Hyper { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, ..Hyper::default() };
+    let options = PipelineOptions::new(LossScaler::fixed(1.0)?, move |_: Step| vec![hyper]);
+    let mut pipeline = Pipeline::new(session, &joined, options)?;
+    let mut weights = Vec::new();
+    for step in 0..=STEPS {
+        pipeline.begin()?;
+        let feed = pipeline.weights()?;
+        let layout = spec(job).validate()?;
+        weights = vec![0.0; layout.elements() as usize];
+        feed.read(0..layout.elements(), &mut weights)?;
+        if step == STEPS {
+            break;
+        }
+        for micro_step in 0..2u32 {
+            let mut assembler = pipeline.assembler(micro_step)?;
+            for (param, &size) in SIZES.iter().enumerate().rev() {
+                let seed = step * 1000 + u64::from(micro_step * 100 + rank * 10) + param as u64;
+                assembler.put(param, &numbers(seed, size))?;
+            }
+            assembler.finish()?;
+        }
+        drop(feed);
+        pipeline.finish(Vec::new())?;
+    }
+    let hash = pipeline.session().state_hash()?.hash;
+    Ok((weights, hash))
+}
+
+#[test]
+fn tcp_and_unix_and_both_at_once_give_the_same_bits() {
+    let host = host();
+    let tcp = host.server.address().to_string();
+    let unix = format!("unix:{}", host.socket.display());
+    let runs = [
+        ("tcp-1", [&tcp, &tcp], 1),
+        ("tcp-4", [&tcp, &tcp], 4),
+        ("unix-2", [&unix, &unix], 2),
+        ("mixed-3", [&tcp, &unix], 3),
+    ];
+    let mut results = Vec::new();
+    for (job, addresses, connections) in runs {
+        let ranks: Vec<_> = addresses
+            .into_iter()
+            .zip(0..WORLD)
+            .map(|(address, rank)| {
+                let address = address.clone();
+                thread::spawn(move || train(address, job, rank, connections))
+            })
+            .collect();
+        results.extend(ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()));
+    }
+    for other in &results[1..] {
+        assert_eq!(other.1, results[0].1, "state hash");
+        assert!(other.0 == results[0].0, "weights");
+    }
+    let begun = Instant::now();
+    host.runtime.block_on(host.server.drain()).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(20));
+}
