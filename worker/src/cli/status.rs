@@ -50,14 +50,16 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Each server's address and answer.
 type Answers = [(String, v1::DescribeResponse)];
+type OwnedAnswers = Vec<(String, v1::DescribeResponse)>;
 
 /// The answers of the servers that hold the job, and the addresses of those that do not: one that restarted empty is
 /// when a status is wanted most.
 fn describe(
     servers: &mut Servers,
     request: &v1::DescribeRequest,
-) -> anyhow::Result<(Vec<(String, v1::DescribeResponse)>, Vec<String>)> {
+) -> anyhow::Result<(OwnedAnswers, Vec<String>)> {
     let found = servers.each(|mut admin| {
         let request = request.clone();
         async move {
