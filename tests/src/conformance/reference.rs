@@ -213,7 +213,7 @@ fn reads(step: u64, delay: Option<Delay>) -> u64 {
     match delay {
         None => step - 1,
         Some(delay) if step <= delay.warmup => step - 1,
-        Some(delay) if delay.drain_every > 0 && (step - 1) % delay.drain_every == 0 => step - 1,
+        Some(delay) if delay.drain_every > 0 && (step - 1).is_multiple_of(delay.drain_every) => step - 1,
         Some(_) => step.saturating_sub(2),
     }
 }

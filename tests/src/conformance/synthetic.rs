@@ -42,12 +42,12 @@ impl Noise {
     fn of(parts: [u64; 4]) -> Noise {
         let mut noise = Noise(0x5EED);
         for part in parts {
-            noise = Noise(noise.next() ^ part);
+            noise = Noise(noise.draw() ^ part);
         }
         noise
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -57,7 +57,7 @@ impl Noise {
 
     /// In [-1, 1).
     pub fn unit(&mut self) -> f32 {
-        ((self.next() >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32
+        ((self.draw() >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32
     }
 }
 
