@@ -132,7 +132,7 @@ fn options(servers: Vec<String>, spec: JobSpec, rank: u32) -> Options {
 }
 
 fn initial(param: usize) -> Vec<f32> {
-    (0..SIZES[param]).map(|index| ((index * 31 + param as u64 * 17) % 1000) as f32 / 1000.0 - 0.5).collect()
+    (0..size).map(|index| ((index * 31 + param as u64 * 17) % 1000) as f32 / 1000.0 - 0.5).collect()
 }
 
 fn hyper(step: Step) -> Vec<Hyper> {
@@ -151,8 +151,8 @@ fn step(pipeline: &mut Pipeline, rank: u32, spoil: Option<f32>) -> Result<Step> 
     let layout = pipeline.session().layout().clone();
     let weights = pipeline.weights()?;
     let mut values = Vec::new();
-    for param in 0..SIZES.len() {
-        let mut value = vec![0.0; SIZES[param] as usize];
+    for (param, &size) in SIZES.iter().enumerate() {
+        let mut value = vec![0.0; size as usize];
         weights.read(layout.param_range(param), &mut value)?;
         values.push(value);
     }
@@ -498,8 +498,8 @@ fn a_feed_is_exact_and_its_memory_is_reused() {
     let order: Vec<_> = (0..SIZES.len()).rev().map(|param| layout.param_range(param)).collect();
     for _ in 0..3 {
         let feed = session.pull(Version(0), &order, Dtype::F32).unwrap();
-        for param in 0..SIZES.len() {
-            let mut values = vec![0.0; SIZES[param] as usize];
+        for (param, &size) in SIZES.iter().enumerate() {
+            let mut values = vec![0.0; size as usize];
             feed.read(layout.param_range(param), &mut values).unwrap();
             assert!(values == initial(param));
         }
