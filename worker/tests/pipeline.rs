@@ -132,7 +132,7 @@ fn options(servers: Vec<String>, spec: JobSpec, rank: u32) -> Options {
 }
 
 fn initial(param: usize) -> Vec<f32> {
-    (0..size).map(|index| ((index * 31 + param as u64 * 17) % 1000) as f32 / 1000.0 - 0.5).collect()
+    (0..SIZES[param]).map(|index| ((index * 31 + param as u64 * 17) % 1000) as f32 / 1000.0 - 0.5).collect()
 }
 
 fn hyper(step: Step) -> Vec<Hyper> {
