@@ -14,6 +14,7 @@ use longshore_engine::{
     admission::Budget,
     job::{Compute, Job},
     step::Work,
+    tier::Storage,
 };
 use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, ServerId, Step, Version};
 use tokio::{
@@ -51,7 +52,8 @@ impl JobHandle {
     ) -> Result<JobHandle, Fault> {
         let (moved, changed) = watch::channel(0u64);
         let observer = Box::new(move || moved.send_modify(|count| *count = count.wrapping_add(1)));
-        let job = Arc::new(Job::open(spec, placement, server, budget, compute, observer)?);
+        let job =
+            Arc::new(Job::open(spec, placement, server, budget, &Storage::default(), compute, observer)?);
         let (works, inbox) = mpsc::channel();
         let worker = Arc::clone(&job);
         let name = format!("job-{}", job.spec().name.as_str());
