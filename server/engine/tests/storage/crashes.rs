@@ -6,7 +6,7 @@ use longshore_engine::tier::Storage;
 
 use super::{
     Dirs, check,
-    disk::{Disks, Event, Failure, crash},
+    disk::{Disks, Event, Failure, Image, crash},
     open, references, run_steps, small, started,
 };
 
@@ -42,13 +42,16 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
         let mut newer = 0;
         for count in recorded.durable[0]..=recorded.events.len() {
             let promised = recorded.durable.iter().filter(|&&events| events <= count).count() as u64 - 1;
-            for (seed, failure) in
-                [Failure::Lost, Failure::Some, Failure::Torn, Failure::Torn, Failure::Kept].into_iter().enumerate()
+            for (seed, failure) in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Torn, Failure::Kept]
+                .into_iter()
+                .enumerate()
             {
-                let image = crash(&recorded.events, count, failure, count as u64 * 10 + seed as u64);
+                let image =
+                    crash(&Image::new(), &recorded.events, count, failure, count as u64 * 10 + seed as u64);
                 let disks: Storage =
                     Storage { disks: Some(Arc::new(Disks::with(image))), ..recorded.dirs.storage.clone() };
-                let mut cluster = open(&spec, &disks).unwrap_or_else(|fault| panic!("{failure:?} at {count}: {fault}"));
+                let mut cluster =
+                    open(&spec, &disks).unwrap_or_else(|fault| panic!("{failure:?} at {count}: {fault}"));
                 let version = check(&cluster, &references);
                 assert!(
                     version == promised || version == promised + 1,
@@ -68,12 +71,35 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
     }
 }
 
+/// Recovery itself writes: the record again, with a new epoch.
+#[test]
+fn a_crash_during_recovery_loses_nothing() {
+    let spec = small(1);
+    let recorded = record(1, 2);
+    let references = references(&spec, STEPS);
+    let image = crash(&Image::new(), &recorded.events, recorded.events.len(), Failure::Lost, 1);
+    let disks = Disks::with(image.clone());
+    let with = |disks: Disks| Storage { disks: Some(Arc::new(disks)), ..recorded.dirs.storage.clone() };
+    assert_eq!(check(&open(&spec, &with(disks.clone())).unwrap(), &references), STEPS);
+    let events = disks.events();
+    assert!(events.len() >= 8, "two copies and two flushes on each of two disks");
+    for count in 0..=events.len() {
+        for seed in 0..4 {
+            for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Kept] {
+                let image = crash(&image, &events, count, failure, seed);
+                let cluster = open(&spec, &with(Disks::with(image))).unwrap();
+                assert_eq!(check(&cluster, &references), STEPS, "{failure:?} at {count}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_crash_before_the_first_version_starts_over() {
     let spec = small(0);
     let recorded = record(0, 1);
     for count in 0..recorded.durable[0] {
-        let image = crash(&recorded.events, count, Failure::Lost, 1);
+        let image = crash(&Image::new(), &recorded.events, count, Failure::Lost, 1);
         let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..recorded.dirs.storage.clone() };
         let mut cluster = started(&spec, &storage);
         run_steps(&mut cluster, 1..=1);
@@ -87,7 +113,7 @@ fn a_server_ahead_of_its_peers_steps_back() {
         let spec = small(max_delay);
         let recorded = record(max_delay, 2);
         let references = references(&spec, STEPS);
-        let image = crash(&recorded.events, recorded.events.len(), Failure::Lost, 1);
+        let image = crash(&Image::new(), &recorded.events, recorded.events.len(), Failure::Lost, 1);
         let disks: Arc<Disks> = Arc::new(Disks::with(image));
         let at_most = Some(longshore_proto::Version(STEPS - 1));
         let storage = Storage { disks: Some(disks), at_most, ..recorded.dirs.storage.clone() };

@@ -148,6 +148,10 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
         flip_file(&folder.join("data"), TABLES + 5 * 4096 + slot * 12 * BLOCK as u64 + 99);
         let report = inspect(&folder).unwrap();
         assert_eq!(report.recoverable(), Some(Version(2)));
-        assert!(report.versions[1].damaged[0].contains("shard 1, block 0"), "{:?}", report.versions[1].damaged);
+        assert!(
+            report.versions[1].damaged[0].contains("shard 1, block 0"),
+            "{:?}",
+            report.versions[1].damaged
+        );
     }
 }

@@ -173,10 +173,10 @@ pub(crate) enum Failure {
     Kept,
 }
 
-/// The disks after a power failure behind the first `count` events.
-pub(crate) fn crash(events: &[Event], count: usize, failure: Failure, seed: u64) -> Image {
+/// The disks, as they were before the events, after a power failure behind the first `count` of them.
+pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Failure, seed: u64) -> Image {
     let mut noise = Noise(seed);
-    let mut image = Image::new();
+    let mut image = before.clone();
     let flushed = |index: usize, of: &Path| {
         events[index..count].iter().any(|event| matches!(event, Event::Flush { path } if path == of))
     };

@@ -75,7 +75,8 @@ fn space_is_reserved_before_anything_is_kept() {
     spec.shard_elements = 1 << 26;
     let (budget, placement) = (Budget::new(1 << 50), super::common::cluster::placement(&spec, 1));
     let layout = spec.validate().unwrap();
-    let need = longshore_engine::admission::Need::of(&spec, &layout, &placement.owned(ServerId(0)), &dirs.storage);
+    let need =
+        longshore_engine::admission::Need::of(&spec, &layout, &placement.owned(ServerId(0)), &dirs.storage);
     assert!(need.disk > layout.elements() * 24 && need.state == 0 && need.buffers > 0);
     let inputs = longshore_engine::tier::nvme::Inputs {
         spec: &spec,

@@ -16,6 +16,7 @@
 //! **Failure.** The first failed read, write or flush fails the store for good. Nothing is retried: after a failed
 //! flush the kernel reports success for pages that it has dropped.
 
+mod bench;
 mod inspect;
 mod open;
 mod plan;
@@ -31,16 +32,17 @@ use std::sync::{
 
 use longshore_proto::{Fault, TierKind, Version};
 
+pub use self::{
+    bench::{StorageFigures, bench},
+    inspect::{Report, VersionReport, inspect},
+    open::{Inputs, need},
+};
 use self::{
     inspect::check_version,
     plan::{Plan, seal_of},
     pool::{Pool, Seals},
     recover::{damaged, remedy},
     seal::{Sealer, Sealing},
-};
-pub use self::{
-    inspect::{Report, VersionReport, inspect},
-    open::{Inputs, need},
 };
 use super::{
     Durability, Guard, ImageAge, Record, StateRef, Tier, Turn,
@@ -267,7 +269,7 @@ impl Tier for NvmeTier {
             return Ok(());
         }
         let slots = self.pool.lock().slots;
-        self.sealer.seal(record, slots)?;
+        self.sealer.seal(record, slots, true)?;
         self.pool.advance(slots);
         Ok(())
     }
@@ -335,7 +337,7 @@ impl Tier for NvmeTier {
             .newer
             .iter()
             .try_for_each(|&version| self.sealer.erase(version))
-            .and_then(|()| self.sealer.publish(&recovery.record, recovery.slots));
+            .and_then(|()| self.sealer.publish(&recovery.record, recovery.slots, true));
         adopted.map_err(|fault| self.pool.fail(fault))
     }
 

@@ -8,7 +8,7 @@ use longshore_proto::{
 use super::super::record::{RECORD_BYTES, SECTOR, crc64};
 use crate::io::Part;
 
-const BLOCK: usize = BLOCK_ELEMENTS as usize;
+pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// Slots of a shard's state: the version being made goes to the one that does not hold the last durable version.
 pub(super) const STATE_SLOTS: u8 = 2;
 /// Slots of a delayed job's images: the version being made, and the two that its workers may need after a crash.

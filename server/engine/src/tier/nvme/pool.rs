@@ -122,6 +122,10 @@ impl Pool {
         lock(&self.state)
     }
 
+    pub(super) fn is_resident(&self, owned: usize) -> bool {
+        self.resident[owned]
+    }
+
     /// Waits for a change; `doing` names what for.
     fn wait<'a>(
         &self,

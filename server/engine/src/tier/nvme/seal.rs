@@ -64,7 +64,7 @@ impl Sealing {
         let (queue, inbox) = mpsc::channel::<(Record, Slots)>();
         let work = move || {
             while let Ok((record, slots)) = inbox.recv() {
-                if sealer.seal(&record, slots).is_err() {
+                if sealer.seal(&record, slots, false).is_err() {
                     return;
                 }
             }
@@ -91,11 +91,12 @@ impl Drop for Sealing {
 }
 
 impl Sealer {
-    /// Makes a version durable whose shards are written or being written. An error fails the store.
-    pub(super) fn seal(&self, record: &Record, slots: Slots) -> Result<(), Fault> {
+    /// Makes a version durable whose shards are written or being written. An error fails the store. The `first` one
+    /// may bring an older image; later the older one's table is there already and a durable version's: left alone.
+    pub(super) fn seal(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let sealed = self.pool.wait_for_writes().and_then(|()| {
-            self.each_file(|file| self.write_tables(file, slots))?;
-            self.publish(record, slots)
+            self.each_file(|file| self.write_tables(file, slots, first))?;
+            self.publish(record, slots, false)
         });
         sealed.map_err(|fault| {
             tracing::error!(%fault, version = record.version.0, "could not be made durable");
@@ -103,8 +104,9 @@ impl Sealer {
         })
     }
 
-    /// Writes the record of a version whose slots and tables are written and flushed.
-    pub(super) fn publish(&self, record: &Record, slots: Slots) -> Result<(), Fault> {
+    /// Writes the record of a version whose slots and tables are written and flushed. `again`: over its own, one copy
+    /// after the other, so that at any instant one is whole.
+    pub(super) fn publish(&self, record: &Record, slots: Slots, again: bool) -> Result<(), Fault> {
         let roots = (0..self.pool.disks.len()).map(|file| self.roots(file, slots)).collect();
         let stored = StoredRecord {
             store: self.store,
@@ -115,7 +117,8 @@ impl Sealer {
         };
         let frame = encode(&stored).map_err(|why| internal(why, "encodable"))?;
         let parity = (record.version.0 % 2) as usize;
-        self.each_file(|file| self.write_records(file, parity, &frame))?;
+        let copies = if again { 1 } else { RECORD_COPIES };
+        self.each_file(|file| self.write_records(file, parity, &frame, copies))?;
         self.pool.lock().durable = Some(record.version);
         self.pool.tell();
         Ok(())
@@ -124,7 +127,7 @@ impl Sealer {
     /// Makes a version that a record still tells of one that never was.
     pub(super) fn erase(&self, version: Version) -> Result<(), Fault> {
         let parity = (version.0 % 2) as usize;
-        self.each_file(|file| self.write_records(file, parity, &[0; SECTOR]))
+        self.each_file(|file| self.write_records(file, parity, &[0; SECTOR], RECORD_COPIES))
     }
 
     /// Runs on all files at once: each has a device of its own to flush.
@@ -141,21 +144,26 @@ impl Sealer {
         })
     }
 
-    fn write_tables(&self, file: usize, slots: Slots) -> Result<(), Fault> {
+    fn write_tables(&self, file: usize, slots: Slots, first: bool) -> Result<(), Fault> {
         let plan = &self.pool.plan.files[file];
         self.put(file, &[plan.state_table_at(slots.state)], &self.state_table(file))?;
         if self.pool.plan.delayed {
-            for slot in [Some(slots.image), slots.older_image].into_iter().flatten() {
+            let older = slots.older_image.filter(|_| first);
+            for slot in [Some(slots.image), older].into_iter().flatten() {
                 self.put(file, &[plan.image_table_at(slot)], &self.image_table(file, slot))?;
             }
         }
         self.flush(file)
     }
 
-    fn write_records(&self, file: usize, parity: usize, frame: &[u8]) -> Result<(), Fault> {
+    /// Writes and flushes `at_once` copies at a time.
+    fn write_records(&self, file: usize, parity: usize, frame: &[u8], at_once: usize) -> Result<(), Fault> {
         let copies: Vec<u64> = (0..RECORD_COPIES).map(|copy| FilePlan::record_at(parity, copy)).collect();
-        self.put(file, &copies, frame)?;
-        self.flush(file)
+        for copies in copies.chunks(at_once) {
+            self.put(file, copies, frame)?;
+            self.flush(file)?;
+        }
+        Ok(())
     }
 
     fn flush(&self, file: usize) -> Result<(), Fault> {
