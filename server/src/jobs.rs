@@ -14,6 +14,7 @@ use longshore_engine::{
     admission::Budget,
     job::{Compute, Job},
     step::Work,
+    tier::Storage,
 };
 use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, ServerId, Step, Version};
 use tokio::{
@@ -38,6 +39,7 @@ pub(crate) struct Jobs {
     /// on: touching a large job's memory takes minutes.
     opening: Mutex<()>,
     budget: Budget,
+    storage: Storage,
     compute: Arc<Compute>,
 }
 
@@ -47,11 +49,12 @@ impl JobHandle {
         placement: Placement,
         server: ServerId,
         budget: &Budget,
+        storage: &Storage,
         compute: Arc<Compute>,
     ) -> Result<JobHandle, Fault> {
         let (moved, changed) = watch::channel(0u64);
         let observer = Box::new(move || moved.send_modify(|count| *count = count.wrapping_add(1)));
-        let job = Arc::new(Job::open(spec, placement, server, budget, compute, observer)?);
+        let job = Arc::new(Job::open(spec, placement, server, budget, storage, compute, observer)?);
         let (works, inbox) = mpsc::channel();
         let worker = Arc::clone(&job);
         let name = format!("job-{}", job.spec().name.as_str());
@@ -160,8 +163,8 @@ pub(crate) fn not_found(name: &str) -> Fault {
 }
 
 impl Jobs {
-    pub(crate) fn new(budget: Budget, compute: Arc<Compute>) -> Jobs {
-        Jobs { jobs: Mutex::new(BTreeMap::new()), opening: Mutex::new(()), budget, compute }
+    pub(crate) fn new(budget: Budget, storage: Storage, compute: Arc<Compute>) -> Jobs {
+        Jobs { jobs: Mutex::new(BTreeMap::new()), opening: Mutex::new(()), budget, storage, compute }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<JobName, Arc<JobHandle>>> {
@@ -201,7 +204,14 @@ impl Jobs {
             return Ok((false, handle));
         }
         let name = spec.name.clone();
-        let handle = JobHandle::start(spec, placement, server, &self.budget, Arc::clone(&self.compute))?;
+        let handle = JobHandle::start(
+            spec,
+            placement,
+            server,
+            &self.budget,
+            &self.storage,
+            Arc::clone(&self.compute),
+        )?;
         let handle = Arc::new(handle);
         self.lock().insert(name, Arc::clone(&handle));
         Ok((true, handle))

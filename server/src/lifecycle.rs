@@ -6,7 +6,7 @@
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, future::OptionFuture};
-use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
+use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa, tier::Storage};
 use longshore_proto::{
     Fault, FaultKind,
     limits::MAX_CONTROL_MESSAGE_BYTES,
@@ -142,8 +142,13 @@ impl Server {
         let compute = Compute::new(threads, isa)
             .map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
         let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
+        let storage = Storage {
+            dirs: config.state_dirs.clone(),
+            resident_bytes: config.resident,
+            ..Storage::default()
+        };
         let services = Services {
-            jobs: Arc::new(Jobs::new(Budget::new(config.memory), Arc::new(compute))),
+            jobs: Arc::new(Jobs::new(Budget::new(config.memory), storage, Arc::new(compute))),
             draining: Draining::new(),
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),

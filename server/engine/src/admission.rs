@@ -2,35 +2,49 @@
 
 use std::sync::{Arc, Mutex};
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
+
+use crate::tier::{Storage, nvme};
 
 /// Bytes of each kind that a job's shards take on one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
-    /// fp32 master weights and optimizer state, in DRAM.
+    /// fp32 master weights and optimizer state in DRAM: all of it, or what an `nvme` job keeps resident.
     pub state: u64,
+    /// Buffers between DRAM and disk.
+    pub buffers: u64,
     /// Two 16-bit (or fp32) images by version parity.
     pub images: u64,
     /// One wire-format buffer for each rank and step in flight.
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,
+    /// Space in the state directories. Not DRAM: it is reserved there, by the file system.
+    pub disk: u64,
 }
 
 impl Need {
-    pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Need {
+    pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
         let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
         let slots = spec.gradient_slots() as u64;
+        let state = elements * 4 * (1 + spec.rule.state_slots() as u64);
+        let (buffers, state, disk) = match spec.tier {
+            TierKind::Memory | TierKind::Shm => (0, state, 0),
+            TierKind::Nvme => nvme::need(spec, layout, owned, storage),
+        };
         Need {
-            state: elements * 4 * (1 + spec.rule.state_slots() as u64),
+            state,
+            buffers,
+            disk,
             images: elements * spec.image_dtype.bytes() * 2,
             contributions: elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size),
             accumulators: if spec.accumulates() { elements * 4 * slots } else { 0 },
         }
     }
 
+    /// Bytes of DRAM.
     pub fn total(&self) -> u64 {
-        self.state + self.images + self.contributions + self.accumulators
+        self.state + self.buffers + self.images + self.contributions + self.accumulators
     }
 }
 
@@ -56,6 +70,7 @@ impl Budget {
         Budget { inner: Arc::new(Inner { total, reserved: Mutex::new(0) }) }
     }
 
+    /// Bytes of DRAM.
     pub fn total(&self) -> u64 {
         self.inner.total
     }
@@ -74,8 +89,8 @@ impl Budget {
                 FaultKind::Exhausted,
                 "memory",
                 format!(
-                    "{bytes} bytes (state {}, images {}, contributions {}, accumulators {})",
-                    need.state, need.images, need.contributions, need.accumulators
+                    "{bytes} bytes (state {}, buffers {}, images {}, contributions {}, accumulators {})",
+                    need.state, need.buffers, need.images, need.contributions, need.accumulators
                 ),
                 format!("at most {free}: the budget is {}, other jobs hold {}", self.inner.total, *reserved),
                 format!(

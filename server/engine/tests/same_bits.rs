@@ -10,8 +10,8 @@ use common::{
     reference::{Reference, block_squares, flat_elements, param_ranges, sum},
     spec, weights,
 };
-use longshore_engine::{job::Stored, kernels::Isa};
-use longshore_proto::{Commit, ContributionChunk, Dtype, Hyper, JobSpec, Rule, ShardId, Step};
+use longshore_engine::{io::Engine, job::Stored, kernels::Isa, tier::Storage};
+use longshore_proto::{Commit, ContributionChunk, Dtype, Hyper, JobSpec, Rule, ShardId, Step, TierKind};
 use proptest::prelude::*;
 
 /// A whole run as it must come out.
@@ -136,19 +136,25 @@ struct Traffic<'a> {
     pending: Vec<(ContributionChunk, &'a [u8])>,
     stored: Vec<(ContributionChunk, &'a [u8])>,
     decided: u64,
+    reopened: bool,
 }
 
 impl<'a> Traffic<'a> {
     fn new(run: &'a Run, seed: u64, isa: Isa) -> Traffic<'a> {
+        Traffic::on(run, seed, isa, TierKind::Memory, &Storage::default())
+    }
+
+    fn on(run: &'a Run, seed: u64, isa: Isa, tier: TierKind, storage: &Storage) -> Traffic<'a> {
         let mut noise = Noise(seed);
         let shard_blocks = noise.pick(&[1, 2, 3, 5, 9]);
-        let spec = JobSpec { shard_elements: (shard_blocks * BLOCK) as u64, ..run.spec.clone() };
+        let spec = JobSpec { shard_elements: (shard_blocks * BLOCK) as u64, tier, ..run.spec.clone() };
         let servers = (1 + noise.below(3)).min(spec.validate().unwrap().shards() as usize);
-        let mut cluster = Cluster::open(&spec, servers, &compute(1 + noise.below(2), isa));
+        let compute = compute(1 + noise.below(2), isa);
+        let mut cluster = Cluster::try_open(&spec, servers, &compute, storage).unwrap();
         (0..spec.world_size).for_each(|rank| cluster.join(rank));
         cluster.upload(&run.initial);
         let (pending, stored) = (Vec::new(), Vec::new());
-        Traffic { run, cluster, noise, pushed_to: 0, pending, stored, decided: 0 }
+        Traffic { run, cluster, noise, pushed_to: 0, pending, stored, decided: 0, reopened: false }
     }
 
     fn go(&mut self) {
@@ -173,6 +179,22 @@ impl<'a> Traffic<'a> {
             }
         }
         self.cluster.work();
+    }
+
+    /// Servers that died once all was durable, and others that went on from their state.
+    fn reopen(mut self, storage: &Storage) -> Traffic<'a> {
+        self.cluster.settle().unwrap();
+        let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
+        drop(std::mem::take(&mut self.cluster.jobs));
+        let cluster = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), storage).unwrap();
+        for job in &cluster.jobs {
+            let progress = job.progress();
+            // As text: the norm of a step that overflowed is not equal to itself.
+            assert_eq!(format!("{:?}", progress.last_commit), format!("{:?}", self.run.commits.last()));
+            assert_eq!((progress.version.0, progress.applied), (self.decided, self.run.end.applied));
+            assert_eq!(job.durable().0, self.decided);
+        }
+        Traffic { cluster, reopened: true, ..self }
     }
 
     fn produce(&mut self) {
@@ -248,8 +270,10 @@ impl<'a> Traffic<'a> {
             );
         }
         assert_eq!(self.cluster.hash(), end.hash());
+        // An exact job needs no older image after a crash: nothing is computed with it any more.
+        let older = u64::from(!(self.reopened && self.run.spec.max_delay == 0));
         for shard in (0..self.cluster.layout.shards()).map(ShardId) {
-            for version in [self.decided - 1, self.decided] {
+            for version in self.decided - older..=self.decided {
                 let image = self.cluster.image(shard, version).unwrap().expect("settled");
                 self.check_image(shard, version, &image);
             }
@@ -273,5 +297,33 @@ proptest! {
             traffic.go();
             traffic.check();
         }
+    }
+
+    /// And so does every way to store the state, also after all servers have died.
+    #[test]
+    fn disks_give_the_reference_bits(
+        seed in any::<u64>(),
+        rule in prop::sample::select(Rule::ALL.to_vec()),
+        delay in 0u32..2,
+        steps in 2u64..5,
+        directories in prop::sample::select(vec![1usize, 3]),
+        resident_tenths in prop::sample::select(vec![0u64, 5, 10]),
+        engine in prop::sample::select(vec![Engine::Auto, Engine::Threads]),
+        buffers in 1usize..5,
+    ) {
+        let run = Run::random(seed, rule, delay, steps);
+        let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir().unwrap()).collect();
+        let state_bytes = flat_elements(&run.spec) as u64 * 12;
+        let storage = Storage {
+            dirs: roots.iter().map(|root| root.path().to_path_buf()).collect(),
+            engine,
+            resident_bytes: state_bytes * resident_tenths / 10,
+            buffers,
+            ..Storage::default()
+        };
+        let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Nvme, &storage);
+        traffic.go();
+        traffic.check();
+        traffic.reopen(&storage).check();
     }
 }

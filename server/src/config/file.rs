@@ -16,6 +16,8 @@ pub(super) struct File {
     pub(super) listen_unix: Option<PathBuf>,
     pub(super) memory: Option<ByteSize>,
     pub(super) threads: Option<usize>,
+    pub(super) state_dir: Option<Vec<PathBuf>>,
+    pub(super) resident: Option<ByteSize>,
     pub(super) checkpoint_dir: Option<PathBuf>,
     pub(super) checkpoint_on_drain: Option<bool>,
     pub(super) checkpoint_keep: Option<usize>,
@@ -26,11 +28,13 @@ pub(super) struct File {
 }
 
 /// The keys above, for the nearest right one.
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 13] = [
     "listen",
     "listen_unix",
     "memory",
     "threads",
+    "state_dir",
+    "resident",
     "checkpoint_dir",
     "checkpoint_on_drain",
     "checkpoint_keep",

@@ -28,6 +28,12 @@ pub struct Flags {
     /// Update threads [default: all cores]
     #[arg(long, env = "LONGSHORED_THREADS", value_name = "N")]
     pub threads: Option<usize>,
+    /// Folders for the state of jobs with the nvme tier, striped over all of them
+    #[arg(long, env = "LONGSHORED_STATE_DIR", value_delimiter = ',', value_name = "DIR,...")]
+    pub state_dir: Vec<PathBuf>,
+    /// Memory in which an nvme job keeps a part of its state, as in 64GiB [default: 0]
+    #[arg(long, env = "LONGSHORED_RESIDENT", value_name = "SIZE")]
+    pub resident: Option<ByteSize>,
     /// Folder for checkpoints; without it Checkpoint is refused
     #[arg(long, env = "LONGSHORED_CHECKPOINT_DIR", value_name = "DIR")]
     pub checkpoint_dir: Option<PathBuf>,
@@ -53,12 +59,14 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 12] = [
+const VARIABLES: [&str; 14] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
     "LONGSHORED_MEMORY",
     "LONGSHORED_THREADS",
+    "LONGSHORED_STATE_DIR",
+    "LONGSHORED_RESIDENT",
     "LONGSHORED_CHECKPOINT_DIR",
     "LONGSHORED_CHECKPOINT_ON_DRAIN",
     "LONGSHORED_CHECKPOINT_KEEP",

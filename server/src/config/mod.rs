@@ -21,6 +21,10 @@ pub struct Config {
     pub memory: u64,
     /// Update threads.
     pub threads: usize,
+    /// Where `nvme` jobs keep their state, striped over all of them.
+    pub state_dirs: Vec<PathBuf>,
+    /// DRAM for the shards that an `nvme` job keeps resident.
+    pub resident: u64,
     /// Where checkpoints go. None: the Checkpoint call is refused.
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_on_drain: bool,
@@ -63,6 +67,8 @@ impl Config {
             listen_unix: None,
             memory: size::available_memory() / 5 * 4,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
+            state_dirs: Vec::new(),
+            resident: 0,
             checkpoint_dir: None,
             checkpoint_on_drain: false,
             checkpoint_keep: 0,
@@ -86,6 +92,12 @@ impl Config {
             listen_unix: flags.listen_unix.or(file.listen_unix),
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
+            state_dirs: if flags.state_dir.is_empty() {
+                file.state_dir.unwrap_or_default()
+            } else {
+                flags.state_dir
+            },
+            resident: flags.resident.or(file.resident).map_or(0, |size| size.0),
             checkpoint_dir: flags.checkpoint_dir.or(file.checkpoint_dir),
             checkpoint_on_drain: flags.checkpoint_on_drain.or(file.checkpoint_on_drain).unwrap_or(false),
             checkpoint_keep: flags.checkpoint_keep.or(file.checkpoint_keep).unwrap_or(0),

@@ -41,6 +41,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         loss_scale: LossScale { mode: LossScaleMode::Fixed(1.0), options: LossScalerOptions::default() },
         seed: 3,
         shard_elements: None,
+        tier: longshore_proto::TierKind::Memory,
         device_budget: None,
         stage: None,
         checkpoint_dir: None,

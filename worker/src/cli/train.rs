@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use anyhow::Context;
-use longshore_proto::{Dtype, Fault, Hyper, JobName, Rule};
+use longshore_proto::{Dtype, Fault, Hyper, JobName, Rule, TierKind};
 use longshore_server::config::ByteSize;
 
 use crate::{
@@ -111,6 +111,9 @@ pub(super) struct Args {
     /// Elements of a shard, a multiple of 65536 [default: the model in 16 shards, at most 4 Mi elements each]
     #[arg(long, help_heading = "Offloading")]
     shard_elements: Option<u64>,
+    /// Where the servers keep fp32 weights and optimizer state: memory, or nvme (their --state-dir)
+    #[arg(long, default_value = "memory", help_heading = "Offloading")]
+    tier: TierKind,
     /// Device memory the model may use, as in 24GiB [default: no limit]
     #[arg(long, value_name = "SIZE", help_heading = "Offloading")]
     device_budget: Option<ByteSize>,
@@ -205,6 +208,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         image_dtype: args.weight_dtype,
         seed: args.seed,
         shard_elements: args.shard_elements,
+        tier: args.tier,
         device_budget: args.device_budget.map(|size| size.0),
         stage: args.stage,
         checkpoint_dir: args.checkpoint_dir,

@@ -43,6 +43,8 @@ pub struct Settings {
     pub seed: u64,
     /// None: chosen from the model's size.
     pub shard_elements: Option<u64>,
+    /// Where the servers keep the state.
+    pub tier: TierKind,
     pub device_budget: Option<u64>,
     pub stage: Option<u32>,
     pub checkpoint_dir: Option<PathBuf>,
@@ -104,7 +106,7 @@ impl Settings {
             micro_steps: self.micro_steps,
             max_delay: self.delay,
             shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
-            tier: TierKind::Memory,
+            tier: self.tier,
         }
     }
 

@@ -83,7 +83,7 @@ impl From<HyperRecord> for Hyper {
 }
 
 /// For `#[serde(with = "exact::commit")]`.
-pub(super) mod commit {
+pub(crate) mod commit {
     use super::*;
 
     pub(crate) fn serialize<S: Serializer>(

@@ -10,7 +10,7 @@
 //! What protects a byte: the manifest its own BLAKE3; the part's header and tail one digest each, in the manifest; all
 //! tensors one BLAKE3 a block, in the tail. So a server that needs a few blocks of a part verifies exactly those.
 
-mod exact;
+pub(crate) mod exact;
 mod fault;
 mod files;
 mod list;

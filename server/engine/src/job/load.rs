@@ -7,6 +7,7 @@ use crate::{
     kernels::{State, cast},
     lock,
     step::Refusal,
+    tier::{ImageAge, Record},
 };
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
@@ -121,7 +122,7 @@ impl Job {
             Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
             None => {}
         }
-        self.tier.update(owned, Version(0), &mut |state| {
+        self.tier.load(owned, &mut |state| {
             let target = &mut bytemuck::cast_slice_mut::<f32, u8>(state.master)[range.start as usize..];
             target[..payload.len()].copy_from_slice(payload);
         })?;
@@ -171,7 +172,7 @@ impl Job {
             let mut older =
                 pair[(version.0 as usize + 1) % 2].write().unwrap_or_else(|poison| poison.into_inner());
             let mut result = Ok(());
-            self.tier.update(owned, version, &mut |state| {
+            self.tier.load(owned, &mut |state| {
                 let image = (images != StoredImages::None).then(|| current.region.bytes_mut());
                 let older_image = with_older.then(|| older.region.bytes_mut());
                 result = read(shard, LoadedShard { state, older_image, image });
@@ -190,7 +191,7 @@ impl Job {
             for image in &buffers.images {
                 image.write().unwrap_or_else(|poison| poison.into_inner()).version = None;
             }
-            let cleared = self.tier.update(owned, Version(0), &mut |state| {
+            let cleared = self.tier.load(owned, &mut |state| {
                 [state.master, state.first, state.second].into_iter().for_each(|array| array.fill(0.0));
             });
             if let Err(fault) = cleared {
@@ -200,27 +201,67 @@ impl Job {
         }
     }
 
-    /// Makes the current image where none was loaded, and opens the job for steps.
+    /// Makes the current image where none was loaded, has the tier keep it all, and opens the job for steps.
     fn start(&self, version: Version, applied: u64, commit: Option<Commit>) -> Result<(), Fault> {
-        for (owned, buffers) in self.buffers.shards.iter().enumerate() {
-            let image = &buffers.images[version.0 as usize % 2];
-            let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
-            if image.version == Some(version) {
-                continue;
-            }
-            let region = &mut image.region;
-            self.tier.read(owned, &mut |state| {
-                let images = image_blocks(region, self.spec.image_dtype, BLOCK);
-                let blocks = state.master.chunks(BLOCK).zip(images).collect();
-                self.compute.blocks(blocks, |(master, image)| cast(self.compute.isa(), master, image));
-            })?;
-            image.version = Some(version);
+        for owned in 0..self.owned.len() {
+            self.make_image(owned, version)?;
+            self.store_images(owned, version)?;
         }
+        self.tier.start(&Record { version, applied, commit: commit.clone() })?;
         let started = lock(&self.machine).loaded(version, applied, commit);
         self.notify();
         started.map_err(|refusal| {
             let fault = Fault::from(refusal);
             Fault { kind: FaultKind::Conflict, ..fault }
         })
+    }
+
+    /// The current image is the rounded master weights unless it was loaded.
+    fn make_image(&self, owned: usize, version: Version) -> Result<(), Fault> {
+        let image = &self.buffers.shards[owned].images[version.0 as usize % 2];
+        let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
+        if image.version == Some(version) {
+            return Ok(());
+        }
+        let region = &mut image.region;
+        self.tier.read(owned, &mut |state| {
+            let images = image_blocks(region, self.spec.image_dtype, BLOCK);
+            let blocks = state.master.chunks(BLOCK).zip(images).collect();
+            self.compute.blocks(blocks, |(master, image)| cast(self.compute.isa(), master, image));
+        })?;
+        image.version = Some(version);
+        Ok(())
+    }
+
+    fn store_images(&self, owned: usize, version: Version) -> Result<(), Fault> {
+        for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
+            let image = &self.buffers.shards[owned].images[(version.0 as usize + behind) % 2];
+            let image = image.read().unwrap_or_else(|poison| poison.into_inner());
+            if image.version.is_some_and(|kept| kept.0 + behind as u64 == version.0) {
+                self.tier.store_image(owned, age, image.region.bytes())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on from a version that the tier has kept. Every block of it is read and compared on the way.
+    pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
+        let Record { version, applied, commit } = record;
+        for (owned, buffers) in self.buffers.shards.iter().enumerate() {
+            for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
+                let image = &buffers.images[(version.0 as usize + behind) % 2];
+                let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
+                let kept = self.tier.load_image(owned, age, image.region.bytes_mut())?;
+                image.version = kept.then(|| Version(version.0 - behind as u64));
+            }
+            // Also where the image was kept: a damaged block is found while the version before can still be taken.
+            self.tier.read(owned, &mut |_| ())?;
+            self.make_image(owned, version)?;
+        }
+        self.tier.adopt()?;
+        lock(&self.load).finish();
+        lock(&self.machine).loaded(version, applied, commit)?;
+        tracing::info!(job = %self.spec.name, %version, "recovered");
+        Ok(())
     }
 }

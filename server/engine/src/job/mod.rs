@@ -21,7 +21,7 @@ use std::{
 
 use longshore_proto::{
     Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step,
-    TierKind,
+    TierKind, Version,
 };
 
 pub use compute::Compute;
@@ -35,11 +35,25 @@ use crate::{
     admission::{Budget, Need, Reservation},
     lock,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
-    tier::{MemoryTier, Tier},
+    tier::{MemoryTier, Record, Storage, Tier, nvme},
 };
 
 /// Called after every change that somebody may wait for.
 pub type Observer = Box<dyn Fn() + Send + Sync>;
+
+/// Wakes everyone who waits for the job to move.
+struct Signal {
+    /// Goes with the machine's lock.
+    changed: Condvar,
+    observer: Observer,
+}
+
+impl Signal {
+    fn send(&self) {
+        self.changed.notify_all();
+        (self.observer)();
+    }
+}
 
 pub struct Job {
     spec: Arc<JobSpec>,
@@ -48,8 +62,7 @@ pub struct Job {
     server: ServerId,
     owned: Vec<ShardId>,
     machine: Mutex<Machine>,
-    changed: Condvar,
-    observer: Observer,
+    signal: Arc<Signal>,
     buffers: Buffers,
     tier: Box<dyn Tier>,
     compute: Arc<Compute>,
@@ -60,15 +73,18 @@ pub struct Job {
     pushed_bytes: AtomicU64,
     pulled_bytes: AtomicU64,
     reservation: Reservation,
+    disk_bytes: u64,
 }
 
 impl Job {
-    /// Validates, admits, allocates and touches all the job will ever need here.
+    /// Validates, admits, allocates and touches all the job will ever need here. Where its tier has kept the job it goes
+    /// on from there.
     pub fn open(
         spec: JobSpec,
         placement: Placement,
         server: ServerId,
         budget: &Budget,
+        storage: &Storage,
         compute: Arc<Compute>,
         observer: Observer,
     ) -> Result<Job, Fault> {
@@ -78,43 +94,41 @@ impl Job {
             let limit = format!("below {}, the number of servers", placement.servers.len());
             return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
         }
-        if spec.tier != TierKind::Memory {
-            let remedy = "open the job with the memory tier";
-            return Err(Fault::invalid(
-                "spec.tier",
-                spec.tier,
-                "memory, the only tier of this version",
-                remedy,
-            ));
-        }
         let owned = placement.owned(server);
-        let reservation = budget.reserve(&Need::of(&spec, &layout, &owned))?;
+        let need = Need::of(&spec, &layout, &owned, storage);
+        let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
-        let exhausted = |error: crate::memory::AllocationError| {
-            Fault::new(
-                FaultKind::Exhausted,
-                "memory",
-                error.bytes,
-                "available on the host",
-                error.to_string(),
-            )
-        };
         let buffers = Buffers::allocate(&spec, &lengths).map_err(exhausted)?;
-        let tier = MemoryTier::allocate(&lengths, spec.rule.state_slots()).map_err(exhausted)?;
+        let signal = Arc::new(Signal { changed: Condvar::new(), observer });
+        let (tier, kept): (Box<dyn Tier>, Option<Record>) = match spec.tier {
+            TierKind::Shm => {
+                let remedy = "open the job with the memory or the nvme tier";
+                return Err(Fault::invalid("spec.tier", spec.tier, "memory or nvme", remedy));
+            }
+            TierKind::Memory => {
+                (Box::new(MemoryTier::allocate(&lengths, spec.rule.state_slots()).map_err(exhausted)?), None)
+            }
+            TierKind::Nvme => {
+                let (layout, owned, placement) = (&layout, &owned[..], &placement);
+                let inputs = nvme::Inputs { spec: &spec, layout, owned, placement, server, storage };
+                let waker = Arc::clone(&signal);
+                let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
+                (Box::new(tier), kept)
+            }
+        };
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
-        Ok(Job {
+        let job = Job {
             spec,
             layout,
             placement,
             server,
             owned,
             machine: Mutex::new(machine),
-            changed: Condvar::new(),
-            observer,
+            signal,
             buffers,
-            tier: Box::new(tier),
+            tier,
             compute,
             load: Mutex::new(load),
             snapshots: Mutex::new(Vec::new()),
@@ -122,7 +136,12 @@ impl Job {
             pushed_bytes: AtomicU64::new(0),
             pulled_bytes: AtomicU64::new(0),
             reservation,
-        })
+            disk_bytes: need.disk,
+        };
+        if let Some(record) = kept {
+            job.recover(record)?;
+        }
+        Ok(job)
     }
 
     pub fn spec(&self) -> &JobSpec {
@@ -148,6 +167,23 @@ impl Job {
 
     pub fn memory_bytes(&self) -> u64 {
         self.reservation.bytes()
+    }
+
+    /// Reserved in the state directories.
+    pub fn disk_bytes(&self) -> u64 {
+        self.disk_bytes
+    }
+
+    /// The newest version that a crash of this server cannot take back, or with the memory tier the newest one: what
+    /// rank 0 waits for before it commits the next step, and workers before they let go of their gradients.
+    pub fn durable(&self) -> Version {
+        let version = lock(&self.machine).version();
+        self.tier.durable().map_or(version, |durable| durable.min(version))
+    }
+
+    /// Removes what the tier keeps of the job: it is deleted. Nothing may be asked of it after.
+    pub fn discard(&self) -> Result<(), Fault> {
+        self.tier.discard()
     }
 
     pub fn compute(&self) -> &Compute {
@@ -214,8 +250,21 @@ impl Job {
         commit.validate(&self.spec)?;
         let mut machine = lock(&self.machine);
         let before = machine.version();
+        if let Some(durable) = self.tier.durable().filter(|&durable| durable < before)
+            && commit.step == before.next_step()
+        {
+            return Err(Refusal::NotDurable { step: commit.step, durable }.into());
+        }
+        let step = commit.step;
         let work = machine.commit(incarnation, commit)?;
         let duplicate = machine.version() == before;
+        if !duplicate {
+            // Under the lock: nobody may learn of the decision before the tier has it.
+            self.record_of(&machine, step, |record| self.tier.decide(record))?;
+            if self.owned.is_empty() {
+                self.record_of(&machine, step, |record| self.tier.finish(record))?;
+            }
+        }
         drop(machine);
         self.notify();
         Ok((duplicate, work))
@@ -239,8 +288,25 @@ impl Job {
         next
     }
 
+    /// Hands a decided step's record to the tier. An error is the end of the job here.
+    fn record_of(
+        &self,
+        machine: &Machine,
+        step: Step,
+        keep: impl FnOnce(&Record) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let (commit, applied) = machine.decision(step).expect("a commit is kept until its updates are done");
+        let kept = keep(&Record { version: step.version(), applied, commit: Some(commit.clone()) });
+        kept.inspect_err(|fault| {
+            let _ = self.failed.set(fault.clone());
+        })
+    }
+
     fn check_alive(&self) -> Result<(), Fault> {
-        self.failed.get().map_or(Ok(()), |fault| Err(fault.clone()))
+        match self.failed.get().cloned().or_else(|| self.tier.failure()) {
+            Some(fault) => Err(fault),
+            None => Ok(()),
+        }
     }
 
     fn owned_index(&self, shard: ShardId) -> Result<usize, Refusal> {
@@ -258,8 +324,7 @@ impl Job {
     }
 
     fn notify(&self) {
-        self.changed.notify_all();
-        (self.observer)();
+        self.signal.send();
     }
 
     /// Waits until every decided update is done.
@@ -278,8 +343,17 @@ impl Job {
                     "the server is overloaded: raise the deadline or give it more threads",
                 ));
             }
-            machine = self.changed.wait_timeout(machine, left).unwrap_or_else(|poison| poison.into_inner()).0;
+            machine = self
+                .signal
+                .changed
+                .wait_timeout(machine, left)
+                .unwrap_or_else(|poison| poison.into_inner())
+                .0;
         }
         Ok(())
     }
+}
+
+fn exhausted(error: crate::memory::AllocationError) -> Fault {
+    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }

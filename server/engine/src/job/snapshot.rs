@@ -98,7 +98,12 @@ impl Job {
                 let limit = format!("updated to {version} in time");
                 return Err(Fault::new(FaultKind::Deadline, "snapshot", shard, limit, remedy));
             }
-            machine = self.changed.wait_timeout(machine, left).unwrap_or_else(|poison| poison.into_inner()).0;
+            machine = self
+                .signal
+                .changed
+                .wait_timeout(machine, left)
+                .unwrap_or_else(|poison| poison.into_inner())
+                .0;
         }
         Ok(())
     }

@@ -12,11 +12,14 @@ use crate::{
     lock,
     memory::Region,
     step::Work,
+    tier::{StateRef, Turn},
 };
 
 /// One block's part of everything an update touches.
 struct Block<'a> {
     id: BlockId,
+    /// Inside its shard.
+    index: usize,
     gradient: Gradient<'a>,
     state: State<'a>,
     image: ImageMut<'a>,
@@ -28,11 +31,16 @@ impl Job {
         let (commit, applied) = decision.expect("a commit is kept until its updates are done");
         self.take_snapshots_before(owned, step)?;
         if commit.skip {
-            self.carry_image(owned, step);
+            self.tier.carry(owned, step.version(), &mut || self.carry_image(owned, step))?;
         } else {
             self.update_shard(owned, &commit, applied)?;
         }
-        let next = lock(&self.machine).updated(owned, step);
+        let mut machine = lock(&self.machine);
+        let next = machine.updated(owned, step);
+        if owned + 1 == self.owned.len() {
+            self.record_of(&machine, step, |record| self.tier.finish(record))?;
+        }
+        drop(machine);
         tracing::trace!(job = %self.spec.name, %step, shard = %self.owned[owned], skip = commit.skip, "updated");
         Ok(next)
     }
@@ -67,10 +75,15 @@ impl Job {
         // Readers of the version two steps back find it gone, not half overwritten.
         image.version = None;
         let region = &mut image.region;
-        self.tier.update(owned, version, &mut |state| {
+        self.tier.update(owned, version, &mut |state, guard| {
             let blocks = self.cut(owned, whole, state, region);
-            self.compute
-                .blocks(blocks, |block| self.update_block(block, &scalars, commit.compensation as f32));
+            self.compute.blocks(blocks, |mut block| {
+                let index = block.index;
+                if let Turn::Go(number) = guard.begin(index, StateRef::from(&block.state)) {
+                    self.update_block(&mut block, &scalars, commit.compensation as f32);
+                    guard.end(index, number, StateRef::from(&block.state), block.image.bytes());
+                }
+            });
         })?;
         image.version = Some(version);
         Ok(())
@@ -90,6 +103,7 @@ impl Job {
         let images = image_blocks(image, self.spec.image_dtype, BLOCK);
         let blocks = images.into_iter().enumerate().map(|(index, image)| Block {
             id: BlockId(first_block as u32 + index as u32),
+            index,
             gradient: whole.slice(index * BLOCK..(index + 1) * BLOCK),
             // A slot the rule does not use stays an empty slice.
             state: State {
@@ -103,21 +117,12 @@ impl Job {
     }
 
     /// A block is cut once more where the param group changes.
-    fn update_block(&self, block: Block<'_>, scalars: &[Scalars], compensation: f32) {
-        let Block { id, gradient, state, mut image } = block;
-        for (range, group) in self.layout.block_groups(id) {
-            let part = |slice: &'_ mut [f32]| -> std::ops::Range<usize> {
-                if slice.is_empty() { 0..0 } else { range.clone() }
-            };
-            let (first, second) = (part(state.first), part(state.second));
-            let state = State {
-                master: &mut state.master[range.clone()],
-                first: &mut state.first[first],
-                second: &mut state.second[second],
-            };
+    fn update_block(&self, block: &mut Block<'_>, scalars: &[Scalars], compensation: f32) {
+        let Block { id, gradient, state, image, .. } = block;
+        for (range, group) in self.layout.block_groups(*id) {
             let scalars = &scalars[group as usize];
-            let gradient = gradient.slice(range.clone());
-            update(self.compute.isa(), scalars, gradient, state, image.slice(range.clone()), compensation);
+            let (gradient, state) = (gradient.slice(range.clone()), state.slice(range.clone()));
+            update(self.compute.isa(), scalars, gradient, state, image.slice(range), compensation);
         }
     }
 }

@@ -52,6 +52,14 @@ impl ImageMut<'_> {
         self.len() == 0
     }
 
+    /// As it is pulled.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            ImageMut::F32(elements) => bytemuck::cast_slice(elements),
+            ImageMut::F16(elements) | ImageMut::Bf16(elements) => bytemuck::cast_slice(elements),
+        }
+    }
+
     /// A shorter borrow of a part.
     pub fn slice(&mut self, range: Range<usize>) -> ImageMut<'_> {
         match self {

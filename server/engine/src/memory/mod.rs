@@ -3,5 +3,5 @@
 mod region;
 mod slab;
 
-pub use region::Region;
+pub use region::{Mapping, Region};
 pub use slab::{AllocationError, Slab};

@@ -10,7 +10,7 @@ use memmap2::MmapMut;
 pub struct Region {
     start: *mut u8,
     len: usize,
-    _map: Arc<MmapMut>,
+    map: Arc<MmapMut>,
 }
 
 // SAFETY: a region is the only one to reach its bytes (`Region::new` is called by `Slab::carve` alone, with disjoint
@@ -19,13 +19,38 @@ unsafe impl Send for Region {}
 // SAFETY: through a shared reference bytes can only be read.
 unsafe impl Sync for Region {}
 
+/// The whole mapping that a region is part of, kept alive: what a ring registers with the kernel.
+#[derive(Clone)]
+pub struct Mapping {
+    map: Arc<MmapMut>,
+}
+
+impl Mapping {
+    /// Address of its first byte.
+    pub fn start(&self) -> usize {
+        self.map.as_ptr() as usize
+    }
+
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+}
+
 impl Region {
     /// The caller gives each byte of the mapping to at most one region.
     pub(super) fn new(map: Arc<MmapMut>, start: usize, len: usize) -> Region {
         assert!(start + len <= map.len());
         // SAFETY: start is inside the mapping, as just asserted.
         let start = unsafe { map.as_ptr().cast_mut().add(start) };
-        Region { start, len, _map: map }
+        Region { start, len, map }
+    }
+
+    pub fn mapping(&self) -> Mapping {
+        Mapping { map: Arc::clone(&self.map) }
     }
 
     pub fn bytes(&self) -> &[u8] {

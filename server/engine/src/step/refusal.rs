@@ -32,6 +32,7 @@ pub enum Refusal {
     VersionGone { version: Version, kept: Vec<Version> },
     StepDecided { step: Step, version: Version },
     NotPaused,
+    NotDurable { step: Step, durable: Version },
     OtherUpload { shard: ShardId, chunk: ChunkId, crc32: u32, earlier: u32 },
 }
 
@@ -201,6 +202,13 @@ impl From<Refusal> for Fault {
                 step.0,
                 format!("undecided; the job is at {version}"),
                 "join again and continue from the job's version",
+            ),
+            Refusal::NotDurable { step, durable } => Fault::new(
+                Precondition,
+                "commit.step",
+                step.0,
+                format!("{}: {durable} is the newest durable version", durable.0 + 1),
+                "wait until every server has reported the version before as durable",
             ),
             Refusal::NotPaused => {
                 Fault::new(Precondition, "job.phase", "training", "paused", "there is nothing to resume")

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use longshore_proto::{Fault, TierKind, Version};
 
-use super::{StateRef, Tier};
+use super::{Guard, StateRef, Tier, Unguarded};
 use crate::{
     kernels::State,
     lock,
@@ -46,16 +46,20 @@ impl Tier for MemoryTier {
         TierKind::Memory
     }
 
+    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault> {
+        let mut shard = lock(&self.shards[owned]);
+        let Shard { master, first, second } = &mut *shard;
+        load(State { master: master.f32_mut(), first: first.f32_mut(), second: second.f32_mut() });
+        Ok(())
+    }
+
     fn update(
         &self,
         owned: usize,
         _version: Version,
-        update: &mut dyn FnMut(State<'_>),
+        update: &mut dyn FnMut(State<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
-        let mut shard = lock(&self.shards[owned]);
-        let Shard { master, first, second } = &mut *shard;
-        update(State { master: master.f32_mut(), first: first.f32_mut(), second: second.f32_mut() });
-        Ok(())
+        self.load(owned, &mut |state| update(state, &Unguarded))
     }
 
     fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {

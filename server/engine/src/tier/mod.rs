@@ -1,12 +1,64 @@
 //! Where a job's fp32 state lives. The step protocol is the same on every tier.
 
+mod fault;
+mod folder;
 mod memory;
+pub mod nvme;
+mod record;
 
-use longshore_proto::{Fault, TierKind, Version};
+use std::{path::PathBuf, sync::Arc};
 
+use longshore_proto::{Commit, Fault, TierKind, Version};
+
+pub use folder::{Header, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
 
-use crate::kernels::State;
+use crate::{
+    io::{Engine, OpenDisk},
+    kernels::State,
+};
+
+/// How this server stores jobs whose tier outlives it.
+#[derive(Clone)]
+pub struct Storage {
+    /// Each job gets a folder in each of them; its shards are striped over all.
+    pub dirs: Vec<PathBuf>,
+    pub engine: Engine,
+    /// In place of files; for tests.
+    pub disks: Option<Arc<dyn OpenDisk>>,
+    /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
+    pub resident_bytes: u64,
+    /// Shards of an `nvme` job that are being read, updated or written at once.
+    pub buffers: usize,
+    pub durability: Durability,
+    /// Recover no later version than this: what a server does whose peers have lost a version that it still has.
+    pub at_most: Option<Version>,
+}
+
+/// What becomes of an `nvme` job when its server dies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// Each version is made durable. Resident shards are written too, so residency saves the reads alone.
+    #[default]
+    EachVersion,
+    /// Nothing is kept: resident shards are never written, and a step costs (1 - resident share) of the transfers. The
+    /// loss is that of the memory tier: back to the last checkpoint.
+    Nothing,
+}
+
+impl Default for Storage {
+    fn default() -> Storage {
+        Storage {
+            dirs: Vec::new(),
+            engine: Engine::Auto,
+            disks: None,
+            resident_bytes: 0,
+            buffers: nvme::DEFAULT_BUFFERS,
+            durability: Durability::EachVersion,
+            at_most: None,
+        }
+    }
+}
 
 /// A shard's master weights and optimizer state, whole blocks. Unused slots are empty.
 #[derive(Clone, Copy)]
@@ -16,16 +68,130 @@ pub struct StateRef<'a> {
     pub second: &'a [f32],
 }
 
-/// The state of a server's shards of one job. Shards are numbered as they are owned, in forward order.
+impl<'a> From<&'a State<'_>> for StateRef<'a> {
+    fn from(state: &'a State<'_>) -> StateRef<'a> {
+        StateRef { master: state.master, first: state.first, second: state.second }
+    }
+}
+
+/// A decided version, as a tier keeps it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Record {
+    pub version: Version,
+    /// Steps that updated: Adam's t.
+    pub applied: u64,
+    /// None at version 0.
+    pub commit: Option<Commit>,
+}
+
+/// What a guard says to the update of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Update it, then give the number back.
+    Go(usize),
+    /// It has this version already: its update was done before the server died.
+    Done,
+    /// Its bytes are not those that were written. Leave it.
+    Damaged,
+}
+
+/// What a tier does around the update of each block, on the thread that updates it while the block is in its cache.
+pub trait Guard: Sync {
+    fn begin(&self, block: usize, state: StateRef<'_>) -> Turn;
+
+    /// `image`: the block's new image.
+    fn end(&self, block: usize, number: usize, state: StateRef<'_>, image: &[u8]);
+}
+
+/// Of a tier that has nothing to do.
+pub struct Unguarded;
+
+impl Guard for Unguarded {
+    fn begin(&self, _: usize, _: StateRef<'_>) -> Turn {
+        Turn::Go(0)
+    }
+
+    fn end(&self, _: usize, _: usize, _: StateRef<'_>, _: &[u8]) {}
+}
+
+/// Which image of a delayed job's shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageAge {
+    Current,
+    /// Of the version before.
+    Older,
+}
+
+/// The state of a server's shards of one job. Shards are numbered as they are owned, in forward order, and updated in
+/// that order: a tier may bring in the next ones ahead.
 ///
 /// A closure gets the state, so that a tier can bring it in before and write it back after. An error means that the
 /// closure did not run or that its result may not survive: the job cannot go on from this server.
 pub trait Tier: Send + Sync {
     fn kind(&self) -> TierKind;
 
+    /// Before a job starts: fills a shard, in any number of calls.
+    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault>;
+
     /// Runs the update that makes `version` of a shard.
-    fn update(&self, owned: usize, version: Version, update: &mut dyn FnMut(State<'_>)) -> Result<(), Fault>;
+    fn update(
+        &self,
+        owned: usize,
+        version: Version,
+        update: &mut dyn FnMut(State<'_>, &dyn Guard),
+    ) -> Result<(), Fault>;
+
+    /// Runs what makes `version` of a shard in a step that is skipped: its state stays.
+    fn carry(&self, _owned: usize, _version: Version, carry: &mut dyn FnMut()) -> Result<(), Fault> {
+        carry();
+        Ok(())
+    }
 
     /// Reads a shard as its last update left it.
     fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
+
+    /// All shards are loaded: keeps this version before it returns.
+    fn start(&self, _record: &Record) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// A step is decided; called before anyone is told so.
+    fn decide(&self, _record: &Record) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// All shards have the version. Making it durable goes on in the background.
+    fn finish(&self, _record: &Record) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// The newest version that a crash cannot take back; None where no step has to wait for it.
+    fn durable(&self) -> Option<Version> {
+        None
+    }
+
+    /// The error after which nothing of this tier may be used.
+    fn failure(&self) -> Option<Fault> {
+        None
+    }
+
+    /// Keeps an image of a shard that was loaded, where images are kept.
+    fn store_image(&self, _owned: usize, _age: ImageAge, _image: &[u8]) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// Gives a recovered shard's image; false where it is not kept.
+    fn load_image(&self, _owned: usize, _age: ImageAge, _image: &mut [u8]) -> Result<bool, Fault> {
+        Ok(false)
+    }
+
+    /// All that was recovered has been read and is whole: from here on this process owns it.
+    fn adopt(&self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// Removes all that the tier keeps of the job. Nothing may be called after it.
+    fn discard(&self) -> Result<(), Fault> {
+        Ok(())
+    }
 }

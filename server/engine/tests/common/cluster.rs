@@ -11,10 +11,11 @@ use longshore_engine::{
     job::{Compute, ImageRead, Job, Stored},
     kernels::Isa,
     step::Work,
+    tier::Storage,
 };
 use longshore_proto::{
     ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Incarnation, JobSpec, Layout, MicroStep,
-    Placement, Rank, ServerId, ShardId, Slice, Step, Version,
+    Placement, Rank, ServerId, ShardId, Slice, Step, TierKind, Version,
     checksum::{crc32, state_hash},
 };
 
@@ -44,6 +45,16 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     pub(crate) fn open(spec: &JobSpec, servers: usize, compute: &Arc<Compute>) -> Cluster {
+        Cluster::try_open(spec, servers, compute, &Storage::default()).unwrap()
+    }
+
+    /// With a tier that outlives its servers; what it has kept is gone on from.
+    pub(crate) fn try_open(
+        spec: &JobSpec,
+        servers: usize,
+        compute: &Arc<Compute>,
+        storage: &Storage,
+    ) -> Result<Cluster, Fault> {
         let (layout, placement) = (spec.validate().unwrap(), placement(spec, servers));
         let open = |server: usize| {
             let budget = Budget::new(1 << 32);
@@ -53,15 +64,16 @@ impl Cluster {
                 placement.clone(),
                 server,
                 &budget,
+                storage,
                 Arc::clone(compute),
                 Box::new(|| {}),
             );
-            Arc::new(job.unwrap())
+            job.map(Arc::new)
         };
-        let jobs = (0..servers).map(open).collect();
+        let jobs = (0..servers).map(open).collect::<Result<Vec<_>, Fault>>()?;
         let works = vec![VecDeque::new(); servers];
         let incarnations = vec![Incarnation(0); spec.world_size as usize];
-        Cluster { spec: spec.clone(), layout, placement, jobs, works, incarnations }
+        Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, incarnations })
     }
 
     /// One server, two threads, the best instruction set; joined and loaded.
@@ -176,12 +188,37 @@ impl Cluster {
     /// Commits on every server; true where it was decided so before.
     pub(crate) fn commit(&mut self, commit: &Commit) -> Result<Vec<bool>, Fault> {
         let mut duplicates = Vec::new();
+        if self.spec.tier == TierKind::Nvme {
+            self.settle()?;
+        }
         for server in 0..self.jobs.len() {
             let (duplicate, work) = self.jobs[server].commit(self.incarnations[0], commit.clone())?;
             self.works[server].extend(work);
             duplicates.push(duplicate);
         }
         Ok(duplicates)
+    }
+
+    /// Does all work and waits until every server has made its version durable, as rank 0 does before it commits.
+    pub(crate) fn settle(&mut self) -> Result<(), Fault> {
+        let deadline = soon();
+        for server in 0..self.jobs.len() {
+            while let Some(work) = self.works[server].pop_front() {
+                let next = self.jobs[server].perform(work)?;
+                self.works[server].extend(next);
+            }
+            let job = &self.jobs[server];
+            while job.durable() < job.progress().version {
+                assert!(Instant::now() < deadline, "never durable");
+                job.settle(deadline)?;
+                job.figures(
+                    self.placement.owned(ServerId(server as u32))[0],
+                    job.progress().version.next_step(),
+                )?;
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+        Ok(())
     }
 
     /// A whole exact step: push, commit, update.

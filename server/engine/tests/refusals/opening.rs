@@ -4,6 +4,7 @@ use longshore_engine::{
     admission::{Budget, Need},
     job::Job,
     kernels::Isa,
+    tier::Storage,
 };
 use longshore_proto::{
     Dtype, Epoch, Fault, FaultKind, JobName, JobSpec, Param, Placement, Rule, ServerId, TierKind,
@@ -21,7 +22,15 @@ use super::{
 use FaultKind::{Conflict, Exhausted, Invalid};
 
 fn open(spec: &JobSpec, placement: Placement, server: u32, budget: &Budget) -> Result<Job, Fault> {
-    Job::open(spec.clone(), placement, ServerId(server), budget, compute(1, Isa::detect()), Box::new(|| {}))
+    Job::open(
+        spec.clone(),
+        placement,
+        ServerId(server),
+        budget,
+        &Storage::default(),
+        compute(1, Isa::detect()),
+        Box::new(|| {}),
+    )
 }
 
 #[test]
@@ -67,7 +76,7 @@ const BAD_SPECS: &[(Change, Expected)] = &[
     (|s| s.params[0].shape = vec![u64::MAX, 3], (Invalid, "spec.params[0].shape", &["1 to 17592186044416"])),
     (|s| s.params[0].shape = vec![1 << 44], (Invalid, "spec.params", &["at most 17592186044416 elements"])),
     (|s| s.params[1].group = 2, (Invalid, "spec.params[1].group", &["is 2"])),
-    (|s| s.tier = TierKind::Nvme, (Invalid, "spec.tier", &["nvme", "memory"])),
+    (|s| s.tier = TierKind::Nvme, (FaultKind::Precondition, "state_dir", &["not set", "--state-dir"])),
 ];
 
 #[test]
@@ -148,7 +157,7 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     let bytes = elements * (12 + 4 + 8 + 4);
     let layout = spec.validate().unwrap();
     let owned = placement(&spec, 2).owned(ServerId(0));
-    assert_eq!(Need::of(&spec, &layout, &owned).total(), bytes);
+    assert_eq!(Need::of(&spec, &layout, &owned, &Storage::default()).total(), bytes);
 
     let budget = Budget::new(bytes + 1000);
     let job = open(&spec, placement(&spec, 2), 0, &budget).unwrap();

@@ -24,6 +24,7 @@ use crate::{
     job::{Compute, Job, Stored},
     kernels::Isa,
     step::{Phase, Work},
+    tier::Storage,
 };
 
 const RANK: Incarnation = Incarnation(1);
@@ -61,8 +62,16 @@ impl Cluster {
         let open = |server| {
             let (spec, placement, compute) = (spec.clone(), placement.clone(), Arc::clone(&compute));
             let budget = Budget::new(1 << 30);
-            let job =
-                Job::open(spec, placement, ServerId(server), &budget, compute, Box::new(|| {})).unwrap();
+            let job = Job::open(
+                spec,
+                placement,
+                ServerId(server),
+                &budget,
+                &Storage::default(),
+                compute,
+                Box::new(|| {}),
+            )
+            .unwrap();
             job.join(Rank(0), RANK).unwrap();
             Arc::new(job)
         };

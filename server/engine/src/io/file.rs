@@ -1,0 +1,143 @@
+//! Real files: alignment, direct I/O, reserved space, and the choice of engine.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rustix::{
+    fs::{AtFlags, FallocateFlags, OFlags, StatxFlags, fallocate, statx},
+    io::Errno,
+};
+
+use super::{Disk, Engine, OpenDisk, Request, threads::Threads, uring::Uring};
+use crate::memory::Mapping;
+
+/// Offsets and lengths are multiples of this. Every known device takes 4 KiB; one that wants more is read and written
+/// through the page cache.
+pub const FILE_ALIGN: u64 = 4096;
+
+/// Opens real files.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OpenFile {
+    pub engine: Engine,
+}
+
+struct FileDisk {
+    path: PathBuf,
+    file: Arc<File>,
+    queue: Queue,
+}
+
+enum Queue {
+    Uring(Uring),
+    Threads(Threads),
+}
+
+impl OpenDisk for OpenFile {
+    fn create(&self, path: &Path, bytes: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+        let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+        let made = reserve(&created, bytes).and_then(|()| self.open(path, memory));
+        if made.is_err() {
+            fs::remove_file(path)?;
+        }
+        made
+    }
+
+    fn open(&self, path: &Path, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+        let (file, direct) = open_direct(path)?;
+        let file = Arc::new(file);
+        let queue = start(self.engine, &file, memory)?;
+        let (engine, why) = match &queue {
+            Queue::Uring(uring) => (uring.describe(), String::new()),
+            Queue::Threads(threads) => ("pread and pwrite threads".to_string(), threads.why.clone()),
+        };
+        let direct = direct.as_ref().map_or("direct".to_string(), |refused| format!("buffered ({refused})"));
+        tracing::info!(path = %path.display(), engine, why, io = direct, align = FILE_ALIGN, "disk opened");
+        Ok(Arc::new(FileDisk { path: path.to_path_buf(), file, queue }))
+    }
+}
+
+/// So that a full disk is found here, and not by a write in the middle of training.
+fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    match fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Ok(()) => Ok(()),
+        // Without the call a sparse file would promise space it may not get.
+        Err(Errno::OPNOTSUPP) => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "this file system cannot reserve space (fallocate): use ext4, xfs or tmpfs",
+        )),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The file, and why direct I/O is off if it is.
+fn open_direct(path: &Path) -> io::Result<(File, Option<String>)> {
+    let open = |flags: OFlags| {
+        OpenOptions::new().read(true).write(true).custom_flags(flags.bits() as i32).open(path)
+    };
+    let direct = match open(OFlags::DIRECT) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            return Ok((open(OFlags::empty())?, Some("O_DIRECT is refused here".to_string())));
+        }
+        Err(error) => return Err(error),
+    };
+    let asked = statx(&direct, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    let align = match asked {
+        Ok(found) if found.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
+            u64::from(found.stx_dio_offset_align.max(found.stx_dio_mem_align))
+        }
+        // Before Linux 6.1 nobody can say.
+        _ => FILE_ALIGN,
+    };
+    if align == 0 || !FILE_ALIGN.is_multiple_of(align) {
+        let refused = format!("direct I/O would need an alignment of {align}");
+        return Ok((open(OFlags::empty())?, Some(refused)));
+    }
+    Ok((direct, None))
+}
+
+fn start(engine: Engine, file: &Arc<File>, memory: Option<&Mapping>) -> io::Result<Queue> {
+    let threads = |why: String| Ok(Queue::Threads(Threads::start(file, why)?));
+    match engine {
+        Engine::Threads => threads("as configured".to_string()),
+        Engine::Uring => Ok(Queue::Uring(Uring::start(file, memory)?)),
+        Engine::Auto => match Uring::start(file, memory) {
+            Ok(uring) => Ok(Queue::Uring(uring)),
+            Err(error) => threads(refusal(&error)),
+        },
+    }
+}
+
+/// What an operator can do about a refused io_uring.
+fn refusal(error: &io::Error) -> String {
+    let cause = match error.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::PERM) => "refused by seccomp or kernel.io_uring_disabled",
+        Some(Errno::NOSYS) => "this kernel has none",
+        Some(Errno::ACCESS) => "refused by a security module",
+        Some(Errno::NOMEM) => "RLIMIT_MEMLOCK is too low for its rings",
+        _ => "its probe failed",
+    };
+    format!("io_uring: {cause} ({error})")
+}
+
+impl Disk for FileDisk {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn submit(&self, request: Request) {
+        match &self.queue {
+            Queue::Uring(uring) => uring.submit(request),
+            Queue::Threads(threads) => threads.submit(request),
+        }
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+}

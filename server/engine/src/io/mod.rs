@@ -1,0 +1,104 @@
+//! Aligned reads and writes of one file on dedicated threads, so that compute never waits in a system call.
+//!
+//! A [`Disk`] is a file of fixed size. io_uring serves it where the kernel lets us, a few threads with pread and pwrite
+//! where it does not (default container seccomp), and in tests a simulated disk that loses, tears and reorders. A
+//! request owns its buffer until it is done: nobody can free or reuse memory that the device still reads or writes.
+
+mod file;
+mod threads;
+mod uring;
+
+use std::{
+    fmt, io,
+    ops::Range,
+    path::Path,
+    sync::{Arc, mpsc},
+};
+
+pub use file::{FILE_ALIGN, OpenFile};
+
+use crate::memory::{Mapping, Region};
+
+/// Longest single transfer handed to the kernel. One MiB is where devices peak, and the largest that a block device takes
+/// as one bio of 4 KiB pages, so that io_uring never has to hand it to a worker thread.
+pub(crate) const TRANSFER_BYTES: usize = 1024 * 1024;
+/// Transfers in flight for one disk. Any depth from 4 on gave the same throughput; 32 covers several NVMe queues.
+pub(crate) const QUEUE_DEPTH: u32 = 32;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    Read,
+    Write,
+}
+
+/// A range of the buffer and where in the file it belongs. Both ends are multiples of [`FILE_ALIGN`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    pub offset: u64,
+    pub range: Range<usize>,
+}
+
+/// Gets the buffer back, and whether every part was transferred whole.
+pub type Done = Box<dyn FnOnce(Region, io::Result<()>) + Send>;
+
+pub struct Request {
+    pub direction: Direction,
+    pub parts: Vec<Part>,
+    pub buffer: Region,
+    /// Called once, on a thread of the disk: it must be short.
+    pub done: Done,
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request").field("direction", &self.direction).field("parts", &self.parts).finish()
+    }
+}
+
+/// A file of fixed size. Dropped, it finishes what was submitted.
+pub trait Disk: Send + Sync {
+    fn path(&self) -> &Path;
+
+    /// Starts a request. Those in flight may be done in any order.
+    fn submit(&self, request: Request);
+
+    /// When it returns, all writes that were done before it was called survive a power failure. After an error nothing
+    /// is known of them, and asking again would be told a false success: the kernel forgets what it could not write.
+    fn flush(&self) -> io::Result<()>;
+}
+
+/// How disks come to be: files, or in tests a simulation.
+pub trait OpenDisk: Send + Sync {
+    /// Creates a file and reserves its space; after an error no file is left behind.
+    fn create(&self, path: &Path, bytes: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;
+
+    fn open(&self, path: &Path, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;
+}
+
+/// Which system calls move the bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Engine {
+    /// io_uring if a probe of it works, else threads.
+    #[default]
+    Auto,
+    Uring,
+    Threads,
+}
+
+/// Runs one request to its end. For small things beside the data: records, tables.
+pub(crate) fn transfer(
+    disk: &dyn Disk,
+    direction: Direction,
+    parts: Vec<Part>,
+    buffer: Region,
+) -> (Option<Region>, io::Result<()>) {
+    let (sender, receiver) = mpsc::channel();
+    let done = Box::new(move |buffer: Region, result: io::Result<()>| {
+        let _ = sender.send((buffer, result));
+    });
+    disk.submit(Request { direction, parts, buffer, done });
+    match receiver.recv() {
+        Ok((buffer, result)) => (Some(buffer), result),
+        Err(_) => (None, Err(io::Error::other("the disk's thread has ended"))),
+    }
+}

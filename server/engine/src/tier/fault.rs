@@ -1,0 +1,58 @@
+//! Faults of a state directory: which file, what was being done, what an operator can do.
+
+use std::{fmt, io, path::Path};
+
+use longshore_proto::{Fault, FaultKind};
+
+pub(super) const FIELD: &str = "state_dir";
+const DEVICE: &str = "see the kernel's log for the device; then restart the server, which recovers the last durable \
+                      version, or restore a checkpoint elsewhere";
+
+/// For `map_err`: an I/O error with its path and what was being done.
+pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Fault {
+    let path = path.display().to_string();
+    move |error| {
+        let value = format!("{path} ({doing}: {error})");
+        match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                let remedy = "free space there, name more state directories, or add servers";
+                Fault::new(FaultKind::Exhausted, FIELD, value, "large enough for the job's state", remedy)
+            }
+            io::ErrorKind::NotFound => {
+                let remedy = "check the state directory's path and that its file system is mounted";
+                Fault::new(FaultKind::NotFound, FIELD, value, "present", remedy)
+            }
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                let remedy = "give the server's user the right to read and write the state directory";
+                Fault::new(FaultKind::Precondition, FIELD, value, "writable", remedy)
+            }
+            io::ErrorKind::Unsupported => {
+                let remedy = "choose a state directory on another file system";
+                Fault::new(FaultKind::Precondition, FIELD, value, "on a file system fit for it", remedy)
+            }
+            _ => Fault::new(FaultKind::Internal, FIELD, value, "done without an I/O error", DEVICE),
+        }
+    }
+}
+
+/// Bytes differ from what was written.
+pub(super) fn corrupt(
+    value: impl fmt::Display,
+    limit: impl fmt::Display,
+    remedy: impl Into<String>,
+) -> Fault {
+    Fault::new(FaultKind::Corrupt, FIELD, value, limit, remedy)
+}
+
+/// It belongs to something else.
+pub(super) fn conflict(
+    value: impl fmt::Display,
+    limit: impl fmt::Display,
+    remedy: impl Into<String>,
+) -> Fault {
+    Fault::new(FaultKind::Conflict, FIELD, value, limit, remedy)
+}
+
+pub(super) fn internal(value: impl fmt::Display, limit: impl fmt::Display) -> Fault {
+    Fault::new(FaultKind::Internal, FIELD, value, limit, "report this as a defect of Longshore")
+}

@@ -1,0 +1,215 @@
+//! A job's folder in a state directory: whose it is, who holds it, and how it comes and goes.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    hash::{BuildHasher, RandomState},
+    io::{ErrorKind, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, ServerId, TierKind};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+
+use super::fault::{FIELD, conflict, corrupt, internal, io};
+
+const HEADER_FILE: &str = "header.json";
+const FORMAT: &str = "longshore-state";
+const FORMAT_VERSION: u32 = 1;
+const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
+
+/// `header.json`: two lines of JSON. The first says what this is and has the BLAKE3 of the second, the header proper;
+/// a reader can tell the format and that it is whole before it understands the rest. Written once, when the folder's
+/// files are complete and their space is reserved: a folder without one holds nothing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Header {
+    /// The same in all folders of one store, and in its records: files of another are never taken for its own.
+    pub store: u64,
+    pub tier: TierKind,
+    /// This folder among those the shards are striped over.
+    pub directory: usize,
+    pub directories: usize,
+    /// Whether each version is made durable; else nothing is ever recovered.
+    pub durable: bool,
+    pub server: ServerId,
+    pub placement: Placement,
+    pub spec: JobSpec,
+}
+
+#[derive(PartialEq, Serialize, Deserialize)]
+struct Envelope {
+    format: String,
+    format_version: u32,
+    blake3: String,
+}
+
+/// A folder that no other process may use while this lives.
+pub(super) struct Folder {
+    pub(super) path: PathBuf,
+    _lock: File,
+}
+
+/// A job found in the state directories.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoredJob {
+    pub spec: JobSpec,
+    pub placement: Placement,
+    pub server: ServerId,
+}
+
+impl Header {
+    pub(super) fn read(folder: &Path) -> Result<Option<Header>, Fault> {
+        let path = folder.join(HEADER_FILE);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(io("read", &path)(error)),
+        };
+        Header::decode(&text).map(Some).map_err(|why| {
+            corrupt(format!("{} ({why})", path.display()), "a header of format 1, as written", WHOLE)
+        })
+    }
+
+    fn decode(text: &[u8]) -> Result<Header, String> {
+        let line = text.iter().position(|&byte| byte == b'\n').ok_or("no first line")?;
+        let (first, body) = (&text[..line], &text[line + 1..]);
+        let envelope: Envelope = serde_json::from_slice(first).map_err(|error| error.to_string())?;
+        if envelope.format != FORMAT {
+            return Err(format!("format {:?}", envelope.format));
+        }
+        let found = blake3::hash(body).to_hex().to_string();
+        let known =
+            Envelope { format: FORMAT.into(), format_version: envelope.format_version, blake3: found };
+        // Byte for byte, so that no damage hides in the spelling.
+        if serde_json::to_vec(&known).map_err(|error| error.to_string())? != first {
+            return Err(format!("its BLAKE3 is {}", known.blake3));
+        }
+        if envelope.format_version != FORMAT_VERSION {
+            return Err(format!("format_version {}", envelope.format_version));
+        }
+        serde_json::from_slice(body).map_err(|error| error.to_string())
+    }
+
+    fn encode(&self) -> serde_json::Result<Vec<u8>> {
+        let body = serde_json::to_vec(self)?;
+        let blake3 = blake3::hash(&body).to_hex().to_string();
+        let envelope = Envelope { format: FORMAT.into(), format_version: FORMAT_VERSION, blake3 };
+        Ok([serde_json::to_vec(&envelope)?, body].join(&b'\n'))
+    }
+
+    /// A header whose store has not existed before.
+    pub(super) fn unique_store() -> u64 {
+        RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()))
+    }
+
+    /// Refuses a folder of another job, of other servers, or of other settings.
+    pub(super) fn check_same(&self, wanted: &Header, folder: &Path) -> Result<(), Fault> {
+        let place = folder.display();
+        let remedy = "open the job as it was, or remove the folder to start over";
+        self.spec
+            .same_as(&wanted.spec)
+            .map_err(|fault| conflict(format!("{place} (of another job: {fault})"), "this job's", remedy))?;
+        self.placement.same_owners(&wanted.placement).map_err(|fault| {
+            conflict(format!("{place} (of another placement: {fault})"), "this placement's", remedy)
+        })?;
+        let settings = |header: &Header| (header.server, header.tier, header.directories, header.durable);
+        let (ours, theirs) = (settings(self), settings(wanted));
+        if ours != theirs {
+            let value = format!("{place} (server, tier, directories, durable: {ours:?})");
+            return Err(conflict(value, format!("{theirs:?}"), remedy));
+        }
+        Ok(())
+    }
+}
+
+impl Folder {
+    /// `<dir>/<job>/server-<i>-of-<n>`: servers of one host may share a directory.
+    pub(super) fn path(dir: &Path, job: &JobName, server: ServerId, servers: usize) -> PathBuf {
+        dir.join(job.as_str()).join(format!("server-{}-of-{servers}", server.0))
+    }
+
+    /// Makes the folder if need be and takes it.
+    pub(super) fn take(path: PathBuf) -> Result<Folder, Fault> {
+        // The state directory itself is never made: a missing one is a disk that is not mounted.
+        let root = path.parent().and_then(Path::parent).unwrap_or(Path::new("."));
+        if !root.is_dir() {
+            return Err(io("open", root)(ErrorKind::NotFound.into()));
+        }
+        let made = fs::create_dir_all(&path);
+        made.map_err(io("create folder", &path))?;
+        Folder::take_existing(path)
+    }
+
+    pub(super) fn take_existing(path: PathBuf) -> Result<Folder, Fault> {
+        let file = File::open(&path).map_err(io("open", &path))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Folder { path, _lock: file }),
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let value = format!("{} (in use by another process)", path.display());
+                Err(conflict(value, "used by one server at a time", "stop the other server first"))
+            }
+            Err(error) => Err(io("lock", &path)(error.into())),
+        }
+    }
+
+    /// Writes the header: from now on the folder counts.
+    pub(super) fn publish(&self, header: &Header) -> Result<(), Fault> {
+        let bytes = header.encode().map_err(|error| internal(error, "encodable"))?;
+        let (draft, target) = (self.path.join("header.tmp"), self.path.join(HEADER_FILE));
+        let _ = fs::remove_file(&draft);
+        let written = || {
+            let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft)?;
+            file.write_all(&bytes)?;
+            file.sync_all()?;
+            fs::rename(&draft, &target)?;
+            // The names of the folder, of its files, and of the folders above it.
+            self.path.ancestors().take(3).try_for_each(|folder| File::open(folder)?.sync_all())
+        };
+        written().map_err(io("write", &target))
+    }
+
+    /// Removes the folder with all in it, and the job's folder above if that is empty then.
+    pub(super) fn remove(&self) -> Result<(), Fault> {
+        fs::remove_dir_all(&self.path).map_err(io("remove", &self.path))?;
+        if let Some(job) = self.path.parent() {
+            let _ = fs::remove_dir(job);
+        }
+        Ok(())
+    }
+
+    /// Removes what an interrupted creation left.
+    pub(super) fn clear(&self) -> Result<(), Fault> {
+        for entry in fs::read_dir(&self.path).map_err(io("list", &self.path))?.flatten() {
+            fs::remove_file(entry.path()).map_err(io("remove", &entry.path()))?;
+        }
+        Ok(())
+    }
+}
+
+/// The jobs that a restarted server should open again. A folder that cannot be read is logged and left alone.
+pub fn stored_jobs(dirs: &[PathBuf]) -> Vec<StoredJob> {
+    let mut found: Vec<StoredJob> = Vec::new();
+    let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+    for folder in dirs.iter().flat_map(|dir| entries(dir)).flat_map(|job| entries(&job).collect::<Vec<_>>()) {
+        match Header::read(&folder) {
+            Ok(Some(Header { spec, placement, server, durable: true, .. })) => {
+                let job = StoredJob { spec, placement, server };
+                if !found.contains(&job) {
+                    found.push(job);
+                }
+            }
+            Ok(_) => {}
+            Err(fault) => tracing::error!(folder = %folder.display(), %fault, "not a job that can be opened"),
+        }
+    }
+    found
+}
+
+/// What to say when some of a job's folders are there and one is not.
+pub(super) fn vanished(folder: &Path) -> Fault {
+    let remedy =
+        "mount the disk again; or, to start over, remove the job's folders from the other state directories";
+    let limit = "there, as the job's other folders are";
+    Fault::new(FaultKind::NotFound, FIELD, folder.display(), limit, remedy)
+}

@@ -1,0 +1,191 @@
+//! Reading a state directory that no server uses, and verifying every byte of it that matters.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Mutex,
+};
+
+use longshore_proto::{Fault, ShardId, Version, limits::BLOCK_ELEMENTS};
+
+use super::{
+    super::{
+        fault::{corrupt, io},
+        folder::{Folder, Header},
+        record::crc64,
+    },
+    plan::{FilePlan, Plan},
+    recover::{Records, read_table},
+    seal::{StoredRecord, get},
+};
+use crate::{
+    io::{Disk, OpenDisk, OpenFile},
+    memory::{Region, Slab},
+};
+
+/// What one folder holds.
+#[derive(Clone, Debug)]
+pub struct Report {
+    pub folder: PathBuf,
+    pub header: Header,
+    /// Records that are whole, of four.
+    pub records: usize,
+    /// Records that are not, and why: torn by a crash, or damaged.
+    pub broken_records: Vec<String>,
+    /// Oldest first.
+    pub versions: Vec<VersionReport>,
+}
+
+/// One version that a record tells of.
+#[derive(Clone, Debug)]
+pub struct VersionReport {
+    pub version: Version,
+    pub applied: u64,
+    pub epoch: u64,
+    pub state_slot: u8,
+    /// Blocks read and compared, images' too.
+    pub blocks: u64,
+    /// What is not as it was written. Of the older version that is no damage once the next one had begun.
+    pub damaged: Vec<String>,
+}
+
+impl Report {
+    /// The newest version of which all is whole.
+    pub fn recoverable(&self) -> Option<Version> {
+        self.versions.iter().rev().find(|version| version.damaged.is_empty()).map(|version| version.version)
+    }
+}
+
+/// Reads and verifies a job's folder of an `nvme` store. Refused while a server uses it.
+pub fn inspect(path: &Path) -> Result<Report, Fault> {
+    let folder = Folder::take_existing(path.to_path_buf())?;
+    let Some(header) = Header::read(path)? else {
+        let value = format!("{} (no header.json)", path.display());
+        return Err(corrupt(
+            value,
+            "a job's folder in a state directory",
+            "name <state-dir>/<job>/server-<i>-of-<n>",
+        ));
+    };
+    let layout = header.spec.validate()?;
+    header.placement.validate(layout.shards())?;
+    let plan = Plan::new(&header.spec, &layout, &header.placement.owned(header.server), header.directories);
+    let data = path.join("data");
+    let disk = OpenFile::default().open(&data, None).map_err(io("open", &data))?;
+    inspect_disk(&folder.path, &header, &plan, &*disk)
+}
+
+fn inspect_disk(path: &Path, header: &Header, plan: &Plan, disk: &dyn Disk) -> Result<Report, Fault> {
+    let slab =
+        Slab::allocate(plan.meta_bytes()).map_err(|error| corrupt(error, "enough memory", "free some"))?;
+    let meta = Mutex::new(slab.carve(&[plan.meta_bytes()]).pop());
+    let records = Records::read(plan, &[disk], &[&meta], header.store)?;
+    let mut versions = Vec::new();
+    for stored in records.valid.values() {
+        versions.push(check_version(plan, header.directory, disk, &meta, stored)?);
+    }
+    Ok(Report {
+        folder: path.to_path_buf(),
+        header: header.clone(),
+        records: records.copies,
+        broken_records: records.broken,
+        versions,
+    })
+}
+
+/// Compares everything of one version in one file.
+pub(super) fn check_version(
+    plan: &Plan,
+    file: usize,
+    disk: &dyn Disk,
+    meta: &Mutex<Option<Region>>,
+    stored: &StoredRecord,
+) -> Result<VersionReport, Fault> {
+    let mut report = VersionReport {
+        version: stored.record.version,
+        applied: stored.record.applied,
+        epoch: stored.epoch,
+        state_slot: stored.slots.state,
+        blocks: 0,
+        damaged: Vec::new(),
+    };
+    let (slots, roots) = (stored.slots, stored.roots[file]);
+    let files: &FilePlan = &plan.files[file];
+    let mut check = Check { plan, files, disk, meta, report: &mut report };
+    check.table(
+        (files.state_table_at(slots.state), roots.state),
+        &format!("slot {}", slots.state),
+        |check, owned, block| check.state_block(owned, slots.state, block),
+    )?;
+    if plan.delayed {
+        for (slot, root) in [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)] {
+            let Some(slot) = slot else { continue };
+            check.table(
+                (files.image_table_at(slot), root),
+                &format!("image slot {slot}"),
+                |check, owned, block| check.image_block(owned, slot, block),
+            )?;
+        }
+    }
+    Ok(report)
+}
+
+struct Check<'a> {
+    plan: &'a Plan,
+    files: &'a FilePlan,
+    disk: &'a dyn Disk,
+    meta: &'a Mutex<Option<Region>>,
+    report: &'a mut VersionReport,
+}
+
+impl Check<'_> {
+    /// Every block that a table has the checksum of.
+    fn table(
+        &mut self,
+        at: (u64, u64),
+        what: &str,
+        read: impl Fn(&Check<'_>, usize, usize) -> Result<u64, Fault>,
+    ) -> Result<(), Fault> {
+        let table = match read_table(self.disk, self.meta, self.files, at, what) {
+            Ok(table) => table,
+            Err(fault) => {
+                self.report.damaged.push(format!("{}, not {}", fault.value, fault.limit));
+                return Ok(());
+            }
+        };
+        let mut seals = table.into_iter();
+        for &owned in &self.files.owned {
+            for (block, sealed) in seals.by_ref().take(self.plan.shards[owned].blocks()).enumerate() {
+                let found = read(self, owned, block)?;
+                self.report.blocks += 1;
+                if found != sealed {
+                    let shard: ShardId = self.plan.shards[owned].shard;
+                    let path = self.disk.path().display();
+                    self.report.damaged.push(format!(
+                        "{path} ({what} of {shard}, block {block} of it: CRC-64 {found:016x}, not {sealed:016x})"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn state_block(&self, owned: usize, slot: u8, block: usize) -> Result<u64, Fault> {
+        let place = &self.plan.shards[owned];
+        let part = self.plan.state_part(owned, slot);
+        let array = place.elements * 4;
+        let bytes = BLOCK_ELEMENTS as usize * 4;
+        let mut found = Vec::new();
+        for start in (0..place.state_bytes).step_by(array) {
+            let offset = part.offset + (start + block * bytes) as u64;
+            found.extend(get(self.disk, self.meta, offset, bytes)?);
+        }
+        Ok(crc64([&*found]))
+    }
+
+    fn image_block(&self, owned: usize, slot: u8, block: usize) -> Result<u64, Fault> {
+        let place = &self.plan.shards[owned];
+        let bytes = place.image_bytes / place.blocks();
+        let part = self.plan.image_part(owned, slot);
+        Ok(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?]))
+    }
+}

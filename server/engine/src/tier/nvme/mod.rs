@@ -1,0 +1,357 @@
+//! The `nvme` tier: state on local disks, two slots a shard, every version durable before the next is decided.
+//!
+//! All state is rewritten in every step anyway, so keeping the version before costs space and no bandwidth. See
+//! [`plan::Plan`] for the format and why its order survives a crash at any instant.
+//!
+//! **Verification.** Each block's checksum is compared whenever it has been read, before it is used; at the recovery
+//! of a store every block of the version taken is read, since a damaged one can then still be answered with the version
+//! before, and never again later.
+//!
+//! **Residency.** A fixed share of the shards stays in DRAM, spread evenly, so that reads of the others hide behind
+//! their updates; an LRU under cyclic access would hit nothing. Resident shards are still written, or their versions
+//! would be lost with the process: with a share r resident a step moves (2 - r) times the state, or (1 - r) x 2 with
+//! [`Durability::Nothing`]. Making them durable by logging gradients instead would cost a sixth of their writes and a replay of
+//! several steps at recovery; writes are twice as fast as reads on the devices measured, so it was left out.
+//!
+//! **Failure.** The first failed read, write or flush fails the store for good. Nothing is retried: after a failed
+//! flush the kernel reports success for pages that it has dropped.
+
+mod bench;
+mod inspect;
+mod open;
+mod plan;
+mod pool;
+mod recover;
+mod seal;
+mod slots;
+
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use longshore_proto::{Fault, TierKind, Version};
+
+pub use self::{
+    bench::{StorageFigures, bench},
+    inspect::{Report, VersionReport, inspect},
+    open::{Inputs, need},
+};
+use self::{
+    inspect::check_version,
+    plan::{Plan, seal_of},
+    pool::{Pool, Seals},
+    recover::{damaged, remedy},
+    seal::{Sealer, Sealing},
+};
+use super::{
+    Durability, Guard, ImageAge, Record, StateRef, Tier, Turn,
+    fault::{corrupt, internal},
+    folder::Folder,
+    record::crc64,
+};
+use crate::{
+    io::{Direction, Part, transfer},
+    kernels::State,
+    lock,
+    memory::{Region, Slab},
+};
+
+/// One being updated, two being written and three being read: more did not make a step faster.
+pub const DEFAULT_BUFFERS: usize = 6;
+
+pub struct NvmeTier {
+    /// First, so that its thread has ended before anything else goes.
+    sealing: Sealing,
+    sealer: Arc<Sealer>,
+    pool: Arc<Pool>,
+    recovery: Mutex<Option<Recovery>>,
+    folders: Vec<Folder>,
+}
+
+/// A recovered version until it is adopted.
+struct Recovery {
+    record: Record,
+    slots: slots::Slots,
+    /// The version before, whose slots may be whole.
+    previous: Option<Version>,
+    /// Versions that a record tells of and that are given up.
+    newer: Vec<Version>,
+}
+
+/// Compares a block's checksum before its update and takes the new one after it.
+struct BlockSeals<'a> {
+    seals: &'a Seals,
+    image_slot: usize,
+    /// The block was read and not compared yet.
+    check: bool,
+    /// First damaged block.
+    damaged: AtomicUsize,
+    /// Where the blocks' new images go; empty unless the job is delayed.
+    images: Vec<Mutex<&'a mut [u8]>>,
+}
+
+impl Guard for BlockSeals<'_> {
+    fn begin(&self, block: usize, state: StateRef<'_>) -> Turn {
+        if self.check && self.seal(state) != self.seals.state[block].load(Ordering::Relaxed) {
+            self.damaged.fetch_min(block, Ordering::Relaxed);
+            return Turn::Damaged;
+        }
+        Turn::Go(0)
+    }
+
+    fn end(&self, block: usize, _: usize, state: StateRef<'_>, image: &[u8]) {
+        self.seals.state[block].store(self.seal(state), Ordering::Relaxed);
+        if let Some(target) = self.images.get(block) {
+            lock(target).copy_from_slice(image);
+            self.seals.images[self.image_slot][block].store(crc64([image]), Ordering::Relaxed);
+        }
+    }
+}
+
+impl BlockSeals<'_> {
+    fn seal(&self, state: StateRef<'_>) -> u64 {
+        seal_of([state.master, state.first, state.second])
+    }
+}
+
+impl NvmeTier {
+    fn plan(&self) -> &Plan {
+        &self.pool.plan
+    }
+
+    /// The fault of a block whose bytes are not those that were written.
+    fn damage(&self, owned: usize, block: usize, found: u64) -> Fault {
+        let place = &self.plan().shards[owned];
+        let sealed = self.pool.seals[owned].state[block].load(Ordering::Relaxed);
+        let slot = self.pool.lock().slots.state;
+        let what = format!("{}, block {block} of it, slot {slot}", place.shard);
+        let path = self.pool.disks[place.file].path();
+        self.pool.fail(damaged(path, what, found, sealed, remedy(self.whole_previous())))
+    }
+
+    /// The version before the one being recovered, if every byte of it is as it was written. Read only once a block of
+    /// the newer one turned out damaged.
+    fn whole_previous(&self) -> Option<Version> {
+        let previous = lock(&self.recovery).as_ref()?.previous?;
+        self.pool.quiesce();
+        let records = self.records().ok()?;
+        let stored = records.valid.get(&previous)?;
+        let check = |file: usize| {
+            let (disk, meta) = (&*self.pool.disks[file], &self.sealer.meta[file]);
+            check_version(self.plan(), file, disk, meta, stored).is_ok_and(|report| report.damaged.is_empty())
+        };
+        (0..self.pool.disks.len()).all(check).then_some(previous)
+    }
+
+    /// Compares all blocks of a shard that has just been read.
+    fn verify(&self, owned: usize, bytes: &[u8]) -> Result<(), Fault> {
+        for (block, seal) in self.pool.seals[owned].state.iter().enumerate() {
+            let found = self.plan().seal(owned, bytes, block);
+            if found != seal.load(Ordering::Relaxed) {
+                return Err(self.damage(owned, block, found));
+            }
+        }
+        Ok(())
+    }
+
+    /// An image's slot and the part of a file that holds it.
+    fn image_place(&self, owned: usize, age: ImageAge) -> Option<(usize, Part)> {
+        let slots = self.pool.lock().slots;
+        let slot = match age {
+            ImageAge::Current => Some(slots.image),
+            ImageAge::Older => slots.older_image,
+        };
+        let kept =
+            self.plan().shards[owned].image_bytes > 0 && self.pool.durability == Durability::EachVersion;
+        let part = |slot: u8| (slot as usize, self.plan().image_part(owned, slot));
+        slot.filter(|_| kept).map(part)
+    }
+
+    /// Reads or writes one image through a buffer of its own: at the start of a job and at recovery only.
+    fn transfer_image(
+        &self,
+        owned: usize,
+        direction: Direction,
+        part: Part,
+        fill: impl FnOnce(&mut Region),
+    ) -> Result<Region, Fault> {
+        let bytes = part.range.len();
+        let exhausted = |error: crate::memory::AllocationError| internal(error, "allocated");
+        let slab = Slab::allocate(bytes).map_err(exhausted)?;
+        let mut buffer = slab.carve(&[bytes]).remove(0);
+        fill(&mut buffer);
+        let disk = &self.pool.disks[self.plan().shards[owned].file];
+        let parts = vec![Part { offset: part.offset, range: 0..bytes }];
+        let (buffer, result) = transfer(&**disk, direction, parts, buffer);
+        let doing = if direction == Direction::Read { "read" } else { "write" };
+        result.map_err(|error| self.pool.fail(super::fault::io(doing, disk.path())(error)))?;
+        buffer.ok_or_else(|| internal("a lost buffer", "given back"))
+    }
+}
+
+/// Blocks of an image with their checksums.
+fn image_blocks<'a>(
+    image: &'a [u8],
+    seals: &'a Seals,
+    slot: usize,
+) -> impl Iterator<Item = (usize, u64)> + 'a {
+    let bytes = image.len() / seals.images[slot].len().max(1);
+    image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
+}
+
+impl Tier for NvmeTier {
+    fn kind(&self) -> TierKind {
+        TierKind::Nvme
+    }
+
+    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault> {
+        let mut held = self.pool.take(owned)?;
+        let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
+        let [master, first, second] = self.plan().cut(owned, bytes);
+        load(State { master, first, second });
+        held.dirty = true;
+        self.pool.keep(owned, held);
+        Ok(())
+    }
+
+    fn update(
+        &self,
+        owned: usize,
+        version: Version,
+        update: &mut dyn FnMut(State<'_>, &dyn Guard),
+    ) -> Result<(), Fault> {
+        let before = self.pool.lock().durable.map(Version::next_step);
+        if before.is_some_and(|step| step.version() != version) {
+            return Err(internal(version, "the one after the durable version"));
+        }
+        let mut held = self.pool.take(owned)?;
+        let place = &self.plan().shards[owned];
+        let (state, image) = held.region.bytes_mut()[..place.bytes()].split_at_mut(place.state_bytes);
+        let block = image.len() / place.blocks();
+        let target = self.pool.lock().slots.updated();
+        let guard = BlockSeals {
+            seals: &self.pool.seals[owned],
+            image_slot: target.image as usize,
+            check: !held.checked,
+            damaged: AtomicUsize::new(usize::MAX),
+            images: if block > 0 { image.chunks_mut(block).map(Mutex::new).collect() } else { Vec::new() },
+        };
+        let [master, first, second] = self.plan().cut(owned, state);
+        update(State { master, first, second }, &guard);
+        let damaged = guard.damaged.load(Ordering::Relaxed);
+        drop(guard);
+        if damaged < usize::MAX {
+            let bytes = &held.region.bytes()[..place.state_bytes];
+            return Err(self.damage(owned, damaged, self.plan().seal(owned, bytes, damaged)));
+        }
+        self.pool.write(owned, held);
+        Ok(())
+    }
+
+    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+        let mut held = self.pool.take(owned)?;
+        let bytes = &held.region.bytes()[..self.plan().shards[owned].state_bytes];
+        if !held.checked {
+            self.verify(owned, bytes)?;
+        }
+        let [master, first, second] = self.plan().cut_ref(owned, bytes);
+        read(StateRef { master, first, second });
+        held.checked = true;
+        self.pool.keep(owned, held);
+        Ok(())
+    }
+
+    fn start(&self, record: &Record) -> Result<(), Fault> {
+        self.pool.write_loaded().map_err(|fault| self.pool.fail(fault))?;
+        if self.pool.durability == Durability::Nothing {
+            self.pool.lock().durable = Some(record.version);
+            return Ok(());
+        }
+        let slots = self.pool.lock().slots;
+        self.sealer.seal(record, slots, true)?;
+        self.pool.advance(slots);
+        Ok(())
+    }
+
+    fn finish(&self, record: &Record) -> Result<(), Fault> {
+        let skip = record.commit.as_ref().is_some_and(|commit| commit.skip);
+        let before = self.pool.lock().slots;
+        let slots = if skip { before.skipped() } else { before.updated() };
+        self.pool.advance(slots);
+        if self.pool.durability == Durability::Nothing {
+            self.pool.lock().durable = Some(record.version);
+            self.pool.tell();
+            return Ok(());
+        }
+        self.sealing.send(record.clone(), slots);
+        Ok(())
+    }
+
+    fn durable(&self) -> Option<Version> {
+        Some(self.pool.lock().durable.unwrap_or(Version(0)))
+    }
+
+    fn failure(&self) -> Option<Fault> {
+        self.pool.failure()
+    }
+
+    fn store_image(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
+        if age == ImageAge::Older {
+            // The first store of an older image gives it a slot: the one after the current's.
+            let mut state = self.pool.lock();
+            let next = state.slots.updated().image;
+            state.slots.older_image.get_or_insert(next);
+        }
+        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
+        let seals = &self.pool.seals[owned];
+        for (block, seal) in image_blocks(image, seals, slot) {
+            seals.images[slot][block].store(seal, Ordering::Relaxed);
+        }
+        let fill = |buffer: &mut Region| buffer.bytes_mut().copy_from_slice(image);
+        self.transfer_image(owned, Direction::Write, part, fill)?;
+        Ok(())
+    }
+
+    fn load_image(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
+        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(false) };
+        let buffer = self.transfer_image(owned, Direction::Read, part, |_| ())?;
+        image.copy_from_slice(buffer.bytes());
+        let seals = &self.pool.seals[owned];
+        for (block, found) in image_blocks(image, seals, slot) {
+            let sealed = seals.images[slot][block].load(Ordering::Relaxed);
+            if found != sealed {
+                let place = &self.plan().shards[owned];
+                let previous = self.whole_previous();
+                let what = format!("image of {}, block {block} of it, slot {slot}", place.shard);
+                let path = self.pool.disks[place.file].path();
+                return Err(self.pool.fail(damaged(path, what, found, sealed, remedy(previous))));
+            }
+        }
+        Ok(true)
+    }
+
+    fn adopt(&self) -> Result<(), Fault> {
+        let Some(recovery) = lock(&self.recovery).take() else { return Ok(()) };
+        let adopted = recovery
+            .newer
+            .iter()
+            .try_for_each(|&version| self.sealer.erase(version))
+            .and_then(|()| self.sealer.publish(&recovery.record, recovery.slots, true));
+        adopted.map_err(|fault| self.pool.fail(fault))
+    }
+
+    fn discard(&self) -> Result<(), Fault> {
+        self.pool.quiesce();
+        let gone = corrupt("the job's folders (removed)", "there", "open the job again");
+        self.pool.fail(gone);
+        self.folders.iter().try_for_each(Folder::remove)
+    }
+}
+
+impl Drop for NvmeTier {
+    fn drop(&mut self) {
+        // The folders' locks must not be given up while the device still writes.
+        self.pool.quiesce();
+    }
+}

@@ -1,0 +1,311 @@
+//! Creating a store, or finding the version to go on from.
+
+use std::{
+    path::PathBuf,
+    sync::{Arc, Mutex, atomic::Ordering},
+};
+
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, Placement, ServerId, ShardId, TierKind};
+
+use super::{
+    super::{
+        Durability, Record, Storage,
+        fault::{conflict, io},
+        folder::{Folder, Header, vanished},
+    },
+    NvmeTier, Recovery,
+    plan::Plan,
+    pool::Pool,
+    recover::{Records, read_table, remedy},
+    seal::{Roots, Sealer, Sealing, StoredRecord},
+};
+use crate::{
+    io::{Disk, OpenDisk, OpenFile},
+    memory::{AllocationError, Region, Slab},
+};
+
+const DATA_FILE: &str = "data";
+
+/// Which job's shards, and where.
+pub struct Inputs<'a> {
+    pub spec: &'a JobSpec,
+    pub layout: &'a Layout,
+    pub owned: &'a [ShardId],
+    pub placement: &'a Placement,
+    pub server: ServerId,
+    pub storage: &'a Storage,
+}
+
+/// The store's memory.
+struct Memory {
+    buffers: Vec<Region>,
+    resident: Vec<Option<Region>>,
+    meta: Vec<Region>,
+}
+
+/// DRAM and disk that a store takes, in bytes: (buffers, resident shards, disk).
+pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> (u64, u64, u64) {
+    let plan = Plan::new(spec, layout, owned, storage.dirs.len().max(1));
+    let resident = residents(&plan, storage);
+    let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
+    let resident_bytes: usize = of_residents.map(|(place, _)| place.bytes()).sum();
+    let buffers = buffers(&resident, storage) * plan.largest() + plan.files.len() * plan.meta_bytes();
+    (buffers as u64, resident_bytes as u64, plan.disk_bytes())
+}
+
+/// As many shards as fit, spread evenly, so that the disk is busy all through a step.
+fn residents(plan: &Plan, storage: &Storage) -> Vec<bool> {
+    let count = plan.shards.len() as u64;
+    let total: usize = plan.shards.iter().map(|place| place.bytes()).sum();
+    let largest = plan.largest().max(1) as u64;
+    let all = storage.resident_bytes >= total as u64;
+    let fitting = if all { count } else { (storage.resident_bytes / largest).min(count) };
+    (0..count).map(|index| (index + 1) * fitting / count > index * fitting / count).collect()
+}
+
+fn buffers(resident: &[bool], storage: &Storage) -> usize {
+    let spilled = resident.iter().filter(|resident| !**resident).count();
+    storage.buffers.max(1).min(spilled)
+}
+
+impl Memory {
+    fn allocate(plan: &Plan, storage: &Storage) -> Result<Memory, AllocationError> {
+        let resident = residents(plan, storage);
+        let mut sizes = vec![plan.largest(); buffers(&resident, storage)];
+        sizes.extend(vec![plan.meta_bytes(); plan.files.len()]);
+        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
+        let mut buffers = slab.carve(&sizes);
+        let meta = buffers.split_off(sizes.len() - plan.files.len());
+        // Apart from the buffers: those are registered with the kernel, and these may be most of the host's memory.
+        let sizes: Vec<usize> =
+            plan.shards.iter().zip(&resident).filter(|(_, r)| **r).map(|(p, _)| p.bytes()).collect();
+        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
+        let mut regions = slab.carve(&sizes).into_iter();
+        let resident =
+            resident.iter().map(|&resident| if resident { regions.next() } else { None }).collect();
+        Ok(Memory { buffers, resident, meta })
+    }
+}
+
+impl NvmeTier {
+    /// Creates the job's store or recovers it. With a record it must be read whole, and adopted, before its first step.
+    pub fn open(
+        inputs: &Inputs<'_>,
+        notify: Box<dyn Fn() + Send + Sync>,
+    ) -> Result<(NvmeTier, Option<Record>), Fault> {
+        let storage = inputs.storage;
+        if storage.dirs.is_empty() {
+            let remedy = "start the server with --state-dir, or open the job with the memory tier";
+            return Err(Fault::new(
+                FaultKind::Precondition,
+                "state_dir",
+                "not set",
+                "set for tier nvme",
+                remedy,
+            ));
+        }
+        let servers = inputs.placement.servers.len();
+        let paths =
+            storage.dirs.iter().map(|dir| Folder::path(dir, &inputs.spec.name, inputs.server, servers));
+        let mut folders = Vec::with_capacity(storage.dirs.len());
+        for path in paths {
+            folders.push(Folder::take(path).inspect_err(|_| remove_empty(&folders))?);
+        }
+        let existing = in_order(&mut folders, &header(inputs, 0))?;
+        let plan = Plan::new(inputs.spec, inputs.layout, inputs.owned, folders.len());
+        let memory = Memory::allocate(&plan, storage).map_err(|error| {
+            Fault::new(
+                FaultKind::Exhausted,
+                "memory",
+                error.bytes,
+                "available on the host",
+                error.to_string(),
+            )
+        })?;
+        // What was never made durable is nothing to go on from.
+        let kept = existing.filter(|header| header.durable);
+        let disks = match &kept {
+            Some(_) => open_disks(inputs, &folders, &memory)?,
+            None => create_disks(inputs, &folders, &plan, &memory).inspect_err(|_| remove(&folders))?,
+        };
+        let store = kept.as_ref().map_or_else(Header::unique_store, |header| header.store);
+        let fresh = kept.is_none();
+        let tier = NvmeTier::assemble(inputs, folders, plan, disks, memory, store, notify)?;
+        if fresh {
+            for (directory, folder) in tier.folders.iter().enumerate() {
+                folder
+                    .publish(&Header { store, directory, ..header(inputs, store) })
+                    .inspect_err(|_| remove(&tier.folders))?;
+            }
+            return Ok((tier, None));
+        }
+        let record = tier.find(storage)?;
+        Ok((tier, record))
+    }
+
+    fn assemble(
+        inputs: &Inputs<'_>,
+        folders: Vec<Folder>,
+        plan: Plan,
+        disks: Vec<Arc<dyn Disk>>,
+        memory: Memory,
+        store: u64,
+        notify: Box<dyn Fn() + Send + Sync>,
+    ) -> Result<NvmeTier, Fault> {
+        let Memory { buffers, resident, meta } = memory;
+        let durability = inputs.storage.durability;
+        let pool = Arc::new(Pool::new(plan, disks, durability, buffers, resident, notify));
+        let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();
+        let sealer = Arc::new(Sealer { pool: Arc::clone(&pool), store, epoch: Mutex::new(1), meta });
+        let sealing = Sealing::start(Arc::clone(&sealer)).map_err(|error| {
+            Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
+        })?;
+        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), folders })
+    }
+
+    /// The record to go on from, with its tables in place. None: created, and never loaded to the end.
+    fn find(&self, storage: &Storage) -> Result<Option<Record>, Fault> {
+        let records = self.records()?;
+        let Some(stored) = records.choose(storage.at_most)? else { return Ok(None) };
+        let StoredRecord { slots, roots, record, epoch, .. } = stored.clone();
+        let previous = records.valid.keys().copied().rfind(|version| *version < record.version);
+        for (file, roots) in roots.iter().enumerate() {
+            self.load_tables(file, slots, roots)
+                .map_err(|fault| Fault { remedy: remedy(previous), ..fault })?;
+        }
+        let record = Record::from(record);
+        *crate::lock(&self.sealer.epoch) = epoch + 1;
+        let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();
+        let recovery = Recovery { record: record.clone(), slots, previous, newer };
+        *crate::lock(&self.recovery) = Some(recovery);
+        self.pool.recovered(slots)?;
+        Ok(Some(record))
+    }
+
+    pub(super) fn records(&self) -> Result<Records, Fault> {
+        let disks: Vec<&dyn Disk> = self.pool.disks.iter().map(|disk| &**disk).collect();
+        let meta: Vec<_> = self.sealer.meta.iter().collect();
+        Records::read(&self.pool.plan, &disks, &meta, self.sealer.store)
+    }
+
+    fn load_tables(&self, file: usize, slots: super::slots::Slots, roots: &Roots) -> Result<(), Fault> {
+        let (plan, disk) = (&self.pool.plan.files[file], &*self.pool.disks[file]);
+        let meta = &self.sealer.meta[file];
+        let at = (plan.state_table_at(slots.state), roots.state);
+        let table = read_table(disk, meta, plan, at, format_args!("slot {}", slots.state))?;
+        let mut found = table.into_iter();
+        for &owned in &plan.owned {
+            for (seal, found) in self.pool.seals[owned].state.iter().zip(&mut found) {
+                seal.store(found, Ordering::Relaxed);
+            }
+        }
+        let images = [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)];
+        for (slot, root) in images.into_iter().filter(|_| self.pool.plan.delayed) {
+            let Some(slot) = slot else { continue };
+            let at = (plan.image_table_at(slot), root);
+            let table = read_table(disk, meta, plan, at, format_args!("image slot {slot}"))?;
+            let mut found = table.into_iter();
+            for &owned in &plan.owned {
+                for (seal, found) in self.pool.seals[owned].images[slot as usize].iter().zip(&mut found) {
+                    seal.store(found, Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn header(inputs: &Inputs<'_>, store: u64) -> Header {
+    Header {
+        store,
+        tier: TierKind::Nvme,
+        directory: 0,
+        directories: inputs.storage.dirs.len(),
+        durable: inputs.storage.durability == Durability::EachVersion,
+        server: inputs.server,
+        placement: inputs.placement.clone(),
+        spec: inputs.spec.clone(),
+    }
+}
+
+/// Puts the folders into the order they were made in, however the directories are named this time. None: all are new.
+fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>, Fault> {
+    let read = |folder: &Folder| {
+        let header = Header::read(&folder.path)?;
+        header.as_ref().map_or(Ok(()), |header| header.check_same(wanted, &folder.path))?;
+        Ok(header)
+    };
+    let read = folders.iter().map(read).collect::<Result<Vec<_>, Fault>>();
+    let headers = read.inspect_err(|_| remove_empty(folders))?;
+    let Some(first) = headers.iter().flatten().next().cloned() else { return Ok(None) };
+    if let Some(missing) = headers.iter().position(Option::is_none) {
+        let fault = vanished(&folders[missing].path);
+        remove_empty(folders);
+        return Err(fault);
+    }
+    let mut placed: Vec<Option<Folder>> = folders.iter().map(|_| None).collect();
+    for (folder, header) in folders.drain(..).zip(headers.into_iter().flatten()) {
+        let place = placed.get_mut(header.directory).filter(|place| place.is_none());
+        match place.filter(|_| header.store == first.store) {
+            Some(place) => *place = Some(folder),
+            None => {
+                let value =
+                    format!("{} (directory {} of another store)", folder.path.display(), header.directory);
+                let remedy = "name the state directories that belong together";
+                return Err(conflict(value, "of one store", remedy));
+            }
+        }
+    }
+    folders.extend(placed.into_iter().flatten());
+    Ok(Some(first))
+}
+
+fn opener(storage: &Storage) -> Arc<dyn OpenDisk> {
+    storage.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: storage.engine }))
+}
+
+fn open_disks(inputs: &Inputs<'_>, folders: &[Folder], memory: &Memory) -> Result<Vec<Arc<dyn Disk>>, Fault> {
+    let opener = opener(inputs.storage);
+    let mapping = memory.meta.first().map(Region::mapping);
+    let open = |folder: &Folder| {
+        let path = folder.path.join(DATA_FILE);
+        opener.open(&path, mapping.as_ref()).map_err(io("open", &path))
+    };
+    folders.iter().map(open).collect()
+}
+
+fn create_disks(
+    inputs: &Inputs<'_>,
+    folders: &[Folder],
+    plan: &Plan,
+    memory: &Memory,
+) -> Result<Vec<Arc<dyn Disk>>, Fault> {
+    let opener = opener(inputs.storage);
+    let mapping = memory.meta.first().map(Region::mapping);
+    let create = |(folder, file): (&Folder, &super::plan::FilePlan)| {
+        folder.clear()?;
+        let path: PathBuf = folder.path.join(DATA_FILE);
+        opener.create(&path, file.bytes(), mapping.as_ref()).map_err(io("reserve space", &path))
+    };
+    folders.iter().zip(&plan.files).map(create).collect()
+}
+
+/// After a failed creation nothing stays behind.
+fn remove(folders: &[Folder]) {
+    for folder in folders {
+        if let Err(fault) = folder.remove() {
+            tracing::warn!(%fault, "left behind");
+        }
+    }
+}
+
+/// Folders made a moment ago, when another one turned out wrong.
+fn remove_empty(folders: &[Folder]) {
+    for folder in folders {
+        // Refused by the system unless they are empty.
+        let _ = std::fs::remove_dir(&folder.path);
+        if let Some(job) = folder.path.parent() {
+            let _ = std::fs::remove_dir(job);
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Where every byte of an `nvme` store lies: shards over directories, and each directory's file.
+
+use longshore_proto::{
+    JobSpec, Layout, ShardId,
+    limits::{BLOCK_ELEMENTS, MAX_DELAY},
+};
+
+use super::super::record::{RECORD_BYTES, SECTOR, crc64};
+use crate::io::Part;
+
+pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
+/// Slots of a shard's state: the version being made goes to the one that does not hold the last durable version.
+pub(super) const STATE_SLOTS: u8 = 2;
+/// Slots of a delayed job's images: the version being made, and the two that its workers may need after a crash.
+pub(super) const IMAGE_SLOTS: u8 = 3;
+/// Copies of each record in each directory, by version parity: one damaged sector must not cost a version.
+pub(super) const RECORD_COPIES: usize = 2;
+
+/// One directory's file, `data`. All of it is reserved when it is made; offsets are multiples of 4 KiB.
+///
+/// ```text
+/// records      [version parity 0: copy, copy] [version parity 1: copy, copy]     4 MiB each, framed (tier/record.rs)
+/// tables       [state slot 0] [state slot 1] [image slot 0] [1] [2]              CRC-64 of each block
+/// state slots  [slot 0: shard, shard, ...] [slot 1: shard, shard, ...]
+/// image slots  [slot 0: shard, ...] [1] [2]                                      delayed jobs only
+/// ```
+///
+/// A shard's state is its master weights, then its first, then its second moments. A block's checksum is of its master
+/// weights, first and second moments in that order, little-endian. Checksums lie outside the slots they are of, so that a write
+/// that was lost, or went elsewhere, shows; a table's own checksum lies in the record.
+///
+/// **Why this order.** A step that updates writes, in order: all shards' state (and images) into the slots that the last
+/// durable version does not use; their tables; a flush of every file; the record, in each file twice; a flush. Until the record is there the last
+/// durable version is untouched: its slots, tables and record are other ones. A step that is skipped writes a record
+/// alone, naming the same slots. The record goes where the one two versions back was, so that at any instant the last
+/// durable one is whole. The next step is not decided before that.
+///
+/// Slots of one parity lie together, so that a step reads one sequential run and writes another.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) shards: Vec<Place>,
+    pub(super) files: Vec<FilePlan>,
+    pub(super) delayed: bool,
+    arrays: [bool; 3],
+}
+
+/// One shard.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub(super) shard: ShardId,
+    pub(super) file: usize,
+    pub(super) elements: usize,
+    pub(super) state_bytes: usize,
+    /// 0 unless the job is delayed.
+    pub(super) image_bytes: usize,
+    /// Inside a slot of the file.
+    state_at: u64,
+    image_at: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct FilePlan {
+    /// Its shards, as they are owned.
+    pub(super) owned: Vec<usize>,
+    pub(super) blocks: usize,
+    state_bytes: u64,
+    image_bytes: u64,
+}
+
+impl Plan {
+    pub(super) fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> Plan {
+        let delayed = spec.max_delay >= MAX_DELAY;
+        let slots = spec.rule.state_slots();
+        let mut plan = Plan {
+            shards: Vec::with_capacity(owned.len()),
+            files: vec![FilePlan::default(); files],
+            delayed,
+            arrays: [true, slots > 0, slots > 1],
+        };
+        for (index, &shard) in owned.iter().enumerate() {
+            let elements = layout.shard_len(shard) as usize;
+            let image_bytes = if delayed { elements * spec.image_dtype.bytes() as usize } else { 0 };
+            // In turn, so that neighbours in forward order come from different devices.
+            let file = &mut plan.files[index % files];
+            let state_bytes = elements * 4 * (1 + slots);
+            plan.shards.push(Place {
+                shard,
+                file: index % files,
+                elements,
+                state_bytes,
+                image_bytes,
+                state_at: file.state_bytes,
+                image_at: file.image_bytes,
+            });
+            file.owned.push(index);
+            file.blocks += elements / BLOCK_ELEMENTS as usize;
+            file.state_bytes += state_bytes as u64;
+            file.image_bytes += image_bytes as u64;
+        }
+        plan
+    }
+
+    /// Bytes of the largest shard with its image: a buffer's size.
+    pub(super) fn largest(&self) -> usize {
+        self.shards.iter().map(Place::bytes).max().unwrap_or(0)
+    }
+
+    /// Of all files.
+    pub(super) fn disk_bytes(&self) -> u64 {
+        self.files.iter().map(FilePlan::bytes).sum()
+    }
+
+    /// Largest thing beside the slots: what a buffer for records and tables must hold.
+    pub(super) fn meta_bytes(&self) -> usize {
+        let table = self.files.iter().map(|file| file.table_bytes() as usize).max().unwrap_or(0);
+        table.max(RECORD_BYTES)
+    }
+
+    pub(super) fn state_part(&self, owned: usize, slot: u8) -> Part {
+        let place = &self.shards[owned];
+        let file = &self.files[place.file];
+        let offset = file.slots_at() + u64::from(slot) * file.state_bytes + place.state_at;
+        Part { offset, range: 0..place.state_bytes }
+    }
+
+    /// In a buffer the image follows the state.
+    pub(super) fn image_part(&self, owned: usize, slot: u8) -> Part {
+        let place = &self.shards[owned];
+        let file = &self.files[place.file];
+        let images = file.slots_at() + u64::from(STATE_SLOTS) * file.state_bytes;
+        let offset = images + u64::from(slot) * file.image_bytes + place.image_at;
+        Part { offset, range: place.state_bytes..place.bytes() }
+    }
+
+    /// Cuts a shard's state into its arrays.
+    pub(super) fn cut<'a>(&self, owned: usize, state: &'a mut [u8]) -> [&'a mut [f32]; 3] {
+        let bytes = self.shards[owned].elements * 4;
+        let mut rest = state;
+        self.arrays.map(|used| {
+            let (array, after) = std::mem::take(&mut rest).split_at_mut(if used { bytes } else { 0 });
+            rest = after;
+            bytemuck::cast_slice_mut(array)
+        })
+    }
+
+    /// Checksum of one block of a shard's state.
+    pub(super) fn seal(&self, owned: usize, state: &[u8], block: usize) -> u64 {
+        let arrays = self.cut_ref(owned, state);
+        seal_of(arrays.map(|array| array.get(block * BLOCK..(block + 1) * BLOCK).unwrap_or_default()))
+    }
+
+    pub(super) fn cut_ref<'a>(&self, owned: usize, state: &'a [u8]) -> [&'a [f32]; 3] {
+        let bytes = self.shards[owned].elements * 4;
+        let mut rest = state;
+        self.arrays.map(|used| {
+            let (array, after) = rest.split_at(if used { bytes } else { 0 });
+            rest = after;
+            bytemuck::cast_slice(array)
+        })
+    }
+}
+
+/// Of a block's master weights, first and second moments.
+pub(super) fn seal_of(arrays: [&[f32]; 3]) -> u64 {
+    crc64(arrays.map(bytemuck::cast_slice::<f32, u8>))
+}
+
+impl Place {
+    pub(super) fn bytes(&self) -> usize {
+        self.state_bytes + self.image_bytes
+    }
+
+    pub(super) fn blocks(&self) -> usize {
+        self.elements / BLOCK_ELEMENTS as usize
+    }
+}
+
+impl FilePlan {
+    pub(super) fn record_at(parity: usize, copy: usize) -> u64 {
+        ((parity * RECORD_COPIES + copy) * RECORD_BYTES) as u64
+    }
+
+    pub(super) fn table_bytes(&self) -> u64 {
+        (self.blocks as u64 * 8).next_multiple_of(SECTOR as u64)
+    }
+
+    pub(super) fn state_table_at(&self, slot: u8) -> u64 {
+        FilePlan::record_at(2, 0) + u64::from(slot) * self.table_bytes()
+    }
+
+    pub(super) fn image_table_at(&self, slot: u8) -> u64 {
+        self.state_table_at(STATE_SLOTS + slot)
+    }
+
+    fn slots_at(&self) -> u64 {
+        self.image_table_at(IMAGE_SLOTS)
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.slots_at()
+            + u64::from(STATE_SLOTS) * self.state_bytes
+            + u64::from(IMAGE_SLOTS) * self.image_bytes
+    }
+}

@@ -1,0 +1,448 @@
+//! Shards on their way between disk and update: a bounded set of buffers, reads ahead, writes behind.
+
+use std::{
+    mem,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use longshore_proto::{Fault, FaultKind, Version};
+
+use super::{
+    super::{
+        Durability,
+        fault::{FIELD, internal, io},
+    },
+    plan::{IMAGE_SLOTS, Plan},
+    slots::Slots,
+};
+use crate::{
+    io::{Direction, Disk, Request},
+    lock,
+    memory::Region,
+};
+
+/// A device that answers nothing for so long has failed. The kernel's own timeout for NVMe is 30 s, with retries.
+const SILENCE: Duration = Duration::from_secs(180);
+
+pub(super) struct Pool {
+    pub(super) plan: Plan,
+    pub(super) disks: Vec<Arc<dyn Disk>>,
+    pub(super) durability: Durability,
+    /// By owned shard.
+    pub(super) seals: Vec<Seals>,
+    resident: Vec<bool>,
+    buffers: usize,
+    state: Mutex<PoolState>,
+    changed: Condvar,
+    notify: Box<dyn Fn() + Send + Sync>,
+}
+
+/// Checksums of a shard's blocks.
+pub(super) struct Seals {
+    /// Of the state as it was last updated, wherever that lies now.
+    pub(super) state: Vec<AtomicU64>,
+    /// By image slot.
+    pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
+}
+
+pub(super) struct PoolState {
+    entries: Vec<Entry>,
+    free: Vec<Region>,
+    /// The shard to be updated next.
+    next: usize,
+    /// Requests that write.
+    writing: usize,
+    clock: u64,
+    pub(super) slots: Slots,
+    pub(super) durable: Option<Version>,
+    failed: Option<Fault>,
+}
+
+struct Entry {
+    holding: Holding,
+    /// Holds its state on disk.
+    slot: u8,
+    /// Never loaded: zeros, and nothing on disk.
+    blank: bool,
+    /// Larger: used later.
+    used: u64,
+}
+
+enum Holding {
+    Disk,
+    Reading,
+    Ready(Held),
+    /// A thread has it.
+    Busy,
+    Writing,
+}
+
+/// A shard's bytes in memory, taken from the pool; given back by `keep` or `write`.
+pub(super) struct Held {
+    pub(super) region: Region,
+    /// Compared with its checksums since it was read.
+    pub(super) checked: bool,
+    /// Loaded and not written yet.
+    pub(super) dirty: bool,
+}
+
+impl Pool {
+    pub(super) fn new(
+        plan: Plan,
+        disks: Vec<Arc<dyn Disk>>,
+        durability: Durability,
+        free: Vec<Region>,
+        resident: Vec<Option<Region>>,
+        notify: Box<dyn Fn() + Send + Sync>,
+    ) -> Pool {
+        let cells = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+        let seals = plan.shards.iter().map(|place| Seals {
+            state: cells(place.blocks()),
+            images: [(); IMAGE_SLOTS as usize]
+                .map(|()| cells(if place.image_bytes > 0 { place.blocks() } else { 0 })),
+        });
+        let seals = seals.collect();
+        let is_resident = resident.iter().map(Option::is_some).collect();
+        let entries = resident.into_iter().map(|region| {
+            let held = |region| Holding::Ready(Held { region, checked: true, dirty: true });
+            Entry { holding: region.map_or(Holding::Disk, held), slot: 0, blank: true, used: 0 }
+        });
+        let (entries, buffers) = (entries.collect(), free.len());
+        let (slots, durable, failed) = (Slots::default(), None, None);
+        let state = PoolState { entries, free, next: 0, writing: 0, clock: 0, slots, durable, failed };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Pool { plan, disks, durability, seals, resident: is_resident, buffers, state, changed, notify }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
+        lock(&self.state)
+    }
+
+    pub(super) fn is_resident(&self, owned: usize) -> bool {
+        self.resident[owned]
+    }
+
+    /// Waits for a change; `doing` names what for.
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, PoolState>,
+        doing: &str,
+    ) -> Result<MutexGuard<'a, PoolState>, Fault> {
+        let waited = self.changed.wait_timeout(state, SILENCE).unwrap_or_else(PoisonError::into_inner);
+        let (mut state, timeout) = waited;
+        if timeout.timed_out() {
+            let dirs: Vec<_> = self.disks.iter().map(|disk| disk.path().display().to_string()).collect();
+            let value = format!("{} (silent for {} s while {doing})", dirs.join(", "), SILENCE.as_secs());
+            let remedy = "see the kernel's log for the device";
+            let fault = Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy);
+            state.failed.get_or_insert(fault);
+        }
+        Ok(state)
+    }
+
+    /// Waits until `done` says so. An earlier failure ends it.
+    pub(super) fn until(
+        &self,
+        doing: &str,
+        mut done: impl FnMut(&mut PoolState) -> bool,
+    ) -> Result<(), Fault> {
+        let mut state = self.lock();
+        loop {
+            state.check()?;
+            if done(&mut state) {
+                return Ok(());
+            }
+            state = self.wait(state, doing)?;
+        }
+    }
+
+    pub(super) fn wait_for_writes(&self) -> Result<(), Fault> {
+        self.until("writing shards", |state| state.writing == 0)
+    }
+
+    /// Fails the store for good. The first reason stays.
+    pub(super) fn fail(&self, fault: Fault) -> Fault {
+        let mut state = self.lock();
+        let first = state.failed.get_or_insert(fault).clone();
+        drop(state);
+        self.tell();
+        first
+    }
+
+    pub(super) fn failure(&self) -> Option<Fault> {
+        self.lock().failed.clone()
+    }
+
+    pub(super) fn tell(&self) {
+        self.changed.notify_all();
+        (self.notify)();
+    }
+
+    /// Takes a shard's bytes, read from disk unless they are here already.
+    pub(super) fn take(self: &Arc<Self>, owned: usize) -> Result<Held, Fault> {
+        let mut state = self.lock();
+        loop {
+            state.check()?;
+            state.clock += 1;
+            let clock = state.clock;
+            let entry = &mut state.entries[owned];
+            entry.used = clock;
+            match mem::replace(&mut entry.holding, Holding::Busy) {
+                Holding::Ready(held) => return Ok(held),
+                Holding::Disk => {
+                    let blank = entry.blank;
+                    entry.holding = Holding::Disk;
+                    if let Some(mut region) = self.buffer(&mut state, owned)? {
+                        if blank {
+                            region.bytes_mut().fill(0);
+                            state.entries[owned].holding = Holding::Busy;
+                            return Ok(Held { region, checked: true, dirty: true });
+                        }
+                        self.read(&mut state, owned, region);
+                    }
+                }
+                other => entry.holding = other,
+            }
+            state = self.wait(state, "reading a shard")?;
+        }
+    }
+
+    /// A free buffer. None: one will be, or a change will say so.
+    fn buffer(self: &Arc<Self>, state: &mut PoolState, wanted: usize) -> Result<Option<Region>, Fault> {
+        if let Some(region) = state.free.pop() {
+            return Ok(Some(region));
+        }
+        if state.writing > 0 {
+            return Ok(None);
+        }
+        // All hold shards read ahead: the one needed last gives way. Before the start they hold loaded ones, of which the
+        // least recently used does, once it is written.
+        let count = state.entries.len();
+        let distance = |owned: usize| (owned + count - state.next) % count;
+        let ready = |owned: &usize| {
+            let entry = &state.entries[*owned];
+            *owned != wanted && !self.resident[*owned] && matches!(entry.holding, Holding::Ready(_))
+        };
+        let dirty =
+            |owned: &usize| matches!(&state.entries[*owned].holding, Holding::Ready(held) if held.dirty);
+        let clean =
+            (0..count).filter(ready).filter(|owned| !dirty(owned)).max_by_key(|&owned| distance(owned));
+        if let Some(owned) = clean {
+            let held = mem::replace(&mut state.entries[owned].holding, Holding::Disk);
+            return Ok(if let Holding::Ready(held) = held { Some(held.region) } else { None });
+        }
+        let oldest = (0..count).filter(ready).min_by_key(|&owned| state.entries[owned].used);
+        if let Some(owned) = oldest {
+            self.write_dirty(state, owned);
+        }
+        Ok(None)
+    }
+
+    /// Starts reading a shard.
+    fn read(self: &Arc<Self>, state: &mut PoolState, owned: usize, buffer: Region) {
+        let entry = &mut state.entries[owned];
+        entry.holding = Holding::Reading;
+        let parts = vec![self.plan.state_part(owned, entry.slot)];
+        let pool = Arc::clone(self);
+        let done = Box::new(move |region: Region, result: std::io::Result<()>| {
+            let mut state = pool.lock();
+            match result {
+                Ok(()) => {
+                    let held = Held { region, checked: false, dirty: false };
+                    state.entries[owned].holding = Holding::Ready(held);
+                }
+                Err(error) => {
+                    let fault = pool.io_fault(owned, "read", error);
+                    state.failed.get_or_insert(fault);
+                }
+            }
+            drop(state);
+            pool.changed.notify_all();
+        });
+        let disk = &self.disks[self.plan.shards[owned].file];
+        disk.submit(Request { direction: Direction::Read, parts, buffer, done });
+    }
+
+    /// Starts the reads of the next shards in forward order, as far as there are buffers.
+    fn read_ahead(self: &Arc<Self>, state: &mut PoolState) {
+        let count = state.entries.len();
+        let order = (0..count).map(|step| (state.next + step) % count).filter(|&owned| !self.resident[owned]);
+        let ahead: Vec<usize> = order.take(self.buffers).collect();
+        for owned in ahead {
+            let entry = &state.entries[owned];
+            if entry.blank || !matches!(entry.holding, Holding::Disk) {
+                continue;
+            }
+            let Some(region) = state.free.pop() else { return };
+            self.read(state, owned, region);
+        }
+    }
+
+    /// Gives a shard back as it was taken, or loaded.
+    pub(super) fn keep(self: &Arc<Self>, owned: usize, held: Held) {
+        let mut state = self.lock();
+        let count = state.entries.len();
+        let soon = (owned + count - state.next) % count < self.buffers;
+        if held.dirty || self.resident[owned] || soon {
+            state.entries[owned].blank &= !held.dirty;
+            state.entries[owned].holding = Holding::Ready(held);
+        } else {
+            state.entries[owned].holding = Holding::Disk;
+            state.free.push(held.region);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Writes an updated shard behind the caller's back, and reads ahead of it.
+    pub(super) fn write(self: &Arc<Self>, owned: usize, mut held: Held) {
+        let mut state = self.lock();
+        state.next = (owned + 1) % state.entries.len();
+        held.dirty = false;
+        if self.durability == Durability::Nothing && self.resident[owned] {
+            held.checked = true;
+            state.entries[owned].holding = Holding::Ready(held);
+        } else {
+            let target = state.slots.updated();
+            // Where nothing is recovered the second slot stays unused.
+            let keeps = self.durability == Durability::EachVersion;
+            let slot = if keeps { target.state } else { state.entries[owned].slot };
+            let mut parts = vec![self.plan.state_part(owned, slot)];
+            if self.plan.shards[owned].image_bytes > 0 && keeps {
+                parts.push(self.plan.image_part(owned, target.image));
+            }
+            self.submit_write(&mut state, owned, slot, parts, held.region);
+        }
+        self.read_ahead(&mut state);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Starts writing a loaded shard to the slot it is read from.
+    fn write_dirty(self: &Arc<Self>, state: &mut PoolState, owned: usize) {
+        let holding = mem::replace(&mut state.entries[owned].holding, Holding::Writing);
+        let Holding::Ready(held) = holding else {
+            state.entries[owned].holding = holding;
+            return;
+        };
+        let bytes = &held.region.bytes()[..self.plan.shards[owned].state_bytes];
+        for (block, seal) in self.seals[owned].state.iter().enumerate() {
+            seal.store(self.plan.seal(owned, bytes, block), Ordering::Relaxed);
+        }
+        let slot = state.entries[owned].slot;
+        self.submit_write(state, owned, slot, vec![self.plan.state_part(owned, slot)], held.region);
+    }
+
+    fn submit_write(
+        self: &Arc<Self>,
+        state: &mut PoolState,
+        owned: usize,
+        slot: u8,
+        parts: Vec<crate::io::Part>,
+        buffer: Region,
+    ) {
+        let entry = &mut state.entries[owned];
+        (entry.holding, entry.slot, entry.blank) = (Holding::Writing, slot, false);
+        state.writing += 1;
+        let pool = Arc::clone(self);
+        let done = Box::new(move |region: Region, result: std::io::Result<()>| {
+            pool.written(owned, region, result);
+        });
+        let disk = &self.disks[self.plan.shards[owned].file];
+        disk.submit(Request { direction: Direction::Write, parts, buffer, done });
+    }
+
+    fn written(self: &Arc<Self>, owned: usize, region: Region, result: std::io::Result<()>) {
+        let mut state = self.lock();
+        state.writing -= 1;
+        if self.resident[owned] {
+            state.entries[owned].holding = Holding::Ready(Held { region, checked: true, dirty: false });
+        } else {
+            state.entries[owned].holding = Holding::Disk;
+            state.free.push(region);
+        }
+        match result {
+            Ok(()) => self.read_ahead(&mut state),
+            Err(error) => {
+                let fault = self.io_fault(owned, "write", error);
+                tracing::error!(%fault, "the store has failed");
+                state.failed.get_or_insert(fault);
+            }
+        }
+        let failed = state.failed.is_some();
+        drop(state);
+        self.changed.notify_all();
+        if failed {
+            (self.notify)();
+        }
+    }
+
+    fn io_fault(&self, owned: usize, doing: &'static str, error: std::io::Error) -> Fault {
+        let place = &self.plan.shards[owned];
+        let path = self.disks[place.file].path();
+        let fault = io(doing, path)(error);
+        Fault { value: format!("{} of {}", fault.value, place.shard), ..fault }
+    }
+
+    /// Writes all that was loaded and waits for it.
+    pub(super) fn write_loaded(self: &Arc<Self>) -> Result<(), Fault> {
+        for owned in 0..self.plan.shards.len() {
+            let mut state = self.lock();
+            state.check()?;
+            let kept = self.durability == Durability::Nothing && self.resident[owned];
+            if let Holding::Ready(held) = &mut state.entries[owned].holding
+                && held.dirty
+            {
+                if kept { held.dirty = false } else { self.write_dirty(&mut state, owned) }
+            } else if state.entries[owned].blank {
+                return Err(internal(self.plan.shards[owned].shard, "loaded before the start"));
+            }
+        }
+        self.wait_for_writes()
+    }
+
+    /// Waits until nothing is being moved, whether it fails or not.
+    pub(super) fn quiesce(&self) {
+        let moving = |entry: &Entry| matches!(entry.holding, Holding::Reading | Holding::Writing);
+        let mut state = self.lock();
+        while state.failed.is_none() && state.entries.iter().any(moving) {
+            let Ok(changed) = self.wait(state, "closing") else { return };
+            state = changed;
+        }
+    }
+
+    /// Every shard lies in this slot: a recovered store, whose resident shards are read first of all.
+    pub(super) fn recovered(self: &Arc<Self>, slots: Slots) -> Result<(), Fault> {
+        let mut state = self.lock();
+        state.slots = slots;
+        for entry in &mut state.entries {
+            (entry.slot, entry.blank) = (slots.state, false);
+        }
+        for owned in (0..self.resident.len()).filter(|&owned| self.resident[owned]) {
+            let holding = mem::replace(&mut state.entries[owned].holding, Holding::Disk);
+            if let Holding::Ready(held) = holding {
+                self.read(&mut state, owned, held.region);
+            }
+        }
+        self.read_ahead(&mut state);
+        Ok(())
+    }
+
+    /// The next version starts at the first shard.
+    pub(super) fn advance(self: &Arc<Self>, slots: Slots) {
+        let mut state = self.lock();
+        state.slots = slots;
+        state.next = 0;
+        self.read_ahead(&mut state);
+    }
+}
+
+impl PoolState {
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+}

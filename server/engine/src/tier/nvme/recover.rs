@@ -1,0 +1,155 @@
+//! What a store holds: its records, the newest version that may be taken, and that version's tables.
+
+use std::{collections::BTreeMap, sync::Mutex};
+
+use longshore_proto::{Fault, FaultKind, Version};
+
+use super::{
+    super::{
+        fault::{FIELD, corrupt},
+        record::{Found, RECORD_BYTES, SECTOR, crc64, decode},
+    },
+    plan::{FilePlan, Plan, RECORD_COPIES},
+    seal::{StoredRecord, get},
+};
+use crate::{io::Disk, memory::Region};
+
+/// All records of a store, with what is wrong with the damaged ones.
+#[derive(Default)]
+pub(super) struct Records {
+    /// The latest process's, by version.
+    pub(super) valid: BTreeMap<Version, StoredRecord>,
+    /// Where, and why.
+    pub(super) broken: Vec<String>,
+    pub(super) copies: usize,
+}
+
+impl Records {
+    pub(super) fn read(
+        plan: &Plan,
+        disks: &[&dyn Disk],
+        meta: &[&Mutex<Option<Region>>],
+        store: u64,
+    ) -> Result<Records, Fault> {
+        let mut records = Records::default();
+        for (file, &disk) in disks.iter().enumerate() {
+            for parity in 0..2 {
+                for copy in 0..RECORD_COPIES {
+                    let offset = FilePlan::record_at(parity, copy);
+                    let found = read_record(disk, meta[file], offset)?;
+                    let place = format!("{}, record {parity}, copy {copy}", disk.path().display());
+                    records.add(plan, store, parity as u64, place, found);
+                }
+            }
+        }
+        Ok(records)
+    }
+
+    fn add(&mut self, plan: &Plan, store: u64, parity: u64, place: String, found: Found<StoredRecord>) {
+        match found {
+            Found::Blank => {}
+            Found::Broken(why) => self.broken.push(format!("{place}: {why}")),
+            Found::Valid(record) => {
+                let version = record.record.version;
+                let fits = record.store == store
+                    && version.0 % 2 == parity
+                    && record.roots.len() == plan.files.len();
+                if !fits {
+                    self.broken.push(format!("{place}: of another store or place"));
+                    return;
+                }
+                self.copies += 1;
+                let newer = self.valid.get(&version).is_none_or(|known| known.epoch < record.epoch);
+                if newer {
+                    self.valid.insert(version, record);
+                }
+            }
+        }
+    }
+
+    /// The record to go on from; None where nothing was ever made durable.
+    pub(super) fn choose(&self, at_most: Option<Version>) -> Result<Option<&StoredRecord>, Fault> {
+        let newest = self.valid.iter().rfind(|(version, _)| at_most.is_none_or(|most| **version <= most));
+        if let Some((_, record)) = newest {
+            for broken in &self.broken {
+                tracing::warn!(broken, taken = record.record.version.0, "a damaged record is replaced");
+            }
+            return Ok(Some(record));
+        }
+        if let (Some(oldest), Some(most)) = (self.valid.keys().next(), at_most) {
+            let limit = format!("at least {}, the oldest version kept here", oldest.0);
+            let remedy = "restore a checkpoint: the servers have no version in common";
+            return Err(Fault::new(FaultKind::NotFound, "at_most", most.0, limit, remedy));
+        }
+        match self.broken.first() {
+            None => Ok(None),
+            Some(broken) => {
+                let remedy = "restore a checkpoint; no version of this folder can be served";
+                Err(corrupt(broken, "whole, or its copies", remedy))
+            }
+        }
+    }
+}
+
+fn read_record(
+    disk: &dyn Disk,
+    meta: &Mutex<Option<Region>>,
+    offset: u64,
+) -> Result<Found<StoredRecord>, Fault> {
+    let head = get(disk, meta, offset, SECTOR)?;
+    let length = u32::from_le_bytes([head[12], head[13], head[14], head[15]]) as usize;
+    if length <= SECTOR / 2 || length > RECORD_BYTES - SECTOR {
+        return Ok(decode(&head));
+    }
+    Ok(decode(&get(disk, meta, offset, (length + SECTOR).next_multiple_of(SECTOR).min(RECORD_BYTES))?))
+}
+
+/// Checksums of one file's slot, compared with their own in the record.
+pub(super) fn read_table(
+    disk: &dyn Disk,
+    meta: &Mutex<Option<Region>>,
+    plan: &FilePlan,
+    (offset, root): (u64, u64),
+    what: impl std::fmt::Display,
+) -> Result<Vec<u64>, Fault> {
+    let bytes = if plan.blocks == 0 { Vec::new() } else { get(disk, meta, offset, plan.blocks * 8)? };
+    let found = crc64([&*bytes]);
+    if found != root {
+        let value = format!("{} (checksum table of {what}: CRC-64 {found:016x})", disk.path().display());
+        return Err(corrupt(value, format!("of CRC-64 {root:016x}, as it was written"), ""));
+    }
+    let words = bytes.chunks_exact(8).map(|word| {
+        let mut seal = [0; 8];
+        seal.copy_from_slice(word);
+        u64::from_le_bytes(seal)
+    });
+    Ok(words.collect())
+}
+
+/// What is left when a version turns out to be damaged.
+pub(super) fn remedy(previous: Option<Version>) -> String {
+    match previous {
+        Some(version) => format!(
+            "{version} is whole in the other slots: recover with at_most {} on every server, or restore a checkpoint",
+            version.0
+        ),
+        None => "restore a checkpoint: no earlier version is whole here".to_string(),
+    }
+}
+
+pub(super) fn damaged(
+    path: &std::path::Path,
+    what: impl std::fmt::Display,
+    found: u64,
+    sealed: u64,
+    remedy: String,
+) -> Fault {
+    let value = format!("{} ({what}: CRC-64 {found:016x})", path.display());
+    Fault::new(
+        FaultKind::Corrupt,
+        FIELD,
+        value,
+        format!("of CRC-64 {sealed:016x}, as it was written"),
+        remedy,
+    )
+}

@@ -1,0 +1,252 @@
+//! Making a version durable: tables, flush, records, flush. On a thread of its own, behind the updates' back.
+
+use std::{
+    sync::{Arc, Mutex, atomic::Ordering, mpsc},
+    thread::{self, JoinHandle},
+};
+
+use longshore_proto::{Fault, Version};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    super::{
+        Record,
+        fault::{internal, io},
+        record::{RecordJson, SECTOR, crc64, encode},
+    },
+    plan::{FilePlan, RECORD_COPIES},
+    pool::Pool,
+    slots::Slots,
+};
+use crate::{
+    io::{Direction, Disk, Part, transfer},
+    lock,
+    memory::Region,
+};
+
+/// What a record says beside the version: whose it is, where the version lies, and its tables' checksums.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct StoredRecord {
+    pub(super) store: u64,
+    /// Rises each time the store is opened: of two records of one version the later process's counts.
+    pub(super) epoch: u64,
+    pub(super) slots: Slots,
+    /// By file.
+    pub(super) roots: Vec<Roots>,
+    pub(super) record: RecordJson,
+}
+
+/// CRC-64 of the checksum tables of the slots that hold the version.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Roots {
+    pub(super) state: u64,
+    pub(super) image: u64,
+    pub(super) older_image: u64,
+}
+
+/// Writes records and tables.
+pub(super) struct Sealer {
+    pub(super) pool: Arc<Pool>,
+    pub(super) store: u64,
+    pub(super) epoch: Mutex<u64>,
+    /// By file: a buffer for one table or record.
+    pub(super) meta: Vec<Mutex<Option<Region>>>,
+}
+
+/// The thread that seals.
+pub(super) struct Sealing {
+    queue: Option<mpsc::Sender<(Record, Slots)>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Sealing {
+    pub(super) fn start(sealer: Arc<Sealer>) -> std::io::Result<Sealing> {
+        let (queue, inbox) = mpsc::channel::<(Record, Slots)>();
+        let work = move || {
+            while let Ok((record, slots)) = inbox.recv() {
+                if sealer.seal(&record, slots, false).is_err() {
+                    return;
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("nvme-seal".to_string()).spawn(work)?;
+        Ok(Sealing { queue: Some(queue), thread: Some(thread) })
+    }
+
+    pub(super) fn send(&self, record: Record, slots: Slots) {
+        if let Some(queue) = &self.queue {
+            // Gone only once the store has failed, which every later call reports.
+            let _ = queue.send((record, slots));
+        }
+    }
+}
+
+impl Drop for Sealing {
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Sealer {
+    /// Makes a version durable whose shards are written or being written. An error fails the store. The `first` one
+    /// may bring an older image; later the older one's table is there already and a durable version's: left alone.
+    pub(super) fn seal(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
+        let sealed = self.pool.wait_for_writes().and_then(|()| {
+            self.each_file(|file| self.write_tables(file, slots, first))?;
+            self.publish(record, slots, false)
+        });
+        sealed.map_err(|fault| {
+            tracing::error!(%fault, version = record.version.0, "could not be made durable");
+            self.pool.fail(fault)
+        })
+    }
+
+    /// Writes the record of a version whose slots and tables are written and flushed. `again`: over its own, one copy
+    /// after the other, so that at any instant one is whole.
+    pub(super) fn publish(&self, record: &Record, slots: Slots, again: bool) -> Result<(), Fault> {
+        let roots = (0..self.pool.disks.len()).map(|file| self.roots(file, slots)).collect();
+        let stored = StoredRecord {
+            store: self.store,
+            epoch: *lock(&self.epoch),
+            slots,
+            roots,
+            record: record.into(),
+        };
+        let frame = encode(&stored).map_err(|why| internal(why, "encodable"))?;
+        let parity = (record.version.0 % 2) as usize;
+        let copies = if again { 1 } else { RECORD_COPIES };
+        self.each_file(|file| self.write_records(file, parity, &frame, copies))?;
+        self.pool.lock().durable = Some(record.version);
+        self.pool.tell();
+        Ok(())
+    }
+
+    /// Makes a version that a record still tells of one that never was.
+    pub(super) fn erase(&self, version: Version) -> Result<(), Fault> {
+        let parity = (version.0 % 2) as usize;
+        self.each_file(|file| self.write_records(file, parity, &[0; SECTOR], RECORD_COPIES))
+    }
+
+    /// Runs on all files at once: each has a device of its own to flush.
+    fn each_file(&self, work: impl Fn(usize) -> Result<(), Fault> + Sync) -> Result<(), Fault> {
+        let work = &work;
+        thread::scope(|scope| {
+            let others: Vec<_> =
+                (1..self.pool.disks.len()).map(|file| scope.spawn(move || work(file))).collect();
+            let first = work(0);
+            let joined = others.into_iter().map(|thread| {
+                thread.join().unwrap_or_else(|_| Err(internal("a panic while writing", "no panic")))
+            });
+            joined.fold(first, Result::and)
+        })
+    }
+
+    fn write_tables(&self, file: usize, slots: Slots, first: bool) -> Result<(), Fault> {
+        let plan = &self.pool.plan.files[file];
+        self.put(file, &[plan.state_table_at(slots.state)], &self.state_table(file))?;
+        if self.pool.plan.delayed {
+            let older = slots.older_image.filter(|_| first);
+            for slot in [Some(slots.image), older].into_iter().flatten() {
+                self.put(file, &[plan.image_table_at(slot)], &self.image_table(file, slot))?;
+            }
+        }
+        self.flush(file)
+    }
+
+    /// Writes and flushes `at_once` copies at a time.
+    fn write_records(&self, file: usize, parity: usize, frame: &[u8], at_once: usize) -> Result<(), Fault> {
+        let copies: Vec<u64> = (0..RECORD_COPIES).map(|copy| FilePlan::record_at(parity, copy)).collect();
+        for copies in copies.chunks(at_once) {
+            self.put(file, copies, frame)?;
+            self.flush(file)?;
+        }
+        Ok(())
+    }
+
+    fn flush(&self, file: usize) -> Result<(), Fault> {
+        let disk = &self.pool.disks[file];
+        disk.flush().map_err(io("flush", disk.path()))
+    }
+
+    /// Writes bytes, padded to whole sectors, at each of the offsets.
+    fn put(&self, file: usize, offsets: &[u64], bytes: &[u8]) -> Result<(), Fault> {
+        let disk = &self.pool.disks[file];
+        self.with_meta(file, |mut buffer| {
+            let padded = bytes.len().next_multiple_of(SECTOR);
+            let target = &mut buffer.bytes_mut()[..padded];
+            target[..bytes.len()].copy_from_slice(bytes);
+            target[bytes.len()..].fill(0);
+            let parts = offsets.iter().map(|&offset| Part { offset, range: 0..padded }).collect();
+            transfer(&**disk, Direction::Write, parts, buffer)
+        })
+        .map_err(io("write", disk.path()))
+    }
+
+    fn with_meta(
+        &self,
+        file: usize,
+        work: impl FnOnce(Region) -> (Option<Region>, std::io::Result<()>),
+    ) -> std::io::Result<()> {
+        with_buffer(&self.meta[file], work)
+    }
+
+    fn table<'a>(&self, file: usize, cells: impl Fn(usize) -> &'a [std::sync::atomic::AtomicU64]) -> Vec<u8> {
+        let owned = self.pool.plan.files[file].owned.iter();
+        let seals = owned.flat_map(|&owned| cells(owned).iter());
+        seals.flat_map(|seal| seal.load(Ordering::Relaxed).to_le_bytes()).collect()
+    }
+
+    fn state_table(&self, file: usize) -> Vec<u8> {
+        self.table(file, |owned| &self.pool.seals[owned].state)
+    }
+
+    fn image_table(&self, file: usize, slot: u8) -> Vec<u8> {
+        self.table(file, |owned| &self.pool.seals[owned].images[slot as usize])
+    }
+
+    fn roots(&self, file: usize, slots: Slots) -> Roots {
+        let delayed = self.pool.plan.delayed;
+        let image = |slot: Option<u8>| {
+            let slot = slot.filter(|_| delayed);
+            slot.map_or(0, |slot| crc64([&*self.image_table(file, slot)]))
+        };
+        Roots {
+            state: crc64([&*self.state_table(file)]),
+            image: image(Some(slots.image)),
+            older_image: image(slots.older_image),
+        }
+    }
+}
+
+/// Runs `work` with the buffer. A buffer that did not come back is a disk whose thread is gone.
+fn with_buffer(
+    meta: &Mutex<Option<Region>>,
+    work: impl FnOnce(Region) -> (Option<Region>, std::io::Result<()>),
+) -> std::io::Result<()> {
+    let mut meta = lock(meta);
+    let buffer = meta.take().ok_or_else(|| std::io::Error::other("the disk's thread has ended"))?;
+    let (buffer, result) = work(buffer);
+    *meta = buffer;
+    result
+}
+
+pub(super) fn get(
+    disk: &dyn Disk,
+    meta: &Mutex<Option<Region>>,
+    offset: u64,
+    bytes: usize,
+) -> Result<Vec<u8>, Fault> {
+    let mut found = Vec::new();
+    let read = with_buffer(meta, |buffer| {
+        let range = 0..bytes.next_multiple_of(SECTOR);
+        let (buffer, result) = transfer(disk, Direction::Read, vec![Part { offset, range }], buffer);
+        if let (Some(buffer), Ok(())) = (&buffer, &result) {
+            found.extend_from_slice(&buffer.bytes()[..bytes]);
+        }
+        (buffer, result)
+    });
+    read.map_err(io("read", disk.path())).map(|()| found)
+}

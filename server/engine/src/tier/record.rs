@@ -1,0 +1,123 @@
+//! A small record that is there whole or not at all: a frame around JSON, in sectors of its own.
+
+use longshore_proto::{Commit, Version};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::Record;
+use crate::checkpoint::exact;
+
+/// Frames are padded to whole sectors of any known device.
+pub(super) const SECTOR: usize = 4096;
+/// Room for one frame: 1 MiB of trainer state is 2 MiB of hex, 1024 param groups are 300 KiB.
+pub(super) const RECORD_BYTES: usize = 4 * 1024 * 1024;
+const MAGIC: [u8; 8] = *b"LONGSREC";
+const FORMAT: u32 = 1;
+const HEAD: usize = 32;
+
+/// A version's record as JSON, floats to the bit.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct RecordJson {
+    pub(super) version: Version,
+    pub(super) applied: u64,
+    #[serde(with = "exact::commit")]
+    pub(super) commit: Option<Commit>,
+}
+
+impl From<&Record> for RecordJson {
+    fn from(record: &Record) -> RecordJson {
+        RecordJson { version: record.version, applied: record.applied, commit: record.commit.clone() }
+    }
+}
+
+impl From<RecordJson> for Record {
+    fn from(json: RecordJson) -> Record {
+        Record { version: json.version, applied: json.applied, commit: json.commit }
+    }
+}
+
+/// What lies where a record may be.
+#[derive(Debug)]
+pub(super) enum Found<T> {
+    /// Nothing was ever written.
+    Blank,
+    Valid(T),
+    /// Torn by a crash, or damaged since.
+    Broken(String),
+}
+
+/// CRC-64/NVME of all the bytes in order. At 8 bytes a block a missed error is out of reach, and with carry-less
+/// multiplication it is as fast as CRC-32.
+pub(super) fn crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
+    parts.into_iter().for_each(|part| digest.update(part));
+    digest.finalize()
+}
+
+/// Frame, in order: magic, format version, JSON length, checksum, zeros up to byte 32, JSON, zeros to a whole sector.
+/// The checksum covers every byte but itself, the padding too. Magic and format come first and stay where they are
+/// in every later format, so that any reader can tell what it has.
+pub(super) fn encode(body: &impl Serialize) -> Result<Vec<u8>, String> {
+    let json = serde_json::to_vec(body).map_err(|error| error.to_string())?;
+    let mut frame = vec![0; (HEAD + json.len()).next_multiple_of(SECTOR)];
+    if frame.len() > RECORD_BYTES {
+        return Err(format!("{} bytes of record", frame.len()));
+    }
+    frame[..8].copy_from_slice(&MAGIC);
+    frame[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+    frame[12..16].copy_from_slice(&(json.len() as u32).to_le_bytes());
+    frame[HEAD..HEAD + json.len()].copy_from_slice(&json);
+    let crc = checksum(&frame);
+    frame[16..24].copy_from_slice(&crc.to_le_bytes());
+    Ok(frame)
+}
+
+fn checksum(frame: &[u8]) -> u64 {
+    crc64([&frame[..16], &frame[24..]])
+}
+
+/// Reads the frame at the start of `area`.
+pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
+    let broken = |why: &str| Found::Broken(why.to_string());
+    if area.len() < SECTOR {
+        return broken("too short");
+    }
+    if area[..SECTOR].iter().all(|&byte| byte == 0) {
+        return Found::Blank;
+    }
+    if area[..8] != MAGIC {
+        return broken("no magic");
+    }
+    let word = |at: usize| u32::from_le_bytes([area[at], area[at + 1], area[at + 2], area[at + 3]]);
+    let json = word(12) as usize;
+    let Some(frame) = area.get(..(HEAD + json).next_multiple_of(SECTOR)) else { return broken("bad length") };
+    let mut stored = [0; 8];
+    stored.copy_from_slice(&frame[16..24]);
+    if checksum(frame) != u64::from_le_bytes(stored) {
+        return broken("its checksum differs");
+    }
+    if word(8) != FORMAT {
+        return Found::Broken(format!("format {}, and this program knows {FORMAT}", word(8)));
+    }
+    match serde_json::from_slice(&frame[HEAD..HEAD + json]) {
+        Ok(body) => Found::Valid(body),
+        Err(error) => Found::Broken(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flipped_bit_is_found() {
+        let body: Vec<u32> = (0..900).collect();
+        let mut frame = encode(&body).unwrap();
+        assert!(matches!(decode::<Vec<u32>>(&frame), Found::Valid(found) if found == body));
+        for bit in 0..frame.len() * 8 {
+            frame[bit / 8] ^= 1 << (bit % 8);
+            assert!(matches!(decode::<Vec<u32>>(&frame), Found::Broken(_)), "bit {bit}");
+            frame[bit / 8] ^= 1 << (bit % 8);
+        }
+        assert!(matches!(decode::<Vec<u32>>(&vec![0; SECTOR]), Found::Blank));
+    }
+}

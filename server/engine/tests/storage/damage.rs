@@ -1,0 +1,157 @@
+//! Bit rot: every kind of byte, flipped one at a time, is found before it is used.
+
+use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
+
+use longshore_engine::tier::{Storage, nvme::inspect};
+use longshore_proto::{FaultKind, Version};
+
+use super::{
+    BLOCK, Dirs, check,
+    common::Noise,
+    disk::{Disks, Image},
+    open, references, run_steps, small, started,
+};
+
+const RECORDS: u64 = 4 << 20;
+const TABLES: u64 = 4 * RECORDS;
+
+fn flip(image: &Image, at: u64, bit: u32) -> Option<Image> {
+    let mut image = image.clone();
+    let file = image.values_mut().next().unwrap();
+    file.get_mut(&(at & !4095)).map(|page| page[(at % 4096) as usize] ^= 1 << bit)?;
+    Some(image)
+}
+
+#[test]
+fn a_flipped_bit_in_a_slot_is_named_and_the_version_before_is_served() {
+    let spec = small(0);
+    let mut dirs = Dirs::new(1);
+    let disks = Disks::default();
+    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=4);
+    drop(cluster);
+    let references = references(&spec, 4);
+    let image = disks.image();
+    // Three shards of one block each, five tables of one sector each, two slots: three updates ended in slot 1.
+    let shard = 12 * BLOCK as u64;
+    let slots = TABLES + 5 * 4096;
+    let mut noise = Noise(7);
+    for slot in 0..2 {
+        for index in 0..3 {
+            let at = slots + (slot * 3 + index) * shard + noise.below(shard as usize) as u64;
+            let bit = noise.below(8) as u32;
+            let with = |at_most: Option<Version>| {
+                let disks: Arc<Disks> = Arc::new(Disks::with(flip(&image, at, bit).unwrap()));
+                Storage { disks: Some(disks), at_most, ..dirs.storage.clone() }
+            };
+            if slot == 0 {
+                assert_eq!(check(&open(&spec, &with(None)).unwrap(), &references), 4);
+                continue;
+            }
+            let fault = open(&spec, &with(None)).err().unwrap();
+            assert_eq!(fault.kind, FaultKind::Corrupt);
+            for word in ["server-0-of-1/data", &format!("shard {index}, block 0"), "version 3 is whole"] {
+                assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+            }
+            assert_eq!(check(&open(&spec, &with(Some(Version(3)))).unwrap(), &references), 3);
+        }
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_record_or_a_table_is_found() {
+    let spec = small(1);
+    let mut dirs = Dirs::new(1);
+    let disks = Disks::default();
+    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=3);
+    drop(cluster);
+    let references = references(&spec, 3);
+    let image = disks.image();
+    let reopen = |image: Image| {
+        let disks: Arc<Disks> = Arc::new(Disks::with(image));
+        open(&spec, &Storage { disks: Some(disks), ..dirs.storage.clone() })
+    };
+    let mut noise = Noise(9);
+    for _ in 0..40 {
+        // One copy of either record: the other one is taken.
+        let at = noise.below(4) as u64 * RECORDS + noise.below(600) as u64;
+        let flipped = flip(&image, at, noise.below(8) as u32).unwrap();
+        assert_eq!(check(&reopen(flipped).unwrap(), &references), 3, "byte {at}");
+        // Both copies of the newest: the version before, which is whole.
+        let both = flip(&image, 2 * RECORDS + noise.below(600) as u64, 1).unwrap();
+        let both = flip(&both, 3 * RECORDS + noise.below(600) as u64, 1).unwrap();
+        assert_eq!(check(&reopen(both).unwrap(), &references), 2);
+    }
+    let mut found = 0;
+    for table in 0..5 {
+        let flipped = flip(&image, TABLES + table * 4096 + noise.below(24) as u64, 3);
+        let Some(flipped) = flipped else { continue };
+        match reopen(flipped) {
+            Ok(cluster) => assert_eq!(check(&cluster, &references), 3),
+            Err(fault) => {
+                assert_eq!(fault.kind, FaultKind::Corrupt, "{fault}");
+                assert!(fault.value.contains("checksum table"), "{fault}");
+                found += 1;
+            }
+        }
+    }
+    // Of two state tables and three image tables one and two are the version's.
+    assert_eq!(found, 3);
+}
+
+fn flip_file(path: &Path, at: u64) {
+    let file = fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+}
+
+#[test]
+fn every_flipped_byte_of_a_header_is_found() {
+    let spec = small(0);
+    let dirs = Dirs::new(1);
+    drop(started(&spec, &dirs.storage));
+    let path = dirs.folder(0).join("header.json");
+    for at in 0..fs::metadata(&path).unwrap().len() {
+        flip_file(&path, at);
+        let fault = inspect(&dirs.folder(0)).unwrap_err();
+        assert!(fault.to_string().contains("header.json"), "byte {at}: {fault}");
+        flip_file(&path, at);
+    }
+    assert!(open(&spec, &dirs.storage).is_ok());
+}
+
+#[test]
+fn inspection_reads_everything_and_says_what_can_be_recovered() {
+    for max_delay in [0, 1] {
+        let spec = small(max_delay);
+        let dirs = Dirs::new(2);
+        let mut cluster = started(&spec, &dirs.storage);
+        run_steps(&mut cluster, 1..=3);
+        let fault = inspect(&dirs.folder(0)).unwrap_err();
+        assert!(fault.value.contains("in use by another process"), "{fault}");
+        drop(cluster);
+        for directory in 0..2 {
+            let report = inspect(&dirs.folder(directory)).unwrap();
+            assert_eq!((report.records, report.broken_records.len()), (4, 0));
+            assert_eq!(report.recoverable(), Some(Version(3)));
+            let versions: Vec<u64> = report.versions.iter().map(|version| version.version.0).collect();
+            assert_eq!(versions, [2, 3]);
+            assert!(report.versions.iter().all(|version| version.damaged.is_empty() && version.blocks > 0));
+        }
+        // The second shard's first block, in the slot of version 3.
+        let folder = dirs.folder(1);
+        let slot = u64::from(inspect(&folder).unwrap().versions[1].state_slot);
+        flip_file(&folder.join("data"), TABLES + 5 * 4096 + slot * 12 * BLOCK as u64 + 99);
+        let report = inspect(&folder).unwrap();
+        assert_eq!(report.recoverable(), Some(Version(2)));
+        assert!(
+            report.versions[1].damaged[0].contains("shard 1, block 0"),
+            "{:?}",
+            report.versions[1].damaged
+        );
+    }
+}

@@ -1,0 +1,216 @@
+//! A simulated disk: it remembers every write and flush, so that a power failure can be tried at each of them, and it
+//! fails on demand.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, mpsc},
+    thread,
+};
+
+use longshore_engine::{
+    io::{Direction, Disk, OpenDisk, Request},
+    memory::Mapping,
+};
+
+use crate::common::Noise;
+
+/// What a device writes whole even as its power fails.
+const SECTOR: usize = 512;
+
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    Write { path: PathBuf, offset: u64, bytes: Arc<Vec<u8>> },
+    Flush { path: PathBuf },
+}
+
+/// What is on a disk, sparse: by offset of 4 KiB.
+pub(crate) type Image = BTreeMap<PathBuf, BTreeMap<u64, Vec<u8>>>;
+
+#[derive(Default)]
+struct State {
+    events: Vec<Event>,
+    image: Image,
+    /// Refuse this write (counted from 1) with an error.
+    fail_write: Option<(usize, io::ErrorKind)>,
+    fail_flush: Option<usize>,
+    writes: usize,
+    flushes: usize,
+}
+
+/// All disks of a host.
+#[derive(Clone, Default)]
+pub(crate) struct Disks {
+    state: Arc<Mutex<State>>,
+}
+
+struct Simulated {
+    path: PathBuf,
+    disks: Disks,
+    queue: mpsc::Sender<Request>,
+}
+
+pub(crate) fn apply(image: &mut Image, path: &Path, offset: u64, bytes: &[u8]) {
+    let file = image.entry(path.to_path_buf()).or_default();
+    for (index, part) in bytes.chunks(4096).enumerate() {
+        let at = offset + (index * 4096) as u64;
+        assert!(at.is_multiple_of(4096) && part.len() == 4096, "unaligned write at {offset}");
+        file.insert(at, part.to_vec());
+    }
+}
+
+fn look(image: &Image, path: &Path, offset: u64, bytes: &mut [u8]) {
+    let empty = BTreeMap::new();
+    let file = image.get(path).unwrap_or(&empty);
+    for (index, part) in bytes.chunks_mut(4096).enumerate() {
+        match file.get(&(offset + (index * 4096) as u64)) {
+            Some(page) => part.copy_from_slice(page),
+            None => part.fill(0),
+        }
+    }
+}
+
+impl Disks {
+    /// A host whose disks hold this.
+    pub(crate) fn with(image: Image) -> Disks {
+        let disks = Disks::default();
+        disks.state.lock().unwrap().image = image;
+        disks
+    }
+
+    pub(crate) fn events(&self) -> Vec<Event> {
+        self.state.lock().unwrap().events.clone()
+    }
+
+    pub(crate) fn image(&self) -> Image {
+        self.state.lock().unwrap().image.clone()
+    }
+
+    pub(crate) fn fail_write(&self, after: usize, kind: io::ErrorKind) {
+        let mut state = self.state.lock().unwrap();
+        state.fail_write = Some((state.writes + after, kind));
+    }
+
+    pub(crate) fn fail_flush(&self, after: usize) {
+        let mut state = self.state.lock().unwrap();
+        state.fail_flush = Some(state.flushes + after);
+    }
+
+    fn start(&self, path: &Path) -> Arc<dyn Disk> {
+        let (queue, inbox) = mpsc::channel::<Request>();
+        let (disks, of_thread) = (self.clone(), path.to_path_buf());
+        thread::spawn(move || {
+            while let Ok(mut request) = inbox.recv() {
+                let result = disks.perform(&of_thread, &mut request);
+                (request.done)(request.buffer, result);
+            }
+        });
+        Arc::new(Simulated { path: path.to_path_buf(), disks: self.clone(), queue })
+    }
+
+    fn perform(&self, path: &Path, request: &mut Request) -> io::Result<()> {
+        for part in &request.parts {
+            let mut state = self.state.lock().unwrap();
+            let bytes = &mut request.buffer.bytes_mut()[part.range.clone()];
+            if request.direction == Direction::Read {
+                look(&state.image, path, part.offset, bytes);
+                continue;
+            }
+            state.writes += 1;
+            let writes = state.writes;
+            if let Some((_, kind)) = state.fail_write.take_if(|(at, _)| *at == writes) {
+                return Err(kind.into());
+            }
+            apply(&mut state.image, path, part.offset, bytes);
+            let bytes = Arc::new(bytes.to_vec());
+            state.events.push(Event::Write { path: path.to_path_buf(), offset: part.offset, bytes });
+        }
+        Ok(())
+    }
+}
+
+impl OpenDisk for Disks {
+    fn create(&self, path: &Path, _: u64, _: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+        self.state.lock().unwrap().image.remove(path);
+        Ok(self.start(path))
+    }
+
+    fn open(&self, path: &Path, _: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+        Ok(self.start(path))
+    }
+}
+
+impl Disk for Simulated {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn submit(&self, request: Request) {
+        self.queue.send(request).unwrap();
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let mut state = self.disks.state.lock().unwrap();
+        state.flushes += 1;
+        let flushes = state.flushes;
+        if state.fail_flush.take_if(|at| *at == flushes).is_some() {
+            return Err(io::Error::other("injected"));
+        }
+        state.events.push(Event::Flush { path: self.path.clone() });
+        Ok(())
+    }
+}
+
+/// What happens to writes that were not flushed when the power failed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Failure {
+    Lost,
+    /// Some are there and some are not, in any order.
+    Some,
+    /// Of each any of its sectors.
+    Torn,
+    Kept,
+}
+
+/// The disks, as they were before the events, after a power failure behind the first `count` of them.
+pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Failure, seed: u64) -> Image {
+    let mut noise = Noise(seed);
+    let mut image = before.clone();
+    let flushed = |index: usize, of: &Path| {
+        events[index..count].iter().any(|event| matches!(event, Event::Flush { path } if path == of))
+    };
+    let mut pending = Vec::new();
+    for (index, event) in events[..count].iter().enumerate() {
+        let Event::Write { path, offset, bytes } = event else { continue };
+        if flushed(index, path) {
+            apply(&mut image, path, *offset, bytes);
+        } else {
+            pending.push((path, *offset, bytes));
+        }
+    }
+    // Reordered: writes in flight together have no order among them.
+    for index in (1..pending.len()).rev() {
+        pending.swap(index, noise.below(index + 1));
+    }
+    for (path, offset, bytes) in pending {
+        let kept = match failure {
+            Failure::Lost => continue,
+            Failure::Kept => bytes.to_vec(),
+            Failure::Some if noise.one_in(2) => continue,
+            Failure::Some => bytes.to_vec(),
+            Failure::Torn => {
+                let mut under = vec![0; bytes.len()];
+                look(&image, path, offset, &mut under);
+                for (target, source) in under.chunks_mut(SECTOR).zip(bytes.chunks(SECTOR)) {
+                    if noise.one_in(2) {
+                        target.copy_from_slice(source);
+                    }
+                }
+                under
+            }
+        };
+        apply(&mut image, path, offset, &kept);
+    }
+    image
+}

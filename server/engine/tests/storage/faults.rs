@@ -1,0 +1,156 @@
+//! Disks that fail, fill up, vanish or belong to somebody else.
+
+use std::{fs, io::ErrorKind, sync::Arc};
+
+use longshore_engine::{
+    admission::Budget,
+    job::Job,
+    tier::{Storage, stored_jobs},
+};
+use longshore_proto::{Fault, FaultKind, Param, ServerId};
+
+use super::{Dirs, check, disk::Disks, host, open, references, run_steps, small, started, step_of};
+
+fn refused(storage: &Storage, kind: FaultKind, words: &[&str]) -> Fault {
+    let fault = open(&small(0), storage).err().unwrap();
+    assert_eq!(fault.kind, kind, "{fault}");
+    for word in words {
+        assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+    }
+    fault
+}
+
+/// Fails the store in step 2 or 3 and returns what the job says from then on.
+fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
+    let spec = small(1);
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=2);
+    fail(disks);
+    let (flats, commit) = step_of(&spec, 3);
+    cluster.push(3, &flats);
+    cluster.commit(&commit).unwrap();
+    let first = cluster.settle().unwrap_err();
+    // Whatever is asked of it, and however often: never a success.
+    for _ in 0..2 {
+        let job = &cluster.jobs[0];
+        let shard = longshore_proto::ShardId(0);
+        assert_eq!(job.figures(shard, longshore_proto::Step(4)).unwrap_err(), first);
+        assert_eq!(job.commit(cluster.incarnations[0], step_of(&spec, 4).1).unwrap_err(), first);
+        assert_eq!(job.join(longshore_proto::Rank(0), longshore_proto::Incarnation(99)).unwrap_err(), first);
+        assert_eq!(job.durable().0, 2);
+    }
+    first
+}
+
+#[test]
+fn a_failed_write_or_flush_is_the_end_of_the_store() {
+    let spec = small(1);
+    for case in 0..14 {
+        let mut dirs = Dirs::new(2);
+        let disks = Disks::default();
+        dirs.storage.disks = Some(Arc::new(disks.clone()));
+        let fault = broken(&disks, &dirs, |disks| match case {
+            0..5 => disks.fail_write(case + 1, ErrorKind::Other),
+            5..10 => disks.fail_write(2 * (case - 5) + 1, ErrorKind::StorageFull),
+            _ => disks.fail_flush(case - 9),
+        });
+        let kind = if (5..10).contains(&case) { FaultKind::Exhausted } else { FaultKind::Internal };
+        assert_eq!(fault.kind, kind, "case {case}: {fault}");
+        assert!(fault.value.contains("server-0-of-1/data"), "{fault}");
+        // A new process goes on from what was durable; a record already written may count, its flush failed alone.
+        let cluster = open(&spec, &dirs.storage).unwrap();
+        let version = check(&cluster, &references(&spec, 3));
+        assert!(version == 2 || (version == 3 && case >= 12), "case {case}: version {version}");
+    }
+}
+
+#[test]
+fn space_is_reserved_before_anything_is_kept() {
+    let mut dirs = Dirs::new(2);
+    // tmpfs refuses more than it may ever hold; the spec's bytes are what count, nothing is touched.
+    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
+    dirs.storage.dirs[1] = shm.path().to_path_buf();
+    let mut spec = small(0);
+    spec.params.push(Param { name: "huge".into(), shape: vec![3 << 30], group: 0 });
+    spec.shard_elements = 1 << 26;
+    let (budget, placement) = (Budget::new(1 << 50), super::common::cluster::placement(&spec, 1));
+    let layout = spec.validate().unwrap();
+    let need =
+        longshore_engine::admission::Need::of(&spec, &layout, &placement.owned(ServerId(0)), &dirs.storage);
+    assert!(need.disk > layout.elements() * 24 && need.state == 0 && need.buffers > 0);
+    let inputs = longshore_engine::tier::nvme::Inputs {
+        spec: &spec,
+        layout: &layout,
+        owned: &placement.owned(ServerId(0)),
+        placement: &placement,
+        server: ServerId(0),
+        storage: &Storage { buffers: 1, ..dirs.storage.clone() },
+    };
+    let fault = longshore_engine::tier::nvme::NvmeTier::open(&inputs, Box::new(|| {})).err().unwrap();
+    assert_eq!(fault.kind, FaultKind::Exhausted, "{fault}");
+    assert!(fault.value.contains("reserve space"), "{fault}");
+    for dir in &dirs.storage.dirs {
+        assert_eq!(fs::read_dir(dir).unwrap().count(), 0, "left in {}", dir.display());
+    }
+    drop(budget);
+}
+
+#[test]
+fn wrong_directories_are_named_and_left_as_they_are() {
+    let spec = small(0);
+    let mut dirs = Dirs::new(2);
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=3);
+    refused(&dirs.storage, FaultKind::Conflict, &["in use by another process", "stop the other server"]);
+    drop(cluster);
+    let found = stored_jobs(&dirs.storage.dirs);
+    assert_eq!((found.len(), found[0].spec.clone(), found[0].server), (1, spec.clone(), ServerId(0)));
+
+    // Another job under the same name.
+    let mut other = spec.clone();
+    other.params[0].shape = vec![6];
+    let fault = open(&other, &dirs.storage).err().unwrap();
+    assert_eq!(fault.kind, FaultKind::Conflict);
+    assert!(fault.to_string().contains("spec.params[0]"), "{fault}");
+
+    // A directory fewer, one too many, one that is not mounted, one swapped for an empty disk.
+    let one = Storage { dirs: dirs.storage.dirs[..1].to_vec(), ..dirs.storage.clone() };
+    refused(&one, FaultKind::Conflict, &["of another", "directories"].map(|_| "directories"));
+    let gone = dirs.storage.dirs[1].join("missing");
+    let missing = Storage { dirs: vec![dirs.storage.dirs[0].clone(), gone], ..dirs.storage.clone() };
+    refused(&missing, FaultKind::NotFound, &["missing", "mounted"]);
+    let empty = tempfile::tempdir().unwrap();
+    let swapped =
+        Storage { dirs: vec![dirs.storage.dirs[0].clone(), empty.path().into()], ..dirs.storage.clone() };
+    refused(&swapped, FaultKind::NotFound, &["mount the disk again"]);
+    assert_eq!(fs::read_dir(empty.path()).unwrap().count(), 0);
+    let read_only = Storage { dirs: vec!["/sys".into()], ..dirs.storage.clone() };
+    refused(&read_only, FaultKind::Precondition, &["/sys", "right to read and write"]);
+
+    // After all that the job is as it was, also with the directories named in another order.
+    dirs.storage.dirs.reverse();
+    let cluster = open(&spec, &dirs.storage).unwrap();
+    assert_eq!(check(&cluster, &references(&spec, 3)), 3);
+    cluster.jobs[0].discard().unwrap();
+    assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
+}
+
+/// A commit that comes before the version before it is durable would let a crash take back a decided step.
+#[test]
+fn nothing_is_decided_before_the_last_version_is_durable() {
+    let spec = small(0);
+    let dirs = Dirs::new(1);
+    let mut cluster = started(&spec, &dirs.storage);
+    let (first, commit) = step_of(&spec, 1);
+    cluster.push(1, &first);
+    cluster.commit(&commit).unwrap();
+    let job = Arc::clone(&cluster.jobs[0]);
+    let fault = job.commit(cluster.incarnations[0], step_of(&spec, 2).1).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "commit.step"));
+    assert!(fault.to_string().contains("version 0 is the newest durable"), "{fault}");
+    cluster.settle().unwrap();
+    run_steps(&mut cluster, 2..=3);
+    assert_eq!(cluster.hash(), references(&spec, 3)[3].hash());
+    let _: &Job = &job;
+    let _ = host();
+}

@@ -1,0 +1,111 @@
+//! Promise 3 on disk: whatever happens to a server or its disks, it goes on from a version that was decided, or says what
+//! is wrong with which file and changes nothing.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod crashes;
+mod damage;
+mod disk;
+mod faults;
+
+use std::{path::PathBuf, sync::Arc};
+
+use common::{
+    BLOCK,
+    cluster::{Cluster, compute},
+    commit, gradient,
+    reference::Reference,
+    spec, weights,
+};
+use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
+use longshore_proto::{Dtype, Fault, JobSpec, TierKind};
+
+/// Three shards of one and two blocks.
+fn small(max_delay: u32) -> JobSpec {
+    let mut spec = spec(&[5, 2 * BLOCK as u64 + 9], &[0, 1]);
+    (spec.tier, spec.max_delay) = (TierKind::Nvme, max_delay);
+    (spec.gradient_dtype, spec.image_dtype) = (Dtype::Bf16, Dtype::F16);
+    spec
+}
+
+/// State directories that go with the test.
+struct Dirs {
+    _roots: Vec<tempfile::TempDir>,
+    storage: Storage,
+}
+
+impl Dirs {
+    fn new(count: usize) -> Dirs {
+        let roots: Vec<_> = (0..count).map(|_| tempfile::tempdir().unwrap()).collect();
+        let dirs: Vec<PathBuf> = roots.iter().map(|root| root.path().to_path_buf()).collect();
+        Dirs { _roots: roots, storage: Storage { dirs, buffers: 2, ..Storage::default() } }
+    }
+
+    fn folder(&self, index: usize) -> PathBuf {
+        self.storage.dirs[index].join("test/server-0-of-1")
+    }
+}
+
+fn host() -> Arc<Compute> {
+    compute(1, Isa::detect())
+}
+
+fn open(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
+    Cluster::try_open(spec, 1, &host(), storage)
+}
+
+fn started(spec: &JobSpec, storage: &Storage) -> Cluster {
+    let mut cluster = open(spec, storage).unwrap();
+    cluster.join(0);
+    cluster.upload(&weights(spec, 1));
+    cluster
+}
+
+fn step_of(spec: &JobSpec, step: u64) -> (Vec<Vec<u8>>, longshore_proto::Commit) {
+    let mut commit = commit(spec, step);
+    commit.skip = step == 2;
+    commit.trainer_state = vec![step as u8; 9];
+    if spec.max_delay > 0 {
+        commit.compensation = 0.5;
+    }
+    (vec![gradient(spec, 100 + step, 1.0)], commit)
+}
+
+/// References after 0, 1, ... steps.
+fn references(spec: &JobSpec, steps: u64) -> Vec<Reference> {
+    let mut all = vec![Reference::new(spec, &weights(spec, 1))];
+    for step in 1..=steps {
+        let mut next = all[step as usize - 1].clone();
+        let (flats, commit) = step_of(spec, step);
+        next.step(&flats, &commit);
+        all.push(next);
+    }
+    all
+}
+
+fn run_steps(cluster: &mut Cluster, steps: std::ops::RangeInclusive<u64>) {
+    for step in steps {
+        let (flats, commit) = step_of(&cluster.spec.clone(), step);
+        cluster.step(&flats, &commit);
+    }
+    cluster.settle().unwrap();
+}
+
+/// The recovered version, after its state, its images and its commit were compared.
+fn check(cluster: &Cluster, references: &[Reference]) -> u64 {
+    let progress = cluster.jobs[0].progress();
+    let version = progress.version.0;
+    let reference = &references[version as usize];
+    assert_eq!(cluster.hash(), reference.hash(), "state of version {version}");
+    assert_eq!(progress.applied, reference.applied);
+    assert_eq!(progress.last_commit, (version > 0).then(|| step_of(&cluster.spec, version).1));
+    let older = version.saturating_sub(u64::from(cluster.spec.max_delay));
+    for kept in older..=version {
+        for shard in (0..cluster.layout.shards()).map(longshore_proto::ShardId) {
+            let image = cluster.image(shard, kept).unwrap().expect("recovered");
+            assert_eq!(image, cluster.part(&references[kept as usize].image, shard, 2), "image of {kept}");
+        }
+    }
+    version
+}
