@@ -42,7 +42,7 @@ impl Training for Services {
     ) -> Result<Response<v1::CommitResponse>, Status> {
         let request = request.into_inner();
         let job = request.job.clone();
-        let answer = self.commit_step(request);
+        let answer = self.commit_step(request).await;
         answer.map(Response::new).map_err(|fault| refuse("Commit", &job, fault))
     }
 
@@ -106,12 +106,16 @@ impl Services {
         Ok(v1::JoinResponse { progress: Some(convert::progress(progress)) })
     }
 
-    fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
+    /// Answers once the step is durable, whatever that means on the job's tier: rank 0 decides the next step only when
+    /// every server has answered, so that any crash leaves a version that all of them hold.
+    async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
         let commit = Commit::from_wire(request.commit)?;
         let handle = self.jobs.get(&request.job)?;
         let (step, skip) = (commit.step, commit.skip);
         let (duplicate, work) = handle.job.commit(Incarnation(request.incarnation), commit)?;
         handle.perform(work);
+        let durable = || Ok((handle.job.durable() >= step.version()).then_some(()));
+        handle.until(default_deadline(), durable, || handle.late("commit", step)).await?;
         tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
         Ok(v1::CommitResponse { duplicate })
     }
