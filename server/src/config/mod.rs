@@ -7,7 +7,7 @@ mod size;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use flags::Flags;
-pub use size::{ByteSize, SizeError};
+pub use size::{ByteSize, SizeError, available_memory};
 
 use crate::log::LogFormat;
 
@@ -59,7 +59,7 @@ impl Config {
         Config {
             listen,
             memory: size::available_memory() / 5 * 4,
-            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            threads: longshore_engine::threads::available_threads(),
             checkpoint_dir: None,
             checkpoint_on_drain: false,
             checkpoint_keep: 0,

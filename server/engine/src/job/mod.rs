@@ -99,8 +99,9 @@ impl Job {
                 error.to_string(),
             )
         };
-        let buffers = Buffers::allocate(&spec, &lengths).map_err(exhausted)?;
-        let tier = MemoryTier::allocate(&lengths, spec.rule.state_slots()).map_err(exhausted)?;
+        let buffers = Buffers::allocate(&spec, &lengths, compute.pool()).map_err(exhausted)?;
+        let slots = spec.rule.state_slots();
+        let tier = MemoryTier::allocate(&lengths, slots, compute.pool()).map_err(exhausted)?;
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
