@@ -45,6 +45,8 @@ pub use schedule::Schedule;
 pub use session::{Joined, Opened, Options, Session, StateHash};
 
 #[cfg(feature = "cli")]
+mod bench;
+#[cfg(feature = "cli")]
 pub mod cli;
 #[cfg(feature = "cli")]
 pub mod train;

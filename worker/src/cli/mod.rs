@@ -1,6 +1,7 @@
 //! The command line: what each command takes, and where it goes.
 
 mod admin;
+mod bench;
 mod client;
 mod sizes;
 mod status;
@@ -41,6 +42,9 @@ enum Command {
     Delete(admin::JobArgs),
     /// Finish the step in hand on each server and stop it
     Drain(admin::ServersArgs),
+    /// Measure this host
+    #[command(subcommand)]
+    Bench(bench::Bench),
 }
 
 impl Cli {
@@ -55,6 +59,7 @@ impl Cli {
             Command::Resume(args) => admin::resume(&args),
             Command::Delete(args) => admin::delete(&args),
             Command::Drain(args) => admin::drain(&args),
+            Command::Bench(bench) => bench.run(),
         }
     }
 }
