@@ -139,6 +139,7 @@ impl JobHandle {
 /// The compute thread: works in the order they come, what follows from one after those already waiting. So the sums of
 /// a delayed job's next step are formed between the updates of this one.
 fn perform_all(job: &Job, inbox: &mpsc::Receiver<Work>) {
+    job.compute().pool().adopt_caller();
     let mut works = VecDeque::new();
     while let Ok(work) = inbox.recv() {
         works.push_back(work);

@@ -44,8 +44,8 @@ pub use push::Assembler;
 pub use schedule::Schedule;
 pub use session::{Joined, Opened, Options, Session, StateHash};
 
-#[cfg(feature = "bench")]
-pub mod bench;
+#[cfg(feature = "cli")]
+mod bench;
 #[cfg(feature = "cli")]
 pub mod cli;
 #[cfg(feature = "cli")]

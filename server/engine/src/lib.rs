@@ -2,7 +2,7 @@
 //!
 //! Synchronous and deterministic: no tokio, no tonic, no clock in any decision. A [`Job`](job::Job) takes events
 //! (chunks, commits, pulls) and hands out [`Work`](step::Work) for a compute thread; [`step::Machine`] decides,
-//! [`kernels`] compute, a [`tier`] holds the state, [`checkpoint`] writes and reads it.
+//! [`kernels`] compute on [`threads`], a [`tier`] holds the state, [`checkpoint`] writes and reads it.
 
 pub mod admission;
 pub mod checkpoint;
@@ -11,6 +11,7 @@ pub mod job;
 pub mod kernels;
 pub mod memory;
 pub mod step;
+pub mod threads;
 pub mod tier;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -25,7 +25,7 @@ pub struct Flags {
     /// Memory for jobs, as in 512GiB [default: 80% of what is available]
     #[arg(long, env = "LONGSHORED_MEMORY", value_name = "SIZE")]
     pub memory: Option<ByteSize>,
-    /// Update threads [default: all cores]
+    /// Update threads [default: the cores this process may use, by affinity and CPU quota]
     #[arg(long, env = "LONGSHORED_THREADS", value_name = "N")]
     pub threads: Option<usize>,
     /// Folders for the state of jobs with the nvme tier, striped over all of them

@@ -7,7 +7,7 @@ mod size;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use flags::Flags;
-pub use size::{ByteSize, SizeError};
+pub use size::{ByteSize, SizeError, available_memory};
 
 use crate::log::LogFormat;
 
@@ -66,7 +66,7 @@ impl Config {
             listen,
             listen_unix: None,
             memory: size::available_memory() / 5 * 4,
-            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            threads: longshore_engine::threads::available_threads(),
             state_dirs: Vec::new(),
             resident: 0,
             checkpoint_dir: None,

@@ -53,7 +53,7 @@ impl TryFrom<String> for ByteSize {
 }
 
 /// Bytes this process may use: the smaller of the host's available memory and the cgroup's limit.
-pub(super) fn available_memory() -> u64 {
+pub fn available_memory() -> u64 {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = available.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());

@@ -1,17 +1,111 @@
-//! `longshore bench`: what this machine gives, measured through the code that trains, beside what it could give.
+//! What `longshore bench` measures and how it is told: each case beside the limit of the same machine, taken in the
+//! same round. Memory, disks and loopback of a shared host change speed by a factor of two within minutes, so a rate
+//! means something only beside a limit taken at its side.
 
-mod wire;
+mod limit;
+mod table;
+pub(crate) mod update;
+pub(crate) mod wire;
 
-use clap::Subcommand;
+pub(crate) use self::table::print;
 
-#[derive(Subcommand)]
-pub enum Bench {
-    /// Push and pull over TCP and a Unix socket, beside raw sockets with as many connections
-    Wire(wire::Args),
+/// One case: how long it and its limit took in each round.
+pub(crate) struct Measured {
+    pub(crate) bench: &'static str,
+    pub(crate) case: String,
+    pub(crate) threads: usize,
+    /// Moved by the case, and by its limit, in a round.
+    pub(crate) bytes: u64,
+    pub(crate) params: u64,
+    /// Seconds of each round.
+    pub(crate) times: Vec<f64>,
+    pub(crate) limits: Vec<f64>,
 }
 
-pub fn run(bench: Bench) -> anyhow::Result<()> {
-    match bench {
-        Bench::Wire(args) => wire::run(&args),
+impl Measured {
+    fn rate(&self, seconds: f64) -> f64 {
+        self.bytes as f64 / seconds / 1e9
+    }
+
+    pub(crate) fn gb_per_s(&self) -> f64 {
+        self.rate(median(&self.times))
+    }
+
+    pub(crate) fn min_gb_per_s(&self) -> f64 {
+        self.rate(self.times.iter().copied().fold(0.0, f64::max))
+    }
+
+    pub(crate) fn max_gb_per_s(&self) -> f64 {
+        self.rate(self.times.iter().copied().fold(f64::INFINITY, f64::min))
+    }
+
+    pub(crate) fn limit_gb_per_s(&self) -> f64 {
+        self.rate(median(&self.limits))
+    }
+
+    /// How near the case comes to its limit: the median of the rounds' ratios, each of two passes side by side.
+    pub(crate) fn fraction(&self) -> f64 {
+        let ratios: Vec<f64> =
+            self.times.iter().zip(&self.limits).map(|(time, limit)| limit / time).collect();
+        median(&ratios)
+    }
+
+    pub(crate) fn ns_per_param(&self) -> f64 {
+        median(&self.times) * 1e9 / self.params as f64
+    }
+
+    /// The keys that every bench uses.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "bench": self.bench,
+            "case": self.case,
+            "threads": self.threads,
+            "gb_per_s": self.gb_per_s(),
+            "min_gb_per_s": self.min_gb_per_s(),
+            "max_gb_per_s": self.max_gb_per_s(),
+            "limit_gb_per_s": self.limit_gb_per_s(),
+            "fraction": self.fraction(),
+            "ns_per_param": self.ns_per_param(),
+            "params": self.params,
+            "bytes": self.bytes,
+            "rounds": self.times.len(),
+        })
+    }
+}
+
+/// Of an even number, the mean of the middle two.
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => f64::NAN,
+        odd if odd % 2 == 1 => sorted[middle],
+        _ => (sorted[middle - 1] + sorted[middle]) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fraction_pairs_rounds_and_rates_use_medians() {
+        // The host halves its speed in one round: the ratio of that round stays.
+        let measured = Measured {
+            bench: "update",
+            case: "adamw".to_string(),
+            threads: 1,
+            bytes: 4_000_000_000,
+            params: 1_000_000_000,
+            times: vec![2.0, 1.0, 1.25],
+            limits: vec![1.6, 0.9, 1.0],
+        };
+        assert!((measured.fraction() - 0.8).abs() < 1e-12);
+        assert_eq!((measured.gb_per_s(), measured.ns_per_param()), (3.2, 1.25));
+        assert_eq!((measured.min_gb_per_s(), measured.max_gb_per_s()), (2.0, 4.0));
+        assert_eq!(measured.limit_gb_per_s(), 4.0);
+        assert_eq!(measured.json()["rounds"], 3);
+        assert_eq!(median(&[4.0, 1.0, 3.0, 2.0]), 2.5);
     }
 }

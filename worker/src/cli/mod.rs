@@ -1,6 +1,7 @@
 //! The command line: what each command takes, and where it goes.
 
 mod admin;
+mod bench;
 mod client;
 mod sizes;
 mod status;
@@ -39,11 +40,11 @@ enum Command {
     Resume(admin::ResumeArgs),
     /// Forget a job and free its memory; its checkpoints stay
     Delete(admin::JobArgs),
-    /// Measure this machine beside its limits
-    #[command(subcommand)]
-    Bench(crate::bench::Bench),
     /// Finish the step in hand on each server and stop it
     Drain(admin::ServersArgs),
+    /// Measure this host
+    #[command(subcommand)]
+    Bench(bench::Bench),
 }
 
 impl Cli {
@@ -57,8 +58,8 @@ impl Cli {
             Command::Restore(args) => admin::restore(&args),
             Command::Resume(args) => admin::resume(&args),
             Command::Delete(args) => admin::delete(&args),
-            Command::Bench(bench) => crate::bench::run(bench),
             Command::Drain(args) => admin::drain(&args),
+            Command::Bench(bench) => bench.run(),
         }
     }
 }

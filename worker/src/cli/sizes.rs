@@ -1,4 +1,4 @@
-//! Byte counts as people read them.
+//! Byte counts as people read them, and counts as they write them.
 
 /// Three significant digits and a binary unit: `1.50 GiB`.
 pub(crate) fn human(bytes: u64) -> String {
@@ -18,8 +18,38 @@ pub(crate) fn human(bytes: u64) -> String {
     format!("{value:.digits$} {}", UNITS[unit])
 }
 
+/// `200M`, `1.5B` or plain digits.
+pub(super) fn parse_count(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let factor = match unit.to_ascii_lowercase().as_str() {
+        "" => 1.0,
+        "k" => 1e3,
+        "m" => 1e6,
+        "b" | "g" => 1e9,
+        "t" => 1e12,
+        _ => return Err(format!("{unit:?} is not a unit: write K, M, B or T, as in 200M")),
+    };
+    let value = number.parse::<f64>().map_err(|_| format!("{text:?} is not a number, as in 200M"))? * factor;
+    if !(1.0..1e16).contains(&value) {
+        return Err(format!("{text} is not between 1 and 10000T"));
+    }
+    Ok(value as u64)
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn counts_are_read_as_written() {
+        for (text, count) in [("65536", 65536), ("200M", 200_000_000), ("1.5b", 1_500_000_000), ("4k", 4000)]
+        {
+            assert_eq!(super::parse_count(text), Ok(count));
+        }
+        for text in ["", "M", "0", "-1", "1 apple", "1e30"] {
+            assert!(super::parse_count(text).is_err(), "{text}");
+        }
+    }
+
     #[test]
     fn three_digits_and_a_unit() {
         for (bytes, text) in

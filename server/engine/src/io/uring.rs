@@ -184,7 +184,7 @@ impl Worker {
     /// A real read: some kernels and sandboxes give out a ring and refuse its operations.
     fn probe(&mut self) -> io::Result<()> {
         let slab = Slab::allocate(FILE_ALIGN as usize).map_err(|error| error.source)?;
-        let mut buffer = slab.carve(&[FILE_ALIGN as usize]).remove(0);
+        let mut buffer = slab.carve_here(&[FILE_ALIGN as usize]).remove(0);
         let fd = Fd(self.file.as_raw_fd());
         let read = opcode::Read::new(fd, buffer.bytes_mut().as_mut_ptr(), FILE_ALIGN as u32).build();
         // SAFETY: `buffer` lives until the completion below has come, and if none comes the thread does not go on.

@@ -7,6 +7,7 @@ use longshore_proto::{Dtype, JobSpec, Version};
 use crate::{
     kernels::{Figures, Gradient, ImageMut},
     memory::{AllocationError, Region, Slab},
+    threads::Pool,
 };
 
 /// By owned shard.
@@ -32,7 +33,11 @@ pub(super) struct Image {
 }
 
 impl Buffers {
-    pub(super) fn allocate(spec: &JobSpec, lengths: &[usize]) -> Result<Buffers, AllocationError> {
+    pub(super) fn allocate(
+        spec: &JobSpec,
+        lengths: &[usize],
+        pool: &Pool,
+    ) -> Result<Buffers, AllocationError> {
         let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
         let gradient = spec.gradient_dtype.bytes() as usize;
         let image = spec.image_dtype.bytes() as usize;
@@ -46,7 +51,7 @@ impl Buffers {
             }
         }
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes).into_iter();
+        let mut regions = slab.carve(&sizes, pool)?.into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let shards = lengths.iter().map(|_| {
             let images = [(); 2].map(|()| RwLock::new(Image { version: None, region: next() }));

@@ -98,16 +98,20 @@ impl Job {
         let need = Need::of(&spec, &layout, &owned, storage);
         let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
-        let buffers = Buffers::allocate(&spec, &lengths).map_err(exhausted)?;
+        let buffers = Buffers::allocate(&spec, &lengths, compute.pool()).map_err(exhausted)?;
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
         let (tier, kept): (Box<dyn Tier>, Option<Record>) = match spec.tier {
             TierKind::Shm => {
                 let remedy = "open the job with the memory or the nvme tier";
                 return Err(Fault::invalid("spec.tier", spec.tier, "memory or nvme", remedy));
             }
-            TierKind::Memory => {
-                (Box::new(MemoryTier::allocate(&lengths, spec.rule.state_slots()).map_err(exhausted)?), None)
-            }
+            TierKind::Memory => (
+                Box::new(
+                    MemoryTier::allocate(&lengths, spec.rule.state_slots(), compute.pool())
+                        .map_err(exhausted)?,
+                ),
+                None,
+            ),
             TierKind::Nvme => {
                 let (layout, owned, placement) = (&layout, &owned[..], &placement);
                 let inputs = nvme::Inputs { spec: &spec, layout, owned, placement, server, storage };

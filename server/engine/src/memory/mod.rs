@@ -1,7 +1,10 @@
 //! Buffers of exact size, huge-page backed, allocated and touched once at admission.
 
+pub(crate) mod lend;
 mod region;
 mod slab;
+mod traffic;
 
 pub use region::{Mapping, Region};
 pub use slab::{AllocationError, Slab};
+pub use traffic::Traffic;

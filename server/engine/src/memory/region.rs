@@ -84,13 +84,13 @@ impl Region {
 
 #[cfg(test)]
 mod tests {
-    use crate::memory::Slab;
+    use crate::{memory::Slab, threads::Pool};
 
     #[test]
     fn regions_are_zeroed_disjoint_and_outlive_the_slab() {
         let sizes = [4, 0, 100, 64];
         let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
-        let mut regions = slab.carve(&sizes);
+        let mut regions = slab.carve(&sizes, &Pool::new(2).unwrap()).unwrap();
         for (value, region) in regions.iter_mut().enumerate() {
             assert!(region.bytes().iter().all(|&byte| byte == 0));
             region.bytes_mut().fill(value as u8 + 1);

@@ -9,6 +9,7 @@ use crate::{
     kernels::State,
     lock,
     memory::{AllocationError, Region, Slab},
+    threads::Pool,
 };
 
 pub struct MemoryTier {
@@ -23,7 +24,12 @@ struct Shard {
 
 impl MemoryTier {
     /// `lengths`: elements of each owned shard. `state_slots`: fp32 arrays beside the master weights, 0 to 2.
-    pub fn allocate(lengths: &[usize], state_slots: usize) -> Result<MemoryTier, AllocationError> {
+    /// `pool`: what will update them.
+    pub fn allocate(
+        lengths: &[usize],
+        state_slots: usize,
+        pool: &Pool,
+    ) -> Result<MemoryTier, AllocationError> {
         let mut sizes = Vec::with_capacity(lengths.len() * 3);
         for &length in lengths {
             // A shard's arrays lie beside each other: an update walks all three at once.
@@ -31,7 +37,7 @@ impl MemoryTier {
             sizes.extend([length * 4, slot(0), slot(1)]);
         }
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes).into_iter();
+        let mut regions = slab.carve(&sizes, pool)?.into_iter();
         let mut shards = Vec::with_capacity(lengths.len());
         while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
         {

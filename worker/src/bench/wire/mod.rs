@@ -11,7 +11,7 @@ use serde_json::json;
 use self::meter::Sample;
 
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Connections of a worker to a server, and of the raw sockets
     #[arg(long, default_value_t = 2, value_name = "N")]
     connections: usize,
@@ -51,7 +51,7 @@ impl Case {
     }
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ensure!((1..=64).contains(&args.connections), "--connections must be in 1..=64");
     ensure!((1..=16384).contains(&args.megabytes), "--megabytes must be in 1..=16384");
     ensure!(args.rounds > 0, "--rounds must be at least 1");

@@ -127,7 +127,7 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let size = plan.largest();
     let slab =
         Slab::allocate(storage.buffers.max(1) * size).map_err(|error| super::internal(error, "allocated"))?;
-    let mut free = slab.carve(&vec![size; storage.buffers.max(1)]);
+    let mut free = slab.carve_here(&vec![size; storage.buffers.max(1)]);
     let mapping = free[0].mapping();
     let path = |disk: &Arc<dyn Disk>| disk.path().to_path_buf();
     let open = |path: &Path| opener.open(path, Some(&mapping)).map_err(io("open", path));

@@ -77,7 +77,7 @@ pub fn inspect(path: &Path) -> Result<Report, Fault> {
 fn inspect_disk(path: &Path, header: &Header, plan: &Plan, disk: &dyn Disk) -> Result<Report, Fault> {
     let slab =
         Slab::allocate(plan.meta_bytes()).map_err(|error| corrupt(error, "enough memory", "free some"))?;
-    let meta = Mutex::new(slab.carve(&[plan.meta_bytes()]).pop());
+    let meta = Mutex::new(slab.carve_here(&[plan.meta_bytes()]).pop());
     let records = Records::read(plan, &[disk], &[&meta], header.store)?;
     let mut versions = Vec::new();
     for stored in records.valid.values() {

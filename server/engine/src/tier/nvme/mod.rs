@@ -179,7 +179,7 @@ impl NvmeTier {
         let bytes = part.range.len();
         let exhausted = |error: crate::memory::AllocationError| internal(error, "allocated");
         let slab = Slab::allocate(bytes).map_err(exhausted)?;
-        let mut buffer = slab.carve(&[bytes]).remove(0);
+        let mut buffer = slab.carve_here(&[bytes]).remove(0);
         fill(&mut buffer);
         let disk = &self.pool.disks[self.plan().shards[owned].file];
         let parts = vec![Part { offset: part.offset, range: 0..bytes }];

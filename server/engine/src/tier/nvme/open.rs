@@ -74,13 +74,13 @@ impl Memory {
         let mut sizes = vec![plan.largest(); buffers(&resident, storage)];
         sizes.extend(vec![plan.meta_bytes(); plan.files.len()]);
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut buffers = slab.carve(&sizes);
+        let mut buffers = slab.carve_here(&sizes);
         let meta = buffers.split_off(sizes.len() - plan.files.len());
         // Apart from the buffers: those are registered with the kernel, and these may be most of the host's memory.
         let sizes: Vec<usize> =
             plan.shards.iter().zip(&resident).filter(|(_, r)| **r).map(|(p, _)| p.bytes()).collect();
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes).into_iter();
+        let mut regions = slab.carve_here(&sizes).into_iter();
         let resident =
             resident.iter().map(|&resident| if resident { regions.next() } else { None }).collect();
         Ok(Memory { buffers, resident, meta })

@@ -1,0 +1,130 @@
+//! Lends work that borrows to threads that outlive the borrow: the one thing a pool of standing threads cannot do in
+//! safe Rust. The lender does not return before the last borrower has, even when it unwinds.
+
+#![allow(unsafe_code)]
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, Thread},
+};
+
+/// Set once the lender wants its work back; the other bits count the borrowers inside.
+const RECALLED: usize = 1 << (usize::BITS - 1);
+
+type Work = dyn Fn(usize) + Sync;
+
+/// Work on loan. It may be kept for ever, and runs nothing once recalled.
+pub(crate) struct Loan {
+    work: *const Work,
+    users: AtomicUsize,
+    lender: Thread,
+}
+
+// SAFETY: the work is `Sync`, so any thread may call it; `run` sees to it that it is still alive.
+unsafe impl Send for Loan {}
+// SAFETY: as above.
+unsafe impl Sync for Loan {}
+
+/// Calls `with` with `work` on loan, and waits for all who run it before it returns.
+pub(crate) fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Arc<Loan>) -> R) -> R {
+    // SAFETY: only the lifetime changes. `Recall` outlives every use: it is dropped in this frame, inside `work`'s true
+    // lifetime, and its drop waits until `users` is 0 and will stay so.
+    let work: *const Work = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Work>(work) };
+    let recall = Recall(Arc::new(Loan { work, users: AtomicUsize::new(0), lender: thread::current() }));
+    with(&recall.0)
+}
+
+impl Loan {
+    /// Runs the work, unless it has been recalled.
+    pub(crate) fn run(&self, seat: usize) -> bool {
+        let enter = |users| (users & RECALLED == 0).then_some(users + 1);
+        if self.users.fetch_update(Ordering::Acquire, Ordering::Relaxed, enter).is_err() {
+            return false;
+        }
+        let _inside = Inside(self);
+        // SAFETY: this thread is counted and the work was not recalled, so the lender waits until `_inside` is dropped.
+        (unsafe { &*self.work })(seat);
+        true
+    }
+}
+
+struct Inside<'a>(&'a Loan);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        // Release: the lender sees what the work wrote. From here on the work may be gone; the loan is not.
+        if self.0.users.fetch_sub(1, Ordering::Release) == RECALLED + 1 {
+            self.0.lender.unpark();
+        }
+    }
+}
+
+struct Recall(Arc<Loan>);
+
+impl Drop for Recall {
+    fn drop(&mut self) {
+        let users = &self.0.users;
+        users.fetch_or(RECALLED, Ordering::Relaxed);
+        while users.load(Ordering::Acquire) != RECALLED {
+            thread::park();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        panic::{AssertUnwindSafe, catch_unwind},
+        sync::{
+            atomic::{AtomicBool, AtomicUsize, Ordering},
+            mpsc,
+        },
+        thread,
+        time::Duration,
+    };
+
+    use super::*;
+
+    /// The lender unwinds while a borrower is inside: what was lent must outlive the borrower all the same.
+    #[test]
+    fn waits_for_borrowers_even_when_unwinding() {
+        let finished = AtomicBool::new(false);
+        let (inside, entered) = mpsc::channel();
+        let work = |_: usize| {
+            inside.clone().send(()).unwrap();
+            // Long enough that a lender that did not wait would be seen.
+            thread::park_timeout(Duration::from_millis(50));
+            finished.store(true, Ordering::Relaxed);
+        };
+        let work: &(dyn Fn(usize) + Sync) = &work;
+        let mut borrower = None;
+        let unwound = catch_unwind(AssertUnwindSafe(|| {
+            lend(work, |loan| {
+                let loan = Arc::clone(loan);
+                borrower = Some(thread::spawn(move || loan.run(0)));
+                entered.recv().unwrap();
+                panic!("the lender fails");
+            })
+        }));
+        assert!(unwound.is_err());
+        assert!(finished.load(Ordering::Relaxed), "the lender came back before its borrower");
+        assert!(borrower.unwrap().join().unwrap());
+    }
+
+    #[test]
+    fn runs_nothing_once_recalled() {
+        let runs = AtomicUsize::new(0);
+        let work = |_: usize| {
+            runs.fetch_add(1, Ordering::Relaxed);
+        };
+        let kept = lend(&work, |loan| {
+            assert!(loan.run(0));
+            Arc::clone(loan)
+        });
+        assert!(!kept.run(0));
+        assert_eq!(runs.load(Ordering::Relaxed), 1);
+    }
+}

@@ -1,0 +1,109 @@
+//! Which cores this process may use, and on which NUMA node each is.
+
+use std::{fs, io, path::Path, thread};
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+/// Cores with memory of their own, in ascending order. A host without NUMA has one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Node {
+    pub(super) cores: Vec<usize>,
+}
+
+/// Threads that can run at once: cores in the affinity mask (which a cpuset narrows), and no more than a cgroup's CPU
+/// quota pays for, rounded down. The standard library looks at all three.
+pub fn available_threads() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// The nodes of the cores that the calling thread may use.
+pub(super) fn nodes() -> Vec<Node> {
+    nodes_below(Path::new("/sys/devices/system/node"), &allowed_cores())
+}
+
+/// Empty where the mask cannot be read, as on more than 1024 cores: then no thread is bound.
+fn allowed_cores() -> Vec<usize> {
+    let Ok(set) = sched_getaffinity(None) else { return Vec::new() };
+    (0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect()
+}
+
+fn nodes_below(root: &Path, allowed: &[usize]) -> Vec<Node> {
+    let names = fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let mut numbers: Vec<usize> =
+        names.filter_map(|name| name.to_str()?.strip_prefix("node")?.parse().ok()).collect();
+    numbers.sort_unstable();
+    let mut nodes: Vec<Node> = numbers
+        .into_iter()
+        .filter_map(|number| {
+            let list = fs::read_to_string(root.join(format!("node{number}/cpulist"))).ok()?;
+            let mut cores = parse_list(&list)?;
+            cores.retain(|core| allowed.contains(core));
+            // A node of memory alone, or one that this process may not use.
+            (!cores.is_empty()).then_some(Node { cores })
+        })
+        .collect();
+    let known: usize = nodes.iter().map(|node| node.cores.len()).sum();
+    if known != allowed.len() {
+        // A container without /sys, say.
+        nodes = vec![Node { cores: allowed.to_vec() }];
+    }
+    nodes
+}
+
+/// `0-3,8,10-11`, as the kernel writes sets of cores.
+fn parse_list(text: &str) -> Option<Vec<usize>> {
+    let mut cores = Vec::new();
+    for part in text.trim().split(',').filter(|part| !part.is_empty()) {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        cores.extend(first.parse::<usize>().ok()?..=last.parse().ok()?);
+    }
+    Some(cores)
+}
+
+/// Keeps the calling thread on these cores, and returns those it had.
+pub(super) fn bind(cores: &[usize]) -> io::Result<CpuSet> {
+    let before = sched_getaffinity(None)?;
+    let mut set = CpuSet::new();
+    for &core in cores.iter().filter(|&&core| core < CpuSet::MAX_CPU) {
+        set.set(core);
+    }
+    sched_setaffinity(None, &set)?;
+    Ok(before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_affinity_mask_is_the_number_of_threads() {
+        let (threads, nodes) = thread::spawn(|| {
+            bind(&allowed_cores()[..1]).unwrap();
+            (available_threads(), nodes())
+        })
+        .join()
+        .unwrap();
+        assert_eq!(threads, 1);
+        assert_eq!(nodes, [Node { cores: allowed_cores()[..1].to_vec() }]);
+    }
+
+    #[test]
+    fn nodes_are_read_as_the_kernel_writes_them() {
+        let root = tempfile::tempdir().unwrap();
+        // Out of order, with a node of memory alone and one that is not allowed.
+        for (node, list) in [(10, "4-5,12-13\n"), (0, "0-1,8-9\n"), (2, "\n"), (3, "6-7\n")] {
+            let folder = root.path().join(format!("node{node}"));
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("cpulist"), list).unwrap();
+        }
+        fs::write(root.path().join("online"), "0,2-3,10\n").unwrap();
+        let nodes = nodes_below(root.path(), &[0, 1, 4, 5, 8, 12]);
+        assert_eq!(nodes, [Node { cores: vec![0, 1, 8] }, Node { cores: vec![4, 5, 12] }]);
+    }
+
+    #[test]
+    fn without_sysfs_there_is_one_node() {
+        let nodes = nodes_below(Path::new("/nonexistent"), &[2, 3]);
+        assert_eq!(nodes, [Node { cores: vec![2, 3] }]);
+    }
+}

@@ -1,0 +1,85 @@
+//! The blocks of one call, shared out: each seat has its own run of them, and who is done helps who is not.
+
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use super::Seat;
+
+/// What is left of each seat's blocks.
+pub(super) struct Phase {
+    runs: Vec<Run>,
+    /// Seats whose blocks a seat may take over: those of its node. The caller's may take any.
+    reach: Vec<Range<usize>>,
+}
+
+/// Front in the low half, end in the high half: the owner takes from the front and helpers from the end, so that help
+/// takes the blocks that the owner would come to last. On a cache line of its own, as its owner writes it every block.
+#[repr(align(128))]
+struct Run(AtomicU64);
+
+impl Phase {
+    /// Blocks that lie beside each other go to one seat, and the same ones at every call of as many.
+    pub(super) fn new(blocks: usize, seats: &[Seat]) -> Phase {
+        assert!(u32::try_from(blocks).is_ok(), "{blocks} blocks in one call");
+        let runs = (0..seats.len()).map(|seat| {
+            let range = share(blocks, seat, seats.len());
+            Run(AtomicU64::new(range.start as u64 | (range.end as u64) << 32))
+        });
+        Phase { runs: runs.collect(), reach: seats.iter().map(|seat| seat.reach.clone()).collect() }
+    }
+
+    /// The next block for a seat: of its own run, then of another's.
+    pub(super) fn take(&self, seat: usize) -> Option<usize> {
+        self.runs[seat].front().or_else(|| {
+            let reach = self.reach[seat].clone();
+            // From the next one on, so that helpers do not all fall on the same run.
+            let others = (seat + 1..reach.end).chain(reach.start..seat);
+            others.into_iter().find_map(|other| self.runs[other].end())
+        })
+    }
+
+    pub(super) fn has_blocks_for(&self, seat: usize) -> bool {
+        self.runs[self.reach[seat].clone()].iter().any(|run| !run.is_empty())
+    }
+
+    /// Gives up what nobody has taken.
+    pub(super) fn abandon(&self) {
+        self.runs.iter().for_each(|run| run.0.store(0, Ordering::Relaxed));
+    }
+}
+
+/// A seat's part of anything that is shared out as blocks are.
+pub(super) fn share(count: usize, seat: usize, seats: usize) -> Range<usize> {
+    count * seat / seats..count * (seat + 1) / seats
+}
+
+impl Run {
+    fn front(&self) -> Option<usize> {
+        self.take(|front, end| (front, front + 1, end))
+    }
+
+    fn end(&self) -> Option<usize> {
+        self.take(|front, end| (end - 1, front, end - 1))
+    }
+
+    /// Relaxed: a block's data is handed over under the lock of its item.
+    fn take(&self, part: impl Fn(u32, u32) -> (u32, u32, u32)) -> Option<usize> {
+        let mut taken = 0;
+        let update = |run: u64| {
+            let (front, end) = (run as u32, (run >> 32) as u32);
+            (front < end).then(|| {
+                let (block, front, end) = part(front, end);
+                taken = block as usize;
+                u64::from(front) | u64::from(end) << 32
+            })
+        };
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update).ok().map(|_| taken)
+    }
+
+    fn is_empty(&self) -> bool {
+        let run = self.0.load(Ordering::Relaxed);
+        run as u32 >= (run >> 32) as u32
+    }
+}

@@ -1,0 +1,150 @@
+//! What callers rely on: order, panics, every size, several callers, and nothing done while idle.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Barrier, Condvar, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{cpus::Node, *};
+
+#[test]
+fn results_come_in_order_for_every_size_and_number_of_threads() {
+    for threads in [1, 2, 3, 5, 16] {
+        let pool = Pool::new(threads).unwrap();
+        assert_eq!(pool.threads(), threads);
+        for size in (0..70).chain([1000, 4096]) {
+            let found = pool.blocks((0..size).collect(), |item: usize| (item, item * item));
+            let expected: Vec<_> = (0..size).map(|item| (item, item * item)).collect();
+            assert_eq!(found, expected, "{size} items on {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn blocks_may_borrow_and_write() {
+    let pool = Pool::new(3).unwrap();
+    let mut values = vec![0u64; 1000];
+    pool.blocks(values.chunks_mut(7).enumerate().collect(), |(index, chunk): (usize, &mut [u64])| {
+        chunk.fill(index as u64);
+    });
+    assert!(values.iter().enumerate().all(|(at, &value)| value == at as u64 / 7));
+}
+
+#[test]
+fn a_panic_in_any_block_reaches_the_caller_and_the_pool_lives_on() {
+    let pool = Pool::new(4).unwrap();
+    for bad in [0, 31, 63] {
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            pool.blocks((0..64).collect(), |item: usize| assert_ne!(item, bad, "block {bad} is broken"))
+        }));
+        let message = *caught.unwrap_err().downcast::<String>().unwrap();
+        assert!(message.contains(&format!("block {bad} is broken")), "{message}");
+        assert_eq!(pool.blocks(vec![1, 2, 3], |item| item + 1), [2, 3, 4]);
+    }
+}
+
+/// With as many blocks as threads, all of which wait for each other, each must be on a thread of its own.
+#[test]
+fn all_threads_take_part() {
+    let pool = Pool::new(4).unwrap();
+    let barrier = Barrier::new(4);
+    let ids = pool.blocks((0..4).collect(), |_: usize| {
+        barrier.wait();
+        thread::current().id()
+    });
+    let names: BTreeSet<_> = ids.iter().map(|id| format!("{id:?}")).collect();
+    assert_eq!(names.len(), 4);
+    assert_eq!(ids[0], thread::current().id(), "the caller's seat is the first");
+}
+
+#[test]
+fn several_callers_and_calls_from_inside_a_block_do_not_wait_for_each_other() {
+    let pool = Pool::new(3).unwrap();
+    thread::scope(|scope| {
+        for caller in 0..4u64 {
+            let pool = &pool;
+            scope.spawn(move || {
+                for round in 0..200u64 {
+                    let sums = pool.blocks((0..9u64).collect(), |item| {
+                        pool.blocks(vec![item, caller, round], |part| part).iter().sum::<u64>()
+                    });
+                    let expected: Vec<u64> = (0..9).map(|item| item + caller + round).collect();
+                    assert_eq!(sums, expected);
+                }
+            });
+        }
+    });
+}
+
+/// Time on a core, of all the pool's threads.
+fn busy(threads: &[String]) -> Duration {
+    let nanos = threads.iter().map(|path| {
+        let text = fs::read_to_string(path).unwrap();
+        text.split_whitespace().next().unwrap().parse::<u64>().unwrap()
+    });
+    Duration::from_nanos(nanos.sum())
+}
+
+#[test]
+fn an_idle_pool_uses_no_processor_time() {
+    let pool = Pool::new(4).unwrap();
+    let barrier = Barrier::new(4);
+    let paths = pool.blocks((0..4).collect(), |_: usize| {
+        barrier.wait();
+        let id = rustix::thread::gettid().as_raw_nonzero();
+        format!("/proc/self/task/{id}/schedstat")
+    });
+    // Not the caller's own.
+    let paths = &paths[1..];
+    let (never, wait) = (Mutex::new(()), Condvar::new());
+    let (begun, before) = (Instant::now(), busy(paths));
+    let idle = wait.wait_timeout_while(lock(&never), Duration::from_millis(300), |()| true);
+    assert!(idle.unwrap().1.timed_out());
+    let used = busy(paths) - before;
+    assert!(used < begun.elapsed() / 100, "{used:?} of {:?} used while idle", begun.elapsed());
+}
+
+#[test]
+fn a_block_has_the_same_home_at_every_call_and_help_stays_near() {
+    let node = |cores: &[usize]| Node { cores: cores.to_vec() };
+    let nodes = [node(&[0, 1, 2, 3]), node(&[4, 5, 6, 7])];
+    let full = seats(8, &nodes);
+    assert_eq!(
+        full.iter().map(|seat| seat.cores.clone()).collect::<Vec<_>>(),
+        [[0], [1], [2], [3], [4], [5], [6], [7]]
+    );
+    assert_eq!(full[0].reach, 0..8, "the caller can finish alone");
+    assert_eq!((full[3].reach.clone(), full[4].reach.clone()), (0..4, 4..8));
+    let half = seats(4, &nodes);
+    assert_eq!((&half[1].cores, &half[2].cores), (&nodes[0].cores, &nodes[1].cores));
+    // One node: the caller is free, and so is a pool that leaves cores to others.
+    assert_eq!(seats(2, &[node(&[0, 1])])[1].cores, [1]);
+    assert!(seats(2, &nodes[..1]).iter().all(|seat| seat.cores.is_empty()));
+    assert!(seats(3, &[node(&[])]).iter().all(|seat| seat.cores.is_empty()));
+
+    let phase = Phase::new(64, &full);
+    let own: Vec<usize> = (0..8).map(|_| phase.take(5).unwrap()).collect();
+    assert_eq!(own, (40..48).collect::<Vec<_>>());
+    assert_eq!(phase.take(5), Some(55), "then the last block of the next seat");
+    let near: Vec<usize> = std::iter::from_fn(|| phase.take(5)).collect();
+    assert!(near.iter().all(|block| (32..64).contains(block)), "{near:?}");
+    assert!(!phase.has_blocks_for(5) && phase.has_blocks_for(0));
+    assert_eq!(std::iter::from_fn(|| phase.take(0)).count(), 32);
+}
+
+#[test]
+fn shares_cover_everything_once_on_one_node_and_on_several() {
+    let cores = cpus::nodes().remove(0).cores;
+    let several = [Node { cores: cores.clone() }, Node { cores }];
+    for nodes in [&several[..1], &several] {
+        let pool = Pool::on(3, nodes).unwrap();
+        let seen = Mutex::new(vec![0; 100]);
+        pool.shares(100, |range| lock(&seen)[range].iter_mut().for_each(|count| *count += 1));
+        assert_eq!(*lock(&seen), [1; 100]);
+        assert_eq!(pool.blocks((0..50).collect(), |item: usize| item), (0..50).collect::<Vec<_>>());
+    }
+}

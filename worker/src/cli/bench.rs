@@ -1,0 +1,52 @@
+//! `longshore bench`: how fast this host is, beside how fast it could be.
+
+use super::sizes::parse_count;
+use crate::bench::{self, update, wire};
+
+#[derive(clap::Subcommand)]
+pub(super) enum Bench {
+    /// The optimizer update against the memory traffic it must cause
+    ///
+    /// Every case runs beside a loop that moves the same bytes, in the same blocks and on the same threads, once with
+    /// one thread and once with all. See docs/update.md.
+    Update(UpdateArgs),
+    /// Push and pull over TCP and a Unix socket, beside raw sockets with as many connections
+    Wire(wire::Args),
+}
+
+#[derive(clap::Args)]
+pub(super) struct UpdateArgs {
+    /// Parameters, as in 200M [default: 200M, or what half of the available memory holds]
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    params: Option<u64>,
+    /// Passes over all parameters; medians are shown
+    #[arg(long, default_value_t = 9, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: u16,
+    /// Only cases whose name contains this, as in adamw/bf16
+    #[arg(long, default_value = "", value_name = "TEXT", hide_default_value = true)]
+    filter: String,
+    /// Every rule in every format on every instruction set, not AdamW alone
+    #[arg(long)]
+    all: bool,
+    /// One JSON object a case
+    #[arg(long)]
+    json: bool,
+}
+
+impl Bench {
+    pub(super) fn run(self) -> anyhow::Result<()> {
+        match self {
+            Bench::Update(args) => {
+                let settings = update::Settings {
+                    params: args.params,
+                    rounds: args.rounds.into(),
+                    filter: args.filter,
+                    all: args.all,
+                };
+                bench::print(&update::run(&settings)?, args.json);
+                Ok(())
+            }
+            Bench::Wire(args) => wire::run(&args),
+        }
+    }
+}
