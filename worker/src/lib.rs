@@ -35,7 +35,7 @@ pub mod push;
 pub mod schedule;
 pub mod session;
 
-pub use device::{Budget, CudaDevice, Device, HostDevice, Lease};
+pub use device::{Budget, CudaDevice, Device, DeviceChoice, HostDevice, Lease};
 pub use error::{Error, Result};
 pub use loss_scale::{LossScaler, LossScalerOptions};
 pub use pipeline::{Pipeline, PipelineOptions, StepOutcome, StepPlan};

@@ -7,6 +7,7 @@ use longshore_proto::{Dtype, Fault, Hyper, JobName, Rule, TierKind};
 use longshore_server::config::ByteSize;
 
 use crate::{
+    DeviceChoice,
     loss_scale::LossScalerOptions,
     train::{self, LossScale, LossScaleMode, Settings, gpt},
 };
@@ -114,7 +115,10 @@ pub(super) struct Args {
     /// Where the servers keep fp32 weights and optimizer state: memory, or nvme (their --state-dir)
     #[arg(long, default_value = "memory", help_heading = "Offloading")]
     tier: TierKind,
-    /// Device memory the model may use, as in 24GiB [default: no limit]
+    /// Where weights and gradients are while the model uses them: auto (a GPU if there is one), host, cuda or cuda:N
+    #[arg(long, default_value_t, value_name = "DEVICE", help_heading = "Offloading")]
+    device: DeviceChoice,
+    /// Device memory the model may use, as in 24GiB [default: a GPU's whole memory; no limit on the host]
     #[arg(long, value_name = "SIZE", help_heading = "Offloading")]
     device_budget: Option<ByteSize>,
     /// 2: 16-bit weights stay on the device. 3: each layer is pulled just before use [default: what fits]
@@ -209,6 +213,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         seed: args.seed,
         shard_elements: args.shard_elements,
         tier: args.tier,
+        device: args.device,
         device_budget: args.device_budget.map(|size| size.0),
         stage: args.stage,
         checkpoint_dir: args.checkpoint_dir,

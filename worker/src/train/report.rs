@@ -51,6 +51,7 @@ pub(super) struct Opening<'a> {
     pub(super) validation_bytes: usize,
     pub(super) first_step: u64,
     pub(super) stage: &'a str,
+    pub(super) device: &'a str,
 }
 
 /// What is known of a run beside its last version.
@@ -68,6 +69,7 @@ pub(super) struct Ending {
     pub(super) state_hash: String,
     pub(super) validation_loss: f32,
     pub(super) sample: String,
+    pub(super) device: String,
     pub(super) device_peak: u64,
     pub(super) device_budget: Option<u64>,
     pub(super) stage: &'static str,
@@ -109,6 +111,7 @@ impl Report {
             validation_bytes,
             first_step,
             stage,
+            device,
             ..
         } = *opening;
         if let Output::Json = self.output {
@@ -116,12 +119,13 @@ impl Report {
                 "event": "start", "job": job, "parameters": parameters, "shards": shards, "servers": servers,
                 "embedded": opening.embedded, "files": files, "train_bytes": train_bytes,
                 "validation_bytes": validation_bytes, "first_step": first_step, "steps": self.steps, "stage": stage,
+                "device": device,
             }));
             return;
         }
         let place = if opening.embedded { "an embedded server".to_string() } else { servers.join(", ") };
         self.line(&format!(
-            "job {job}: {:.2} M parameters in {shards} shards on {place}, {stage}",
+            "job {job}: {:.2} M parameters in {shards} shards on {place}, {stage} ({device})",
             parameters as f64 / 1e6
         ));
         self.line(&format!(
@@ -230,7 +234,7 @@ impl Report {
                 "validation_loss": ending.validation_loss, "first_validation_loss": ending.around.first_loss,
                 "sample": ending.sample, "steps": self.done, "skipped": self.skipped,
                 "seconds": self.started.elapsed().as_secs_f64(), "step_ms": step_ms, "exposed_ms": exposed_ms,
-                "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
+                "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
                 "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
                 "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
             }));
@@ -263,7 +267,8 @@ impl Report {
         ));
         self.line("where the bytes lived");
         self.line(&format!(
-            "  device          peak {}, {budget}, {}",
+            "  device          {}: peak {}, {budget}, {}",
+            ending.device,
             human(ending.device_peak),
             ending.stage
         ));

@@ -9,6 +9,7 @@ use longshore_proto::{
 
 use super::gpt::{Config, Gpt, Group};
 use crate::{
+    device::DeviceChoice,
     loss_scale::{LossScaler, LossScalerOptions},
     schedule::Schedule,
 };
@@ -45,6 +46,7 @@ pub struct Settings {
     pub shard_elements: Option<u64>,
     /// Where the servers keep the state.
     pub tier: TierKind,
+    pub device: DeviceChoice,
     pub device_budget: Option<u64>,
     pub stage: Option<u32>,
     pub checkpoint_dir: Option<PathBuf>,
@@ -117,11 +119,13 @@ impl Settings {
         }
     }
 
-    /// An evaluation reads the newest version, so a delayed run drains before it.
+    /// An evaluation and the end read the newest version, so a delayed run drains before them.
     pub fn schedule(&self) -> Schedule {
+        let (every, last) = (self.eval_every, self.steps);
         match self.delay {
             0 => Schedule::exact(),
-            _ => Schedule::delayed(self.delay_warmup_steps).draining_every(self.eval_every),
+            _ => Schedule::delayed(self.delay_warmup_steps)
+                .draining_when(move |step| step.0 == last || every > 0 && step.0.is_multiple_of(every)),
         }
     }
 
