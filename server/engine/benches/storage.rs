@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use longshore_engine::{
     io::Engine,
+    threads::{Pool, available_threads},
     tier::{Durability, Storage, nvme::bench},
 };
 use longshore_proto::{Dtype, JobName, JobSpec, Param, Rule, TierKind};
@@ -32,6 +33,7 @@ fn main() {
     let spec = spec(millions * 1_000_000);
     let dirs: Vec<PathBuf> = vec![root.path().to_path_buf()];
     let state = millions * 12_000_000;
+    let pool = Pool::new(available_threads()).unwrap();
     for (engine, durability, resident) in [
         (Engine::Auto, Durability::EachVersion, 0),
         (Engine::Threads, Durability::EachVersion, 0),
@@ -43,11 +45,11 @@ fn main() {
         let resident_bytes = state * resident / 10;
         let storage =
             Storage { dirs: dirs.clone(), engine, durability, resident_bytes, ..Storage::default() };
-        let mut rounds = bench(&spec, &storage, 5).unwrap();
+        let mut rounds = bench(&spec, &storage, &pool, 5).unwrap();
         rounds.sort_by(|a, b| a.fraction().total_cmp(&b.fraction()));
         let median = rounds[rounds.len() / 2];
         println!(
-            "{engine:?}, {durability:?}, resident 0.{resident}: bare {:.2} GB/s, store {:.2} GB/s, fraction {:.2} \
+            "{engine:?}, {durability:?}, resident {resident}/10: bare {:.2} GB/s, store {:.2} GB/s, fraction {:.2} \
              [{:.2}..{:.2}], step {:.3} s, {:.2} GB moved",
             median.raw_gb_per_second(),
             median.step_gb_per_second(),

@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex};
 
 use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
 
-use crate::tier::{Storage, nvme};
+use crate::tier::{Storage, nvme, shm};
 
 /// Bytes of each kind that a job's shards take on one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
     /// fp32 master weights and optimizer state in DRAM: all of it, or what an `nvme` job keeps resident.
     pub state: u64,
-    /// Buffers between DRAM and disk.
+    /// Buffers between DRAM and disk; with tier `shm` the copies of blocks being updated.
     pub buffers: u64,
     /// Two 16-bit (or fp32) images by version parity.
     pub images: u64,
@@ -29,7 +29,9 @@ impl Need {
         let slots = spec.gradient_slots() as u64;
         let state = elements * 4 * (1 + spec.rule.state_slots() as u64);
         let (buffers, state, disk) = match spec.tier {
-            TierKind::Memory | TierKind::Shm => (0, state, 0),
+            TierKind::Memory => (0, state, 0),
+            // A tmpfs is DRAM.
+            TierKind::Shm => (shm::overhead(spec, layout, owned), state, 0),
             TierKind::Nvme => nvme::need(spec, layout, owned, storage),
         };
         Need {

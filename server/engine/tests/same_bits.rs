@@ -159,26 +159,44 @@ impl<'a> Traffic<'a> {
 
     fn go(&mut self) {
         let steps = self.run.commits.len() as u64;
-        let ahead = u64::from(self.run.spec.max_delay) + 1;
         let mut turns = 0;
         while self.decided < steps {
             turns += 1;
             assert!(turns < 1_000_000, "stuck: {:?}", self.cluster.jobs[0].waiting_for());
-            if self.pushed_to < (self.decided + ahead).min(steps) {
-                self.produce();
-            }
-            match self.noise.below(12) {
-                0..6 => self.send(),
-                6 => self.resend(),
-                7..10 => {
-                    let server = self.noise.below(self.cluster.jobs.len());
-                    self.cluster.work_once(server);
-                }
-                10 => self.pull(),
-                _ => self.decide(),
-            }
+            self.turn(steps);
         }
         self.cluster.work();
+    }
+
+    fn turn(&mut self, steps: u64) {
+        let ahead = u64::from(self.run.spec.max_delay) + 1;
+        if self.pushed_to < (self.decided + ahead).min(steps) {
+            self.produce();
+        }
+        match self.noise.below(12) {
+            0..6 => self.send(),
+            6 => self.resend(),
+            7..10 => {
+                let server = self.noise.below(self.cluster.jobs.len());
+                self.cluster.work_once(server);
+            }
+            10 => self.pull(),
+            _ => self.decide(),
+        }
+    }
+
+    /// Servers that died where they stood. Workers send again what is not decided.
+    fn restart(mut self, storage: &Storage) -> Traffic<'a> {
+        let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
+        drop(std::mem::take(&mut self.cluster.jobs));
+        let mut cluster = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), storage).unwrap();
+        (0..spec.world_size).for_each(|rank| cluster.join(rank));
+        for job in &cluster.jobs {
+            assert_eq!(job.progress().version.0, self.decided);
+        }
+        self.pending.clear();
+        self.stored.clear();
+        Traffic { cluster, pushed_to: self.decided, ..self }
     }
 
     /// Servers that died once all was durable, and others that went on from their state.
@@ -297,6 +315,28 @@ proptest! {
             traffic.go();
             traffic.check();
         }
+    }
+
+    /// A server killed at any point of its work, with steps decided and not updated, goes on from its tmpfs.
+    #[test]
+    fn restarts_give_the_reference_bits(
+        seed in any::<u64>(),
+        rule in prop::sample::select(Rule::ALL.to_vec()),
+        delay in 0u32..2,
+        steps in 2u64..6,
+    ) {
+        let run = Run::random(seed, rule, delay, steps);
+        let root = tempfile::tempdir_in("/dev/shm").unwrap();
+        let storage = Storage { shm_dir: Some(root.path().into()), ..Storage::default() };
+        let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Shm, &storage);
+        while traffic.decided < steps {
+            // Enough for a step now and then: what is not decided has to be sent again.
+            let turns = traffic.noise.below(800);
+            (0..turns).for_each(|_| traffic.turn(steps));
+            traffic = traffic.restart(&storage);
+        }
+        traffic.cluster.work();
+        traffic.check();
     }
 
     /// And so does every way to store the state, also after all servers have died.

@@ -33,25 +33,35 @@ pub(super) struct Image {
 }
 
 impl Buffers {
-    pub(super) fn allocate(
-        spec: &JobSpec,
-        lengths: &[usize],
-        pool: &Pool,
-    ) -> Result<Buffers, AllocationError> {
-        let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
+    /// What `over` needs.
+    pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
+        Slab::bytes_for(Buffers::sizes(spec, lengths))
+    }
+
+    fn sizes(spec: &JobSpec, lengths: &[usize]) -> Vec<usize> {
         let gradient = spec.gradient_dtype.bytes() as usize;
         let image = spec.image_dtype.bytes() as usize;
         let sum = if spec.accumulates() { 4 } else { 0 };
         let mut sizes = Vec::new();
         for &length in lengths {
             sizes.extend([length * image; 2]);
-            for _ in 0..slots {
-                sizes.extend(vec![length * gradient; ranks]);
+            for _ in 0..spec.gradient_slots() {
+                sizes.extend(vec![length * gradient; spec.world_size as usize]);
                 sizes.push(length * sum);
             }
         }
-        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes, pool)?.into_iter();
+        sizes
+    }
+
+    /// `pool`: what will work on them.
+    pub(super) fn over(
+        slab: Slab,
+        spec: &JobSpec,
+        lengths: &[usize],
+        pool: &Pool,
+    ) -> Result<Buffers, AllocationError> {
+        let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
+        let mut regions = slab.carve(&Buffers::sizes(spec, lengths), pool)?.into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let shards = lengths.iter().map(|_| {
             let images = [(); 2].map(|()| RwLock::new(Image { version: None, region: next() }));

@@ -7,7 +7,7 @@ use crate::{
     kernels::{State, cast},
     lock,
     step::Refusal,
-    tier::{ImageAge, Record},
+    tier::{ImageAge, Record, shm},
 };
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
@@ -262,6 +262,28 @@ impl Job {
         lock(&self.load).finish();
         lock(&self.machine).loaded(version, applied, commit)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
+        Ok(())
+    }
+
+    /// Goes on from a process that was killed at any instant: what it had decided is updated to the end from the
+    /// contributions it had.
+    pub(super) fn resume_updates(&self, kept: shm::Kept) -> Result<(), Fault> {
+        for (buffers, shard) in self.buffers.shards.iter().zip(&kept.shards) {
+            let image = |version: Version| {
+                let image = &buffers.images[version.0 as usize % 2];
+                image.write().unwrap_or_else(|poison| poison.into_inner()).version = Some(version);
+            };
+            image(shard.version);
+            if shard.older_image {
+                image(Version(shard.version.0 - 1));
+            }
+        }
+        lock(&self.load).finish();
+        let versions: Vec<Version> = kept.shards.iter().map(|shard| shard.version).collect();
+        let work = lock(&self.machine).resume_updates(kept.records, &versions)?;
+        let version = lock(&self.machine).version();
+        tracing::info!(job = %self.spec.name, %version, unfinished = work.len(), "recovered");
+        *lock(&self.unfinished) = work;
         Ok(())
     }
 }

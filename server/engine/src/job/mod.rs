@@ -34,12 +34,20 @@ use self::{buffers::Buffers, load::Load, snapshot::Snapshot};
 use crate::{
     admission::{Budget, Need, Reservation},
     lock,
+    memory::Slab,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
-    tier::{MemoryTier, Record, Storage, Tier, nvme},
+    tier::{MemoryTier, Record, Storage, Tier, nvme, shm},
 };
 
 /// Called after every change that somebody may wait for.
 pub type Observer = Box<dyn Fn() + Send + Sync>;
+
+/// What a tier has kept of the job.
+enum Kept {
+    Nothing,
+    Nvme(Record),
+    Shm(shm::Kept),
+}
 
 /// Wakes everyone who waits for the job to move.
 struct Signal {
@@ -74,6 +82,8 @@ pub struct Job {
     pulled_bytes: AtomicU64,
     reservation: Reservation,
     disk_bytes: u64,
+    /// Of decided steps, when the server before died.
+    unfinished: Mutex<Vec<Work>>,
 }
 
 impl Job {
@@ -98,28 +108,34 @@ impl Job {
         let need = Need::of(&spec, &layout, &owned, storage);
         let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
-        let buffers = Buffers::allocate(&spec, &lengths, compute.pool()).map_err(exhausted)?;
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
-        let (tier, kept): (Box<dyn Tier>, Option<Record>) = match spec.tier {
-            TierKind::Shm => {
-                let remedy = "open the job with the memory or the nvme tier";
-                return Err(Fault::invalid("spec.tier", spec.tier, "memory or nvme", remedy));
+        let bytes = Buffers::bytes(&spec, &lengths);
+        let place = (&spec, &layout, &owned[..], &placement, server, storage);
+        let (tier, slab, kept): (Box<dyn Tier>, Slab, Kept) = match spec.tier {
+            TierKind::Memory => {
+                let slab = Slab::allocate(bytes).map_err(exhausted)?;
+                let tier = MemoryTier::allocate(&lengths, spec.rule.state_slots(), compute.pool())
+                    .map_err(exhausted)?;
+                (Box::new(tier), slab, Kept::Nothing)
             }
-            TierKind::Memory => (
-                Box::new(
-                    MemoryTier::allocate(&lengths, spec.rule.state_slots(), compute.pool())
-                        .map_err(exhausted)?,
-                ),
-                None,
-            ),
+            TierKind::Shm => {
+                let (spec, layout, owned, placement, server, storage) = place;
+                let pool = compute.pool();
+                let inputs =
+                    shm::Inputs { spec, layout, owned, placement, server, storage, buffers: bytes, pool };
+                let (tier, slab, kept) = shm::ShmTier::open(&inputs)?;
+                (Box::new(tier), slab, kept.map_or(Kept::Nothing, Kept::Shm))
+            }
             TierKind::Nvme => {
-                let (layout, owned, placement) = (&layout, &owned[..], &placement);
-                let inputs = nvme::Inputs { spec: &spec, layout, owned, placement, server, storage };
+                let (spec, layout, owned, placement, server, storage) = place;
+                let inputs = nvme::Inputs { spec, layout, owned, placement, server, storage };
+                let slab = Slab::allocate(bytes).map_err(exhausted)?;
                 let waker = Arc::clone(&signal);
                 let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
-                (Box::new(tier), kept)
+                (Box::new(tier), slab, kept.map_or(Kept::Nothing, Kept::Nvme))
             }
         };
+        let buffers = Buffers::over(slab, &spec, &lengths, compute.pool()).map_err(exhausted)?;
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
@@ -141,9 +157,12 @@ impl Job {
             pulled_bytes: AtomicU64::new(0),
             reservation,
             disk_bytes: need.disk,
+            unfinished: Mutex::default(),
         };
-        if let Some(record) = kept {
-            job.recover(record)?;
+        match kept {
+            Kept::Nothing => {}
+            Kept::Nvme(record) => job.recover(record)?,
+            Kept::Shm(kept) => job.resume_updates(kept)?,
         }
         Ok(job)
     }
@@ -183,6 +202,11 @@ impl Job {
     pub fn durable(&self) -> Version {
         let version = lock(&self.machine).version();
         self.tier.durable().map_or(version, |durable| durable.min(version))
+    }
+
+    /// Updates that were decided before the server died, and not done. To be performed before any other work.
+    pub fn take_unfinished(&self) -> Vec<Work> {
+        std::mem::take(&mut *lock(&self.unfinished))
     }
 
     /// Removes what the tier keeps of the job: it is deleted. Nothing may be asked of it after.

@@ -5,6 +5,6 @@ mod region;
 mod slab;
 mod traffic;
 
-pub use region::{Mapping, Region};
+pub use region::{Mapping, Region, Words};
 pub use slab::{AllocationError, Slab};
 pub use traffic::Traffic;

@@ -14,6 +14,7 @@ use super::{
     refusal::Refusal,
     shard::{Place, ShardProgress},
 };
+use crate::tier::Record;
 
 /// Commits kept for ranks that ask late. A rank is at most two steps behind while it is alive; one that joins again
 /// needs the last one only.
@@ -138,6 +139,32 @@ impl Machine {
             shard.version = version;
         }
         Ok(())
+    }
+
+    /// After a restart, with state and contributions as they were: the last decided steps, oldest first, and the version
+    /// each shard has reached. Returns the updates that remain.
+    pub fn resume_updates(
+        &mut self,
+        records: Vec<Record>,
+        reached: &[Version],
+    ) -> Result<Vec<Work>, Refusal> {
+        self.check_loading()?;
+        self.phase = Phase::Training;
+        for Record { version, applied, commit } in records {
+            (self.version, self.applied) = (version, applied);
+            self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale: None }));
+        }
+        let oldest = reached.iter().min().map_or(self.version.0, |version| version.0);
+        for (shard, &version) in self.shards.iter_mut().zip(reached) {
+            shard.version = version;
+            for step in (version.0 + 1..=self.version.0).map(Step) {
+                let slot = shard.slot_mut(step);
+                (slot.step, slot.complete) = (Some(step), true);
+            }
+        }
+        let first = |step: Step| self.shards.iter().position(|shard| shard.version < step.version());
+        let steps = (oldest + 1..=self.version.0).map(Step);
+        Ok(steps.filter_map(|step| first(step).map(|owned| Work::Update { owned, step })).collect())
     }
 
     pub fn check_loading(&self) -> Result<(), Refusal> {

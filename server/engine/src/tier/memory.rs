@@ -24,20 +24,28 @@ struct Shard {
 
 impl MemoryTier {
     /// `lengths`: elements of each owned shard. `state_slots`: fp32 arrays beside the master weights, 0 to 2.
-    /// `pool`: what will update them.
     pub fn allocate(
         lengths: &[usize],
         state_slots: usize,
         pool: &Pool,
     ) -> Result<MemoryTier, AllocationError> {
-        let mut sizes = Vec::with_capacity(lengths.len() * 3);
-        for &length in lengths {
-            // A shard's arrays lie beside each other: an update walks all three at once.
-            let slot = |index: usize| if index < state_slots { length * 4 } else { 0 };
-            sizes.extend([length * 4, slot(0), slot(1)]);
-        }
-        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes, pool)?.into_iter();
+        let slab = Slab::allocate(MemoryTier::bytes(lengths, state_slots))?;
+        MemoryTier::over(slab, lengths, state_slots, pool)
+    }
+
+    /// What `over` needs.
+    pub(super) fn bytes(lengths: &[usize], state_slots: usize) -> usize {
+        Slab::bytes_for(sizes(lengths, state_slots))
+    }
+
+    /// `pool`: what will update them.
+    pub(super) fn over(
+        slab: Slab,
+        lengths: &[usize],
+        state_slots: usize,
+        pool: &Pool,
+    ) -> Result<MemoryTier, AllocationError> {
+        let mut regions = slab.carve(&sizes(lengths, state_slots), pool)?.into_iter();
         let mut shards = Vec::with_capacity(lengths.len());
         while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
         {
@@ -45,6 +53,12 @@ impl MemoryTier {
         }
         Ok(MemoryTier { shards })
     }
+}
+
+/// A shard's arrays lie beside each other: an update walks all three at once.
+fn sizes(lengths: &[usize], state_slots: usize) -> Vec<usize> {
+    let slot = |index: usize, length: usize| if index < state_slots { length * 4 } else { 0 };
+    lengths.iter().flat_map(|&length| [length * 4, slot(0, length), slot(1, length)]).collect()
 }
 
 impl Tier for MemoryTier {

@@ -5,6 +5,7 @@ mod folder;
 mod memory;
 pub mod nvme;
 mod record;
+pub mod shm;
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -23,6 +24,8 @@ use crate::{
 pub struct Storage {
     /// Each job gets a folder in each of them; its shards are striped over all.
     pub dirs: Vec<PathBuf>,
+    /// Folder of a tmpfs for jobs with tier `shm`.
+    pub shm_dir: Option<PathBuf>,
     pub engine: Engine,
     /// In place of files; for tests.
     pub disks: Option<Arc<dyn OpenDisk>>,
@@ -50,6 +53,7 @@ impl Default for Storage {
     fn default() -> Storage {
         Storage {
             dirs: Vec::new(),
+            shm_dir: None,
             engine: Engine::Auto,
             disks: None,
             resident_bytes: 0,

@@ -71,7 +71,7 @@ impl Cluster {
             job.map(Arc::new)
         };
         let jobs = (0..servers).map(open).collect::<Result<Vec<_>, Fault>>()?;
-        let works = vec![VecDeque::new(); servers];
+        let works = jobs.iter().map(|job: &Arc<Job>| VecDeque::from(job.take_unfinished())).collect();
         let incarnations = vec![Incarnation(0); spec.world_size as usize];
         Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, incarnations })
     }
