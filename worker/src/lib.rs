@@ -49,4 +49,6 @@ mod bench;
 #[cfg(feature = "cli")]
 pub mod cli;
 #[cfg(feature = "cli")]
+mod export;
+#[cfg(feature = "cli")]
 pub mod train;

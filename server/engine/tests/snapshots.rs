@@ -225,3 +225,46 @@ fn an_update_waits_for_the_visit_of_a_slow_snapshot() {
     assert!(visits == initial, "the snapshot holds more than version 0");
     assert_eq!(cluster.hash(), reference.hash());
 }
+
+/// Servers are asked for a version before it is decided, so that all give the same.
+#[test]
+fn a_snapshot_of_a_version_to_come_waits_for_it() {
+    let mut spec = small(0);
+    spec.world_size = 1;
+    let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
+    let mut reference = Reference::new(&spec, &initial);
+    let mut cluster = Cluster::started(&spec, 1, &initial);
+    let job = cluster.jobs[0].clone();
+    let hashes = Arc::new(Mutex::new(BTreeMap::new()));
+    let (entered, first_shard) = channel();
+    let capture = {
+        let (job, hashes) = (job.clone(), hashes.clone());
+        move |_: usize, captured: Captured<'_>| {
+            hashes.lock().unwrap().extend(job.hash_blocks(&captured));
+            entered.send(()).unwrap();
+            Ok(())
+        }
+    };
+    let mut step = |step: u64| {
+        cluster.step(&flats, &commit(&spec, step));
+        reference.step(&flats, &commit(&spec, step));
+        reference.hash()
+    };
+    let info = thread::scope(|scope| {
+        let asked = scope.spawn(|| job.snapshot(Some(Version(2)), soon(), Box::new(capture)).unwrap());
+        step(1);
+        assert!(first_shard.try_recv().is_err(), "version 1 was visited");
+        let expected = step(2);
+        first_shard.recv_timeout(Duration::from_secs(20)).unwrap();
+        step(3);
+        let info = asked.join().unwrap();
+        let found = state_hash(info.version, info.applied, hashes.lock().unwrap().values());
+        assert_eq!(found, expected);
+        info
+    });
+    assert_eq!((info.version.0, info.applied, info.commit.unwrap().step.0), (2, 2, 2));
+    let late = job.snapshot(Some(Version(2)), soon(), Box::new(|_, _| Ok(()))).unwrap_err();
+    assert_eq!((late.field.as_str(), late.value.as_str()), ("version", "2"));
+    let never = job.snapshot(Some(Version(4)), Instant::now(), Box::new(|_, _| Ok(()))).unwrap_err();
+    assert_eq!(never.kind, longshore_proto::FaultKind::Deadline);
+}

@@ -14,9 +14,10 @@ use longshore_proto::{
         v1::{self, admin_server::Admin},
     },
 };
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, refuse};
+use super::{Services, blocking, convert, export, refuse};
 use crate::jobs::JobHandle;
 
 /// Longest time a snapshot waits for updates already decided.
@@ -80,6 +81,18 @@ impl Admin for Services {
         let request = request.into_inner();
         let answer = self.restore_job(&request).await;
         answer.map(Response::new).map_err(|fault| refuse("Restore", &request.job, fault))
+    }
+
+    type ExportStream = ReceiverStream<Result<v1::ExportResponse, Status>>;
+
+    async fn export(
+        &self,
+        request: Request<v1::ExportRequest>,
+    ) -> Result<Response<Self::ExportStream>, Status> {
+        let request = request.into_inner();
+        let job = request.job.clone();
+        let messages = export::start(self, request).map_err(|fault| refuse("Export", &job, fault))?;
+        Ok(Response::new(ReceiverStream::new(messages)))
     }
 
     async fn resume(

@@ -2,6 +2,7 @@
 
 mod admin;
 mod convert;
+mod export;
 mod pull;
 mod push;
 mod recycle;

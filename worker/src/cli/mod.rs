@@ -3,13 +3,14 @@
 mod admin;
 mod bench;
 mod client;
+mod export;
 mod sizes;
 mod status;
 mod train;
 
 use clap::{Parser, Subcommand};
 
-pub(crate) use self::{admin::checkpoint_name, sizes::human};
+pub(crate) use self::{admin::checkpoint_name, client::Servers, sizes::human};
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]
@@ -36,6 +37,8 @@ enum Command {
     Checkpoints(admin::JobArgs),
     /// Fill a job that waits for weights from a checkpoint
     Restore(admin::CheckpointArgs),
+    /// Write a job's weights as Hugging Face style safetensors, while training goes on
+    Export(export::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
     /// Forget a job and free its memory; its checkpoints stay
@@ -56,6 +59,7 @@ impl Cli {
             Command::Checkpoint(args) => admin::checkpoint(&args),
             Command::Checkpoints(args) => admin::checkpoints(&args),
             Command::Restore(args) => admin::restore(&args),
+            Command::Export(args) => export::run(&args),
             Command::Resume(args) => admin::resume(&args),
             Command::Delete(args) => admin::delete(&args),
             Command::Drain(args) => admin::drain(&args),

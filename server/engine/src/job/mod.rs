@@ -5,6 +5,7 @@
 
 mod buffers;
 mod compute;
+mod export;
 mod load;
 mod read;
 mod receive;
@@ -25,6 +26,7 @@ use longshore_proto::{
 };
 
 pub use compute::Compute;
+pub use export::Exported;
 pub use load::{LoadedShard, StoredImages};
 pub use read::ImageRead;
 pub use receive::{Admitted, Stored, Writing, check_sum};
@@ -287,6 +289,7 @@ impl Job {
         let work = machine.commit(incarnation, commit)?;
         let duplicate = machine.version() == before;
         if !duplicate {
+            self.tell_snapshots(&machine);
             // Under the lock: nobody may learn of the decision before the tier has it.
             self.record_of(&machine, step, |record| self.tier.decide(record))?;
             if self.owned.is_empty() {
