@@ -4,13 +4,18 @@ mod admin;
 mod bench;
 mod client;
 mod export;
+mod inspect;
 mod sizes;
 mod status;
 mod train;
 
 use clap::{Parser, Subcommand};
 
-pub(crate) use self::{admin::checkpoint_name, client::Servers, sizes::human};
+pub(crate) use self::{
+    admin::checkpoint_name,
+    client::Servers,
+    sizes::{human, parse_count},
+};
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]
@@ -45,6 +50,8 @@ enum Command {
     Delete(admin::JobArgs),
     /// Finish the step in hand on each server and stop it
     Drain(admin::ServersArgs),
+    /// Show what a state directory holds, and verify all of it; no server may be using it
+    Inspect(inspect::Args),
     /// Measure this host
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -60,6 +67,7 @@ impl Cli {
             Command::Checkpoints(args) => admin::checkpoints(&args),
             Command::Restore(args) => admin::restore(&args),
             Command::Export(args) => export::run(&args),
+            Command::Inspect(args) => inspect::run(&args),
             Command::Resume(args) => admin::resume(&args),
             Command::Delete(args) => admin::delete(&args),
             Command::Drain(args) => admin::drain(&args),

@@ -2,6 +2,7 @@
 
 mod fault;
 mod folder;
+pub mod inspect;
 mod memory;
 pub mod nvme;
 mod record;

@@ -6,7 +6,7 @@
 
 use std::{
     fs::{File, OpenOptions},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::Path,
     sync::{
         Condvar, Mutex, PoisonError,
@@ -424,4 +424,19 @@ fn map_file(path: &Path, bytes: usize, create: bool) -> Result<Slab, Fault> {
         ));
     }
     Slab::over_file(&file, bytes).map_err(|error| io("reserve", path)(error.source))
+}
+
+/// The records of a `progress` file: whole ones, and why others are not.
+pub(super) fn records_of(file: &File, path: &Path) -> Result<Vec<Result<Record, String>>, Fault> {
+    let mut area = vec![0; RECORD_BYTES];
+    let mut records = Vec::new();
+    for parity in 0..2 {
+        file.read_exact_at(&mut area, parity * RECORD_BYTES as u64).map_err(io("read", path))?;
+        match decode::<RecordJson>(&area) {
+            Found::Blank => {}
+            Found::Valid(json) => records.push(Ok(json.into())),
+            Found::Broken(why) => records.push(Err(why)),
+        }
+    }
+    Ok(records)
 }

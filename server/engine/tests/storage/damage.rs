@@ -2,7 +2,7 @@
 
 use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
 
-use longshore_engine::tier::{Storage, nvme::inspect};
+use longshore_engine::tier::{Storage, inspect::inspect};
 use longshore_proto::{FaultKind, Version};
 
 use super::{

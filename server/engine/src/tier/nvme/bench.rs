@@ -7,6 +7,7 @@ use std::{
 };
 
 use longshore_proto::{Commit, Fault, JobSpec, Placement, ServerId, Step, Version};
+use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     super::{Durability, Record, Storage, Tier, Turn, fault::io},
@@ -27,8 +28,17 @@ pub struct StorageFigures {
     /// Read and written in one step.
     pub bytes: u64,
     pub raw_seconds: f64,
+    /// Of CPU, all threads together.
+    pub raw_cpu_seconds: f64,
     /// Of one step of the store, the flushes and the records included.
     pub step_seconds: f64,
+    pub step_cpu_seconds: f64,
+}
+
+/// CPU time of this process so far.
+fn cpu_seconds() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 impl StorageFigures {
@@ -81,16 +91,27 @@ fn run(
     let mut figures = Vec::new();
     // Two steps first: blocks that were reserved and never written cost the file system more.
     for version in 1..=rounds + 2 {
-        let from = Instant::now();
+        let (from, cpu) = (Instant::now(), cpu_seconds());
         step(spec, tier, pool, shards, Version(version))?;
-        let step_seconds = from.elapsed().as_secs_f64();
+        // Where nothing is made durable, the last writes are still under way: they belong to the step.
         tier.pool.quiesce();
+        let step_seconds = from.elapsed().as_secs_f64();
+        let step_cpu_seconds = cpu_seconds() - cpu;
         if version <= 2 {
             continue;
         }
+        let cpu = cpu_seconds();
         let (raw_seconds, bytes) = raw(tier, storage)?;
+        let raw_cpu_seconds = cpu_seconds() - cpu;
         let parameters = tier.plan().shards.iter().map(|place| place.elements as u64).sum();
-        figures.push(StorageFigures { parameters, bytes, raw_seconds, step_seconds });
+        figures.push(StorageFigures {
+            parameters,
+            bytes,
+            raw_seconds,
+            raw_cpu_seconds,
+            step_seconds,
+            step_cpu_seconds,
+        });
     }
     Ok(figures)
 }
@@ -190,6 +211,8 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
             submit(owned, Direction::Write, plan.state_part(owned, target), buffer);
         }
     }
-    disks.iter().try_for_each(|disk| disk.flush().map_err(io("flush", disk.path())))?;
+    if keeps {
+        disks.iter().try_for_each(|disk| disk.flush().map_err(io("flush", disk.path())))?;
+    }
     Ok((from.elapsed().as_secs_f64(), bytes))
 }

@@ -55,21 +55,12 @@ impl Report {
     }
 }
 
-/// Reads and verifies a job's folder of an `nvme` store. Refused while a server uses it.
-pub fn inspect(path: &Path) -> Result<Report, Fault> {
-    let folder = Folder::take_existing(path.to_path_buf())?;
-    let Some(header) = Header::read(path)? else {
-        let value = format!("{} (no header.json)", path.display());
-        return Err(corrupt(
-            value,
-            "a job's folder in a state directory",
-            "name <state-dir>/<job>/server-<i>-of-<n>",
-        ));
-    };
+/// Reads and verifies a job's folder of an `nvme` store.
+pub(in crate::tier) fn inspect(folder: Folder, header: Header) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
     let plan = Plan::new(&header.spec, &layout, &header.placement.owned(header.server), header.directories);
-    let data = path.join("data");
+    let data = folder.path.join("data");
     let disk = OpenFile::default().open(&data, None).map_err(io("open", &data))?;
     inspect_disk(&folder.path, &header, &plan, &*disk)
 }

@@ -32,9 +32,10 @@ use std::sync::{
 
 use longshore_proto::{Fault, TierKind, Version};
 
+pub(super) use self::inspect::inspect;
 pub use self::{
     bench::{StorageFigures, bench},
-    inspect::{Report, VersionReport, inspect},
+    inspect::{Report, VersionReport},
     open::{Inputs, need},
 };
 use self::{
