@@ -9,7 +9,7 @@ use futures_util::{FutureExt, future::OptionFuture};
 use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa, tier::Storage};
 use longshore_proto::{
     Fault, FaultKind,
-    limits::MAX_CONTROL_MESSAGE_BYTES,
+    limits::{MAX_CONTROL_MESSAGE_BYTES, WINDOW_BYTES},
     wire::{
         self,
         v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
@@ -36,10 +36,6 @@ use crate::{
 /// 0.52 (0.33), 256 KiB 0.41 (0.27), 1 MiB 0.38 (0.26), 2 MiB 0.41 (0.26); with the default 16 KiB a payload costs 64
 /// writes and as many reads.
 pub(crate) const FRAME_BYTES: u32 = 1024 * 1024;
-/// Bytes in flight on a stream and on a connection before the sender must wait: 16 chunks, what a worker queues for a
-/// connection, so that only a busy slot holds it back.
-const STREAM_WINDOW_BYTES: u32 = 16 * 1024 * 1024;
-const CONNECTION_WINDOW_BYTES: u32 = 64 * 1024 * 1024;
 /// A dead peer is noticed after this plus as much again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// How long open streams may finish once a drain is over.
@@ -284,8 +280,8 @@ fn router(services: Services) -> Result<tonic::transport::server::Router, Server
         .map_err(|error| ServerError::Serve(error.to_string()))?;
     let mut builder = tonic::transport::Server::builder()
         .max_frame_size(Some(FRAME_BYTES))
-        .initial_stream_window_size(Some(STREAM_WINDOW_BYTES))
-        .initial_connection_window_size(Some(CONNECTION_WINDOW_BYTES))
+        .initial_stream_window_size(Some(WINDOW_BYTES as u32))
+        .initial_connection_window_size(Some(WINDOW_BYTES as u32))
         .http2_keepalive_interval(Some(KEEPALIVE));
     Ok(builder
         .add_service(

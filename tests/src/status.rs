@@ -19,6 +19,7 @@ pub struct ServerStatus {
     pub phase: String,
     pub version: u64,
     pub applied: u64,
+    pub memory_bytes: u64,
     pub pushed_bytes: u64,
     pub pulled_bytes: u64,
     pub waiting_for: String,

@@ -2,7 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
+use longshore_proto::{
+    Fault, FaultKind, JobSpec, Layout, ShardId, TierKind,
+    limits::{CONNECTION_BYTES, DATA_CONNECTIONS},
+};
 
 use crate::tier::{Storage, nvme, shm};
 
@@ -19,6 +22,8 @@ pub struct Need {
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,
+    /// What the ranks' connections hold while bytes are under way.
+    pub transfers: u64,
     /// Space in the state directories. Not DRAM: it is reserved there, by the file system.
     pub disk: u64,
 }
@@ -40,13 +45,14 @@ impl Need {
             disk,
             images: elements * spec.image_dtype.bytes() * 2,
             contributions: elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size),
+            transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * CONNECTION_BYTES) as u64,
             accumulators: if spec.accumulates() { elements * 4 * slots } else { 0 },
         }
     }
 
     /// Bytes of DRAM.
     pub fn total(&self) -> u64 {
-        self.state + self.buffers + self.images + self.contributions + self.accumulators
+        self.state + self.buffers + self.images + self.contributions + self.accumulators + self.transfers
     }
 }
 
@@ -91,8 +97,13 @@ impl Budget {
                 FaultKind::Exhausted,
                 "memory",
                 format!(
-                    "{bytes} bytes (state {}, buffers {}, images {}, contributions {}, accumulators {})",
-                    need.state, need.buffers, need.images, need.contributions, need.accumulators
+                    "{bytes} bytes (state {}, buffers {}, images {}, contributions {}, accumulators {}, transfers {})",
+                    need.state,
+                    need.buffers,
+                    need.images,
+                    need.contributions,
+                    need.accumulators,
+                    need.transfers
                 ),
                 format!("at most {free}: the budget is {}, other jobs hold {}", self.inner.total, *reserved),
                 format!(

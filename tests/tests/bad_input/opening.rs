@@ -95,14 +95,14 @@ fn a_spec_that_cannot_be_is_refused_before_anything_is_allocated() {
 
 #[test]
 fn a_job_beyond_the_servers_memory_is_refused_with_the_shortage() {
-    const MEMORY: u64 = 8 << 20;
+    const MEMORY: u64 = 48 << 20;
     let cluster = Cluster::start_with(1, |config| longshore_server::Config { memory: MEMORY, ..config });
     let victim = Victim::start(&cluster, "fits");
     let held = victim.servers[0].describe("fits").memory_bytes;
     let mut spec = JobSpec { world_size: 3, ..victim.spec.clone() }.to_wire();
     spec.name = "too-large".into();
-    // fp32 weights and moments, two bf16 images, three ranks' bf16 contributions and their fp32 sum.
-    let need = victim.layout.elements() * (12 + 2 * 2 + 3 * 2 + 4);
+    // fp32 weights and moments, two bf16 images, three ranks' bf16 contributions and their fp32 sum, and their connections.
+    let need = victim.layout.elements() * (12 + 2 * 2 + 3 * 2 + 4) + 3 * 2 * (7 << 20);
     let placement = placement(&cluster.addresses(), &victim.layout);
     let fault = victim.servers[0].open(spec, &placement, 0).expect_err("it does not fit");
     assert_eq!((fault.kind, fault.field.as_str()), (Exhausted, "memory"), "{fault:?}");

@@ -277,7 +277,7 @@ impl Report {
             human(ending.around.host_peak)
         ));
         self.line(&format!(
-            "  servers         {} on {servers}: master weights, Adam state, images, gradients",
+            "  servers         {} on {servers}: master weights, Adam state, images, gradients, transfers",
             human(ending.server_bytes)
         ));
         self.line(&format!(

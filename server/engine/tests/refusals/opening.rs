@@ -149,12 +149,13 @@ fn placements_name_each_shards_owner() {
 }
 
 /// By hand: 7 blocks here of 65536 elements; 16 bytes of AdamW state less gradient (12), two bf16 images (4), fp32
-/// contributions of two ranks (8), fp32 sums (4).
+/// contributions of two ranks (8), fp32 sums (4); and 7 MiB for each of their two connections.
 #[test]
 fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     let spec = small();
     let elements = 7 * BLOCK as u64;
-    let bytes = elements * (12 + 4 + 8 + 4);
+    let transfers = 2 * 2 * (7 << 20);
+    let bytes = elements * (12 + 4 + 8 + 4) + transfers;
     let layout = spec.validate().unwrap();
     let owned = placement(&spec, 2).owned(ServerId(0));
     assert_eq!(Need::of(&spec, &layout, &owned, &Storage::default()).total(), bytes);
@@ -164,7 +165,7 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert_eq!((job.memory_bytes(), budget.reserved()), (bytes, bytes));
     let fault = open(&spec, placement(&spec, 2), 0, &budget).err().unwrap();
     check(&fault, (Exhausted, "memory", &["at most 1000", "raise --memory", "delete another job"]));
-    for number in [bytes, elements * 12, elements * 4, elements * 8, bytes + 1000, bytes - 1000] {
+    for number in [bytes, transfers, elements * 12, elements * 4, elements * 8, bytes + 1000, bytes - 1000] {
         assert!(fault.to_string().contains(&number.to_string()), "no {number} in: {fault}");
     }
     assert_eq!(budget.reserved(), bytes);
