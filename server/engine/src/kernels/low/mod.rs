@@ -27,7 +27,8 @@ mod random;
 
 pub use self::code::Code;
 pub use self::random::Random;
-use longshore_proto::Rule;
+pub use longshore_proto::{MasterFormat, StateFormat};
+use longshore_proto::{Rule, limits::QUANTIZATION_ELEMENTS};
 
 pub(super) use self::code::Tables;
 pub(super) use self::drive::{CHUNK, Halves, Passes, decode, encode, update};
@@ -38,30 +39,9 @@ pub(super) use self::random::{Half, Key};
 use super::{Gradient, ImageMut};
 use std::ops::Range;
 
-/// Elements that share a scale in [`StateFormat::Block8`], and the unit of all calls on low-precision state.
-pub const QUANTIZATION_BLOCK: usize = 256;
-
-/// How a moment lies in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum StateFormat {
-    F32,
-    /// Stochastically rounded in updates. What is beyond the largest finite bf16 may round to infinity.
-    Bf16,
-    /// A [`Code`] of 8 bits per element and an f32 scale, the largest magnitude, per [`QUANTIZATION_BLOCK`].
-    ///
-    /// A block with an element that is not finite gets a NaN scale and decodes to NaN everywhere; a block without a
-    /// normal number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
-    Block8,
-}
-
-/// How master weights lie in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MasterFormat {
-    F32,
-    /// Stochastically rounded in updates. The image is made of the rounded weights, as it is when it is made anew
-    /// from stored ones.
-    Bf16,
-}
+/// Elements that share a scale in [`StateFormat::Block8`] (whose codes are [`Code`]s), and the unit of all calls on
+/// low-precision state.
+pub const QUANTIZATION_BLOCK: usize = QUANTIZATION_ELEMENTS;
 
 /// A moment to update.
 #[derive(Debug)]
@@ -183,26 +163,6 @@ impl StateLow<'_> {
         let slots = segments.first().map_or(0, |(_, scalars)| scalars.rule().state_slots());
         self.first.as_ref().check("first state slot", if slots > 0 { count } else { 0 });
         self.second.as_ref().check("second state slot", if slots > 1 { count } else { 0 });
-    }
-}
-
-impl StateFormat {
-    /// Bytes that `count` elements take, `count` a multiple of [`QUANTIZATION_BLOCK`].
-    pub fn bytes(self, count: usize) -> usize {
-        match self {
-            StateFormat::F32 => 4 * count,
-            StateFormat::Bf16 => 2 * count,
-            StateFormat::Block8 => count + 4 * (count / QUANTIZATION_BLOCK),
-        }
-    }
-}
-
-impl MasterFormat {
-    pub fn bytes(self, count: usize) -> usize {
-        match self {
-            MasterFormat::F32 => 4 * count,
-            MasterFormat::Bf16 => 2 * count,
-        }
     }
 }
 
