@@ -186,6 +186,26 @@ fn update_low_precision(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// 8-bit moments in cache, to and from f32: what an update of them does beside its rule and its random bits.
+fn codes(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("codes");
+    group.throughput(Throughput::Elements(BLOCK as u64));
+    let mut low = Low::new(BLOCK);
+    let mut floats = vec![0.0; BLOCK];
+    for isa in Isa::available() {
+        for (index, code) in [Code::Signed, Code::Unsigned].into_iter().enumerate() {
+            let (codes, scales) = (&mut low.codes[index], &mut low.scales[index]);
+            group.bench_function(BenchmarkId::new(format!("decode/{code:?}"), isa), |bencher| {
+                bencher.iter(|| decode(isa, code, Moment::Block8 { codes, scales }, black_box(&mut floats)));
+            });
+            group.bench_function(BenchmarkId::new(format!("encode/{code:?}"), isa), |bencher| {
+                bencher.iter(|| encode(isa, code, black_box(&floats), MomentMut::Block8 { codes, scales }));
+            });
+        }
+    }
+    group.finish();
+}
+
 /// Each rule on one block, which stays in cache.
 fn update_block(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("update_block");
@@ -232,5 +252,5 @@ fn sums(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, update_memory, update_low_precision, update_block, sums);
+criterion_group!(benches, update_memory, update_low_precision, codes, update_block, sums);
 criterion_main!(benches);

@@ -1,6 +1,6 @@
 //! A shard's master weights and moments as a tier holds them: three arrays of bytes, block after block.
 
-use longshore_proto::{Formats, JobSpec, MasterFormat, StateFormat, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Formats, JobSpec, MasterFormat, Rule, StateFormat, limits::BLOCK_ELEMENTS};
 
 use crate::kernels::{Gradient, Isa, MasterMut, MomentMut, State, StateLow, widen};
 
@@ -34,11 +34,12 @@ pub struct StateRef<'a> {
 
 impl Shape {
     pub fn of(spec: &JobSpec) -> Shape {
-        let moment = |slot: usize| match spec.rule.state_slots() > slot {
-            true => spec.formats.state.bytes(BLOCK),
-            false => 0,
-        };
-        Shape { formats: spec.formats, block: [spec.formats.master.bytes(BLOCK), moment(0), moment(1)] }
+        Shape::new(spec.rule, spec.formats)
+    }
+
+    pub fn new(rule: Rule, formats: Formats) -> Shape {
+        let moment = |slot: usize| if slot < rule.state_slots() { formats.state.bytes(BLOCK) } else { 0 };
+        Shape { formats, block: [formats.master.bytes(BLOCK), moment(0), moment(1)] }
     }
 
     /// Bytes of one block in each array; 0 in one that the rule does not have.
