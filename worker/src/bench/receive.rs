@@ -6,6 +6,7 @@ use std::{
     hint::black_box,
     io::{self, Read, Write},
     net::{Ipv4Addr, TcpListener, TcpStream},
+    sync::mpsc,
     thread,
 };
 
@@ -25,7 +26,8 @@ const RECEIVED: usize = 64 * 1024;
 pub(super) enum Source {
     /// A buffer in cache, on all threads at once: nothing but the writing.
     Memory,
-    /// One connection over loopback, whose sender has a thread beside: what the kernel does is part of receiving.
+    /// One connection over loopback, with a thread that sends and one that receives, as a server has; figures are taken
+    /// of one shard while the next is received.
     Tcp,
 }
 
@@ -72,13 +74,19 @@ pub(super) fn pass(
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
             let mut sender = TcpStream::connect(listener.local_addr()?)?;
             let (mut receiver, _) = listener.accept()?;
+            let (whole, complete) = mpsc::channel::<&mut [u8]>();
             thread::scope(|scope| {
                 let sent = scope.spawn(move || send(&mut sender, chunk, total));
-                for slot in &mut slots {
-                    receive(&mut receiver, slot)?;
-                    take_figures(pool, wire, isa, slot);
-                }
-                sent.join().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()))
+                let received = scope.spawn(move || {
+                    slots.into_iter().try_for_each(|slot| {
+                        receive(&mut receiver, slot)?;
+                        whole.send(slot).map_err(|_| io::ErrorKind::BrokenPipe.into())
+                    })
+                });
+                complete.iter().for_each(|slot| take_figures(pool, wire, isa, slot));
+                [sent, received].into_iter().try_for_each(|thread| {
+                    thread.join().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()))
+                })
             })?;
         }
     }
