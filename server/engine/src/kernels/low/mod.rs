@@ -2,18 +2,19 @@
 //! once in and once out, so fewer bits are less traffic; see [`bytes_per_parameter`].
 //!
 //! Fewer bytes cost arithmetic. AdamW on a bf16 wire, one thread of a Zen 5 server with AVX-512 that moves 60 GB/s, in
-//! ns of CPU a parameter, over 64 Mi elements and on a block in cache:
+//! ns of CPU a parameter, over 200 M elements and on a block in cache (docs/update.md has what they consist of):
 //!
 //! | moments | master | bytes | ns | in cache |
 //! |---|---|---|---|---|
-//! | f32 | f32 | 28 | 0.46 | 0.22 |
-//! | bf16 | f32 | 20 | 0.41 | 0.31 |
-//! | 8 bits | f32 | 16 | 0.73 | 0.66 |
-//! | 8 bits | bf16 | 12 | 0.88 | 0.76 |
+//! | f32 | f32 | 28 | 0.47 | 0.23 |
+//! | bf16 | f32 | 20 | 0.40 | 0.34 |
+//! | 8 bits | f32 | 16 | 0.81 | 0.74 |
+//! | 8 bits | bf16 | 12 | 0.95 | 0.82 |
 //!
-//! So bf16 moments save a tenth of the time even where one core has that much of the memory to itself. 8-bit ones take
+//! So bf16 moments save a seventh of the time even where one core has that much of the memory to itself. 8-bit ones take
 //! the time of their arithmetic: on such a core they save memory, not time. From these numbers, they are as fast as
-//! f32 where a core gets 38 GB/s, and limited by memory below 24, as cores of a busy socket are.
+//! f32 where a core gets 38 GB/s, and limited by memory below 22, as cores of a busy socket are. Prefetching the next
+//! chunk made bf16 moments 18 % slower and 8-bit ones 7 %.
 //!
 //! An update decodes [`QUANTIZATION_BLOCK`]s into f32 on the stack, runs the rules that f32 state has on them, and
 //! encodes the result, all within L1. Encoding in an update rounds stochastically, for rounding to nearest stands
