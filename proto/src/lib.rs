@@ -16,6 +16,7 @@ pub mod job;
 pub mod layout;
 pub mod limits;
 pub mod placement;
+pub mod state;
 #[cfg(feature = "wire")]
 pub mod wire;
 
@@ -28,3 +29,4 @@ pub use ids::{BlockId, ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, S
 pub use job::{JobName, JobSpec, TierKind};
 pub use layout::{Layout, Param, Slice};
 pub use placement::Placement;
+pub use state::{Formats, MasterFormat, StateFormat};

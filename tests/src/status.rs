@@ -7,6 +7,8 @@ use crate::command::longshore;
 #[derive(Clone, Debug, Deserialize)]
 pub struct JobStatus {
     pub job: String,
+    pub state_format: Option<String>,
+    pub master_format: Option<String>,
     pub servers: Vec<ServerStatus>,
     pub servers_without: Vec<String>,
     pub state_version: Option<u64>,

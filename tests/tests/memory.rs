@@ -42,6 +42,7 @@ fn spec() -> JobSpec {
         max_delay: 0,
         shard_elements: ELEMENTS,
         tier: TierKind::Memory,
+        formats: Default::default(),
     }
 }
 

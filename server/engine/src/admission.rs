@@ -7,12 +7,12 @@ use longshore_proto::{
     limits::{CONNECTION_BYTES, DATA_CONNECTIONS},
 };
 
-use crate::tier::{Storage, nvme, shm};
+use crate::tier::{Shape, Storage, nvme, shm};
 
 /// Bytes of each kind that a job's shards take on one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
-    /// fp32 master weights and optimizer state in DRAM: all of it, or what an `nvme` job keeps resident.
+    /// Master weights and optimizer state in DRAM: all of it, or what an `nvme` job keeps resident.
     pub state: u64,
     /// Buffers between DRAM and disk; with tier `shm` the copies of blocks being updated.
     pub buffers: u64,
@@ -32,7 +32,7 @@ impl Need {
     pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
         let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
         let slots = spec.gradient_slots() as u64;
-        let state = elements * 4 * (1 + spec.rule.state_slots() as u64);
+        let state = Shape::of(spec).bytes(elements as usize) as u64;
         let (buffers, state, disk) = match spec.tier {
             TierKind::Memory => (0, state, 0),
             // A tmpfs is DRAM.

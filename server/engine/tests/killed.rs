@@ -19,16 +19,25 @@ use common::{
     spec, weights,
 };
 use longshore_engine::{kernels::Isa, step::Work, tier::Storage};
-use longshore_proto::{Commit, Dtype, JobSpec, TierKind};
+use longshore_proto::{Commit, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
-const KILLS: usize = 50;
+/// Of each job.
+const KILLS: usize = 25;
+const EXACT: &str = "exact";
+const DELAYED: &str = "delayed";
+/// Delayed too, with state in fewer bits.
+const LOW: &str = "low";
 
 /// Four blocks in shards of two: a kill may fall between the blocks of a shard and between shards.
-fn job(max_delay: u32) -> JobSpec {
+fn job(name: &str) -> JobSpec {
+    let max_delay = u32::from(name != EXACT);
     let mut spec = spec(&[3 * BLOCK as u64 + 7], &[0]);
     spec.shard_elements = 2 * BLOCK as u64;
     (spec.tier, spec.max_delay, spec.image_dtype) = (TierKind::Shm, max_delay, Dtype::F16);
+    if name == LOW {
+        spec.formats = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 3 };
+    }
     spec
 }
 
@@ -44,9 +53,10 @@ fn gradients(spec: &JobSpec) -> Vec<Vec<Vec<u8>>> {
     (0..8).map(|turn| vec![gradient(spec, turn, 1.0)]).collect()
 }
 
-fn open(dir: &Path, max_delay: u32) -> Cluster {
+fn open(dir: &Path) -> Cluster {
+    let name = dir.file_name().and_then(|name| name.to_str()).unwrap();
     let storage = Storage { shm_dir: Some(dir.to_path_buf()), ..Storage::default() };
-    let mut cluster = Cluster::try_open(&job(max_delay), 1, &compute(2, Isa::detect()), &storage).unwrap();
+    let mut cluster = Cluster::try_open(&job(name), 1, &compute(2, Isa::detect()), &storage).unwrap();
     cluster.join(0);
     cluster
 }
@@ -55,8 +65,7 @@ fn open(dir: &Path, max_delay: u32) -> Cluster {
 #[test]
 fn child() {
     let Ok(dir) = env::var(CHILD) else { return };
-    let max_delay = u32::from(dir.ends_with("delayed"));
-    let mut cluster = open(Path::new(&dir), max_delay);
+    let mut cluster = open(Path::new(&dir));
     cluster.work();
     let spec = cluster.spec.clone();
     let from = cluster.jobs[0].progress().version.0;
@@ -72,18 +81,18 @@ fn child() {
 #[test]
 fn a_killed_process_leaves_a_state_to_go_on_from() {
     let root = tempfile::tempdir_in("/dev/shm").unwrap();
-    for (max_delay, name) in [(0, "exact"), (1, "delayed")] {
+    for (index, name) in [EXACT, DELAYED, LOW].into_iter().enumerate() {
         let dir = root.path().join(name);
         fs::create_dir(&dir).unwrap();
-        let spec = job(max_delay);
-        open(&dir, max_delay).upload(&weights(&spec, 1));
+        let spec = job(name);
+        open(&dir).upload(&weights(&spec, 1));
         let flats = gradients(&spec);
         let mut reference = Reference::new(&spec, &weights(&spec, 1));
-        let mut noise = Noise(max_delay.into());
+        let mut noise = Noise(index as u64);
         let (mut unfinished, mut behind_first) = (0, 0);
-        for _ in 0..KILLS / 2 {
+        for _ in 0..KILLS {
             run_and_kill(&dir, Duration::from_micros(noise.next() % 8_000));
-            let mut cluster = open(&dir, max_delay);
+            let mut cluster = open(&dir);
             let version = cluster.jobs[0].progress().version.0;
             unfinished += usize::from(!cluster.works[0].is_empty());
             let second = |work: &Work| matches!(work, Work::Update { owned: 1, .. });

@@ -11,7 +11,10 @@ use common::{
     spec, weights,
 };
 use longshore_engine::{io::Engine, job::Stored, kernels::Isa, tier::Storage};
-use longshore_proto::{Commit, ContributionChunk, Dtype, Hyper, JobSpec, Rule, ShardId, Step, TierKind};
+use longshore_proto::{
+    Commit, ContributionChunk, Dtype, Formats, Hyper, JobSpec, MasterFormat, Rule, ShardId, StateFormat,
+    Step, TierKind,
+};
 use proptest::prelude::*;
 
 /// A whole run as it must come out.
@@ -27,7 +30,7 @@ struct Run {
     end: Reference,
 }
 
-fn random_spec(noise: &mut Noise, rule: Rule, delay: u32) -> JobSpec {
+fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat, MasterFormat)) -> JobSpec {
     let params = 1 + noise.below(6);
     let groups = 1 + noise.below(3);
     let large = noise.one_in(6);
@@ -46,6 +49,7 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32) -> JobSpec {
     spec.world_size = 1 + noise.below(3) as u32;
     spec.micro_steps = 1 + noise.below(if large { 2 } else { 4 }) as u32;
     spec.max_delay = delay;
+    spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
     spec
 }
 
@@ -82,9 +86,9 @@ fn contribution(noise: &mut Noise, spec: &JobSpec, bad: bool) -> Vec<u8> {
 }
 
 impl Run {
-    fn random(seed: u64, rule: Rule, delay: u32, steps: u64) -> Run {
+    fn random(seed: u64, rule: Rule, delay: u32, formats: (StateFormat, MasterFormat), steps: u64) -> Run {
         let mut noise = Noise(seed);
-        let spec = random_spec(&mut noise, rule, delay);
+        let spec = random_spec(&mut noise, rule, delay, formats);
         let initial = weights(&spec, noise.next());
         let mut end = Reference::new(&spec, &initial);
         let (mut gradients, mut commits, mut squares) = (Vec::new(), Vec::new(), Vec::new());
@@ -276,16 +280,8 @@ impl<'a> Traffic<'a> {
 
     fn check(&self) {
         let end = &self.run.end;
-        let names = ["master", "first", "second"];
-        let expected = [&end.master, &end.first, &end.second];
-        for ((name, ours), theirs) in names.into_iter().zip(self.cluster.state()).zip(expected) {
-            assert_eq!(ours.len(), theirs.len(), "{name}");
-            let differs = ours.iter().zip(theirs).position(|(a, b)| a.to_bits() != b.to_bits());
-            assert_eq!(
-                differs.map(|at| (at, ours[at], theirs[at])),
-                None,
-                "{name}: (index, found, expected)"
-            );
+        if self.run.spec.formats.is_fp32() {
+            self.check_elements();
         }
         assert_eq!(self.cluster.hash(), end.hash());
         // An exact job needs no older image after a crash: nothing is computed with it any more.
@@ -297,19 +293,49 @@ impl<'a> Traffic<'a> {
             }
         }
     }
+
+    /// Says which one differs, where the hash says only that one does.
+    fn check_elements(&self) {
+        let end = &self.run.end;
+        let names = ["master", "first", "second"];
+        let expected = [&end.master, &end.first, &end.second];
+        for ((name, ours), theirs) in names.into_iter().zip(self.cluster.state()).zip(expected) {
+            assert_eq!(ours.len(), theirs.len(), "{name}");
+            let differs = ours.iter().zip(theirs).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert_eq!(
+                differs.map(|at| (at, ours[at], theirs[at])),
+                None,
+                "{name}: (index, found, expected)"
+            );
+        }
+    }
+}
+
+/// fp32 half of the time.
+fn formats() -> impl Strategy<Value = (StateFormat, MasterFormat)> {
+    use {MasterFormat as M, StateFormat as S};
+    prop_oneof![
+        5 => Just((S::F32, M::F32)),
+        1 => Just((S::Bf16, M::F32)),
+        1 => Just((S::Block8, M::F32)),
+        1 => Just((S::F32, M::Bf16)),
+        1 => Just((S::Bf16, M::Bf16)),
+        1 => Just((S::Block8, M::Bf16)),
+    ]
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_split_and_order_gives_the_reference_bits(
         seed in any::<u64>(),
         rule in prop::sample::select(Rule::ALL.to_vec()),
         delay in 0u32..2,
+        formats in formats(),
         steps in 2u64..6,
     ) {
-        let run = Run::random(seed, rule, delay, steps);
+        let run = Run::random(seed, rule, delay, formats, steps);
         for (index, isa) in Isa::available().into_iter().enumerate() {
             let mut traffic = Traffic::new(&run, seed ^ index as u64, isa);
             traffic.go();
@@ -323,9 +349,10 @@ proptest! {
         seed in any::<u64>(),
         rule in prop::sample::select(Rule::ALL.to_vec()),
         delay in 0u32..2,
+        formats in formats(),
         steps in 2u64..6,
     ) {
-        let run = Run::random(seed, rule, delay, steps);
+        let run = Run::random(seed, rule, delay, formats, steps);
         let root = tempfile::tempdir_in("/dev/shm").unwrap();
         let storage = Storage { shm_dir: Some(root.path().into()), ..Storage::default() };
         let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Shm, &storage);
@@ -345,13 +372,14 @@ proptest! {
         seed in any::<u64>(),
         rule in prop::sample::select(Rule::ALL.to_vec()),
         delay in 0u32..2,
+        formats in formats(),
         steps in 2u64..5,
         directories in prop::sample::select(vec![1usize, 3]),
         resident_tenths in prop::sample::select(vec![0u64, 5, 10]),
         engine in prop::sample::select(vec![Engine::Auto, Engine::Threads]),
         buffers in 1usize..5,
     ) {
-        let run = Run::random(seed, rule, delay, steps);
+        let run = Run::random(seed, rule, delay, formats, steps);
         let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir().unwrap()).collect();
         let state_bytes = flat_elements(&run.spec) as u64 * 12;
         let storage = Storage {

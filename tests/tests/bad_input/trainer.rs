@@ -43,6 +43,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         shard_elements: None,
         tier: longshore_proto::TierKind::Memory,
         device: DeviceChoice::Host,
+        formats: Default::default(),
         device_budget: None,
         stage: None,
         checkpoint_dir: None,

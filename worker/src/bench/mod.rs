@@ -3,6 +3,7 @@
 //! means something only beside a limit taken at its side.
 
 mod limit;
+mod receive;
 pub(crate) mod storage;
 mod table;
 pub(crate) mod update;

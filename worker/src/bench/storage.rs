@@ -108,6 +108,7 @@ fn spec(parameters: u64) -> anyhow::Result<JobSpec> {
         max_delay: 0,
         shard_elements: DEFAULT_SHARD_ELEMENTS,
         tier: TierKind::Nvme,
+        formats: Default::default(),
     })
 }
 

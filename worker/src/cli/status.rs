@@ -1,7 +1,7 @@
 //! `longshore status`: what servers hold, how far jobs are, and what they wait for.
 
 use longshore_proto::{
-    JobSpec, Version,
+    Formats, JobSpec, Version,
     checksum::{BlockHash, state_hash},
     wire::v1,
 };
@@ -99,6 +99,10 @@ fn combined_hash(answers: &Answers) -> Option<(u64, String)> {
     whole.then(|| (version, state_hash(Version(version), applied, blocks.iter().map(|(_, hash)| hash))))
 }
 
+fn formats(answer: &v1::DescribeResponse) -> Option<Formats> {
+    JobSpec::from_wire(answer.spec.clone()).ok().map(|spec| spec.formats)
+}
+
 fn phase(progress: &v1::JobProgress) -> &'static str {
     match progress.phase() {
         v1::Phase::Loading => "loading",
@@ -114,11 +118,15 @@ fn print(job: &str, answers: &Answers, without: &[String]) {
     if let Some(spec) = &first.spec {
         let elements: u64 = spec.params.iter().map(|param| param.shape.iter().product::<u64>()).sum();
         println!(
-            "  {} parameters in {} tensors, {} ranks, {} micro-steps",
+            "  {} parameters in {} tensors, {} ranks, {} micro-steps, {}",
             elements,
             spec.params.len(),
             spec.world_size,
-            spec.micro_steps
+            spec.micro_steps,
+            formats(first).map_or_else(
+                || "formats of a newer version".to_string(),
+                |formats| format!("master weights {}, state {}", formats.master, formats.state)
+            )
         );
     }
     for (address, answer) in answers {
@@ -179,8 +187,11 @@ fn json(job: &str, answers: &Answers, without: &[String]) -> serde_json::Value {
         })
     });
     let hash = combined_hash(answers);
+    let formats = answers.first().and_then(|(_, answer)| formats(answer));
     serde_json::json!({
         "job": job,
+        "state_format": formats.map(|formats| formats.state.name()),
+        "master_format": formats.map(|formats| formats.master.name()),
         "servers": servers.collect::<Vec<_>>(),
         "servers_without": without,
         "state_version": hash.as_ref().map(|(version, _)| version),

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use anyhow::Context;
-use longshore_proto::{Dtype, Fault, Hyper, JobName, Rule, TierKind};
+use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, MasterFormat, Rule, StateFormat, TierKind};
 use longshore_server::config::ByteSize;
 
 use crate::{
@@ -112,9 +112,15 @@ pub(super) struct Args {
     /// Elements of a shard, a multiple of 65536 [default: the model in 16 shards, at most 4 Mi elements each]
     #[arg(long, help_heading = "Offloading")]
     shard_elements: Option<u64>,
-    /// Where the servers keep fp32 weights and optimizer state: memory, or nvme (their --state-dir)
+    /// Where the servers keep master weights and optimizer state: memory, or nvme (their --state-dir)
     #[arg(long, default_value = "memory", help_heading = "Offloading")]
     tier: TierKind,
+    /// Moments on the servers: fp32, bf16, or block8 (8 bits, and a scale for each 256). See docs/update.md
+    #[arg(long, default_value = "fp32", value_name = "FORMAT", help_heading = "Offloading")]
+    state: StateFormat,
+    /// Master weights on the servers: fp32, or bf16 with stochastic rounding
+    #[arg(long, default_value = "fp32", value_name = "FORMAT", help_heading = "Offloading")]
+    master: MasterFormat,
     /// Where weights and gradients are while the model uses them: auto (a GPU if there is one), host, cuda or cuda:N
     #[arg(long, default_value_t, value_name = "DEVICE", help_heading = "Offloading")]
     device: DeviceChoice,
@@ -181,6 +187,7 @@ pub(super) fn run(args: Args) -> anyhow::Result<()> {
 fn settings(args: Args) -> anyhow::Result<Settings> {
     let model = model(&args)?;
     check(&args)?;
+    let formats = formats(&args);
     Ok(Settings {
         job: JobName::parse("--job", &args.job)?,
         loss_scale: loss_scale(&args)?,
@@ -214,6 +221,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         shard_elements: args.shard_elements,
         tier: args.tier,
         device: args.device,
+        formats,
         device_budget: args.device_budget.map(|size| size.0),
         stage: args.stage,
         checkpoint_dir: args.checkpoint_dir,
@@ -230,6 +238,12 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         memory: args.memory.map(|size| size.0),
         json: args.json,
     })
+}
+
+/// What is rounded is rounded by the run's seed; an fp32 job may go on with another one.
+fn formats(args: &Args) -> Formats {
+    let formats = Formats { state: args.state, master: args.master, seed: args.seed };
+    if formats.is_fp32() { Formats::default() } else { formats }
 }
 
 fn model(args: &Args) -> anyhow::Result<gpt::Config> {

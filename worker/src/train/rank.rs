@@ -88,7 +88,13 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let version = pipeline.drain()?;
     report.decided(pipeline.outcomes());
     if rank == 0 {
-        let around = Around { first_loss, servers: servers.len(), embedded, host_peak: host.peak() };
+        let around = Around {
+            first_loss,
+            servers: servers.len(),
+            embedded,
+            host_peak: host.peak(),
+            formats: settings.formats,
+        };
         report.ending(&run.end(&pipeline, version, &mut memory, around)?);
     }
     drop(memory);

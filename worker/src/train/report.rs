@@ -7,7 +7,7 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
-use longshore_proto::Step;
+use longshore_proto::{Formats, Step};
 use serde_json::json;
 
 use crate::{cli::human, pipeline::StepOutcome};
@@ -60,6 +60,7 @@ pub(super) struct Around {
     pub(super) servers: usize,
     pub(super) embedded: bool,
     pub(super) host_peak: u64,
+    pub(super) formats: Formats,
 }
 
 /// What a run ends with.
@@ -234,6 +235,8 @@ impl Report {
                 "validation_loss": ending.validation_loss, "first_validation_loss": ending.around.first_loss,
                 "sample": ending.sample, "steps": self.done, "skipped": self.skipped,
                 "seconds": self.started.elapsed().as_secs_f64(), "step_ms": step_ms, "exposed_ms": exposed_ms,
+                "state_format": ending.around.formats.state.name(),
+                "master_format": ending.around.formats.master.name(),
                 "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
                 "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
                 "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
@@ -277,8 +280,9 @@ impl Report {
             human(ending.around.host_peak)
         ));
         self.line(&format!(
-            "  servers         {} on {servers}: master weights, Adam state, images, gradients, transfers",
-            human(ending.server_bytes)
+            "  servers         {} on {servers}: {}, images, gradients, transfers",
+            human(ending.server_bytes),
+            kept(ending.around.formats)
         ));
         self.line(&format!(
             "  on the wire     {} pushed and {} pulled a step",
@@ -305,6 +309,13 @@ impl Report {
             }
             Output::Json | Output::Silent => {}
         }
+    }
+}
+
+fn kept(formats: Formats) -> String {
+    match formats.is_fp32() {
+        true => "master weights, Adam state".to_string(),
+        false => format!("{} master weights, {} Adam state", formats.master, formats.state),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use longshore_proto::{
-    Dtype, Fault, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind,
+    Dtype, Fault, Formats, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 
@@ -46,6 +46,8 @@ pub struct Settings {
     pub shard_elements: Option<u64>,
     /// Where the servers keep the state.
     pub tier: TierKind,
+    /// In which bits they keep it.
+    pub formats: Formats,
     pub device: DeviceChoice,
     pub device_budget: Option<u64>,
     pub stage: Option<u32>,
@@ -109,6 +111,7 @@ impl Settings {
             max_delay: self.delay,
             shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
             tier: self.tier,
+            formats: self.formats,
         }
     }
 

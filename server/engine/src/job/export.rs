@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use longshore_proto::{Dtype, Fault, ShardId, Version, limits::CHUNK_BYTES};
 
-use super::{Captured, Job, SnapshotInfo};
+use super::{Captured, Job, SnapshotInfo, compute::BLOCK};
 use crate::kernels::{ImageMut, cast};
 
 /// A piece of one shard's weights.
@@ -28,18 +28,19 @@ impl Job {
     ) -> Result<SnapshotInfo, Fault> {
         let isa = self.compute().isa();
         let capture = move |_: usize, captured: Captured<'_>| {
-            let elements = CHUNK_BYTES / dtype.bytes() as usize;
             // As f32, so that it is aligned for every format.
-            let mut words = vec![0f32; CHUNK_BYTES / 4];
-            for (index, master) in captured.state.master.chunks(elements).enumerate() {
-                let bytes = master.len() * dtype.bytes() as usize;
-                let words = &mut words[..bytes / 4];
-                match dtype {
-                    Dtype::F32 => cast(isa, master, ImageMut::F32(words)),
-                    Dtype::F16 => cast(isa, master, ImageMut::F16(bytemuck::cast_slice_mut(words))),
-                    Dtype::Bf16 => cast(isa, master, ImageMut::Bf16(bytemuck::cast_slice_mut(words))),
+            let (mut words, block_words) = (vec![0f32; CHUNK_BYTES / 4], BLOCK * dtype.bytes() as usize / 4);
+            let (blocks, in_chunk) = (captured.state.blocks(), words.len() / block_words);
+            for first in (0..blocks).step_by(in_chunk) {
+                let words = &mut words[..in_chunk.min(blocks - first) * block_words];
+                for (index, words) in words.chunks_mut(block_words).enumerate() {
+                    captured.state.with_master(isa, first + index, |master| match dtype {
+                        Dtype::F32 => cast(isa, master, ImageMut::F32(words)),
+                        Dtype::F16 => cast(isa, master, ImageMut::F16(bytemuck::cast_slice_mut(words))),
+                        Dtype::Bf16 => cast(isa, master, ImageMut::Bf16(bytemuck::cast_slice_mut(words))),
+                    });
                 }
-                let offset = (index * elements) as u64;
+                let offset = (first * BLOCK) as u64;
                 sink(Exported { shard: captured.shard, offset, bytes: bytemuck::cast_slice(words) })?;
             }
             Ok(())

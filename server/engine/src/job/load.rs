@@ -4,10 +4,10 @@ use longshore_proto::{ChunkId, Commit, Dtype, Fault, FaultKind, Incarnation, Lay
 
 use super::{Job, buffers::image_blocks, compute::BLOCK};
 use crate::{
-    kernels::{State, cast},
+    kernels::{ImageMut, MasterMut, cast},
     lock,
     step::Refusal,
-    tier::{ImageAge, Record, shm},
+    tier::{ImageAge, Record, StateMut, shm},
 };
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
@@ -38,7 +38,7 @@ pub enum StoredImages {
 
 /// One shard's state and images as a checkpoint gives them.
 pub struct LoadedShard<'a> {
-    pub state: State<'a>,
+    pub state: StateMut<'a>,
     /// The image of the version before, when the checkpoint has it: filled by the loader.
     pub older_image: Option<&'a mut [u8]>,
     /// The current image, when it is not simply the rounded master weights.
@@ -122,9 +122,8 @@ impl Job {
             Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
             None => {}
         }
-        self.tier.load(owned, &mut |state| {
-            let target = &mut bytemuck::cast_slice_mut::<f32, u8>(state.master)[range.start as usize..];
-            target[..payload.len()].copy_from_slice(payload);
+        self.tier.load(owned, &mut |mut state| {
+            self.store_weights(&mut state, range.start as usize / size_of::<f32>(), payload);
         })?;
         load.seals[owned][chunk.0 as usize] = Some(crc32);
         if load.missing(&self.owned).is_empty() {
@@ -133,6 +132,22 @@ impl Job {
             return self.start(Version(0), 0, None);
         }
         Ok(())
+    }
+
+    /// Puts fp32 weights, as they came, at element `at` of a shard: rounded to nearest where the master weights are fewer bits.
+    fn store_weights(&self, state: &mut StateMut<'_>, at: usize, payload: &[u8]) {
+        let elements = at..at + payload.len() / size_of::<f32>();
+        match state.master() {
+            MasterMut::F32(master) => {
+                bytemuck::cast_slice_mut::<f32, u8>(&mut master[elements]).copy_from_slice(payload);
+            }
+            MasterMut::Bf16(master) => {
+                // A payload lies anywhere in its message.
+                let weights = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+                let weights: Vec<f32> = weights.collect();
+                cast(self.compute.isa(), &weights, ImageMut::Bf16(&mut master[elements]));
+            }
+        }
     }
 
     /// Fills every shard through `read` and starts at a checkpoint's version. After an error the job is still loading
@@ -192,7 +207,7 @@ impl Job {
                 image.write().unwrap_or_else(|poison| poison.into_inner()).version = None;
             }
             let cleared = self.tier.load(owned, &mut |state| {
-                [state.master, state.first, state.second].into_iter().for_each(|array| array.fill(0.0));
+                state.arrays.into_iter().for_each(|array| array.fill(0));
             });
             if let Err(fault) = cleared {
                 // Then what comes next fails on it too.
@@ -226,8 +241,10 @@ impl Job {
         let region = &mut image.region;
         self.tier.read(owned, &mut |state| {
             let images = image_blocks(region, self.spec.image_dtype, BLOCK);
-            let blocks = state.master.chunks(BLOCK).zip(images).collect();
-            self.compute.blocks(blocks, |(master, image)| cast(self.compute.isa(), master, image));
+            let isa = self.compute.isa();
+            self.compute.blocks(images.into_iter().enumerate().collect(), |(block, image)| {
+                state.with_master(isa, block, |master| cast(isa, master, image));
+            });
         })?;
         image.version = Some(version);
         Ok(())

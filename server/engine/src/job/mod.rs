@@ -38,7 +38,7 @@ use crate::{
     lock,
     memory::Slab,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
-    tier::{MemoryTier, Record, Storage, Tier, nvme, shm},
+    tier::{MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
 };
 
 /// Called after every change that somebody may wait for.
@@ -116,8 +116,8 @@ impl Job {
         let (tier, slab, kept): (Box<dyn Tier>, Slab, Kept) = match spec.tier {
             TierKind::Memory => {
                 let slab = Slab::allocate(bytes).map_err(exhausted)?;
-                let tier = MemoryTier::allocate(&lengths, spec.rule.state_slots(), compute.pool())
-                    .map_err(exhausted)?;
+                let tier =
+                    MemoryTier::allocate(&lengths, Shape::of(&spec), compute.pool()).map_err(exhausted)?;
                 (Box::new(tier), slab, Kept::Nothing)
             }
             TierKind::Shm => {

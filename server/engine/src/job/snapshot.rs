@@ -178,12 +178,11 @@ impl Job {
     /// The hash of every block of a captured shard, computed on the update threads.
     pub fn hash_blocks(&self, captured: &Captured<'_>) -> Vec<(BlockId, BlockHash)> {
         let first = self.layout.shard_blocks(captured.shard).start;
-        let blocks = (0..captured.state.master.len() / BLOCK).collect();
+        let blocks = (0..captured.state.blocks()).collect();
         self.compute.blocks(blocks, |block: usize| {
             let mut hasher = blake3::Hasher::new();
-            for array in [captured.state.master, captured.state.first, captured.state.second] {
-                let range = block * BLOCK..(block + 1) * BLOCK;
-                hasher.update(bytemuck::cast_slice(array.get(range).unwrap_or_default()));
+            for bytes in captured.state.block(block).arrays {
+                hasher.update(bytes);
             }
             (BlockId(first + block as u32), *hasher.finalize().as_bytes())
         })

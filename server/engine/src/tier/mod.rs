@@ -1,4 +1,4 @@
-//! Where a job's fp32 state lives. The step protocol is the same on every tier.
+//! Where a job's state lives. The step protocol is the same on every tier.
 
 mod fault;
 mod folder;
@@ -7,6 +7,7 @@ mod memory;
 pub mod nvme;
 mod record;
 pub mod shm;
+mod state;
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -14,11 +15,9 @@ use longshore_proto::{Commit, Fault, TierKind, Version};
 
 pub use folder::{Header, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
+pub use state::{Shape, StateMut, StateRef};
 
-use crate::{
-    io::{Engine, OpenDisk},
-    kernels::State,
-};
+use crate::io::{Engine, OpenDisk};
 
 /// How this server stores jobs whose tier outlives it.
 #[derive(Clone)]
@@ -62,20 +61,6 @@ impl Default for Storage {
             durability: Durability::EachVersion,
             at_most: None,
         }
-    }
-}
-
-/// A shard's master weights and optimizer state, whole blocks. Unused slots are empty.
-#[derive(Clone, Copy)]
-pub struct StateRef<'a> {
-    pub master: &'a [f32],
-    pub first: &'a [f32],
-    pub second: &'a [f32],
-}
-
-impl<'a> From<&'a State<'_>> for StateRef<'a> {
-    fn from(state: &'a State<'_>) -> StateRef<'a> {
-        StateRef { master: state.master, first: state.first, second: state.second }
     }
 }
 
@@ -136,14 +121,14 @@ pub trait Tier: Send + Sync {
     fn kind(&self) -> TierKind;
 
     /// Before a job starts: fills a shard, in any number of calls.
-    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault>;
+    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
 
     /// Runs the update that makes `version` of a shard.
     fn update(
         &self,
         owned: usize,
         version: Version,
-        update: &mut dyn FnMut(State<'_>, &dyn Guard),
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault>;
 
     /// Runs what makes `version` of a shard in a step that is skipped: its state stays.

@@ -20,13 +20,12 @@ use longshore_proto::{
 };
 
 use super::{
-    Guard, ImageAge, MemoryTier, Record, StateRef, Storage, Tier, Turn,
+    Guard, ImageAge, MemoryTier, Record, Shape, StateMut, StateRef, Storage, Tier, Turn,
     fault::{FIELD, internal, io},
     folder::{Folder, Header},
     record::{Found, RECORD_BYTES, RecordJson, decode, encode},
 };
 use crate::{
-    kernels::State,
     lock,
     memory::{Region, Slab, Words},
     threads::Pool,
@@ -129,11 +128,11 @@ impl Sizes {
         for length in &lengths {
             blocks.push(blocks[blocks.len() - 1] + length / BLOCK);
         }
-        let arrays = 1 + spec.rule.state_slots();
+        let shape = Shape::of(spec);
         let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS;
         let mut progress = vec![2 * RECORD_BYTES, words * 8];
-        progress.extend(vec![arrays * BLOCK * 4; UNDO_SLOTS]);
-        Sizes { state: MemoryTier::bytes(&lengths, spec.rule.state_slots()), progress, lengths, blocks }
+        progress.extend(vec![shape.bytes(BLOCK); UNDO_SLOTS]);
+        Sizes { state: MemoryTier::bytes(&lengths, shape), progress, lengths, blocks }
     }
 }
 
@@ -209,7 +208,7 @@ impl ShmTier {
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), Words::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
-        let memory = MemoryTier::over(state, &sizes.lengths, inputs.spec.rule.state_slots(), inputs.pool)
+        let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(inputs.spec), inputs.pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {
             memory,
@@ -277,14 +276,13 @@ impl ShmTier {
             let Some(block) = (held as usize).checked_sub(1) else { continue };
             if self.block(block).load(Ordering::Acquire) < version {
                 let owned = self.blocks.partition_point(|&first| first <= block) - 1;
-                let range = (block - self.blocks[owned]) * BLOCK..(block - self.blocks[owned] + 1) * BLOCK;
-                self.memory.load(owned, &mut |mut state| {
-                    let part = state.slice(range.clone());
-                    let mut arrays = copy.f32().chunks(BLOCK);
-                    for array in [part.master, part.first, part.second] {
-                        if !array.is_empty() {
-                            array.copy_from_slice(arrays.next().unwrap_or_default());
-                        }
+                let index = block - self.blocks[owned];
+                self.memory.load(owned, &mut |state| {
+                    let mut rest = copy.bytes();
+                    for array in state.blocks().nth(index).map(|block| block.arrays).into_iter().flatten() {
+                        let (part, after) = rest.split_at(array.len());
+                        array.copy_from_slice(part);
+                        rest = after;
                     }
                 })?;
             }
@@ -311,8 +309,8 @@ impl Guard for Undo<'_> {
             return Turn::Done;
         }
         let (slot, mut copy) = self.tier.take_undo();
-        let mut target = copy.f32_mut();
-        for array in [state.master, state.first, state.second] {
+        let mut target = copy.bytes_mut();
+        for array in state.arrays {
             let (part, rest) = target.split_at_mut(array.len());
             part.copy_from_slice(array);
             target = rest;
@@ -341,7 +339,7 @@ impl Tier for ShmTier {
         TierKind::Shm
     }
 
-    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault> {
+    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         self.memory.load(owned, load)
     }
 
@@ -349,7 +347,7 @@ impl Tier for ShmTier {
         &self,
         owned: usize,
         version: Version,
-        update: &mut dyn FnMut(State<'_>, &dyn Guard),
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
         let guard = Undo { tier: self, first_block: self.blocks[owned], version };
         self.carry(owned, version, &mut || {

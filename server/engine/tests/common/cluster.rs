@@ -278,7 +278,7 @@ impl Cluster {
             let sink = Arc::clone(&found);
             let capture = move |_: usize, captured: longshore_engine::job::Captured<'_>| {
                 let state = captured.state;
-                let arrays = [state.master, state.first, state.second].map(<[f32]>::to_vec);
+                let arrays = state.arrays.map(|array| bytemuck::cast_slice::<u8, f32>(array).to_vec());
                 sink.lock().unwrap().push((captured.shard, arrays));
                 Ok(())
             };

@@ -12,7 +12,6 @@ use rustix::time::{ClockId, clock_gettime};
 use super::{
     super::{Durability, Record, Storage, Tier, Turn, fault::io},
     Inputs, NvmeTier,
-    plan::BLOCK,
 };
 use crate::{
     io::{Direction, Disk, OpenDisk, OpenFile, Part, Request},
@@ -85,7 +84,7 @@ fn run(
 ) -> Result<Vec<StorageFigures>, Fault> {
     let shards = tier.plan().shards.len();
     for owned in 0..shards {
-        tier.load(owned, &mut |state| state.master.fill(1.0))?;
+        tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
     }
     tier.start(&Record { version: Version(0), applied: 0, commit: None })?;
     let mut figures = Vec::new();
@@ -119,17 +118,10 @@ fn run(
 fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Version) -> Result<(), Fault> {
     for owned in 0..shards {
         tier.update(owned, version, &mut |state, guard| {
-            let mut arrays = [&mut *state.master, &mut *state.first, &mut *state.second]
-                .map(|array| array.chunks_mut(BLOCK).collect::<Vec<_>>().into_iter());
-            let mut next = |array: usize| arrays[array].next().unwrap_or_default();
-            let blocks = state_blocks(tier, owned);
-            let parts = (0..blocks)
-                .map(|block| (block, State { master: next(0), first: next(1), second: next(2) }))
-                .collect();
-            pool.blocks(parts, |(block, mut part)| {
-                if let Turn::Go(number) = guard.begin(block, (&part).into()) {
-                    touch(&mut part);
-                    guard.end(block, number, (&part).into(), &[]);
+            pool.blocks(state.blocks().enumerate().collect(), |(block, mut part)| {
+                if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
+                    touch(&mut part.f32());
+                    guard.end(block, number, part.as_ref(), &[]);
                 }
             });
         })?;
@@ -147,10 +139,6 @@ fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Ve
     };
     tier.finish(&Record { version, applied: version.0, commit: Some(commit) })?;
     tier.pool.until("sealing", |state| state.durable >= Some(version))
-}
-
-fn state_blocks(tier: &NvmeTier, owned: usize) -> usize {
-    tier.plan().shards[owned].elements / BLOCK
 }
 
 fn touch(state: &mut State<'_>) {
