@@ -31,7 +31,7 @@ impl Admin for Services {
         &self,
         _request: Request<v1::ListJobsRequest>,
     ) -> Result<Response<v1::ListJobsResponse>, Status> {
-        let jobs = self.jobs.all().iter().map(|handle| handle.job.spec().name.to_string()).collect();
+        let jobs = self.jobs.names();
         let budget = self.jobs.budget();
         let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
         Ok(Response::new(v1::ListJobsResponse { jobs, memory_budget, memory_reserved }))
@@ -111,7 +111,9 @@ impl Admin for Services {
         request: Request<v1::DeleteJobRequest>,
     ) -> Result<Response<v1::DeleteJobResponse>, Status> {
         let job = request.into_inner().job;
-        self.jobs.delete(&job).map_err(|fault| refuse("DeleteJob", &job, fault))?;
+        let (jobs, name) = (self.jobs.clone(), job.clone());
+        let deleted = blocking(move || jobs.delete(&name)).await;
+        deleted.map_err(|fault| refuse("DeleteJob", &job, fault))?;
         tracing::info!(job, "job deleted");
         Ok(Response::new(v1::DeleteJobResponse {}))
     }
@@ -129,6 +131,7 @@ impl Services {
     async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
         let mut answer = describe(&handle);
+        answer.drive_endurance_bytes = self.drive_endurance;
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
             let job = Arc::clone(&handle.job);
@@ -212,6 +215,7 @@ impl Services {
 fn describe(handle: &JobHandle) -> v1::DescribeResponse {
     let job = &handle.job;
     let (pushed_bytes, pulled_bytes) = job.traffic();
+    let span = handle.pace.span();
     v1::DescribeResponse {
         spec: Some(job.spec().to_wire()),
         placement: Some(job.placement().to_wire()),
@@ -227,5 +231,11 @@ fn describe(handle: &JobHandle) -> v1::DescribeResponse {
         waiting_for: job.waiting_for().unwrap_or_default(),
         isa: job.compute().isa().to_string(),
         threads: job.compute().threads() as u32,
+        disk_bytes: job.disk_bytes(),
+        disk_written_bytes: job.written_bytes(),
+        paced_steps: span.steps,
+        paced_seconds: span.time.as_secs_f64(),
+        paced_written_bytes: span.written,
+        drive_endurance_bytes: 0,
     }
 }

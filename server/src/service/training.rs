@@ -1,10 +1,15 @@
 //! Training: open, join, commit, pause, leave; statistics and watch are streams of their own.
 
+use longshore_engine::tier::StoredJob;
 use longshore_proto::{
-    Commit, Fault, Incarnation, JobSpec, Placement, Rank, ServerId,
+    Commit, Fault, Incarnation, JobSpec, Placement, Rank, ServerId, Version,
     limits::MAX_PAUSE_REASON_BYTES,
-    wire::v1::{self, training_server::Training},
+    wire::{
+        self,
+        v1::{self, training_server::Training},
+    },
 };
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
@@ -46,6 +51,25 @@ impl Training for Services {
         answer.map(Response::new).map_err(|fault| refuse("Commit", &job, fault))
     }
 
+    async fn await_durable(
+        &self,
+        request: Request<v1::AwaitDurableRequest>,
+    ) -> Result<Response<v1::AwaitDurableResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.await_durability(&request).await;
+        answer.map_err(|fault| refuse("AwaitDurable", &request.job, fault))?;
+        Ok(Response::new(v1::AwaitDurableResponse {}))
+    }
+
+    async fn step_back(
+        &self,
+        request: Request<v1::StepBackRequest>,
+    ) -> Result<Response<v1::StepBackResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.step_job_back(&request).await;
+        answer.map(Response::new).map_err(|fault| refuse("StepBack", &request.job, fault))
+    }
+
     type WatchStream = ReceiverStream<Result<v1::Event, Status>>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -78,8 +102,8 @@ impl Services {
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
         let jobs = self.jobs.clone();
-        let (created, handle) =
-            blocking(move || jobs.open(spec, placement, ServerId(request.server))).await?;
+        let wanted = StoredJob { spec, placement, server: ServerId(request.server) };
+        let (created, handle) = blocking(move || jobs.open(wanted)).await?;
         let job = &handle.job;
         if created {
             tracing::info!(
@@ -106,18 +130,37 @@ impl Services {
         Ok(v1::JoinResponse { progress: Some(convert::progress(progress)) })
     }
 
-    /// Answers once the step is durable, whatever that means on the job's tier: rank 0 decides the next step only when
-    /// every server has answered, so that any crash leaves a version that all of them hold.
     async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
         let commit = Commit::from_wire(request.commit)?;
         let handle = self.jobs.get(&request.job)?;
         let (step, skip) = (commit.step, commit.skip);
+        // Else it would be refused, since its update would overwrite the last version that no crash can take back.
+        let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
+        let durable = || Ok((handle.job.durable() >= before).then_some(()));
+        handle.until(default_deadline(), durable, || handle.late("commit", step)).await?;
         let (duplicate, work) = handle.job.commit(Incarnation(request.incarnation), commit)?;
         handle.perform(work);
-        let durable = || Ok((handle.job.durable() >= step.version()).then_some(()));
-        handle.until(default_deadline(), durable, || handle.late("commit", step)).await?;
+        if !duplicate {
+            handle.pace.decided(step.0, handle.job.written_bytes());
+        }
         tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
         Ok(v1::CommitResponse { duplicate })
+    }
+
+    async fn await_durability(&self, request: &v1::AwaitDurableRequest) -> Result<(), Fault> {
+        let handle = self.jobs.get(&request.job)?;
+        let version = Version(request.version);
+        let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
+        let durable = || Ok((handle.job.durable() >= version).then_some(()));
+        handle.until(deadline, durable, || handle.late("durable", version)).await
+    }
+
+    async fn step_job_back(&self, request: &v1::StepBackRequest) -> Result<v1::StepBackResponse, Fault> {
+        self.draining.refuse()?;
+        let (jobs, name) = (self.jobs.clone(), request.job.clone());
+        let (incarnation, version) = (Incarnation(request.incarnation), Version(request.version));
+        let handle = blocking(move || jobs.step_back(&name, incarnation, version)).await?;
+        Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }
 
     fn pause_job(&self, request: &v1::PauseRequest) -> Result<v1::PauseResponse, Fault> {

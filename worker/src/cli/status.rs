@@ -53,28 +53,29 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 /// Each server's address and answer.
 type Answers = [(String, v1::DescribeResponse)];
 type OwnedAnswers = Vec<(String, v1::DescribeResponse)>;
+/// Addresses of servers that gave no answer, and why.
+type Without = Vec<(String, String)>;
 
-/// The answers of the servers that hold the job, and the addresses of those that do not: one that restarted empty is
-/// when a status is wanted most.
-fn describe(
-    servers: &mut Servers,
-    request: &v1::DescribeRequest,
-) -> anyhow::Result<(OwnedAnswers, Vec<String>)> {
+/// The answers of the servers that hold the job, and why the others have none: one that restarted empty, or cannot read
+/// its drives, is when a status is wanted most.
+fn describe(servers: &mut Servers, request: &v1::DescribeRequest) -> anyhow::Result<(OwnedAnswers, Without)> {
     let found = servers.each(|mut admin| {
         let request = request.clone();
         async move {
             match admin.describe(request).await {
-                Ok(answer) => Ok(Response::new(Some(answer.into_inner()))),
-                Err(status) if status.code() == Code::NotFound => Ok(Response::new(None)),
-                Err(status) => Err(status),
+                Ok(answer) => Ok(Response::new(Ok(answer.into_inner()))),
+                Err(status) if status.code() == Code::NotFound => Ok(Response::new(Err(
+                    "does not hold this job: it restarted, or belongs to another one".to_string(),
+                ))),
+                Err(status) => Ok(Response::new(Err(status.message().to_string()))),
             }
         }
     })?;
     let (mut answers, mut without) = (Vec::new(), Vec::new());
     for (address, answer) in found {
         match answer {
-            Some(answer) => answers.push((address, answer)),
-            None => without.push(address),
+            Ok(answer) => answers.push((address, answer)),
+            Err(reason) => without.push((address, reason)),
         }
     }
     Ok((answers, without))
@@ -108,10 +109,10 @@ fn phase(progress: &v1::JobProgress) -> &'static str {
     }
 }
 
-fn print(job: &str, answers: &Answers, without: &[String]) {
-    let Some((_, first)) = answers.first() else { return };
+fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
     println!("\njob {job}");
-    if let Some(spec) = &first.spec {
+    let first = answers.first().map(|(_, first)| first);
+    if let Some(spec) = first.and_then(|first| first.spec.as_ref()) {
         let elements: u64 = spec.params.iter().map(|param| param.shape.iter().product::<u64>()).sum();
         println!(
             "  {} parameters in {} tensors, {} ranks, {} micro-steps",
@@ -134,6 +135,9 @@ fn print(job: &str, answers: &Answers, without: &[String]) {
             answer.threads,
             answer.isa
         );
+        if answer.disk_bytes > 0 {
+            println!("    {}", drives(answer));
+        }
         if !answer.waiting_for.is_empty() {
             println!("    waits for {}", answer.waiting_for);
         }
@@ -141,10 +145,10 @@ fn print(job: &str, answers: &Answers, without: &[String]) {
             println!("    paused: {}", progress.pause_reason);
         }
     }
-    for address in without {
-        println!("  {address}  does not hold this job: it restarted, or belongs to another one");
+    for (address, reason) in without {
+        println!("  {address}  {reason}");
     }
-    for rank in &first.ranks {
+    for rank in first.iter().flat_map(|first| &first.ranks) {
         let state = match (rank.incarnation, rank.left) {
             (0, _) => "never joined",
             (_, true) => "left",
@@ -161,7 +165,44 @@ fn print(job: &str, answers: &Answers, without: &[String]) {
     }
 }
 
-fn json(job: &str, answers: &Answers, without: &[String]) -> serde_json::Value {
+/// What training at the pace it had so far does to a server's drives.
+struct Wear {
+    step_bytes: u64,
+    day_bytes: u64,
+    /// Until the drives have taken what they are rated for, counted from new.
+    days: Option<f64>,
+}
+
+impl Wear {
+    /// None before the second step.
+    fn of(answer: &v1::DescribeResponse) -> Option<Wear> {
+        if answer.paced_steps == 0 || answer.paced_written_bytes == 0 || answer.paced_seconds <= 0.0 {
+            return None;
+        }
+        let step_bytes = answer.paced_written_bytes / answer.paced_steps;
+        let day_bytes = answer.paced_written_bytes as f64 / answer.paced_seconds * 86_400.0;
+        let days = answer.drive_endurance_bytes as f64 / day_bytes;
+        let days = (answer.drive_endurance_bytes > 0).then_some(days);
+        Some(Wear { step_bytes, day_bytes: day_bytes as u64, days })
+    }
+}
+
+/// What a job takes of its server's drives.
+fn drives(answer: &v1::DescribeResponse) -> String {
+    let held = format!(
+        "drives: {} reserved, {} written",
+        human(answer.disk_bytes),
+        human(answer.disk_written_bytes)
+    );
+    let Some(wear) = Wear::of(answer) else { return held };
+    let pace = format!("{held}: {} a step, {} a day", human(wear.step_bytes), human(wear.day_bytes));
+    match wear.days {
+        Some(days) => format!("{pace}, the rated {} in {days:.0} days", human(answer.drive_endurance_bytes)),
+        None => pace,
+    }
+}
+
+fn json(job: &str, answers: &Answers, without: &[(String, String)]) -> serde_json::Value {
     let servers = answers.iter().map(|(address, answer)| {
         let progress = answer.progress.clone().unwrap_or_default();
         serde_json::json!({
@@ -174,6 +215,11 @@ fn json(job: &str, answers: &Answers, without: &[String]) -> serde_json::Value {
             "pushed_bytes": answer.pushed_bytes,
             "pulled_bytes": answer.pulled_bytes,
             "waiting_for": answer.waiting_for,
+            "disk_bytes": answer.disk_bytes,
+            "disk_written_bytes": answer.disk_written_bytes,
+            "disk_written_bytes_per_step": Wear::of(answer).map(|wear| wear.step_bytes),
+            "disk_written_bytes_per_day": Wear::of(answer).map(|wear| wear.day_bytes),
+            "drive_endurance_days": Wear::of(answer).and_then(|wear| wear.days),
             "threads": answer.threads,
             "isa": answer.isa,
         })
@@ -182,7 +228,8 @@ fn json(job: &str, answers: &Answers, without: &[String]) -> serde_json::Value {
     serde_json::json!({
         "job": job,
         "servers": servers.collect::<Vec<_>>(),
-        "servers_without": without,
+        "servers_without": without.iter().map(|(address, _)| address).collect::<Vec<_>>(),
+        "reasons_without": without.iter().map(|(_, reason)| reason).collect::<Vec<_>>(),
         "state_version": hash.as_ref().map(|(version, _)| version),
         "state_hash": hash.map(|(_, hash)| hash),
     })

@@ -112,7 +112,8 @@ pub(super) struct Args {
     /// Elements of a shard, a multiple of 65536 [default: the model in 16 shards, at most 4 Mi elements each]
     #[arg(long, help_heading = "Offloading")]
     shard_elements: Option<u64>,
-    /// Where the servers keep fp32 weights and optimizer state: memory, or nvme (their --state-dir)
+    /// Where the servers keep fp32 weights and optimizer state: memory, shm (survives the server's
+    /// process), or nvme (their --state-dir)
     #[arg(long, default_value = "memory", help_heading = "Offloading")]
     tier: TierKind,
     /// Where weights and gradients are while the model uses them: auto (a GPU if there is one), host, cuda or cuda:N

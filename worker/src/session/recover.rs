@@ -38,6 +38,13 @@ impl Core {
         Ok(())
     }
 
+    /// Whether a server must hear of earlier commits before it takes part in `step`.
+    pub(crate) async fn is_behind(&self, server: usize, step: Step) -> Result<bool> {
+        let answer = self.describe(server, false, self.options.deadline).await?;
+        let version = answer.progress.unwrap_or_default().version;
+        Ok(version + (self.spec().gradient_slots() as u64) < step.0)
+    }
+
     /// `Fenced` when a newer process has taken this rank.
     pub(crate) async fn check_not_fenced(&self, server: usize) -> Result<()> {
         let answer = self.describe(server, false, self.options.deadline).await?;

@@ -199,6 +199,28 @@ impl Job {
         self.disk_bytes
     }
 
+    /// Written to drives since the job was opened here.
+    pub fn written_bytes(&self) -> u64 {
+        self.tier.written_bytes()
+    }
+
+    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. True when it
+    /// is there already.
+    pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
+        let machine = lock(&self.machine);
+        machine.check_newer(Rank(0), incarnation)?;
+        let current = machine.version();
+        if version == current {
+            return Ok(true);
+        }
+        if version.0 + 1 != current.0 || !self.tier.keeps_previous() {
+            let limit = format!("{current}, or the version before where the tier keeps it");
+            let remedy = "restore a checkpoint: the servers have no version in common";
+            return Err(Fault::new(FaultKind::Precondition, "version", version.0, limit, remedy));
+        }
+        Ok(false)
+    }
+
     /// The newest version that a crash of this server cannot take back, or with the memory tier the newest one: what
     /// rank 0 waits for before it commits the next step, and workers before they let go of their gradients.
     pub fn durable(&self) -> Version {

@@ -210,6 +210,16 @@ impl Machine {
         Ok(Admission::Duplicate)
     }
 
+    /// Checks that a process which has not joined yet is newer than any that has.
+    pub fn check_newer(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        let world_size = self.spec.world_size;
+        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
+        match state.incarnation {
+            Some(current) if current >= incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+            _ => Ok(()),
+        }
+    }
+
     pub fn leave(&mut self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
         self.check_rank(rank, incarnation)?;
         self.ranks[rank.index()].left = true;

@@ -12,7 +12,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use longshore_proto::{Commit, Fault, TierKind, Version};
 
-pub use folder::{Header, StoredJob, stored_jobs};
+pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
 
 use crate::{
@@ -173,6 +173,16 @@ pub trait Tier: Send + Sync {
     /// The newest version that a crash cannot take back; None where no step has to wait for it.
     fn durable(&self) -> Option<Version> {
         None
+    }
+
+    /// Bytes written to drives since the job was opened.
+    fn written_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Whether the version before the newest is kept whole, so that a job can be opened at it.
+    fn keeps_previous(&self) -> bool {
+        false
     }
 
     /// The error after which nothing of this tier may be used.
