@@ -278,6 +278,9 @@ async fn finish(handle: &Arc<JobHandle>, deadline: Instant) {
     if let Ok(Err(fault)) = settled {
         tracing::warn!(job = %handle.job.spec().name, %fault, "updates were not finished");
     }
+    if let Err(fault) = handle.until_durable(handle.job.progress().version, deadline).await {
+        tracing::warn!(job = %handle.job.spec().name, %fault, "the last version is not durable");
+    }
 }
 
 /// Ends when serving is to stop.

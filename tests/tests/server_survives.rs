@@ -114,6 +114,29 @@ fn strike(
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--compensation", "0.5"];
 
 #[test]
+fn a_server_that_does_not_come_back_is_named_in_time() {
+    let root = TempDir::new().expect("a folder for the servers' state");
+    let options = ServerOptions::new().state_root(root.path()).allow("stepping back");
+    let mut servers = server::servers(2, &options);
+    let addresses = server::addresses(&servers);
+    let train = Train::new(STEPS).args(["--tier", "nvme", "--deadline-s", "2"]).servers(&addresses);
+    let mut worker = train.start();
+    worker.until_step(5);
+    servers[1].process.kill();
+    let (stderr, said) = worker.fails(Duration::from_secs(15));
+    let error = stderr.lines().last().unwrap_or_default();
+    // What it waited for just then: a version's weights, or a step's decision.
+    let last = said.last_step();
+    let waits = [format!("step {}", last + 1), format!("step {last}"), format!("version {last}")];
+    assert!(error.contains(&addresses[1]) && error.contains("job default"), "{stderr}");
+    assert!(waits.iter().any(|wait| error.contains(wait)), "none of {waits:?} is named: {stderr}");
+    assert!(stderr.contains("waiting for a server"), "{stderr}");
+    // The job is still there, for when the server is.
+    servers[1].restart();
+    train.allow("waiting for a server").run();
+}
+
+#[test]
 fn an_exact_nvme_job_survives_kills_of_either_server() {
     survives(&Case { tier: "nvme", victims: Victims::OneServer, job: &[] });
 }
@@ -131,6 +154,11 @@ fn an_nvme_job_survives_kills_of_everything() {
 #[test]
 fn an_exact_shm_job_survives_kills_of_either_server() {
     survives(&Case { tier: "shm", victims: Victims::OneServer, job: &["--micro-steps", "2"] });
+}
+
+#[test]
+fn a_shm_job_survives_kills_of_everything() {
+    survives(&Case { tier: "shm", victims: Victims::All, job: &[] });
 }
 
 #[test]

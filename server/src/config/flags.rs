@@ -47,7 +47,8 @@ pub struct Flags {
     /// What the drives of --state-dir together may be written with, as in 600TB: status then forecasts their wear
     #[arg(long, env = "LONGSHORED_DRIVE_ENDURANCE", value_name = "SIZE")]
     pub drive_endurance: Option<ByteSize>,
-    /// Folder of a tmpfs for jobs with the shm tier, this server's own [default: /dev/shm/longshore-UID/PORT]
+    /// Folder of a tmpfs for jobs with the shm tier, this server's own; systemd empties /dev/shm of an ordinary user who
+    /// logs out (RemoveIPC) [default: /dev/shm/longshore-UID/PORT]
     #[arg(long, env = "LONGSHORED_SHM_DIR", value_name = "DIR")]
     pub shm_dir: Option<PathBuf>,
     /// Folder for checkpoints; without it Checkpoint is refused

@@ -93,6 +93,18 @@ impl JobHandle {
         }
     }
 
+    /// Waits until no crash of this server can take the version back.
+    pub(crate) async fn until_durable(&self, version: Version, deadline: Instant) -> Result<(), Fault> {
+        let durable = || Ok((self.job.durable() >= version).then_some(()));
+        let late = || {
+            let value = format!("{version}; {} is the newest durable one", self.job.durable());
+            let remedy = "the drives are slower than the deadline: raise it, or add drives or servers; where the version \
+                          is not decided, see rank 0";
+            Fault::new(FaultKind::Deadline, "version", value, "durable in time", remedy)
+        };
+        self.until(deadline, durable, late).await
+    }
+
     /// What a wait that came to its deadline says.
     pub(crate) fn late(&self, field: &str, value: impl std::fmt::Display) -> Fault {
         let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());

@@ -36,8 +36,21 @@ pub(crate) struct Jobs {
 
 enum Place {
     Open(Arc<JobHandle>),
-    /// It is kept here and cannot be served now: it is being recovered, or why that failed.
-    Away(Fault),
+    Away(Box<Away>),
+}
+
+/// A job that is kept here and cannot be served now.
+struct Away {
+    /// It is being recovered, or why that failed.
+    fault: Fault,
+    /// None: its folder cannot be read.
+    stored: Option<StoredJob>,
+}
+
+impl Place {
+    fn away(fault: Fault, stored: Option<StoredJob>) -> Place {
+        Place::Away(Box::new(Away { fault, stored }))
+    }
 }
 
 pub(crate) fn not_found(name: &str) -> Fault {
@@ -64,11 +77,12 @@ impl Jobs {
         let stored = stored_jobs(&dirs);
         let mut jobs = BTreeMap::new();
         for job in &stored.jobs {
-            jobs.insert(job.spec.name.clone(), Place::Away(recovering(&job.spec.name)));
+            let name = job.spec.name.clone();
+            jobs.insert(name.clone(), Place::away(recovering(&name), Some(job.clone())));
         }
         for (name, fault) in stored.unreadable {
             tracing::error!(job = %name, %fault, "not a job that can be opened");
-            jobs.insert(name, Place::Away(fault));
+            jobs.insert(name, Place::away(fault, None));
         }
         let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
         (Jobs { jobs, opening, budget, storage, compute }, stored.jobs)
@@ -96,7 +110,8 @@ impl Jobs {
     /// Opens a job and puts it, or the reason why it cannot be, into its place.
     fn start(&self, job: StoredJob, storage: &Storage) -> Result<Arc<JobHandle>, Fault> {
         let name = job.spec.name.clone();
-        let started = JobHandle::start(job, &self.budget, storage, Arc::clone(&self.compute)).map(Arc::new);
+        let started = JobHandle::start(job.clone(), &self.budget, storage, Arc::clone(&self.compute));
+        let started = started.map(Arc::new);
         let mut jobs = self.lock();
         match &started {
             Ok(handle) => {
@@ -105,7 +120,7 @@ impl Jobs {
             Err(fault) => {
                 // One that was never kept here leaves nothing.
                 if let Some(place) = jobs.get_mut(&name) {
-                    *place = Place::Away(fault.clone());
+                    *place = Place::away(fault.clone(), Some(job));
                 }
             }
         }
@@ -124,7 +139,7 @@ impl Jobs {
         let name = JobName::parse("job", name)?;
         match self.lock().get(&name) {
             Some(Place::Open(handle)) => Ok(Arc::clone(handle)),
-            Some(Place::Away(fault)) => Err(fault.clone()),
+            Some(Place::Away(away)) => Err(away.fault.clone()),
             None => Err(not_found(name.as_str())),
         }
     }
@@ -174,22 +189,49 @@ impl Jobs {
         version: Version,
     ) -> Result<Arc<JobHandle>, Fault> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let handle = self.get(name)?;
-        let job = &handle.job;
-        if job.check_step_back(incarnation, version)? {
-            return Ok(handle);
+        let stored = match self.get(name) {
+            Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
+            Ok(handle) => self.put_away(handle),
+            Err(fault) => self.stored(name).ok_or(fault)?,
+        };
+        tracing::warn!(job = name, %version, "stepping back to the version before");
+        let storage = Storage { at_most: Some(version), ..self.storage.clone() };
+        let handle = self.start(stored, &storage)?;
+        let found = handle.job.progress().version;
+        if found != version {
+            let remedy = "step every server back to the same version, or restore a checkpoint";
+            return Err(Fault::new(
+                FaultKind::Precondition,
+                "version",
+                version.0,
+                format!("{found}, the newest left"),
+                remedy,
+            ));
         }
-        let (spec, placement, server) = (job.spec().clone(), job.placement().clone(), job.server());
-        let name = spec.name.clone();
-        self.lock().insert(name.clone(), Place::Away(recovering(&name)));
+        Ok(handle)
+    }
+
+    /// Ends the service of a job, to open it again.
+    fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
+        let job = &handle.job;
+        let stored =
+            StoredJob { spec: job.spec().clone(), placement: job.placement().clone(), server: job.server() };
+        let name = stored.spec.name.clone();
+        self.lock().insert(name.clone(), Place::away(recovering(&name), Some(stored.clone())));
         handle.close(recovering(&name));
         let changes = handle.changes();
         drop(handle);
-        // Where they do not, the folders' lock says so.
+        // Where its users do not let go, the folders' lock says so.
         let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
-        tracing::warn!(job = %name, %version, "stepping back: another server has lost the version after");
-        let storage = Storage { at_most: Some(version), ..self.storage.clone() };
-        self.start(StoredJob { spec, placement, server }, &storage)
+        stored
+    }
+
+    /// A job that could not be recovered.
+    fn stored(&self, name: &str) -> Option<StoredJob> {
+        match self.lock().get(&JobName::parse("job", name).ok()?)? {
+            Place::Away(away) => away.stored.clone(),
+            Place::Open(_) => None,
+        }
     }
 }
 

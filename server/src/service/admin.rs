@@ -7,7 +7,7 @@ use std::{
 
 use longshore_engine::{checkpoint::Store, step::Phase};
 use longshore_proto::{
-    Fault, FaultKind, Version,
+    Fault, FaultKind, Incarnation, Version,
     limits::DEFAULT_DEADLINE_MS,
     wire::{
         self,
@@ -106,6 +106,15 @@ impl Admin for Services {
         Ok(Response::new(v1::ResumeResponse {}))
     }
 
+    async fn step_back(
+        &self,
+        request: Request<v1::StepBackRequest>,
+    ) -> Result<Response<v1::StepBackResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.step_job_back(&request).await;
+        answer.map(Response::new).map_err(|fault| refuse("StepBack", &request.job, fault))
+    }
+
     async fn delete_job(
         &self,
         request: Request<v1::DeleteJobRequest>,
@@ -144,6 +153,14 @@ impl Services {
                 .collect();
         }
         Ok(answer)
+    }
+
+    async fn step_job_back(&self, request: &v1::StepBackRequest) -> Result<v1::StepBackResponse, Fault> {
+        self.draining.refuse()?;
+        let (jobs, name) = (self.jobs.clone(), request.job.clone());
+        let (incarnation, version) = (Incarnation(request.incarnation), Version(request.version));
+        let handle = blocking(move || jobs.step_back(&name, incarnation, version)).await?;
+        Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }
 
     fn store(&self) -> Result<Arc<Store>, Fault> {

@@ -61,15 +61,6 @@ impl Training for Services {
         Ok(Response::new(v1::AwaitDurableResponse {}))
     }
 
-    async fn step_back(
-        &self,
-        request: Request<v1::StepBackRequest>,
-    ) -> Result<Response<v1::StepBackResponse>, Status> {
-        let request = request.into_inner();
-        let answer = self.step_job_back(&request).await;
-        answer.map(Response::new).map_err(|fault| refuse("StepBack", &request.job, fault))
-    }
-
     type WatchStream = ReceiverStream<Result<v1::Event, Status>>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -136,12 +127,12 @@ impl Services {
         let (step, skip) = (commit.step, commit.skip);
         // Else it would be refused, since its update would overwrite the last version that no crash can take back.
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
-        let durable = || Ok((handle.job.durable() >= before).then_some(()));
-        handle.until(default_deadline(), durable, || handle.late("commit", step)).await?;
+        handle.until_durable(before, default_deadline()).await?;
+        let written = handle.job.written_bytes();
         let (duplicate, work) = handle.job.commit(Incarnation(request.incarnation), commit)?;
         handle.perform(work);
         if !duplicate {
-            handle.pace.decided(step.0, handle.job.written_bytes());
+            handle.pace.decided(step.0, written);
         }
         tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
         Ok(v1::CommitResponse { duplicate })
@@ -149,18 +140,8 @@ impl Services {
 
     async fn await_durability(&self, request: &v1::AwaitDurableRequest) -> Result<(), Fault> {
         let handle = self.jobs.get(&request.job)?;
-        let version = Version(request.version);
         let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
-        let durable = || Ok((handle.job.durable() >= version).then_some(()));
-        handle.until(deadline, durable, || handle.late("durable", version)).await
-    }
-
-    async fn step_job_back(&self, request: &v1::StepBackRequest) -> Result<v1::StepBackResponse, Fault> {
-        self.draining.refuse()?;
-        let (jobs, name) = (self.jobs.clone(), request.job.clone());
-        let (incarnation, version) = (Incarnation(request.incarnation), Version(request.version));
-        let handle = blocking(move || jobs.step_back(&name, incarnation, version)).await?;
-        Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
+        handle.until_durable(Version(request.version), deadline).await
     }
 
     fn pause_job(&self, request: &v1::PauseRequest) -> Result<v1::PauseResponse, Fault> {

@@ -1,11 +1,11 @@
 //! `longshore status`: what servers hold, how far jobs are, and what they wait for.
 
 use longshore_proto::{
-    JobSpec, Version,
+    FaultKind, JobSpec, Version,
     checksum::{BlockHash, state_hash},
-    wire::v1,
+    wire::{fault_from_status, v1},
 };
-use tonic::{Code, Response};
+use tonic::{Response, Status};
 
 use super::{admin::ServersArgs, client::Servers, sizes::human};
 
@@ -64,10 +64,7 @@ fn describe(servers: &mut Servers, request: &v1::DescribeRequest) -> anyhow::Res
         async move {
             match admin.describe(request).await {
                 Ok(answer) => Ok(Response::new(Ok(answer.into_inner()))),
-                Err(status) if status.code() == Code::NotFound => Ok(Response::new(Err(
-                    "does not hold this job: it restarted, or belongs to another one".to_string(),
-                ))),
-                Err(status) => Ok(Response::new(Err(status.message().to_string()))),
+                Err(status) => Ok(Response::new(Err(reason(&status)))),
             }
         }
     })?;
@@ -79,6 +76,17 @@ fn describe(servers: &mut Servers, request: &v1::DescribeRequest) -> anyhow::Res
         }
     }
     Ok((answers, without))
+}
+
+const GONE: &str = "does not hold this job: it restarted, or belongs to another one";
+
+/// Why a server has no answer.
+fn reason(status: &Status) -> String {
+    let fault = fault_from_status(status, "the server");
+    if fault.kind == FaultKind::NotFound && fault.field == "job" {
+        return GONE.to_string();
+    }
+    fault.to_string()
 }
 
 /// The hash over all servers; None while they are at different versions, and without a server that owns a part.
@@ -158,7 +166,10 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
     }
     match combined_hash(answers) {
         Some((version, hash)) => println!("  state hash {hash} at version {version}"),
-        None if !without.is_empty() => println!("  state hash: a part of the state is lost"),
+        None if without.iter().any(|(_, reason)| reason == GONE) => {
+            println!("  state hash: a part of the state is lost");
+        }
+        None if !without.is_empty() => println!("  state hash: a part of the state is not served"),
         None => {
             println!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
         }

@@ -45,8 +45,8 @@ async fn of_server(core: &SharedCore, server: usize, step: Step, finished: Finis
         let late = finished.borrow().is_some_and(|at| core.out_of_patience(at, core.options.deadline));
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
-            // It restarted, and is about to be sent the last commit again.
-            FaultKind::Precondition => core.is_behind(server, step).await?,
+            // It restarted, and is or was about to be sent the last commit again.
+            FaultKind::Precondition => fault.field == "step" && core.is_undecided(server, step).await?,
             _ => false,
         };
         let again = passes && !late;

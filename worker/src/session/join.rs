@@ -107,7 +107,7 @@ impl Core {
             // Slow: it reads all of its state.
             let answer = self.call(server, "StepBack", None, self.options.slow_deadline, |peer| {
                 let request = request.clone();
-                async move { peer.training().step_back(request).await }
+                async move { peer.admin().step_back(request).await }
             });
             answer.await?;
             let server = &self.peers[server].address;

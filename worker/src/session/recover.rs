@@ -38,11 +38,10 @@ impl Core {
         Ok(())
     }
 
-    /// Whether a server must hear of earlier commits before it takes part in `step`.
-    pub(crate) async fn is_behind(&self, server: usize, step: Step) -> Result<bool> {
+    /// Whether a server has not heard of the decision on `step`.
+    pub(crate) async fn is_undecided(&self, server: usize, step: Step) -> Result<bool> {
         let answer = self.describe(server, false, self.options.deadline).await?;
-        let version = answer.progress.unwrap_or_default().version;
-        Ok(version + (self.spec().gradient_slots() as u64) < step.0)
+        Ok(answer.progress.unwrap_or_default().version < step.0)
     }
 
     /// `Fenced` when a newer process has taken this rank.

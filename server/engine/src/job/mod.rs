@@ -72,7 +72,6 @@ pub struct Job {
     server: ServerId,
     owned: Vec<ShardId>,
     machine: Mutex<Machine>,
-    signal: Arc<Signal>,
     buffers: Buffers,
     tier: Box<dyn Tier>,
     compute: Arc<Compute>,
@@ -86,6 +85,8 @@ pub struct Job {
     disk_bytes: u64,
     /// Of decided steps, when the server before died.
     unfinished: Mutex<Vec<Work>>,
+    /// Last: once the observer is dropped, memory and folders are free again.
+    signal: Arc<Signal>,
 }
 
 impl Job {
@@ -273,9 +274,16 @@ impl Job {
     /// False while the rank's earlier process is still being written for; ask again after a change.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
-        let admission = lock(&self.machine).join(rank, incarnation)?;
+        let mut machine = lock(&self.machine);
+        let before = machine.incarnation(rank);
+        let joined = machine.join(rank, incarnation)? != Admission::Busy;
+        if joined && before != Some(incarnation) {
+            // Under the lock: what is sent again is written over what was there.
+            self.tier.joined(rank, incarnation, self.spec.world_size == 1);
+        }
+        drop(machine);
         self.notify();
-        Ok(admission != Admission::Busy)
+        Ok(joined)
     }
 
     pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {

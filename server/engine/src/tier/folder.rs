@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::fault::{FIELD, conflict, corrupt, internal, io};
 
 const HEADER_FILE: &str = "header.json";
+const FOLDER: &str = "server-";
 const FORMAT: &str = "longshore-state";
 const FORMAT_VERSION: u32 = 1;
 const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
@@ -152,7 +153,7 @@ impl Header {
 impl Folder {
     /// `<dir>/<job>/server-<i>-of-<n>`: servers of one host may share a directory.
     pub(super) fn path(dir: &Path, job: &JobName, server: ServerId, servers: usize) -> PathBuf {
-        dir.join(job.as_str()).join(format!("server-{}-of-{servers}", server.0))
+        dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
     /// Makes the folder if need be and takes it.
@@ -229,7 +230,11 @@ pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
         let name = job.file_name().and_then(|name| JobName::parse("job", &name.to_string_lossy()).ok());
         // Anything else is not ours.
         let Some(name) = name else { continue };
-        for folder in entries(&job) {
+        let ours = |folder: &PathBuf| {
+            folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(FOLDER))
+                && folder.is_dir()
+        };
+        for folder in entries(&job).filter(ours) {
             match Header::read(&folder) {
                 Ok(Some(Header { spec, placement, server, durable: true, .. })) => {
                     let job = StoredJob { spec, placement, server };

@@ -10,7 +10,7 @@ pub mod shm;
 
 use std::{path::PathBuf, sync::Arc};
 
-use longshore_proto::{Commit, Fault, TierKind, Version};
+use longshore_proto::{Commit, Fault, Incarnation, Rank, Step, TierKind, Version};
 
 pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
@@ -159,6 +159,12 @@ pub trait Tier: Send + Sync {
     fn start(&self, _record: &Record) -> Result<(), Fault> {
         Ok(())
     }
+
+    /// A rank has joined. `over`: it sends again what no decided step needs.
+    fn joined(&self, _rank: Rank, _incarnation: Incarnation, _over: bool) {}
+
+    /// All contributions to an undecided step are summed on a shard; called before anyone is told so.
+    fn complete(&self, _owned: usize, _step: Step) {}
 
     /// A step is decided; called before anyone is told so.
     fn decide(&self, _record: &Record) -> Result<(), Fault> {
