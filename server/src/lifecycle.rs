@@ -6,7 +6,7 @@
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, future::OptionFuture};
-use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa, tier::Storage};
+use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
 use longshore_proto::{
     Fault, FaultKind,
     limits::{MAX_CONTROL_MESSAGE_BYTES, WINDOW_BYTES},
@@ -27,6 +27,7 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::{
     config::Config,
+    directories::Directories,
     jobs::{JobHandle, Jobs},
     service::{DataPlane, Recycler, Services},
     unix::{self, SocketFile},
@@ -49,6 +50,8 @@ pub enum ServerError {
     BindUnix { path: PathBuf, source: std::io::Error },
     #[error("cannot start {threads} update threads: {reason}. Lower --threads or raise the process limit")]
     Threads { threads: usize, reason: String },
+    #[error("{0}")]
+    StateDir(Fault),
     #[error(transparent)]
     Isa(#[from] longshore_engine::kernels::IsaError),
     #[error(transparent)]
@@ -127,6 +130,7 @@ pub struct Server {
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     health: tonic_health::server::HealthReporter,
     _socket_file: Option<SocketFile>,
+    _directories: Directories,
 }
 
 impl Server {
@@ -138,13 +142,14 @@ impl Server {
         let compute = Compute::new(threads, isa)
             .map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
         let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
-        let storage = Storage {
-            dirs: config.state_dirs.clone(),
-            resident_bytes: config.resident,
-            ..Storage::default()
-        };
+        let directories =
+            Directories::claim(&config.storage, config.listen.port()).map_err(ServerError::StateDir)?;
+        let storage = config.storage.to_engine(directories.shm.clone());
+        let (jobs, stored) = Jobs::new(Budget::new(config.memory), storage, Arc::new(compute));
+        let jobs = Arc::new(jobs);
         let services = Services {
-            jobs: Arc::new(Jobs::new(Budget::new(config.memory), storage, Arc::new(compute))),
+            jobs: Arc::clone(&jobs),
+            drive_endurance: config.storage.drive_endurance,
             draining: Draining::new(),
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
@@ -174,7 +179,14 @@ impl Server {
         let unix = OptionFuture::from(unix).map(Option::transpose);
         let serving = tokio::spawn(async move { tokio::try_join!(tcp, unix).map(|_| ()) });
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
-        Ok(Server { address, config, services, stop, serving, health, _socket_file: socket_file })
+        // While calls are answered: whoever waits for a job is told what it waits for.
+        // On a thread of its own: a server that is told to stop does not wait for it.
+        std::thread::Builder::new()
+            .name("recover".into())
+            .spawn(move || jobs.recover(stored))
+            .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
+        let (_directories, _socket_file) = (directories, socket_file);
+        Ok(Server { address, config, services, stop, serving, health, _socket_file, _directories })
     }
 
     pub fn address(&self) -> SocketAddr {
@@ -261,6 +273,9 @@ async fn finish(handle: &Arc<JobHandle>, deadline: Instant) {
     let settled = tokio::task::spawn_blocking(move || job.settle(deadline.into_std())).await;
     if let Ok(Err(fault)) = settled {
         tracing::warn!(job = %handle.job.spec().name, %fault, "updates were not finished");
+    }
+    if let Err(fault) = handle.until_durable(handle.job.progress().version, deadline).await {
+        tracing::warn!(job = %handle.job.spec().name, %fault, "the last version is not durable");
     }
 }
 

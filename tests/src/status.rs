@@ -11,6 +11,7 @@ pub struct JobStatus {
     pub master_format: Option<String>,
     pub servers: Vec<ServerStatus>,
     pub servers_without: Vec<String>,
+    pub reasons_without: Vec<String>,
     pub state_version: Option<u64>,
     pub state_hash: Option<String>,
 }
@@ -25,6 +26,11 @@ pub struct ServerStatus {
     pub pushed_bytes: u64,
     pub pulled_bytes: u64,
     pub waiting_for: String,
+    pub disk_bytes: u64,
+    pub disk_written_bytes: u64,
+    pub disk_written_bytes_per_step: Option<u64>,
+    pub disk_written_bytes_per_day: Option<u64>,
+    pub drive_endurance_days: Option<f64>,
     pub threads: u32,
     pub isa: String,
 }

@@ -141,6 +141,7 @@ struct Traffic<'a> {
     stored: Vec<(ContributionChunk, &'a [u8])>,
     decided: u64,
     reopened: bool,
+    restarted: bool,
 }
 
 impl<'a> Traffic<'a> {
@@ -158,7 +159,8 @@ impl<'a> Traffic<'a> {
         (0..spec.world_size).for_each(|rank| cluster.join(rank));
         cluster.upload(&run.initial);
         let (pending, stored) = (Vec::new(), Vec::new());
-        Traffic { run, cluster, noise, pushed_to: 0, pending, stored, decided: 0, reopened: false }
+        let (reopened, restarted) = (false, false);
+        Traffic { run, cluster, noise, pushed_to: 0, pending, stored, decided: 0, reopened, restarted }
     }
 
     fn go(&mut self) {
@@ -200,7 +202,7 @@ impl<'a> Traffic<'a> {
         }
         self.pending.clear();
         self.stored.clear();
-        Traffic { cluster, pushed_to: self.decided, ..self }
+        Traffic { cluster, pushed_to: self.decided, restarted: true, ..self }
     }
 
     /// Servers that died once all was durable, and others that went on from their state.
@@ -238,6 +240,8 @@ impl<'a> Traffic<'a> {
         match self.cluster.store(&chunk, payload).unwrap() {
             Stored::New(_) => self.stored.push(self.pending.swap_remove(index)),
             Stored::Busy => {}
+            // What was summed before the restart stays so.
+            Stored::Duplicate if self.restarted => self.stored.push(self.pending.swap_remove(index)),
             Stored::Duplicate => panic!("{chunk:?} was never stored"),
         }
     }

@@ -31,6 +31,8 @@ pub(crate) struct Services {
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) recycler: Arc<Recycler>,
+    /// Bytes that the drives may be written with; 0: not known.
+    pub(crate) drive_endurance: u64,
 }
 
 /// Logs a refused request once, here at the edge, and turns it into a status.

@@ -1,5 +1,7 @@
 //! Commands that call every server of a job: checkpoint, restore, resume, delete, drain.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use anyhow::Context;
 use longshore_proto::wire::v1;
 
@@ -44,6 +46,15 @@ pub(super) struct ResumeArgs {
     /// Go on with this loss scale [default: the one the job paused with]
     #[arg(long)]
     loss_scale: Option<f64>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct StepBackArgs {
+    #[command(flatten)]
+    pub(super) target: JobArgs,
+    /// The version before the newest
+    #[arg(long)]
+    version: u64,
 }
 
 /// Name of a checkpoint that the caller did not name.
@@ -124,6 +135,18 @@ pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
         async move { admin.resume(request).await }
     })?;
     println!("resumed");
+    Ok(())
+}
+
+pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
+    let request = v1::StepBackRequest { job, incarnation, version: args.version };
+    servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.step_back(request).await }
+    })?;
+    println!("version {}", args.version);
     Ok(())
 }
 

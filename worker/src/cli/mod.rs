@@ -46,6 +46,8 @@ enum Command {
     Export(export::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
+    /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
+    StepBack(admin::StepBackArgs),
     /// Forget a job and free its memory; its checkpoints stay
     Delete(admin::JobArgs),
     /// Finish the step in hand on each server and stop it
@@ -69,6 +71,7 @@ impl Cli {
             Command::Export(args) => export::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Resume(args) => admin::resume(&args),
+            Command::StepBack(args) => admin::step_back(&args),
             Command::Delete(args) => admin::delete(&args),
             Command::Drain(args) => admin::drain(&args),
             Command::Bench(bench) => bench.run(),

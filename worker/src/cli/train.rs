@@ -112,7 +112,8 @@ pub(super) struct Args {
     /// Elements of a shard, a multiple of 65536 [default: the model in 16 shards, at most 4 Mi elements each]
     #[arg(long, help_heading = "Offloading")]
     shard_elements: Option<u64>,
-    /// Where the servers keep master weights and optimizer state: memory, or nvme (their --state-dir)
+    /// Where the servers keep master weights and optimizer state: memory, shm (survives the server's
+    /// process), or nvme (their --state-dir)
     #[arg(long, default_value = "memory", help_heading = "Offloading")]
     tier: TierKind,
     /// Moments on the servers: fp32, bf16, or block8 (8 bits, and a scale for each 256). See docs/update.md

@@ -1,6 +1,8 @@
 //! A job's first weights: uploaded by rank 0, or read from a checkpoint.
 
-use longshore_proto::{ChunkId, Commit, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Version};
+use longshore_proto::{
+    ChunkId, Commit, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Step, Version,
+};
 
 use super::{Job, buffers::image_blocks, compute::BLOCK};
 use crate::{
@@ -296,9 +298,15 @@ impl Job {
             }
         }
         lock(&self.load).finish();
-        let versions: Vec<Version> = kept.shards.iter().map(|shard| shard.version).collect();
-        let work = lock(&self.machine).resume_updates(kept.records, &versions)?;
-        let version = lock(&self.machine).version();
+        let mut machine = lock(&self.machine);
+        let shards = kept.shards.iter().map(|shard| (shard.version, shard.summed)).collect::<Vec<_>>();
+        let work = machine.resume_updates(kept.records, &shards, &kept.incarnations)?;
+        let version = machine.version();
+        for (owned, shard) in kept.shards.iter().enumerate() {
+            let undecided = |step: &Step| step.version() > version && machine.is_complete(owned, *step);
+            shard.summed.into_iter().filter(undecided).for_each(|step| self.form_figures_again(owned, step));
+        }
+        drop(machine);
         tracing::info!(job = %self.spec.name, %version, unfinished = work.len(), "recovered");
         *lock(&self.unfinished) = work;
         Ok(())

@@ -72,7 +72,6 @@ pub struct Job {
     server: ServerId,
     owned: Vec<ShardId>,
     machine: Mutex<Machine>,
-    signal: Arc<Signal>,
     buffers: Buffers,
     tier: Box<dyn Tier>,
     compute: Arc<Compute>,
@@ -86,6 +85,8 @@ pub struct Job {
     disk_bytes: u64,
     /// Of decided steps, when the server before died.
     unfinished: Mutex<Vec<Work>>,
+    /// Last: once the observer is dropped, memory and folders are free again.
+    signal: Arc<Signal>,
 }
 
 impl Job {
@@ -199,6 +200,28 @@ impl Job {
         self.disk_bytes
     }
 
+    /// Written to drives since the job was opened here.
+    pub fn written_bytes(&self) -> u64 {
+        self.tier.written_bytes()
+    }
+
+    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. True when it
+    /// is there already.
+    pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
+        let machine = lock(&self.machine);
+        machine.check_newer(Rank(0), incarnation)?;
+        let current = machine.version();
+        if version == current {
+            return Ok(true);
+        }
+        if version.0 + 1 != current.0 || !self.tier.keeps_previous() {
+            let limit = format!("{current}, or the version before where the tier keeps it");
+            let remedy = "restore a checkpoint: the servers have no version in common";
+            return Err(Fault::new(FaultKind::Precondition, "version", version.0, limit, remedy));
+        }
+        Ok(false)
+    }
+
     /// The newest version that a crash of this server cannot take back, or with the memory tier the newest one: what
     /// rank 0 waits for before it commits the next step, and workers before they let go of their gradients.
     pub fn durable(&self) -> Version {
@@ -251,9 +274,16 @@ impl Job {
     /// False while the rank's earlier process is still being written for; ask again after a change.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
-        let admission = lock(&self.machine).join(rank, incarnation)?;
+        let mut machine = lock(&self.machine);
+        let before = machine.incarnation(rank);
+        let joined = machine.join(rank, incarnation)? != Admission::Busy;
+        if joined && before != Some(incarnation) {
+            // Under the lock: what is sent again is written over what was there.
+            self.tier.joined(rank, incarnation, self.spec.world_size == 1);
+        }
+        drop(machine);
         self.notify();
-        Ok(admission != Admission::Busy)
+        Ok(joined)
     }
 
     pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {

@@ -11,9 +11,9 @@ mod state;
 
 use std::{path::PathBuf, sync::Arc};
 
-use longshore_proto::{Commit, Fault, TierKind, Version};
+use longshore_proto::{Commit, Fault, Incarnation, Rank, Step, TierKind, Version};
 
-pub use folder::{Header, StoredJob, stored_jobs};
+pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
 pub use state::{Shape, StateMut, StateRef};
 
@@ -145,6 +145,12 @@ pub trait Tier: Send + Sync {
         Ok(())
     }
 
+    /// A rank has joined. `over`: it sends again what no decided step needs.
+    fn joined(&self, _rank: Rank, _incarnation: Incarnation, _over: bool) {}
+
+    /// All contributions to an undecided step are summed on a shard; called before anyone is told so.
+    fn complete(&self, _owned: usize, _step: Step) {}
+
     /// A step is decided; called before anyone is told so.
     fn decide(&self, _record: &Record) -> Result<(), Fault> {
         Ok(())
@@ -158,6 +164,16 @@ pub trait Tier: Send + Sync {
     /// The newest version that a crash cannot take back; None where no step has to wait for it.
     fn durable(&self) -> Option<Version> {
         None
+    }
+
+    /// Bytes written to drives since the job was opened.
+    fn written_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Whether the version before the newest is kept whole, so that a job can be opened at it.
+    fn keeps_previous(&self) -> bool {
+        false
     }
 
     /// The error after which nothing of this tier may be used.

@@ -15,8 +15,8 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, JobSpec, Layout, Placement, ServerId, ShardId, TierKind, Version,
-    limits::BLOCK_ELEMENTS,
+    Fault, FaultKind, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step, TierKind,
+    Version, limits::BLOCK_ELEMENTS,
 };
 
 use super::{
@@ -35,8 +35,11 @@ const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// Blocks that may be in the middle of their update: one a thread. More threads take turns.
 const UNDO_SLOTS: usize = 32;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
-/// Words of a shard: the version begun, the version done, and the oldest version an image of it was made or loaded of.
-const SHARD_WORDS: usize = 3;
+/// Words of a shard: the version begun, the version done, the oldest version an image of it was made or loaded of, and
+/// by parity the step whose contributions are all summed.
+const SHARD_WORDS: usize = 5;
+/// Where those steps start.
+const SUMMED: usize = 3;
 /// Words of an undo slot: 1 + the block (0: unused), and the version that its update makes.
 const UNDO_WORDS: usize = 2;
 
@@ -49,15 +52,18 @@ const UNDO_WORDS: usize = 2;
 /// state        each shard's master weights, first and second moments
 /// buffers      images, contributions and sums: a decided step is updated from them after a restart
 /// progress     record of version parity 0, of parity 1 (tier/record.rs), 4 MiB each;
-///              words of 8 bytes: 3 for each shard, 1 for each block (its version), 2 for each undo slot;
+///              words of 8 bytes: 5 for each shard, 1 for each block (its version), 2 for each undo slot,
+///              1 for each rank (its incarnation);
 ///              undo slots: one block's state each
 /// ```
 ///
-/// **Deciding** a step writes its record over that of two versions before, and only then is anyone told. **Updating**
-/// a shard stores: the version begun; for each block a copy into an undo slot, the slot's words, the block in place, the block's
-/// version, the slot's words back to 0; then the version done. **Recovery** puts back each block that an undo slot holds and whose version was not
-/// reached, takes the newest whole record, and updates what is not done yet. A block whose version is reached is left: its update
-/// happened once. A shard whose version begun is not done has lost its older image, over which the new one was being written.
+/// **Deciding** a step writes its record over that of two versions before, and only then is anyone told. **Updating** a
+/// shard stores: the version begun; for each block a copy into an undo slot, the slot's words, the block in place, the
+/// block's version, the slot's words back to 0; then the version done. **Recovery** puts back each block that an undo slot
+/// holds and whose version was not reached, takes the newest whole record, and updates what is not done yet. A block whose
+/// version is reached is left: its update happened once. A shard whose version begun is not done has lost its older image,
+/// over which the new one was being written. A step that is summed and not decided stays summed: another server may know
+/// its decision, and nobody be left who could send the gradients again.
 pub struct ShmTier {
     memory: MemoryTier,
     words: Words,
@@ -78,6 +84,8 @@ pub struct Kept {
     /// The last decided steps, oldest first: two where there were two.
     pub records: Vec<Record>,
     pub shards: Vec<KeptShard>,
+    /// Of the ranks that had joined.
+    pub incarnations: Vec<Option<Incarnation>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,6 +93,8 @@ pub struct KeptShard {
     pub version: Version,
     /// Whether the image of the version before is whole.
     pub older_image: bool,
+    /// Steps whose contributions are all summed, by parity; some may be decided.
+    pub summed: [Step; 2],
 }
 
 /// Which job's shards, and where.
@@ -129,7 +139,8 @@ impl Sizes {
             blocks.push(blocks[blocks.len() - 1] + length / BLOCK);
         }
         let shape = Shape::of(spec);
-        let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS;
+        let ranks = spec.world_size as usize;
+        let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS + ranks;
         let mut progress = vec![2 * RECORD_BYTES, words * 8];
         progress.extend(vec![shape.bytes(BLOCK); UNDO_SLOTS]);
         Sizes { state: MemoryTier::bytes(&lengths, shape), progress, lengths, blocks }
@@ -228,7 +239,7 @@ impl ShmTier {
         self.blocks.len() - 1
     }
 
-    /// A shard's words: version begun, version done, oldest image.
+    /// A shard's words: version begun, version done, oldest image, steps summed.
     fn shard(&self, owned: usize) -> &[AtomicU64] {
         &self.words.get()[owned * SHARD_WORDS..][..SHARD_WORDS]
     }
@@ -240,6 +251,12 @@ impl ShmTier {
     fn undo_words(&self, slot: usize) -> &[AtomicU64] {
         let start = self.shards() * SHARD_WORDS + self.blocks[self.shards()];
         &self.words.get()[start + slot * UNDO_WORDS..][..UNDO_WORDS]
+    }
+
+    /// The incarnation of each rank, 0 before it has joined.
+    fn ranks(&self) -> &[AtomicU64] {
+        &self.words.get()
+            [self.shards() * SHARD_WORDS + self.blocks[self.shards()] + UNDO_SLOTS * UNDO_WORDS..]
     }
 
     fn write_record(&self, record: &Record) -> Result<(), Fault> {
@@ -264,10 +281,17 @@ impl ShmTier {
         }
         self.undo_blocks()?;
         let shard = |owned: usize| {
-            let [begun, done, oldest] = [0, 1, 2].map(|word| self.shard(owned)[word].load(Ordering::Acquire));
-            KeptShard { version: Version(done), older_image: begun == done && done > oldest }
+            let [begun, done, oldest, even, odd] =
+                [0, 1, 2, 3, 4].map(|word| self.shard(owned)[word].load(Ordering::Acquire));
+            let summed = [Step(even), Step(odd)];
+            KeptShard { version: Version(done), older_image: begun == done && done > oldest, summed }
         };
-        Ok(Some(Kept { shards: (0..self.shards()).map(shard).collect(), records }))
+        let incarnation = |word: &AtomicU64| match word.load(Ordering::Acquire) {
+            0 => None,
+            incarnation => Some(Incarnation(incarnation)),
+        };
+        let incarnations = self.ranks().iter().map(incarnation).collect();
+        Ok(Some(Kept { shards: (0..self.shards()).map(shard).collect(), records, incarnations }))
     }
 
     fn undo_blocks(&self) -> Result<(), Fault> {
@@ -374,13 +398,25 @@ impl Tier for ShmTier {
         let version = record.version.0;
         let older = u64::from(self.older_loaded.load(Ordering::Relaxed) && version > 0);
         for owned in 0..self.shards() {
-            for (word, value) in self.shard(owned).iter().zip([version, version, version - older]) {
+            for (word, value) in self.shard(owned).iter().zip([version, version, version - older, 0, 0]) {
                 word.store(value, Ordering::SeqCst);
             }
         }
         (0..self.blocks[self.shards()]).for_each(|block| self.block(block).store(version, Ordering::SeqCst));
         std::sync::atomic::fence(Ordering::SeqCst);
         self.write_record(record)
+    }
+
+    fn joined(&self, rank: Rank, incarnation: Incarnation, over: bool) {
+        let summed = (0..self.shards()).flat_map(|owned| &self.shard(owned)[SUMMED..]);
+        summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
+        self.ranks()[rank.index()].store(incarnation.0, Ordering::SeqCst);
+    }
+
+    fn complete(&self, owned: usize, step: Step) {
+        // The sum is whole before the word says so.
+        std::sync::atomic::fence(Ordering::SeqCst);
+        self.shard(owned)[SUMMED + (step.0 % 2) as usize].store(step.0, Ordering::SeqCst);
     }
 
     fn decide(&self, record: &Record) -> Result<(), Fault> {

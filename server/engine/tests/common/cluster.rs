@@ -72,7 +72,9 @@ impl Cluster {
         };
         let jobs = (0..servers).map(open).collect::<Result<Vec<_>, Fault>>()?;
         let works = jobs.iter().map(|job: &Arc<Job>| VecDeque::from(job.take_unfinished())).collect();
-        let incarnations = vec![Incarnation(0); spec.world_size as usize];
+        let known = |rank: usize| jobs.iter().filter_map(|job| job.ranks()[rank].incarnation).max();
+        let incarnations =
+            (0..spec.world_size as usize).map(|rank| known(rank).unwrap_or_default()).collect();
         Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, incarnations })
     }
 

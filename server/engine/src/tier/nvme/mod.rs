@@ -289,6 +289,14 @@ impl Tier for NvmeTier {
         Some(self.pool.lock().durable.unwrap_or(Version(0)))
     }
 
+    fn written_bytes(&self) -> u64 {
+        self.pool.written.load(Ordering::Relaxed)
+    }
+
+    fn keeps_previous(&self) -> bool {
+        self.pool.durability == Durability::EachVersion
+    }
+
     fn failure(&self) -> Option<Fault> {
         self.pool.failure()
     }
