@@ -16,7 +16,7 @@ use longshore_engine::{
     step::Work,
     tier::Storage,
 };
-use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, ServerId, Step, Version};
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, Rank, ServerId, Step, Version};
 use tokio::{
     sync::watch,
     time::{Instant, timeout_at},
@@ -30,6 +30,8 @@ pub(crate) struct JobHandle {
     closed: AtomicBool,
     /// Contributions to later steps are refused: a drain has begun.
     last_step: AtomicU64,
+    /// How each rank's calls come.
+    transports: Mutex<BTreeMap<Rank, &'static str>>,
 }
 
 /// All jobs of a server.
@@ -68,6 +70,7 @@ impl JobHandle {
             changed,
             closed: AtomicBool::new(false),
             last_step: AtomicU64::new(u64::MAX),
+            transports: Mutex::default(),
         })
     }
 
@@ -107,6 +110,16 @@ impl JobHandle {
         let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
         let remedy = format!("the job waits for {waiting}: see that worker, or raise the deadline");
         Fault::new(FaultKind::Deadline, field, value, "there in time", remedy)
+    }
+
+    /// A rank has joined over this transport.
+    pub(crate) fn came_by(&self, rank: Rank, transport: &'static str) {
+        self.transports.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, transport);
+    }
+
+    /// Empty for a rank that has not joined this process.
+    pub(crate) fn transport_of(&self, rank: Rank) -> &'static str {
+        self.transports.lock().unwrap_or_else(PoisonError::into_inner).get(&rank).copied().unwrap_or_default()
     }
 
     pub(crate) fn is_closed(&self) -> bool {

@@ -8,6 +8,7 @@ pub mod config;
 mod jobs;
 pub mod lifecycle;
 pub mod log;
+mod memfd;
 mod service;
 mod unix;
 

@@ -28,6 +28,7 @@ use tonic::transport::server::TcpIncoming;
 use crate::{
     config::Config,
     jobs::{JobHandle, Jobs},
+    memfd::{self, Links},
     service::{DataPlane, Recycler, Services},
     unix::{self, SocketFile},
 };
@@ -145,14 +146,18 @@ impl Server {
         let storage = Storage {
             dirs: config.state_dirs.clone(),
             resident_bytes: config.resident,
+            share_images: !config.no_memfd,
             ..Storage::default()
         };
+        let (links, linking) = Links::new(!config.no_memfd);
         let services = Services {
             jobs: Arc::new(Jobs::new(Budget::new(config.memory), storage, Arc::new(compute))),
             draining: Draining::new(),
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             recycler: Arc::new(Recycler::default()),
+            links,
+            transport: "tcp",
         };
         let bind = |source| ServerError::Bind { address: config.listen, source };
         let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
@@ -166,17 +171,30 @@ impl Server {
         health.set_serving::<TensorsServer<Services>>().await;
         health.set_serving::<AdminServer<Services>>().await;
         let (stop, stopped) = watch::channel(false);
-        let routes = || Ok::<_, ServerError>(router(services.clone())?.add_service(health_service.clone()));
+        let routes = |transport: &'static str| {
+            let services = Services { transport, ..services.clone() };
+            Ok::<_, ServerError>(router(services)?.add_service(health_service.clone()))
+        };
         // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let tcp = routes()?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
+        let tcp = routes("tcp")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
         let (socket, socket_file) = local.unzip();
         let unix = match socket.map(UnixListenerStream::new) {
-            Some(incoming) => Some(routes()?.serve_with_incoming_shutdown(incoming, stop_of(&stopped))),
+            Some(incoming) => Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped))),
             None => None,
         };
         let unix = OptionFuture::from(unix).map(Option::transpose);
-        let serving = tokio::spawn(async move { tokio::try_join!(tcp, unix).map(|_| ()) });
+        let linked = linking.is_some();
+        let linking = linking
+            .map(|listener| memfd::serve(listener, Arc::clone(&services.links), Arc::clone(&services.jobs)));
+        let serving = tokio::spawn(async move {
+            // Links end with the calls that refer to them.
+            let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
+            tokio::select! {
+                served = both => served,
+                _ = OptionFuture::from(linking), if linked => Ok(()),
+            }
+        });
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
         Ok(Server { address, config, services, stop, serving, health, _socket_file: socket_file })
     }

@@ -11,6 +11,7 @@ use super::gpt::{Config, Gpt, Group};
 use crate::{
     loss_scale::{LossScaler, LossScalerOptions},
     schedule::Schedule,
+    session::Transport,
 };
 
 /// Where servers are, what to train on, and how.
@@ -55,6 +56,7 @@ pub struct Settings {
     pub sample_bytes: usize,
     pub prompt: String,
     pub temperature: f64,
+    pub transport: Transport,
     pub deadline: Duration,
     pub pause_deadline: Duration,
     /// Update threads of an embedded server; None takes all cores.

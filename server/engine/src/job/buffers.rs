@@ -1,18 +1,23 @@
 //! A job's DRAM beside its state: contributions, sums, figures and images.
 
-use std::sync::{Mutex, RwLock};
+use std::sync::{
+    Arc, Mutex, RwLock,
+    atomic::{Ordering, fence},
+};
 
 use longshore_proto::{Dtype, JobSpec, Version};
 
 use crate::{
     kernels::{Figures, Gradient, ImageMut},
-    memory::{AllocationError, Region, Slab},
+    memory::{AllocationError, Region, SharedFile, Slab, Words},
     threads::Pool,
 };
 
 /// By owned shard.
 pub(super) struct Buffers {
     pub(super) shards: Vec<ShardBuffers>,
+    /// Where all images are, if other processes may be given them.
+    pub(super) shared: Option<SharedFile>,
 }
 
 pub(super) struct ShardBuffers {
@@ -27,24 +32,84 @@ pub(super) struct ShardBuffers {
 }
 
 /// 16-bit (or fp32) weights of a shard, and the version they are of. None while nothing valid is in it.
+///
+/// Readers in other processes cannot be locked out, so that beside the images lies a word for each: 1 + its version, or
+/// 0. What was read between two equal and right words was that version.
 pub(super) struct Image {
-    pub(super) version: Option<Version>,
-    pub(super) region: Region,
+    version: Option<Version>,
+    region: Region,
+    words: Arc<Words>,
+    word: usize,
+}
+
+impl Image {
+    pub(super) fn version(&self) -> Option<Version> {
+        self.version
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.region.bytes()
+    }
+
+    /// What to write the next version to. Readers of the one before find it gone, not half overwritten.
+    pub(super) fn overwrite(&mut self) -> &mut Region {
+        self.set(None);
+        &mut self.region
+    }
+
+    /// Says which version it is now.
+    pub(super) fn set(&mut self, version: Option<Version>) {
+        self.version = version;
+        let word = &self.words.get()[self.word];
+        // Sequentially consistent on both sides: kernels write past the cache, which plain release does not order.
+        fence(Ordering::SeqCst);
+        word.store(version.map_or(0, |version| version.0 + 1), Ordering::Release);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Where image and word lie in the shared file.
+    pub(super) fn place(&self) -> (u64, u64) {
+        (self.region.offset() as u64, (self.words.offset() + self.word * 8) as u64)
+    }
+}
+
+/// Both images of each shard, with their words before them.
+fn images(
+    spec: &JobSpec,
+    lengths: &[usize],
+    pool: &Pool,
+    share: bool,
+) -> Result<(Vec<Image>, Option<SharedFile>), AllocationError> {
+    let bytes = spec.image_dtype.bytes() as usize;
+    let mut sizes = vec![lengths.len() * 2 * size_of::<u64>()];
+    sizes.extend(lengths.iter().flat_map(|&length| [length * bytes; 2]));
+    let total = Slab::bytes_for(sizes.iter().copied());
+    let shared = share.then(|| Slab::allocate_shared(total)).and_then(|shared| {
+        shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
+    });
+    let (slab, file) = match shared {
+        Some((slab, file)) => (slab, Some(file)),
+        None => (Slab::allocate(total)?, None),
+    };
+    let mut regions = slab.carve(&sizes, pool)?.into_iter();
+    let words = Arc::new(Words::new(regions.next().expect("one region was carved for each size")));
+    let image = |(word, region)| Image { version: None, region, words: Arc::clone(&words), word };
+    Ok((regions.enumerate().map(image).collect(), file))
 }
 
 impl Buffers {
+    /// `share`: images in memory that other processes can be given.
     pub(super) fn allocate(
         spec: &JobSpec,
         lengths: &[usize],
         pool: &Pool,
+        share: bool,
     ) -> Result<Buffers, AllocationError> {
         let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
         let gradient = spec.gradient_dtype.bytes() as usize;
-        let image = spec.image_dtype.bytes() as usize;
         let sum = if spec.accumulates() { 4 } else { 0 };
         let mut sizes = Vec::new();
         for &length in lengths {
-            sizes.extend([length * image; 2]);
             for _ in 0..slots {
                 sizes.extend(vec![length * gradient; ranks]);
                 sizes.push(length * sum);
@@ -53,8 +118,11 @@ impl Buffers {
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
         let mut regions = slab.carve(&sizes, pool)?.into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
+        let (images, shared) = images(spec, lengths, pool, share)?;
+        let mut images = images.into_iter();
+        let mut image = || RwLock::new(images.next().expect("two images were made for each shard"));
         let shards = lengths.iter().map(|_| {
-            let images = [(); 2].map(|()| RwLock::new(Image { version: None, region: next() }));
+            let images = [(); 2].map(|()| image());
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {
                 contributions.push((0..ranks).map(|_| Mutex::new(next())).collect());
@@ -64,7 +132,7 @@ impl Buffers {
             let figures = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
             ShardBuffers { contributions, accumulators, figures, images }
         });
-        Ok(Buffers { shards: shards.collect() })
+        Ok(Buffers { shards: shards.collect(), shared })
     }
 }
 

@@ -26,7 +26,7 @@ use longshore_proto::{
 
 pub use compute::Compute;
 pub use load::{LoadedShard, StoredImages};
-pub use read::ImageRead;
+pub use read::{ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, SnapshotInfo};
 
@@ -34,6 +34,7 @@ use self::{buffers::Buffers, load::Load, snapshot::Snapshot};
 use crate::{
     admission::{Budget, Need, Reservation},
     lock,
+    memory::SharedFile,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
     tier::{MemoryTier, Record, Storage, Tier, nvme},
 };
@@ -98,7 +99,8 @@ impl Job {
         let need = Need::of(&spec, &layout, &owned, storage);
         let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
-        let buffers = Buffers::allocate(&spec, &lengths, compute.pool()).map_err(exhausted)?;
+        let buffers =
+            Buffers::allocate(&spec, &lengths, compute.pool(), storage.share_images).map_err(exhausted)?;
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
         let (tier, kept): (Box<dyn Tier>, Option<Record>) = match spec.tier {
             TierKind::Shm => {
@@ -190,6 +192,11 @@ impl Job {
         self.tier.discard()
     }
 
+    /// The file with all images, if other processes may be given it.
+    pub fn shared_images(&self) -> Option<&SharedFile> {
+        self.buffers.shared.as_ref()
+    }
+
     pub fn compute(&self) -> &Compute {
         &self.compute
     }
@@ -228,6 +235,11 @@ impl Job {
         let admission = lock(&self.machine).join(rank, incarnation)?;
         self.notify();
         Ok(admission != Admission::Busy)
+    }
+
+    /// Checks that a caller is the rank's living process.
+    pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        lock(&self.machine).check_rank(rank, incarnation).map_err(Fault::from)
     }
 
     pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::AtomicU64};
 
 use memmap2::MmapMut;
 
@@ -53,6 +53,11 @@ impl Region {
         Mapping { map: Arc::clone(&self.map) }
     }
 
+    /// Where it begins in its mapping.
+    pub fn offset(&self) -> usize {
+        self.start.addr() - self.map.as_ptr().addr()
+    }
+
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the mapping is alive, initialised (anonymous pages are zero) and this range belongs to self alone.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
@@ -79,6 +84,31 @@ impl Region {
 
     pub fn u16_mut(&mut self) -> &mut [u16] {
         bytemuck::cast_slice_mut(self.bytes_mut())
+    }
+}
+
+/// A region of counters that threads share.
+pub struct Words {
+    region: Region,
+}
+
+impl Words {
+    /// # Panics
+    /// If the region is not whole aligned words.
+    pub fn new(region: Region) -> Words {
+        assert!(region.len.is_multiple_of(8) && region.start.cast::<AtomicU64>().is_aligned());
+        Words { region }
+    }
+
+    pub fn get(&self) -> &[AtomicU64] {
+        // SAFETY: as in `Region::bytes`; aligned, as asserted; and nothing but these atomics reaches the bytes, since
+        // the region is ours and has no other accessor from here on.
+        unsafe { std::slice::from_raw_parts(self.region.start.cast(), self.region.len / 8) }
+    }
+
+    /// Where the first one lies in its mapping.
+    pub fn offset(&self) -> usize {
+        self.region.offset()
     }
 }
 
