@@ -9,7 +9,10 @@ mod train;
 
 use clap::{Parser, Subcommand};
 
-pub(crate) use self::{admin::checkpoint_name, sizes::human};
+pub(crate) use self::{
+    admin::checkpoint_name,
+    sizes::{human, parse_count},
+};
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]

@@ -19,7 +19,7 @@ pub(crate) fn human(bytes: u64) -> String {
 }
 
 /// `200M`, `1.5B` or plain digits.
-pub(super) fn parse_count(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let factor = match unit.to_ascii_lowercase().as_str() {

@@ -54,6 +54,35 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     Ok(cases)
 }
 
+/// Each way of one transport, for a bench of something larger.
+pub(in crate::bench) struct Both(Link);
+
+/// Enough to leave every cache, little enough to be measured in each round.
+const BOTH_BYTES: u64 = 256 << 20;
+
+impl Both {
+    pub(in crate::bench) fn open(connections: usize, transport: Transport) -> anyhow::Result<Both> {
+        let host = Arc::new(Host::start()?);
+        let address = match transport {
+            Transport::Unix => format!("unix:{}", host.socket.display()),
+            _ => host.server.address().to_string(),
+        };
+        let mut options = Options::new(vec![address], spec(BOTH_BYTES / 2)?, Rank(0));
+        (options.connections, options.transport) = (connections, transport);
+        Ok(Both(Link::open(&host, options)?))
+    }
+
+    /// GB/s.
+    pub(in crate::bench) fn push(&mut self) -> anyhow::Result<f64> {
+        Ok(self.0.push()?.gb_per_s())
+    }
+
+    /// GB/s. In shared memory the weights are read once.
+    pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<f64> {
+        Ok(self.0.pull()?.gb_per_s())
+    }
+}
+
 /// A server on both transports.
 struct Host {
     server: Server,
