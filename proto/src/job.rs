@@ -11,6 +11,7 @@ use crate::{
         BLOCK_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS,
         MAX_WORLD_SIZE,
     },
+    state::Formats,
 };
 
 /// A name that is also a safe file name.
@@ -41,7 +42,7 @@ impl fmt::Display for JobName {
     }
 }
 
-/// Where a shard's fp32 state lives.
+/// Where a shard's master weights and optimizer state live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TierKind {
@@ -89,6 +90,9 @@ pub struct JobSpec {
     pub max_delay: u32,
     pub shard_elements: u64,
     pub tier: TierKind,
+    /// How master weights and moments are kept.
+    #[serde(default, skip_serializing_if = "Formats::is_default")]
+    pub formats: Formats,
 }
 
 impl JobSpec {
@@ -166,6 +170,9 @@ impl JobSpec {
             ("max_delay", self.max_delay.to_string(), other.max_delay.to_string()),
             ("shard_elements", self.shard_elements.to_string(), other.shard_elements.to_string()),
             ("tier", self.tier.to_string(), other.tier.to_string()),
+            ("state_format", self.formats.state.to_string(), other.formats.state.to_string()),
+            ("master_format", self.formats.master.to_string(), other.formats.master.to_string()),
+            ("rounding_seed", self.formats.seed.to_string(), other.formats.seed.to_string()),
         ];
         for (field, ours, theirs) in fields {
             if ours != theirs {

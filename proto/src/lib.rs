@@ -14,6 +14,7 @@ pub mod job;
 pub mod layout;
 pub mod limits;
 pub mod placement;
+pub mod state;
 #[cfg(feature = "wire")]
 pub mod wire;
 
@@ -26,3 +27,4 @@ pub use ids::{BlockId, ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, S
 pub use job::{JobName, JobSpec, TierKind};
 pub use layout::{Layout, Param, Slice};
 pub use placement::Placement;
+pub use state::{Formats, MasterFormat, StateFormat};

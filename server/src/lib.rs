@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+mod directories;
 mod jobs;
 pub mod lifecycle;
 pub mod log;

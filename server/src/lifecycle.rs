@@ -6,10 +6,10 @@
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, future::OptionFuture};
-use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa, tier::Storage};
+use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
 use longshore_proto::{
     Fault, FaultKind,
-    limits::MAX_CONTROL_MESSAGE_BYTES,
+    limits::{MAX_CONTROL_MESSAGE_BYTES, WINDOW_BYTES},
     wire::{
         self,
         v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
@@ -27,6 +27,7 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::{
     config::Config,
+    directories::Directories,
     jobs::{JobHandle, Jobs},
     memfd::{self, Links},
     service::{DataPlane, Recycler, Services},
@@ -37,10 +38,6 @@ use crate::{
 /// 0.52 (0.33), 256 KiB 0.41 (0.27), 1 MiB 0.38 (0.26), 2 MiB 0.41 (0.26); with the default 16 KiB a payload costs 64
 /// writes and as many reads.
 pub(crate) const FRAME_BYTES: u32 = 1024 * 1024;
-/// Bytes in flight on a stream and on a connection before the sender must wait: 16 chunks, what a worker queues for a
-/// connection, so that only a busy slot holds it back.
-const STREAM_WINDOW_BYTES: u32 = 16 * 1024 * 1024;
-const CONNECTION_WINDOW_BYTES: u32 = 64 * 1024 * 1024;
 /// A dead peer is noticed after this plus as much again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// How long open streams may finish once a drain is over.
@@ -54,6 +51,8 @@ pub enum ServerError {
     BindUnix { path: PathBuf, source: std::io::Error },
     #[error("cannot start {threads} update threads: {reason}. Lower --threads or raise the process limit")]
     Threads { threads: usize, reason: String },
+    #[error("{0}")]
+    StateDir(Fault),
     #[error(transparent)]
     Isa(#[from] longshore_engine::kernels::IsaError),
     #[error(transparent)]
@@ -132,6 +131,7 @@ pub struct Server {
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     health: tonic_health::server::HealthReporter,
     _socket_file: Option<SocketFile>,
+    _directories: Directories,
 }
 
 impl Server {
@@ -143,15 +143,15 @@ impl Server {
         let compute = Compute::new(threads, isa)
             .map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
         let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
-        let storage = Storage {
-            dirs: config.state_dirs.clone(),
-            resident_bytes: config.resident,
-            share_images: !config.no_memfd,
-            ..Storage::default()
-        };
+        let directories =
+            Directories::claim(&config.storage, config.listen.port()).map_err(ServerError::StateDir)?;
+        let storage = config.storage.to_engine(directories.shm.clone(), !config.no_memfd);
+        let (jobs, stored) = Jobs::new(Budget::new(config.memory), storage, Arc::new(compute));
+        let jobs = Arc::new(jobs);
         let (links, linking) = Links::new(!config.no_memfd);
         let services = Services {
-            jobs: Arc::new(Jobs::new(Budget::new(config.memory), storage, Arc::new(compute))),
+            jobs: Arc::clone(&jobs),
+            drive_endurance: config.storage.drive_endurance,
             draining: Draining::new(),
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
@@ -196,7 +196,14 @@ impl Server {
             }
         });
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
-        Ok(Server { address, config, services, stop, serving, health, _socket_file: socket_file })
+        // While calls are answered: whoever waits for a job is told what it waits for.
+        // On a thread of its own: a server that is told to stop does not wait for it.
+        std::thread::Builder::new()
+            .name("recover".into())
+            .spawn(move || jobs.recover(stored))
+            .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
+        let (_directories, _socket_file) = (directories, socket_file);
+        Ok(Server { address, config, services, stop, serving, health, _socket_file, _directories })
     }
 
     pub fn address(&self) -> SocketAddr {
@@ -284,6 +291,9 @@ async fn finish(handle: &Arc<JobHandle>, deadline: Instant) {
     if let Ok(Err(fault)) = settled {
         tracing::warn!(job = %handle.job.spec().name, %fault, "updates were not finished");
     }
+    if let Err(fault) = handle.until_durable(handle.job.progress().version, deadline).await {
+        tracing::warn!(job = %handle.job.spec().name, %fault, "the last version is not durable");
+    }
 }
 
 /// Ends when serving is to stop.
@@ -302,8 +312,8 @@ fn router(services: Services) -> Result<tonic::transport::server::Router, Server
         .map_err(|error| ServerError::Serve(error.to_string()))?;
     let mut builder = tonic::transport::Server::builder()
         .max_frame_size(Some(FRAME_BYTES))
-        .initial_stream_window_size(Some(STREAM_WINDOW_BYTES))
-        .initial_connection_window_size(Some(CONNECTION_WINDOW_BYTES))
+        .initial_stream_window_size(Some(WINDOW_BYTES as u32))
+        .initial_connection_window_size(Some(WINDOW_BYTES as u32))
         .http2_keepalive_interval(Some(KEEPALIVE));
     Ok(builder
         .add_service(

@@ -15,7 +15,7 @@ use longshore_proto::{
         },
     },
 };
-use longshore_server::{Config, Server};
+use longshore_server::{Config, Server, config::StorageConfig};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use tonic::transport::Channel;
 
@@ -30,9 +30,14 @@ struct Client {
 }
 
 async fn server() -> Server {
+    server_with(StorageConfig::default()).await
+}
+
+async fn server_with(storage: StorageConfig) -> Server {
     let config = Config {
         memory: 1 << 30,
         threads: 1,
+        storage,
         // Some tests leave a step begun.
         drain_deadline: Duration::from_millis(100),
         ..Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0)))
@@ -40,7 +45,7 @@ async fn server() -> Server {
     Server::start(config).await.unwrap()
 }
 
-fn spec() -> v1::JobSpec {
+fn spec(tier: v1::Tier) -> v1::JobSpec {
     v1::JobSpec {
         name: JOB.into(),
         params: vec![v1::Param { name: "w".into(), shape: vec![ELEMENTS], group: 0 }],
@@ -52,18 +57,23 @@ fn spec() -> v1::JobSpec {
         micro_steps: 1,
         max_delay: 0,
         shard_elements: 4 * 65536,
-        tier: v1::Tier::Memory.into(),
+        tier: tier.into(),
+        ..v1::JobSpec::default()
     }
 }
 
 /// A client of a job of two ranks, both joined by incarnation 1, full of ones.
 async fn train(server: &Server) -> Client {
+    train_on(server, v1::Tier::Memory).await
+}
+
+async fn train_on(server: &Server, tier: v1::Tier) -> Client {
     let channel =
         Channel::from_shared(format!("http://{}", server.address())).unwrap().connect().await.unwrap();
     let mut training = TrainingClient::new(channel.clone());
     let mut tensors = TensorsClient::new(channel);
     let placement = v1::Placement { epoch: 0, servers: vec!["here".into()], owners: vec![0] };
-    let open = OpenJobRequest { spec: Some(spec()), placement: Some(placement), server: 0 };
+    let open = OpenJobRequest { spec: Some(spec(tier)), placement: Some(placement), server: 0 };
     training.open_job(open).await.unwrap();
     let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1 };
     training.join(join(0)).await.unwrap();
@@ -112,12 +122,16 @@ impl Raw {
     }
 
     async fn hello(client: &Client, rank: u32) -> (Raw, u64, Foreign) {
+        let (raw, link, images) = Raw::greet(client, rank).await;
+        (raw, link, images.expect("images"))
+    }
+
+    async fn greet(client: &Client, rank: u32) -> (Raw, u64, Option<Foreign>) {
         let raw = Raw::connect(client);
         let hello = Request::Hello(MemfdHello { job: JOB.into(), rank, incarnation: 1 });
-        let (Answer::Welcome(welcome), Some(images)) = raw.ask(hello, None).await else {
-            panic!("no welcome")
-        };
-        let images = Foreign::map(&images, welcome.image_bytes, 1 << 30).unwrap();
+        let (Answer::Welcome(welcome), images) = raw.ask(hello, None).await else { panic!("no welcome") };
+        assert_eq!(images.is_some(), welcome.image_bytes > 0);
+        let images = images.map(|images| Foreign::map(&images, welcome.image_bytes, 1 << 30).unwrap());
         (raw, welcome.link, images)
     }
 
@@ -206,7 +220,7 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
 }
 
 /// Commits step 1 of SGD with lr 0.25 over the mean of two gradients of 2.0: ones become 0.5.
-async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
+async fn step(client: &mut Client) {
     let hyper = v1::Hyper { lr: 0.25, ..Default::default() };
     let commit = v1::Commit {
         step: 1,
@@ -225,35 +239,72 @@ async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     assert_eq!(stats.message().await.unwrap().unwrap().blocks.len(), 4);
     let commit = v1::CommitRequest { job: JOB.into(), incarnation: 1, commit: Some(commit) };
     client.training.commit(commit).await.unwrap();
-    let slice = v1::Slice { shard: 0, offset: 64, elements: ELEMENTS - 64 };
-    let request = PullRequest {
+}
+
+fn pull(link: u64) -> PullRequest {
+    PullRequest {
         job: JOB.into(),
         version: 1,
         dtype: v1::Dtype::Bf16.into(),
-        slices: vec![slice],
+        slices: vec![v1::Slice { shard: 0, offset: 64, elements: ELEMENTS - 64 }],
         deadline_ms: 10_000,
         link,
         ..Default::default()
-    };
-    let mut answers = client.tensors.pull(request.clone()).await.unwrap().into_inner();
+    }
+}
+
+/// The bytes that a pull is sent.
+async fn sent(client: &mut Client, request: PullRequest) -> Vec<u8> {
+    let mut answers = client.tensors.pull(request).await.unwrap().into_inner();
+    let mut sent = Vec::new();
+    while let Some(answer) = answers.message().await.unwrap() {
+        assert!(answer.place.is_none());
+        sent.extend_from_slice(&answer.payload);
+    }
+    sent
+}
+
+/// 0.5 as bf16, wherever `pull` looks.
+fn stepped() -> Vec<u8> {
+    (64..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect()
+}
+
+async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
+    step(client).await;
+    let mut answers = client.tensors.pull(pull(link)).await.unwrap().into_inner();
     let answer = answers.message().await.unwrap().unwrap();
     assert!(answer.payload.is_empty());
     let place = answer.place.expect("in place");
     assert_eq!((place.elements, images.word(place.word)), (ELEMENTS - 64, 2));
     let mut bytes = vec![0; (place.elements * 2) as usize];
     images.copy(place.at, &mut bytes);
-    assert!(bytes.chunks(2).all(|element| element == 0x3F00u16.to_le_bytes()), "0.5 as bf16");
+    assert!(bytes == stepped());
 
     // Whoever names no link of this job is sent the same bytes.
-    let inline = PullRequest { link: 0, ..request.clone() };
-    let mut answers = client.tensors.pull(inline).await.unwrap().into_inner();
-    let mut sent = Vec::new();
-    while let Some(answer) = answers.message().await.unwrap() {
-        sent.extend_from_slice(&answer.payload);
-    }
-    assert!(sent == bytes);
-    let unknown = client.tensors.pull(PullRequest { link: link ^ 1, ..request }).await.unwrap_err();
+    assert!(sent(client, pull(0)).await == stepped());
+    let unknown = client.tensors.pull(pull(link ^ 1)).await.unwrap_err();
     assert!(unknown.message().contains(STALE), "{unknown}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_whose_tier_keeps_its_images_takes_gradients_in_place_and_sends_weights() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let storage = StorageConfig { shm_dir: Some(folder.path().into()), ..StorageConfig::default() };
+    let server = server_with(storage).await;
+    let mut client = train_on(&server, v1::Tier::Shm).await;
+    let file = memfd("longshore-test-shm", BYTES, SEALS);
+    file.write_all_at(&gradient(), 0).unwrap();
+    let mut links = Vec::new();
+    for rank in 0..2 {
+        let (raw, link, images) = Raw::greet(&client, rank).await;
+        assert!(images.is_none());
+        let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES };
+        assert_eq!(client.push(chunk(rank, Some(place))).await, Ok(false));
+        links.push((raw, link));
+    }
+    step(&mut client).await;
+    assert!(sent(&mut client, pull(links[0].1)).await == stepped());
+    server.drain().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

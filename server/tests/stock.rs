@@ -56,6 +56,7 @@ fn spec(job: &str) -> v1::JobSpec {
         max_delay: 0,
         shard_elements: 16 * 65536,
         tier: v1::Tier::Memory.into(),
+        ..Default::default()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{
     fmt::Write,
+    fs,
     net::Ipv4Addr,
     path::{Path, PathBuf},
     process,
@@ -20,6 +21,9 @@ pub struct ServerOptions {
     isa: Option<String>,
     checkpoint_dir: Option<PathBuf>,
     checkpoint_on_drain: bool,
+    arguments: Vec<String>,
+    /// A flag, and the folder in which each server gets one of its own for it.
+    state_root: Option<(&'static str, PathBuf)>,
     allowed: Vec<String>,
 }
 
@@ -48,6 +52,24 @@ impl ServerOptions {
         self
     }
 
+    /// Jobs with tier `nvme` live in a folder of each server's own inside this one.
+    pub fn state_root(mut self, root: &Path) -> ServerOptions {
+        self.state_root = Some(("--state-dir", root.to_owned()));
+        self
+    }
+
+    /// As `state_root`, on a tmpfs for tier `shm`.
+    pub fn shm_root(mut self, root: &Path) -> ServerOptions {
+        self.state_root = Some(("--shm-dir", root.to_owned()));
+        self
+    }
+
+    /// More flags.
+    pub fn args<Text: AsRef<str>>(mut self, arguments: impl IntoIterator<Item = Text>) -> ServerOptions {
+        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_string()));
+        self
+    }
+
     /// Lines of level WARN or ERROR that contain `text` do not fail the test.
     pub fn allow(mut self, text: &str) -> ServerOptions {
         self.allowed.push(text.to_string());
@@ -56,8 +78,13 @@ impl ServerOptions {
 
     /// Starts a server and waits until it listens.
     pub fn start(self) -> Longshored {
-        let listen = format!("{}:0", own_address());
-        Longshored::start(self, &listen)
+        let (mut options, address) = (self, own_address());
+        if let Some((flag, root)) = options.state_root.take() {
+            let dir = root.join(address.to_string());
+            fs::create_dir_all(&dir).expect("a folder for a server's state");
+            options = options.args([flag, &dir.display().to_string()]);
+        }
+        Longshored::start(options, &format!("{address}:0"))
     }
 }
 
@@ -84,6 +111,7 @@ impl Longshored {
         if options.checkpoint_on_drain {
             command.arg("--checkpoint-on-drain");
         }
+        command.args(&options.arguments);
         let process = Process::start(&format!("longshored on {listen}"), &mut command);
         let line = process.line().unwrap_or_default();
         let address = line.strip_prefix("longshored listening on ");

@@ -7,8 +7,11 @@ use crate::command::longshore;
 #[derive(Clone, Debug, Deserialize)]
 pub struct JobStatus {
     pub job: String,
+    pub state_format: Option<String>,
+    pub master_format: Option<String>,
     pub servers: Vec<ServerStatus>,
     pub servers_without: Vec<String>,
+    pub reasons_without: Vec<String>,
     pub state_version: Option<u64>,
     pub state_hash: Option<String>,
 }
@@ -19,9 +22,15 @@ pub struct ServerStatus {
     pub phase: String,
     pub version: u64,
     pub applied: u64,
+    pub memory_bytes: u64,
     pub pushed_bytes: u64,
     pub pulled_bytes: u64,
     pub waiting_for: String,
+    pub disk_bytes: u64,
+    pub disk_written_bytes: u64,
+    pub disk_written_bytes_per_step: Option<u64>,
+    pub disk_written_bytes_per_day: Option<u64>,
+    pub drive_endurance_days: Option<f64>,
     pub threads: u32,
     pub isa: String,
 }

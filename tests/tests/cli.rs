@@ -71,7 +71,14 @@ fn status_of_an_empty_server() {
 #[test]
 fn status_of_a_running_job() {
     let (server, _running) = under_way(ServerOptions::new());
-    let words = ["job default", "268160 parameters", "training", "rank 0  joined", "state hash"];
+    let words = [
+        "job default",
+        "268160 parameters",
+        "master weights fp32, state fp32",
+        "training",
+        "rank 0  joined",
+        "state hash",
+    ];
     said(&call("status", &server, &[]), &words);
     let before = job_status(&one(&server));
     let at = &before.servers[0];

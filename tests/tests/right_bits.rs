@@ -1,5 +1,7 @@
 //! Every bit that a run computes is the one a plain loop computes: master weights, moments, images, losses, norms.
 
+use std::sync::Arc;
+
 use longshore_proto::Dtype;
 use longshore_tests::conformance::{
     cluster::Cluster,
@@ -8,7 +10,7 @@ use longshore_tests::conformance::{
     run::check,
     synthetic::Synthetic,
 };
-use longshore_worker::{Budget, LossScalerOptions};
+use longshore_worker::{HostDevice, LossScalerOptions};
 
 /// Every combination, over two servers.
 #[test]
@@ -99,7 +101,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
 /// The trainer's own model and arithmetic, at stage 2 and 3.
 #[test]
 fn a_gpt_has_the_bits_of_a_plain_loop() {
-    let (cluster, model) = (Cluster::start(1), Bytes::new(Budget::unlimited("host")));
+    let (cluster, model) = (Cluster::start(1), Bytes::new(Arc::new(HostDevice::new(u64::MAX))));
     let exact = Plan { micro_steps: 2, clip: Some(1.0), ..Plan::exact(6) };
     let two = check(&cluster, &model, &exact, "gpt");
     assert_eq!(two, check(&cluster, &model, &Plan { on_demand: true, ..exact }, "gpt-staged"));

@@ -83,10 +83,30 @@ fn a_delayed_job_has_the_same_bits_on_any_servers() {
     compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
 }
 
+/// Random numbers of stochastic rounding too belong to the element and the step.
+#[test]
+fn jobs_in_fewer_bits_have_the_same_bits_on_any_servers() {
+    let setups = [
+        PLAIN,
+        Setup { servers: 3, shard_elements: 131072, threads: 2, ..PLAIN },
+        Setup { servers: 2, isa: Some("scalar"), ..PLAIN },
+    ];
+    compare(&setups, &["--state", "bf16"]);
+    compare(&setups, &["--state", "block8", "--master", "bf16", "--delay", "1", "--warmup-steps", "5"]);
+}
+
 /// Else the comparisons above would hold for any hash at all.
 #[test]
 fn other_jobs_have_other_bits() {
-    let hashes =
-        [&[][..], &["--seed", "2"], &["--delay", "1", "--warmup-steps", "5"]].map(|job| hash(PLAIN, job));
-    assert!(hashes[0] != hashes[1] && hashes[0] != hashes[2], "{hashes:?}");
+    let jobs = [
+        &[][..],
+        &["--seed", "2"],
+        &["--delay", "1", "--warmup-steps", "5"],
+        &["--state", "bf16"],
+        &["--state", "block8"],
+        &["--master", "bf16"],
+    ];
+    let hashes = jobs.map(|job| hash(PLAIN, job));
+    let distinct: std::collections::BTreeSet<_> = hashes.iter().collect();
+    assert_eq!(distinct.len(), jobs.len(), "{hashes:?}");
 }

@@ -36,7 +36,7 @@ pub mod push;
 pub mod schedule;
 pub mod session;
 
-pub use device::{Budget, CudaDevice, Device, HostDevice, Lease};
+pub use device::{Budget, CudaDevice, Device, DeviceChoice, HostDevice, Lease};
 pub use error::{Error, Result};
 pub use loss_scale::{LossScaler, LossScalerOptions};
 pub use pipeline::{Pipeline, PipelineOptions, StepOutcome, StepPlan};
@@ -49,5 +49,7 @@ pub use session::{Joined, Opened, Options, Session, StateHash, Transport};
 mod bench;
 #[cfg(feature = "cli")]
 pub mod cli;
+#[cfg(feature = "cli")]
+mod export;
 #[cfg(feature = "cli")]
 pub mod train;

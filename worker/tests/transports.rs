@@ -47,6 +47,7 @@ fn spec(job: &str) -> JobSpec {
         max_delay: 0,
         shard_elements: 10 * 65536,
         tier: TierKind::Memory,
+        formats: Default::default(),
     }
 }
 

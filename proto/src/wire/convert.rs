@@ -14,6 +14,7 @@ use crate::{
     layout::Param,
     limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
     placement::Placement,
+    state::{Formats, MasterFormat, StateFormat},
 };
 
 fn missing(field: &str) -> Fault {
@@ -98,10 +99,42 @@ fn tier_to_wire(tier: TierKind) -> i32 {
     }) as i32
 }
 
+/// A client that knows no formats means fp32.
+fn formats_from_wire(spec: &v1::JobSpec) -> Result<Formats, Fault> {
+    let state = match v1::StateFormat::try_from(spec.state_format) {
+        Ok(v1::StateFormat::Unspecified | v1::StateFormat::F32) => StateFormat::F32,
+        Ok(v1::StateFormat::Bf16) => StateFormat::Bf16,
+        Ok(v1::StateFormat::Block8) => StateFormat::Block8,
+        Err(_) => return Err(unknown("spec.state_format", spec.state_format)),
+    };
+    let master = match v1::MasterFormat::try_from(spec.master_format) {
+        Ok(v1::MasterFormat::Unspecified | v1::MasterFormat::F32) => MasterFormat::F32,
+        Ok(v1::MasterFormat::Bf16) => MasterFormat::Bf16,
+        Err(_) => return Err(unknown("spec.master_format", spec.master_format)),
+    };
+    Ok(Formats { state, master, seed: spec.rounding_seed })
+}
+
+fn state_format_to_wire(format: StateFormat) -> i32 {
+    (match format {
+        StateFormat::F32 => v1::StateFormat::F32,
+        StateFormat::Bf16 => v1::StateFormat::Bf16,
+        StateFormat::Block8 => v1::StateFormat::Block8,
+    }) as i32
+}
+
+fn master_format_to_wire(format: MasterFormat) -> i32 {
+    (match format {
+        MasterFormat::F32 => v1::MasterFormat::F32,
+        MasterFormat::Bf16 => v1::MasterFormat::Bf16,
+    }) as i32
+}
+
 impl JobSpec {
     /// Field by field; `validate` checks the limits.
     pub fn from_wire(spec: Option<v1::JobSpec>) -> Result<JobSpec, Fault> {
         let spec = spec.ok_or_else(|| missing("spec"))?;
+        let formats = formats_from_wire(&spec)?;
         let params =
             spec.params.into_iter().map(|p| Param { name: p.name, shape: p.shape, group: p.group }).collect();
         Ok(JobSpec {
@@ -116,6 +149,7 @@ impl JobSpec {
             max_delay: spec.max_delay,
             shard_elements: spec.shard_elements,
             tier: tier_from_wire(spec.tier)?,
+            formats,
         })
     }
 
@@ -133,6 +167,9 @@ impl JobSpec {
             max_delay: self.max_delay,
             shard_elements: self.shard_elements,
             tier: tier_to_wire(self.tier),
+            state_format: state_format_to_wire(self.formats.state),
+            master_format: master_format_to_wire(self.formats.master),
+            rounding_seed: self.formats.seed,
         }
     }
 }

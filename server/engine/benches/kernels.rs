@@ -4,7 +4,12 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use longshore_engine::kernels::*;
+use longshore_engine::{
+    kernels::*,
+    memory::{Region, Slab},
+    tier::{Shape, StateMut},
+};
+use longshore_proto::Formats;
 
 const BLOCK: usize = 65_536;
 /// 1 GiB of arrays: beyond the caches of any CPU.
@@ -87,15 +92,12 @@ fn update_memory(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// AdamW with low-precision state on a bf16 wire.
+/// AdamW with low-precision state on a bf16 wire. On cache lines, as a server's memory is: inside them the image could not be
+/// written past the caches, and vectors would be loaded from two lines at a time.
 struct Low {
-    gradient: Vec<u16>,
-    master: Vec<f32>,
-    master_bf16: Vec<u16>,
-    bf16: [Vec<u16>; 2],
-    codes: [Vec<u8>; 2],
-    scales: [Vec<f32>; 2],
-    image: Vec<u16>,
+    shape: Shape,
+    /// Gradient, master weights, first and second moments, image.
+    regions: Vec<Region>,
     at: usize,
 }
 
@@ -107,62 +109,49 @@ const LOW: [(&str, MasterFormat, StateFormat); 3] = [
 ];
 
 impl Low {
-    fn new(count: usize) -> Low {
-        let blocks = count / QUANTIZATION_BLOCK;
-        Low {
-            gradient: vec![0x3C00; count],
-            master: vec![0.5; count],
-            master_bf16: vec![0x3F00; count],
-            bf16: [vec![0x3C24; count], vec![0x3A83; count]],
+    fn new(count: usize, master: MasterFormat, state: StateFormat) -> Low {
+        let shape = Shape::new(Rule::AdamW, Formats { state, master, seed: 1 });
+        let [weights, first, second] = shape.arrays(count);
+        let sizes = [2 * count, weights, first, second, 2 * count];
+        let mut regions = Slab::allocate(Slab::bytes_for(sizes)).unwrap().carve_here(&sizes);
+        // Not 0: zeroed pages would only be given out as they are first written.
+        regions[4].u16_mut().fill(1);
+        regions[0].u16_mut().fill(0x3C00);
+        let mut low = Low { shape, regions, at: 0 };
+        for _ in 0..count / BLOCK {
+            let (_, mut state, _) = low.next();
+            let state = state.low();
+            match state.master {
+                MasterMut::F32(master) => master.fill(0.5),
+                MasterMut::Bf16(master) => master.fill(0x3F00),
+            }
             // Codes of all decades, as real state has.
-            codes: [0, 1].map(|_| (0..count).map(|i| (i * 7) as u8).collect()),
-            scales: [vec![0.01; blocks], vec![0.001; blocks]],
-            image: vec![1; count],
-            at: 0,
+            let values: Vec<f32> = (0..BLOCK).map(|at| 10f32.powi(-(at as i32 % 7)) / 100.0).collect();
+            encode(Isa::detect(), Code::Signed, &values, state.first);
+            encode(Isa::detect(), Code::Unsigned, &values, state.second);
         }
+        low
     }
 
-    /// Steps the next block, starting over at the end.
-    fn update(&mut self, isa: Isa, scalars: &Scalars, master: MasterFormat, moments: StateFormat) {
-        let part = self.at..self.at + BLOCK;
-        let blocks = part.start / QUANTIZATION_BLOCK..part.end / QUANTIZATION_BLOCK;
-        self.at = part.end % self.gradient.len();
-        let ([bf16_first, bf16_second], [first_codes, second_codes]) = (&mut self.bf16, &mut self.codes);
-        let [first_scales, second_scales] = &mut self.scales;
-        let (first, second) = match moments {
-            StateFormat::Block8 => (
-                MomentMut::Block8 {
-                    codes: &mut first_codes[part.clone()],
-                    scales: &mut first_scales[blocks.clone()],
-                },
-                MomentMut::Block8 {
-                    codes: &mut second_codes[part.clone()],
-                    scales: &mut second_scales[blocks],
-                },
-            ),
-            _ => (
-                MomentMut::Bf16(&mut bf16_first[part.clone()]),
-                MomentMut::Bf16(&mut bf16_second[part.clone()]),
-            ),
-        };
-        let master = match master {
-            MasterFormat::F32 => MasterMut::F32(&mut self.master[part.clone()]),
-            MasterFormat::Bf16 => MasterMut::Bf16(&mut self.master_bf16[part.clone()]),
-        };
-        let (state, random) = (
-            StateLow { master, first, second },
-            Random { seed: 1, step: 10, first_element: part.start as u64 },
-        );
-        let gradient = Gradient::Bf16(&self.gradient[part.clone()]);
-        update_low(
-            isa,
-            &[(0..BLOCK, scalars)],
-            gradient,
-            state,
-            ImageMut::Bf16(&mut self.image[part]),
-            0.0,
-            random,
-        );
+    /// The next block's gradient, state and image, starting over at the end.
+    fn next(&mut self) -> (&[u16], StateMut<'_>, &mut [u16]) {
+        let [gradient, master, first, second, image] = &mut self.regions[..] else { unreachable!() };
+        let block = self.at;
+        self.at = (block + 1) % (gradient.u16().len() / BLOCK);
+        let elements = block * BLOCK..(block + 1) * BLOCK;
+        let mut bytes = self.shape.block().into_iter();
+        let arrays = [master, first, second].map(|region| {
+            let bytes = bytes.next().unwrap();
+            &mut region.bytes_mut()[block * bytes..(block + 1) * bytes]
+        });
+        (&gradient.u16()[elements.clone()], StateMut::new(self.shape, arrays), &mut image.u16_mut()[elements])
+    }
+
+    fn update(&mut self, isa: Isa, scalars: &Scalars) {
+        let random = Random { seed: 1, step: 10, first_element: (self.at * BLOCK) as u64 };
+        let (gradient, mut state, image) = self.next();
+        let (gradient, image) = (Gradient::Bf16(gradient), ImageMut::Bf16(image));
+        update_low(isa, &[(0..BLOCK, scalars)], gradient, state.low(), image, 0.0, random);
     }
 }
 
@@ -176,11 +165,39 @@ fn update_low_precision(criterion: &mut Criterion) {
     for isa in Isa::available() {
         for (name, master, moments) in LOW {
             for (place, count) in [("memory", MEMORY), ("cached", BLOCK)] {
-                let mut arrays = Low::new(count);
+                let mut arrays = Low::new(count, master, moments);
                 group.bench_function(BenchmarkId::new(format!("{name}/{place}"), isa), |bencher| {
-                    bencher.iter(|| arrays.update(isa, &scalars, master, moments));
+                    bencher.iter(|| arrays.update(isa, &scalars));
                 });
             }
+        }
+    }
+    group.finish();
+}
+
+/// 8-bit moments in cache, to and from f32: what an update of them does beside its rule and its random bits.
+fn codes(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("codes");
+    group.throughput(Throughput::Elements(BLOCK as u64));
+    let mut low = Low::new(BLOCK, MasterFormat::F32, StateFormat::Block8);
+    let (_, mut state, _) = low.next();
+    let StateLow { master, first, second } = state.low();
+    let (
+        MasterMut::F32(floats),
+        MomentMut::Block8 { codes: a, scales: b },
+        MomentMut::Block8 { codes: c, scales: d },
+    ) = (master, first, second)
+    else {
+        unreachable!("as asked for")
+    };
+    for isa in Isa::available() {
+        for (code, codes, scales) in [(Code::Signed, &mut *a, &mut *b), (Code::Unsigned, &mut *c, &mut *d)] {
+            group.bench_function(BenchmarkId::new(format!("decode/{code:?}"), isa), |bencher| {
+                bencher.iter(|| decode(isa, code, Moment::Block8 { codes, scales }, black_box(&mut *floats)));
+            });
+            group.bench_function(BenchmarkId::new(format!("encode/{code:?}"), isa), |bencher| {
+                bencher.iter(|| encode(isa, code, black_box(floats), MomentMut::Block8 { codes, scales }));
+            });
         }
     }
     group.finish();
@@ -232,5 +249,5 @@ fn sums(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, update_memory, update_low_precision, update_block, sums);
+criterion_group!(benches, update_memory, update_low_precision, codes, update_block, sums);
 criterion_main!(benches);

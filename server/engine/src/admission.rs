@@ -2,16 +2,19 @@
 
 use std::sync::{Arc, Mutex};
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
+use longshore_proto::{
+    Fault, FaultKind, JobSpec, Layout, ShardId, TierKind,
+    limits::{CONNECTION_BYTES, DATA_CONNECTIONS},
+};
 
-use crate::tier::{Storage, nvme};
+use crate::tier::{Shape, Storage, nvme, shm};
 
 /// Bytes of each kind that a job's shards take on one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
-    /// fp32 master weights and optimizer state in DRAM: all of it, or what an `nvme` job keeps resident.
+    /// Master weights and optimizer state in DRAM: all of it, or what an `nvme` job keeps resident.
     pub state: u64,
-    /// Buffers between DRAM and disk.
+    /// Buffers between DRAM and disk; with tier `shm` the copies of blocks being updated.
     pub buffers: u64,
     /// Two 16-bit (or fp32) images by version parity.
     pub images: u64,
@@ -19,6 +22,8 @@ pub struct Need {
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,
+    /// What the ranks' connections hold while bytes are under way.
+    pub transfers: u64,
     /// Space in the state directories. Not DRAM: it is reserved there, by the file system.
     pub disk: u64,
 }
@@ -27,9 +32,11 @@ impl Need {
     pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
         let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
         let slots = spec.gradient_slots() as u64;
-        let state = elements * 4 * (1 + spec.rule.state_slots() as u64);
+        let state = Shape::of(spec).bytes(elements as usize) as u64;
         let (buffers, state, disk) = match spec.tier {
-            TierKind::Memory | TierKind::Shm => (0, state, 0),
+            TierKind::Memory => (0, state, 0),
+            // A tmpfs is DRAM.
+            TierKind::Shm => (shm::overhead(spec, layout, owned), state, 0),
             TierKind::Nvme => nvme::need(spec, layout, owned, storage),
         };
         Need {
@@ -38,13 +45,14 @@ impl Need {
             disk,
             images: elements * spec.image_dtype.bytes() * 2,
             contributions: elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size),
+            transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * CONNECTION_BYTES) as u64,
             accumulators: if spec.accumulates() { elements * 4 * slots } else { 0 },
         }
     }
 
     /// Bytes of DRAM.
     pub fn total(&self) -> u64 {
-        self.state + self.buffers + self.images + self.contributions + self.accumulators
+        self.state + self.buffers + self.images + self.contributions + self.accumulators + self.transfers
     }
 }
 
@@ -89,8 +97,13 @@ impl Budget {
                 FaultKind::Exhausted,
                 "memory",
                 format!(
-                    "{bytes} bytes (state {}, buffers {}, images {}, contributions {}, accumulators {})",
-                    need.state, need.buffers, need.images, need.contributions, need.accumulators
+                    "{bytes} bytes (state {}, buffers {}, images {}, contributions {}, accumulators {}, transfers {})",
+                    need.state,
+                    need.buffers,
+                    need.images,
+                    need.contributions,
+                    need.accumulators,
+                    need.transfers
                 ),
                 format!("at most {free}: the budget is {}, other jobs hold {}", self.inner.total, *reserved),
                 format!(

@@ -11,7 +11,10 @@ use common::{
     spec, weights,
 };
 use longshore_engine::{io::Engine, job::Stored, kernels::Isa, tier::Storage};
-use longshore_proto::{Commit, ContributionChunk, Dtype, Hyper, JobSpec, Rule, ShardId, Step, TierKind};
+use longshore_proto::{
+    Commit, ContributionChunk, Dtype, Formats, Hyper, JobSpec, MasterFormat, Rule, ShardId, StateFormat,
+    Step, TierKind,
+};
 use proptest::prelude::*;
 
 /// A whole run as it must come out.
@@ -27,7 +30,7 @@ struct Run {
     end: Reference,
 }
 
-fn random_spec(noise: &mut Noise, rule: Rule, delay: u32) -> JobSpec {
+fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat, MasterFormat)) -> JobSpec {
     let params = 1 + noise.below(6);
     let groups = 1 + noise.below(3);
     let large = noise.one_in(6);
@@ -46,6 +49,7 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32) -> JobSpec {
     spec.world_size = 1 + noise.below(3) as u32;
     spec.micro_steps = 1 + noise.below(if large { 2 } else { 4 }) as u32;
     spec.max_delay = delay;
+    spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
     spec
 }
 
@@ -82,9 +86,9 @@ fn contribution(noise: &mut Noise, spec: &JobSpec, bad: bool) -> Vec<u8> {
 }
 
 impl Run {
-    fn random(seed: u64, rule: Rule, delay: u32, steps: u64) -> Run {
+    fn random(seed: u64, rule: Rule, delay: u32, formats: (StateFormat, MasterFormat), steps: u64) -> Run {
         let mut noise = Noise(seed);
-        let spec = random_spec(&mut noise, rule, delay);
+        let spec = random_spec(&mut noise, rule, delay, formats);
         let initial = weights(&spec, noise.next());
         let mut end = Reference::new(&spec, &initial);
         let (mut gradients, mut commits, mut squares) = (Vec::new(), Vec::new(), Vec::new());
@@ -137,6 +141,7 @@ struct Traffic<'a> {
     stored: Vec<(ContributionChunk, &'a [u8])>,
     decided: u64,
     reopened: bool,
+    restarted: bool,
 }
 
 impl<'a> Traffic<'a> {
@@ -154,31 +159,50 @@ impl<'a> Traffic<'a> {
         (0..spec.world_size).for_each(|rank| cluster.join(rank));
         cluster.upload(&run.initial);
         let (pending, stored) = (Vec::new(), Vec::new());
-        Traffic { run, cluster, noise, pushed_to: 0, pending, stored, decided: 0, reopened: false }
+        let (reopened, restarted) = (false, false);
+        Traffic { run, cluster, noise, pushed_to: 0, pending, stored, decided: 0, reopened, restarted }
     }
 
     fn go(&mut self) {
         let steps = self.run.commits.len() as u64;
-        let ahead = u64::from(self.run.spec.max_delay) + 1;
         let mut turns = 0;
         while self.decided < steps {
             turns += 1;
             assert!(turns < 1_000_000, "stuck: {:?}", self.cluster.jobs[0].waiting_for());
-            if self.pushed_to < (self.decided + ahead).min(steps) {
-                self.produce();
-            }
-            match self.noise.below(12) {
-                0..6 => self.send(),
-                6 => self.resend(),
-                7..10 => {
-                    let server = self.noise.below(self.cluster.jobs.len());
-                    self.cluster.work_once(server);
-                }
-                10 => self.pull(),
-                _ => self.decide(),
-            }
+            self.turn(steps);
         }
         self.cluster.work();
+    }
+
+    fn turn(&mut self, steps: u64) {
+        let ahead = u64::from(self.run.spec.max_delay) + 1;
+        if self.pushed_to < (self.decided + ahead).min(steps) {
+            self.produce();
+        }
+        match self.noise.below(12) {
+            0..6 => self.send(),
+            6 => self.resend(),
+            7..10 => {
+                let server = self.noise.below(self.cluster.jobs.len());
+                self.cluster.work_once(server);
+            }
+            10 => self.pull(),
+            _ => self.decide(),
+        }
+    }
+
+    /// Servers that died where they stood. Workers send again what is not decided.
+    fn restart(mut self, storage: &Storage) -> Traffic<'a> {
+        let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
+        drop(std::mem::take(&mut self.cluster.jobs));
+        let mut cluster = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), storage).unwrap();
+        (0..spec.world_size).for_each(|rank| cluster.join(rank));
+        for job in &cluster.jobs {
+            assert_eq!(job.progress().version.0, self.decided);
+        }
+        self.pending.clear();
+        self.stored.clear();
+        Traffic { cluster, pushed_to: self.decided, restarted: true, ..self }
     }
 
     /// Servers that died once all was durable, and others that went on from their state.
@@ -216,6 +240,8 @@ impl<'a> Traffic<'a> {
         match self.cluster.store(&chunk, payload).unwrap() {
             Stored::New(_) => self.stored.push(self.pending.swap_remove(index)),
             Stored::Busy => {}
+            // What was summed before the restart stays so.
+            Stored::Duplicate if self.restarted => self.stored.push(self.pending.swap_remove(index)),
             Stored::Duplicate => panic!("{chunk:?} was never stored"),
         }
     }
@@ -258,16 +284,8 @@ impl<'a> Traffic<'a> {
 
     fn check(&self) {
         let end = &self.run.end;
-        let names = ["master", "first", "second"];
-        let expected = [&end.master, &end.first, &end.second];
-        for ((name, ours), theirs) in names.into_iter().zip(self.cluster.state()).zip(expected) {
-            assert_eq!(ours.len(), theirs.len(), "{name}");
-            let differs = ours.iter().zip(theirs).position(|(a, b)| a.to_bits() != b.to_bits());
-            assert_eq!(
-                differs.map(|at| (at, ours[at], theirs[at])),
-                None,
-                "{name}: (index, found, expected)"
-            );
+        if self.run.spec.formats.is_fp32() {
+            self.check_elements();
         }
         assert_eq!(self.cluster.hash(), end.hash());
         // An exact job needs no older image after a crash: nothing is computed with it any more.
@@ -279,24 +297,77 @@ impl<'a> Traffic<'a> {
             }
         }
     }
+
+    /// Says which one differs, where the hash says only that one does.
+    fn check_elements(&self) {
+        let end = &self.run.end;
+        let names = ["master", "first", "second"];
+        let expected = [&end.master, &end.first, &end.second];
+        for ((name, ours), theirs) in names.into_iter().zip(self.cluster.state()).zip(expected) {
+            assert_eq!(ours.len(), theirs.len(), "{name}");
+            let differs = ours.iter().zip(theirs).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert_eq!(
+                differs.map(|at| (at, ours[at], theirs[at])),
+                None,
+                "{name}: (index, found, expected)"
+            );
+        }
+    }
+}
+
+/// fp32 half of the time.
+fn formats() -> impl Strategy<Value = (StateFormat, MasterFormat)> {
+    use {MasterFormat as M, StateFormat as S};
+    prop_oneof![
+        5 => Just((S::F32, M::F32)),
+        1 => Just((S::Bf16, M::F32)),
+        1 => Just((S::Block8, M::F32)),
+        1 => Just((S::F32, M::Bf16)),
+        1 => Just((S::Bf16, M::Bf16)),
+        1 => Just((S::Block8, M::Bf16)),
+    ]
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_split_and_order_gives_the_reference_bits(
         seed in any::<u64>(),
         rule in prop::sample::select(Rule::ALL.to_vec()),
         delay in 0u32..2,
+        formats in formats(),
         steps in 2u64..6,
     ) {
-        let run = Run::random(seed, rule, delay, steps);
+        let run = Run::random(seed, rule, delay, formats, steps);
         for (index, isa) in Isa::available().into_iter().enumerate() {
             let mut traffic = Traffic::new(&run, seed ^ index as u64, isa);
             traffic.go();
             traffic.check();
         }
+    }
+
+    /// A server killed at any point of its work, with steps decided and not updated, goes on from its tmpfs.
+    #[test]
+    fn restarts_give_the_reference_bits(
+        seed in any::<u64>(),
+        rule in prop::sample::select(Rule::ALL.to_vec()),
+        delay in 0u32..2,
+        formats in formats(),
+        steps in 2u64..6,
+    ) {
+        let run = Run::random(seed, rule, delay, formats, steps);
+        let root = tempfile::tempdir_in("/dev/shm").unwrap();
+        let storage = Storage { shm_dir: Some(root.path().into()), ..Storage::default() };
+        let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Shm, &storage);
+        while traffic.decided < steps {
+            // Enough for a step now and then: what is not decided has to be sent again.
+            let turns = traffic.noise.below(800);
+            (0..turns).for_each(|_| traffic.turn(steps));
+            traffic = traffic.restart(&storage);
+        }
+        traffic.cluster.work();
+        traffic.check();
     }
 
     /// And so does every way to store the state, also after all servers have died.
@@ -305,13 +376,14 @@ proptest! {
         seed in any::<u64>(),
         rule in prop::sample::select(Rule::ALL.to_vec()),
         delay in 0u32..2,
+        formats in formats(),
         steps in 2u64..5,
         directories in prop::sample::select(vec![1usize, 3]),
         resident_tenths in prop::sample::select(vec![0u64, 5, 10]),
         engine in prop::sample::select(vec![Engine::Auto, Engine::Threads]),
         buffers in 1usize..5,
     ) {
-        let run = Run::random(seed, rule, delay, steps);
+        let run = Run::random(seed, rule, delay, formats, steps);
         let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir().unwrap()).collect();
         let state_bytes = flat_elements(&run.spec) as u64 * 12;
         let storage = Storage {

@@ -16,15 +16,18 @@ use std::{
 use common::{
     BLOCK, Noise,
     cluster::{Cluster, soon},
-    commit, gradient,
+    commit, encode, gradient,
     reference::Reference,
     spec, weights,
 };
 use longshore_engine::{
-    job::{Captured, Job, Stored},
+    job::{Captured, Exported, Job, Stored},
     step::Work,
 };
-use longshore_proto::{ContributionChunk, JobSpec, ShardId, Step, Version, checksum::state_hash};
+use longshore_proto::{
+    ContributionChunk, Dtype, Formats, JobSpec, MasterFormat, ShardId, StateFormat, Step, Version,
+    checksum::state_hash,
+};
 
 const STEPS: u64 = 200;
 /// Gradients repeat: 200 different ones would take longer to make than to train on.
@@ -201,7 +204,11 @@ fn an_update_waits_for_the_visit_of_a_slow_snapshot() {
     let held = Mutex::new(held);
     let sink = Arc::clone(&visits);
     let capture = move |owned: usize, captured: Captured<'_>| {
-        assert_eq!(sink.lock().unwrap().insert(owned, captured.state.master.to_vec()), None, "visited twice");
+        assert_eq!(
+            sink.lock().unwrap().insert(owned, bytemuck::cast_slice(captured.state.arrays[0]).to_vec()),
+            None,
+            "visited twice"
+        );
         if owned == 0 {
             entered.send(()).unwrap();
             held.lock().unwrap().recv_timeout(Duration::from_secs(20)).unwrap();
@@ -224,4 +231,74 @@ fn an_update_waits_for_the_visit_of_a_slow_snapshot() {
     let visits: Vec<f32> = visits.lock().unwrap().values().flatten().copied().collect();
     assert!(visits == initial, "the snapshot holds more than version 0");
     assert_eq!(cluster.hash(), reference.hash());
+}
+
+/// Servers are asked for a version before it is decided, so that all give the same.
+#[test]
+fn a_snapshot_of_a_version_to_come_waits_for_it() {
+    let mut spec = small(0);
+    spec.world_size = 1;
+    let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
+    let mut reference = Reference::new(&spec, &initial);
+    let mut cluster = Cluster::started(&spec, 1, &initial);
+    let job = cluster.jobs[0].clone();
+    let hashes = Arc::new(Mutex::new(BTreeMap::new()));
+    let (entered, first_shard) = channel();
+    let capture = {
+        let (job, hashes) = (job.clone(), hashes.clone());
+        move |_: usize, captured: Captured<'_>| {
+            hashes.lock().unwrap().extend(job.hash_blocks(&captured));
+            entered.send(()).unwrap();
+            Ok(())
+        }
+    };
+    let mut step = |step: u64| {
+        cluster.step(&flats, &commit(&spec, step));
+        reference.step(&flats, &commit(&spec, step));
+        reference.hash()
+    };
+    let info = thread::scope(|scope| {
+        let asked = scope.spawn(|| job.snapshot(Some(Version(2)), soon(), Box::new(capture)).unwrap());
+        step(1);
+        assert!(first_shard.try_recv().is_err(), "version 1 was visited");
+        let expected = step(2);
+        first_shard.recv_timeout(Duration::from_secs(20)).unwrap();
+        step(3);
+        let info = asked.join().unwrap();
+        let found = state_hash(info.version, info.applied, hashes.lock().unwrap().values());
+        assert_eq!(found, expected);
+        info
+    });
+    assert_eq!((info.version.0, info.applied, info.commit.unwrap().step.0), (2, 2, 2));
+    let late = job.snapshot(Some(Version(2)), soon(), Box::new(|_, _| Ok(()))).unwrap_err();
+    assert_eq!((late.field.as_str(), late.value.as_str()), ("version", "2"));
+    let never = job.snapshot(Some(Version(4)), Instant::now(), Box::new(|_, _| Ok(()))).unwrap_err();
+    assert_eq!(never.kind, longshore_proto::FaultKind::Deadline);
+}
+
+/// In chunks that end inside a shard, whatever the weights are kept in.
+#[test]
+fn an_export_is_the_rounded_master_weights() {
+    let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 9 };
+    for formats in [Formats::default(), low] {
+        let spec =
+            JobSpec { formats, shard_elements: 9 * BLOCK as u64, ..spec(&[11 * BLOCK as u64 - 5], &[0]) };
+        let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
+        let mut reference = Reference::new(&spec, &initial);
+        let mut cluster = Cluster::started(&spec, 1, &initial);
+        cluster.step(&flats, &commit(&spec, 1));
+        reference.step(&flats, &commit(&spec, 1));
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            let parts = Arc::new(Mutex::new(BTreeMap::new()));
+            let sink = parts.clone();
+            let keep = move |part: Exported<'_>| {
+                let before = sink.lock().unwrap().insert((part.shard, part.offset), part.bytes.to_vec());
+                assert_eq!(before, None, "exported twice");
+                Ok(())
+            };
+            cluster.jobs[0].export(Some(Version(1)), dtype, soon(), keep).unwrap();
+            let bytes: Vec<u8> = parts.lock().unwrap().values().flatten().copied().collect();
+            assert!(bytes == encode(&reference.weights(), dtype), "{formats:?} as {dtype}");
+        }
+    }
 }

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{ByteSize, ConfigError, nearest};
+use super::{ByteSize, ConfigError, Durability, StorageIo, nearest};
 use crate::log::LogFormat;
 
 #[derive(Debug, Default, serde::Deserialize)]
@@ -18,6 +18,11 @@ pub(super) struct File {
     pub(super) threads: Option<usize>,
     pub(super) state_dir: Option<Vec<PathBuf>>,
     pub(super) resident: Option<ByteSize>,
+    pub(super) storage_io: Option<StorageIo>,
+    pub(super) storage_buffers: Option<usize>,
+    pub(super) durability: Option<Durability>,
+    pub(super) drive_endurance: Option<ByteSize>,
+    pub(super) shm_dir: Option<PathBuf>,
     pub(super) checkpoint_dir: Option<PathBuf>,
     pub(super) checkpoint_on_drain: Option<bool>,
     pub(super) checkpoint_keep: Option<usize>,
@@ -29,13 +34,18 @@ pub(super) struct File {
 }
 
 /// The keys above, for the nearest right one.
-const KEYS: [&str; 14] = [
+const KEYS: [&str; 19] = [
     "listen",
     "listen_unix",
     "memory",
     "threads",
     "state_dir",
     "resident",
+    "storage_io",
+    "storage_buffers",
+    "durability",
+    "drive_endurance",
+    "shm_dir",
     "checkpoint_dir",
     "checkpoint_on_drain",
     "checkpoint_keep",

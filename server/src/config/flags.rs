@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::Parser;
 
-use super::{ByteSize, ConfigError, nearest};
+use super::{ByteSize, ConfigError, Durability, StorageIo, nearest};
 use crate::log::LogFormat;
 
 /// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
@@ -34,6 +34,23 @@ pub struct Flags {
     /// Memory in which an nvme job keeps a part of its state, as in 64GiB [default: 0]
     #[arg(long, env = "LONGSHORED_RESIDENT", value_name = "SIZE")]
     pub resident: Option<ByteSize>,
+    /// How an nvme job is read and written: auto takes io_uring where it works [default: auto]
+    #[arg(long, env = "LONGSHORED_STORAGE_IO", value_enum)]
+    pub storage_io: Option<StorageIo>,
+    /// Shards of an nvme job that are read, updated or written at once [default: 6]
+    #[arg(long, env = "LONGSHORED_STORAGE_BUFFERS", value_name = "N")]
+    pub storage_buffers: Option<usize>,
+    /// What outlives this server of an nvme job: each-version, or nothing, which spares the writes of resident shards
+    /// [default: each-version]
+    #[arg(long, env = "LONGSHORED_DURABILITY", value_enum)]
+    pub durability: Option<Durability>,
+    /// What the drives of --state-dir together may be written with, as in 600TB: status then forecasts their wear
+    #[arg(long, env = "LONGSHORED_DRIVE_ENDURANCE", value_name = "SIZE")]
+    pub drive_endurance: Option<ByteSize>,
+    /// Folder of a tmpfs for jobs with the shm tier, this server's own; systemd empties /dev/shm of an ordinary user who
+    /// logs out (RemoveIPC) [default: /dev/shm/longshore-UID/PORT]
+    #[arg(long, env = "LONGSHORED_SHM_DIR", value_name = "DIR")]
+    pub shm_dir: Option<PathBuf>,
     /// Folder for checkpoints; without it Checkpoint is refused
     #[arg(long, env = "LONGSHORED_CHECKPOINT_DIR", value_name = "DIR")]
     pub checkpoint_dir: Option<PathBuf>,
@@ -62,7 +79,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 15] = [
+const VARIABLES: [&str; 20] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
@@ -70,6 +87,11 @@ const VARIABLES: [&str; 15] = [
     "LONGSHORED_THREADS",
     "LONGSHORED_STATE_DIR",
     "LONGSHORED_RESIDENT",
+    "LONGSHORED_STORAGE_IO",
+    "LONGSHORED_STORAGE_BUFFERS",
+    "LONGSHORED_DURABILITY",
+    "LONGSHORED_DRIVE_ENDURANCE",
+    "LONGSHORED_SHM_DIR",
     "LONGSHORED_CHECKPOINT_DIR",
     "LONGSHORED_CHECKPOINT_ON_DRAIN",
     "LONGSHORED_CHECKPOINT_KEEP",

@@ -3,11 +3,13 @@
 mod file;
 mod flags;
 mod size;
+mod storage;
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use flags::Flags;
 pub use size::{ByteSize, SizeError, available_memory};
+pub use storage::{Durability, StorageConfig, StorageIo};
 
 use crate::log::LogFormat;
 
@@ -21,10 +23,7 @@ pub struct Config {
     pub memory: u64,
     /// Update threads.
     pub threads: usize,
-    /// Where `nvme` jobs keep their state, striped over all of them.
-    pub state_dirs: Vec<PathBuf>,
-    /// DRAM for the shards that an `nvme` job keeps resident.
-    pub resident: u64,
+    pub storage: StorageConfig,
     /// Where checkpoints go. None: the Checkpoint call is refused.
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_on_drain: bool,
@@ -69,8 +68,7 @@ impl Config {
             listen_unix: None,
             memory: size::available_memory() / 5 * 4,
             threads: longshore_engine::threads::available_threads(),
-            state_dirs: Vec::new(),
-            resident: 0,
+            storage: StorageConfig::default(),
             checkpoint_dir: None,
             checkpoint_on_drain: false,
             checkpoint_keep: 0,
@@ -90,17 +88,13 @@ impl Config {
         };
         let listen = flags.listen.or(file.listen).unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 7070)));
         let defaults = Config::default_on(listen);
+        let storage = StorageConfig::resolve(&flags, &file);
         let config = Config {
             listen,
             listen_unix: flags.listen_unix.or(file.listen_unix),
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
-            state_dirs: if flags.state_dir.is_empty() {
-                file.state_dir.unwrap_or_default()
-            } else {
-                flags.state_dir
-            },
-            resident: flags.resident.or(file.resident).map_or(0, |size| size.0),
+            storage,
             checkpoint_dir: flags.checkpoint_dir.or(file.checkpoint_dir),
             checkpoint_on_drain: flags.checkpoint_on_drain.or(file.checkpoint_on_drain).unwrap_or(false),
             checkpoint_keep: flags.checkpoint_keep.or(file.checkpoint_keep).unwrap_or(0),
@@ -128,6 +122,10 @@ impl Config {
         if self.memory < 1 << 20 {
             let value = self.memory.to_string();
             return Err(ConfigError::Value { field: "memory", value, limit: "at least 1MiB" });
+        }
+        if !(1..=1024).contains(&self.storage.buffers) {
+            let value = self.storage.buffers.to_string();
+            return Err(ConfigError::Value { field: "storage_buffers", value, limit: "in 1..=1024" });
         }
         if self.checkpoint_on_drain && self.checkpoint_dir.is_none() {
             return Err(ConfigError::DrainWithoutDir);

@@ -10,16 +10,17 @@ use longshore_engine::{
     step::{Phase, RankProgress},
 };
 use longshore_proto::{
-    Fault, FaultKind, Version,
+    Fault, FaultKind, Incarnation, Version,
     limits::DEFAULT_DEADLINE_MS,
     wire::{
         self,
         v1::{self, admin_server::Admin},
     },
 };
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, refuse};
+use super::{Services, blocking, convert, export, refuse};
 use crate::{jobs::JobHandle, memfd::Links};
 
 /// Longest time a snapshot waits for updates already decided.
@@ -33,7 +34,7 @@ impl Admin for Services {
         &self,
         _request: Request<v1::ListJobsRequest>,
     ) -> Result<Response<v1::ListJobsResponse>, Status> {
-        let jobs = self.jobs.all().iter().map(|handle| handle.job.spec().name.to_string()).collect();
+        let jobs = self.jobs.names();
         let budget = self.jobs.budget();
         let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
         Ok(Response::new(v1::ListJobsResponse { jobs, memory_budget, memory_reserved }))
@@ -85,6 +86,18 @@ impl Admin for Services {
         answer.map(Response::new).map_err(|fault| refuse("Restore", &request.job, fault))
     }
 
+    type ExportStream = ReceiverStream<Result<v1::ExportResponse, Status>>;
+
+    async fn export(
+        &self,
+        request: Request<v1::ExportRequest>,
+    ) -> Result<Response<Self::ExportStream>, Status> {
+        let request = request.into_inner();
+        let job = request.job.clone();
+        let messages = export::start(self, request).map_err(|fault| refuse("Export", &job, fault))?;
+        Ok(Response::new(ReceiverStream::new(messages)))
+    }
+
     async fn resume(
         &self,
         request: Request<v1::ResumeRequest>,
@@ -96,12 +109,23 @@ impl Admin for Services {
         Ok(Response::new(v1::ResumeResponse {}))
     }
 
+    async fn step_back(
+        &self,
+        request: Request<v1::StepBackRequest>,
+    ) -> Result<Response<v1::StepBackResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.step_job_back(&request).await;
+        answer.map(Response::new).map_err(|fault| refuse("StepBack", &request.job, fault))
+    }
+
     async fn delete_job(
         &self,
         request: Request<v1::DeleteJobRequest>,
     ) -> Result<Response<v1::DeleteJobResponse>, Status> {
         let job = request.into_inner().job;
-        self.jobs.delete(&job).map_err(|fault| refuse("DeleteJob", &job, fault))?;
+        let (jobs, name) = (self.jobs.clone(), job.clone());
+        let deleted = blocking(move || jobs.delete(&name)).await;
+        deleted.map_err(|fault| refuse("DeleteJob", &job, fault))?;
         tracing::info!(job, "job deleted");
         Ok(Response::new(v1::DeleteJobResponse {}))
     }
@@ -119,6 +143,7 @@ impl Services {
     async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
         let mut answer = describe(&handle, &self.links);
+        answer.drive_endurance_bytes = self.drive_endurance;
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
             let job = Arc::clone(&handle.job);
@@ -131,6 +156,14 @@ impl Services {
                 .collect();
         }
         Ok(answer)
+    }
+
+    async fn step_job_back(&self, request: &v1::StepBackRequest) -> Result<v1::StepBackResponse, Fault> {
+        self.draining.refuse()?;
+        let (jobs, name) = (self.jobs.clone(), request.job.clone());
+        let (incarnation, version) = (Incarnation(request.incarnation), Version(request.version));
+        let handle = blocking(move || jobs.step_back(&name, incarnation, version)).await?;
+        Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }
 
     fn store(&self) -> Result<Arc<Store>, Fault> {
@@ -207,6 +240,7 @@ fn describe(handle: &Arc<JobHandle>, links: &Links) -> v1::DescribeResponse {
         let transport = if linked { "memfd" } else { handle.transport_of(rank.rank) };
         convert::rank(rank, transport)
     };
+    let span = handle.pace.span();
     v1::DescribeResponse {
         spec: Some(job.spec().to_wire()),
         placement: Some(job.placement().to_wire()),
@@ -222,5 +256,11 @@ fn describe(handle: &Arc<JobHandle>, links: &Links) -> v1::DescribeResponse {
         waiting_for: job.waiting_for().unwrap_or_default(),
         isa: job.compute().isa().to_string(),
         threads: job.compute().threads() as u32,
+        disk_bytes: job.disk_bytes(),
+        disk_written_bytes: job.written_bytes(),
+        paced_steps: span.steps,
+        paced_seconds: span.time.as_secs_f64(),
+        paced_written_bytes: span.written,
+        drive_endurance_bytes: 0,
     }
 }

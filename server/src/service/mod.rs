@@ -2,6 +2,7 @@
 
 mod admin;
 mod convert;
+mod export;
 mod pull;
 mod push;
 mod recycle;
@@ -33,6 +34,8 @@ pub(crate) struct Services {
     pub(crate) links: Arc<Links>,
     /// What these calls come through: tcp or unix.
     pub(crate) transport: &'static str,
+    /// Bytes that the drives may be written with; 0: not known.
+    pub(crate) drive_endurance: u64,
 }
 
 /// Logs a refused request once, here at the edge, and turns it into a status.

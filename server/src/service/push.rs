@@ -5,7 +5,10 @@
 //! HTTP/2 flow control, and nothing is held here beside the slots but the frame in hand. Over a link the payload is
 //! copied from the worker's memory instead, once its place is free.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use http::Response;
 use longshore_engine::job::{Admitted, Job, Writing, check_sum};
@@ -35,7 +38,7 @@ const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 pub(super) fn answer(services: Services, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
     let incoming = Incoming::request(body);
-    tokio::spawn(Stream { services, incoming, answers, held: None, results: Vec::new() }.run());
+    tokio::spawn(Stream { services, incoming, answers, held: Weak::new(), results: Vec::new() }.run());
     frame::answer(pieces)
 }
 
@@ -44,8 +47,8 @@ struct Stream {
     services: Services,
     incoming: Incoming<PushRequest>,
     answers: Pieces,
-    /// The job of the last chunk: mostly the next one's too.
-    held: Option<Arc<JobHandle>>,
+    /// The job of the last chunk: mostly the next one's too. Weak: an idle stream keeps no job alive.
+    held: Weak<JobHandle>,
     /// Not yet acknowledged.
     results: Vec<PushResult>,
 }
@@ -179,13 +182,11 @@ impl Stream {
         bytes: usize,
     ) -> Result<(Arc<JobHandle>, ContributionChunk, Option<Payload>), Fault> {
         let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
-        let handle = match &self.held {
-            Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => {
-                Arc::clone(handle)
-            }
+        let handle = match self.held.upgrade() {
+            Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,
             _ => self.services.jobs.get(&request.job)?,
         };
-        self.held = Some(Arc::clone(&handle));
+        self.held = Arc::downgrade(&handle);
         handle.check_step(chunk.contribution.step)?;
         let Some(place) = &request.place else { return Ok((handle, chunk, None)) };
         if bytes > 0 {

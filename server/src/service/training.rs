@@ -1,10 +1,15 @@
 //! Training: open, join, commit, pause, leave; statistics and watch are streams of their own.
 
+use longshore_engine::tier::StoredJob;
 use longshore_proto::{
-    Commit, Fault, Incarnation, JobSpec, Placement, Rank, ServerId,
+    Commit, Fault, Incarnation, JobSpec, Placement, Rank, ServerId, Version,
     limits::MAX_PAUSE_REASON_BYTES,
-    wire::v1::{self, training_server::Training},
+    wire::{
+        self,
+        v1::{self, training_server::Training},
+    },
 };
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
@@ -46,6 +51,16 @@ impl Training for Services {
         answer.map(Response::new).map_err(|fault| refuse("Commit", &job, fault))
     }
 
+    async fn await_durable(
+        &self,
+        request: Request<v1::AwaitDurableRequest>,
+    ) -> Result<Response<v1::AwaitDurableResponse>, Status> {
+        let request = request.into_inner();
+        let answer = self.await_durability(&request).await;
+        answer.map_err(|fault| refuse("AwaitDurable", &request.job, fault))?;
+        Ok(Response::new(v1::AwaitDurableResponse {}))
+    }
+
     type WatchStream = ReceiverStream<Result<v1::Event, Status>>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -78,8 +93,8 @@ impl Services {
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
         let jobs = self.jobs.clone();
-        let (created, handle) =
-            blocking(move || jobs.open(spec, placement, ServerId(request.server))).await?;
+        let wanted = StoredJob { spec, placement, server: ServerId(request.server) };
+        let (created, handle) = blocking(move || jobs.open(wanted)).await?;
         let job = &handle.job;
         if created {
             tracing::info!(
@@ -108,18 +123,27 @@ impl Services {
         Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: self.links.offer() })
     }
 
-    /// Answers once the step is durable, whatever that means on the job's tier: rank 0 decides the next step only when
-    /// every server has answered, so that any crash leaves a version that all of them hold.
     async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
         let commit = Commit::from_wire(request.commit)?;
         let handle = self.jobs.get(&request.job)?;
         let (step, skip) = (commit.step, commit.skip);
+        // Else it would be refused, since its update would overwrite the last version that no crash can take back.
+        let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
+        handle.until_durable(before, default_deadline()).await?;
+        let written = handle.job.written_bytes();
         let (duplicate, work) = handle.job.commit(Incarnation(request.incarnation), commit)?;
         handle.perform(work);
-        let durable = || Ok((handle.job.durable() >= step.version()).then_some(()));
-        handle.until(default_deadline(), durable, || handle.late("commit", step)).await?;
+        if !duplicate {
+            handle.pace.decided(step.0, written);
+        }
         tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
         Ok(v1::CommitResponse { duplicate })
+    }
+
+    async fn await_durability(&self, request: &v1::AwaitDurableRequest) -> Result<(), Fault> {
+        let handle = self.jobs.get(&request.job)?;
+        let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
+        handle.until_durable(Version(request.version), deadline).await
     }
 
     fn pause_job(&self, request: &v1::PauseRequest) -> Result<v1::PauseResponse, Fault> {

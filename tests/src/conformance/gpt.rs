@@ -1,15 +1,15 @@
 //! The real model: a byte-level GPT of one layer, its gradients by the trainer's own micro-step on both sides.
 
-use std::fmt::Write;
+use std::{fmt::Write, sync::Arc};
 
 use longshore_proto::Param;
 use longshore_worker::{
-    Budget, Pipeline, StepPlan,
+    Device, Pipeline, StepPlan,
     train::{
-        Sink, StagedWeights, WholeWeights,
+        LayerGradients, LayerImages, Sink, StagedWeights, WholeImages, WholeWeights,
         gpt::{
             self, BoxError, Config, Gpt, Gradients, Group, Weights,
-            candle_core::{Device, Tensor},
+            candle_core::{self, Tensor},
         },
         text::Corpus,
     },
@@ -20,17 +20,16 @@ use super::plan::{Batch, Model};
 pub struct Bytes {
     pub model: Gpt,
     corpus: Corpus,
-    /// What the device may hold.
-    pub device: Budget,
+    pub device: Arc<dyn Device>,
 }
 
 const SEED: u64 = 7;
 const SEQUENCES: usize = 3;
 
 impl Bytes {
-    pub fn new(device: Budget) -> Bytes {
+    pub fn new(device: Arc<dyn Device>) -> Bytes {
         let config = Config { context: 16, width: 32, heads: 2, layers: 1 };
-        let model = Gpt::new(config, &Device::Cpu).expect("a model");
+        let model = Gpt::new(config, &candle_core::Device::Cpu).expect("a model");
         let folder = text();
         let corpus = Corpus::load(folder.path()).expect("text");
         Bytes { model, corpus, device }
@@ -118,12 +117,15 @@ impl Model for Bytes {
         batch: Batch,
         on_demand: bool,
     ) -> anyhow::Result<f32> {
-        let mut sink = Sink::new(&self.model, self.device.clone(), pipeline.assembler(batch.micro_step)?);
-        let session = pipeline.session();
-        let (layout, device) = (session.layout(), self.device.clone());
+        let mut gradients = LayerGradients::allocate(self.device.clone(), &self.model)?;
+        let mut sink = Sink::new(&self.model, &mut gradients, pipeline.assembler(batch.micro_step)?);
+        let (session, device) = (pipeline.session(), self.device.clone());
+        let (layout, dtype) = (session.layout(), session.spec().image_dtype);
+        let mut whole = WholeImages::allocate(device.clone(), layout, dtype, 0)?;
+        let mut layers = LayerImages::allocate(device, &self.model, layout, dtype)?;
         let mut weights: Box<dyn Weights> = match on_demand {
-            true => Box::new(StagedWeights::new(&self.model, session, step.reads, device, true)),
-            false => Box::new(WholeWeights::new(&self.model, layout, device, pipeline.weights()?)),
+            true => Box::new(StagedWeights::new(&self.model, session, &mut layers, step.reads, true)),
+            false => Box::new(WholeWeights::new(&self.model, layout, &mut whole, pipeline.weights()?)),
         };
         let scale = step.loss_scale as f32;
         let loss = gpt::micro_step(&self.model, &mut *weights, &mut sink, &self.batch(batch), scale)?;

@@ -93,6 +93,7 @@ impl Plan {
             max_delay: u32::from(self.delay.is_some()),
             shard_elements: self.shard_blocks * BLOCK_ELEMENTS,
             tier: TierKind::Memory,
+            formats: Default::default(),
         }
     }
 

@@ -8,7 +8,7 @@ use std::{
 
 use longshore_proto::{
     FaultKind::{self, Conflict, Corrupt, Invalid, NotFound, Precondition},
-    JobSpec, Rule,
+    Formats, JobSpec, Rule, StateFormat,
     wire::v1::Phase,
 };
 use longshore_tests::conformance::{
@@ -87,9 +87,11 @@ fn another_jobs_checkpoint_is_refused_with_what_differs() {
     let server = &victim.servers[0];
     let mut shape = victim.spec.clone();
     shape.params[0].shape = vec![331, 252];
+    let block8 = Formats { state: StateFormat::Block8, ..Formats::default() };
     let others = [
         ("spec.params[0]", "[331, 252]", "[331, 251]", shape),
         ("spec.rule", "lion", "adamw", JobSpec { rule: Rule::Lion, ..victim.spec.clone() }),
+        ("spec.state_format", "block8", "fp32", JobSpec { formats: block8, ..victim.spec.clone() }),
         (
             "spec.groups",
             "third",

@@ -3,7 +3,7 @@
 use longshore_proto::{
     Dtype,
     FaultKind::{Conflict, Exhausted, Invalid},
-    JobSpec, Param, Rule, TierKind,
+    Formats, JobSpec, MasterFormat, Param, Rule, StateFormat, TierKind,
     wire::v1,
 };
 use longshore_tests::conformance::{
@@ -18,6 +18,7 @@ fn another_spec_under_the_same_name_is_refused_with_the_field() {
     let cluster = Cluster::start(2);
     let victim = Victim::start(&cluster, "opened-twice");
     let spec = || victim.spec.clone();
+    let in_formats = |state, master| JobSpec { formats: Formats { state, master, seed: 0 }, ..spec() };
     let mut renamed = spec();
     renamed.params[1].name = "other".into();
     let others = [
@@ -32,6 +33,8 @@ fn another_spec_under_the_same_name_is_refused_with_the_field() {
         ("spec.max_delay", "1", JobSpec { max_delay: 1, ..spec() }),
         ("spec.shard_elements", "131072", JobSpec { shard_elements: 131072, ..spec() }),
         ("spec.tier", "shm", JobSpec { tier: TierKind::Shm, ..spec() }),
+        ("spec.state_format", "block8", in_formats(StateFormat::Block8, MasterFormat::F32)),
+        ("spec.master_format", "bf16", in_formats(StateFormat::F32, MasterFormat::Bf16)),
     ];
     let placement = placement(&cluster.addresses(), &victim.layout);
     for (field, value, other) in others {
@@ -86,6 +89,8 @@ fn a_spec_that_cannot_be_is_refused_before_anything_is_allocated() {
     }
     let wire = v1::JobSpec { rule: 99, name: "impossible".into(), ..spec().to_wire() };
     assert_fault(victim.servers[0].open(wire, &placement, 0), Invalid, "spec.rule", "99", "named");
+    let wire = v1::JobSpec { state_format: 9, name: "impossible".into(), ..spec().to_wire() };
+    assert_fault(victim.servers[0].open(wire, &placement, 0), Invalid, "spec.state_format", "9", "named");
     let wire = v1::JobSpec { name: "../escape".into(), ..spec().to_wire() };
     assert_fault(victim.servers[0].open(wire, &placement, 0), Invalid, "spec.name", "../escape", "A-Z a-z");
     let jobs = victim.servers[0].call(victim.servers[0].admin.clone().list_jobs(v1::ListJobsRequest {}));
@@ -95,14 +100,14 @@ fn a_spec_that_cannot_be_is_refused_before_anything_is_allocated() {
 
 #[test]
 fn a_job_beyond_the_servers_memory_is_refused_with_the_shortage() {
-    const MEMORY: u64 = 8 << 20;
+    const MEMORY: u64 = 48 << 20;
     let cluster = Cluster::start_with(1, |config| longshore_server::Config { memory: MEMORY, ..config });
     let victim = Victim::start(&cluster, "fits");
     let held = victim.servers[0].describe("fits").memory_bytes;
     let mut spec = JobSpec { world_size: 3, ..victim.spec.clone() }.to_wire();
     spec.name = "too-large".into();
-    // fp32 weights and moments, two bf16 images, three ranks' bf16 contributions and their fp32 sum.
-    let need = victim.layout.elements() * (12 + 2 * 2 + 3 * 2 + 4);
+    // fp32 weights and moments, two bf16 images, three ranks' bf16 contributions and their fp32 sum, and their connections.
+    let need = victim.layout.elements() * (12 + 2 * 2 + 3 * 2 + 4) + 3 * 2 * (7 << 20);
     let placement = placement(&cluster.addresses(), &victim.layout);
     let fault = victim.servers[0].open(spec, &placement, 0).expect_err("it does not fit");
     assert_eq!((fault.kind, fault.field.as_str()), (Exhausted, "memory"), "{fault:?}");

@@ -6,7 +6,7 @@ use std::{fs, path::Path, time::Duration};
 use longshore_proto::{Dtype, Hyper, JobName, Rule, wire::v1};
 use longshore_tests::conformance::{cluster::Cluster, gpt, raw::Raw};
 use longshore_worker::{
-    Error, LossScalerOptions, Session,
+    DeviceChoice, Error, LossScalerOptions, Session,
     error::Shortage,
     train::{
         self, LossScale, LossScaleMode, Settings,
@@ -42,6 +42,8 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         seed: 3,
         shard_elements: None,
         tier: longshore_proto::TierKind::Memory,
+        device: DeviceChoice::Host,
+        formats: Default::default(),
         device_budget: None,
         stage: None,
         checkpoint_dir: None,

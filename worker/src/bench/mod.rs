@@ -3,7 +3,9 @@
 //! means something only beside a limit taken at its side.
 
 mod limit;
+mod receive;
 pub(crate) mod step;
+pub(crate) mod storage;
 mod table;
 pub(crate) mod update;
 pub(crate) mod wire;

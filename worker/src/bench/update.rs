@@ -4,16 +4,20 @@ use std::time::Instant;
 
 use anyhow::Context;
 use longshore_engine::{
-    kernels::{self, Gradient, Hyper, ImageMut, Isa, Rule, Scalars, State},
+    kernels::{self, Gradient, Hyper, ImageMut, Isa, Random, Rule, Scalars},
     memory::{Region, Slab},
     threads::{Pool, available_threads},
+    tier::{self, StateMut},
 };
 use longshore_proto::{
-    Dtype,
+    Dtype, Formats, MasterFormat, StateFormat,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 
-use super::{Measured, limit};
+use super::{
+    Measured, limit,
+    receive::{self, Source},
+};
 
 pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 const SHARD: usize = DEFAULT_SHARD_ELEMENTS as usize;
@@ -32,49 +36,64 @@ pub(crate) struct Settings {
     pub(crate) all: bool,
 }
 
-/// Something to measure. A new dimension, as the precision of the state, is a field here, its bytes in `shape` and
-/// its kernel call in `pass`.
+/// Something to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Case {
+enum Case {
+    Update(Update),
+    /// Figures of what is received, beside receiving it.
+    Receive {
+        source: Source,
+        wire: Dtype,
+        isa: Isa,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Update {
     rule: Rule,
     /// Of gradient and image.
     wire: Dtype,
     isa: Isa,
+    formats: Formats,
 }
 
-/// Bytes an element of each array takes. What a case and its limit have in common.
+/// Bytes of each array. What an update and its limit have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
-    pub(super) gradient: usize,
-    /// Master weights and the state slots; 0 where the rule has none.
-    pub(super) state: [usize; 3],
-    pub(super) image: usize,
+    pub(super) wire: Dtype,
+    pub(super) state: tier::Shape,
 }
 
 pub(super) struct Arrays {
     pub(super) shards: Vec<Shard>,
+    /// Of the values that the state now holds.
+    formats: Formats,
 }
 
 pub(super) struct Shard {
     pub(super) len: usize,
-    /// Room for fp32; a 16-bit case uses the first half.
+    /// Room for fp32, here and below; a case of fewer bits uses the first part.
     pub(super) gradient: Region,
-    pub(super) master: Region,
-    pub(super) first: Region,
-    pub(super) second: Region,
-    /// As for `gradient`.
-    pub(super) image: Region,
+    master: Region,
+    first: Region,
+    second: Region,
+    image: Region,
 }
 
 impl Case {
     fn name(&self) -> String {
-        format!("{}/{}/{}", self.rule, self.wire, self.isa)
+        match self {
+            Case::Update(update) => update.name(),
+            Case::Receive { source, wire, isa } => format!("receive/{source}/{wire}/{isa}"),
+        }
     }
 
-    fn shape(&self) -> Shape {
-        let wire = self.wire.bytes() as usize;
-        let slot = |index: usize| if index < self.rule.state_slots() { 4 } else { 0 };
-        Shape { gradient: wire, state: [4, slot(0), slot(1)], image: wire }
+    /// Bytes through memory for each block.
+    fn block_bytes(&self) -> usize {
+        match self {
+            Case::Update(update) => update.shape().block_bytes(),
+            Case::Receive { wire, .. } => receive::block_bytes(*wire),
+        }
     }
 
     /// AdamW in every form and the other rules in the fastest; or everything.
@@ -83,20 +102,58 @@ impl Case {
         for rule in Rule::ALL {
             for wire in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
                 for isa in Isa::available().into_iter().rev() {
-                    if all || rule == Rule::AdamW || (wire, isa) == (Dtype::Bf16, best) {
-                        cases.push(Case { rule, wire, isa });
+                    let fastest = (wire, isa) == (Dtype::Bf16, best);
+                    let formats = FORMATS.map(|(state, master)| Formats { state, master, seed: 1 });
+                    for formats in formats {
+                        if all
+                            || fastest && rule == Rule::AdamW
+                            || formats.is_fp32() && (fastest || rule == Rule::AdamW)
+                        {
+                            cases.push(Case::Update(Update { rule, wire, isa, formats }));
+                        }
                     }
                 }
             }
         }
+        let receive = |isa| {
+            [Source::Memory, Source::Tcp].map(|source| Case::Receive { source, wire: Dtype::Bf16, isa })
+        };
+        cases.extend(Isa::available().into_iter().filter(|&isa| all || isa == best).flat_map(receive));
         cases
     }
 }
 
+/// Of moments and master weights.
+const FORMATS: [(StateFormat, MasterFormat); 5] = [
+    (StateFormat::F32, MasterFormat::F32),
+    (StateFormat::Bf16, MasterFormat::F32),
+    (StateFormat::Block8, MasterFormat::F32),
+    (StateFormat::Bf16, MasterFormat::Bf16),
+    (StateFormat::Block8, MasterFormat::Bf16),
+];
+
+impl Update {
+    /// What is not fp32 is named.
+    fn name(&self) -> String {
+        let mut name = format!("{}/{}/{}", self.rule, self.wire, self.isa);
+        if self.formats.state != StateFormat::F32 {
+            name += &format!("/state-{}", self.formats.state);
+        }
+        if self.formats.master != MasterFormat::F32 {
+            name += &format!("/master-{}", self.formats.master);
+        }
+        name
+    }
+
+    fn shape(&self) -> Shape {
+        Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats) }
+    }
+}
+
 impl Shape {
-    /// Bytes through memory for each parameter: the state is read and written.
-    fn bytes(&self) -> usize {
-        self.gradient + 2 * self.state.iter().sum::<usize>() + self.image
+    /// Bytes through memory for each block: the state is read and written.
+    fn block_bytes(&self) -> usize {
+        2 * (BLOCK * self.wire.bytes() as usize + self.state.block().iter().sum::<usize>())
     }
 }
 
@@ -119,66 +176,133 @@ impl Arrays {
                 second: next()?,
                 image: next()?,
             };
-            shard.fill(pool);
+            shard.fill_gradient(pool);
             shards.push(shard);
         }
-        Ok(Arrays { shards })
+        let mut arrays = Arrays { shards, formats: Formats { seed: 1, ..Formats::default() } };
+        arrays.refill(pool);
+        Ok(arrays)
+    }
+
+    /// Has the state hold values of these formats.
+    fn prepare(&mut self, pool: &Pool, formats: Formats) {
+        if self.formats != formats {
+            self.formats = formats;
+            self.refill(pool);
+        }
+    }
+
+    fn refill(&mut self, pool: &Pool) {
+        let shape = tier::Shape::new(Rule::AdamW, self.formats);
+        for shard in &mut self.shards {
+            let (_, state, _) = shard.cut(Shape { wire: Dtype::F32, state: shape });
+            pool.blocks(state.blocks().collect(), |mut block: StateMut<'_>| fill(&mut block));
+        }
+    }
+
+    /// Seconds of one pass of a case, or of its limit.
+    fn time(&mut self, pool: &Pool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
+        if let Case::Update(update) = case {
+            self.prepare(pool, update.formats);
+        }
+        let begun = Instant::now();
+        match case {
+            Case::Update(update) if is_limit => limit::pass(self, pool, update.shape()),
+            Case::Update(update) => self.pass(pool, update),
+            Case::Receive { source, wire, isa } => {
+                receive::pass(self, pool, source, wire, (!is_limit).then_some(isa))?;
+            }
+        }
+        Ok(begun.elapsed().as_secs_f64())
     }
 
     /// One step of all parameters.
-    fn pass(&mut self, pool: &Pool, case: Case) {
+    fn pass(&mut self, pool: &Pool, case: Update) {
         let hyper = Hyper { lr: 1e-6, momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
         let scalars = Scalars::new(case.rule, &hyper, 10, 1.0);
+        let mut first_element = 0;
         for shard in &mut self.shards {
-            let blocks = shard.blocks(case);
-            pool.blocks(blocks, |(gradient, state, image)| {
-                kernels::update(case.isa, &scalars, gradient, state, image, 0.0);
+            let blocks = shard.blocks(case).into_iter().enumerate().collect();
+            pool.blocks(blocks, |(block, (gradient, mut state, image))| {
+                if case.formats.is_fp32() {
+                    return kernels::update(case.isa, &scalars, gradient, state.f32(), image, 0.0);
+                }
+                let first_element = first_element + (block * BLOCK) as u64;
+                let random = Random { seed: case.formats.seed, step: 10, first_element };
+                let segments = [(0..BLOCK, &scalars)];
+                kernels::update_low(case.isa, &segments, gradient, state.low(), image, 0.0, random);
             });
+            first_element += shard.len as u64;
+        }
+    }
+}
+
+/// Positive and far from denormal in every format and under every rule, however often they are updated: an
+/// instruction that meets a denormal or NaN takes another time.
+fn fill(block: &mut StateMut<'_>) {
+    use kernels::{MasterMut, MomentMut, encode};
+    let low = block.low();
+    match low.master {
+        MasterMut::F32(master) => master.fill(0.5),
+        MasterMut::Bf16(master) => master.fill(0x3F00),
+    }
+    let values = |value: f32| -> Vec<f32> {
+        // Each group of 8-bit moments has codes of all sizes.
+        (0..BLOCK).map(|at| value * (1 + at % 64) as f32 / 64.0).collect()
+    };
+    for (code, moment, value) in
+        [(kernels::Code::Signed, low.first, 0.01), (kernels::Code::Unsigned, low.second, 0.001)]
+    {
+        if !matches!(moment, MomentMut::Empty) {
+            encode(Isa::detect(), code, &values(value), moment);
         }
     }
 }
 
 impl Shard {
-    /// Positive and far from denormal in every format and under every rule, however often they are updated: an
-    /// instruction that meets a denormal or NaN takes another time.
-    fn fill(&mut self, pool: &Pool) {
+    fn fill_gradient(&mut self, pool: &Pool) {
         let gradient = self.gradient.u16_mut().chunks_mut(2 * BLOCK);
-        pool.blocks(gradient.collect(), |part: &mut [u16]| {
-            // As f16 about 1, as bf16 and f32 about 0.008.
-            part.iter_mut()
-                .enumerate()
-                .for_each(|(at, bits)| *bits = 0x3C00 | ((at * 40503) >> 7 & 0x7F) as u16);
-        });
-        let values = [(&mut self.master, 0.5), (&mut self.first, 0.01), (&mut self.second, 0.001)];
-        for (region, value) in values {
-            pool.blocks(region.f32_mut().chunks_mut(BLOCK).collect(), |part: &mut [f32]| part.fill(value));
-        }
+        pool.blocks(gradient.collect(), |part: &mut [u16]| receive::fill(part));
     }
 
-    fn blocks(&mut self, case: Case) -> Vec<(Gradient<'_>, State<'_>, ImageMut<'_>)> {
-        let gradient = match case.wire {
-            Dtype::F32 => Gradient::F32(self.gradient.f32()),
-            Dtype::F16 => Gradient::F16(&self.gradient.u16()[..self.len]),
-            Dtype::Bf16 => Gradient::Bf16(&self.gradient.u16()[..self.len]),
+    /// The parts of the arrays that a case uses: gradient, state and image.
+    pub(super) fn cut(&mut self, shape: Shape) -> (&[u8], StateMut<'_>, &mut [u8]) {
+        let wire = self.len * shape.wire.bytes() as usize;
+        let [master, first, second] = shape.state.arrays(self.len);
+        let arrays = [
+            &mut self.master.bytes_mut()[..master],
+            &mut self.first.bytes_mut()[..first],
+            &mut self.second.bytes_mut()[..second],
+        ];
+        (
+            &self.gradient.bytes()[..wire],
+            StateMut::new(shape.state, arrays),
+            &mut self.image.bytes_mut()[..wire],
+        )
+    }
+
+    fn blocks(&mut self, case: Update) -> Vec<(Gradient<'_>, StateMut<'_>, ImageMut<'_>)> {
+        let (gradient, state, image) = self.cut(case.shape());
+        let wire = BLOCK * case.wire.bytes() as usize;
+        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(wire));
+        let block = |((gradient, state), image)| match case.wire {
+            Dtype::F32 => (
+                Gradient::F32(bytemuck::cast_slice(gradient)),
+                state,
+                ImageMut::F32(bytemuck::cast_slice_mut(image)),
+            ),
+            Dtype::F16 => (
+                Gradient::F16(bytemuck::cast_slice(gradient)),
+                state,
+                ImageMut::F16(bytemuck::cast_slice_mut(image)),
+            ),
+            Dtype::Bf16 => (
+                Gradient::Bf16(bytemuck::cast_slice(gradient)),
+                state,
+                ImageMut::Bf16(bytemuck::cast_slice_mut(image)),
+            ),
         };
-        let images: Vec<ImageMut<'_>> = match case.wire {
-            Dtype::F32 => self.image.f32_mut().chunks_mut(BLOCK).map(ImageMut::F32).collect(),
-            Dtype::F16 => self.image.u16_mut()[..self.len].chunks_mut(BLOCK).map(ImageMut::F16).collect(),
-            Dtype::Bf16 => self.image.u16_mut()[..self.len].chunks_mut(BLOCK).map(ImageMut::Bf16).collect(),
-        };
-        let slots = case.rule.state_slots();
-        let mut master = self.master.f32_mut().chunks_mut(BLOCK);
-        let mut first = self.first.f32_mut()[..if slots > 0 { self.len } else { 0 }].chunks_mut(BLOCK);
-        let mut second = self.second.f32_mut()[..if slots > 1 { self.len } else { 0 }].chunks_mut(BLOCK);
-        let blocks = images.into_iter().enumerate().map(|(index, image)| {
-            let state = State {
-                master: master.next().unwrap_or_default(),
-                first: first.next().unwrap_or_default(),
-                second: second.next().unwrap_or_default(),
-            };
-            (gradient.slice(index * BLOCK..(index + 1) * BLOCK), state, image)
-        });
-        blocks.collect()
+        blocks.map(block).collect()
     }
 }
 
@@ -197,7 +321,8 @@ impl Bare {
     }
 
     pub(super) fn pass(&mut self) {
-        self.arrays.pass(&self.pool, Case { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect() });
+        let (isa, formats) = (Isa::detect(), Formats::default());
+        self.arrays.pass(&self.pool, Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats });
     }
 }
 
@@ -219,7 +344,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
             bench: "update",
             case: case.name(),
             threads: pool.threads(),
-            bytes: (params * case.shape().bytes()) as u64,
+            bytes: (params / BLOCK * case.block_bytes()) as u64,
             params: params as u64,
             times: Vec::new(),
             limits: Vec::new(),
@@ -232,14 +357,8 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
             // By turns, so that neither always follows the other.
             let limit_first = round % 2 == 0;
             for is_limit in [limit_first, !limit_first] {
-                let begun = Instant::now();
-                if is_limit {
-                    limit::pass(&mut arrays, pool, case.shape());
-                    measured.limits.push(begun.elapsed().as_secs_f64());
-                } else {
-                    arrays.pass(pool, case);
-                    measured.times.push(begun.elapsed().as_secs_f64());
-                }
+                let seconds = arrays.time(pool, case, is_limit)?;
+                if is_limit { &mut measured.limits } else { &mut measured.times }.push(seconds);
             }
             progress.inc(1);
         }
@@ -285,13 +404,22 @@ mod tests {
         let pool = Pool::new(2).unwrap();
         let mut arrays = Arrays::allocate(2 * BLOCK, &pool).unwrap();
         for case in Case::list(true) {
-            limit::pass(&mut arrays, &pool, case.shape());
-            arrays.pass(&pool, case);
-            let shard = &arrays.shards[0];
-            let weights = shard.master.f32();
-            assert!(weights.iter().all(|w| (0.1..0.6).contains(w)), "{}: {:?}", case.name(), &weights[..4]);
-            assert!(shard.first.f32().iter().all(|&m| m > 1e-6), "{}", case.name());
+            arrays.time(&pool, case, true).unwrap();
+            arrays.time(&pool, case, false).unwrap();
+            let Case::Update(update) = case else { continue };
+            let (_, state, _) = arrays.shards[0].cut(update.shape());
+            for block in 0..2 {
+                state.as_ref().with_master(Isa::detect(), block, |weights| {
+                    assert!(weights.iter().all(|w| (0.1..0.6).contains(w)), "{}", case.name());
+                });
+            }
         }
+        arrays.prepare(&pool, Formats::default());
+        let case =
+            Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect(), formats: Formats::default() };
+        let before = arrays.shards[0].first.bytes().to_vec();
+        arrays.pass(&pool, case);
+        assert_ne!(arrays.shards[0].first.bytes(), before, "nothing was updated");
     }
 
     #[test]

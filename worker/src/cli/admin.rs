@@ -1,9 +1,12 @@
 //! Commands that call every server of a job: checkpoint, restore, resume, delete, drain.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use anyhow::Context;
 use longshore_proto::wire::v1;
 
 use super::client::Servers;
+use crate::session::{TRIES, has_passed, lead};
 
 #[derive(clap::Args)]
 pub(super) struct ServersArgs {
@@ -45,6 +48,15 @@ pub(super) struct ResumeArgs {
     loss_scale: Option<f64>,
 }
 
+#[derive(clap::Args)]
+pub(super) struct StepBackArgs {
+    #[command(flatten)]
+    pub(super) target: JobArgs,
+    /// The version before the newest
+    #[arg(long)]
+    version: u64,
+}
+
 /// Name of a checkpoint that the caller did not name.
 pub(crate) fn checkpoint_name(version: u64) -> String {
     format!("step-{version:08}")
@@ -52,16 +64,22 @@ pub(crate) fn checkpoint_name(version: u64) -> String {
 
 pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
-    let described = describe(&mut servers, &job)?;
-    let version = described.iter().filter_map(|d| Some(d.progress.as_ref()?.version)).max().unwrap_or(0);
-    let name = args.name.clone().unwrap_or_else(|| checkpoint_name(version));
-    // Version 0 takes the current one; the seal refuses parts of different versions, and a second try then helps.
-    let version = if described.len() == 1 { 0 } else { version };
-    let request = v1::CheckpointRequest { job: job.clone(), name: name.clone(), version };
-    let parts = servers.each(|mut admin| {
-        let request = request.clone();
-        async move { admin.checkpoint(request).await }
-    })?;
+    let mut tried = 0;
+    let (name, parts) = loop {
+        let described = describe(&mut servers, &job)?;
+        let newest = described.iter().filter_map(|d| Some(d.progress.as_ref()?.version)).max().unwrap_or(0);
+        let version = newest + lead(tried);
+        let name = args.name.clone().unwrap_or_else(|| checkpoint_name(version));
+        let request = v1::CheckpointRequest { job: job.clone(), name: name.clone(), version };
+        let parts = servers.each(|mut admin| {
+            let request = request.clone();
+            async move { admin.checkpoint(request).await }
+        });
+        match parts {
+            Err(error) if tried < TRIES && error.downcast_ref().is_some_and(has_passed) => tried += 1,
+            parts => break (name, parts?),
+        }
+    };
     let seal = v1::SealCheckpointRequest {
         job,
         name: name.clone(),
@@ -117,6 +135,18 @@ pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
         async move { admin.resume(request).await }
     })?;
     println!("resumed");
+    Ok(())
+}
+
+pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
+    let request = v1::StepBackRequest { job, incarnation, version: args.version };
+    servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.step_back(request).await }
+    })?;
+    println!("version {}", args.version);
     Ok(())
 }
 

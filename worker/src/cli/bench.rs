@@ -1,7 +1,7 @@
 //! `longshore bench`: how fast this host is, beside how fast it could be.
 
 use super::parse_count;
-use crate::bench::{self, step, update, wire};
+use crate::bench::{self, step, storage, update, wire};
 
 #[derive(clap::Subcommand)]
 pub(super) enum Bench {
@@ -14,6 +14,8 @@ pub(super) enum Bench {
     Wire(wire::Args),
     /// Whole steps of a worker whose compute is a timed wait, beside what bounds them
     Step(step::Args),
+    /// The nvme tier beside a bare loop of the same reads and writes on the same drives
+    Storage(storage::Args),
 }
 
 #[derive(clap::Args)]
@@ -50,6 +52,7 @@ impl Bench {
             }
             Bench::Wire(args) => wire::run(&args),
             Bench::Step(args) => step::run(&args),
+            Bench::Storage(args) => storage::run(&args),
         }
     }
 }

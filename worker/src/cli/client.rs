@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Context;
+use futures_util::future::join_all;
 use longshore_proto::{
     limits::MAX_CONTROL_MESSAGE_BYTES,
     wire::{
@@ -10,7 +11,7 @@ use longshore_proto::{
         v1::{self, admin_client::AdminClient},
     },
 };
-use tokio::runtime::Runtime;
+use tokio::runtime::{Handle, Runtime};
 use tonic::{Status, transport::Channel};
 
 use crate::session::endpoint;
@@ -18,12 +19,12 @@ use crate::session::endpoint;
 /// Longest wait for a connection; an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(5);
 
-pub(super) struct Server {
-    pub(super) address: String,
-    pub(super) admin: AdminClient<Channel>,
+pub(crate) struct Server {
+    pub(crate) address: String,
+    pub(crate) admin: AdminClient<Channel>,
 }
 
-pub(super) struct Servers {
+pub(crate) struct Servers {
     runtime: Runtime,
     servers: Vec<Server>,
 }
@@ -31,7 +32,7 @@ pub(super) struct Servers {
 impl Servers {
     /// Connects to every server; an unreachable one is an error that names it.
     pub(super) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let mut servers = Vec::new();
         for address in addresses {
             let endpoint = endpoint(address)?.connect_timeout(CONNECT);
@@ -44,22 +45,30 @@ impl Servers {
         Ok(Servers { runtime, servers })
     }
 
-    /// One call on every server in turn; the first refusal ends it.
-    pub(super) fn each<T, F>(
+    pub(crate) fn list(&self) -> &[Server] {
+        &self.servers
+    }
+
+    /// Where calls of several threads run.
+    pub(crate) fn handle(&self) -> &Handle {
+        self.runtime.handle()
+    }
+
+    /// One call on every server at once; the first refusal is the answer.
+    pub(crate) fn each<T, F>(
         &mut self,
         mut call: impl FnMut(AdminClient<Channel>) -> F,
     ) -> anyhow::Result<Vec<(String, T)>>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        let mut answers = Vec::new();
-        for server in &self.servers {
-            let answer = self.runtime.block_on(call(server.admin.clone()));
+        let calls: Vec<F> = self.servers.iter().map(|server| call(server.admin.clone())).collect();
+        let answers = self.runtime.block_on(join_all(calls));
+        let answer = |(server, answer): (&Server, Result<tonic::Response<T>, Status>)| {
             let answer = answer.map_err(|status| fault_from_status(&status, &server.address));
-            answers
-                .push((server.address.clone(), answer.with_context(|| server.address.clone())?.into_inner()));
-        }
-        Ok(answers)
+            Ok((server.address.clone(), answer.with_context(|| server.address.clone())?.into_inner()))
+        };
+        self.servers.iter().zip(answers).map(answer).collect()
     }
 
     /// The job to act on: the one named, or the only one there is.

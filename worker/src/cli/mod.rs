@@ -3,6 +3,8 @@
 mod admin;
 mod bench;
 mod client;
+mod export;
+mod inspect;
 mod sizes;
 mod status;
 mod train;
@@ -11,6 +13,7 @@ use clap::{Parser, Subcommand};
 
 pub(crate) use self::{
     admin::checkpoint_name,
+    client::Servers,
     sizes::{human, parse_count},
 };
 
@@ -39,12 +42,18 @@ enum Command {
     Checkpoints(admin::JobArgs),
     /// Fill a job that waits for weights from a checkpoint
     Restore(admin::CheckpointArgs),
+    /// Write a job's weights as Hugging Face style safetensors, while training goes on
+    Export(export::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
+    /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
+    StepBack(admin::StepBackArgs),
     /// Forget a job and free its memory; its checkpoints stay
     Delete(admin::JobArgs),
     /// Finish the step in hand on each server and stop it
     Drain(admin::ServersArgs),
+    /// Show what a state directory holds, and verify all of it; no server may be using it
+    Inspect(inspect::Args),
     /// Measure this host
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -59,7 +68,10 @@ impl Cli {
             Command::Checkpoint(args) => admin::checkpoint(&args),
             Command::Checkpoints(args) => admin::checkpoints(&args),
             Command::Restore(args) => admin::restore(&args),
+            Command::Export(args) => export::run(&args),
+            Command::Inspect(args) => inspect::run(&args),
             Command::Resume(args) => admin::resume(&args),
+            Command::StepBack(args) => admin::step_back(&args),
             Command::Delete(args) => admin::delete(&args),
             Command::Drain(args) => admin::drain(&args),
             Command::Bench(bench) => bench.run(),

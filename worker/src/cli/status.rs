@@ -1,11 +1,11 @@
 //! `longshore status`: what servers hold, how far jobs are, and what they wait for.
 
 use longshore_proto::{
-    JobSpec, Version,
+    FaultKind, Formats, JobSpec, Version,
     checksum::{BlockHash, state_hash},
-    wire::v1,
+    wire::{fault_from_status, v1},
 };
-use tonic::{Code, Response};
+use tonic::{Response, Status};
 
 use super::{admin::ServersArgs, client::Servers, sizes::human};
 
@@ -53,31 +53,40 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 /// Each server's address and answer.
 type Answers = [(String, v1::DescribeResponse)];
 type OwnedAnswers = Vec<(String, v1::DescribeResponse)>;
+/// Addresses of servers that gave no answer, and why.
+type Without = Vec<(String, String)>;
 
-/// The answers of the servers that hold the job, and the addresses of those that do not: one that restarted empty is
-/// when a status is wanted most.
-fn describe(
-    servers: &mut Servers,
-    request: &v1::DescribeRequest,
-) -> anyhow::Result<(OwnedAnswers, Vec<String>)> {
+/// The answers of the servers that hold the job, and why the others have none: one that restarted empty, or cannot read
+/// its drives, is when a status is wanted most.
+fn describe(servers: &mut Servers, request: &v1::DescribeRequest) -> anyhow::Result<(OwnedAnswers, Without)> {
     let found = servers.each(|mut admin| {
         let request = request.clone();
         async move {
             match admin.describe(request).await {
-                Ok(answer) => Ok(Response::new(Some(answer.into_inner()))),
-                Err(status) if status.code() == Code::NotFound => Ok(Response::new(None)),
-                Err(status) => Err(status),
+                Ok(answer) => Ok(Response::new(Ok(answer.into_inner()))),
+                Err(status) => Ok(Response::new(Err(reason(&status)))),
             }
         }
     })?;
     let (mut answers, mut without) = (Vec::new(), Vec::new());
     for (address, answer) in found {
         match answer {
-            Some(answer) => answers.push((address, answer)),
-            None => without.push(address),
+            Ok(answer) => answers.push((address, answer)),
+            Err(reason) => without.push((address, reason)),
         }
     }
     Ok((answers, without))
+}
+
+const GONE: &str = "does not hold this job: it restarted, or belongs to another one";
+
+/// Why a server has no answer.
+fn reason(status: &Status) -> String {
+    let fault = fault_from_status(status, "the server");
+    if fault.kind == FaultKind::NotFound && fault.field == "job" {
+        return GONE.to_string();
+    }
+    fault.to_string()
 }
 
 /// The hash over all servers; None while they are at different versions, and without a server that owns a part.
@@ -99,6 +108,10 @@ fn combined_hash(answers: &Answers) -> Option<(u64, String)> {
     whole.then(|| (version, state_hash(Version(version), applied, blocks.iter().map(|(_, hash)| hash))))
 }
 
+fn formats(answer: &v1::DescribeResponse) -> Option<Formats> {
+    JobSpec::from_wire(answer.spec.clone()).ok().map(|spec| spec.formats)
+}
+
 fn phase(progress: &v1::JobProgress) -> &'static str {
     match progress.phase() {
         v1::Phase::Loading => "loading",
@@ -108,17 +121,21 @@ fn phase(progress: &v1::JobProgress) -> &'static str {
     }
 }
 
-fn print(job: &str, answers: &Answers, without: &[String]) {
-    let Some((_, first)) = answers.first() else { return };
+fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
     println!("\njob {job}");
-    if let Some(spec) = &first.spec {
+    let first = answers.first().map(|(_, first)| first);
+    if let Some(spec) = first.and_then(|first| first.spec.as_ref()) {
         let elements: u64 = spec.params.iter().map(|param| param.shape.iter().product::<u64>()).sum();
         println!(
-            "  {} parameters in {} tensors, {} ranks, {} micro-steps",
+            "  {} parameters in {} tensors, {} ranks, {} micro-steps, {}",
             elements,
             spec.params.len(),
             spec.world_size,
-            spec.micro_steps
+            spec.micro_steps,
+            first.and_then(formats).map_or_else(
+                || "formats of a newer version".to_string(),
+                |formats| format!("master weights {}, state {}", formats.master, formats.state)
+            )
         );
     }
     for (address, answer) in answers {
@@ -134,6 +151,9 @@ fn print(job: &str, answers: &Answers, without: &[String]) {
             answer.threads,
             answer.isa
         );
+        if answer.disk_bytes > 0 {
+            println!("    {}", drives(answer));
+        }
         if !answer.waiting_for.is_empty() {
             println!("    waits for {}", answer.waiting_for);
         }
@@ -141,10 +161,10 @@ fn print(job: &str, answers: &Answers, without: &[String]) {
             println!("    paused: {}", progress.pause_reason);
         }
     }
-    for address in without {
-        println!("  {address}  does not hold this job: it restarted, or belongs to another one");
+    for (address, reason) in without {
+        println!("  {address}  {reason}");
     }
-    for rank in &first.ranks {
+    for rank in first.iter().flat_map(|first| &first.ranks) {
         let state = match (rank.incarnation, rank.left) {
             (0, _) => "never joined",
             (_, true) => "left",
@@ -154,7 +174,10 @@ fn print(job: &str, answers: &Answers, without: &[String]) {
     }
     match combined_hash(answers) {
         Some((version, hash)) => println!("  state hash {hash} at version {version}"),
-        None if !without.is_empty() => println!("  state hash: a part of the state is lost"),
+        None if without.iter().any(|(_, reason)| reason == GONE) => {
+            println!("  state hash: a part of the state is lost");
+        }
+        None if !without.is_empty() => println!("  state hash: a part of the state is not served"),
         None => {
             println!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
         }
@@ -170,7 +193,44 @@ fn rank(rank: &v1::RankStatus) -> serde_json::Value {
     })
 }
 
-fn json(job: &str, answers: &Answers, without: &[String]) -> serde_json::Value {
+/// What training at the pace it had so far does to a server's drives.
+struct Wear {
+    step_bytes: u64,
+    day_bytes: u64,
+    /// Until the drives have taken what they are rated for, counted from new.
+    days: Option<f64>,
+}
+
+impl Wear {
+    /// None before the second step.
+    fn of(answer: &v1::DescribeResponse) -> Option<Wear> {
+        if answer.paced_steps == 0 || answer.paced_written_bytes == 0 || answer.paced_seconds <= 0.0 {
+            return None;
+        }
+        let step_bytes = answer.paced_written_bytes / answer.paced_steps;
+        let day_bytes = answer.paced_written_bytes as f64 / answer.paced_seconds * 86_400.0;
+        let days = answer.drive_endurance_bytes as f64 / day_bytes;
+        let days = (answer.drive_endurance_bytes > 0).then_some(days);
+        Some(Wear { step_bytes, day_bytes: day_bytes as u64, days })
+    }
+}
+
+/// What a job takes of its server's drives.
+fn drives(answer: &v1::DescribeResponse) -> String {
+    let held = format!(
+        "drives: {} reserved, {} written",
+        human(answer.disk_bytes),
+        human(answer.disk_written_bytes)
+    );
+    let Some(wear) = Wear::of(answer) else { return held };
+    let pace = format!("{held}: {} a step, {} a day", human(wear.step_bytes), human(wear.day_bytes));
+    match wear.days {
+        Some(days) => format!("{pace}, the rated {} in {days:.0} days", human(answer.drive_endurance_bytes)),
+        None => pace,
+    }
+}
+
+fn json(job: &str, answers: &Answers, without: &[(String, String)]) -> serde_json::Value {
     let servers = answers.iter().map(|(address, answer)| {
         let progress = answer.progress.clone().unwrap_or_default();
         serde_json::json!({
@@ -183,16 +243,25 @@ fn json(job: &str, answers: &Answers, without: &[String]) -> serde_json::Value {
             "pushed_bytes": answer.pushed_bytes,
             "pulled_bytes": answer.pulled_bytes,
             "waiting_for": answer.waiting_for,
+            "disk_bytes": answer.disk_bytes,
+            "disk_written_bytes": answer.disk_written_bytes,
+            "disk_written_bytes_per_step": Wear::of(answer).map(|wear| wear.step_bytes),
+            "disk_written_bytes_per_day": Wear::of(answer).map(|wear| wear.day_bytes),
+            "drive_endurance_days": Wear::of(answer).and_then(|wear| wear.days),
             "threads": answer.threads,
             "isa": answer.isa,
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
         })
     });
     let hash = combined_hash(answers);
+    let formats = answers.first().and_then(|(_, answer)| formats(answer));
     serde_json::json!({
         "job": job,
+        "state_format": formats.map(|formats| formats.state.name()),
+        "master_format": formats.map(|formats| formats.master.name()),
         "servers": servers.collect::<Vec<_>>(),
-        "servers_without": without,
+        "servers_without": without.iter().map(|(address, _)| address).collect::<Vec<_>>(),
+        "reasons_without": without.iter().map(|(_, reason)| reason).collect::<Vec<_>>(),
         "state_version": hash.as_ref().map(|(version, _)| version),
         "state_hash": hash.map(|(_, hash)| hash),
     })

@@ -3,10 +3,11 @@
 use std::{path::PathBuf, time::Duration};
 
 use anyhow::Context;
-use longshore_proto::{Dtype, Fault, Hyper, JobName, Rule, TierKind};
+use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, MasterFormat, Rule, StateFormat, TierKind};
 use longshore_server::config::ByteSize;
 
 use crate::{
+    DeviceChoice,
     loss_scale::LossScalerOptions,
     session::Transport,
     train::{self, LossScale, LossScaleMode, Settings, gpt},
@@ -112,10 +113,20 @@ pub(super) struct Args {
     /// Elements of a shard, a multiple of 65536 [default: the model in 16 shards, at most 4 Mi elements each]
     #[arg(long, help_heading = "Offloading")]
     shard_elements: Option<u64>,
-    /// Where the servers keep fp32 weights and optimizer state: memory, or nvme (their --state-dir)
+    /// Where the servers keep master weights and optimizer state: memory, shm (survives the server's
+    /// process), or nvme (their --state-dir)
     #[arg(long, default_value = "memory", help_heading = "Offloading")]
     tier: TierKind,
-    /// Device memory the model may use, as in 24GiB [default: no limit]
+    /// Moments on the servers: fp32, bf16, or block8 (8 bits, and a scale for each 256). See docs/update.md
+    #[arg(long, default_value = "fp32", value_name = "FORMAT", help_heading = "Offloading")]
+    state: StateFormat,
+    /// Master weights on the servers: fp32, or bf16 with stochastic rounding
+    #[arg(long, default_value = "fp32", value_name = "FORMAT", help_heading = "Offloading")]
+    master: MasterFormat,
+    /// Where weights and gradients are while the model uses them: auto (a GPU if there is one), host, cuda or cuda:N
+    #[arg(long, default_value_t, value_name = "DEVICE", help_heading = "Offloading")]
+    device: DeviceChoice,
+    /// Device memory the model may use, as in 24GiB [default: a GPU's whole memory; no limit on the host]
     #[arg(long, value_name = "SIZE", help_heading = "Offloading")]
     device_budget: Option<ByteSize>,
     /// 2: 16-bit weights stay on the device. 3: each layer is pulled just before use [default: what fits]
@@ -181,6 +192,7 @@ pub(super) fn run(args: Args) -> anyhow::Result<()> {
 fn settings(args: Args) -> anyhow::Result<Settings> {
     let model = model(&args)?;
     check(&args)?;
+    let formats = formats(&args);
     Ok(Settings {
         job: JobName::parse("--job", &args.job)?,
         loss_scale: loss_scale(&args)?,
@@ -213,6 +225,8 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         seed: args.seed,
         shard_elements: args.shard_elements,
         tier: args.tier,
+        device: args.device,
+        formats,
         device_budget: args.device_budget.map(|size| size.0),
         stage: args.stage,
         checkpoint_dir: args.checkpoint_dir,
@@ -230,6 +244,12 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         memory: args.memory.map(|size| size.0),
         json: args.json,
     })
+}
+
+/// What is rounded is rounded by the run's seed; an fp32 job may go on with another one.
+fn formats(args: &Args) -> Formats {
+    let formats = Formats { state: args.state, master: args.master, seed: args.seed };
+    if formats.is_fp32() { Formats::default() } else { formats }
 }
 
 fn model(args: &Args) -> anyhow::Result<gpt::Config> {

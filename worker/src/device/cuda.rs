@@ -101,7 +101,27 @@ fn failed(device: &str, call: &'static str, error: DriverError, remedy: &'static
     DeviceError { device: device.into(), call, cause: format!("{error:?}"), remedy }
 }
 
+/// Whether the driver's library is there. Any other call would panic without it.
+fn has_driver() -> bool {
+    // SAFETY: opens the driver library and closes it again; NVIDIA's has no unsound initialisers.
+    unsafe { sys::is_culib_present() }
+}
+
 impl CudaDevice {
+    /// How many GPUs this process may use: 0 without a driver.
+    pub fn count() -> usize {
+        if !has_driver() {
+            return 0;
+        }
+        match CudaContext::device_count() {
+            Ok(count) => usize::try_from(count).unwrap_or(0),
+            Err(error) => {
+                tracing::info!(?error, "the NVIDIA driver is there but answers no GPU");
+                0
+            }
+        }
+    }
+
     /// The GPU `ordinal`, with a budget in bytes; None takes all of its memory. Joins the primary context, which torch
     /// and candle use too.
     ///
@@ -109,9 +129,7 @@ impl CudaDevice {
     /// `Device` when there is no driver or no such GPU.
     pub fn new(ordinal: usize, budget: Option<u64>) -> Result<CudaDevice> {
         let name = format!("cuda:{ordinal}");
-        // SAFETY: opens the driver library and closes it again; NVIDIA's has no unsound initialisers. Any other call
-        // would panic without the library.
-        if !unsafe { sys::is_culib_present() } {
+        if !has_driver() {
             return Err(DeviceError {
                 device: name,
                 call: "loading libcuda",

@@ -2,6 +2,7 @@
 //! "this model does not fit" is the same typed error on any machine.
 
 mod budget;
+mod choice;
 mod cuda;
 mod host;
 mod pool;
@@ -9,6 +10,7 @@ mod pool;
 use std::{any::Any, fmt, sync::Arc};
 
 pub use budget::{Budget, Lease};
+pub use choice::DeviceChoice;
 pub use cuda::CudaDevice;
 pub use host::HostDevice;
 pub use pool::{Pool, PooledBuffer};

@@ -1,9 +1,12 @@
 //! Rank 0's decisions, in step order, beside the trainer: figures in, commit out, and the pause at the floor.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Commit, FaultKind, Step, Version};
+use longshore_proto::{Commit, FaultKind, Step, TierKind, Version};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinHandle,
@@ -14,7 +17,7 @@ use crate::{
     decide::{BlockStats, Decision, decide, name_element},
     error::{CallFailed, Environment, Error, Result, TimedOut},
     loss_scale::{Event, LossScaler},
-    session::{Impatience, SharedCore},
+    session::{Backoff, Impatience, SharedCore},
 };
 
 /// The server's own deadline comes first: its error names who is missing.
@@ -36,6 +39,23 @@ pub(super) struct Driver {
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<Work>,
+    /// Ends when the last commit is durable on every server. The next one waits for it: so a crash of any of them leaves
+    /// a version that all hold, and at most one step to be sent again.
+    pub(super) durable: Option<JoinHandle<Result<()>>>,
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.durable.iter().for_each(JoinHandle::abort);
+    }
+}
+
+/// Waits until no crash of any server can take the version back.
+pub(super) async fn durable_everywhere(core: SharedCore, version: Version) -> Result<()> {
+    if core.spec().tier == TierKind::Nvme {
+        try_join_all((0..core.peers.len()).map(|server| core.await_durable(server, version))).await?;
+    }
+    Ok(())
 }
 
 impl Driver {
@@ -57,13 +77,17 @@ impl Driver {
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
-        let blocks = self.await_stats(step, work.stats).await?;
+        let blocks = self.patiently("the contributions of all ranks", step, work.stats).await?;
         let gradient_scale = work.loss_scale * self.core.spec().contributions() as f64;
         let decision = decide(&blocks, self.options.clip, gradient_scale);
         let event = self.scaler.update(decision.skip);
         let commit = self.commit(step, gradient_scale, &decision, event, trainer);
+        if let Some(durable) = self.durable.take() {
+            self.patiently("a version to be durable", step, durable).await?;
+        }
         self.core.remember(commit.clone());
         try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &commit))).await?;
+        self.durable = Some(self.core.spawn_joined(durable_everywhere(self.core.clone(), step.version())));
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
         let loss_scale = match event {
@@ -98,22 +122,19 @@ impl Driver {
         Ok(())
     }
 
-    async fn await_stats(
-        &self,
-        step: Step,
-        stats: JoinHandle<Result<Vec<BlockStats>>>,
-    ) -> Result<Vec<BlockStats>> {
-        match self.core.patiently(self.core.options.deadline + GRACE, stats).await {
-            Ok(Ok(blocks)) => blocks,
+    /// Awaits a task that has a deadline itself.
+    async fn patiently<T>(&self, what: &'static str, step: Step, task: JoinHandle<Result<T>>) -> Result<T> {
+        match self.core.patiently(self.core.options.deadline + GRACE, task).await {
+            Ok(Ok(result)) => result,
             Ok(Err(panic)) => Err(Environment {
-                what: "collecting a step's figures",
+                what: "deciding a step",
                 cause: panic.to_string(),
                 remedy: "this is a defect: report it with the log",
             }
             .into()),
             Err(Impatience::Failed(error)) => Err(error),
             Err(Impatience::Elapsed(waited)) => Err(TimedOut {
-                what: "the contributions of all ranks",
+                what,
                 server: None,
                 job: self.core.job().clone(),
                 step: Some(step),
@@ -156,19 +177,20 @@ impl Driver {
         }
     }
 
-    /// To one server; again after a pause that an operator made just then.
+    /// To one server; again after a pause that an operator made just then, and while a server that restarted is being
+    /// sent what it lacks.
     async fn send(&self, server: usize, commit: &Commit) -> Result<()> {
+        let (begun, mut backoff) = (Instant::now(), Backoff::new());
         loop {
-            let pauses = self.core.pause.borrow().count;
             let error = match self.core.commit(server, commit).await {
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => failed,
                 other => return other,
             };
             self.await_running(server, &error).await?;
-            let pause = self.core.pause.borrow().clone();
-            if pause.now.is_none() && pause.count == pauses {
+            if self.core.out_of_patience(begun, self.core.options.deadline) {
                 return Err(Error::Call(error));
             }
+            backoff.pause(Instant::now() + self.core.options.deadline).await;
         }
     }
 

@@ -91,10 +91,11 @@ struct Shared {
 
 impl Shared {
     /// Frees the gradients that no server can need any more. One step more is kept where a server may come back a
-    /// version behind (`nvme`), and on ranks that hear of a commit from one server while another may not have it yet.
+    /// version behind (`nvme`: a step is committed anywhere only once the one before is durable everywhere), and on
+    /// ranks that hear of a commit from one server while another may not have it yet.
     fn release(&self, core: &Core, committed: Step) {
         let hearsay = core.options.rank != Rank(0) && core.peers.len() > 1;
-        let lag = u64::from(core.spec().tier == TierKind::Nvme) + u64::from(hearsay);
+        let lag = u64::from(hearsay || core.spec().tier == TierKind::Nvme);
         core.retained.release(Step(committed.0.saturating_sub(lag)));
     }
 }
@@ -154,7 +155,8 @@ impl Pipeline {
         let work = (session.rank() == Rank(0)).then(|| {
             let (sender, work) = mpsc::unbounded_channel();
             let (core, shared, options) = (core.clone(), shared.clone(), options.clone());
-            let driver = Driver { core: core.clone(), shared, options, scaler: resume.scaler, work };
+            let driver =
+                Driver { core: core.clone(), shared, options, scaler: resume.scaler, work, durable: None };
             tasks.0.push(core.spawn(driver.run()));
             sender
         });
@@ -372,9 +374,11 @@ impl Pipeline {
         &self.session
     }
 
-    /// Drains and gives the session back, to leave with.
+    /// Drains, waits until no crash of a server can take the last version back, and gives the session back, to leave with.
     pub fn close(mut self) -> Result<Session> {
-        self.drain()?;
+        let version = self.drain()?;
+        let core = self.core().clone();
+        self.core().block_on(driver::durable_everywhere(core, version))?;
         let Pipeline { tasks, session, .. } = self;
         drop(tasks);
         Ok(session)

@@ -43,7 +43,13 @@ async fn of_server(core: &SharedCore, server: usize, step: Step, finished: Finis
     while figures.len() < owned.len() {
         let Err(fault) = stream(core, server, step, &owned, &mut figures, &finished).await else { continue };
         let late = finished.borrow().is_some_and(|at| core.out_of_patience(at, core.options.deadline));
-        let again = matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) && !late;
+        let passes = match fault.kind {
+            FaultKind::Unavailable | FaultKind::Deadline => true,
+            // It restarted, and is or was about to be sent the last commit again.
+            FaultKind::Precondition => fault.field == "step" && core.is_undecided(server, step).await?,
+            _ => false,
+        };
+        let again = passes && !late;
         if !again {
             // Decided by somebody else: most likely a newer rank 0.
             core.check_not_fenced(server).await?;

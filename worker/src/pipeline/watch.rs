@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use longshore_proto::{
-    Commit, FaultKind, Rank, Step, Version,
+    Commit, Fault, FaultKind, Rank, Step, Version,
     wire::{
         fault_from_status,
         v1::{self, Phase, WatchRequest, event},
@@ -39,6 +39,12 @@ impl Watcher {
         loop {
             let Err(status) = self.listen(&mut backoff).await else { return };
             let fault = fault_from_status(&status, &self.core.peers[SERVER].address);
+            if fault.kind == FaultKind::NotFound && fault.field == "after_step" {
+                if let Err(error) = self.skip_ahead(fault).await {
+                    return self.core.fail(error);
+                }
+                continue;
+            }
             if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
                 return self.core.fail(self.core.explain(SERVER, "Watch", None, fault));
             }
@@ -76,6 +82,23 @@ impl Watcher {
             _ => {}
         }
         Ok(())
+    }
+
+    /// A server that restarted knows its last commit only. It says what counted before it; and a step is decided once
+    /// this rank has pushed it, which it does not before it knows the version that it reads, at most two before.
+    async fn skip_ahead(&mut self, fault: Fault) -> Result<()> {
+        let answer = self.core.describe(SERVER, false, self.core.options.deadline).await?;
+        let last = answer.progress.and_then(|progress| progress.last_commit);
+        let last = last.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
+        let made_here = self.core.options.rank == Rank(0);
+        let Some(commit) = last.filter(|commit| made_here || commit.step.0 <= self.seen.0 + 2) else {
+            return Err(self.core.explain(SERVER, "Watch", None, fault));
+        };
+        if !made_here && commit.step.0 == self.seen.0 + 2 {
+            let before = Envelope::decode(&commit.trainer_state)?.previous_loss_scale;
+            self.shared.board.post(Version(commit.step.0 - 1), before);
+        }
+        self.committed(commit)
     }
 
     fn take(&mut self, event: v1::Event) -> Result<()> {

@@ -26,6 +26,7 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
         max_delay: 0,
         shard_elements: shard_blocks * BLOCK_ELEMENTS,
         tier: TierKind::Memory,
+        formats: Default::default(),
     }
 }
 

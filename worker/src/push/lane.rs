@@ -1,13 +1,13 @@
 //! One data connection's push stream: sends queued chunks, takes acknowledgements, and after a break finds out what
 //! the server still knows before sending again.
 
-use std::time::Instant;
+use std::{collections::VecDeque, time::Instant};
 
 use longshore_proto::{
-    Fault, FaultKind,
+    Fault, FaultKind, Step,
     wire::{
         fault_from_status, fault_from_wire,
-        frame::{self, Event, Piece, Pieces},
+        frame::{self, Event, Incoming, Piece, Pieces},
         v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
     },
 };
@@ -92,7 +92,8 @@ impl Lane {
             backoff.pause(Instant::now() + deadline).await;
             if self.core.out_of_patience(since, deadline) {
                 let cause = self.core.trouble(self.id.0).unwrap_or(fault);
-                return self.core.fail(self.core.explain(self.id.0, "Push", None, cause));
+                let step = Some(Step(self.core.retained.newest()));
+                return self.core.fail(self.core.explain(self.id.0, "Push", step, cause));
             }
             if let Err(error) = Core::recover(&self.core, self.id.0).await {
                 return self.core.fail(error);
@@ -184,22 +185,45 @@ async fn receive(
         Ok(answers) => answers,
         Err(status) => return ended(core, server, &status),
     };
+    let mut results = VecDeque::new();
     loop {
-        let results = match answers.next().await {
-            Ok(Some(Event::Head(answer, _))) => answer.results,
-            Ok(Some(Event::Payload(_) | Event::End)) => continue,
-            Ok(None) => {
-                return ended(core, server, &Status::unavailable("the server closed the push stream"));
+        let Some(result) = results.pop_front() else {
+            match more(&mut answers, &mut results).await {
+                Ok(()) => continue,
+                Err(status) => return ended(core, server, &status),
             }
-            Err(status) => return ended(core, server, &status),
         };
-        for result in results {
-            match settle(core, server, result).await {
-                Ok(()) => *answered = true,
-                Err(end) => return end,
+        // A refusal may have to wait for the server, which may die meanwhile: then the wait would be for ever.
+        let broken = async {
+            loop {
+                if let Err(status) = more(&mut answers, &mut results).await {
+                    return status;
+                }
             }
+        };
+        let settled = tokio::select! {
+            biased;
+            settled = settle(core, server, result) => settled,
+            status = broken => Err(ended(core, server, &status)),
+        };
+        match settled {
+            Ok(()) => *answered = true,
+            Err(end) => return end,
         }
     }
+}
+
+/// Takes the next results as they come.
+async fn more(
+    answers: &mut Incoming<PushResponse>,
+    results: &mut VecDeque<PushResult>,
+) -> Result<(), Status> {
+    match answers.next().await? {
+        Some(Event::Head(answer, _)) => results.extend(answer.results),
+        Some(Event::Payload(_) | Event::End) => {}
+        None => return Err(Status::unavailable("the server closed the push stream")),
+    }
+    Ok(())
 }
 
 fn ended(core: &Core, server: usize, status: &Status) -> End {

@@ -49,6 +49,8 @@ pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault
             core.links.forget(server);
             Ok(Verdict::SendAgain(fault))
         }
+        // It has restarted since it was joined.
+        FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(core, server, key, fault).await,
         FaultKind::NotFound | FaultKind::Fenced => Err(core.explain(server, "Push", Some(key.step), fault)),
         _ => Err(refused(core, server, key, fault)),

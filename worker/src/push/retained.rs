@@ -97,6 +97,11 @@ impl Retained {
             .collect()
     }
 
+    /// The newest step with a chunk; 0 without one.
+    pub(crate) fn newest(&self) -> u64 {
+        self.lock().keys().next_back().map_or(0, |key| key.step.0)
+    }
+
     /// Chunks not yet acknowledged.
     pub(crate) fn unacknowledged(&self) -> usize {
         self.lock().values().filter(|entry| !entry.acknowledged).count()

@@ -7,7 +7,7 @@ use std::{
 
 use futures_util::future::try_join_all;
 use longshore_proto::{
-    FaultKind, JobName, Version,
+    JobName, Version,
     checksum::{BlockHash, state_hash},
     limits::MAX_PAUSE_REASON_BYTES,
     wire::v1::{
@@ -17,7 +17,7 @@ use longshore_proto::{
 };
 use tonic::{Response, Status};
 
-use super::{Core, peer::Peer, retry::Backoff};
+use super::{Core, TRIES, has_passed, lead, peer::Peer, retry::Backoff};
 use crate::error::{Error, MissingBlock, Result, TimedOut, VersionsDiffer};
 
 /// The hash of all state of a job.
@@ -116,12 +116,13 @@ impl Core {
         let name = JobName::parse("checkpoint.name", name)?;
         let start = Instant::now();
         let end = start + self.options.slow_deadline;
-        let mut backoff = Backoff::new();
+        let mut tried = 0;
         let parts = loop {
-            match self.parts(name.as_str()).await {
+            match self.parts(name.as_str(), lead(tried)).await {
                 // A commit came between: the version named is no longer the current one.
-                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => {
-                    if !backoff.pause(end).await {
+                Err(Error::Call(failed)) if has_passed(&failed.fault) => {
+                    tried += 1;
+                    if tried == TRIES || Instant::now() > end {
                         return Err(self.moving_target(start, failed.fault));
                     }
                 }
@@ -139,19 +140,17 @@ impl Core {
         Ok(Checkpoint { name: name.to_string(), version })
     }
 
-    /// Every server's part, all of one version.
-    async fn parts(&self, name: &str) -> Result<Vec<CheckpointResponse>> {
+    /// Every server's part, all of one version: the newest, or one so many steps on.
+    async fn parts(&self, name: &str, lead: u64) -> Result<Vec<CheckpointResponse>> {
         let answers = self.describe_all(false, self.options.deadline).await?;
         let version = answers
             .iter()
             .filter_map(|answer| answer.progress.as_ref())
             .map(|progress| progress.version)
-            .max();
-        let request = CheckpointRequest {
-            job: self.job().to_string(),
-            name: name.into(),
-            version: version.unwrap_or(0),
-        };
+            .max()
+            .unwrap_or(0);
+        let request =
+            CheckpointRequest { job: self.job().to_string(), name: name.into(), version: version + lead };
         self.everywhere("Checkpoint", self.options.slow_deadline, |peer| {
             let request = request.clone();
             async move { peer.admin().checkpoint(request).await }
@@ -161,7 +160,7 @@ impl Core {
 
     fn moving_target(&self, start: Instant, fault: longshore_proto::Fault) -> Error {
         TimedOut {
-            what: "all servers to stand at one version for a checkpoint (drain the pipeline first)",
+            what: "a version that all servers can checkpoint",
             server: None,
             job: self.job().clone(),
             step: None,

@@ -237,7 +237,8 @@ impl Core {
     pub(crate) fn troubled(&self, server: usize, fault: &Fault) {
         let trouble = &mut self.troubles()[server];
         if trouble.is_none() && fault.kind == FaultKind::Unavailable {
-            tracing::warn!(server = self.peers[server].address, %fault, "gradients are not taken, trying again");
+            let (server, job, step) = (&self.peers[server].address, self.job(), self.retained.newest());
+            tracing::warn!(server, %job, step, %fault, "waiting for a server: what it lacks is kept and sent again");
             *trouble = Some(fault.clone());
         }
     }

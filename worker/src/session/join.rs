@@ -4,12 +4,15 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::try_join_all;
 use longshore_proto::{
-    Commit, Incarnation, Rank, Step, Version,
-    wire::v1::{CommitRequest, DescribeResponse, JobProgress, JoinRequest, LeaveRequest, Phase},
+    Commit, FaultKind, Incarnation, Rank, Step, TierKind, Version,
+    wire::v1::{
+        AwaitDurableRequest, CommitRequest, DescribeResponse, JobProgress, JoinRequest, LeaveRequest, Phase,
+        StepBackRequest,
+    },
 };
 
 use super::{Core, retry::Backoff};
-use crate::error::{Misuse, Result, VersionsDiffer};
+use crate::error::{Error, Misuse, Result, VersionsDiffer};
 
 /// Where the job stands as this rank takes part.
 #[derive(Clone, Debug)]
@@ -31,10 +34,18 @@ impl Core {
             return Err(Misuse("the session has joined already: connect a new session to join again").into());
         }
         let answers = self.describe_all(false, self.options.deadline).await?;
-        if self.options.rank == Rank(0) {
-            self.complete_commit(&answers).await?;
-        }
         let incarnation = self.next_incarnation(&answers);
+        if self.options.rank == Rank(0) {
+            match self.complete_commit(&answers).await {
+                // A server has lost the gradients with the decision, and the process that could send them again is gone.
+                Err(Error::Call(failed))
+                    if failed.fault.kind == FaultKind::Precondition && self.spec().tier == TierKind::Nvme =>
+                {
+                    self.step_back(&answers, incarnation).await?;
+                }
+                other => other?,
+            }
+        }
         let join = |server| self.join_server(server, incarnation);
         let progress = try_join_all((0..self.peers.len()).map(join)).await?;
         self.set_incarnation(incarnation);
@@ -87,6 +98,33 @@ impl Core {
         Ok(())
     }
 
+    /// Takes the newest decision back on the servers that have it, where their tier keeps the version before.
+    async fn step_back(&self, answers: &[DescribeResponse], incarnation: Incarnation) -> Result<()> {
+        let version =
+            |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.version);
+        let common = answers.iter().map(version).min().unwrap_or(0);
+        let ahead = answers.iter().enumerate().filter(|(_, answer)| version(answer) > common);
+        try_join_all(ahead.map(|(server, _)| async move {
+            let request =
+                StepBackRequest { job: self.job().to_string(), incarnation: incarnation.0, version: common };
+            // Slow: it reads all of its state.
+            let answer = self.call(server, "StepBack", None, self.options.slow_deadline, |peer| {
+                let request = request.clone();
+                async move { peer.admin().step_back(request).await }
+            });
+            answer.await?;
+            let server = &self.peers[server].address;
+            tracing::info!(
+                server,
+                version = common,
+                "stepped back to the newest version that all servers hold"
+            );
+            Ok::<(), Error>(())
+        }))
+        .await?;
+        Ok(())
+    }
+
     pub(super) async fn join_server(&self, server: usize, incarnation: Incarnation) -> Result<JobProgress> {
         let request = JoinRequest {
             job: self.job().to_string(),
@@ -127,6 +165,21 @@ impl Core {
             let answers = self.describe_all(false, self.options.deadline).await?;
             progress = answers.into_iter().map(|answer| answer.progress.unwrap_or_default()).collect();
         }
+    }
+
+    /// Waits until no crash of a server can take the version back.
+    pub(crate) async fn await_durable(&self, server: usize, version: Version) -> Result<()> {
+        let request = AwaitDurableRequest {
+            job: self.job().to_string(),
+            version: version.0,
+            deadline_ms: self.options.deadline.as_millis() as u64,
+        };
+        let step = Some(Step(version.0));
+        let answer = self.call(server, "AwaitDurable", step, self.options.deadline, |peer| {
+            let request = request.clone();
+            async move { peer.training().await_durable(request).await }
+        });
+        answer.await.map(|_| ())
     }
 
     /// Sends one decision to one server.

@@ -10,6 +10,7 @@ mod peer;
 mod recover;
 mod retry;
 mod upload;
+mod version;
 
 use std::{
     ops::Range,
@@ -23,8 +24,6 @@ use longshore_proto::{
     wire::{frame::keep_buffers, v1},
 };
 
-#[cfg(feature = "cli")]
-pub(crate) use self::peer::endpoint;
 pub use self::{
     admin::{Checkpoint, StateHash},
     join::Joined,
@@ -36,6 +35,11 @@ pub(crate) use self::{
     core::{Core, Meter, SharedCore},
     patience::Impatience,
     retry::Backoff,
+};
+#[cfg(feature = "cli")]
+pub(crate) use self::{
+    peer::endpoint,
+    version::{TRIES, has_passed, lead},
 };
 use crate::{error::Result, pull::Feed};
 

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr, time::Duration};
 
 use longshore_proto::{
     Fault, JobSpec, Layout, Rank,
-    limits::{MAX_DEADLINE_MS, MAX_SERVERS},
+    limits::{DATA_CONNECTIONS, MAX_DEADLINE_MS, MAX_SERVERS},
 };
 use tokio::runtime::Handle;
 
@@ -20,7 +20,7 @@ pub enum Transport {
     Tcp,
     /// Unix sockets alone.
     Unix,
-    /// Shared memory with every server, or an error.
+    /// Shared memory with every server, or an error. Weights of a job of the `shm` tier come through the socket.
     Memfd,
 }
 
@@ -101,7 +101,7 @@ impl Options {
             deadline: Duration::from_secs(60),
             slow_deadline: Duration::from_secs(1800),
             pause_deadline: Duration::from_secs(3600),
-            connections: 2,
+            connections: DATA_CONNECTIONS,
             in_flight_chunks: 16,
             host_budget: Budget::unlimited("host memory of the worker"),
             transport: Transport::Auto,

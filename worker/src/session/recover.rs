@@ -38,6 +38,12 @@ impl Core {
         Ok(())
     }
 
+    /// Whether a server has not heard of the decision on `step`.
+    pub(crate) async fn is_undecided(&self, server: usize, step: Step) -> Result<bool> {
+        let answer = self.describe(server, false, self.options.deadline).await?;
+        Ok(answer.progress.unwrap_or_default().version < step.0)
+    }
+
     /// `Fenced` when a newer process has taken this rank.
     pub(crate) async fn check_not_fenced(&self, server: usize) -> Result<()> {
         let answer = self.describe(server, false, self.options.deadline).await?;

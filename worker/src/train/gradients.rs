@@ -1,36 +1,81 @@
 //! A layer's gradients on their way to the servers, as soon as backward has made them.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
+use longshore_proto::Dtype;
 
-use super::gpt::{BoxError, Gpt, Gradients};
-use crate::{device::Budget, push::Assembler};
+use super::{
+    gpt::{BoxError, Gpt, Gradients},
+    memory::largest_stage,
+    staging::Staging,
+};
+use crate::{
+    convert,
+    device::{Buffer, Device},
+    error::Result,
+    push::Assembler,
+};
 
-/// Hands each gradient to the step's assembler; the layer's fp32 gradient is the only one on the device.
+/// Device memory for the fp32 gradients of one layer: the only ones there are.
+pub struct LayerGradients {
+    staging: Staging,
+    buffer: Buffer,
+}
+
+impl LayerGradients {
+    /// # Errors
+    /// `Shortage` when the device's budget has no room for the largest layer's.
+    pub fn allocate(device: Arc<dyn Device>, model: &Gpt) -> Result<LayerGradients> {
+        let buffer = device.allocate("fp32 gradients of a layer", largest_stage(model) * 4)?;
+        Ok(LayerGradients { staging: Staging::new(device), buffer })
+    }
+}
+
+/// Hands each gradient to the step's assembler.
 pub struct Sink<'a> {
     model: &'a Gpt,
-    device: Budget,
+    memory: &'a mut LayerGradients,
     assembler: Assembler,
 }
 
 impl<'a> Sink<'a> {
-    pub fn new(model: &'a Gpt, device: Budget, assembler: Assembler) -> Sink<'a> {
-        Sink { model, device, assembler }
+    pub fn new(model: &'a Gpt, memory: &'a mut LayerGradients, assembler: Assembler) -> Sink<'a> {
+        Sink { model, memory, assembler }
     }
 
     /// The micro-step's last gradient has been emitted.
-    pub fn finish(self) -> crate::error::Result<()> {
+    pub fn finish(self) -> Result<()> {
         self.assembler.finish()
     }
 }
 
 impl Gradients for Sink<'_> {
     fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
-        let elements: usize = gradients.iter().map(Tensor::elem_count).sum();
-        let _lease = self.device.reserve("fp32 gradients of a layer", elements as u64 * 4)?;
+        let LayerGradients { staging, buffer } = &mut *self.memory;
         let params = self.model.stages()[stage].params.clone();
+        let mut offset = 0;
+        let mut places = Vec::with_capacity(gradients.len());
+        // candle computes on the CPU: what it made is put where a GPU would have left it.
+        for (param, gradient) in params.zip(gradients) {
+            let bytes = gradient.elem_count() as u64 * 4;
+            let values = gradient.flatten_all()?.to_vec1::<f32>()?;
+            staging.copy_in(buffer, offset, bytes, |host| {
+                convert::from_f32(Dtype::F32, &values, host);
+                Ok(())
+            })?;
+            places.push((param, offset, bytes));
+            offset += bytes;
+        }
+        let mut values = Vec::new();
         // Backward order within the layer too: its last tensors come from the flat space's end.
-        for (param, gradient) in params.zip(gradients).rev() {
-            self.assembler.put(param, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
+        for (param, offset, bytes) in places.into_iter().rev() {
+            values.resize(bytes as usize / 4, 0.0);
+            staging.copy_out(buffer, offset, bytes, |host| {
+                convert::to_f32(Dtype::F32, host, &mut values);
+                Ok(())
+            })?;
+            self.assembler.put(param, &values)?;
         }
         Ok(())
     }

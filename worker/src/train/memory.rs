@@ -1,5 +1,7 @@
 //! Which of the model fits the device: ZeRO stage 2 or 3, and what each keeps there.
 
+use std::ops::Range;
+
 use longshore_proto::{Dtype, Layout};
 
 use super::gpt::{self, Gpt};
@@ -58,13 +60,32 @@ pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> G
 /// Bytes of device memory that a stage needs at most at once: the 16-bit weights, one layer widened to fp32 to compute
 /// with, its gradient beside it, and the activations.
 fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Work) -> u64 {
-    let largest = (0..model.stages().len()).map(|stage| stage_elements(model, stage)).max().unwrap_or(0);
-    let working = 2 * largest * 4 + activations(model, work.sequences, work.device_budget);
+    let working = 2 * largest_stage(model) * 4 + activations(model, work.sequences, work.device_budget);
     match stage {
         Stage::Two => whole_images(layout, work.dtype, work.delay) + working,
         // The layer in use and the one being prefetched.
-        Stage::Three => 2 * largest * work.dtype.bytes() + working,
+        Stage::Three => 2 * largest_layer(model, layout) * work.dtype.bytes() + working,
     }
+}
+
+/// Elements of the largest stage's parameters.
+pub(super) fn largest_stage(model: &Gpt) -> u64 {
+    (0..model.stages().len()).map(|stage| stage_elements(model, stage)).max().unwrap_or(0)
+}
+
+/// Elements of the largest stage's flat range.
+pub(super) fn largest_layer(model: &Gpt, layout: &Layout) -> u64 {
+    let elements = |stage| {
+        let range = stage_range(model, layout, stage);
+        range.end - range.start
+    };
+    (0..model.stages().len()).map(elements).max().unwrap_or(0)
+}
+
+/// The flat range of one stage, from its first parameter's start to its last one's end.
+pub(super) fn stage_range(model: &Gpt, layout: &Layout, stage: usize) -> Range<u64> {
+    let params = &model.stages()[stage].params;
+    layout.param_range(params.start).start..layout.param_range(params.end - 1).end
 }
 
 /// Bytes of the whole model's 16-bit weights at stage 2: a delayed step computes with one version while the next one

@@ -2,16 +2,19 @@
 
 pub mod gpt;
 mod gradients;
+mod images;
 mod launch;
 mod memory;
 mod rank;
 mod report;
 mod settings;
+mod staging;
 pub mod text;
 mod weights;
 
 pub use self::{
-    gradients::Sink,
+    gradients::{LayerGradients, Sink},
+    images::{LayerImages, WholeImages},
     launch::run,
     memory::{Stage, Work, plan_stage},
     settings::{LossScale, LossScaleMode, Settings},

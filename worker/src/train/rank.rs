@@ -1,21 +1,24 @@
 //! One rank's run: open or continue the job, step, evaluate, checkpoint, and what it ends with.
 
+use std::sync::Arc;
+
 use anyhow::Context;
 use candle_core::Device as Compute;
 use longshore_proto::{Layout, Rank, Step, Version};
 
 use super::{
-    Settings, Sink, Stage, StagedWeights, WholeWeights,
+    LayerGradients, LayerImages, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
     gpt::{self, Gpt, Weights},
-    memory::{Work, activations, plan_stage, whole_images, with_kept_activations},
+    memory::{Work, activations, plan_stage, with_kept_activations},
     report::{Around, Ending, Opening, Report},
     text::{Batch, Corpus},
 };
 use crate::{
     cli::checkpoint_name,
-    device::{Budget, Device, HostDevice, Lease},
+    device::{Budget, Device},
     error::Error,
     pipeline::{Pipeline, PipelineOptions, StepPlan, Weights as Pulled},
+    pull::Feed,
     session::{Joined, Opened, Options, Session},
 };
 
@@ -29,9 +32,20 @@ struct Run<'a> {
     corpus: Corpus,
     validation: Vec<Batch>,
     layout: Layout,
-    device: Budget,
+    device: Arc<dyn Device>,
     stage: Stage,
     rank: u32,
+}
+
+/// Device memory held for the whole run.
+struct Memory {
+    images: Images,
+    gradients: LayerGradients,
+}
+
+enum Images {
+    Whole(WholeImages),
+    Layers(LayerImages),
 }
 
 /// Runs one rank to the end of training.
@@ -50,7 +64,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
         ..Options::new(servers.to_vec(), settings.spec(&run.model), Rank(rank))
     };
     let (session, joined) = run.enter(options, &mut report)?;
-    let resident = run.resident()?;
+    let mut memory = run.allocate()?;
     let summary = run.corpus.summary();
     report.opening(&Opening {
         job: settings.job.as_str(),
@@ -63,21 +77,28 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
         validation_bytes: summary.validation_bytes,
         first_step: joined.version.0 + 1,
         stage: run.stage_name(),
+        device: run.device.name(),
     });
-    let first_loss = run.evaluate_at(&session, joined.version, &mut report)?;
+    let first_loss = run.evaluate_at(&session, joined.version, &mut memory, &mut report)?;
     let mut pipeline = Pipeline::new(session, &joined, run.pipeline_options()?)?;
     run.check_resumed(&pipeline, &report);
     while pipeline.last_step().0 < settings.steps {
-        run.step(&mut pipeline, &mut report)?;
-        run.after_step(&mut pipeline, &mut report)?;
+        run.step(&mut pipeline, &mut memory, &mut report)?;
+        run.after_step(&mut pipeline, &mut memory, &mut report)?;
     }
     let version = pipeline.drain()?;
     report.decided(pipeline.outcomes());
     if rank == 0 {
-        let around = Around { first_loss, servers: servers.len(), embedded, host_peak: host.peak() };
-        report.ending(&run.end(&pipeline, version, around)?);
+        let around = Around {
+            first_loss,
+            servers: servers.len(),
+            embedded,
+            host_peak: host.peak(),
+            formats: settings.formats,
+        };
+        report.ending(&run.end(&pipeline, version, &mut memory, around)?);
     }
-    drop(resident);
+    drop(memory);
     pipeline.close()?.leave()?;
     Ok(())
 }
@@ -92,14 +113,14 @@ impl<'a> Run<'a> {
             corpus.validation(settings.eval_batches, VALIDATION_SEQUENCES, settings.model.context);
         let spec = settings.spec(&model);
         let layout = spec.validate()?;
-        let device = HostDevice::new(settings.device_budget.unwrap_or(u64::MAX)).budget().clone();
+        let device = settings.device.open(rank, settings.device_budget)?;
         let work = Work {
             dtype: spec.image_dtype,
             delay: settings.delay,
             sequences: settings.batch,
             device_budget: settings.device_budget,
         };
-        let stage = plan_stage(settings.stage, &model, &layout, &work, &device)?;
+        let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
         Ok(Run { settings, model, corpus, validation, layout, device, stage, rank })
     }
 
@@ -134,11 +155,17 @@ impl<'a> Run<'a> {
         Ok((session, joined))
     }
 
-    /// Device memory held for the whole run.
-    fn resident(&self) -> anyhow::Result<Option<Lease>> {
-        let Stage::Two = self.stage else { return Ok(None) };
-        let bytes = whole_images(&self.layout, self.settings.image_dtype, self.settings.delay);
-        Ok(Some(self.device.reserve("16-bit weights", bytes)?))
+    fn allocate(&self) -> anyhow::Result<Memory> {
+        let (device, dtype) = (|| self.device.clone(), self.settings.image_dtype);
+        let images = match self.stage {
+            Stage::Two => {
+                Images::Whole(WholeImages::allocate(device(), &self.layout, dtype, self.settings.delay)?)
+            }
+            Stage::Three => {
+                Images::Layers(LayerImages::allocate(device(), &self.model, &self.layout, dtype)?)
+            }
+        };
+        Ok(Memory { images, gradients: LayerGradients::allocate(device(), &self.model)? })
     }
 
     fn stage_name(&self) -> &'static str {
@@ -163,11 +190,11 @@ impl<'a> Run<'a> {
         })
     }
 
-    fn step(&self, pipeline: &mut Pipeline, report: &mut Report) -> anyhow::Result<()> {
+    fn step(&self, pipeline: &mut Pipeline, memory: &mut Memory, report: &mut Report) -> anyhow::Result<()> {
         let plan = pipeline.begin()?;
         let mut loss = 0.0;
         for micro_step in 0..self.settings.micro_steps {
-            loss += self.micro_step(pipeline, plan, micro_step)? / self.settings.micro_steps as f32;
+            loss += self.micro_step(pipeline, plan, micro_step, memory)? / self.settings.micro_steps as f32;
         }
         report.loss(plan.step, loss);
         pipeline.finish(self.trainer_state())?;
@@ -175,15 +202,21 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    fn micro_step(&self, pipeline: &mut Pipeline, plan: StepPlan, micro_step: u32) -> anyhow::Result<f32> {
+    fn micro_step(
+        &self,
+        pipeline: &mut Pipeline,
+        plan: StepPlan,
+        micro_step: u32,
+        memory: &mut Memory,
+    ) -> anyhow::Result<f32> {
         let Settings { seed, batch, .. } = *self.settings;
         let batch =
             self.corpus.batch(seed, plan.step.0, micro_step, self.rank, batch, self.model.config().context);
         let _activations = self.device.reserve("activations", self.activations())?;
-        let mut sink = Sink::new(&self.model, self.device.clone(), pipeline.assembler(micro_step)?);
-        let mut weights: Box<dyn Weights> = match self.stage {
-            Stage::Two => Box::new(self.whole(pipeline.weights()?)),
-            Stage::Three => Box::new(self.staged(pipeline.session(), plan.reads, true)),
+        let mut sink = Sink::new(&self.model, &mut memory.gradients, pipeline.assembler(micro_step)?);
+        let mut weights: Box<dyn Weights> = match &mut memory.images {
+            Images::Whole(images) => Box::new(self.whole(images, pipeline.weights()?)),
+            Images::Layers(images) => Box::new(self.staged(images, pipeline.session(), plan.reads, true)),
         };
         let scale = plan.loss_scale as f32;
         let loss =
@@ -197,21 +230,32 @@ impl<'a> Run<'a> {
         activations(&self.model, self.settings.batch, self.settings.device_budget)
     }
 
-    fn whole(&self, feed: crate::pull::Feed) -> WholeWeights<'_> {
-        WholeWeights::new(&self.model, &self.layout, self.device.clone(), feed)
+    fn whole<'s>(&'s self, images: &'s mut WholeImages, feed: Feed) -> WholeWeights<'s> {
+        WholeWeights::new(&self.model, &self.layout, images, feed)
     }
 
-    fn staged<'s>(&'s self, session: &'s Session, version: Version, training: bool) -> StagedWeights<'s> {
-        StagedWeights::new(&self.model, session, version, self.device.clone(), training)
+    fn staged<'s>(
+        &'s self,
+        images: &'s mut LayerImages,
+        session: &'s Session,
+        version: Version,
+        training: bool,
+    ) -> StagedWeights<'s> {
+        StagedWeights::new(&self.model, session, images, version, training)
     }
 
-    fn after_step(&self, pipeline: &mut Pipeline, report: &mut Report) -> anyhow::Result<()> {
+    fn after_step(
+        &self,
+        pipeline: &mut Pipeline,
+        memory: &mut Memory,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
         let step = pipeline.last_step().0;
         let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.settings.steps;
         if due(self.settings.eval_every) {
             let version = pipeline.drain()?;
             report.decided(pipeline.outcomes());
-            self.evaluate_at(pipeline.session(), version, report)?;
+            self.evaluate_at(pipeline.session(), version, memory, report)?;
         }
         if due(self.settings.checkpoint_every) && self.rank == 0 {
             pipeline.drain()?;
@@ -226,12 +270,14 @@ impl<'a> Run<'a> {
         &self,
         session: &Session,
         version: Version,
+        memory: &mut Memory,
         report: &mut Report,
     ) -> anyhow::Result<Option<f32>> {
         if self.rank != 0 || self.validation.is_empty() {
             return Ok(None);
         }
-        let loss = gpt::evaluate(&self.model, &mut *self.weights_of(session, version)?, &self.validation);
+        let mut weights = self.weights_of(session, version, memory)?;
+        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
         let loss = loss.map_err(unwrap_library)?;
         report.validation(version.0, loss);
         Ok(Some(loss))
@@ -242,23 +288,32 @@ impl<'a> Run<'a> {
         &'s self,
         session: &'s Session,
         version: Version,
+        memory: &'s mut Memory,
     ) -> anyhow::Result<Box<dyn Weights + 's>> {
-        Ok(match self.stage {
-            Stage::Two => {
+        Ok(match &mut memory.images {
+            Images::Whole(images) => {
                 let whole = 0..self.layout.elements();
-                Box::new(self.whole(session.pull(version, &[whole], self.settings.image_dtype)?))
+                Box::new(self.whole(images, session.pull(version, &[whole], self.settings.image_dtype)?))
             }
-            Stage::Three => Box::new(self.staged(session, version, false)),
+            Images::Layers(images) => Box::new(self.staged(images, session, version, false)),
         })
     }
 
-    fn end(&self, pipeline: &Pipeline, version: Version, around: Around) -> anyhow::Result<Ending> {
+    fn end(
+        &self,
+        pipeline: &Pipeline,
+        version: Version,
+        memory: &mut Memory,
+        around: Around,
+    ) -> anyhow::Result<Ending> {
         let session = pipeline.session();
-        let loss = gpt::evaluate(&self.model, &mut *self.weights_of(session, version)?, &self.validation);
+        let mut weights = self.weights_of(session, version, memory)?;
+        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
+        drop(weights);
         let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
         let sample = gpt::generate(
             &self.model,
-            &mut *self.weights_of(session, version)?,
+            &mut *self.weights_of(session, version, memory)?,
             prompt.as_bytes(),
             *sample_bytes,
             *temperature,
@@ -270,7 +325,8 @@ impl<'a> Run<'a> {
             state_hash: session.state_hash()?.hash,
             validation_loss: loss.map_err(unwrap_library)?,
             sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
-            device_peak: self.device.peak(),
+            device: self.device.name().to_string(),
+            device_peak: self.device.budget().peak(),
             device_budget: self.settings.device_budget,
             stage: self.stage_name(),
             server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),

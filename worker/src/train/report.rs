@@ -7,7 +7,7 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
-use longshore_proto::Step;
+use longshore_proto::{Formats, Step};
 use serde_json::json;
 
 use crate::{cli::human, pipeline::StepOutcome};
@@ -51,6 +51,7 @@ pub(super) struct Opening<'a> {
     pub(super) validation_bytes: usize,
     pub(super) first_step: u64,
     pub(super) stage: &'a str,
+    pub(super) device: &'a str,
 }
 
 /// What is known of a run beside its last version.
@@ -59,6 +60,7 @@ pub(super) struct Around {
     pub(super) servers: usize,
     pub(super) embedded: bool,
     pub(super) host_peak: u64,
+    pub(super) formats: Formats,
 }
 
 /// What a run ends with.
@@ -68,6 +70,7 @@ pub(super) struct Ending {
     pub(super) state_hash: String,
     pub(super) validation_loss: f32,
     pub(super) sample: String,
+    pub(super) device: String,
     pub(super) device_peak: u64,
     pub(super) device_budget: Option<u64>,
     pub(super) stage: &'static str,
@@ -109,6 +112,7 @@ impl Report {
             validation_bytes,
             first_step,
             stage,
+            device,
             ..
         } = *opening;
         if let Output::Json = self.output {
@@ -116,12 +120,13 @@ impl Report {
                 "event": "start", "job": job, "parameters": parameters, "shards": shards, "servers": servers,
                 "embedded": opening.embedded, "files": files, "train_bytes": train_bytes,
                 "validation_bytes": validation_bytes, "first_step": first_step, "steps": self.steps, "stage": stage,
+                "device": device,
             }));
             return;
         }
         let place = if opening.embedded { "an embedded server".to_string() } else { servers.join(", ") };
         self.line(&format!(
-            "job {job}: {:.2} M parameters in {shards} shards on {place}, {stage}",
+            "job {job}: {:.2} M parameters in {shards} shards on {place}, {stage} ({device})",
             parameters as f64 / 1e6
         ));
         self.line(&format!(
@@ -230,7 +235,9 @@ impl Report {
                 "validation_loss": ending.validation_loss, "first_validation_loss": ending.around.first_loss,
                 "sample": ending.sample, "steps": self.done, "skipped": self.skipped,
                 "seconds": self.started.elapsed().as_secs_f64(), "step_ms": step_ms, "exposed_ms": exposed_ms,
-                "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
+                "state_format": ending.around.formats.state.name(),
+                "master_format": ending.around.formats.master.name(),
+                "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
                 "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
                 "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
             }));
@@ -263,7 +270,8 @@ impl Report {
         ));
         self.line("where the bytes lived");
         self.line(&format!(
-            "  device          peak {}, {budget}, {}",
+            "  device          {}: peak {}, {budget}, {}",
+            ending.device,
             human(ending.device_peak),
             ending.stage
         ));
@@ -272,8 +280,9 @@ impl Report {
             human(ending.around.host_peak)
         ));
         self.line(&format!(
-            "  servers         {} on {servers}: master weights, Adam state, images, gradients",
-            human(ending.server_bytes)
+            "  servers         {} on {servers}: {}, images, gradients, transfers",
+            human(ending.server_bytes),
+            kept(ending.around.formats)
         ));
         self.line(&format!(
             "  on the wire     {} pushed and {} pulled a step",
@@ -300,6 +309,13 @@ impl Report {
             }
             Output::Json | Output::Silent => {}
         }
+    }
+}
+
+fn kept(formats: Formats) -> String {
+    match formats.is_fp32() {
+        true => "master weights, Adam state".to_string(),
+        false => format!("{} master weights, {} Adam state", formats.master, formats.state),
     }
 }
 

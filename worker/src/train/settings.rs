@@ -3,12 +3,13 @@
 use std::{path::PathBuf, time::Duration};
 
 use longshore_proto::{
-    Dtype, Fault, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind,
+    Dtype, Fault, Formats, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 
 use super::gpt::{Config, Gpt, Group};
 use crate::{
+    device::DeviceChoice,
     loss_scale::{LossScaler, LossScalerOptions},
     schedule::Schedule,
     session::Transport,
@@ -46,6 +47,9 @@ pub struct Settings {
     pub shard_elements: Option<u64>,
     /// Where the servers keep the state.
     pub tier: TierKind,
+    /// In which bits they keep it.
+    pub formats: Formats,
+    pub device: DeviceChoice,
     pub device_budget: Option<u64>,
     pub stage: Option<u32>,
     pub checkpoint_dir: Option<PathBuf>,
@@ -109,6 +113,7 @@ impl Settings {
             max_delay: self.delay,
             shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
             tier: self.tier,
+            formats: self.formats,
         }
     }
 
@@ -119,11 +124,13 @@ impl Settings {
         }
     }
 
-    /// An evaluation reads the newest version, so a delayed run drains before it.
+    /// An evaluation and the end read the newest version, so a delayed run drains before them.
     pub fn schedule(&self) -> Schedule {
+        let (every, last) = (self.eval_every, self.steps);
         match self.delay {
             0 => Schedule::exact(),
-            _ => Schedule::delayed(self.delay_warmup_steps).draining_every(self.eval_every),
+            _ => Schedule::delayed(self.delay_warmup_steps)
+                .draining_when(move |step| step.0 == last || every > 0 && step.0.is_multiple_of(every)),
         }
     }
 

@@ -3,57 +3,73 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
-use longshore_proto::{Layout, Version};
+use longshore_proto::{Dtype, Layout, Version};
 
 use super::{
+    LayerImages, WholeImages,
     gpt::{BoxError, Gpt, Weights},
-    memory::stage_elements,
+    memory::{stage_elements, stage_range},
 };
 use crate::{
-    device::{Budget, Lease},
+    convert,
+    device::{Buffer, Device, Lease},
     error::Result,
     pull::Feed,
     session::Session,
 };
 
-/// Widens one stage's parameters out of a feed, waiting for those still on the way.
-fn widen(model: &Gpt, layout: &Layout, feed: &Feed, stage: usize) -> Result<Vec<Tensor>, BoxError> {
+/// The tensors of one stage from its bytes.
+fn widen(
+    model: &Gpt,
+    layout: &Layout,
+    stage: usize,
+    dtype: Dtype,
+    bytes: &[u8],
+) -> Result<Vec<Tensor>, BoxError> {
     let mut tensors = Vec::new();
+    let start = stage_range(model, layout, stage).start;
     for index in model.stages()[stage].params.clone() {
         let param = &model.params()[index];
+        let Range { start: first, end } = layout.param_range(index);
+        let [first, end] = [first, end].map(|element| ((element - start) * dtype.bytes()) as usize);
         let mut values = vec![0.0; param.elements()];
-        feed.read(layout.param_range(index), &mut values)?;
+        convert::to_f32(dtype, &bytes[first..end], &mut values);
         tensors.push(Tensor::from_vec(values, param.shape.as_slice(), model.device())?);
     }
     Ok(tensors)
 }
 
-/// The flat range of one stage, from its first parameter's start to its last one's end.
-fn stage_range(model: &Gpt, layout: &Layout, stage: usize) -> Range<u64> {
-    let params = &model.stages()[stage].params;
-    layout.param_range(params.start).start..layout.param_range(params.end - 1).end
+/// The room that candle takes for a widened layer.
+fn reserve(device: &dyn Device, model: &Gpt, stage: usize) -> Result<Lease, BoxError> {
+    Ok(device.reserve("fp32 weights of a layer", stage_elements(model, stage) * 4)?)
 }
 
 /// Stage 2: one version's whole image in device memory, used by forward and backward.
 pub struct WholeWeights<'a> {
     model: &'a Gpt,
     layout: &'a Layout,
-    device: Budget,
+    images: &'a mut WholeImages,
     feed: Feed,
     lent: Option<Lease>,
 }
 
 impl<'a> WholeWeights<'a> {
-    pub fn new(model: &'a Gpt, layout: &'a Layout, device: Budget, feed: Feed) -> WholeWeights<'a> {
-        WholeWeights { model, layout, device, feed, lent: None }
+    pub fn new(
+        model: &'a Gpt,
+        layout: &'a Layout,
+        images: &'a mut WholeImages,
+        feed: Feed,
+    ) -> WholeWeights<'a> {
+        WholeWeights { model, layout, images, feed, lent: None }
     }
 }
 
 impl Weights for WholeWeights<'_> {
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
-        self.lent =
-            Some(self.device.reserve("fp32 weights of a layer", stage_elements(self.model, stage) * 4)?);
-        widen(self.model, self.layout, &self.feed, stage)
+        let WholeWeights { model, layout, images, feed, lent } = self;
+        *lent = Some(reserve(images.staging.device(), model, stage)?);
+        let range = stage_range(model, layout, stage);
+        images.layer(feed, stage, range, |bytes| widen(model, layout, stage, feed.dtype(), bytes))
     }
 
     fn release(&mut self, _stage: usize, weights: Vec<Tensor>) {
@@ -66,33 +82,31 @@ impl Weights for WholeWeights<'_> {
 pub struct StagedWeights<'a> {
     model: &'a Gpt,
     session: &'a Session,
+    images: &'a mut LayerImages,
     version: Version,
-    device: Budget,
     /// Also backward, from the last stage to the first.
     training: bool,
     /// Whether the last acquired stage was the last one of the model, so that the order has turned.
     backward: bool,
-    ready: Option<(usize, Feed, Lease)>,
-    lent: Option<(Feed, Lease, Lease)>,
+    ready: Option<(usize, Feed, Buffer)>,
+    lent: Option<(Buffer, Lease)>,
 }
 
 impl<'a> StagedWeights<'a> {
     pub fn new(
         model: &'a Gpt,
         session: &'a Session,
+        images: &'a mut LayerImages,
         version: Version,
-        device: Budget,
         training: bool,
     ) -> StagedWeights<'a> {
-        StagedWeights { model, session, version, device, training, backward: false, ready: None, lent: None }
+        StagedWeights { model, session, images, version, training, backward: false, ready: None, lent: None }
     }
 
-    fn pull(&self, stage: usize) -> Result<(usize, Feed, Lease), BoxError> {
-        let dtype = self.session.spec().image_dtype;
+    fn pull(&mut self, stage: usize) -> Result<(usize, Feed, Buffer), BoxError> {
         let range = stage_range(self.model, self.session.layout(), stage);
-        let bytes = (range.end - range.start) * dtype.bytes();
-        let lease = self.device.reserve("16-bit weights of a layer", bytes)?;
-        Ok((stage, self.session.pull(self.version, &[range], dtype)?, lease))
+        let buffer = self.images.take()?;
+        Ok((stage, self.session.pull(self.version, &[range], self.session.spec().image_dtype)?, buffer))
     }
 
     /// The stage that is acquired after this one, in the order the model promises.
@@ -110,25 +124,53 @@ impl<'a> StagedWeights<'a> {
             false => Some(stage + 1),
         }
     }
+
+    /// Gives back the layer in use.
+    fn free(&mut self) {
+        if let Some((buffer, _)) = self.lent.take() {
+            self.images.give_back(buffer);
+        }
+    }
+
+    /// Gives back a layer that was fetched ahead.
+    fn discard(&mut self) {
+        if let Some((_, _, buffer)) = self.ready.take() {
+            self.images.give_back(buffer);
+        }
+    }
 }
 
 impl Weights for StagedWeights<'_> {
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
-        let (_, feed, images) = match self.ready.take() {
-            Some(ready) if ready.0 == stage => ready,
-            _ => self.pull(stage)?,
-        };
+        self.free();
+        if self.ready.as_ref().is_some_and(|(ready, ..)| *ready != stage) {
+            self.discard();
+        }
+        let ready = self.ready.take().map_or_else(|| self.pull(stage), Ok);
+        let (_, feed, buffer) = ready?;
         let next = self.next(stage);
         self.ready = next.map(|next| self.pull(next)).transpose()?;
-        let widened =
-            self.device.reserve("fp32 weights of a layer", stage_elements(self.model, stage) * 4)?;
-        let tensors = widen(self.model, self.session.layout(), &feed, stage)?;
-        self.lent = Some((feed, images, widened));
+        let StagedWeights { model, session, images, .. } = self;
+        let widened = reserve(images.staging.device(), model, stage)?;
+        let layout = session.layout();
+        let range = stage_range(model, layout, stage);
+        let bytes = (range.end - range.start) * feed.dtype().bytes();
+        images.staging.copy_in(&buffer, 0, bytes, |host| Ok(feed.read_raw(range, host)?))?;
+        let read = |bytes: &[u8]| widen(model, layout, stage, feed.dtype(), bytes);
+        let tensors = images.staging.copy_out(&buffer, 0, bytes, read)?;
+        self.lent = Some((buffer, widened));
         Ok(tensors)
     }
 
     fn release(&mut self, _stage: usize, weights: Vec<Tensor>) {
         drop(weights);
-        self.lent = None;
+        self.free();
+    }
+}
+
+impl Drop for StagedWeights<'_> {
+    fn drop(&mut self) {
+        self.free();
+        self.discard();
     }
 }

@@ -3,7 +3,10 @@
 
 use std::fmt;
 
-use longshore_proto::{Dtype, Fault, JobName, JobSpec, ShardId, Version};
+use longshore_proto::{
+    Dtype, Fault, JobName, JobSpec, MasterFormat, ShardId, StateFormat, Version, limits::BLOCK_ELEMENTS,
+};
+use safetensors::Dtype as TensorDtype;
 use serde::{Deserialize, Serialize};
 
 use crate::job::StoredImages;
@@ -65,16 +68,47 @@ pub(super) enum Array {
 }
 
 impl Array {
-    /// The fp32 arrays that a rule has, in the order in which a block's hash takes them.
+    /// The arrays of the state that a rule has, in the order in which a block's hash takes them.
     pub(super) fn state(spec: &JobSpec) -> &'static [Array] {
         &[Array::Master, Array::First, Array::Second][..1 + spec.rule.state_slots()]
     }
 
-    pub(super) fn dtype(self, spec: &JobSpec) -> Dtype {
+    /// Bytes of a block of it.
+    fn block_bytes(self, spec: &JobSpec) -> u64 {
+        let block = BLOCK_ELEMENTS as usize;
         match self {
-            Array::Master | Array::First | Array::Second => Dtype::F32,
-            Array::Image | Array::OlderImage => spec.image_dtype,
+            Array::Master => spec.formats.master.bytes(block) as u64,
+            Array::First | Array::Second => spec.formats.state.bytes(block) as u64,
+            Array::Image | Array::OlderImage => spec.image_dtype.bytes() * BLOCK_ELEMENTS,
         }
+    }
+
+    /// Bytes of whole blocks.
+    pub(super) fn bytes(self, spec: &JobSpec, elements: u64) -> u64 {
+        elements / BLOCK_ELEMENTS * self.block_bytes(spec)
+    }
+
+    /// Its tensor of so many elements. 8-bit moments are a row of bytes a block: the codes of its elements, then their
+    /// scales.
+    pub(super) fn tensor(self, spec: &JobSpec, elements: u64) -> (TensorDtype, Vec<u64>) {
+        let dtype = match self {
+            Array::Master if spec.formats.master == MasterFormat::Bf16 => Dtype::Bf16,
+            Array::Master => Dtype::F32,
+            Array::First | Array::Second => match spec.formats.state {
+                StateFormat::F32 => Dtype::F32,
+                StateFormat::Bf16 => Dtype::Bf16,
+                StateFormat::Block8 => {
+                    return (TensorDtype::U8, vec![elements / BLOCK_ELEMENTS, self.block_bytes(spec)]);
+                }
+            },
+            Array::Image | Array::OlderImage => spec.image_dtype,
+        };
+        let dtype = match dtype {
+            Dtype::F32 => TensorDtype::F32,
+            Dtype::F16 => TensorDtype::F16,
+            Dtype::Bf16 => TensorDtype::BF16,
+        };
+        (dtype, vec![elements])
     }
 
     /// The tensor's name in a part.

@@ -83,7 +83,7 @@ impl Plan<'_> {
         let mut offset = 0;
         let mut place = |shard: ShardId, array: Array| {
             arrays.push((shard, array, offset));
-            offset += self.layout.shard_len(shard) * array.dtype(self.spec).bytes();
+            offset += array.bytes(self.spec, self.layout.shard_len(shard));
         };
         for &shard in self.shards {
             self.near().for_each(|array| place(shard, array));
@@ -99,10 +99,10 @@ impl Plan<'_> {
         let mut tensors = Vec::new();
         let mut end = 0;
         for (shard, array, offset) in self.arrays(found.images) {
-            let dtype = array.dtype(self.spec);
             let elements = self.layout.shard_len(shard);
-            end = offset + elements * dtype.bytes();
-            tensors.push((array.of(shard), info(tensor_dtype(dtype), &[elements], offset, end)));
+            let (dtype, dimensions) = array.tensor(self.spec, elements);
+            end = offset + array.bytes(self.spec, elements);
+            tensors.push((array.of(shard), info(dtype, &dimensions, offset, end)));
         }
         let tail = end;
         let blocks: u64 =
@@ -155,12 +155,4 @@ impl Header {
 fn info(dtype: Dtype, shape: &[u64], start: u64, end: u64) -> TensorInfo {
     let shape = shape.iter().map(|&side| side as usize).collect();
     TensorInfo { dtype, shape, data_offsets: (start as usize, end as usize) }
-}
-
-pub(super) fn tensor_dtype(dtype: longshore_proto::Dtype) -> Dtype {
-    match dtype {
-        longshore_proto::Dtype::F32 => Dtype::F32,
-        longshore_proto::Dtype::F16 => Dtype::F16,
-        longshore_proto::Dtype::Bf16 => Dtype::BF16,
-    }
 }

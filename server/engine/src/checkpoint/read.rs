@@ -14,7 +14,7 @@ use safetensors::tensor::Metadata;
 use super::{
     fault::{FIELD, corrupt, io},
     part::{Array, COMMIT, HASH_BYTES, Part, SPEC, Table},
-    plan::{MAX_HEADER_BYTES, tensor_dtype},
+    plan::MAX_HEADER_BYTES,
 };
 
 /// Largest single read: a reader of many parts stays interruptible and the page cache is not filled far ahead.
@@ -107,10 +107,11 @@ impl PartReader {
     ) -> Result<(), Fault> {
         let name = array.of(shard);
         let info = self.metadata.info(&name);
-        let dtype = tensor_dtype(array.dtype(spec));
+        let (dtype, dimensions) = array.tensor(spec, elements);
+        let fits = |shape: &[usize]| shape.iter().map(|&side| side as u64).eq(dimensions.iter().copied());
         match info {
-            Some(info) if info.dtype == dtype && info.shape == [elements as usize] => Ok(()),
-            _ => Err(self.corrupt(name, format_args!("there, {elements} elements of {dtype}"))),
+            Some(info) if info.dtype == dtype && fits(&info.shape) => Ok(()),
+            _ => Err(self.corrupt(name, format_args!("there, {dimensions:?} of {dtype}"))),
         }
     }
 

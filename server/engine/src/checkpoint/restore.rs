@@ -7,8 +7,8 @@
 use std::path::Path;
 
 use longshore_proto::{
-    Commit, Fault, FaultKind, JobName, JobSpec, Layout, ShardId, Slice, Version, checksum::BlockHash,
-    limits::BLOCK_ELEMENTS,
+    Commit, Fault, FaultKind, Formats, JobName, JobSpec, Layout, ShardId, Slice, Version,
+    checksum::BlockHash, limits::BLOCK_ELEMENTS,
 };
 
 use super::{
@@ -22,7 +22,6 @@ use super::{
 use crate::{
     job::{Captured, Job, LoadedShard, StoredImages},
     step::Phase,
-    tier::StateRef,
 };
 
 /// What a job was restored to.
@@ -55,7 +54,7 @@ impl Store {
     /// All that can be checked without reading tensors is checked before anything changes. After an error the job is
     /// still loading, and may be restored from another checkpoint.
     ///
-    /// Parameters, groups and rule must be the checkpoint's; all else (name, world size, micro-steps, gradient dtype,
+    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's; all else (name, world size, micro-steps, gradient dtype,
     /// shard size, tier) may differ. Images are read when the job is a delayed one and the checkpoint has them, and then
     /// their dtype must be the job's too. From a checkpoint of an exact job a delayed one gets the current image only,
     /// rounded from the master weights: exact to the bit for an exact step, while the version before is gone.
@@ -113,13 +112,13 @@ impl Source {
 
     /// One new shard: read into its own memory, hashed there, compared with what was written.
     fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
-        let LoadedShard { state, older_image, image } = loaded;
+        let LoadedShard { mut state, older_image, image } = loaded;
         let slices = self.layout.slices(job.layout().shard_range(shard));
-        self.read(Array::Master, &slices, bytemuck::cast_slice_mut(state.master))?;
-        self.read(Array::First, &slices, bytemuck::cast_slice_mut(state.first))?;
-        self.read(Array::Second, &slices, bytemuck::cast_slice_mut(state.second))?;
-        let state = StateRef { master: state.master, first: state.first, second: state.second };
-        let captured = Captured { shard, state, image: &[], older_image: None };
+        let arrays = [Array::Master, Array::First, Array::Second];
+        for (array, bytes) in arrays.into_iter().zip(&mut state.arrays) {
+            self.read(array, &slices, bytes)?;
+        }
+        let captured = Captured { shard, state: state.as_ref(), image: &[], older_image: None };
         let hashes = job.hash_blocks(&captured).into_iter().map(|(_, hash)| hash);
         self.compare(Table::State, &slices, hashes)?;
         if let Some(image) = image {
@@ -137,10 +136,10 @@ impl Source {
         if target.is_empty() {
             return Ok(()); // a slot the rule does not have
         }
-        let size = array.dtype(&self.manifest.spec).bytes();
+        let bytes = |elements: u64| array.bytes(&self.manifest.spec, elements);
         for slice in slices {
-            let (part, rest) = target.split_at_mut((slice.elements * size) as usize);
-            self.reader(slice.shard).read(array, slice.shard, slice.offset * size, part)?;
+            let (part, rest) = target.split_at_mut(bytes(slice.elements) as usize);
+            self.reader(slice.shard).read(array, slice.shard, bytes(slice.offset), part)?;
             target = rest;
         }
         Ok(())
@@ -214,6 +213,7 @@ fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -
         params: checkpoint.params.clone(),
         groups: checkpoint.groups.clone(),
         rule: checkpoint.rule,
+        formats: Formats { seed: job.formats.seed, ..checkpoint.formats },
         image_dtype: if images == StoredImages::None { job.image_dtype } else { checkpoint.image_dtype },
         ..job.clone()
     };
@@ -221,6 +221,7 @@ fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -
         limit: fault.limit.replace("as the job was opened", "as in the checkpoint"),
         remedy: match &*fault.field {
             "spec.image_dtype" => "open the job with the checkpoint's image dtype, or with max_delay 0",
+            "spec.state_format" | "spec.master_format" => "open the job with the checkpoint's formats",
             _ => "restore a checkpoint of this model, or open the job with the checkpoint's parameters and rule",
         }
         .to_string(),

@@ -133,9 +133,9 @@ impl Sink {
         let state = captured.state;
         for &(array, offset) in &self.places[owned] {
             match array {
-                Array::Master => self.put(offset, bytemuck::cast_slice(state.master))?,
-                Array::First => self.put(offset, bytemuck::cast_slice(state.first))?,
-                Array::Second => self.put(offset, bytemuck::cast_slice(state.second))?,
+                Array::Master => self.put(offset, state.arrays[0])?,
+                Array::First => self.put(offset, state.arrays[1])?,
+                Array::Second => self.put(offset, state.arrays[2])?,
                 Array::Image => self.put(offset, captured.image)?,
                 Array::OlderImage => self.put(offset, captured.older_image.unwrap_or_default())?,
             }

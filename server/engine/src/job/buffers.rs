@@ -73,56 +73,91 @@ impl Image {
     }
 }
 
-/// Both images of each shard, with their words before them.
-fn images(
-    spec: &JobSpec,
-    lengths: &[usize],
-    pool: &Pool,
-    share: bool,
-) -> Result<(Vec<Image>, Option<SharedFile>), AllocationError> {
+/// The memory of a job's buffers, not cut yet.
+pub(super) struct Space {
+    slab: Slab,
+    /// With images and words, where they are apart from the rest.
+    shared: Option<(Slab, SharedFile)>,
+}
+
+impl Space {
+    /// `share`: images in memory that other processes can be given, where the kernel has such.
+    pub(super) fn allocate(spec: &JobSpec, lengths: &[usize], share: bool) -> Result<Space, AllocationError> {
+        let images = Slab::bytes_for(image_sizes(spec, lengths));
+        let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {
+            shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
+        });
+        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, lengths, shared.is_some())))?;
+        Ok(Space { slab, shared })
+    }
+
+    /// Of [`Space::bytes`], which a tier keeps. Its images are not shared: who may read the file could write it, too.
+    pub(super) fn of_tier(slab: Slab) -> Space {
+        Space { slab, shared: None }
+    }
+
+    /// What all buffers need in one piece.
+    pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
+        Slab::bytes_for(sizes(spec, lengths, false))
+    }
+}
+
+/// Both images of each shard, then their words.
+fn image_sizes(spec: &JobSpec, lengths: &[usize]) -> Vec<usize> {
     let bytes = spec.image_dtype.bytes() as usize;
-    let mut sizes = vec![lengths.len() * 2 * size_of::<u64>()];
-    sizes.extend(lengths.iter().flat_map(|&length| [length * bytes; 2]));
-    let total = Slab::bytes_for(sizes.iter().copied());
-    let shared = share.then(|| Slab::allocate_shared(total)).and_then(|shared| {
-        shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
-    });
-    let (slab, file) = match shared {
-        Some((slab, file)) => (slab, Some(file)),
-        None => (Slab::allocate(total)?, None),
-    };
-    let mut regions = slab.carve(&sizes, pool)?.into_iter();
-    let words = Arc::new(Words::new(regions.next().expect("one region was carved for each size")));
-    let image = |(word, region)| Image { version: None, region, words: Arc::clone(&words), word };
-    Ok((regions.enumerate().map(image).collect(), file))
+    let mut sizes: Vec<usize> = lengths.iter().flat_map(|&length| [length * bytes; 2]).collect();
+    sizes.push(lengths.len() * 2 * size_of::<u64>());
+    sizes
+}
+
+/// Each shard's images, contributions and sums, then the words; `apart`: without images and words.
+fn sizes(spec: &JobSpec, lengths: &[usize], apart: bool) -> Vec<usize> {
+    let gradient = spec.gradient_dtype.bytes() as usize;
+    let sum = if spec.accumulates() { 4 } else { 0 };
+    let images = image_sizes(spec, lengths);
+    let (pairs, words) = images.as_chunks::<2>();
+    let mut sizes = Vec::new();
+    for (&length, pair) in lengths.iter().zip(pairs) {
+        if !apart {
+            sizes.extend(pair);
+        }
+        for _ in 0..spec.gradient_slots() {
+            sizes.extend(vec![length * gradient; spec.world_size as usize]);
+            sizes.push(length * sum);
+        }
+    }
+    if !apart {
+        sizes.extend(words);
+    }
+    sizes
 }
 
 impl Buffers {
-    /// `share`: images in memory that other processes can be given.
-    pub(super) fn allocate(
+    /// `pool`: what will work on them.
+    pub(super) fn over(
+        space: Space,
         spec: &JobSpec,
         lengths: &[usize],
         pool: &Pool,
-        share: bool,
     ) -> Result<Buffers, AllocationError> {
         let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
-        let gradient = spec.gradient_dtype.bytes() as usize;
-        let sum = if spec.accumulates() { 4 } else { 0 };
-        let mut sizes = Vec::new();
-        for &length in lengths {
-            for _ in 0..slots {
-                sizes.extend(vec![length * gradient; ranks]);
-                sizes.push(length * sum);
-            }
+        let mut apart = Vec::new().into_iter();
+        let sizes = sizes(spec, lengths, space.shared.is_some());
+        let mut shared = None;
+        if let Some((slab, file)) = space.shared {
+            apart = slab.carve(&image_sizes(spec, lengths), pool)?.into_iter();
+            shared = Some(file);
         }
-        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes, pool)?.into_iter();
+        let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
+        let words = if shared.is_some() { apart.next_back() } else { regions.next_back() };
+        let words = Arc::new(Words::new(words.expect("one region was carved for the words")));
         let mut next = || regions.next().expect("one region was carved for each size");
-        let (images, shared) = images(spec, lengths, pool, share)?;
-        let mut images = images.into_iter();
-        let mut image = || RwLock::new(images.next().expect("two images were made for each shard"));
-        let shards = lengths.iter().map(|_| {
-            let images = [(); 2].map(|()| image());
+        let shards = (0..lengths.len()).map(|owned| {
+            let images = [0, 1].map(|parity| {
+                let region = apart.next().unwrap_or_else(&mut next);
+                let (words, word) = (Arc::clone(&words), 2 * owned + parity);
+                RwLock::new(Image { version: None, region, words, word })
+            });
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {
                 contributions.push((0..ranks).map(|_| Mutex::new(next())).collect());

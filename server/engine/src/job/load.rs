@@ -1,13 +1,15 @@
 //! A job's first weights: uploaded by rank 0, or read from a checkpoint.
 
-use longshore_proto::{ChunkId, Commit, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Version};
+use longshore_proto::{
+    ChunkId, Commit, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Step, Version,
+};
 
 use super::{Job, buffers::image_blocks, compute::BLOCK};
 use crate::{
-    kernels::{State, cast},
+    kernels::{ImageMut, MasterMut, cast},
     lock,
     step::Refusal,
-    tier::{ImageAge, Record},
+    tier::{ImageAge, Record, StateMut, shm},
 };
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
@@ -38,7 +40,7 @@ pub enum StoredImages {
 
 /// One shard's state and images as a checkpoint gives them.
 pub struct LoadedShard<'a> {
-    pub state: State<'a>,
+    pub state: StateMut<'a>,
     /// The image of the version before, when the checkpoint has it: filled by the loader.
     pub older_image: Option<&'a mut [u8]>,
     /// The current image, when it is not simply the rounded master weights.
@@ -122,9 +124,8 @@ impl Job {
             Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
             None => {}
         }
-        self.tier.load(owned, &mut |state| {
-            let target = &mut bytemuck::cast_slice_mut::<f32, u8>(state.master)[range.start as usize..];
-            target[..payload.len()].copy_from_slice(payload);
+        self.tier.load(owned, &mut |mut state| {
+            self.store_weights(&mut state, range.start as usize / size_of::<f32>(), payload);
         })?;
         load.seals[owned][chunk.0 as usize] = Some(crc32);
         if load.missing(&self.owned).is_empty() {
@@ -133,6 +134,22 @@ impl Job {
             return self.start(Version(0), 0, None);
         }
         Ok(())
+    }
+
+    /// Puts fp32 weights, as they came, at element `at` of a shard: rounded to nearest where the master weights are fewer bits.
+    fn store_weights(&self, state: &mut StateMut<'_>, at: usize, payload: &[u8]) {
+        let elements = at..at + payload.len() / size_of::<f32>();
+        match state.master() {
+            MasterMut::F32(master) => {
+                bytemuck::cast_slice_mut::<f32, u8>(&mut master[elements]).copy_from_slice(payload);
+            }
+            MasterMut::Bf16(master) => {
+                // A payload lies anywhere in its message.
+                let weights = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+                let weights: Vec<f32> = weights.collect();
+                cast(self.compute.isa(), &weights, ImageMut::Bf16(&mut master[elements]));
+            }
+        }
     }
 
     /// Fills every shard through `read` and starts at a checkpoint's version. After an error the job is still loading
@@ -192,7 +209,7 @@ impl Job {
                 image.write().unwrap_or_else(|poison| poison.into_inner()).set(None);
             }
             let cleared = self.tier.load(owned, &mut |state| {
-                [state.master, state.first, state.second].into_iter().for_each(|array| array.fill(0.0));
+                state.arrays.into_iter().for_each(|array| array.fill(0));
             });
             if let Err(fault) = cleared {
                 // Then what comes next fails on it too.
@@ -226,8 +243,10 @@ impl Job {
         let region = image.overwrite();
         self.tier.read(owned, &mut |state| {
             let images = image_blocks(region, self.spec.image_dtype, BLOCK);
-            let blocks = state.master.chunks(BLOCK).zip(images).collect();
-            self.compute.blocks(blocks, |(master, image)| cast(self.compute.isa(), master, image));
+            let isa = self.compute.isa();
+            self.compute.blocks(images.into_iter().enumerate().collect(), |(block, image)| {
+                state.with_master(isa, block, |master| cast(isa, master, image));
+            });
         })?;
         image.set(Some(version));
         Ok(())
@@ -262,6 +281,34 @@ impl Job {
         lock(&self.load).finish();
         lock(&self.machine).loaded(version, applied, commit)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
+        Ok(())
+    }
+
+    /// Goes on from a process that was killed at any instant: what it had decided is updated to the end from the
+    /// contributions it had.
+    pub(super) fn resume_updates(&self, kept: shm::Kept) -> Result<(), Fault> {
+        for (buffers, shard) in self.buffers.shards.iter().zip(&kept.shards) {
+            let image = |version: Version| {
+                let image = &buffers.images[version.0 as usize % 2];
+                image.write().unwrap_or_else(|poison| poison.into_inner()).set(Some(version));
+            };
+            image(shard.version);
+            if shard.older_image {
+                image(Version(shard.version.0 - 1));
+            }
+        }
+        lock(&self.load).finish();
+        let mut machine = lock(&self.machine);
+        let shards = kept.shards.iter().map(|shard| (shard.version, shard.summed)).collect::<Vec<_>>();
+        let work = machine.resume_updates(kept.records, &shards, &kept.incarnations)?;
+        let version = machine.version();
+        for (owned, shard) in kept.shards.iter().enumerate() {
+            let undecided = |step: &Step| step.version() > version && machine.is_complete(owned, *step);
+            shard.summed.into_iter().filter(undecided).for_each(|step| self.form_figures_again(owned, step));
+        }
+        drop(machine);
+        tracing::info!(job = %self.spec.name, %version, unfinished = work.len(), "recovered");
+        *lock(&self.unfinished) = work;
         Ok(())
     }
 }

@@ -5,6 +5,7 @@
 
 mod buffers;
 mod compute;
+mod export;
 mod load;
 mod read;
 mod receive;
@@ -25,22 +26,34 @@ use longshore_proto::{
 };
 
 pub use compute::Compute;
+pub use export::Exported;
 pub use load::{LoadedShard, StoredImages};
 pub use read::{ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, SnapshotInfo};
 
-use self::{buffers::Buffers, load::Load, snapshot::Snapshot};
+use self::{
+    buffers::{Buffers, Space},
+    load::Load,
+    snapshot::Snapshot,
+};
 use crate::{
     admission::{Budget, Need, Reservation},
     lock,
     memory::SharedFile,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
-    tier::{MemoryTier, Record, Storage, Tier, nvme},
+    tier::{MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
 };
 
 /// Called after every change that somebody may wait for.
 pub type Observer = Box<dyn Fn() + Send + Sync>;
+
+/// What a tier has kept of the job.
+enum Kept {
+    Nothing,
+    Nvme(Record),
+    Shm(shm::Kept),
+}
 
 /// Wakes everyone who waits for the job to move.
 struct Signal {
@@ -63,7 +76,6 @@ pub struct Job {
     server: ServerId,
     owned: Vec<ShardId>,
     machine: Mutex<Machine>,
-    signal: Arc<Signal>,
     buffers: Buffers,
     tier: Box<dyn Tier>,
     compute: Arc<Compute>,
@@ -75,6 +87,10 @@ pub struct Job {
     pulled_bytes: AtomicU64,
     reservation: Reservation,
     disk_bytes: u64,
+    /// Of decided steps, when the server before died.
+    unfinished: Mutex<Vec<Work>>,
+    /// Last: once the observer is dropped, memory and folders are free again.
+    signal: Arc<Signal>,
 }
 
 impl Job {
@@ -99,29 +115,33 @@ impl Job {
         let need = Need::of(&spec, &layout, &owned, storage);
         let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
-        let buffers =
-            Buffers::allocate(&spec, &lengths, compute.pool(), storage.share_images).map_err(exhausted)?;
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
-        let (tier, kept): (Box<dyn Tier>, Option<Record>) = match spec.tier {
-            TierKind::Shm => {
-                let remedy = "open the job with the memory or the nvme tier";
-                return Err(Fault::invalid("spec.tier", spec.tier, "memory or nvme", remedy));
+        let anonymous = || Space::allocate(&spec, &lengths, storage.share_images).map_err(exhausted);
+        let place = (&spec, &layout, &owned[..], &placement, server, storage);
+        let (tier, space, kept): (Box<dyn Tier>, Space, Kept) = match spec.tier {
+            TierKind::Memory => {
+                let space = anonymous()?;
+                let tier =
+                    MemoryTier::allocate(&lengths, Shape::of(&spec), compute.pool()).map_err(exhausted)?;
+                (Box::new(tier), space, Kept::Nothing)
             }
-            TierKind::Memory => (
-                Box::new(
-                    MemoryTier::allocate(&lengths, spec.rule.state_slots(), compute.pool())
-                        .map_err(exhausted)?,
-                ),
-                None,
-            ),
+            TierKind::Shm => {
+                let (spec, layout, owned, placement, server, storage) = place;
+                let (buffers, pool) = (Space::bytes(spec, &lengths), compute.pool());
+                let inputs = shm::Inputs { spec, layout, owned, placement, server, storage, buffers, pool };
+                let (tier, slab, kept) = shm::ShmTier::open(&inputs)?;
+                (Box::new(tier), Space::of_tier(slab), kept.map_or(Kept::Nothing, Kept::Shm))
+            }
             TierKind::Nvme => {
-                let (layout, owned, placement) = (&layout, &owned[..], &placement);
-                let inputs = nvme::Inputs { spec: &spec, layout, owned, placement, server, storage };
+                let (spec, layout, owned, placement, server, storage) = place;
+                let inputs = nvme::Inputs { spec, layout, owned, placement, server, storage };
+                let space = anonymous()?;
                 let waker = Arc::clone(&signal);
                 let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
-                (Box::new(tier), kept)
+                (Box::new(tier), space, kept.map_or(Kept::Nothing, Kept::Nvme))
             }
         };
+        let buffers = Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
@@ -143,9 +163,12 @@ impl Job {
             pulled_bytes: AtomicU64::new(0),
             reservation,
             disk_bytes: need.disk,
+            unfinished: Mutex::default(),
         };
-        if let Some(record) = kept {
-            job.recover(record)?;
+        match kept {
+            Kept::Nothing => {}
+            Kept::Nvme(record) => job.recover(record)?,
+            Kept::Shm(kept) => job.resume_updates(kept)?,
         }
         Ok(job)
     }
@@ -180,11 +203,38 @@ impl Job {
         self.disk_bytes
     }
 
+    /// Written to drives since the job was opened here.
+    pub fn written_bytes(&self) -> u64 {
+        self.tier.written_bytes()
+    }
+
+    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. True when it
+    /// is there already.
+    pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
+        let machine = lock(&self.machine);
+        machine.check_newer(Rank(0), incarnation)?;
+        let current = machine.version();
+        if version == current {
+            return Ok(true);
+        }
+        if version.0 + 1 != current.0 || !self.tier.keeps_previous() {
+            let limit = format!("{current}, or the version before where the tier keeps it");
+            let remedy = "restore a checkpoint: the servers have no version in common";
+            return Err(Fault::new(FaultKind::Precondition, "version", version.0, limit, remedy));
+        }
+        Ok(false)
+    }
+
     /// The newest version that a crash of this server cannot take back, or with the memory tier the newest one: what
     /// rank 0 waits for before it commits the next step, and workers before they let go of their gradients.
     pub fn durable(&self) -> Version {
         let version = lock(&self.machine).version();
         self.tier.durable().map_or(version, |durable| durable.min(version))
+    }
+
+    /// Updates that were decided before the server died, and not done. To be performed before any other work.
+    pub fn take_unfinished(&self) -> Vec<Work> {
+        std::mem::take(&mut *lock(&self.unfinished))
     }
 
     /// Removes what the tier keeps of the job: it is deleted. Nothing may be asked of it after.
@@ -232,9 +282,16 @@ impl Job {
     /// False while the rank's earlier process is still being written for; ask again after a change.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
-        let admission = lock(&self.machine).join(rank, incarnation)?;
+        let mut machine = lock(&self.machine);
+        let before = machine.incarnation(rank);
+        let joined = machine.join(rank, incarnation)? != Admission::Busy;
+        if joined && before != Some(incarnation) {
+            // Under the lock: what is sent again is written over what was there.
+            self.tier.joined(rank, incarnation, self.spec.world_size == 1);
+        }
+        drop(machine);
         self.notify();
-        Ok(admission != Admission::Busy)
+        Ok(joined)
     }
 
     /// Checks that a caller is the rank's living process.
@@ -275,6 +332,7 @@ impl Job {
         let work = machine.commit(incarnation, commit)?;
         let duplicate = machine.version() == before;
         if !duplicate {
+            self.tell_snapshots(&machine);
             // Under the lock: nobody may learn of the decision before the tier has it.
             self.record_of(&machine, step, |record| self.tier.decide(record))?;
             if self.owned.is_empty() {

@@ -172,9 +172,25 @@ impl Job {
         };
         if last {
             *lock(&buffers.figures[slot]) = figures;
+            self.tier.complete(owned, step);
         }
         let complete = lock(&self.machine).summed(owned, slot);
         tracing::trace!(job = %self.spec.name, %step, %micro_step, shard = %self.owned[owned], complete, "summed");
+    }
+
+    /// The figures of a sum that an earlier process had formed.
+    pub(super) fn form_figures_again(&self, owned: usize, step: Step) {
+        let buffers = &self.buffers.shards[owned];
+        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
+        let formed = match &buffers.accumulators[slot] {
+            None => self.lone_figures(buffers, slot),
+            Some(accumulator) => {
+                let accumulator = lock(accumulator);
+                let blocks = accumulator.f32().chunks(BLOCK).collect();
+                self.compute.blocks(blocks, |block| figures(self.compute.isa(), Gradient::F32(block)))
+            }
+        };
+        *lock(&buffers.figures[slot]) = formed;
     }
 
     fn lone_figures(&self, buffers: &ShardBuffers, slot: usize) -> Vec<Figures> {

@@ -12,7 +12,11 @@ use std::{
 use longshore_proto::{BlockId, Commit, Fault, FaultKind, ShardId, Step, Version, checksum::BlockHash};
 
 use super::{Job, compute::BLOCK};
-use crate::{lock, tier::StateRef};
+use crate::{
+    lock,
+    step::{Machine, Progress},
+    tier::StateRef,
+};
 
 /// A shard as it is at the snapshot's version.
 pub struct Captured<'a> {
@@ -38,45 +42,64 @@ pub(super) struct Snapshot {
     taken: Vec<Mutex<bool>>,
     capture: Box<Capture>,
     error: Mutex<Option<Fault>>,
+    /// Known once the version is decided.
+    info: Mutex<Option<SnapshotInfo>>,
 }
 
 impl Job {
-    /// Visits every owned shard at the current version (which must be `expected` unless that is None). Blocks until all
-    /// are visited. `capture` gets the shard's index among the owned ones; it may run on this thread or on the compute
+    /// Visits every owned shard at version `asked`: the current one if that is None; one still to come is waited for, so
+    /// that several servers can be asked for the same. Blocks until all are visited. `capture` gets the shard's index among the owned ones; it may run on this thread or on the compute
     /// thread, once for each shard.
     pub fn snapshot(
         &self,
-        expected: Option<Version>,
+        asked: Option<Version>,
         deadline: Instant,
         capture: Box<Capture>,
     ) -> Result<SnapshotInfo, Fault> {
         let taken = self.owned.iter().map(|_| Mutex::new(false)).collect();
-        let (snapshot, info) = {
+        let snapshot = {
             // Under the machine's lock no commit can pass between reading the version and being registered.
             let machine = lock(&self.machine);
             machine.check_not_loading()?;
-            let progress = machine.progress();
-            let version = progress.version;
-            if let Some(expected) = expected.filter(|&expected| expected != version) {
+            let current = machine.version();
+            let version = asked.unwrap_or(current);
+            if version < current {
                 return Err(Fault::new(
                     FaultKind::Precondition,
                     "version",
-                    expected.0,
-                    format!("{}, the current one", version.0),
+                    version.0,
+                    format!("{}, the current one, or a later one", current.0),
                     "ask for the current version; older ones are not kept",
                 ));
             }
-            let snapshot = Arc::new(Snapshot { version, taken, capture, error: Mutex::new(None) });
+            let (error, info) = (Mutex::new(None), Mutex::new(None));
+            let snapshot = Arc::new(Snapshot { version, taken, capture, error, info });
             lock(&self.snapshots).push(Arc::clone(&snapshot));
-            (snapshot, SnapshotInfo { version, applied: progress.applied, commit: progress.last_commit })
+            self.tell_snapshots(&machine);
+            snapshot
         };
         let result = self.walk(&snapshot, deadline);
         lock(&self.snapshots).retain(|other| !Arc::ptr_eq(other, &snapshot));
-        result?;
-        lock(&snapshot.error).take().map_or(Ok(info), Err)
+        if let Some(fault) = result.err().or_else(|| lock(&snapshot.error).take()) {
+            return Err(fault);
+        }
+        let info = lock(&snapshot.info).take();
+        Ok(info.expect("the walk waited for the version, whose decision told the snapshot"))
+    }
+
+    /// Leaves what is known of the current version with the snapshots of it. Called under the machine's lock at every decision.
+    pub(super) fn tell_snapshots(&self, machine: &Machine) {
+        for snapshot in lock(&self.snapshots).iter().filter(|snapshot| snapshot.version == machine.version())
+        {
+            let Progress { version, applied, last_commit: commit, .. } = machine.progress();
+            *lock(&snapshot.info) = Some(SnapshotInfo { version, applied, commit });
+        }
     }
 
     fn walk(&self, snapshot: &Snapshot, deadline: Instant) -> Result<(), Fault> {
+        self.wait_until(deadline, "the job has not come so far: ask for its current version", |machine| {
+            (machine.version() >= snapshot.version, format!("{} of {}", machine.version(), snapshot.version))
+        })?;
         for owned in 0..self.owned.len() {
             self.wait_for_shard(owned, snapshot.version, deadline)?;
             self.take(snapshot, owned);
@@ -88,15 +111,28 @@ impl Job {
     }
 
     fn wait_for_shard(&self, owned: usize, version: Version, deadline: Instant) -> Result<(), Fault> {
+        self.wait_until(deadline, "the server is overloaded: try again later", |machine| {
+            (machine.shard_version(owned) >= version, format!("{} before {version}", self.owned[owned]))
+        })
+    }
+
+    /// Waits for a condition of the machine, which also says what is there instead.
+    fn wait_until(
+        &self,
+        deadline: Instant,
+        remedy: &str,
+        check: impl Fn(&Machine) -> (bool, String),
+    ) -> Result<(), Fault> {
         let mut machine = lock(&self.machine);
-        while machine.shard_version(owned) < version {
+        loop {
+            let (reached, found) = check(&machine);
+            if reached {
+                return Ok(());
+            }
             self.check_alive()?;
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let shard = self.owned[owned];
-                let remedy = "the server is overloaded: try again later";
-                let limit = format!("updated to {version} in time");
-                return Err(Fault::new(FaultKind::Deadline, "snapshot", shard, limit, remedy));
+                return Err(Fault::new(FaultKind::Deadline, "snapshot", found, "there in time", remedy));
             }
             machine = self
                 .signal
@@ -105,7 +141,6 @@ impl Job {
                 .unwrap_or_else(|poison| poison.into_inner())
                 .0;
         }
-        Ok(())
     }
 
     /// Visits the shard for every snapshot of a version before `step`'s.
@@ -119,7 +154,7 @@ impl Job {
 
     fn take(&self, snapshot: &Snapshot, owned: usize) {
         let mut taken = lock(&snapshot.taken[owned]);
-        if *taken {
+        if *taken || lock(&snapshot.error).is_some() {
             return;
         }
         *taken = true;
@@ -141,12 +176,11 @@ impl Job {
     /// The hash of every block of a captured shard, computed on the update threads.
     pub fn hash_blocks(&self, captured: &Captured<'_>) -> Vec<(BlockId, BlockHash)> {
         let first = self.layout.shard_blocks(captured.shard).start;
-        let blocks = (0..captured.state.master.len() / BLOCK).collect();
+        let blocks = (0..captured.state.blocks()).collect();
         self.compute.blocks(blocks, |block: usize| {
             let mut hasher = blake3::Hasher::new();
-            for array in [captured.state.master, captured.state.first, captured.state.second] {
-                let range = block * BLOCK..(block + 1) * BLOCK;
-                hasher.update(bytemuck::cast_slice(array.get(range).unwrap_or_default()));
+            for bytes in captured.state.block(block).arrays {
+                hasher.update(bytes);
             }
             (BlockId(first + block as u32), *hasher.finalize().as_bytes())
         })

@@ -8,11 +8,11 @@ use super::{
     compute::BLOCK,
 };
 use crate::{
-    kernels::{Gradient, ImageMut, Scalars, State, update},
+    kernels::{Gradient, ImageMut, Random, Scalars, update, update_low},
     lock,
     memory::Region,
     step::Work,
-    tier::{StateRef, Turn},
+    tier::{StateMut, Turn},
 };
 
 /// One block's part of everything an update touches.
@@ -21,7 +21,7 @@ struct Block<'a> {
     /// Inside its shard.
     index: usize,
     gradient: Gradient<'a>,
-    state: State<'a>,
+    state: StateMut<'a>,
     image: ImageMut<'a>,
 }
 
@@ -77,9 +77,9 @@ impl Job {
             let blocks = self.cut(owned, whole, state, region);
             self.compute.blocks(blocks, |mut block| {
                 let index = block.index;
-                if let Turn::Go(number) = guard.begin(index, StateRef::from(&block.state)) {
-                    self.update_block(&mut block, &scalars, commit.compensation as f32);
-                    guard.end(index, number, StateRef::from(&block.state), block.image.bytes());
+                if let Turn::Go(number) = guard.begin(index, block.state.as_ref()) {
+                    self.update_block(&mut block, &scalars, applied, commit.compensation as f32);
+                    guard.end(index, number, block.state.as_ref(), block.image.bytes());
                 }
             });
         })?;
@@ -91,36 +91,39 @@ impl Job {
         &self,
         owned: usize,
         whole: Gradient<'a>,
-        state: State<'a>,
+        state: StateMut<'a>,
         image: &'a mut Region,
     ) -> Vec<Block<'a>> {
         let first_block = self.layout.shard_range(self.owned[owned]).start / BLOCK_ELEMENTS;
-        let mut master = state.master.chunks_mut(BLOCK);
-        let mut first = state.first.chunks_mut(BLOCK);
-        let mut second = state.second.chunks_mut(BLOCK);
         let images = image_blocks(image, self.spec.image_dtype, BLOCK);
-        let blocks = images.into_iter().enumerate().map(|(index, image)| Block {
+        let blocks = state.blocks().zip(images).enumerate().map(|(index, (state, image))| Block {
             id: BlockId(first_block as u32 + index as u32),
             index,
             gradient: whole.slice(index * BLOCK..(index + 1) * BLOCK),
-            // A slot the rule does not use stays an empty slice.
-            state: State {
-                master: master.next().unwrap_or_default(),
-                first: first.next().unwrap_or_default(),
-                second: second.next().unwrap_or_default(),
-            },
+            state,
             image,
         });
         blocks.collect()
     }
 
     /// A block is cut once more where the param group changes.
-    fn update_block(&self, block: &mut Block<'_>, scalars: &[Scalars], compensation: f32) {
+    fn update_block(&self, block: &mut Block<'_>, scalars: &[Scalars], applied: u64, compensation: f32) {
         let Block { id, gradient, state, image, .. } = block;
-        for (range, group) in self.layout.block_groups(*id) {
+        let isa = self.compute.isa();
+        let groups = self.layout.block_groups(*id);
+        if !self.spec.formats.is_fp32() {
+            let segments: Vec<_> =
+                groups.into_iter().map(|(range, group)| (range, &scalars[group as usize])).collect();
+            let first_element = u64::from(id.0) * BLOCK_ELEMENTS;
+            let random = Random { seed: self.spec.formats.seed, step: applied, first_element };
+            let image = image.slice(0..BLOCK);
+            return update_low(isa, &segments, *gradient, state.low(), image, compensation, random);
+        }
+        let mut state = state.f32();
+        for (range, group) in groups {
             let scalars = &scalars[group as usize];
             let (gradient, state) = (gradient.slice(range.clone()), state.slice(range.clone()));
-            update(self.compute.isa(), scalars, gradient, state, image.slice(range), compensation);
+            update(isa, scalars, gradient, state, image.slice(range), compensation);
         }
     }
 }

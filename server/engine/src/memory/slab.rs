@@ -1,13 +1,15 @@
 //! One anonymous mapping for all buffers of a kind, cut into exclusive regions.
 
 use std::{
-    fs, io,
+    fs::{self, File},
+    io,
     ops::Range,
     path::Path,
     sync::{Arc, Mutex, Once},
 };
 
 use memmap2::{Advice, MmapMut, MmapOptions};
+use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Region, SharedFile};
 use crate::{lock, threads::Pool};
@@ -66,6 +68,22 @@ impl Slab {
         }
         // A place in the mapping is the same place in the file.
         Ok((Slab { map, start: 0 }, file))
+    }
+
+    /// Maps the start of a file that outlives the process, with its space reserved: a store to a page that the file
+    /// system cannot give would kill the process. What the file holds already stays.
+    #[allow(unsafe_code)]
+    pub fn over_file(file: &File, bytes: usize) -> Result<Slab, AllocationError> {
+        let bytes = bytes.max(REGION_ALIGN);
+        let failed = |source: io::Error| AllocationError { bytes, source };
+        fallocate(file, FallocateFlags::empty(), 0, bytes as u64).map_err(|error| failed(error.into()))?;
+        // SAFETY: the file is private to this user and its folder is locked by this process, so that nobody else
+        // truncates it or writes to it.
+        let map = unsafe { MmapOptions::new().len(bytes).map_mut(file) }.map_err(failed)?;
+        if bytes >= HUGE_PAGE_BYTES && map.advise(Advice::HugePage).is_err() {
+            tracing::debug!("no huge pages in this file system");
+        }
+        Ok(Slab { map, start: 0 })
     }
 
     /// Cuts the slab into exclusive regions, in order, and touches all of them: no later step pays for a page fault,

@@ -7,7 +7,8 @@
 
 use std::hint::black_box;
 
-/// Cache lines are moved for 64 elements of every array at a time, so an element may take any whole number of bytes.
+/// Cache lines are moved for 64 elements of every array at a time: as many of each as an element has whole bytes. What an
+/// array has beyond that, as the scales of 8-bit moments, follows at the end.
 const GROUP: usize = 64;
 const LINE: usize = 64;
 
@@ -31,8 +32,8 @@ impl Traffic<'_> {
     /// Moves the bytes of `elements` elements with the widest registers of this CPU.
     ///
     /// # Panics
-    /// If `elements` is not a multiple of 64, an array is not a whole number of bytes an element, or the written array
-    /// does not start on a cache line.
+    /// If `elements` is not a multiple of 64, an array is not whole cache lines, the read or the written one is not a
+    /// whole number of bytes an element, or the written one does not start on a cache line.
     pub fn run(self, elements: usize) {
         assert!(elements.is_multiple_of(GROUP), "{elements} elements are not a multiple of {GROUP}");
         assert_eq!(self.write.as_ptr().align_offset(LINE), 0, "the written array starts inside a cache line");
@@ -44,7 +45,11 @@ impl Traffic<'_> {
         let arrays = Arrays {
             groups: elements / GROUP,
             read: (self.read.as_ptr(), lines(self.read.len())),
-            update: [master, first, second].map(|array| (array.as_mut_ptr(), lines(array.len()))),
+            update: [master, first, second].map(|array| {
+                assert!(array.len().is_multiple_of(LINE), "{} bytes of state", array.len());
+                let lines = array.len() / elements.max(1);
+                (array.as_mut_ptr(), lines, array.len() / LINE - elements / GROUP * lines)
+            }),
             write: (self.write.as_mut_ptr(), lines(self.write.len())),
         };
         #[cfg(target_arch = "x86_64")]
@@ -64,11 +69,12 @@ impl Traffic<'_> {
     }
 }
 
-/// Each array with its lines a group: 64 elements of n bytes are n lines of 64 bytes.
+/// Each array with its lines a group: 64 elements of n bytes are n lines of 64 bytes. Those that are updated also with
+/// their lines after the last group.
 struct Arrays {
     groups: usize,
     read: (*const u8, usize),
-    update: [(*mut u8, usize); 3],
+    update: [(*mut u8, usize, usize); 3],
     write: (*mut u8, usize),
 }
 
@@ -91,10 +97,10 @@ macro_rules! loops {
                     mixed = $xor(mixed, $load(line(read, index, part).cast_const()));
                 }
             }
-            for array in $arrays.update {
-                for index in 0..array.1 {
+            for (start, lines, _) in $arrays.update {
+                for index in 0..lines {
                     for part in 0..parts {
-                        let at = line(array, index, part);
+                        let at = line((start, lines), index, part);
                         $store(at, $xor(zero, $load(at.cast_const())));
                     }
                 }
@@ -103,6 +109,13 @@ macro_rules! loops {
                 for part in 0..parts {
                     $stream(line($arrays.write, index, part), mixed);
                 }
+            }
+        }
+        for (start, lines, rest) in $arrays.update {
+            let rest_at = start.add($arrays.groups * lines * LINE).cast::<$vector>();
+            for part in 0..rest * (LINE / size_of::<$vector>()) {
+                let at = rest_at.add(part);
+                $store(at, $xor(zero, $load(at.cast_const())));
             }
         }
         black_box(mixed);
@@ -168,7 +181,8 @@ mod tests {
     #[test]
     fn moves_everything_and_changes_no_state() {
         let elements = 4 * GROUP;
-        let sizes = [2, 4, 4, 1, 2].map(|bytes| elements * bytes);
+        // The fourth as 8-bit moments, with a line of scales.
+        let sizes = [2 * elements, 4 * elements, 4 * elements, elements + LINE, 2 * elements];
         let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
         let mut regions = slab.carve(&sizes, &Pool::new(1).unwrap()).unwrap();
         for (index, region) in regions.iter_mut().enumerate() {
@@ -182,7 +196,7 @@ mod tests {
         write.bytes_mut().fill(9);
         let update = [master.bytes_mut(), first.bytes_mut(), second.bytes_mut()];
         let traffic = Traffic { read: read.bytes(), update, write: write.bytes_mut() };
-        assert_eq!(traffic.bytes(), elements * (2 + 2 * 9 + 2));
+        assert_eq!(traffic.bytes(), elements * (2 + 2 * 9 + 2) + 2 * LINE);
         traffic.run(elements);
         assert!((1..4).all(|index| regions[index].bytes() == before[index]));
         assert!(regions[4].bytes().chunks(LINE).all(|line| line.iter().any(|&byte| byte != 0 && byte != 9)));

@@ -14,6 +14,7 @@ use super::{
     refusal::Refusal,
     shard::{Place, ShardProgress},
 };
+use crate::tier::Record;
 
 /// Commits kept for ranks that ask late. A rank is at most two steps behind while it is alive; one that joins again
 /// needs the last one only.
@@ -140,6 +141,39 @@ impl Machine {
         Ok(())
     }
 
+    /// After a restart, with state and contributions as they were: the last decided steps, oldest first; the version that
+    /// each shard has reached, and the last steps that are all summed there; who had joined. Returns the updates that
+    /// remain.
+    pub fn resume_updates(
+        &mut self,
+        records: Vec<Record>,
+        shards: &[(Version, [Step; 2])],
+        incarnations: &[Option<Incarnation>],
+    ) -> Result<Vec<Work>, Refusal> {
+        self.check_loading()?;
+        self.phase = Phase::Training;
+        for Record { version, applied, commit } in records {
+            (self.version, self.applied) = (version, applied);
+            self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale: None }));
+        }
+        for (rank, incarnation) in self.ranks.iter_mut().zip(incarnations) {
+            rank.incarnation = *incarnation;
+        }
+        let oldest = shards.iter().map(|(version, _)| version.0).min().unwrap_or(self.version.0);
+        let newest = self.version.0 + self.spec.gradient_slots() as u64;
+        for (shard, (version, summed)) in self.shards.iter_mut().zip(shards) {
+            shard.version = *version;
+            let decided = (version.0 + 1..=self.version.0).map(Step);
+            let summed = summed.iter().filter(|step| (self.version.0 + 1..=newest).contains(&step.0));
+            for step in decided.chain(summed.copied()) {
+                shard.slot_mut(step).take_over(step, self.spec.micro_steps);
+            }
+        }
+        let first = |step: Step| self.shards.iter().position(|shard| shard.version < step.version());
+        let steps = (oldest + 1..=self.version.0).map(Step);
+        Ok(steps.filter_map(|step| first(step).map(|owned| Work::Update { owned, step })).collect())
+    }
+
     pub fn check_loading(&self) -> Result<(), Refusal> {
         match self.phase {
             Phase::Loading => Ok(()),
@@ -181,6 +215,20 @@ impl Machine {
         self.ranks[rank.index()] =
             RankState { incarnation: Some(incarnation), left: false, last_step: Step(0) };
         Ok(Admission::Duplicate)
+    }
+
+    pub fn incarnation(&self, rank: Rank) -> Option<Incarnation> {
+        self.ranks.get(rank.index()).and_then(|state| state.incarnation)
+    }
+
+    /// Checks that a process which has not joined yet is newer than any that has.
+    pub fn check_newer(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        let world_size = self.spec.world_size;
+        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
+        match state.incarnation {
+            Some(current) if current >= incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+            _ => Ok(()),
+        }
     }
 
     pub fn leave(&mut self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {

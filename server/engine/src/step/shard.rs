@@ -104,11 +104,11 @@ impl StepSlot {
                 earlier: seal.crc32,
             });
         }
-        if self.complete
-            || self.summing
-            || contribution.micro_step.0 != self.summed
-            || rank.writing.get(chunk.chunk.0)
-        {
+        if self.complete {
+            // All of it was summed by an earlier process, which knew the seals.
+            return Ok(Place::Duplicate);
+        }
+        if self.summing || contribution.micro_step.0 != self.summed || rank.writing.get(chunk.chunk.0) {
             return Ok(Place::Busy);
         }
         self.step = Some(contribution.step);
@@ -155,6 +155,11 @@ impl StepSlot {
             rank.stored.clear();
         }
         self.complete
+    }
+
+    /// An earlier process had summed all of the step.
+    pub(super) fn take_over(&mut self, step: Step, micro_steps: u32) {
+        (self.step, self.summed, self.complete) = (Some(step), micro_steps, true);
     }
 
     /// The step is decided and its gradient used up.

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::fault::{FIELD, conflict, corrupt, internal, io};
 
 const HEADER_FILE: &str = "header.json";
+const FOLDER: &str = "server-";
 const FORMAT: &str = "longshore-state";
 const FORMAT_VERSION: u32 = 1;
 const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
@@ -48,6 +49,32 @@ struct Envelope {
 pub(super) struct Folder {
     pub(super) path: PathBuf,
     _lock: File,
+}
+
+/// A state directory that no other server may use while this lives: after a crash each must find its own jobs alone.
+pub struct Claim {
+    _lock: File,
+}
+
+impl Claim {
+    pub fn take(dir: &Path) -> Result<Claim, Fault> {
+        let file = File::open(dir).map_err(io("open", dir))?;
+        if !dir.is_dir() {
+            return Err(io("open", dir)(ErrorKind::NotADirectory.into()));
+        }
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Claim { _lock: file }),
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let value = format!("{} (in use by another server)", dir.display());
+                Err(conflict(
+                    value,
+                    "one server's own",
+                    "give each server of this host a directory of its own",
+                ))
+            }
+            Err(error) => Err(io("lock", dir)(error.into())),
+        }
+    }
 }
 
 /// A job found in the state directories.
@@ -126,7 +153,7 @@ impl Header {
 impl Folder {
     /// `<dir>/<job>/server-<i>-of-<n>`: servers of one host may share a directory.
     pub(super) fn path(dir: &Path, job: &JobName, server: ServerId, servers: usize) -> PathBuf {
-        dir.join(job.as_str()).join(format!("server-{}-of-{servers}", server.0))
+        dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
     /// Makes the folder if need be and takes it.
@@ -187,23 +214,40 @@ impl Folder {
     }
 }
 
-/// The jobs that a restarted server should open again. A folder that cannot be read is logged and left alone.
-pub fn stored_jobs(dirs: &[PathBuf]) -> Vec<StoredJob> {
-    let mut found: Vec<StoredJob> = Vec::new();
+/// What state directories hold for a server that starts.
+#[derive(Default)]
+pub struct Stored {
+    pub jobs: Vec<StoredJob>,
+    /// Of which jobs a folder cannot be read, and why. They are left alone.
+    pub unreadable: Vec<(JobName, Fault)>,
+}
+
+/// The jobs that a restarted server should open again.
+pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
+    let mut stored = Stored::default();
     let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
-    for folder in dirs.iter().flat_map(|dir| entries(dir)).flat_map(|job| entries(&job).collect::<Vec<_>>()) {
-        match Header::read(&folder) {
-            Ok(Some(Header { spec, placement, server, durable: true, .. })) => {
-                let job = StoredJob { spec, placement, server };
-                if !found.contains(&job) {
-                    found.push(job);
+    for job in dirs.iter().flat_map(|dir| entries(dir)) {
+        let name = job.file_name().and_then(|name| JobName::parse("job", &name.to_string_lossy()).ok());
+        // Anything else is not ours.
+        let Some(name) = name else { continue };
+        let ours = |folder: &PathBuf| {
+            folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(FOLDER))
+                && folder.is_dir()
+        };
+        for folder in entries(&job).filter(ours) {
+            match Header::read(&folder) {
+                Ok(Some(Header { spec, placement, server, durable: true, .. })) => {
+                    let job = StoredJob { spec, placement, server };
+                    if !stored.jobs.contains(&job) {
+                        stored.jobs.push(job);
+                    }
                 }
+                Ok(_) => {}
+                Err(fault) => stored.unreadable.push((name.clone(), fault)),
             }
-            Ok(_) => {}
-            Err(fault) => tracing::error!(folder = %folder.display(), %fault, "not a job that can be opened"),
         }
     }
-    found
+    stored
 }
 
 /// What to say when some of a job's folders are there and one is not.

@@ -4,47 +4,53 @@ use std::sync::Mutex;
 
 use longshore_proto::{Fault, TierKind, Version};
 
-use super::{Guard, StateRef, Tier, Unguarded};
+use super::{Guard, Shape, StateMut, StateRef, Tier, Unguarded};
 use crate::{
-    kernels::State,
     lock,
     memory::{AllocationError, Region, Slab},
     threads::Pool,
 };
 
 pub struct MemoryTier {
+    shape: Shape,
     shards: Vec<Mutex<Shard>>,
 }
 
-struct Shard {
-    master: Region,
-    first: Region,
-    second: Region,
-}
+/// Master weights, first and second moments.
+type Shard = [Region; 3];
 
 impl MemoryTier {
-    /// `lengths`: elements of each owned shard. `state_slots`: fp32 arrays beside the master weights, 0 to 2.
+    /// `lengths`: elements of each owned shard.
+    pub fn allocate(lengths: &[usize], shape: Shape, pool: &Pool) -> Result<MemoryTier, AllocationError> {
+        let slab = Slab::allocate(MemoryTier::bytes(lengths, shape))?;
+        MemoryTier::over(slab, lengths, shape, pool)
+    }
+
+    /// What `over` needs.
+    pub(super) fn bytes(lengths: &[usize], shape: Shape) -> usize {
+        Slab::bytes_for(sizes(lengths, shape))
+    }
+
     /// `pool`: what will update them.
-    pub fn allocate(
+    pub(super) fn over(
+        slab: Slab,
         lengths: &[usize],
-        state_slots: usize,
+        shape: Shape,
         pool: &Pool,
     ) -> Result<MemoryTier, AllocationError> {
-        let mut sizes = Vec::with_capacity(lengths.len() * 3);
-        for &length in lengths {
-            // A shard's arrays lie beside each other: an update walks all three at once.
-            let slot = |index: usize| if index < state_slots { length * 4 } else { 0 };
-            sizes.extend([length * 4, slot(0), slot(1)]);
-        }
-        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes, pool)?.into_iter();
+        let mut regions = slab.carve(&sizes(lengths, shape), pool)?.into_iter();
         let mut shards = Vec::with_capacity(lengths.len());
         while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
         {
-            shards.push(Mutex::new(Shard { master, first, second }));
+            shards.push(Mutex::new([master, first, second]));
         }
-        Ok(MemoryTier { shards })
+        Ok(MemoryTier { shape, shards })
     }
+}
+
+/// A shard's arrays lie beside each other: an update walks all three at once.
+fn sizes(lengths: &[usize], shape: Shape) -> Vec<usize> {
+    lengths.iter().flat_map(|&length| shape.arrays(length)).collect()
 }
 
 impl Tier for MemoryTier {
@@ -52,10 +58,9 @@ impl Tier for MemoryTier {
         TierKind::Memory
     }
 
-    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault> {
+    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut shard = lock(&self.shards[owned]);
-        let Shard { master, first, second } = &mut *shard;
-        load(State { master: master.f32_mut(), first: first.f32_mut(), second: second.f32_mut() });
+        load(StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
         Ok(())
     }
 
@@ -63,14 +68,14 @@ impl Tier for MemoryTier {
         &self,
         owned: usize,
         _version: Version,
-        update: &mut dyn FnMut(State<'_>, &dyn Guard),
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
         self.load(owned, &mut |state| update(state, &Unguarded))
     }
 
     fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
         let shard = lock(&self.shards[owned]);
-        read(StateRef { master: shard.master.f32(), first: shard.first.f32(), second: shard.second.f32() });
+        read(StateRef::new(self.shape, shard.each_ref().map(Region::bytes)));
         Ok(())
     }
 }

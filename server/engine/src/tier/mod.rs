@@ -1,28 +1,31 @@
-//! Where a job's fp32 state lives. The step protocol is the same on every tier.
+//! Where a job's state lives. The step protocol is the same on every tier.
 
 mod fault;
 mod folder;
+pub mod inspect;
 mod memory;
 pub mod nvme;
 mod record;
+pub mod shm;
+mod state;
 
 use std::{path::PathBuf, sync::Arc};
 
-use longshore_proto::{Commit, Fault, TierKind, Version};
+use longshore_proto::{Commit, Fault, Incarnation, Rank, Step, TierKind, Version};
 
-pub use folder::{Header, StoredJob, stored_jobs};
+pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
+pub use state::{Shape, StateMut, StateRef};
 
-use crate::{
-    io::{Engine, OpenDisk},
-    kernels::State,
-};
+use crate::io::{Engine, OpenDisk};
 
 /// How this server stores jobs whose tier outlives it.
 #[derive(Clone)]
 pub struct Storage {
     /// Each job gets a folder in each of them; its shards are striped over all.
     pub dirs: Vec<PathBuf>,
+    /// Folder of a tmpfs for jobs with tier `shm`.
+    pub shm_dir: Option<PathBuf>,
     pub engine: Engine,
     /// In place of files; for tests.
     pub disks: Option<Arc<dyn OpenDisk>>,
@@ -52,6 +55,7 @@ impl Default for Storage {
     fn default() -> Storage {
         Storage {
             dirs: Vec::new(),
+            shm_dir: None,
             engine: Engine::Auto,
             disks: None,
             resident_bytes: 0,
@@ -60,20 +64,6 @@ impl Default for Storage {
             durability: Durability::EachVersion,
             at_most: None,
         }
-    }
-}
-
-/// A shard's master weights and optimizer state, whole blocks. Unused slots are empty.
-#[derive(Clone, Copy)]
-pub struct StateRef<'a> {
-    pub master: &'a [f32],
-    pub first: &'a [f32],
-    pub second: &'a [f32],
-}
-
-impl<'a> From<&'a State<'_>> for StateRef<'a> {
-    fn from(state: &'a State<'_>) -> StateRef<'a> {
-        StateRef { master: state.master, first: state.first, second: state.second }
     }
 }
 
@@ -134,14 +124,14 @@ pub trait Tier: Send + Sync {
     fn kind(&self) -> TierKind;
 
     /// Before a job starts: fills a shard, in any number of calls.
-    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault>;
+    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
 
     /// Runs the update that makes `version` of a shard.
     fn update(
         &self,
         owned: usize,
         version: Version,
-        update: &mut dyn FnMut(State<'_>, &dyn Guard),
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault>;
 
     /// Runs what makes `version` of a shard in a step that is skipped: its state stays.
@@ -158,6 +148,12 @@ pub trait Tier: Send + Sync {
         Ok(())
     }
 
+    /// A rank has joined. `over`: it sends again what no decided step needs.
+    fn joined(&self, _rank: Rank, _incarnation: Incarnation, _over: bool) {}
+
+    /// All contributions to an undecided step are summed on a shard; called before anyone is told so.
+    fn complete(&self, _owned: usize, _step: Step) {}
+
     /// A step is decided; called before anyone is told so.
     fn decide(&self, _record: &Record) -> Result<(), Fault> {
         Ok(())
@@ -171,6 +167,16 @@ pub trait Tier: Send + Sync {
     /// The newest version that a crash cannot take back; None where no step has to wait for it.
     fn durable(&self) -> Option<Version> {
         None
+    }
+
+    /// Bytes written to drives since the job was opened.
+    fn written_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Whether the version before the newest is kept whole, so that a job can be opened at it.
+    fn keeps_previous(&self) -> bool {
+        false
     }
 
     /// The error after which nothing of this tier may be used.

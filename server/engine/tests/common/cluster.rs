@@ -71,8 +71,10 @@ impl Cluster {
             job.map(Arc::new)
         };
         let jobs = (0..servers).map(open).collect::<Result<Vec<_>, Fault>>()?;
-        let works = vec![VecDeque::new(); servers];
-        let incarnations = vec![Incarnation(0); spec.world_size as usize];
+        let works = jobs.iter().map(|job: &Arc<Job>| VecDeque::from(job.take_unfinished())).collect();
+        let known = |rank: usize| jobs.iter().filter_map(|job| job.ranks()[rank].incarnation).max();
+        let incarnations =
+            (0..spec.world_size as usize).map(|rank| known(rank).unwrap_or_default()).collect();
         Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, incarnations })
     }
 
@@ -278,7 +280,7 @@ impl Cluster {
             let sink = Arc::clone(&found);
             let capture = move |_: usize, captured: longshore_engine::job::Captured<'_>| {
                 let state = captured.state;
-                let arrays = [state.master, state.first, state.second].map(<[f32]>::to_vec);
+                let arrays = state.arrays.map(|array| bytemuck::cast_slice::<u8, f32>(array).to_vec());
                 sink.lock().unwrap().push((captured.shard, arrays));
                 Ok(())
             };

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 pub(crate) mod cluster;
+pub(crate) mod low;
 pub(crate) mod reference;
 
 use longshore_proto::{
@@ -67,6 +68,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
         max_delay: 0,
         shard_elements: BLOCK_ELEMENTS,
         tier: TierKind::Memory,
+        formats: Default::default(),
     }
 }
 

@@ -3,9 +3,11 @@
 
 use std::ops::Range;
 
-use longshore_proto::{Commit, Dtype, Hyper, JobSpec, Rule, Version, checksum::state_hash};
+use longshore_proto::{
+    Commit, Dtype, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
+};
 
-use super::{BLOCK, decode, encode};
+use super::{BLOCK, decode, encode, low::Low};
 
 /// Each parameter starts at the next multiple of 64 elements.
 pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
@@ -37,6 +39,8 @@ pub(crate) struct Reference {
     pub(crate) second: Vec<f32>,
     /// Wire bytes, as they are pulled.
     pub(crate) image: Vec<u8>,
+    /// In place of the three arrays, where any of them is not fp32.
+    low: Option<Low>,
 }
 
 impl Reference {
@@ -47,6 +51,12 @@ impl Reference {
         for (param, start) in spec.params.iter().zip(starts) {
             group[start..].fill(param.group);
         }
+        let fp32 = spec.formats.state == StateFormat::F32 && spec.formats.master == MasterFormat::F32;
+        let low = (!fp32).then(|| Low::new(spec, initial));
+        let image = match &low {
+            Some(low) => encode(&low.master(), spec.image_dtype),
+            None => encode(initial, spec.image_dtype),
+        };
         Reference {
             group,
             version: 0,
@@ -54,7 +64,8 @@ impl Reference {
             master: initial.to_vec(),
             first: slot(0),
             second: slot(1),
-            image: encode(initial, spec.image_dtype),
+            image,
+            low,
             spec: spec.clone(),
         }
     }
@@ -68,6 +79,10 @@ impl Reference {
             return;
         }
         self.applied += 1;
+        if let Some(low) = &mut self.low {
+            self.image = low.step(&self.spec, &self.group, self.applied, &gradient, commit);
+            return;
+        }
         let multiplier = (commit.clip_coefficient / commit.gradient_scale) as f32;
         let compensation = commit.compensation as f32;
         let mut emitted = vec![0.0; self.master.len()];
@@ -84,10 +99,18 @@ impl Reference {
         self.image = encode(&emitted, self.spec.image_dtype);
     }
 
+    /// Master weights in fp32, whatever they are kept in.
+    pub(crate) fn weights(&self) -> Vec<f32> {
+        self.low.as_ref().map_or_else(|| self.master.clone(), Low::master)
+    }
+
     pub(crate) fn hash(&self) -> String {
         let blocks = self.master.len() / BLOCK;
         let hashes: Vec<[u8; 32]> = (0..blocks)
             .map(|block| {
+                if let Some(low) = &self.low {
+                    return low.hash(block);
+                }
                 let mut hasher = blake3::Hasher::new();
                 for array in [&self.master, &self.first, &self.second] {
                     for x in array.iter().skip(block * BLOCK).take(BLOCK) {

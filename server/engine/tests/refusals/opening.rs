@@ -7,7 +7,8 @@ use longshore_engine::{
     tier::Storage,
 };
 use longshore_proto::{
-    Dtype, Epoch, Fault, FaultKind, JobName, JobSpec, Param, Placement, Rule, ServerId, TierKind,
+    Dtype, Epoch, Fault, FaultKind, Formats, JobName, JobSpec, MasterFormat, Param, Placement, Rule,
+    ServerId, StateFormat, TierKind,
 };
 
 use super::{
@@ -107,6 +108,9 @@ const OTHER_SPECS: &[(Change, &str)] = &[
     (|s| s.max_delay = 1, "spec.max_delay"),
     (|s| s.shard_elements *= 2, "spec.shard_elements"),
     (|s| s.tier = TierKind::Shm, "spec.tier"),
+    (|s| s.formats.state = StateFormat::Bf16, "spec.state_format"),
+    (|s| s.formats.master = MasterFormat::Bf16, "spec.master_format"),
+    (|s| s.formats.seed = 1, "spec.rounding_seed"),
 ];
 
 #[test]
@@ -149,12 +153,13 @@ fn placements_name_each_shards_owner() {
 }
 
 /// By hand: 7 blocks here of 65536 elements; 16 bytes of AdamW state less gradient (12), two bf16 images (4), fp32
-/// contributions of two ranks (8), fp32 sums (4).
+/// contributions of two ranks (8), fp32 sums (4); and 7 MiB for each of their two connections.
 #[test]
 fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     let spec = small();
     let elements = 7 * BLOCK as u64;
-    let bytes = elements * (12 + 4 + 8 + 4);
+    let transfers = 2 * 2 * (7 << 20);
+    let bytes = elements * (12 + 4 + 8 + 4) + transfers;
     let layout = spec.validate().unwrap();
     let owned = placement(&spec, 2).owned(ServerId(0));
     assert_eq!(Need::of(&spec, &layout, &owned, &Storage::default()).total(), bytes);
@@ -164,7 +169,7 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert_eq!((job.memory_bytes(), budget.reserved()), (bytes, bytes));
     let fault = open(&spec, placement(&spec, 2), 0, &budget).err().unwrap();
     check(&fault, (Exhausted, "memory", &["at most 1000", "raise --memory", "delete another job"]));
-    for number in [bytes, elements * 12, elements * 4, elements * 8, bytes + 1000, bytes - 1000] {
+    for number in [bytes, transfers, elements * 12, elements * 4, elements * 8, bytes + 1000, bytes - 1000] {
         assert!(fault.to_string().contains(&number.to_string()), "no {number} in: {fault}");
     }
     assert_eq!(budget.reserved(), bytes);
@@ -172,4 +177,25 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert_eq!(budget.reserved(), 0);
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes - 1)).is_err());
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes)).is_ok());
+}
+
+/// By hand: of the 12 bytes of fp32 state, 2 and 2 and 2 in bf16, and 2 and 1 and 1 with a scale of 4 bytes for each 256 elements
+/// and moment. The slabs that are then allocated are as large.
+#[test]
+fn state_in_fewer_bits_needs_fewer_bytes() {
+    let elements = 7 * BLOCK as u64;
+    let need = |state, master| {
+        let spec = JobSpec { formats: Formats { state, master, seed: 0 }, ..small() };
+        let layout = spec.validate().unwrap();
+        let owned = placement(&spec, 2).owned(ServerId(0));
+        let need = Need::of(&spec, &layout, &owned, &Storage::default());
+        let budget = Budget::new(need.total());
+        let job = open(&spec, placement(&spec, 2), 0, &budget).unwrap();
+        assert_eq!(job.memory_bytes(), need.total());
+        need.state
+    };
+    assert_eq!(need(StateFormat::F32, MasterFormat::F32), elements * 12);
+    assert_eq!(need(StateFormat::Bf16, MasterFormat::Bf16), elements * 6);
+    assert_eq!(need(StateFormat::Bf16, MasterFormat::F32), elements * 8);
+    assert_eq!(need(StateFormat::Block8, MasterFormat::Bf16), elements * 4 + 2 * elements / 64);
 }

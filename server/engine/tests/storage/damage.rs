@@ -2,8 +2,8 @@
 
 use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
 
-use longshore_engine::tier::{Storage, nvme::inspect};
-use longshore_proto::{FaultKind, Version};
+use longshore_engine::tier::{Storage, inspect::inspect};
+use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, StateFormat, Version};
 
 use super::{
     BLOCK, Dirs, check,
@@ -126,8 +126,14 @@ fn every_flipped_byte_of_a_header_is_found() {
 
 #[test]
 fn inspection_reads_everything_and_says_what_can_be_recovered() {
-    for max_delay in [0, 1] {
-        let spec = small(max_delay);
+    let block = BLOCK as u64;
+    // Bytes of a shard's slot of one block, and of what comes before its second moments.
+    let fp32 = (Formats::default(), 12 * block, 8 * block);
+    let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 5 };
+    // 2 bytes and twice a byte an element, and twice 256 scales: half a sector more than whole ones.
+    let low = (low, 4 * block + 4096, 3 * block + 1024);
+    for (max_delay, (formats, slot_bytes, second)) in [(0, fp32), (1, fp32), (0, low), (1, low)] {
+        let spec = JobSpec { formats, ..small(max_delay) };
         let dirs = Dirs::new(2);
         let mut cluster = started(&spec, &dirs.storage);
         run_steps(&mut cluster, 1..=3);
@@ -145,13 +151,14 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
         // The second shard's first block, in the slot of version 3.
         let folder = dirs.folder(1);
         let slot = u64::from(inspect(&folder).unwrap().versions[1].state_slot);
-        flip_file(&folder.join("data"), TABLES + 5 * 4096 + slot * 12 * BLOCK as u64 + 99);
-        let report = inspect(&folder).unwrap();
-        assert_eq!(report.recoverable(), Some(Version(2)));
-        assert!(
-            report.versions[1].damaged[0].contains("shard 1, block 0"),
-            "{:?}",
-            report.versions[1].damaged
-        );
+        for inside in [99, second, slot_bytes.min(second + block) - 1] {
+            let at = TABLES + 5 * 4096 + slot * slot_bytes + inside;
+            flip_file(&folder.join("data"), at);
+            let report = inspect(&folder).unwrap();
+            assert_eq!(report.recoverable(), Some(Version(2)));
+            let damaged = &report.versions[1].damaged;
+            assert!(damaged[0].contains("shard 1, block 0"), "byte {inside}: {damaged:?}");
+            flip_file(&folder.join("data"), at);
+        }
     }
 }

@@ -104,7 +104,10 @@ fn wrong_directories_are_named_and_left_as_they_are() {
     refused(&dirs.storage, FaultKind::Conflict, &["in use by another process", "stop the other server"]);
     drop(cluster);
     let found = stored_jobs(&dirs.storage.dirs);
-    assert_eq!((found.len(), found[0].spec.clone(), found[0].server), (1, spec.clone(), ServerId(0)));
+    assert_eq!(
+        (found.jobs.len(), found.jobs[0].spec.clone(), found.jobs[0].server),
+        (1, spec.clone(), ServerId(0))
+    );
 
     // Another job under the same name.
     let mut other = spec.clone();

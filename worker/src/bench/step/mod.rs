@@ -20,7 +20,7 @@ use longshore_proto::{
     Dtype, JobName, JobSpec, Param, Rule, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
-use longshore_server::{Config, Server};
+use longshore_server::{Config, Server, config::StorageConfig};
 use serde_json::json;
 
 use self::{limits::Limits, rank::Measured};
@@ -78,6 +78,7 @@ impl Args {
         ensure!(self.rounds > 0 && self.steps > 0, "--rounds and --steps must be at least 1");
         ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
+        ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
         ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
         Ok(())
     }
@@ -101,6 +102,7 @@ impl Args {
             max_delay: self.delay,
             shard_elements: DEFAULT_SHARD_ELEMENTS,
             tier: self.tier,
+            formats: Default::default(),
         })
     }
 }
@@ -111,7 +113,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let socket = folder.path().join("bench.sock");
     let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
-    let config = Config { listen_unix: Some(socket.clone()), state_dirs: args.state_dir.clone(), ..defaults };
+    let storage = StorageConfig { state_dirs: args.state_dir.clone(), ..StorageConfig::default() };
+    let config = Config { listen_unix: Some(socket.clone()), storage, ..defaults };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let server = runtime.block_on(Server::start(config))?;
     let address = match args.transport {

@@ -125,6 +125,7 @@ fn spec(elements: u64) -> anyhow::Result<JobSpec> {
         max_delay: 0,
         shard_elements: DEFAULT_SHARD_ELEMENTS,
         tier: TierKind::Memory,
+        formats: Default::default(),
     })
 }
 

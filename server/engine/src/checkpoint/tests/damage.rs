@@ -146,9 +146,7 @@ fn a_failed_load_leaves_neither_images_nor_moments() {
     let target = Cluster::open(&spec(3, 1), 1);
     let job = &target.jobs[0];
     let failed = job.load(Version(0), 0, None, StoredImages::Current, &mut |shard, loaded| {
-        [loaded.state.master, loaded.state.first, loaded.state.second]
-            .into_iter()
-            .for_each(|array| array.fill(7.0));
+        loaded.state.arrays.into_iter().for_each(|array| array.fill(7));
         loaded.image.unwrap().fill(7);
         if shard.0 == 0 { Ok(()) } else { Err(Fault::invalid("test", "failing", "whole", "none")) }
     });

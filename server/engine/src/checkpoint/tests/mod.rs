@@ -44,6 +44,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
         max_delay,
         shard_elements: shard_blocks * BLOCK_ELEMENTS,
         tier: TierKind::Memory,
+        formats: Default::default(),
     }
 }
 

@@ -1,5 +1,6 @@
 //! What is restored is what was written, whatever the servers and shards.
 
+use longshore_proto::{FaultKind, Formats, MasterFormat, StateFormat};
 use safetensors::SafeTensors;
 
 use super::*;
@@ -49,6 +50,62 @@ fn every_rule_and_image_dtype_returns() {
             assert_eq!(restored.state_hash(), saved.state_hash(), "{name}");
         }
     }
+}
+
+#[test]
+fn state_in_fewer_bits_goes_on_undisturbed() {
+    let (_root, store) = store();
+    for (index, formats) in low_formats().into_iter().enumerate() {
+        for (max_delay, from, to) in [(0, 3, 2), (1, 1, 3)] {
+            let spec = |blocks| JobSpec { formats, ..spec(blocks, max_delay) };
+            let name = format!("c{index}-{max_delay}");
+            let saved = Cluster::trained(&spec(1), from, 2);
+            saved.save(&store, &name);
+            let restored = Cluster::open(&spec(2), to);
+            let infos = restored.restore(&store, &name).unwrap();
+            assert_eq!(infos[0].state_hash.as_deref(), Some(&*saved.state_hash()), "{formats:?}");
+            for step in 3..=5 {
+                saved.step(step);
+                restored.step(step);
+            }
+            assert_eq!(restored.state_hash(), saved.state_hash(), "{formats:?}");
+            assert_eq!(restored.image(Version(5)).unwrap(), saved.image(Version(5)).unwrap());
+        }
+    }
+}
+
+#[test]
+fn state_in_another_format_is_refused() {
+    let (_root, store) = store();
+    let formats = low_formats();
+    let block8 = JobSpec { formats: formats[1], ..spec(1, 0) };
+    Cluster::trained(&block8, 2, 1).save(&store, "block8");
+    let refused = |formats| {
+        let target = Cluster::open(&JobSpec { formats, ..spec(2, 0) }, 1);
+        let fault = target.restore(&store, "block8").unwrap_err();
+        assert!(target.is_loading(), "{fault}");
+        assert_eq!(fault.kind, FaultKind::Conflict, "{fault}");
+        fault
+    };
+    let fault = refused(Formats::default());
+    assert_eq!((&*fault.field, &*fault.value), ("spec.state_format", "fp32"));
+    assert!(fault.limit.starts_with("block8, as in the checkpoint"), "{fault}");
+    let fault = refused(formats[3]);
+    assert_eq!((&*fault.field, &*fault.value), ("spec.master_format", "bf16"));
+    assert!(fault.limit.starts_with("fp32, as in the checkpoint"), "{fault}");
+    // Another seed is as another world size: bits of its own from here on.
+    let seed = Formats { seed: 8, ..formats[1] };
+    Cluster::open(&JobSpec { formats: seed, ..spec(2, 0) }, 1).restore(&store, "block8").unwrap();
+}
+
+fn low_formats() -> [Formats; 4] {
+    let formats = |state, master| Formats { state, master, seed: 7 };
+    [
+        formats(StateFormat::Bf16, MasterFormat::F32),
+        formats(StateFormat::Block8, MasterFormat::F32),
+        formats(StateFormat::F32, MasterFormat::Bf16),
+        formats(StateFormat::Block8, MasterFormat::Bf16),
+    ]
 }
 
 #[test]

@@ -136,7 +136,7 @@ fn a_job_that_trains_is_not_restored_and_one_that_loads_is_not_written() {
     let loading = Cluster::open(&spec(1, 0), 1);
     let fault = store.write(&loading.jobs[0], "b", None, soon()).unwrap_err();
     assert_eq!((fault.kind, &*fault.field), (FaultKind::Precondition, "job.phase"));
-    let fault = store.write(&cluster.jobs[0], "b", Some(Version(7)), soon()).unwrap_err();
+    let fault = store.write(&cluster.jobs[0], "b", Some(Version(0)), soon()).unwrap_err();
     assert_eq!((fault.kind, &*fault.field), (FaultKind::Precondition, "version"));
     assert_eq!(files(&root.path().join("run")), ["a"], "a refused checkpoint leaves nothing behind");
 }

@@ -2,18 +2,19 @@
 //! once in and once out, so fewer bits are less traffic; see [`bytes_per_parameter`].
 //!
 //! Fewer bytes cost arithmetic. AdamW on a bf16 wire, one thread of a Zen 5 server with AVX-512 that moves 60 GB/s, in
-//! ns of CPU a parameter, over 64 Mi elements and on a block in cache:
+//! ns of CPU a parameter, over 200 M elements and on a block in cache (docs/update.md has what they consist of):
 //!
 //! | moments | master | bytes | ns | in cache |
 //! |---|---|---|---|---|
-//! | f32 | f32 | 28 | 0.46 | 0.22 |
-//! | bf16 | f32 | 20 | 0.41 | 0.31 |
-//! | 8 bits | f32 | 16 | 0.73 | 0.66 |
-//! | 8 bits | bf16 | 12 | 0.88 | 0.76 |
+//! | f32 | f32 | 28 | 0.47 | 0.23 |
+//! | bf16 | f32 | 20 | 0.40 | 0.34 |
+//! | 8 bits | f32 | 16 | 0.81 | 0.74 |
+//! | 8 bits | bf16 | 12 | 0.95 | 0.82 |
 //!
-//! So bf16 moments save a tenth of the time even where one core has that much of the memory to itself. 8-bit ones take
+//! So bf16 moments save a seventh of the time even where one core has that much of the memory to itself. 8-bit ones take
 //! the time of their arithmetic: on such a core they save memory, not time. From these numbers, they are as fast as
-//! f32 where a core gets 38 GB/s, and limited by memory below 24, as cores of a busy socket are.
+//! f32 where a core gets 38 GB/s, and limited by memory below 22, as cores of a busy socket are. Prefetching the next
+//! chunk made bf16 moments 18 % slower and 8-bit ones 7 %.
 //!
 //! An update decodes [`QUANTIZATION_BLOCK`]s into f32 on the stack, runs the rules that f32 state has on them, and
 //! encodes the result, all within L1. Encoding in an update rounds stochastically, for rounding to nearest stands
@@ -27,7 +28,8 @@ mod random;
 
 pub use self::code::Code;
 pub use self::random::Random;
-use longshore_proto::Rule;
+pub use longshore_proto::{MasterFormat, StateFormat};
+use longshore_proto::{Rule, limits::QUANTIZATION_ELEMENTS};
 
 pub(super) use self::code::Tables;
 pub(super) use self::drive::{CHUNK, Halves, Passes, decode, encode, update};
@@ -38,30 +40,9 @@ pub(super) use self::random::{Half, Key};
 use super::{Gradient, ImageMut};
 use std::ops::Range;
 
-/// Elements that share a scale in [`StateFormat::Block8`], and the unit of all calls on low-precision state.
-pub const QUANTIZATION_BLOCK: usize = 256;
-
-/// How a moment lies in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum StateFormat {
-    F32,
-    /// Stochastically rounded in updates. What is beyond the largest finite bf16 may round to infinity.
-    Bf16,
-    /// A [`Code`] of 8 bits per element and an f32 scale, the largest magnitude, per [`QUANTIZATION_BLOCK`].
-    ///
-    /// A block with an element that is not finite gets a NaN scale and decodes to NaN everywhere; a block without a
-    /// normal number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
-    Block8,
-}
-
-/// How master weights lie in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MasterFormat {
-    F32,
-    /// Stochastically rounded in updates. The image is made of the rounded weights, as it is when it is made anew
-    /// from stored ones.
-    Bf16,
-}
+/// Elements that share a scale in [`StateFormat::Block8`] (whose codes are [`Code`]s), and the unit of all calls on
+/// low-precision state.
+pub const QUANTIZATION_BLOCK: usize = QUANTIZATION_ELEMENTS;
 
 /// A moment to update.
 #[derive(Debug)]
@@ -183,26 +164,6 @@ impl StateLow<'_> {
         let slots = segments.first().map_or(0, |(_, scalars)| scalars.rule().state_slots());
         self.first.as_ref().check("first state slot", if slots > 0 { count } else { 0 });
         self.second.as_ref().check("second state slot", if slots > 1 { count } else { 0 });
-    }
-}
-
-impl StateFormat {
-    /// Bytes that `count` elements take, `count` a multiple of [`QUANTIZATION_BLOCK`].
-    pub fn bytes(self, count: usize) -> usize {
-        match self {
-            StateFormat::F32 => 4 * count,
-            StateFormat::Bf16 => 2 * count,
-            StateFormat::Block8 => count + 4 * (count / QUANTIZATION_BLOCK),
-        }
-    }
-}
-
-impl MasterFormat {
-    pub fn bytes(self, count: usize) -> usize {
-        match self {
-            MasterFormat::F32 => 4 * count,
-            MasterFormat::Bf16 => 2 * count,
-        }
     }
 }
 

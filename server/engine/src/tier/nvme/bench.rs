@@ -7,14 +7,17 @@ use std::{
 };
 
 use longshore_proto::{Commit, Fault, JobSpec, Placement, ServerId, Step, Version};
+use rustix::time::{ClockId, clock_gettime};
 
 use super::{
-    super::{Record, Storage, Tier, Turn, fault::io},
+    super::{Durability, Record, Storage, Tier, Turn, fault::io},
     Inputs, NvmeTier,
 };
 use crate::{
     io::{Direction, Disk, OpenDisk, OpenFile, Part, Request},
+    kernels::State,
     memory::{Region, Slab},
+    threads::Pool,
 };
 
 /// Bytes over seconds, and what they are of.
@@ -24,8 +27,17 @@ pub struct StorageFigures {
     /// Read and written in one step.
     pub bytes: u64,
     pub raw_seconds: f64,
+    /// Of CPU, all threads together.
+    pub raw_cpu_seconds: f64,
     /// Of one step of the store, the flushes and the records included.
     pub step_seconds: f64,
+    pub step_cpu_seconds: f64,
+}
+
+/// CPU time of this process so far.
+fn cpu_seconds() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 impl StorageFigures {
@@ -44,15 +56,21 @@ impl StorageFigures {
 }
 
 /// Makes a store for `spec` in the storage's directories, runs `rounds` of (bare loop, step), and removes it. The
-/// update reads and writes every byte of the state once, as the cheapest rule would. Returns one figure a round.
-pub fn bench(spec: &JobSpec, storage: &Storage, rounds: u64) -> Result<Vec<StorageFigures>, Fault> {
+/// update, on the pool's threads, reads and writes every byte of the state once, as the cheapest rule would. Returns one
+/// figure a round.
+pub fn bench(
+    spec: &JobSpec,
+    storage: &Storage,
+    pool: &Pool,
+    rounds: u64,
+) -> Result<Vec<StorageFigures>, Fault> {
     let layout = spec.validate()?;
     let placement = Placement::striped(vec!["bench".into()], layout.shards());
     let owned = placement.owned(ServerId(0));
     let server = ServerId(0);
     let inputs = Inputs { spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
     let (tier, _) = NvmeTier::open(&inputs, Box::new(|| ()))?;
-    let figures = run(spec, &tier, storage, rounds);
+    let figures = run(spec, &tier, storage, pool, rounds);
     tier.discard()?;
     figures
 }
@@ -61,41 +79,51 @@ fn run(
     spec: &JobSpec,
     tier: &NvmeTier,
     storage: &Storage,
+    pool: &Pool,
     rounds: u64,
 ) -> Result<Vec<StorageFigures>, Fault> {
     let shards = tier.plan().shards.len();
     for owned in 0..shards {
-        tier.load(owned, &mut |state| state.master.fill(1.0))?;
+        tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
     }
     tier.start(&Record { version: Version(0), applied: 0, commit: None })?;
     let mut figures = Vec::new();
     // Two steps first: blocks that were reserved and never written cost the file system more.
     for version in 1..=rounds + 2 {
-        let from = Instant::now();
-        step(spec, tier, shards, Version(version))?;
-        let step_seconds = from.elapsed().as_secs_f64();
+        let (from, cpu) = (Instant::now(), cpu_seconds());
+        step(spec, tier, pool, shards, Version(version))?;
+        // Where nothing is made durable, the last writes are still under way: they belong to the step.
         tier.pool.quiesce();
+        let step_seconds = from.elapsed().as_secs_f64();
+        let step_cpu_seconds = cpu_seconds() - cpu;
         if version <= 2 {
             continue;
         }
+        let cpu = cpu_seconds();
         let (raw_seconds, bytes) = raw(tier, storage)?;
+        let raw_cpu_seconds = cpu_seconds() - cpu;
         let parameters = tier.plan().shards.iter().map(|place| place.elements as u64).sum();
-        figures.push(StorageFigures { parameters, bytes, raw_seconds, step_seconds });
+        figures.push(StorageFigures {
+            parameters,
+            bytes,
+            raw_seconds,
+            raw_cpu_seconds,
+            step_seconds,
+            step_cpu_seconds,
+        });
     }
     Ok(figures)
 }
 
-fn step(spec: &JobSpec, tier: &NvmeTier, shards: usize, version: Version) -> Result<(), Fault> {
+fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Version) -> Result<(), Fault> {
     for owned in 0..shards {
-        tier.update(owned, version, &mut |mut state, guard| {
-            let blocks = state.master.len() / super::plan::BLOCK;
-            for block in 0..blocks {
-                let mut part = state.slice(block * super::plan::BLOCK..(block + 1) * super::plan::BLOCK);
-                if let Turn::Go(number) = guard.begin(block, (&part).into()) {
-                    touch(&mut part);
-                    guard.end(block, number, (&part).into(), &[]);
+        tier.update(owned, version, &mut |state, guard| {
+            pool.blocks(state.blocks().enumerate().collect(), |(block, mut part)| {
+                if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
+                    touch(&mut part.f32());
+                    guard.end(block, number, part.as_ref(), &[]);
                 }
-            }
+            });
         })?;
     }
     let commit = Commit {
@@ -113,7 +141,7 @@ fn step(spec: &JobSpec, tier: &NvmeTier, shards: usize, version: Version) -> Res
     tier.pool.until("sealing", |state| state.durable >= Some(version))
 }
 
-fn touch(state: &mut crate::kernels::State<'_>) {
+fn touch(state: &mut State<'_>) {
     for array in [&mut *state.master, &mut *state.first, &mut *state.second] {
         array.iter_mut().for_each(|x| *x += 1.0);
     }
@@ -133,6 +161,11 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let open = |path: &Path| opener.open(path, Some(&mapping)).map_err(io("open", path));
     let disks = tier.pool.disks.iter().map(|disk| open(&path(disk))).collect::<Result<Vec<_>, Fault>>()?;
     let slot = tier.pool.lock().slots.state;
+    // Where nothing is recovered there is one slot in use, and resident shards stay where they are.
+    let keeps = tier.pool.durability == Durability::EachVersion;
+    let (source, target) = if keeps { (slot, 1 - slot) } else { (0, 0) };
+    let shards: Vec<usize> =
+        (0..plan.shards.len()).filter(|&owned| keeps || !tier.pool.is_resident(owned)).collect();
     let (sender, receiver) = mpsc::channel::<(usize, Region, std::io::Result<()>)>();
     let submit = |owned: usize, direction, part: Part, buffer| {
         let sender = sender.clone();
@@ -144,15 +177,14 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let (mut bytes, mut next, mut busy) = (0, 0, 0);
     let mut read = vec![false; plan.shards.len()];
     let from = Instant::now();
-    while next < plan.shards.len() || busy > 0 {
-        if let Some(buffer) = (next < plan.shards.len()).then(|| free.pop()).flatten() {
-            if tier.pool.is_resident(next) {
-                submit(next, Direction::Write, plan.state_part(next, 1 - slot), buffer);
-                read[next] = true;
-            } else {
-                submit(next, Direction::Read, plan.state_part(next, slot), buffer);
-            }
-            bytes += plan.shards[next].state_bytes as u64;
+    while next < shards.len() || busy > 0 {
+        if let Some(buffer) = (next < shards.len()).then(|| free.pop()).flatten() {
+            let owned = shards[next];
+            read[owned] = tier.pool.is_resident(owned);
+            let (direction, slot) =
+                if read[owned] { (Direction::Write, target) } else { (Direction::Read, source) };
+            submit(owned, direction, plan.state_part(owned, slot), buffer);
+            bytes += plan.shards[owned].state_bytes as u64;
             (next, busy) = (next + 1, busy + 1);
             continue;
         }
@@ -164,9 +196,11 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
         } else {
             read[owned] = true;
             bytes += plan.shards[owned].state_bytes as u64;
-            submit(owned, Direction::Write, plan.state_part(owned, 1 - slot), buffer);
+            submit(owned, Direction::Write, plan.state_part(owned, target), buffer);
         }
     }
-    disks.iter().try_for_each(|disk| disk.flush().map_err(io("flush", disk.path())))?;
+    if keeps {
+        disks.iter().try_for_each(|disk| disk.flush().map_err(io("flush", disk.path())))?;
+    }
     Ok((from.elapsed().as_secs_f64(), bytes))
 }

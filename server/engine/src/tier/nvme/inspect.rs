@@ -5,13 +5,13 @@ use std::{
     sync::Mutex,
 };
 
-use longshore_proto::{Fault, ShardId, Version, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Fault, ShardId, Version};
 
 use super::{
     super::{
         fault::{corrupt, io},
         folder::{Folder, Header},
-        record::crc64,
+        record::{SECTOR, crc64},
     },
     plan::{FilePlan, Plan},
     recover::{Records, read_table},
@@ -55,21 +55,12 @@ impl Report {
     }
 }
 
-/// Reads and verifies a job's folder of an `nvme` store. Refused while a server uses it.
-pub fn inspect(path: &Path) -> Result<Report, Fault> {
-    let folder = Folder::take_existing(path.to_path_buf())?;
-    let Some(header) = Header::read(path)? else {
-        let value = format!("{} (no header.json)", path.display());
-        return Err(corrupt(
-            value,
-            "a job's folder in a state directory",
-            "name <state-dir>/<job>/server-<i>-of-<n>",
-        ));
-    };
+/// Reads and verifies a job's folder of an `nvme` store.
+pub(in crate::tier) fn inspect(folder: Folder, header: Header) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
     let plan = Plan::new(&header.spec, &layout, &header.placement.owned(header.server), header.directories);
-    let data = path.join("data");
+    let data = folder.path.join("data");
     let disk = OpenFile::default().open(&data, None).map_err(io("open", &data))?;
     inspect_disk(&folder.path, &header, &plan, &*disk)
 }
@@ -170,14 +161,16 @@ impl Check<'_> {
     }
 
     fn state_block(&self, owned: usize, slot: u8, block: usize) -> Result<u64, Fault> {
-        let place = &self.plan.shards[owned];
         let part = self.plan.state_part(owned, slot);
-        let array = place.elements * 4;
-        let bytes = BLOCK_ELEMENTS as usize * 4;
+        let (shape, mut array_at) = (self.plan.shape, part.offset);
         let mut found = Vec::new();
-        for start in (0..place.state_bytes).step_by(array) {
-            let offset = part.offset + (start + block * bytes) as u64;
-            found.extend(get(self.disk, self.meta, offset, bytes)?);
+        for (bytes, array) in shape.block().into_iter().zip(shape.arrays(self.plan.shards[owned].elements)) {
+            let at = array_at + (block * bytes) as u64;
+            // Blocks of 8-bit moments do not start on sectors.
+            let before = (at % SECTOR as u64) as usize;
+            let sectors = get(self.disk, self.meta, at - before as u64, before + bytes)?;
+            found.extend_from_slice(&sectors[before..]);
+            array_at += array as u64;
         }
         Ok(crc64([&*found]))
     }

@@ -32,27 +32,27 @@ use std::sync::{
 
 use longshore_proto::{Fault, TierKind, Version};
 
+pub(super) use self::inspect::inspect;
 pub use self::{
     bench::{StorageFigures, bench},
-    inspect::{Report, VersionReport, inspect},
+    inspect::{Report, VersionReport},
     open::{Inputs, need},
 };
 use self::{
     inspect::check_version,
-    plan::{Plan, seal_of},
+    plan::Plan,
     pool::{Pool, Seals},
     recover::{damaged, remedy},
     seal::{Sealer, Sealing},
 };
 use super::{
-    Durability, Guard, ImageAge, Record, StateRef, Tier, Turn,
+    Durability, Guard, ImageAge, Record, StateMut, StateRef, Tier, Turn,
     fault::{corrupt, internal},
     folder::Folder,
     record::crc64,
 };
 use crate::{
     io::{Direction, Part, transfer},
-    kernels::State,
     lock,
     memory::{Region, Slab},
 };
@@ -111,7 +111,7 @@ impl Guard for BlockSeals<'_> {
 
 impl BlockSeals<'_> {
     fn seal(&self, state: StateRef<'_>) -> u64 {
-        seal_of([state.master, state.first, state.second])
+        crc64(state.arrays)
     }
 }
 
@@ -205,11 +205,10 @@ impl Tier for NvmeTier {
         TierKind::Nvme
     }
 
-    fn load(&self, owned: usize, load: &mut dyn FnMut(State<'_>)) -> Result<(), Fault> {
+    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut held = self.pool.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
-        let [master, first, second] = self.plan().cut(owned, bytes);
-        load(State { master, first, second });
+        load(self.plan().cut(owned, bytes));
         held.dirty = true;
         self.pool.keep(owned, held);
         Ok(())
@@ -219,7 +218,7 @@ impl Tier for NvmeTier {
         &self,
         owned: usize,
         version: Version,
-        update: &mut dyn FnMut(State<'_>, &dyn Guard),
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
         let before = self.pool.lock().durable.map(Version::next_step);
         if before.is_some_and(|step| step.version() != version) {
@@ -237,8 +236,7 @@ impl Tier for NvmeTier {
             damaged: AtomicUsize::new(usize::MAX),
             images: if block > 0 { image.chunks_mut(block).map(Mutex::new).collect() } else { Vec::new() },
         };
-        let [master, first, second] = self.plan().cut(owned, state);
-        update(State { master, first, second }, &guard);
+        update(self.plan().cut(owned, state), &guard);
         let damaged = guard.damaged.load(Ordering::Relaxed);
         drop(guard);
         if damaged < usize::MAX {
@@ -255,8 +253,7 @@ impl Tier for NvmeTier {
         if !held.checked {
             self.verify(owned, bytes)?;
         }
-        let [master, first, second] = self.plan().cut_ref(owned, bytes);
-        read(StateRef { master, first, second });
+        read(self.plan().cut_ref(owned, bytes));
         held.checked = true;
         self.pool.keep(owned, held);
         Ok(())
@@ -290,6 +287,14 @@ impl Tier for NvmeTier {
 
     fn durable(&self) -> Option<Version> {
         Some(self.pool.lock().durable.unwrap_or(Version(0)))
+    }
+
+    fn written_bytes(&self) -> u64 {
+        self.pool.written.load(Ordering::Relaxed)
+    }
+
+    fn keeps_previous(&self) -> bool {
+        self.pool.durability == Durability::EachVersion
     }
 
     fn failure(&self) -> Option<Fault> {

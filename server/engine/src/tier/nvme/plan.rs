@@ -5,10 +5,12 @@ use longshore_proto::{
     limits::{BLOCK_ELEMENTS, MAX_DELAY},
 };
 
-use super::super::record::{RECORD_BYTES, SECTOR, crc64};
+use super::super::{
+    Shape, StateMut, StateRef,
+    record::{RECORD_BYTES, SECTOR, crc64},
+};
 use crate::io::Part;
 
-pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// Slots of a shard's state: the version being made goes to the one that does not hold the last durable version.
 pub(super) const STATE_SLOTS: u8 = 2;
 /// Slots of a delayed job's images: the version being made, and the two that its workers may need after a crash.
@@ -25,8 +27,8 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// image slots  [slot 0: shard, ...] [1] [2]                                      delayed jobs only
 /// ```
 ///
-/// A shard's state is its master weights, then its first, then its second moments. A block's checksum is of its master
-/// weights, first and second moments in that order, little-endian. Checksums lie outside the slots they are of, so that a write
+/// A shard's state is its master weights, then its first, then its second moments, each a sequence of blocks
+/// ([`Shape`]), then padding to a whole sector. A block's checksum is of its master weights, first and second moments in that order, as they lie there. Checksums lie outside the slots they are of, so that a write
 /// that was lost, or went elsewhere, shows; a table's own checksum lies in the record.
 ///
 /// **Why this order.** A step that updates writes, in order: all shards' state (and images) into the slots that the last
@@ -41,7 +43,7 @@ pub(super) struct Plan {
     pub(super) shards: Vec<Place>,
     pub(super) files: Vec<FilePlan>,
     pub(super) delayed: bool,
-    arrays: [bool; 3],
+    pub(super) shape: Shape,
 }
 
 /// One shard.
@@ -70,19 +72,20 @@ pub(super) struct FilePlan {
 impl Plan {
     pub(super) fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> Plan {
         let delayed = spec.max_delay >= MAX_DELAY;
-        let slots = spec.rule.state_slots();
+        let shape = Shape::of(spec);
         let mut plan = Plan {
             shards: Vec::with_capacity(owned.len()),
             files: vec![FilePlan::default(); files],
             delayed,
-            arrays: [true, slots > 0, slots > 1],
+            shape,
         };
         for (index, &shard) in owned.iter().enumerate() {
             let elements = layout.shard_len(shard) as usize;
             let image_bytes = if delayed { elements * spec.image_dtype.bytes() as usize } else { 0 };
             // In turn, so that neighbours in forward order come from different devices.
             let file = &mut plan.files[index % files];
-            let state_bytes = elements * 4 * (1 + slots);
+            // 8-bit moments do not fill whole sectors.
+            let state_bytes = shape.bytes(elements).next_multiple_of(SECTOR);
             plan.shards.push(Place {
                 shard,
                 file: index % files,
@@ -132,37 +135,31 @@ impl Plan {
         Part { offset, range: place.state_bytes..place.bytes() }
     }
 
-    /// Cuts a shard's state into its arrays.
-    pub(super) fn cut<'a>(&self, owned: usize, state: &'a mut [u8]) -> [&'a mut [f32]; 3] {
-        let bytes = self.shards[owned].elements * 4;
+    /// Cuts a shard's bytes into its arrays.
+    pub(super) fn cut<'a>(&self, owned: usize, state: &'a mut [u8]) -> StateMut<'a> {
         let mut rest = state;
-        self.arrays.map(|used| {
-            let (array, after) = std::mem::take(&mut rest).split_at_mut(if used { bytes } else { 0 });
+        let arrays = self.shape.arrays(self.shards[owned].elements).map(|bytes| {
+            let (array, after) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = after;
-            bytemuck::cast_slice_mut(array)
-        })
+            array
+        });
+        StateMut::new(self.shape, arrays)
+    }
+
+    pub(super) fn cut_ref<'a>(&self, owned: usize, state: &'a [u8]) -> StateRef<'a> {
+        let mut rest = state;
+        let arrays = self.shape.arrays(self.shards[owned].elements).map(|bytes| {
+            let (array, after) = rest.split_at(bytes);
+            rest = after;
+            array
+        });
+        StateRef::new(self.shape, arrays)
     }
 
     /// Checksum of one block of a shard's state.
     pub(super) fn seal(&self, owned: usize, state: &[u8], block: usize) -> u64 {
-        let arrays = self.cut_ref(owned, state);
-        seal_of(arrays.map(|array| array.get(block * BLOCK..(block + 1) * BLOCK).unwrap_or_default()))
+        crc64(self.cut_ref(owned, state).block(block).arrays)
     }
-
-    pub(super) fn cut_ref<'a>(&self, owned: usize, state: &'a [u8]) -> [&'a [f32]; 3] {
-        let bytes = self.shards[owned].elements * 4;
-        let mut rest = state;
-        self.arrays.map(|used| {
-            let (array, after) = rest.split_at(if used { bytes } else { 0 });
-            rest = after;
-            bytemuck::cast_slice(array)
-        })
-    }
-}
-
-/// Of a block's master weights, first and second moments.
-pub(super) fn seal_of(arrays: [&[f32]; 3]) -> u64 {
-    crc64(arrays.map(bytemuck::cast_slice::<f32, u8>))
 }
 
 impl Place {

@@ -34,6 +34,8 @@ pub(super) struct Pool {
     pub(super) durability: Durability,
     /// By owned shard.
     pub(super) seals: Vec<Seals>,
+    /// Bytes given to the drives to write.
+    pub(super) written: AtomicU64,
     resident: Vec<bool>,
     buffers: usize,
     state: Mutex<PoolState>,
@@ -115,7 +117,8 @@ impl Pool {
         let (slots, durable, failed) = (Slots::default(), None, None);
         let state = PoolState { entries, free, next: 0, writing: 0, clock: 0, slots, durable, failed };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Pool { plan, disks, durability, seals, resident: is_resident, buffers, state, changed, notify }
+        let (written, resident) = (AtomicU64::new(0), is_resident);
+        Pool { plan, disks, durability, seals, written, resident, buffers, state, changed, notify }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
@@ -348,6 +351,8 @@ impl Pool {
         let entry = &mut state.entries[owned];
         (entry.holding, entry.slot, entry.blank) = (Holding::Writing, slot, false);
         state.writing += 1;
+        let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
+        self.written.fetch_add(bytes as u64, Ordering::Relaxed);
         let pool = Arc::clone(self);
         let done = Box::new(move |region: Region, result: std::io::Result<()>| {
             pool.written(owned, region, result);

@@ -130,7 +130,7 @@ pub(super) fn read_table(
 pub(super) fn remedy(previous: Option<Version>) -> String {
     match previous {
         Some(version) => format!(
-            "{version} is whole in the other slots: recover with at_most {} on every server, or restore a checkpoint",
+            "{version} is whole in the other slots: `longshore step-back --version {}`, or restore a checkpoint",
             version.0
         ),
         None => "restore a checkpoint: no earlier version is whole here".to_string(),

@@ -180,6 +180,7 @@ impl Sealer {
             target[..bytes.len()].copy_from_slice(bytes);
             target[bytes.len()..].fill(0);
             let parts = offsets.iter().map(|&offset| Part { offset, range: 0..padded }).collect();
+            self.pool.written.fetch_add((padded * offsets.len()) as u64, Ordering::Relaxed);
             transfer(&**disk, Direction::Write, parts, buffer)
         })
         .map_err(io("write", disk.path()))

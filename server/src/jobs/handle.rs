@@ -1,10 +1,10 @@
-//! The jobs of this server: each with its compute thread and a signal that it moved.
+//! One job as calls use it: its compute thread, and waiting with a deadline for it to move.
 
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
         mpsc,
     },
     thread,
@@ -14,46 +14,39 @@ use longshore_engine::{
     admission::Budget,
     job::{Compute, Job},
     step::Work,
-    tier::Storage,
+    tier::{Storage, StoredJob},
 };
-use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, Rank, ServerId, Step, Version};
+use longshore_proto::{Fault, FaultKind, Rank, Step, Version};
 use tokio::{
     sync::watch,
     time::{Instant, timeout_at},
 };
+
+use super::pace::Pace;
 
 /// A job and what moves it. Dropped with its last user; the compute thread ends with it.
 pub(crate) struct JobHandle {
     pub(crate) job: Arc<Job>,
     works: mpsc::Sender<Work>,
     changed: watch::Receiver<u64>,
-    closed: AtomicBool,
+    /// What every waiter is told once the job is not served any more.
+    closed: OnceLock<Fault>,
     /// Contributions to later steps are refused: a drain has begun.
     last_step: AtomicU64,
     /// How each rank's calls come.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
-}
-
-/// All jobs of a server.
-pub(crate) struct Jobs {
-    jobs: Mutex<BTreeMap<JobName, Arc<JobHandle>>>,
-    /// Held while a job is created, so that two opens of one name are not both admitted, while calls to other jobs go
-    /// on: touching a large job's memory takes minutes.
-    opening: Mutex<()>,
-    budget: Budget,
-    storage: Storage,
-    compute: Arc<Compute>,
+    pub(crate) pace: Pace,
 }
 
 impl JobHandle {
-    fn start(
-        spec: JobSpec,
-        placement: Placement,
-        server: ServerId,
+    /// Opens the job, wherever it stands, and has its compute thread finish what an earlier process had decided.
+    pub(super) fn start(
+        job: StoredJob,
         budget: &Budget,
         storage: &Storage,
         compute: Arc<Compute>,
     ) -> Result<JobHandle, Fault> {
+        let StoredJob { spec, placement, server } = job;
         let (moved, changed) = watch::channel(0u64);
         let observer = Box::new(move || moved.send_modify(|count| *count = count.wrapping_add(1)));
         let job = Arc::new(Job::open(spec, placement, server, budget, storage, compute, observer)?);
@@ -64,14 +57,18 @@ impl JobHandle {
         thread.map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
-        Ok(JobHandle {
+        let unfinished = job.take_unfinished();
+        let handle = JobHandle {
             job,
             works,
             changed,
-            closed: AtomicBool::new(false),
+            closed: OnceLock::new(),
             last_step: AtomicU64::new(u64::MAX),
             transports: Mutex::default(),
-        })
+            pace: Pace::default(),
+        };
+        unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
+        Ok(handle)
     }
 
     /// Hands work to the compute thread. It is gone only once the job failed, which every later call reports.
@@ -91,8 +88,8 @@ impl JobHandle {
         let mut changed = self.changed.clone();
         loop {
             changed.borrow_and_update();
-            if self.closed.load(Ordering::Acquire) {
-                return Err(not_found(self.job.spec().name.as_str()));
+            if let Some(fault) = self.closed.get() {
+                return Err(fault.clone());
             }
             if let Some(value) = check()? {
                 return Ok(value);
@@ -103,6 +100,18 @@ impl JobHandle {
                 Ok(Err(_)) | Err(_) => return Err(late()),
             }
         }
+    }
+
+    /// Waits until no crash of this server can take the version back.
+    pub(crate) async fn until_durable(&self, version: Version, deadline: Instant) -> Result<(), Fault> {
+        let durable = || Ok((self.job.durable() >= version).then_some(()));
+        let late = || {
+            let value = format!("{version}; {} is the newest durable one", self.job.durable());
+            let remedy = "the drives are slower than the deadline: raise it, or add drives or servers; where the version \
+                          is not decided, see rank 0";
+            Fault::new(FaultKind::Deadline, "version", value, "durable in time", remedy)
+        };
+        self.until(deadline, durable, late).await
     }
 
     /// What a wait that came to its deadline says.
@@ -123,7 +132,7 @@ impl JobHandle {
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        self.closed.get().is_some()
     }
 
     /// From now on takes contributions to the step in hand only, if one is begun. Returns the version to wait for.
@@ -143,9 +152,16 @@ impl JobHandle {
         Err(Fault::new(FaultKind::Unavailable, "step", step.0, format!("at most {last}"), remedy))
     }
 
-    /// Makes every waiter fail with "no such job".
-    fn close(&self) {
-        self.closed.store(true, Ordering::Release);
+    /// Makes every waiter fail with this.
+    pub(super) fn close(&self, fault: Fault) {
+        let _ = self.closed.set(fault);
+        // They look again, find the job closed and let go of it.
+        self.job.nudge();
+    }
+
+    /// To learn when the job is gone with its last user.
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.changed.clone()
     }
 }
 
@@ -163,80 +179,5 @@ fn perform_all(job: &Job, inbox: &mpsc::Receiver<Work>) {
             }
             works.extend(inbox.try_iter());
         }
-    }
-}
-
-pub(crate) fn not_found(name: &str) -> Fault {
-    Fault::new(
-        FaultKind::NotFound,
-        "job",
-        format!("{name:?}"),
-        "open on this server",
-        "open it; a server with the memory tier forgets its jobs when it restarts: restore the last checkpoint",
-    )
-}
-
-impl Jobs {
-    pub(crate) fn new(budget: Budget, storage: Storage, compute: Arc<Compute>) -> Jobs {
-        Jobs { jobs: Mutex::new(BTreeMap::new()), opening: Mutex::new(()), budget, storage, compute }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<JobName, Arc<JobHandle>>> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn budget(&self) -> &Budget {
-        &self.budget
-    }
-
-    pub(crate) fn get(&self, name: &str) -> Result<Arc<JobHandle>, Fault> {
-        let name = JobName::parse("job", name)?;
-        self.lock().get(&name).cloned().ok_or_else(|| not_found(name.as_str()))
-    }
-
-    pub(crate) fn all(&self) -> Vec<Arc<JobHandle>> {
-        self.lock().values().cloned().collect()
-    }
-
-    /// Finds the job or creates it. Blocks while memory is touched. True when it was created.
-    pub(crate) fn open(
-        &self,
-        spec: JobSpec,
-        placement: Placement,
-        server: ServerId,
-    ) -> Result<(bool, Arc<JobHandle>), Fault> {
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = self.lock().get(&spec.name).cloned();
-        if let Some(handle) = found {
-            let job = &handle.job;
-            job.spec().same_as(&spec)?;
-            job.placement().same_owners(&placement)?;
-            if job.server() != server {
-                let remedy = "name the same servers in the same order as when the job was opened";
-                return Err(Fault::new(FaultKind::Conflict, "server", server.0, job.server().0, remedy));
-            }
-            return Ok((false, handle));
-        }
-        let name = spec.name.clone();
-        let handle = JobHandle::start(
-            spec,
-            placement,
-            server,
-            &self.budget,
-            &self.storage,
-            Arc::clone(&self.compute),
-        )?;
-        let handle = Arc::new(handle);
-        self.lock().insert(name, Arc::clone(&handle));
-        Ok((true, handle))
-    }
-
-    pub(crate) fn delete(&self, name: &str) -> Result<(), Fault> {
-        let name = JobName::parse("job", name)?;
-        let handle = self.lock().remove(&name).ok_or_else(|| not_found(name.as_str()))?;
-        handle.close();
-        // Waiters look again, find the job closed and let go of it.
-        handle.job.nudge();
-        Ok(())
     }
 }

@@ -1,0 +1,128 @@
+//! In which bits a job keeps its optimizer state: in memory, on disk and in checkpoints alike.
+
+use std::{fmt, str::FromStr};
+
+use crate::{fault::Fault, limits::QUANTIZATION_ELEMENTS};
+
+/// How a moment is kept: Adam's two, momentum, sums of squares.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StateFormat {
+    #[default]
+    #[serde(rename = "fp32")]
+    F32,
+    /// Stochastically rounded in updates. What is beyond the largest finite bf16 may round to infinity.
+    Bf16,
+    /// A code of 8 bits for each element and an f32 scale, the largest magnitude, for each
+    /// [`QUANTIZATION_ELEMENTS`], stochastically rounded in updates.
+    ///
+    /// A group with an element that is not finite gets a NaN scale and decodes to NaN everywhere; a group without a
+    /// normal number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
+    Block8,
+}
+
+/// How master weights are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MasterFormat {
+    #[default]
+    #[serde(rename = "fp32")]
+    F32,
+    /// Stochastically rounded in updates. The image is made of the rounded weights, as it is when it is made anew
+    /// from stored ones.
+    Bf16,
+}
+
+/// Of one job. All but fp32 trade bits for bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub struct Formats {
+    pub state: StateFormat,
+    pub master: MasterFormat,
+    /// Of stochastic rounding, which draws an element's bits from this, the step and the element's index. Unused where
+    /// all is fp32.
+    pub seed: u64,
+}
+
+impl Formats {
+    /// Whether nothing is ever rounded to fewer bits.
+    pub fn is_fp32(&self) -> bool {
+        self.state == StateFormat::F32 && self.master == MasterFormat::F32
+    }
+
+    /// Written to no header, so that an fp32 job's files are as they were before there were other formats.
+    pub(crate) fn is_default(&self) -> bool {
+        *self == Formats::default()
+    }
+}
+
+impl StateFormat {
+    /// Bytes that `count` elements take, `count` a multiple of [`QUANTIZATION_ELEMENTS`].
+    pub fn bytes(self, count: usize) -> usize {
+        match self {
+            StateFormat::F32 => 4 * count,
+            StateFormat::Bf16 => 2 * count,
+            StateFormat::Block8 => count + 4 * (count / QUANTIZATION_ELEMENTS),
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            StateFormat::F32 => "fp32",
+            StateFormat::Bf16 => "bf16",
+            StateFormat::Block8 => "block8",
+        }
+    }
+}
+
+impl MasterFormat {
+    pub fn bytes(self, count: usize) -> usize {
+        match self {
+            MasterFormat::F32 => 4 * count,
+            MasterFormat::Bf16 => 2 * count,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            MasterFormat::F32 => "fp32",
+            MasterFormat::Bf16 => "bf16",
+        }
+    }
+}
+
+impl fmt::Display for StateFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Display for MasterFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for StateFormat {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Self, Fault> {
+        match text {
+            "fp32" | "f32" => Ok(StateFormat::F32),
+            "bf16" => Ok(StateFormat::Bf16),
+            "block8" => Ok(StateFormat::Block8),
+            _ => Err(Fault::invalid("state", text, "one of fp32, bf16, block8", "name one of them")),
+        }
+    }
+}
+
+impl FromStr for MasterFormat {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Self, Fault> {
+        match text {
+            "fp32" | "f32" => Ok(MasterFormat::F32),
+            "bf16" => Ok(MasterFormat::Bf16),
+            _ => Err(Fault::invalid("master", text, "one of fp32, bf16", "name one of them")),
+        }
+    }
+}

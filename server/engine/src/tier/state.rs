@@ -1,0 +1,178 @@
+//! A shard's master weights and moments as a tier holds them: three arrays of bytes, block after block.
+
+use longshore_proto::{Formats, JobSpec, MasterFormat, Rule, StateFormat, limits::BLOCK_ELEMENTS};
+
+use crate::kernels::{Gradient, Isa, MasterMut, MomentMut, State, StateLow, widen};
+
+const BLOCK: usize = BLOCK_ELEMENTS as usize;
+
+/// What a job's arrays consist of.
+///
+/// An array is its blocks one after the other, each as many bytes as any other, so that whoever moves, copies or seals
+/// state needs to know nothing of formats. Elements are little-endian; a block of 8-bit moments is the codes of its
+/// elements, then their scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    formats: Formats,
+    block: [usize; 3],
+}
+
+/// Whole blocks of a shard to be changed: master weights, first and second moments. Moments that the rule does not
+/// have are empty.
+#[derive(Debug)]
+pub struct StateMut<'a> {
+    shape: Shape,
+    pub arrays: [&'a mut [u8]; 3],
+}
+
+/// As [`StateMut`], to be read.
+#[derive(Clone, Copy, Debug)]
+pub struct StateRef<'a> {
+    shape: Shape,
+    pub arrays: [&'a [u8]; 3],
+}
+
+impl Shape {
+    pub fn of(spec: &JobSpec) -> Shape {
+        Shape::new(spec.rule, spec.formats)
+    }
+
+    pub fn new(rule: Rule, formats: Formats) -> Shape {
+        let moment = |slot: usize| if slot < rule.state_slots() { formats.state.bytes(BLOCK) } else { 0 };
+        Shape { formats, block: [formats.master.bytes(BLOCK), moment(0), moment(1)] }
+    }
+
+    /// Bytes of one block in each array; 0 in one that the rule does not have.
+    pub fn block(&self) -> [usize; 3] {
+        self.block
+    }
+
+    /// Bytes of each array of whole blocks.
+    pub fn arrays(&self, elements: usize) -> [usize; 3] {
+        self.block.map(|bytes| bytes * (elements / BLOCK))
+    }
+
+    /// Bytes of all arrays.
+    pub fn bytes(&self, elements: usize) -> usize {
+        self.arrays(elements).iter().sum()
+    }
+}
+
+impl<'a> StateMut<'a> {
+    /// # Panics
+    /// Unless the arrays are as many whole blocks as each other.
+    pub fn new(shape: Shape, arrays: [&'a mut [u8]; 3]) -> StateMut<'a> {
+        let blocks = arrays[0].len() / shape.block[0];
+        assert_eq!([0, 1, 2].map(|array| arrays[array].len()), shape.block.map(|bytes| bytes * blocks));
+        StateMut { shape, arrays }
+    }
+
+    pub fn as_ref(&self) -> StateRef<'_> {
+        let [master, first, second] = &self.arrays;
+        StateRef { shape: self.shape, arrays: [master, first, second] }
+    }
+
+    /// Cuts it into its blocks.
+    pub fn blocks(self) -> impl Iterator<Item = StateMut<'a>> {
+        let (shape, count) = (self.shape, self.as_ref().blocks());
+        let mut cuts: [_; 3] = {
+            let [master, first, second] = self.arrays;
+            let [a, b, c] = shape.block;
+            [(master, a), (first, b), (second, c)].map(|(array, bytes)| array.chunks_exact_mut(bytes.max(1)))
+        };
+        (0..count).map(move |_| {
+            let arrays = [0, 1, 2].map(|array| cuts[array].next().unwrap_or_default());
+            StateMut { shape, arrays }
+        })
+    }
+
+    /// What the kernels of fp32 state take.
+    ///
+    /// # Panics
+    /// If the job has any other format.
+    pub fn f32(&mut self) -> State<'_> {
+        assert!(self.shape.formats.is_fp32(), "state of {:?} taken for fp32", self.shape.formats);
+        let [master, first, second] = self.arrays.each_mut().map(|array| floats(array));
+        State { master, first, second }
+    }
+
+    /// What the kernels of all formats take, of one block.
+    pub fn low(&mut self) -> StateLow<'_> {
+        let format = self.shape.formats.state;
+        let [master, first, second] = self.arrays.each_mut().map(|array| &mut **array);
+        StateLow {
+            master: self.shape.master(master),
+            first: moment(format, first),
+            second: moment(format, second),
+        }
+    }
+
+    /// The master weights of all blocks.
+    pub fn master(&mut self) -> MasterMut<'_> {
+        self.shape.master(self.arrays[0])
+    }
+}
+
+impl Shape {
+    fn master<'a>(&self, array: &'a mut [u8]) -> MasterMut<'a> {
+        match self.formats.master {
+            MasterFormat::F32 => MasterMut::F32(bytemuck::cast_slice_mut(array)),
+            MasterFormat::Bf16 => MasterMut::Bf16(bytemuck::cast_slice_mut(array)),
+        }
+    }
+}
+
+/// An empty slice may start anywhere, which bytemuck refuses.
+fn floats(array: &mut [u8]) -> &mut [f32] {
+    if array.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(array) }
+}
+
+fn moment(format: StateFormat, array: &mut [u8]) -> MomentMut<'_> {
+    if array.is_empty() {
+        return MomentMut::Empty;
+    }
+    match format {
+        StateFormat::F32 => MomentMut::F32(bytemuck::cast_slice_mut(array)),
+        StateFormat::Bf16 => MomentMut::Bf16(bytemuck::cast_slice_mut(array)),
+        StateFormat::Block8 => {
+            let (codes, scales) = array.split_at_mut(BLOCK);
+            MomentMut::Block8 { codes, scales: bytemuck::cast_slice_mut(scales) }
+        }
+    }
+}
+
+impl<'a> StateRef<'a> {
+    /// # Panics
+    /// Unless the arrays are as many whole blocks as each other.
+    pub fn new(shape: Shape, arrays: [&'a [u8]; 3]) -> StateRef<'a> {
+        let blocks = arrays[0].len() / shape.block[0];
+        assert_eq!(arrays.map(<[u8]>::len), shape.block.map(|bytes| bytes * blocks));
+        StateRef { shape, arrays }
+    }
+
+    pub fn blocks(&self) -> usize {
+        self.arrays[0].len() / self.shape.block[0]
+    }
+
+    /// One of its blocks.
+    pub fn block(&self, index: usize) -> StateRef<'a> {
+        let part = |array: usize| {
+            let bytes = self.shape.block[array];
+            &self.arrays[array][index * bytes..(index + 1) * bytes]
+        };
+        StateRef { shape: self.shape, arrays: [part(0), part(1), part(2)] }
+    }
+
+    /// Hands the master weights of one block to `with`, as f32.
+    pub fn with_master<R>(&self, isa: Isa, block: usize, with: impl FnOnce(&[f32]) -> R) -> R {
+        let bytes = self.block(block).arrays[0];
+        match self.shape.formats.master {
+            MasterFormat::F32 => with(bytemuck::cast_slice(bytes)),
+            MasterFormat::Bf16 => {
+                let mut wide = vec![0.0; BLOCK];
+                widen(isa, Gradient::Bf16(bytemuck::cast_slice(bytes)), &mut wide);
+                with(&wide)
+            }
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! State in fewer bits as a job must keep it: the whole flat space in one call of the scalar kernels. They are the
+//! specification of the rounding, and have property tests of their own; what is independent here is everything around them.
+
+use std::ops::Range;
+
+use longshore_engine::kernels::{
+    Gradient, ImageMut, Isa, MasterMut, MomentMut, QUANTIZATION_BLOCK, Random, Scalars, StateLow, update_low,
+};
+use longshore_proto::{Commit, Dtype, JobSpec, MasterFormat, StateFormat};
+
+use super::{BLOCK, encode};
+
+#[derive(Clone)]
+pub(crate) struct Low {
+    master: Array,
+    moments: [Array; 2],
+}
+
+#[derive(Clone)]
+enum Array {
+    Empty,
+    F32(Vec<f32>),
+    Bf16(Vec<u16>),
+    Block8 { codes: Vec<u8>, scales: Vec<f32> },
+}
+
+impl Low {
+    pub(crate) fn new(spec: &JobSpec, initial: &[f32]) -> Low {
+        let count = initial.len();
+        let moment = |slot: usize| match spec.formats.state {
+            _ if slot >= spec.rule.state_slots() => Array::Empty,
+            StateFormat::F32 => Array::F32(vec![0.0; count]),
+            StateFormat::Bf16 => Array::Bf16(vec![0; count]),
+            StateFormat::Block8 => {
+                Array::Block8 { codes: vec![0; count], scales: vec![0.0; count / QUANTIZATION_BLOCK] }
+            }
+        };
+        let master = match spec.formats.master {
+            MasterFormat::F32 => Array::F32(initial.to_vec()),
+            MasterFormat::Bf16 => {
+                Array::Bf16(initial.iter().map(|&x| half::bf16::from_f32(x).to_bits()).collect())
+            }
+        };
+        Low { master, moments: [moment(0), moment(1)] }
+    }
+
+    pub(crate) fn master(&self) -> Vec<f32> {
+        match &self.master {
+            Array::F32(x) => x.clone(),
+            Array::Bf16(x) => x.iter().map(|&bits| half::bf16::from_bits(bits).to_f32()).collect(),
+            _ => unreachable!("master weights are fp32 or bf16"),
+        }
+    }
+
+    /// Returns the image.
+    pub(crate) fn step(
+        &mut self,
+        spec: &JobSpec,
+        groups: &[u32],
+        applied: u64,
+        gradient: &[f32],
+        commit: &Commit,
+    ) -> Vec<u8> {
+        let multiplier = (commit.clip_coefficient / commit.gradient_scale) as f32;
+        let scalars: Vec<Scalars> =
+            commit.groups.iter().map(|hyper| Scalars::new(spec.rule, hyper, applied, multiplier)).collect();
+        let mut segments: Vec<(Range<usize>, &Scalars)> = Vec::new();
+        for chunk in groups.chunk_by(|a, b| a == b) {
+            let start = segments.last().map_or(0, |(range, _)| range.end);
+            segments.push((start..start + chunk.len(), &scalars[chunk[0] as usize]));
+        }
+        let random = Random { seed: spec.formats.seed, step: applied, first_element: 0 };
+        let master = match &mut self.master {
+            Array::F32(x) => MasterMut::F32(x),
+            Array::Bf16(x) => MasterMut::Bf16(x),
+            _ => unreachable!("master weights are fp32 or bf16"),
+        };
+        let [first, second] = self.moments.each_mut().map(|moment| match moment {
+            Array::Empty => MomentMut::Empty,
+            Array::F32(x) => MomentMut::F32(x),
+            Array::Bf16(x) => MomentMut::Bf16(x),
+            Array::Block8 { codes, scales } => MomentMut::Block8 { codes, scales },
+        });
+        let (mut wide, mut narrow) = (vec![0.0; gradient.len()], vec![0; gradient.len()]);
+        let image = match spec.image_dtype {
+            Dtype::F32 => ImageMut::F32(&mut wide),
+            Dtype::F16 => ImageMut::F16(&mut narrow),
+            Dtype::Bf16 => ImageMut::Bf16(&mut narrow),
+        };
+        let state = StateLow { master, first, second };
+        let compensation = commit.compensation as f32;
+        update_low(Isa::Scalar, &segments, Gradient::F32(gradient), state, image, compensation, random);
+        match spec.image_dtype {
+            Dtype::F32 => encode(&wide, Dtype::F32),
+            Dtype::F16 | Dtype::Bf16 => narrow.iter().flat_map(|bits| bits.to_le_bytes()).collect(),
+        }
+    }
+
+    pub(crate) fn hash(&self, block: usize) -> [u8; 32] {
+        let mut hasher = blake3::Hasher::new();
+        for array in [&self.master, &self.moments[0], &self.moments[1]] {
+            hasher.update(&array.block(block));
+        }
+        *hasher.finalize().as_bytes()
+    }
+}
+
+impl Array {
+    /// A block's bytes: of 8 bits an element, the codes and then the scales.
+    fn block(&self, block: usize) -> Vec<u8> {
+        let range = block * BLOCK..(block + 1) * BLOCK;
+        match self {
+            Array::Empty => Vec::new(),
+            Array::F32(x) => encode(&x[range], Dtype::F32),
+            Array::Bf16(x) => x[range].iter().flat_map(|bits| bits.to_le_bytes()).collect(),
+            Array::Block8 { codes, scales } => {
+                let groups = BLOCK / QUANTIZATION_BLOCK;
+                let scales = &scales[block * groups..(block + 1) * groups];
+                [&codes[range], &encode(scales, Dtype::F32)].concat()
+            }
+        }
+    }
+}

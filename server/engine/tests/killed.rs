@@ -1,0 +1,134 @@
+//! Promise 3 for tier `shm`: a process is killed at random instants, for real, and its successor has the bits of a run that
+//! was never disturbed.
+
+mod common;
+
+use std::{
+    env, fs,
+    path::Path,
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{
+    BLOCK, Noise,
+    cluster::{Cluster, compute},
+    commit, gradient,
+    reference::Reference,
+    spec, weights,
+};
+use longshore_engine::{kernels::Isa, step::Work, tier::Storage};
+use longshore_proto::{Commit, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
+
+const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
+/// Of each job.
+const KILLS: usize = 25;
+const EXACT: &str = "exact";
+const DELAYED: &str = "delayed";
+/// Delayed too, with state in fewer bits.
+const LOW: &str = "low";
+
+/// Four blocks in shards of two: a kill may fall between the blocks of a shard and between shards.
+fn job(name: &str) -> JobSpec {
+    let max_delay = u32::from(name != EXACT);
+    let mut spec = spec(&[3 * BLOCK as u64 + 7], &[0]);
+    spec.shard_elements = 2 * BLOCK as u64;
+    (spec.tier, spec.max_delay, spec.image_dtype) = (TierKind::Shm, max_delay, Dtype::F16);
+    if name == LOW {
+        spec.formats = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 3 };
+    }
+    spec
+}
+
+fn decision(spec: &JobSpec, step: u64) -> Commit {
+    let mut commit = commit(spec, step);
+    commit.skip = step.is_multiple_of(5);
+    commit.compensation = if spec.max_delay > 0 { 0.25 } else { 0.0 };
+    commit
+}
+
+/// Eight gradients take turns: the parent must be able to keep up with the child.
+fn gradients(spec: &JobSpec) -> Vec<Vec<Vec<u8>>> {
+    (0..8).map(|turn| vec![gradient(spec, turn, 1.0)]).collect()
+}
+
+fn open(dir: &Path) -> Cluster {
+    let name = dir.file_name().and_then(|name| name.to_str()).unwrap();
+    let storage = Storage { shm_dir: Some(dir.to_path_buf()), ..Storage::default() };
+    let mut cluster = Cluster::try_open(&job(name), 1, &compute(2, Isa::detect()), &storage).unwrap();
+    cluster.join(0);
+    cluster
+}
+
+/// The process that is killed. As a test of its own it does nothing.
+#[test]
+fn child() {
+    let Ok(dir) = env::var(CHILD) else { return };
+    let mut cluster = open(Path::new(&dir));
+    cluster.work();
+    let spec = cluster.spec.clone();
+    let from = cluster.jobs[0].progress().version.0;
+    let flats = gradients(&spec);
+    fs::write(Path::new(&dir).join("ready"), b"").unwrap();
+    for step in from + 1..from + 2000 {
+        cluster.step(&flats[step as usize % 8], &decision(&spec, step));
+    }
+    // Its parent kills it long before.
+    thread::sleep(Duration::from_secs(60));
+}
+
+#[test]
+fn a_killed_process_leaves_a_state_to_go_on_from() {
+    let root = tempfile::tempdir_in("/dev/shm").unwrap();
+    for (index, name) in [EXACT, DELAYED, LOW].into_iter().enumerate() {
+        let dir = root.path().join(name);
+        fs::create_dir(&dir).unwrap();
+        let spec = job(name);
+        open(&dir).upload(&weights(&spec, 1));
+        let flats = gradients(&spec);
+        let mut reference = Reference::new(&spec, &weights(&spec, 1));
+        let mut noise = Noise(index as u64);
+        let (mut unfinished, mut behind_first) = (0, 0);
+        for _ in 0..KILLS {
+            run_and_kill(&dir, Duration::from_micros(noise.next() % 8_000));
+            let mut cluster = open(&dir);
+            let version = cluster.jobs[0].progress().version.0;
+            unfinished += usize::from(!cluster.works[0].is_empty());
+            let second = |work: &Work| matches!(work, Work::Update { owned: 1, .. });
+            behind_first += usize::from(cluster.works[0].iter().any(second));
+            cluster.work();
+            while reference.version < version {
+                let step = reference.version + 1;
+                reference.step(&flats[step as usize % 8], &decision(&spec, step));
+            }
+            assert_eq!(cluster.hash(), reference.hash(), "version {version}");
+            for shard in [0, 1].map(longshore_proto::ShardId) {
+                let image = cluster.image(shard, version).unwrap().unwrap();
+                assert!(image == cluster.part(&reference.image, shard, 2), "image of {version}");
+            }
+        }
+        println!(
+            "{name}: {version} steps, {unfinished} kills inside an update, {behind_first} behind its first shard",
+            version = reference.version
+        );
+        assert!(reference.version > 100 && unfinished > 0, "the kills must fall into training");
+    }
+}
+
+/// Starts this test binary again as the child, and ends it the hard way.
+fn run_and_kill(dir: &Path, after: Duration) {
+    let ready = dir.join("ready");
+    let _ = fs::remove_file(&ready);
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", "child", "--nocapture"]).env(CHILD, dir).stdout(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !ready.exists() {
+        assert!(Instant::now() < deadline && child.try_wait().unwrap().is_none(), "the child never trained");
+        thread::sleep(Duration::from_micros(200));
+    }
+    thread::sleep(Duration::from_millis(5) + after);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}

@@ -1,0 +1,94 @@
+//! Where and how jobs are stored whose tier outlives the server.
+
+use std::path::PathBuf;
+
+use longshore_engine::{io::Engine, tier};
+
+use super::{Flags, file::File};
+
+/// Of the tiers `nvme` and `shm`.
+#[derive(Clone, Debug)]
+pub struct StorageConfig {
+    /// Where `nvme` jobs keep their state, striped over all of them.
+    pub state_dirs: Vec<PathBuf>,
+    /// DRAM for the shards that an `nvme` job keeps resident.
+    pub resident: u64,
+    pub io: StorageIo,
+    /// Shards of an `nvme` job that are read, updated or written at once.
+    pub buffers: usize,
+    pub durability: Durability,
+    /// Bytes that the drives may be written with; 0: not known.
+    pub drive_endurance: u64,
+    /// Where `shm` jobs keep their state. None: a folder named after user and port.
+    pub shm_dir: Option<PathBuf>,
+}
+
+/// Which system calls move the bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum StorageIo {
+    #[default]
+    Auto,
+    IoUring,
+    Threads,
+}
+
+/// What outlives the server of an `nvme` job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Durability {
+    #[default]
+    EachVersion,
+    Nothing,
+}
+
+impl Default for StorageConfig {
+    fn default() -> StorageConfig {
+        StorageConfig {
+            state_dirs: Vec::new(),
+            resident: 0,
+            io: StorageIo::default(),
+            buffers: tier::nvme::DEFAULT_BUFFERS,
+            durability: Durability::default(),
+            drive_endurance: 0,
+            shm_dir: None,
+        }
+    }
+}
+
+impl StorageConfig {
+    pub(super) fn resolve(flags: &Flags, file: &File) -> StorageConfig {
+        let defaults = StorageConfig::default();
+        let state_dirs = Some(&flags.state_dir).filter(|dirs| !dirs.is_empty()).or(file.state_dir.as_ref());
+        StorageConfig {
+            state_dirs: state_dirs.cloned().unwrap_or_default(),
+            resident: flags.resident.or(file.resident).map_or(defaults.resident, |size| size.0),
+            io: flags.storage_io.or(file.storage_io).unwrap_or_default(),
+            buffers: flags.storage_buffers.or(file.storage_buffers).unwrap_or(defaults.buffers),
+            durability: flags.durability.or(file.durability).unwrap_or_default(),
+            drive_endurance: flags.drive_endurance.or(file.drive_endurance).map_or(0, |size| size.0),
+            shm_dir: flags.shm_dir.clone().or(file.shm_dir.clone()),
+        }
+    }
+
+    /// As the engine takes it, with the folder that `shm` jobs have.
+    pub(crate) fn to_engine(&self, shm_dir: Option<PathBuf>, share_images: bool) -> tier::Storage {
+        tier::Storage {
+            dirs: self.state_dirs.clone(),
+            shm_dir,
+            share_images,
+            engine: match self.io {
+                StorageIo::Auto => Engine::Auto,
+                StorageIo::IoUring => Engine::Uring,
+                StorageIo::Threads => Engine::Threads,
+            },
+            resident_bytes: self.resident,
+            buffers: self.buffers,
+            durability: match self.durability {
+                Durability::EachVersion => tier::Durability::EachVersion,
+                Durability::Nothing => tier::Durability::Nothing,
+            },
+            ..tier::Storage::default()
+        }
+    }
+}

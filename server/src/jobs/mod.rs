@@ -1,0 +1,241 @@
+//! The jobs of this server: opened by workers, found again in its state directories, deleted.
+
+mod handle;
+mod pace;
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use longshore_engine::{
+    admission::Budget,
+    job::Compute,
+    tier::{Storage, StoredJob, stored_jobs},
+};
+use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
+use tokio::{runtime::Handle, sync::watch, time::timeout};
+
+pub(crate) use self::handle::JobHandle;
+
+/// Longest wait for the users of a job that is opened anew: a chunk on its way may be silent for 10 s, and an update runs
+/// to its end.
+const LET_GO: Duration = Duration::from_secs(60);
+
+/// All jobs of a server.
+pub(crate) struct Jobs {
+    jobs: Mutex<BTreeMap<JobName, Place>>,
+    /// Held while a job is created, so that two opens of one name are not both admitted, while calls to other jobs go
+    /// on: touching a large job's memory takes minutes.
+    opening: Mutex<()>,
+    budget: Budget,
+    storage: Storage,
+    compute: Arc<Compute>,
+}
+
+enum Place {
+    Open(Arc<JobHandle>),
+    Away(Box<Away>),
+}
+
+/// A job that is kept here and cannot be served now.
+struct Away {
+    /// It is being recovered, or why that failed.
+    fault: Fault,
+    /// None: its folder cannot be read.
+    stored: Option<StoredJob>,
+}
+
+impl Place {
+    fn away(fault: Fault, stored: Option<StoredJob>) -> Place {
+        Place::Away(Box::new(Away { fault, stored }))
+    }
+}
+
+pub(crate) fn not_found(name: &str) -> Fault {
+    Fault::new(
+        FaultKind::NotFound,
+        "job",
+        format!("{name:?}"),
+        "open on this server",
+        "open it; a server with the memory tier forgets its jobs when it restarts: restore the last checkpoint",
+    )
+}
+
+/// Passes: workers try again.
+fn recovering(name: &JobName) -> Fault {
+    let remedy = "wait: its state is read and checked first";
+    Fault::new(FaultKind::Unavailable, "job", format!("{name}, being recovered"), "open", remedy)
+}
+
+impl Jobs {
+    /// Also looks for the jobs that an earlier process kept: until `recover` has opened them they are away.
+    pub(crate) fn new(budget: Budget, storage: Storage, compute: Arc<Compute>) -> (Jobs, Vec<StoredJob>) {
+        let mut dirs = storage.dirs.clone();
+        dirs.extend(storage.shm_dir.clone());
+        let stored = stored_jobs(&dirs);
+        let mut jobs = BTreeMap::new();
+        for job in &stored.jobs {
+            let name = job.spec.name.clone();
+            jobs.insert(name.clone(), Place::away(recovering(&name), Some(job.clone())));
+        }
+        for (name, fault) in stored.unreadable {
+            tracing::error!(job = %name, %fault, "not a job that can be opened");
+            jobs.insert(name, Place::away(fault, None));
+        }
+        let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
+        (Jobs { jobs, opening, budget, storage, compute }, stored.jobs)
+    }
+
+    /// Opens the jobs that were found. Blocks while their state is read.
+    pub(crate) fn recover(&self, stored: Vec<StoredJob>) {
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        for job in stored {
+            let name = job.spec.name.clone();
+            if let Some(Place::Open(_)) = self.lock().get(&name) {
+                tracing::error!(job = %name, "kept twice, for different servers or numbers of them: one is left alone");
+                continue;
+            }
+            match self.start(job, &self.storage) {
+                Ok(handle) => {
+                    let version = handle.job.progress().version;
+                    tracing::info!(job = %name, %version, bytes = handle.job.memory_bytes(), "job recovered");
+                }
+                Err(fault) => tracing::error!(job = %name, %fault, "not recovered"),
+            }
+        }
+    }
+
+    /// Opens a job and puts it, or the reason why it cannot be, into its place.
+    fn start(&self, job: StoredJob, storage: &Storage) -> Result<Arc<JobHandle>, Fault> {
+        let name = job.spec.name.clone();
+        let started = JobHandle::start(job.clone(), &self.budget, storage, Arc::clone(&self.compute));
+        let started = started.map(Arc::new);
+        let mut jobs = self.lock();
+        match &started {
+            Ok(handle) => {
+                jobs.insert(name, Place::Open(Arc::clone(handle)));
+            }
+            Err(fault) => {
+                // One that was never kept here leaves nothing.
+                if let Some(place) = jobs.get_mut(&name) {
+                    *place = Place::away(fault.clone(), Some(job));
+                }
+            }
+        }
+        started
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<JobName, Place>> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Result<Arc<JobHandle>, Fault> {
+        let name = JobName::parse("job", name)?;
+        match self.lock().get(&name) {
+            Some(Place::Open(handle)) => Ok(Arc::clone(handle)),
+            Some(Place::Away(away)) => Err(away.fault.clone()),
+            None => Err(not_found(name.as_str())),
+        }
+    }
+
+    /// Those that are served.
+    pub(crate) fn all(&self) -> Vec<Arc<JobHandle>> {
+        let open =
+            |place: &Place| if let Place::Open(handle) = place { Some(Arc::clone(handle)) } else { None };
+        self.lock().values().filter_map(open).collect()
+    }
+
+    /// Of all, those that are away too.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.lock().keys().map(JobName::to_string).collect()
+    }
+
+    /// Finds the job or creates it. Blocks while memory is touched. True when it was created.
+    pub(crate) fn open(&self, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
+            // Where recovering it has failed it is tried again: the disk may be back.
+            return self.start(wanted, &self.storage).map(|handle| (true, handle));
+        };
+        let job = &handle.job;
+        job.spec().same_as(&wanted.spec)?;
+        job.placement().same_owners(&wanted.placement)?;
+        if job.server() != wanted.server {
+            let remedy = "name the same servers in the same order as when the job was opened";
+            return Err(Fault::new(FaultKind::Conflict, "server", wanted.server.0, job.server().0, remedy));
+        }
+        Ok((false, handle))
+    }
+
+    /// Forgets a job and removes what its tier keeps of it.
+    pub(crate) fn delete(&self, name: &str) -> Result<(), Fault> {
+        let handle = self.get(name)?;
+        self.lock().remove(&handle.job.spec().name);
+        handle.close(not_found(name));
+        handle.job.discard()
+    }
+
+    /// Opens a job anew at the version before its newest. Blocks until its users have let go of it and its state is read.
+    pub(crate) fn step_back(
+        &self,
+        name: &str,
+        incarnation: Incarnation,
+        version: Version,
+    ) -> Result<Arc<JobHandle>, Fault> {
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let stored = match self.get(name) {
+            Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
+            Ok(handle) => self.put_away(handle),
+            Err(fault) => self.stored(name).ok_or(fault)?,
+        };
+        tracing::warn!(job = name, %version, "stepping back to the version before");
+        let storage = Storage { at_most: Some(version), ..self.storage.clone() };
+        let handle = self.start(stored, &storage)?;
+        let found = handle.job.progress().version;
+        if found != version {
+            let remedy = "step every server back to the same version, or restore a checkpoint";
+            return Err(Fault::new(
+                FaultKind::Precondition,
+                "version",
+                version.0,
+                format!("{found}, the newest left"),
+                remedy,
+            ));
+        }
+        Ok(handle)
+    }
+
+    /// Ends the service of a job, to open it again.
+    fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
+        let job = &handle.job;
+        let stored =
+            StoredJob { spec: job.spec().clone(), placement: job.placement().clone(), server: job.server() };
+        let name = stored.spec.name.clone();
+        self.lock().insert(name.clone(), Place::away(recovering(&name), Some(stored.clone())));
+        handle.close(recovering(&name));
+        let changes = handle.changes();
+        drop(handle);
+        // Where its users do not let go, the folders' lock says so.
+        let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
+        stored
+    }
+
+    /// A job that could not be recovered.
+    fn stored(&self, name: &str) -> Option<StoredJob> {
+        match self.lock().get(&JobName::parse("job", name).ok()?)? {
+            Place::Away(away) => away.stored.clone(),
+            Place::Open(_) => None,
+        }
+    }
+}
+
+/// Ends when the job is dropped, and with it the sender of its changes.
+async fn gone(mut changes: watch::Receiver<u64>) {
+    while changes.changed().await.is_ok() {}
+}

@@ -1,0 +1,227 @@
+//! State directories that rot, vanish, fill up, or belong to something else: named by server and command line, nothing
+//! damaged, and what is put right goes on to the right bits.
+
+use std::{
+    fs::{self, OpenOptions},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use longshore_tests::{
+    binaries,
+    command::{Output, longshore, longshored},
+    server::{Longshored, ServerOptions},
+    status::job_status,
+    train::Train,
+};
+use tempfile::TempDir;
+
+const STEPS: u64 = 12;
+const HALFWAY: u64 = 6;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn train() -> Train {
+    Train::new(STEPS).args(["--tier", "nvme"])
+}
+
+fn hash() -> String {
+    Train::new(STEPS).run().end.state_hash
+}
+
+/// A server whose jobs' state is striped over these directories.
+fn server(dirs: &[PathBuf]) -> Longshored {
+    options(dirs).start()
+}
+
+fn options(dirs: &[PathBuf]) -> ServerOptions {
+    for dir in dirs {
+        fs::create_dir_all(dir).unwrap();
+    }
+    let dirs: Vec<_> = dirs.iter().map(|dir| dir.display().to_string()).collect();
+    ServerOptions::new().args(["--state-dir", &dirs.join(","), "--storage-buffers", "2"])
+}
+
+/// Trains halfway, then kills the worker and stops the server.
+fn train_halfway(train: &Train, server: &mut Longshored) {
+    let mut worker = train.start();
+    worker.until_step(HALFWAY);
+    worker.kill();
+    server.process.terminate();
+    assert_eq!(server.process.code(), 0);
+}
+
+fn job_folder(dir: &Path) -> PathBuf {
+    dir.join("default").join("server-0-of-1")
+}
+
+/// Once the server knows whether it can recover its job.
+fn status_of(server: &Longshored) -> Output {
+    let begun = Instant::now();
+    loop {
+        let output = longshore(["status", "--servers", server.address()]);
+        if !output.stdout.contains("being recovered") {
+            return output;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{output:?}");
+    }
+}
+
+#[test]
+fn bit_rot_is_named_and_one_step_back_is_whole() {
+    let expected = hash();
+    let root = TempDir::new().unwrap();
+    let dir = root.path().join("a");
+    let mut server =
+        options(std::slice::from_ref(&dir)).allow("not recovered").allow("stepping back").start();
+    let train = train().servers(&[server.address().to_string()]);
+    train_halfway(&train, &mut server);
+    let data = job_folder(&dir).join("data");
+    let bytes = fs::metadata(&data).unwrap().len();
+    let file = OpenOptions::new().read(true).write(true).open(&data).unwrap();
+    let flip = |at: u64| {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+    };
+    let mut found = None;
+    // Between them are records, tables and the other slot.
+    for at in (0..32).map(|part| (2 * part + 1) * bytes / 64) {
+        flip(at);
+        server.restart();
+        let status = status_of(&server);
+        if status.stdout.contains("block") {
+            found = Some(status.stdout);
+            break;
+        }
+        server.process.kill();
+        flip(at);
+    }
+    let said = found.expect("a flipped bit in the slot of the newest version is found");
+    for part in [data.to_str().unwrap(), "shard", "block", "CRC-64", "longshore step-back --version"] {
+        assert!(said.contains(part), "{part} is missing in: {said}");
+    }
+    let (stderr, _) = train.start().fails(PATIENCE);
+    assert!(stderr.contains("CRC-64") && stderr.contains(server.address()), "{stderr}");
+    let version = said.split("step-back --version ").nth(1).and_then(|rest| rest.split('`').next()).unwrap();
+    let back = longshore(["step-back", "--version", version, "--servers", server.address()]);
+    assert_eq!(back.code, 0, "{back:?}");
+    assert_eq!(job_status(&[server.address().to_string()]).servers[0].version.to_string(), version);
+    assert_eq!(train.run().end.state_hash, expected);
+}
+
+#[test]
+fn a_vanished_directory_is_named_and_its_return_is_enough() {
+    let expected = hash();
+    let root = TempDir::new().unwrap();
+    let dirs = [root.path().join("a"), root.path().join("b")];
+    let mut server = options(&dirs).allow("not recovered").start();
+    let train = train().servers(&[server.address().to_string()]);
+    train_halfway(&train, &mut server);
+    // One job's folder, as when a disk is mounted empty.
+    let (there, away) = (job_folder(&dirs[1]), root.path().join("away"));
+    fs::rename(&there, &away).unwrap();
+    server.restart();
+    let said = status_of(&server).stdout;
+    assert!(said.contains(there.to_str().unwrap()) && said.contains("mount the disk again"), "{said}");
+    let (stderr, _) = train.start().fails(PATIENCE);
+    assert!(stderr.contains(there.to_str().unwrap()), "{stderr}");
+    // The disk is back: opening the job is enough.
+    fs::create_dir_all(there.parent().unwrap()).unwrap();
+    fs::rename(&away, &there).unwrap();
+    assert_eq!(train.run().end.state_hash, expected);
+    // The whole directory, as when a disk is not mounted at all: the server does not start.
+    server.process.kill();
+    fs::rename(&dirs[0], root.path().join("gone")).unwrap();
+    let refused = longshored(["--listen", "127.0.0.1:0", "--state-dir", dirs[0].to_str().unwrap()]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.stderr.contains(dirs[0].to_str().unwrap()), "{refused:?}");
+    assert!(refused.stderr.contains("check the state directory's path"), "{refused:?}");
+}
+
+#[test]
+fn a_directory_that_vanishes_under_a_running_server_does_not_stop_training() {
+    let expected = hash();
+    let root = TempDir::new().unwrap();
+    let dir = root.path().join("a");
+    let server = server(std::slice::from_ref(&dir));
+    let train = train().servers(&[server.address().to_string()]);
+    let mut worker = train.start();
+    worker.until_step(HALFWAY);
+    fs::remove_dir_all(&dir).unwrap();
+    assert_eq!(worker.finish().end.state_hash, expected);
+}
+
+#[test]
+fn a_directory_serves_one_server() {
+    let root = TempDir::new().unwrap();
+    let dir = root.path().join("a");
+    let server = server(std::slice::from_ref(&dir));
+    let refused = longshored(["--listen", "127.0.0.1:0", "--state-dir", dir.to_str().unwrap()]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    let said = &refused.stderr;
+    assert!(said.contains("in use by another server") && said.contains(dir.to_str().unwrap()), "{said}");
+    train().servers(&[server.address().to_string()]).run();
+}
+
+#[test]
+fn a_directory_of_another_job_is_left_alone() {
+    let expected = hash();
+    let root = TempDir::new().unwrap();
+    let mut server = server(&[root.path().join("a")]);
+    let train = train().servers(&[server.address().to_string()]);
+    train_halfway(&train, &mut server);
+    server.restart();
+    let other = self::train().args(["--width", "64"]).servers(&[server.address().to_string()]);
+    let (stderr, _) = other.start().fails(PATIENCE);
+    assert!(stderr.contains("(CONFLICT)") && stderr.contains(server.address()), "{stderr}");
+    assert_eq!(train.run().end.state_hash, expected);
+}
+
+/// `ulimit -f` stands for a full drive: both are found when the space is reserved.
+#[test]
+fn a_full_drive_refuses_the_job_and_keeps_nothing() {
+    let root = TempDir::new().unwrap();
+    let dir = root.path().join("a");
+    fs::create_dir_all(&dir).unwrap();
+    let mut limited = Command::new("sh");
+    let longshored = binaries::command("longshored").get_program().to_owned();
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 2048; exec \"$@\"", "sh"]).arg(longshored);
+    limited.args(["--listen", "127.0.0.1:0", "--state-dir"]).arg(&dir);
+    let process = longshore_tests::process::Process::start("a limited longshored", &mut limited);
+    let line = process.line().unwrap_or_default();
+    let address = line.strip_prefix("longshored listening on ").expect("an address").to_string();
+    let (stderr, _) = train().servers(std::slice::from_ref(&address)).start().fails(PATIENCE);
+    for part in ["reserve space", dir.to_str().unwrap(), "free space there", &address] {
+        assert!(stderr.contains(part), "{part} is missing in: {stderr}");
+    }
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0, "something was left behind");
+    Train::new(2).servers(&[address]).run();
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_refused() {
+    // Nobody can make a folder there, not even root.
+    let server = ServerOptions::new().args(["--state-dir", "/proc/self"]).start();
+    let (stderr, _) = train().servers(&[server.address().to_string()]).start().fails(PATIENCE);
+    assert!(stderr.contains("/proc/self") && stderr.contains("create folder"), "{stderr}");
+}
+
+#[test]
+fn status_forecasts_the_wear_of_drives() {
+    let root = TempDir::new().unwrap();
+    let server = options(&[root.path().join("a")]).args(["--drive-endurance", "600TB"]).start();
+    let addresses = [server.address().to_string()];
+    train().servers(&addresses).run();
+    let found = &job_status(&addresses).servers[0];
+    // 12 bytes a parameter each step, blocks whole, and for each step its checksums and two records.
+    let state = 5 * 65_536 * 12;
+    let step = found.disk_written_bytes_per_step.unwrap();
+    assert!((state..state + 64 * 1024).contains(&step), "{step} bytes a step, of which state {state}");
+    assert!(found.disk_bytes > 2 * state && found.disk_written_bytes > (STEPS - 1) * state);
+    let (day, days) = (found.disk_written_bytes_per_day.unwrap() as f64, found.drive_endurance_days.unwrap());
+    assert!((days * day / 600e12 - 1.0).abs() < 1e-6, "{days} days at {day} bytes a day");
+    let said = status_of(&server).stdout;
+    assert!(said.contains("a step") && said.contains("a day, the rated"), "{said}");
+}

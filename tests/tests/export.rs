@@ -1,0 +1,108 @@
+//! Weights for other programs: the cast of the master weights of one version, also while training goes on.
+
+use std::{collections::BTreeMap, fs, path::Path, process::Command};
+
+use longshore_tests::{
+    command::{Output, longshore, run},
+    server::{ServerOptions, addresses, servers},
+    train::Train,
+};
+use tempfile::TempDir;
+
+fn export(servers: &[String], out: &Path, more: &[&str]) -> Output {
+    let (servers, out) = (servers.join(","), out.display().to_string());
+    longshore(["export", "--servers", &servers, "--out", &out].into_iter().chain(more.iter().copied()))
+}
+
+fn version_of(output: &Output) -> u64 {
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let version = output.stdout.strip_prefix("version ").and_then(|text| text.split(' ').next());
+    version.and_then(|version| version.parse().ok()).unwrap_or_else(|| panic!("no version: {output:?}"))
+}
+
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("a file"));
+    entries
+        .map(|entry| {
+            (entry.file_name().into_string().expect("a name"), fs::read(entry.path()).expect("a file"))
+        })
+        .collect()
+}
+
+#[test]
+fn an_export_during_training_is_of_one_version_of_all_servers() {
+    let folder = TempDir::new().unwrap();
+    let servers = servers(2, &ServerOptions::new());
+    let addresses = addresses(&servers);
+    // Without a cosine the weights of a step do not depend on how many follow.
+    let train = |steps| Train::new(steps).args(["--lr-floor", "1"]).servers(&addresses);
+    let mut running = train(100_000).start();
+    running.until_step(20);
+    let (during, after) = (folder.path().join("during"), folder.path().join("after"));
+    let flags = ["--dtype", "f32", "--max-file-size", "300KiB"];
+    let version = version_of(&export(&addresses, &during, &flags));
+    assert!(version >= 20, "version {version}");
+    // Training went on meanwhile and goes on now.
+    running.until_step(version + 5);
+    running.kill();
+
+    let deleted = longshore(["delete", "--servers", &addresses.join(","), "--job", "default"]);
+    assert_eq!(deleted.code, 0, "{deleted:?}");
+    train(version).run();
+    assert_eq!(version_of(&export(&addresses, &after, &flags)), version);
+    let (during, after) = (files(&during), files(&after));
+    assert!(during.len() > 3, "{:?}", during.keys());
+    assert!(during == after, "the weights of version {version} are not those of a run of {version} steps");
+}
+
+#[test]
+fn an_export_is_the_rounded_master_weights() {
+    let python = std::env::var_os("LONGSHORE_TEST_PYTHON").expect(
+        "LONGSHORE_TEST_PYTHON names no Python with safetensors and numpy: run tests/run, which makes one",
+    );
+    let (folder, checkpoints) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    let server = ServerOptions::new().checkpoint_dir(checkpoints.path()).start();
+    let addresses = [server.address().to_string()];
+    // Compensated images are not the rounded weights: an export must not be made from them.
+    Train::new(12)
+        .args(["--delay", "1", "--warmup-steps", "2", "--compensation", "1"])
+        .servers(&addresses)
+        .run();
+    let checkpoint = longshore(["checkpoint", "--servers", &addresses[0], "--name", "last"]);
+    assert_eq!(checkpoint.code, 0, "{checkpoint:?}");
+    for (dtype, size) in [("bf16", "5GiB"), ("f16", "100KiB"), ("f32", "1MiB")] {
+        let out = folder.path().join(dtype);
+        assert_eq!(version_of(&export(&addresses, &out, &["--dtype", dtype, "--max-file-size", size])), 12);
+        let script = format!("{}/python/check_export.py", env!("CARGO_MANIFEST_DIR"));
+        let checkpoint = checkpoints.path().join("default/last");
+        let checked =
+            run("check_export.py", Command::new(&python).arg(script).arg(checkpoint).arg(out).arg(dtype));
+        assert_eq!(checked.code, 0, "{dtype}: {}", checked.stderr);
+        assert!(checked.stdout.trim_end().ends_with("ok"), "{checked:?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_exported_is_said_and_nothing_is_left_behind() {
+    let folder = TempDir::new().unwrap();
+    let servers = servers(2, &ServerOptions::new());
+    let addresses = addresses(&servers);
+    let out = folder.path().join("out");
+    let nothing = export(&addresses, &out, &[]);
+    assert!(nothing.code != 0 && nothing.stderr.contains("no job on these servers"), "{nothing:?}");
+    Train::new(3).servers(&addresses).run();
+    let half = export(&addresses[..1], &out, &["--job", "default"]);
+    assert!(half.code != 0 && half.stderr.contains(&addresses.join(",")), "{half:?}");
+    let absent = export(&addresses, &out, &["--job", "absent"]);
+    assert!(absent.code != 0 && absent.stderr.contains("absent"), "{absent:?}");
+    assert_eq!(files(folder.path()).len(), 0);
+
+    fs::create_dir(&out).unwrap();
+    fs::write(out.join("mine.txt"), "mine").unwrap();
+    let full = export(&addresses, &out, &[]);
+    assert!(full.code != 0 && full.stderr.contains("mine.txt"), "{full:?}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    fs::remove_file(out.join("mine.txt")).unwrap();
+    assert_eq!(version_of(&export(&addresses, &out, &[])), 3);
+    assert_eq!(files(&out).into_keys().collect::<Vec<_>>(), ["model.safetensors"]);
+}

@@ -1,0 +1,151 @@
+//! A server uses the memory it admitted a job with, however many ranks push and however slow one of them is.
+
+use std::{
+    fs,
+    sync::{
+        Arc, Barrier, Condvar, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind};
+use longshore_tests::{conformance::cluster::eventually, server::ServerOptions, status::job_status};
+use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
+
+const RANKS: u32 = 16;
+const SLOW: u32 = 7;
+const PARAMS: usize = 12;
+const ELEMENTS: u64 = 1 << 20;
+const STEPS: u64 = 4;
+/// The slow rank stops in the middle of this one.
+const STALLS_IN: u64 = 2;
+
+/// With the slow tests, as long as a rank may be gone without anybody giving up on it.
+fn stall() -> Duration {
+    let soak = std::env::var_os("LONGSHORE_SOAK").is_some();
+    Duration::from_secs(if soak { 30 } else { 2 })
+}
+
+fn spec() -> JobSpec {
+    let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
+    JobSpec {
+        name: JobName::parse("name", "many-ranks").expect("a name"),
+        params: (0..PARAMS).map(param).collect(),
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: RANKS,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: ELEMENTS,
+        tier: TierKind::Memory,
+        formats: Default::default(),
+    }
+}
+
+/// What a process has in memory, and the most it ever had: bytes.
+fn resident(process: u32) -> (u64, u64) {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).expect("a live process");
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a field of the kernel's");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+    };
+    (field("VmRSS:"), field("VmHWM:"))
+}
+
+struct Stall {
+    begun: AtomicBool,
+    over: Mutex<bool>,
+    ended: Condvar,
+}
+
+impl Stall {
+    fn hold(&self) {
+        self.begun.store(true, Ordering::Release);
+        let over = self.over.lock().unwrap();
+        drop(self.ended.wait_while(over, |over| !*over).unwrap());
+    }
+
+    fn end(&self) {
+        *self.over.lock().unwrap() = true;
+        self.ended.notify_all();
+    }
+}
+
+fn train(options: Options, gradient: &[f32], started: &Barrier, stall: &Stall) {
+    let rank = options.rank;
+    let mut session = Session::connect(options).unwrap();
+    session.open().unwrap();
+    started.wait();
+    if rank != Rank(0) {
+        session.wait_training().unwrap();
+    }
+    let joined = session.join().unwrap();
+    if rank == Rank(0) {
+        session.upload(&|_| gradient.to_vec()).unwrap();
+        session.wait_training().unwrap();
+    }
+    let scaler = LossScaler::fixed(1.0).unwrap();
+    let pipeline = PipelineOptions::new(scaler, |_| vec![Hyper::default()]);
+    let mut pipeline = Pipeline::new(session, &joined, pipeline).unwrap();
+    for step in 1..=STEPS {
+        pipeline.begin().unwrap();
+        pipeline.weights().unwrap().wait(0..ELEMENTS).unwrap();
+        let mut assembler = pipeline.assembler(0).unwrap();
+        for param in (0..PARAMS).rev() {
+            if rank.0 == SLOW && step == STALLS_IN && param == PARAMS / 2 {
+                stall.hold();
+            }
+            assembler.put(param, gradient).unwrap();
+        }
+        assembler.finish().unwrap();
+        pipeline.finish(Vec::new()).unwrap();
+    }
+    pipeline.close().unwrap().leave().unwrap();
+}
+
+#[test]
+fn sixteen_ranks_and_a_stalled_one_take_the_memory_that_was_admitted() {
+    let server = ServerOptions::new().start();
+    let addresses = [server.address().to_string()];
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let gradient: Arc<Vec<f32>> = Arc::new((0..ELEMENTS).map(|index| (index % 97) as f32 * 1e-3).collect());
+    let (started, stalled) = (Barrier::new(RANKS as usize), stall());
+    let stall = Stall { begun: AtomicBool::new(false), over: Mutex::new(false), ended: Condvar::new() };
+    let most = thread::scope(|scope| {
+        for rank in 0..RANKS {
+            let options = Options {
+                runtime: Some(runtime.handle().clone()),
+                deadline: Duration::from_secs(120),
+                // Over shared memory the server maps its workers' gradients: they would count as resident there, though
+                // they are the workers', and the sockets' buffers would go untested.
+                transport: Transport::Tcp,
+                ..Options::new(addresses.to_vec(), spec(), Rank(rank))
+            };
+            let (gradient, started, stall) = (gradient.clone(), &started, &stall);
+            scope.spawn(move || train(options, &gradient, started, stall));
+        }
+        eventually("the slow rank's stall", || stall.begun.load(Ordering::Acquire).then_some(()));
+        // The others have pushed all they can when the server waits for nobody else.
+        let waits = eventually("the server to wait for the slow rank alone", || {
+            let waits = job_status(&addresses).servers[0].waiting_for.clone();
+            waits.ends_with(&format!("from rank {SLOW}")).then_some(waits)
+        });
+        eprintln!("during the stall the server waits for {waits}");
+        // Not to wait for anything: this is the time in which a server without bounds would grow.
+        thread::sleep(stalled);
+        let (during, _) = resident(server.process.id());
+        stall.end();
+        during
+    });
+    let (_, most_ever) = resident(server.process.id());
+    let admitted = job_status(&addresses).servers[0].memory_bytes;
+    eprintln!(
+        "admitted {admitted}, resident in the stall {most}, at most {most_ever}: {:.3} of admitted",
+        most_ever as f64 / admitted as f64
+    );
+    assert!(most_ever as f64 <= admitted as f64 * 1.03, "{most_ever} of {admitted} admitted");
+}

@@ -1,0 +1,168 @@
+//! `kill -9` of servers whose tier outlives them, at random instants: the worker waits, the servers come back by
+//! themselves, and the run ends with the bits of one that was never disturbed.
+
+use std::{
+    env,
+    time::{Duration, Instant},
+};
+
+use longshore_tests::{
+    seed::{Random, spin},
+    server::{self, Longshored, ServerOptions},
+    train::{Running, Train},
+};
+use tempfile::TempDir;
+
+/// Of each test, in `tests/run` and in its soak.
+const KILLS: u64 = 4;
+const SOAK_KILLS: u64 = 75;
+/// Of one run, so that its steps stay few.
+const KILLS_A_RUN: u64 = 5;
+const STEPS: u64 = 60;
+
+/// Who is killed at once.
+#[derive(Clone, Copy, PartialEq)]
+enum Victims {
+    OneServer,
+    BothServers,
+    /// Both, and the worker: nobody is left who could send a gradient again.
+    All,
+}
+
+struct Case {
+    tier: &'static str,
+    victims: Victims,
+    job: &'static [&'static str],
+}
+
+fn kills() -> u64 {
+    if env::var_os("LONGSHORE_SOAK").is_some() { SOAK_KILLS } else { KILLS }
+}
+
+fn survives(case: &Case) {
+    let mut random = Random::new();
+    let begun = Instant::now();
+    let known = Train::new(STEPS).args(case.job).run();
+    let startup = begun.elapsed() / 4;
+    let step = Duration::from_secs_f64(known.end.step_ms / 1e3);
+    let mut left = kills();
+    while left > 0 {
+        let kills = left.min(KILLS_A_RUN);
+        left -= kills;
+        let hash = disturbed(case, &mut random, kills, (startup, step));
+        assert_eq!(hash, known.end.state_hash, "after {kills} kills");
+    }
+}
+
+/// One run with so many kills. Returns its hash.
+fn disturbed(case: &Case, random: &mut Random, kills: u64, (startup, step): (Duration, Duration)) -> String {
+    let root = if case.tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
+    let root = root.expect("a folder for the servers' state");
+    let options = ServerOptions::new().allow("a damaged record is replaced").allow("stepping back");
+    let options =
+        if case.tier == "shm" { options.shm_root(root.path()) } else { options.state_root(root.path()) };
+    let mut servers = server::servers(2, &options);
+    let train = Train::new(STEPS).args(case.job).args(["--tier", case.tier]).allow("waiting for a server");
+    let train = train.servers(&server::addresses(&servers));
+    let mut worker = train.start();
+    worker.until_steps(1);
+    let mut done = 1;
+    for kill in 0..kills {
+        let share = (STEPS - done).saturating_sub(2) / (kills - kill);
+        // At once now and then: while it recovers from the last one.
+        if random.below(4) > 0 && share > 0 {
+            let steps = 1 + random.below(share);
+            worker.until_steps(steps);
+            done += steps;
+            spin(random.part_of(step * 2));
+        } else {
+            spin(random.part_of(startup));
+        }
+        strike(case.victims, random, &mut servers, &mut worker, &train);
+        if case.victims == Victims::All {
+            // Steps may have been decided of which it had no time to say so, and one may have been taken back.
+            done = worker.until_started_at() - 1;
+        }
+    }
+    worker.finish().end.state_hash
+}
+
+/// Kills the victims and starts them again with their own commands.
+fn strike(
+    victims: Victims,
+    random: &mut Random,
+    servers: &mut [Longshored],
+    worker: &mut Running,
+    train: &Train,
+) {
+    let one = random.below(2) as usize;
+    let struck = if victims == Victims::OneServer { one..one + 1 } else { 0..2 };
+    if victims == Victims::All {
+        worker.process.kill();
+    }
+    for server in &mut servers[struck.clone()] {
+        server.process.kill();
+    }
+    for server in &mut servers[struck] {
+        server.restart();
+    }
+    if victims == Victims::All {
+        let again = train.start();
+        std::mem::replace(worker, again).kill().check_steps();
+    }
+}
+
+const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--compensation", "0.5"];
+
+#[test]
+fn a_server_that_does_not_come_back_is_named_in_time() {
+    let root = TempDir::new().expect("a folder for the servers' state");
+    let options = ServerOptions::new().state_root(root.path()).allow("stepping back");
+    let mut servers = server::servers(2, &options);
+    let addresses = server::addresses(&servers);
+    let train = Train::new(STEPS).args(["--tier", "nvme", "--deadline-s", "2"]).servers(&addresses);
+    let mut worker = train.start();
+    worker.until_step(5);
+    servers[1].process.kill();
+    let (stderr, said) = worker.fails(Duration::from_secs(15));
+    let error = stderr.lines().last().unwrap_or_default();
+    // What it waited for just then: a version's weights, or a step's decision.
+    let last = said.last_step();
+    let waits = [format!("step {}", last + 1), format!("step {last}"), format!("version {last}")];
+    assert!(error.contains(&addresses[1]) && error.contains("job default"), "{stderr}");
+    assert!(waits.iter().any(|wait| error.contains(wait)), "none of {waits:?} is named: {stderr}");
+    assert!(stderr.contains("waiting for a server"), "{stderr}");
+    // The job is still there, for when the server is.
+    servers[1].restart();
+    train.allow("waiting for a server").run();
+}
+
+#[test]
+fn an_exact_nvme_job_survives_kills_of_either_server() {
+    survives(&Case { tier: "nvme", victims: Victims::OneServer, job: &[] });
+}
+
+#[test]
+fn a_delayed_nvme_job_survives_kills_of_both_servers() {
+    survives(&Case { tier: "nvme", victims: Victims::BothServers, job: DELAYED });
+}
+
+#[test]
+fn an_nvme_job_survives_kills_of_everything() {
+    survives(&Case { tier: "nvme", victims: Victims::All, job: &["--micro-steps", "2"] });
+}
+
+#[test]
+fn an_exact_shm_job_survives_kills_of_either_server() {
+    survives(&Case { tier: "shm", victims: Victims::OneServer, job: &["--micro-steps", "2"] });
+}
+
+#[test]
+fn a_shm_job_survives_kills_of_everything() {
+    survives(&Case { tier: "shm", victims: Victims::All, job: &[] });
+}
+
+#[test]
+fn a_delayed_shm_job_survives_kills_of_both_servers() {
+    survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED });
+}

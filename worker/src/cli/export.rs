@@ -1,0 +1,56 @@
+//! `longshore export`: a job's weights as files that other programs load.
+
+use std::{path::PathBuf, time::Duration};
+
+use anyhow::Context;
+use longshore_proto::Dtype;
+use longshore_server::config::ByteSize;
+
+use super::{admin::JobArgs, client::Servers, sizes::human};
+use crate::export;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    target: JobArgs,
+    /// Folder to make, with model.safetensors or several files and model.safetensors.index.json
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// What the fp32 master weights are rounded to: bf16, f16 or f32
+    #[arg(long, default_value = "bf16")]
+    dtype: Dtype,
+    /// Largest file, as in 5GiB; a larger tensor has a file of its own
+    #[arg(long, value_name = "SIZE", default_value = "5GiB")]
+    max_file_size: ByteSize,
+    /// Longest wait, in seconds, for a version that all servers have
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86400))]
+    deadline_s: u64,
+}
+
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let mut servers = Servers::connect(&args.target.servers.servers)?;
+    let job = servers.job(args.target.job.as_ref())?;
+    let settings = export::Settings {
+        job,
+        out: args.out.clone(),
+        dtype: args.dtype,
+        max_file_bytes: args.max_file_size.0,
+        deadline: Duration::from_secs(args.deadline_s),
+    };
+    let from = std::time::Instant::now();
+    let exported = export::run(&mut servers, &settings)
+        .with_context(|| format!("job {} was not exported to {}", settings.job, args.out.display()))?;
+    println!(
+        "version {} of job {}: {} as {} in {}, {:.1} s",
+        exported.version.0,
+        settings.job,
+        human(exported.bytes),
+        args.dtype,
+        args.out.display(),
+        from.elapsed().as_secs_f64()
+    );
+    for name in &exported.files {
+        println!("  {name}");
+    }
+    Ok(())
+}

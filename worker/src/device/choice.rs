@@ -1,0 +1,107 @@
+//! Which device a run uses: named, or found.
+
+use std::{fmt, str::FromStr, sync::Arc};
+
+use longshore_proto::Fault;
+
+use super::{CudaDevice, Device, HostDevice};
+use crate::error::Result;
+
+/// What `--device` may say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// A GPU if there is one, else the host.
+    #[default]
+    Auto,
+    Host,
+    /// A GPU by its number; without one, each rank takes the next.
+    Cuda(Option<usize>),
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceChoice::Auto => f.write_str("auto"),
+            DeviceChoice::Host => f.write_str("host"),
+            DeviceChoice::Cuda(None) => f.write_str("cuda"),
+            DeviceChoice::Cuda(Some(ordinal)) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Self, Fault> {
+        let refused = || {
+            let remedy = "a GPU's number is the one that nvidia-smi shows";
+            Fault::invalid("device", text, "auto, host, cuda or cuda:N", remedy)
+        };
+        match text {
+            "auto" => Ok(DeviceChoice::Auto),
+            "host" | "cpu" => Ok(DeviceChoice::Host),
+            "cuda" => Ok(DeviceChoice::Cuda(None)),
+            _ => {
+                let ordinal = text.strip_prefix("cuda:").ok_or_else(refused)?;
+                Ok(DeviceChoice::Cuda(Some(ordinal.parse().map_err(|_| refused())?)))
+            }
+        }
+    }
+}
+
+impl DeviceChoice {
+    /// The device of a rank. `budget` in bytes; None: a GPU's whole memory, and no limit on the host.
+    ///
+    /// # Errors
+    /// `Device` when a GPU is asked for and there is none, or the one found cannot be used.
+    pub fn open(self, rank: u32, budget: Option<u64>) -> Result<Arc<dyn Device>> {
+        let ordinal = match self {
+            DeviceChoice::Host => None,
+            DeviceChoice::Cuda(Some(ordinal)) => Some(ordinal),
+            // Without a GPU, opening the first says what is missing.
+            DeviceChoice::Cuda(None) => Some(next(rank, CudaDevice::count()).unwrap_or(0)),
+            DeviceChoice::Auto => next(rank, CudaDevice::count()),
+        };
+        Ok(match ordinal {
+            Some(ordinal) => Arc::new(CudaDevice::new(ordinal, budget)?),
+            None => Arc::new(HostDevice::new(budget.unwrap_or(u64::MAX))),
+        })
+    }
+}
+
+/// The GPU of a rank: ranks of a host are counted on from each other, so they spread over its GPUs.
+fn next(rank: u32, gpus: usize) -> Option<usize> {
+    (rank as usize).checked_rem(gpus)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn a_choice_is_read_as_it_is_written() {
+        for text in ["auto", "host", "cuda", "cuda:3"] {
+            assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
+        }
+        for text in ["gpu", "cuda:", "cuda:-1", "cuda:x", ""] {
+            assert_eq!(text.parse::<DeviceChoice>().unwrap_err().value, text);
+        }
+    }
+
+    #[test]
+    fn ranks_spread_over_the_gpus_there_are() {
+        assert_eq!([0, 1, 2, 3].map(|rank| next(rank, 2)), [Some(0), Some(1), Some(0), Some(1)]);
+        assert_eq!(next(5, 0), None);
+    }
+
+    #[test]
+    fn a_gpu_is_used_where_there_is_one_and_demanded_where_it_is_named() {
+        let gpus = CudaDevice::count();
+        let found = DeviceChoice::Auto.open(1, Some(1 << 20)).unwrap();
+        let expected = if gpus == 0 { "host".to_string() } else { format!("cuda:{}", 1 % gpus) };
+        assert_eq!((found.name(), found.budget().limit()), (expected.as_str(), 1 << 20));
+        assert!(matches!(DeviceChoice::Cuda(Some(gpus)).open(0, None), Err(Error::Device(_))));
+        assert_eq!(DeviceChoice::Host.open(0, None).unwrap().budget().limit(), u64::MAX);
+    }
+}

@@ -1,0 +1,232 @@
+//! Which file and which byte each parameter's values go to, as Hugging Face's loaders expect them.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs::{self, File, OpenOptions},
+    io,
+    ops::Range,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use longshore_proto::{Dtype, Fault, FaultKind, JobSpec, Layout};
+use rustix::fs::{FallocateFlags, fallocate};
+use safetensors::tensor::{Metadata, TensorInfo};
+
+/// Where one parameter lies.
+struct Place {
+    file: usize,
+    /// Of its first byte in the file.
+    start: u64,
+    /// Its elements in the flat space.
+    flat: Range<u64>,
+}
+
+/// The files of one export: `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. They are written in a
+/// folder beside the target, which takes its place when all is there: an export that fails leaves nothing behind.
+pub(super) struct Files {
+    target: PathBuf,
+    draft: tempfile::TempDir,
+    files: Vec<File>,
+    names: Vec<String>,
+    /// In flat order.
+    places: Vec<Place>,
+    index: serde_json::Value,
+    dtype: Dtype,
+    bytes: u64,
+}
+
+fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
+    let value = format!("{} ({call})", path.display());
+    move |error| {
+        let (kind, remedy) = match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                (FaultKind::Exhausted, "free space there, or name another folder with --out")
+            }
+            _ => (FaultKind::Precondition, "name a folder that can be written with --out"),
+        };
+        Fault::new(kind, "out", value.clone(), error, remedy)
+    }
+}
+
+/// Parameters of each file, none of them above `limit` bytes unless one parameter alone is.
+fn split(spec: &JobSpec, dtype: Dtype, limit: u64) -> Vec<Range<usize>> {
+    let (mut files, mut first, mut bytes) = (Vec::new(), 0, 0);
+    for (index, param) in spec.params.iter().enumerate() {
+        let size = param.elements().unwrap_or(0) * dtype.bytes();
+        if bytes + size > limit && index > first {
+            files.push(first..index);
+            (first, bytes) = (index, 0);
+        }
+        bytes += size;
+    }
+    files.push(first..spec.params.len());
+    files
+}
+
+impl Files {
+    /// Reserves all space. `limit`: bytes of tensors in one file.
+    ///
+    /// # Errors
+    /// `Io` when `target` holds something, cannot be written, or has no room.
+    pub(super) fn create(
+        target: &Path,
+        spec: &JobSpec,
+        layout: &Layout,
+        dtype: Dtype,
+        limit: u64,
+    ) -> Result<Files, Fault> {
+        check_empty(target)?;
+        let parent =
+            target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        fs::create_dir_all(parent).map_err(failed("create", parent))?;
+        let draft = tempfile::Builder::new()
+            .prefix(".export-")
+            .tempdir_in(parent)
+            .map_err(failed("create", parent))?;
+        let ranges = split(spec, dtype, limit);
+        let mut files = Files {
+            target: target.to_path_buf(),
+            draft,
+            files: Vec::new(),
+            names: Vec::new(),
+            places: Vec::new(),
+            index: serde_json::Value::Null,
+            dtype,
+            bytes: 0,
+        };
+        let mut weight_map = BTreeMap::new();
+        for (index, params) in ranges.iter().enumerate() {
+            let name = match ranges.len() {
+                1 => "model.safetensors".to_string(),
+                count => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+            };
+            weight_map.extend(spec.params[params.clone()].iter().map(|param| (&param.name, name.clone())));
+            files.add(name, params.clone(), spec, layout)?;
+        }
+        files.index = serde_json::json!({"metadata": {"total_size": files.bytes}, "weight_map": weight_map});
+        Ok(files)
+    }
+
+    /// One file with its header.
+    fn add(
+        &mut self,
+        name: String,
+        params: Range<usize>,
+        spec: &JobSpec,
+        layout: &Layout,
+    ) -> Result<(), Fault> {
+        let (mut tensors, mut end) = (Vec::new(), 0);
+        for index in params.clone() {
+            let (param, flat) = (&spec.params[index], layout.param_range(index));
+            let start = end;
+            end += (flat.end - flat.start) * self.dtype.bytes();
+            let info = TensorInfo {
+                dtype: match self.dtype {
+                    Dtype::F32 => safetensors::Dtype::F32,
+                    Dtype::F16 => safetensors::Dtype::F16,
+                    Dtype::Bf16 => safetensors::Dtype::BF16,
+                },
+                shape: param.shape.iter().map(|&side| side as usize).collect(),
+                data_offsets: (start as usize, end as usize),
+            };
+            tensors.push((param.name.clone(), info));
+            self.places.push(Place { file: self.files.len(), start, flat });
+        }
+        let path = self.draft.path().join(&name);
+        let refused = |error: &dyn std::fmt::Display| {
+            let remedy = "export to smaller files with --max-file-size";
+            Fault::new(FaultKind::Invalid, "out", name.clone(), error, remedy)
+        };
+        // Hugging Face's loaders demand it. One entry: more would be written in another order each time.
+        let about = HashMap::from([("format".to_string(), "pt".to_string())]);
+        let header = Metadata::new(Some(about), tensors).map_err(|error| refused(&error))?;
+        let mut header = serde_json::to_vec(&header).map_err(|error| refused(&error))?;
+        // Tensors start at a multiple of 8, as other writers have it.
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
+        let file = file.map_err(failed("create", &path))?;
+        let data = 8 + header.len() as u64;
+        fallocate(&file, FallocateFlags::empty(), 0, data + end)
+            .map_err(|error| failed("reserve", &path)(error.into()))?;
+        let write = |bytes: &[u8], at| file.write_all_at(bytes, at).map_err(failed("write", &path));
+        write(&(header.len() as u64).to_le_bytes(), 0)?;
+        write(&header, 8)?;
+        for place in &mut self.places[params] {
+            place.start += data;
+        }
+        self.files.push(file);
+        self.names.push(name);
+        self.bytes += end;
+        Ok(())
+    }
+
+    /// Bytes of all tensors.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Writes the values of flat elements from `at`; those between parameters go nowhere.
+    pub(super) fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let size = self.dtype.bytes();
+        let end = at + bytes.len() as u64 / size;
+        let first = self.places.partition_point(|place| place.flat.end <= at);
+        for place in self.places[first..].iter().take_while(|place| place.flat.start < end) {
+            let (from, to) = (place.flat.start.max(at), place.flat.end.min(end));
+            let values = &bytes[((from - at) * size) as usize..((to - at) * size) as usize];
+            let offset = place.start + (from - place.flat.start) * size;
+            self.files[place.file]
+                .write_all_at(values, offset)
+                .map_err(failed("write", &self.draft.path().join(&self.names[place.file])))?;
+        }
+        Ok(())
+    }
+
+    /// Makes all durable and puts the folder in its place.
+    pub(super) fn publish(self) -> Result<(), Fault> {
+        let folder = self.draft.path();
+        for (file, name) in self.files.iter().zip(&self.names) {
+            file.sync_all().map_err(failed("sync", &folder.join(name)))?;
+        }
+        if self.names.len() > 1 {
+            let path = folder.join("model.safetensors.index.json");
+            let text = format!("{:#}\n", self.index);
+            fs::write(&path, text).map_err(failed("write", &path))?;
+            File::open(&path).and_then(|file| file.sync_all()).map_err(failed("sync", &path))?;
+        }
+        check_empty(&self.target)?;
+        // A folder replaces an empty one in one operation. The draft's own mode is 0700, for its time as a draft.
+        set_mode(folder).map_err(failed("chmod", folder))?;
+        fs::rename(folder, &self.target).map_err(failed("rename", &self.target))?;
+        let _ = self.draft.keep();
+        let parent = self.target.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        File::open(parent).and_then(|folder| folder.sync_all()).map_err(failed("sync", parent))
+    }
+}
+
+fn set_mode(folder: &Path) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))
+}
+
+/// Nothing of anyone's is overwritten.
+fn check_empty(target: &Path) -> Result<(), Fault> {
+    let found = match fs::read_dir(target) {
+        Ok(mut entries) => entries.next().transpose(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    };
+    match found.map_err(failed("read", target))? {
+        None => Ok(()),
+        Some(entry) => {
+            let value = entry.path().display().to_string();
+            let remedy = "name another folder with --out, or empty this one";
+            Err(Fault::new(FaultKind::Conflict, "out", value, "an empty folder, or none yet", remedy))
+        }
+    }
+}

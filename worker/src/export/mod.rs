@@ -1,0 +1,72 @@
+//! A job's weights as Hugging Face style safetensors, from its servers' master weights, while training goes on. Memory is
+//! bounded by a few messages of each server: every one is written where it belongs as it comes.
+
+mod files;
+mod receive;
+
+use std::{path::PathBuf, time::Duration};
+
+use longshore_proto::{Dtype, JobSpec, Layout, Placement, Version, wire::v1};
+
+use self::{files::Files, receive::receive};
+use crate::{
+    cli::Servers,
+    session::{TRIES, has_passed, lead},
+};
+
+pub(crate) struct Settings {
+    pub(crate) job: String,
+    pub(crate) out: PathBuf,
+    pub(crate) dtype: Dtype,
+    /// Bytes of tensors in one file.
+    pub(crate) max_file_bytes: u64,
+    /// Longest wait for a version that all servers can give.
+    pub(crate) deadline: Duration,
+}
+
+pub(crate) struct Exported {
+    pub(crate) version: Version,
+    pub(crate) bytes: u64,
+    pub(crate) files: Vec<String>,
+}
+
+/// What the servers say of the job.
+struct Described {
+    spec: JobSpec,
+    layout: Layout,
+    placement: Placement,
+    /// The newest that any server has.
+    version: Version,
+}
+
+pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Exported> {
+    let Described { spec, layout, placement, .. } = describe(servers, &settings.job)?;
+    let files = Files::create(&settings.out, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
+    let mut tried = 0;
+    let version = loop {
+        let version = Version(describe(servers, &settings.job)?.version.0 + lead(tried));
+        match receive(servers, settings, version, &layout, &placement, &files) {
+            Ok(()) => break version,
+            Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
+            Err(fault) => return Err(fault.into()),
+        }
+    };
+    let (bytes, names) = (files.bytes(), files.names().to_vec());
+    files.publish()?;
+    Ok(Exported { version, bytes, files: names })
+}
+
+fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {
+    let request = v1::DescribeRequest { job: job.to_string(), state_hash: false };
+    let answers = servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.describe(request).await }
+    })?;
+    let version = answers.iter().filter_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).max();
+    let Some((_, answer)) = answers.into_iter().next() else { anyhow::bail!("--servers names no server") };
+    let spec = JobSpec::from_wire(answer.spec)?;
+    let layout = spec.validate()?;
+    let placement = Placement::from_wire(answer.placement)?;
+    placement.validate(layout.shards())?;
+    Ok(Described { spec, layout, placement, version: Version(version.unwrap_or(0)) })
+}
