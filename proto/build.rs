@@ -4,11 +4,12 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-const FILES: [&str; 4] = [
+const FILES: [&str; 5] = [
     "longshore/v1/common.proto",
     "longshore/v1/training.proto",
     "longshore/v1/tensors.proto",
     "longshore/v1/admin.proto",
+    "longshore/v1/memfd.proto",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -9,7 +9,7 @@ pub fn crc32(bytes: &[u8]) -> u32 {
 }
 
 /// Bytes copied and summed at a time: half of a 32 KiB L1 cache, so that the sum reads what the copy has just written.
-const TILE_BYTES: usize = 16 * 1024;
+pub const TILE_BYTES: usize = 16 * 1024;
 
 /// The same CRC-32 over bytes that come in pieces.
 #[derive(Clone, Copy)]

@@ -3,8 +3,6 @@
 //! Wire types stop at the edge: a message becomes a domain type once, in `wire::convert`, or an error that says which
 //! field is wrong. The engine uses the domain types alone and builds without the `wire` feature.
 
-#![forbid(unsafe_code)]
-
 pub mod checksum;
 pub mod commit;
 pub mod contribution;

@@ -9,6 +9,7 @@ mod directories;
 mod jobs;
 pub mod lifecycle;
 pub mod log;
+mod memfd;
 mod service;
 mod unix;
 

@@ -29,6 +29,7 @@ use crate::{
     config::Config,
     directories::Directories,
     jobs::{JobHandle, Jobs},
+    memfd::{self, Links},
     service::{DataPlane, Recycler, Services},
     unix::{self, SocketFile},
 };
@@ -144,9 +145,10 @@ impl Server {
         let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
         let directories =
             Directories::claim(&config.storage, config.listen.port()).map_err(ServerError::StateDir)?;
-        let storage = config.storage.to_engine(directories.shm.clone());
+        let storage = config.storage.to_engine(directories.shm.clone(), !config.no_memfd);
         let (jobs, stored) = Jobs::new(Budget::new(config.memory), storage, Arc::new(compute));
         let jobs = Arc::new(jobs);
+        let (links, linking) = Links::new(!config.no_memfd);
         let services = Services {
             jobs: Arc::clone(&jobs),
             drive_endurance: config.storage.drive_endurance,
@@ -154,6 +156,8 @@ impl Server {
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             recycler: Arc::new(Recycler::default()),
+            links,
+            transport: "tcp",
         };
         let bind = |source| ServerError::Bind { address: config.listen, source };
         let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
@@ -167,17 +171,30 @@ impl Server {
         health.set_serving::<TensorsServer<Services>>().await;
         health.set_serving::<AdminServer<Services>>().await;
         let (stop, stopped) = watch::channel(false);
-        let routes = || Ok::<_, ServerError>(router(services.clone())?.add_service(health_service.clone()));
+        let routes = |transport: &'static str| {
+            let services = Services { transport, ..services.clone() };
+            Ok::<_, ServerError>(router(services)?.add_service(health_service.clone()))
+        };
         // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let tcp = routes()?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
+        let tcp = routes("tcp")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
         let (socket, socket_file) = local.unzip();
         let unix = match socket.map(UnixListenerStream::new) {
-            Some(incoming) => Some(routes()?.serve_with_incoming_shutdown(incoming, stop_of(&stopped))),
+            Some(incoming) => Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped))),
             None => None,
         };
         let unix = OptionFuture::from(unix).map(Option::transpose);
-        let serving = tokio::spawn(async move { tokio::try_join!(tcp, unix).map(|_| ()) });
+        let linked = linking.is_some();
+        let linking = linking
+            .map(|listener| memfd::serve(listener, Arc::clone(&services.links), Arc::clone(&services.jobs)));
+        let serving = tokio::spawn(async move {
+            // Links end with the calls that refer to them.
+            let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
+            tokio::select! {
+                served = both => served,
+                _ = OptionFuture::from(linking), if linked => Ok(()),
+            }
+        });
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
         // While calls are answered: whoever waits for a job is told what it waits for.
         // On a thread of its own: a server that is told to stop does not wait for it.

@@ -102,7 +102,8 @@ impl Stock {
             v1::Slice { shard: 0, offset: 0, elements: 3 },
         ];
         let dtype = v1::Dtype::Bf16.into();
-        let request = PullRequest { job: job.into(), rank: 0, version, dtype, slices, deadline_ms: 10_000 };
+        let (job, deadline_ms) = (job.into(), 10_000);
+        let request = PullRequest { job, version, dtype, slices, deadline_ms, ..Default::default() };
         let mut answers = self.tensors.pull(request).await.unwrap().into_inner();
         let mut image = vec![0; ELEMENTS as usize * 2];
         while let Some(answer) = answers.message().await.unwrap() {
@@ -129,6 +130,7 @@ fn gradient(job: &str) -> Vec<PushRequest> {
         dtype: v1::Dtype::Bf16.into(),
         crc32: crc32(payload),
         payload: payload.to_vec().into(),
+        ..Default::default()
     };
     flat.chunks(CHUNK_BYTES).enumerate().map(request).collect()
 }

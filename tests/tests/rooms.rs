@@ -49,6 +49,8 @@ fn unsafe_stays_in_its_rooms() {
         "server/engine/src/kernels",
         "server/engine/src/memory",
         "server/engine/src/io",
+        "proto/src/wire/memfd/foreign",
+        "worker/src/memfd/arena",
         "worker/src/device/cuda",
     ];
     let mut sources = Vec::new();

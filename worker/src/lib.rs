@@ -29,6 +29,7 @@ pub mod decide;
 pub mod device;
 pub mod error;
 pub mod loss_scale;
+mod memfd;
 pub mod pipeline;
 pub mod pull;
 pub mod push;
@@ -42,7 +43,7 @@ pub use pipeline::{Pipeline, PipelineOptions, StepOutcome, StepPlan};
 pub use pull::Feed;
 pub use push::Assembler;
 pub use schedule::Schedule;
-pub use session::{Joined, Opened, Options, Session, StateHash};
+pub use session::{Joined, Opened, Options, Session, StateHash, Transport};
 
 #[cfg(feature = "cli")]
 mod bench;

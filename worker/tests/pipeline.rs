@@ -20,7 +20,7 @@ use longshore_proto::{
 use longshore_server::{Config, Server};
 use longshore_worker::{
     Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions, Result, Schedule, Session,
-    StateHash, StepOutcome,
+    StateHash, StepOutcome, Transport,
 };
 use tokio::{
     io::copy_bidirectional,
@@ -491,7 +491,8 @@ fn a_second_process_fences_the_first() {
 fn a_feed_is_exact_and_its_memory_is_reused() {
     let servers = Servers::start(2);
     let spec = spec(1, 1, 0, Dtype::F32);
-    let options = options(servers.addresses(), spec, 0);
+    // In shared memory weights take none of the worker's.
+    let options = Options { transport: Transport::Tcp, ..options(servers.addresses(), spec, 0) };
     let budget = options.host_budget.clone();
     let mut session = Session::connect(options).unwrap();
     session.start(&initial).unwrap();

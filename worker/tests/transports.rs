@@ -8,7 +8,7 @@ use std::{
 
 use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, Step, TierKind};
 use longshore_server::{Config, Server};
-use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Result, Session};
+use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Result, Session, Transport};
 use tokio::runtime::Runtime;
 
 const STEPS: u64 = 3;
@@ -57,23 +57,31 @@ fn numbers(seed: u64, elements: u64) -> Vec<f32> {
     (0..elements).map(|index| (mix(index) >> 40) as f32 / (1u64 << 24) as f32 - 0.5).collect()
 }
 
-/// Trains one rank to the end; returns its last weights and the state hash.
-fn train(address: String, job: &str, rank: u32, connections: usize) -> Result<(Vec<f32>, String)> {
+/// Trains one rank to the end; returns its last weights, the state hash, and how the server says it comes.
+fn train(
+    address: String,
+    job: &str,
+    rank: u32,
+    connections: usize,
+    transport: Transport,
+) -> Result<(Vec<f32>, String, String)> {
     let mut options = Options::new(vec![address], spec(job), Rank(rank));
     options.connections = connections;
+    options.transport = transport;
     options.deadline = Duration::from_secs(30);
     let mut session = Session::connect(options)?;
     let joined = session.start(&|param| numbers(param as u64, SIZES[param]))?;
     let hyper = Hyper { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, ..Hyper::default() };
     let options = PipelineOptions::new(LossScaler::fixed(1.0)?, move |_: Step| vec![hyper]);
     let mut pipeline = Pipeline::new(session, &joined, options)?;
-    let mut weights = Vec::new();
+    let (mut weights, mut first) = (Vec::new(), None);
     for step in 0..=STEPS {
         pipeline.begin()?;
         let feed = pipeline.weights()?;
         let layout = spec(job).validate()?;
         weights = vec![0.0; layout.elements() as usize];
         feed.read(0..layout.elements(), &mut weights)?;
+        first.get_or_insert_with(|| feed.clone());
         if step == STEPS {
             break;
         }
@@ -89,31 +97,44 @@ fn train(address: String, job: &str, rank: u32, connections: usize) -> Result<(V
         pipeline.finish(Vec::new())?;
     }
     let hash = pipeline.session().state_hash()?.hash;
-    Ok((weights, hash))
+    let server = pipeline.session().describe()?.remove(0);
+    let transport = server.ranks[rank as usize].transport.clone();
+    // Two versions on: what was pulled is the worker's own and stays; what lies with the server is gone, and says so.
+    let mut late = vec![0.0; 64];
+    let late = first.map(|feed| feed.read(0..64, &mut late));
+    assert_eq!(late.is_some_and(|read| read.is_err()), transport == "memfd");
+    Ok((weights, hash, transport))
 }
 
 #[test]
-fn tcp_and_unix_and_both_at_once_give_the_same_bits() {
+fn every_transport_and_all_at_once_give_the_same_bits() {
     let host = host();
     let tcp = host.server.address().to_string();
     let unix = format!("unix:{}", host.socket.display());
+    use Transport::{Auto, Memfd, Tcp, Unix};
     let runs = [
-        ("tcp-1", [&tcp, &tcp], 1),
-        ("tcp-4", [&tcp, &tcp], 4),
-        ("unix-2", [&unix, &unix], 2),
-        ("mixed-3", [&tcp, &unix], 3),
+        ("tcp-1", [(&tcp, Tcp); 2], 1),
+        ("tcp-4", [(&tcp, Tcp); 2], 4),
+        ("unix-2", [(&unix, Unix); 2], 2),
+        ("memfd-1", [(&tcp, Memfd), (&unix, Memfd)], 1),
+        ("mixed-3", [(&unix, Unix), (&tcp, Auto)], 3),
     ];
     let mut results = Vec::new();
-    for (job, addresses, connections) in runs {
-        let ranks: Vec<_> = addresses
+    for (job, ways, connections) in runs {
+        let ranks: Vec<_> = ways
             .into_iter()
             .zip(0..WORLD)
-            .map(|(address, rank)| {
+            .map(|((address, transport), rank)| {
                 let address = address.clone();
-                thread::spawn(move || train(address, job, rank, connections))
+                thread::spawn(move || train(address, job, rank, connections, transport))
             })
             .collect();
-        results.extend(ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()));
+        let named = |transport| if transport == Auto { Memfd } else { transport }.to_string();
+        for (rank, (_, transport)) in ranks.into_iter().zip(ways) {
+            let (weights, hash, used) = rank.join().unwrap().unwrap();
+            assert_eq!(used, named(transport), "{job}: the status names what is used");
+            results.push((weights, hash));
+        }
     }
     for other in &results[1..] {
         assert_eq!(other.1, results[0].1, "state hash");

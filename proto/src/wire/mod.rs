@@ -2,6 +2,7 @@
 
 mod convert;
 pub mod frame;
+pub mod memfd;
 mod status;
 
 pub use convert::{chunk_from_wire, deadline, hyper_from_wire, parse_name};

@@ -28,12 +28,13 @@ pub(super) struct File {
     pub(super) checkpoint_keep: Option<usize>,
     pub(super) drain_deadline_s: Option<u64>,
     pub(super) insecure: Option<bool>,
+    pub(super) no_memfd: Option<bool>,
     pub(super) log: Option<String>,
     pub(super) log_format: Option<LogFormat>,
 }
 
 /// The keys above, for the nearest right one.
-const KEYS: [&str; 18] = [
+const KEYS: [&str; 19] = [
     "listen",
     "listen_unix",
     "memory",
@@ -50,6 +51,7 @@ const KEYS: [&str; 18] = [
     "checkpoint_keep",
     "drain_deadline_s",
     "insecure",
+    "no_memfd",
     "log",
     "log_format",
 ];

@@ -66,6 +66,9 @@ pub struct Flags {
     /// Allow an address that is not loopback: anyone who can reach it can read and change the jobs
     #[arg(long, env = "LONGSHORED_INSECURE")]
     pub insecure: bool,
+    /// Share no memory with workers of this host and user: their payloads come through sockets
+    #[arg(long, env = "LONGSHORED_NO_MEMFD")]
+    pub no_memfd: bool,
     /// What to log, as in info or longshore_server=debug [default: info]
     #[arg(long, env = "LONGSHORED_LOG", value_name = "FILTER")]
     pub log: Option<String>,
@@ -76,7 +79,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 19] = [
+const VARIABLES: [&str; 20] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
@@ -94,6 +97,7 @@ const VARIABLES: [&str; 19] = [
     "LONGSHORED_CHECKPOINT_KEEP",
     "LONGSHORED_DRAIN_DEADLINE_S",
     "LONGSHORED_INSECURE",
+    "LONGSHORED_NO_MEMFD",
     "LONGSHORED_LOG",
     "LONGSHORED_LOG_FORMAT",
 ];

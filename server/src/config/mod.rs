@@ -33,6 +33,8 @@ pub struct Config {
     pub drain_deadline: Duration,
     /// Serve beyond loopback without encryption or authentication.
     pub insecure: bool,
+    /// Share no memory with workers of this host.
+    pub no_memfd: bool,
     pub log: String,
     pub log_format: LogFormat,
 }
@@ -72,6 +74,7 @@ impl Config {
             checkpoint_keep: 0,
             drain_deadline: Duration::from_secs(30),
             insecure: false,
+            no_memfd: false,
             log: "info".to_string(),
             log_format: LogFormat::Text,
         }
@@ -100,6 +103,7 @@ impl Config {
                 .or(file.drain_deadline_s)
                 .map_or(defaults.drain_deadline, Duration::from_secs),
             insecure: flags.insecure || file.insecure.unwrap_or(false),
+            no_memfd: flags.no_memfd || file.no_memfd.unwrap_or(false),
             log: flags.log.or(file.log).unwrap_or(defaults.log),
             log_format: flags.log_format.or(file.log_format).unwrap_or_default(),
         };

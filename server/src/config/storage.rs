@@ -72,10 +72,11 @@ impl StorageConfig {
     }
 
     /// As the engine takes it, with the folder that `shm` jobs have.
-    pub(crate) fn to_engine(&self, shm_dir: Option<PathBuf>) -> tier::Storage {
+    pub(crate) fn to_engine(&self, shm_dir: Option<PathBuf>, share_images: bool) -> tier::Storage {
         tier::Storage {
             dirs: self.state_dirs.clone(),
             shm_dir,
+            share_images,
             engine: match self.io {
                 StorageIo::Auto => Engine::Auto,
                 StorageIo::IoUring => Engine::Uring,

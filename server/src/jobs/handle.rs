@@ -1,9 +1,9 @@
 //! One job as calls use it: its compute thread, and waiting with a deadline for it to move.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, OnceLock,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
@@ -16,7 +16,7 @@ use longshore_engine::{
     step::Work,
     tier::{Storage, StoredJob},
 };
-use longshore_proto::{Fault, FaultKind, Step, Version};
+use longshore_proto::{Fault, FaultKind, Rank, Step, Version};
 use tokio::{
     sync::watch,
     time::{Instant, timeout_at},
@@ -33,6 +33,8 @@ pub(crate) struct JobHandle {
     closed: OnceLock<Fault>,
     /// Contributions to later steps are refused: a drain has begun.
     last_step: AtomicU64,
+    /// How each rank's calls come.
+    transports: Mutex<BTreeMap<Rank, &'static str>>,
     pub(crate) pace: Pace,
 }
 
@@ -56,8 +58,15 @@ impl JobHandle {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
         let unfinished = job.take_unfinished();
-        let (closed, last_step) = (OnceLock::new(), AtomicU64::new(u64::MAX));
-        let handle = JobHandle { job, works, changed, closed, last_step, pace: Pace::default() };
+        let handle = JobHandle {
+            job,
+            works,
+            changed,
+            closed: OnceLock::new(),
+            last_step: AtomicU64::new(u64::MAX),
+            transports: Mutex::default(),
+            pace: Pace::default(),
+        };
         unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
         Ok(handle)
     }
@@ -110,6 +119,16 @@ impl JobHandle {
         let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
         let remedy = format!("the job waits for {waiting}: see that worker, or raise the deadline");
         Fault::new(FaultKind::Deadline, field, value, "there in time", remedy)
+    }
+
+    /// A rank has joined over this transport.
+    pub(crate) fn came_by(&self, rank: Rank, transport: &'static str) {
+        self.transports.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, transport);
+    }
+
+    /// Empty for a rank that has not joined this process.
+    pub(crate) fn transport_of(&self, rank: Rank) -> &'static str {
+        self.transports.lock().unwrap_or_else(PoisonError::into_inner).get(&rank).copied().unwrap_or_default()
     }
 
     pub(crate) fn is_closed(&self) -> bool {

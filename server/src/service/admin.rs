@@ -5,7 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_engine::{checkpoint::Store, step::Phase};
+use longshore_engine::{
+    checkpoint::Store,
+    step::{Phase, RankProgress},
+};
 use longshore_proto::{
     Fault, FaultKind, Incarnation, Version,
     limits::DEFAULT_DEADLINE_MS,
@@ -18,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::{Services, blocking, convert, export, refuse};
-use crate::jobs::JobHandle;
+use crate::{jobs::JobHandle, memfd::Links};
 
 /// Longest time a snapshot waits for updates already decided.
 fn snapshot_deadline() -> Instant {
@@ -139,7 +142,7 @@ impl Admin for Services {
 impl Services {
     async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
-        let mut answer = describe(&handle);
+        let mut answer = describe(&handle, &self.links);
         answer.drive_endurance_bytes = self.drive_endurance;
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
@@ -229,16 +232,21 @@ impl Services {
     }
 }
 
-fn describe(handle: &JobHandle) -> v1::DescribeResponse {
+fn describe(handle: &Arc<JobHandle>, links: &Links) -> v1::DescribeResponse {
     let job = &handle.job;
     let (pushed_bytes, pulled_bytes) = job.traffic();
+    let rank = |rank: RankProgress| {
+        let linked = links.linked(handle, rank.rank);
+        let transport = if linked { "memfd" } else { handle.transport_of(rank.rank) };
+        convert::rank(rank, transport)
+    };
     let span = handle.pace.span();
     v1::DescribeResponse {
         spec: Some(job.spec().to_wire()),
         placement: Some(job.placement().to_wire()),
         server: job.server().0,
         progress: Some(convert::progress(job.progress())),
-        ranks: job.ranks().into_iter().map(convert::rank).collect(),
+        ranks: job.ranks().into_iter().map(rank).collect(),
         memory_bytes: job.memory_bytes(),
         hashes: Vec::new(),
         hash_version: 0,

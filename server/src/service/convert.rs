@@ -20,11 +20,12 @@ pub(super) fn progress(progress: Progress) -> v1::JobProgress {
     }
 }
 
-pub(super) fn rank(rank: RankProgress) -> v1::RankStatus {
+pub(super) fn rank(rank: RankProgress, transport: &str) -> v1::RankStatus {
     v1::RankStatus {
         rank: rank.rank.0,
         incarnation: rank.incarnation.map_or(0, |incarnation| incarnation.0),
         left: rank.left,
         last_step: rank.last_step.0,
+        transport: transport.into(),
     }
 }

@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use tonic::Status;
 
 pub(crate) use self::{recycle::Recycler, tensors::DataPlane};
-use crate::{jobs::Jobs, lifecycle::Draining};
+use crate::{jobs::Jobs, lifecycle::Draining, memfd::Links};
 
 /// What every service works on. Cheap to clone.
 #[derive(Clone)]
@@ -31,6 +31,9 @@ pub(crate) struct Services {
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) recycler: Arc<Recycler>,
+    pub(crate) links: Arc<Links>,
+    /// What these calls come through: tcp or unix.
+    pub(crate) transport: &'static str,
     /// Bytes that the drives may be written with; 0: not known.
     pub(crate) drive_endurance: u64,
 }

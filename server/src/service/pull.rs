@@ -48,6 +48,8 @@ struct Pull {
     dtype: Dtype,
     version: Version,
     wait: Duration,
+    /// Say where slices lie in the images' memory, which the reader has.
+    in_place: bool,
 }
 
 impl Pull {
@@ -67,14 +69,20 @@ impl Pull {
         let slices: Vec<Slice> = request.slices.into_iter().map(slice).collect();
         // All are checked before the first byte leaves.
         slices.iter().try_for_each(|slice| handle.job.check_slice(slice, dtype))?;
+        let in_place = request.link != 0 && {
+            services.links.find(request.link, &handle)?;
+            handle.job.shared_images().is_some()
+        };
         let recycler = Arc::clone(&services.recycler);
-        Ok(Pull { handle, recycler, slices, dtype, version: Version(request.version), wait })
+        Ok(Pull { in_place, handle, recycler, slices, dtype, version: Version(request.version), wait })
     }
 
     async fn send(self, sender: Pieces) {
-        for slice in self.slices.iter().flat_map(|&slice| pieces(slice, self.dtype)) {
+        // The larger a slice, the later a reader of its start can go on; in place, a shard is ready as a whole.
+        let most = if self.in_place { u64::MAX } else { CHUNK_BYTES as u64 / self.dtype.bytes() };
+        for slice in self.slices.iter().flat_map(|&slice| pieces(slice, most)) {
             let piece = tokio::select! {
-                piece = self.read(slice) => piece,
+                piece = self.message(slice) => piece,
                 () = sender.closed() => return,
             };
             let job = self.handle.job.spec().name.as_str();
@@ -87,6 +95,28 @@ impl Pull {
     }
 
     /// One message, once the shard has the version.
+    async fn message(&self, slice: Slice) -> Result<Piece, Fault> {
+        if self.in_place { self.place(slice).await } else { self.read(slice).await }
+    }
+
+    async fn place(&self, slice: Slice) -> Result<Piece, Fault> {
+        let check = || self.handle.job.place_image(&slice, self.version);
+        let place = self.once_ready(slice, check).await?;
+        let place = v1::ImagePlace { elements: slice.elements, at: place.at, word: place.word };
+        let (shard, offset) = (slice.shard.0, slice.offset);
+        let place = Some(place);
+        Ok(frame::encode(&v1::PullResponse { shard, offset, place, ..Default::default() }))
+    }
+
+    async fn once_ready<T>(
+        &self,
+        slice: Slice,
+        check: impl FnMut() -> Result<Option<T>, Fault>,
+    ) -> Result<T, Fault> {
+        let late = || self.handle.late("pull", format!("{} of {}", self.version, slice.shard));
+        self.handle.until(Instant::now() + self.wait, check, late).await
+    }
+
     async fn read(&self, slice: Slice) -> Result<Piece, Fault> {
         let bytes = (slice.elements * self.dtype.bytes()) as usize;
         let check = || {
@@ -98,17 +128,15 @@ impl Pull {
             })?;
             Ok(read)
         };
-        let late = || self.handle.late("pull", format!("{} of {}", self.version, slice.shard));
-        let (payload, crc32) = self.handle.until(Instant::now() + self.wait, check, late).await?;
-        let head =
-            v1::PullResponse { shard: slice.shard.0, offset: slice.offset, crc32, payload: Bytes::new() };
+        let (payload, crc32) = self.once_ready(slice, check).await?;
+        let (shard, offset) = (slice.shard.0, slice.offset);
+        let head = v1::PullResponse { shard, offset, crc32, ..Default::default() };
         Ok(frame::encode_with(&head, payload))
     }
 }
 
-/// A slice in messages of at most one chunk.
-fn pieces(slice: Slice, dtype: Dtype) -> impl Iterator<Item = Slice> {
-    let most = CHUNK_BYTES as u64 / dtype.bytes();
+/// A slice in pieces of at most so many elements.
+fn pieces(slice: Slice, most: u64) -> impl Iterator<Item = Slice> {
     (0..slice.elements.div_ceil(most)).map(move |piece| {
         let offset = slice.offset + piece * most;
         Slice { shard: slice.shard, offset, elements: most.min(slice.offset + slice.elements - offset) }
@@ -122,7 +150,7 @@ mod tests {
     #[test]
     fn pieces_cover_a_slice_in_order() {
         let slice = Slice { shard: ShardId(3), offset: 64, elements: 2 * 524_288 + 1 };
-        let cut: Vec<Slice> = pieces(slice, Dtype::Bf16).collect();
+        let cut: Vec<Slice> = pieces(slice, 524_288).collect();
         assert_eq!(cut.len(), 3);
         let mut at = slice.offset;
         for piece in cut {

@@ -2,7 +2,8 @@
 //!
 //! A chunk's fields come before its payload, so that it is admitted first and its payload goes from the connection's
 //! buffer straight to its place. A stream is not read further while that place is busy: a fast rank is held back by
-//! HTTP/2 flow control, and nothing is held here beside the slots but the frame in hand.
+//! HTTP/2 flow control, and nothing is held here beside the slots but the frame in hand. Over a link the payload is
+//! copied from the worker's memory instead, once its place is free.
 
 use std::{
     sync::{Arc, Weak},
@@ -13,7 +14,7 @@ use http::Response;
 use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
     ContributionChunk, Fault,
-    checksum::Crc32,
+    checksum::{Crc32, TILE_BYTES},
     wire::{
         self,
         frame::{self, Event, Incoming, Pieces},
@@ -24,7 +25,7 @@ use tokio::{sync::mpsc, time::timeout};
 use tonic::{Status, body::Body};
 
 use super::{Services, default_deadline};
-use crate::jobs::JobHandle;
+use crate::{jobs::JobHandle, memfd::Payload};
 
 /// Acknowledgements in one message. Many small messages would be taken for abuse by HTTP/2 peers, and each costs a
 /// write of 5 to 10 microseconds at both ends, against 200 for a chunk.
@@ -118,7 +119,12 @@ impl Stream {
 
     /// One chunk, from its head to its end. A refused one is read to its end too: the next one follows it.
     async fn chunk(&mut self, request: PushRequest, bytes: usize) -> Result<(), Over> {
-        let mut place = self.place(&request, bytes).await?;
+        let mut place = self.place(&request, bytes).await?.map(|(mut place, payload)| {
+            if let Some(payload) = payload {
+                place.fetch(&payload);
+            }
+            place
+        });
         loop {
             let event = match timeout(CHUNK_SILENCE, self.incoming.next()).await {
                 Ok(event) => self.unless_over(event).await?,
@@ -145,13 +151,17 @@ impl Stream {
         Ok(())
     }
 
-    async fn place(&mut self, request: &PushRequest, bytes: usize) -> Result<Result<Place, Fault>, Over> {
-        let (handle, chunk) = match self.identify(request, bytes) {
+    async fn place(
+        &mut self,
+        request: &PushRequest,
+        bytes: usize,
+    ) -> Result<Result<(Place, Option<Payload>), Fault>, Over> {
+        let (handle, chunk, payload) = match self.identify(request, bytes) {
             Ok(identified) => identified,
             Err(fault) => return Ok(Err(fault)),
         };
         match place_now(&handle, &chunk) {
-            Ok(Some(place)) => return Ok(Ok(place)),
+            Ok(Some(place)) => return Ok(Ok((place, payload))),
             Ok(None) => {}
             Err(fault) => return Ok(Err(fault)),
         }
@@ -159,7 +169,9 @@ impl Stream {
         self.acknowledge().await?;
         let late = || handle.late("push", chunk.contribution);
         tokio::select! {
-            place = handle.until(default_deadline(), || place_now(&handle, &chunk), late) => Ok(place),
+            place = handle.until(default_deadline(), || place_now(&handle, &chunk), late) => {
+                Ok(place.map(|place| (place, payload)))
+            }
             () = self.answers.closed() => Err(Over),
         }
     }
@@ -168,15 +180,40 @@ impl Stream {
         &mut self,
         request: &PushRequest,
         bytes: usize,
-    ) -> Result<(Arc<JobHandle>, ContributionChunk), Fault> {
-        let chunk = wire::chunk_from_wire(request, bytes as u64)?;
+    ) -> Result<(Arc<JobHandle>, ContributionChunk, Option<Payload>), Fault> {
+        let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
         let handle = match self.held.upgrade() {
             Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,
             _ => self.services.jobs.get(&request.job)?,
         };
         self.held = Arc::downgrade(&handle);
         handle.check_step(chunk.contribution.step)?;
-        Ok((handle, chunk))
+        let Some(place) = &request.place else { return Ok((handle, chunk, None)) };
+        if bytes > 0 {
+            let remedy = "send one of them";
+            return Err(Fault::invalid("push.place", "beside a payload", "instead of one", remedy));
+        }
+        let payload = self.services.links.find(place.link, &handle)?.payload(place, &chunk)?;
+        chunk.bytes = payload.bytes();
+        Ok((handle, chunk, Some(payload)))
+    }
+}
+
+impl Place {
+    /// Takes a payload that lies in the worker's memory.
+    fn fetch(&mut self, payload: &Payload) {
+        match self {
+            Place::Slot(_, writing) => writing.fetch(&mut |from, target| payload.copy(from, target)),
+            Place::Nowhere(sum) => {
+                let mut tile = [0; TILE_BYTES];
+                let bytes = payload.bytes() as usize;
+                for from in (0..bytes).step_by(TILE_BYTES) {
+                    let tile = &mut tile[..TILE_BYTES.min(bytes - from)];
+                    payload.copy(from, tile);
+                    sum.update(tile);
+                }
+            }
+        }
     }
 }
 

@@ -117,8 +117,10 @@ impl Services {
         let join = || Ok(handle.job.join(rank, incarnation)?.then_some(()));
         handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
         let progress = handle.job.progress();
-        tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank joined");
-        Ok(v1::JoinResponse { progress: Some(convert::progress(progress)) })
+        handle.came_by(rank, self.transport);
+        let (version, transport) = (progress.version.0, self.transport);
+        tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
+        Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: self.links.offer() })
     }
 
     async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {

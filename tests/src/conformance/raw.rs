@@ -133,6 +133,7 @@ impl Raw {
             dtype: dtype.to_wire(),
             slices: vec![slice],
             deadline_ms: 5000,
+            link: 0,
         };
         self.runtime.block_on(async {
             let fault = |status: Status| fault_from_status(&status, "the server");
@@ -162,6 +163,7 @@ pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushReq
         loss_scale: 1.0,
         dtype: spec.gradient_dtype.to_wire(),
         crc32: crc32(&payload),
+        place: None,
         payload,
     }
 }

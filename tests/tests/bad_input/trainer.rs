@@ -54,6 +54,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         sample_bytes: 1,
         prompt: "The ".into(),
         temperature: 0.0,
+        transport: Default::default(),
         deadline: Duration::from_secs(60),
         pause_deadline: Duration::from_secs(60),
         threads: None,

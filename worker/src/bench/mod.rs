@@ -4,10 +4,15 @@
 
 mod limit;
 mod receive;
+pub(crate) mod step;
 pub(crate) mod storage;
 mod table;
 pub(crate) mod update;
 pub(crate) mod wire;
+
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
 
 pub(crate) use self::table::print;
 
@@ -73,6 +78,12 @@ impl Measured {
             "rounds": self.times.len(),
         })
     }
+}
+
+/// Of all threads: both ends of a bench run in one process, so that this is theirs together.
+fn process_cpu() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 /// Of an even number, the mean of the middle two.

@@ -306,6 +306,26 @@ impl Shard {
     }
 }
 
+/// AdamW with bf16 in its fastest form on all threads, and nothing around it.
+pub(super) struct Bare {
+    arrays: Arrays,
+    pool: Pool,
+}
+
+impl Bare {
+    pub(super) fn new(params: usize) -> anyhow::Result<Bare> {
+        let params = fitting(Some(params as u64), longshore_server::config::available_memory())?;
+        let pool = Pool::new(available_threads())?;
+        let arrays = Arrays::allocate(params, &pool)?;
+        Ok(Bare { arrays, pool })
+    }
+
+    pub(super) fn pass(&mut self) {
+        let (isa, formats) = (Isa::detect(), Formats::default());
+        self.arrays.pass(&self.pool, Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats });
+    }
+}
+
 /// Measures every case with one thread and with all, round by round, each beside its limit.
 pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
     let cases = selected(settings)?;

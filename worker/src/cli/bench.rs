@@ -1,7 +1,7 @@
 //! `longshore bench`: how fast this host is, beside how fast it could be.
 
-use super::sizes::parse_count;
-use crate::bench::{self, storage, update, wire};
+use super::parse_count;
+use crate::bench::{self, step, storage, update, wire};
 
 #[derive(clap::Subcommand)]
 pub(super) enum Bench {
@@ -12,6 +12,8 @@ pub(super) enum Bench {
     Update(UpdateArgs),
     /// Push and pull over TCP and a Unix socket, beside raw sockets with as many connections
     Wire(wire::Args),
+    /// Whole steps of a worker whose compute is a timed wait, beside what bounds them
+    Step(step::Args),
     /// The nvme tier beside a bare loop of the same reads and writes on the same drives
     Storage(storage::Args),
 }
@@ -49,6 +51,7 @@ impl Bench {
                 Ok(())
             }
             Bench::Wire(args) => wire::run(&args),
+            Bench::Step(args) => step::run(&args),
             Bench::Storage(args) => storage::run(&args),
         }
     }

@@ -170,7 +170,7 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
             (_, true) => "left",
             _ => "joined",
         };
-        println!("  rank {}  {state}  last step {}", rank.rank, rank.last_step);
+        println!("  rank {}  {state}  {}  last step {}", rank.rank, rank.transport, rank.last_step);
     }
     match combined_hash(answers) {
         Some((version, hash)) => println!("  state hash {hash} at version {version}"),
@@ -182,6 +182,15 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
             println!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
         }
     }
+}
+
+fn rank(rank: &v1::RankStatus) -> serde_json::Value {
+    serde_json::json!({
+        "rank": rank.rank,
+        "joined": rank.incarnation != 0 && !rank.left,
+        "transport": rank.transport,
+        "last_step": rank.last_step,
+    })
 }
 
 /// What training at the pace it had so far does to a server's drives.
@@ -241,6 +250,7 @@ fn json(job: &str, answers: &Answers, without: &[(String, String)]) -> serde_jso
             "drive_endurance_days": Wear::of(answer).and_then(|wear| wear.days),
             "threads": answer.threads,
             "isa": answer.isa,
+            "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
         })
     });
     let hash = combined_hash(answers);

@@ -9,6 +9,7 @@ use longshore_server::config::ByteSize;
 use crate::{
     DeviceChoice,
     loss_scale::LossScalerOptions,
+    session::Transport,
     train::{self, LossScale, LossScaleMode, Settings, gpt},
 };
 
@@ -138,6 +139,9 @@ pub(super) struct Args {
     /// Run this rank only; start the others by hand
     #[arg(long, env = "LONGSHORE_RANK", help_heading = "Ranks")]
     rank: Option<u32>,
+    /// How payloads go: auto, tcp, unix, or memfd (shared memory with servers of this host and user)
+    #[arg(long, default_value_t = Transport::Auto, help_heading = "Ranks")]
+    transport: Transport,
     /// Longest wait, in seconds, for a server or another rank
     #[arg(long, default_value_t = 60, help_heading = "Ranks")]
     deadline_s: u64,
@@ -233,6 +237,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         sample_bytes: args.sample_bytes,
         prompt: args.prompt,
         temperature: args.temperature,
+        transport: args.transport,
         deadline: Duration::from_secs(args.deadline_s),
         pause_deadline: Duration::from_secs(args.pause_deadline_s),
         threads: args.threads,

@@ -7,7 +7,10 @@ use std::{
 };
 
 use super::{Budget, Lease};
-use crate::error::Shortage;
+use crate::{
+    error::Shortage,
+    memfd::{Arena, Extent, Piece},
+};
 
 /// Clones share the buffers.
 #[derive(Clone)]
@@ -18,17 +21,46 @@ struct Shelf {
     field: &'static str,
     /// By length: a job uses few lengths, mostly one chunk.
     idle: Mutex<HashMap<usize, Vec<Memory>>>,
+    /// Where buffers come from that other processes may be given to read.
+    arena: Option<Arena>,
 }
 
 struct Memory {
-    bytes: Vec<u8>,
+    bytes: Bytes,
     _lease: Lease,
+}
+
+enum Bytes {
+    Own(Vec<u8>),
+    Shared(Piece),
+}
+
+impl Bytes {
+    fn get(&self) -> &[u8] {
+        match self {
+            Bytes::Own(bytes) => bytes,
+            Bytes::Shared(piece) => piece.as_ref(),
+        }
+    }
+
+    fn get_mut(&mut self) -> &mut [u8] {
+        match self {
+            Bytes::Own(bytes) => bytes,
+            Bytes::Shared(piece) => piece.as_mut(),
+        }
+    }
 }
 
 impl Pool {
     /// `field` says what for, when the budget refuses.
     pub fn new(budget: Budget, field: &'static str) -> Pool {
-        Pool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()) }))
+        Pool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena: None }))
+    }
+
+    /// As [`Pool::new`], of buffers that servers of this host can read, where the kernel allows it.
+    pub(crate) fn shared(budget: Budget, field: &'static str) -> Pool {
+        let arena = Some(Arena::default());
+        Pool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena }))
     }
 
     /// A buffer of exactly `bytes`, holding whatever its last user left.
@@ -48,7 +80,12 @@ impl Pool {
             self.lock().clear();
             reserve()
         })?;
-        Ok(Memory { bytes: vec![0; bytes], _lease: lease })
+        let shared = self.0.arena.as_ref().and_then(|arena| {
+            let taken = arena.take(bytes);
+            taken.inspect_err(|error| tracing::debug!(%error, "no shared memory for gradients")).ok()
+        });
+        let bytes = shared.map_or_else(|| Bytes::Own(vec![0; bytes]), Bytes::Shared);
+        Ok(Memory { bytes, _lease: lease })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<usize, Vec<Memory>>> {
@@ -64,22 +101,32 @@ pub struct PooledBuffer {
     pool: Pool,
 }
 
+impl PooledBuffer {
+    /// Where other processes find it, if it was taken from a shared pool.
+    pub(crate) fn place(&self) -> Option<(Arc<Extent>, u64)> {
+        match &self.memory.as_ref()?.bytes {
+            Bytes::Own(_) => None,
+            Bytes::Shared(piece) => Some(piece.place()),
+        }
+    }
+}
+
 impl AsRef<[u8]> for PooledBuffer {
     fn as_ref(&self) -> &[u8] {
-        self.memory.as_ref().map_or(&[], |memory| &memory.bytes)
+        self.memory.as_ref().map_or(&[], |memory| memory.bytes.get())
     }
 }
 
 impl AsMut<[u8]> for PooledBuffer {
     fn as_mut(&mut self) -> &mut [u8] {
-        self.memory.as_mut().map_or(&mut [], |memory| &mut memory.bytes)
+        self.memory.as_mut().map_or(&mut [], |memory| memory.bytes.get_mut())
     }
 }
 
 impl Drop for PooledBuffer {
     fn drop(&mut self) {
         if let Some(memory) = self.memory.take() {
-            self.pool.lock().entry(memory.bytes.len()).or_default().push(memory);
+            self.pool.lock().entry(memory.bytes.get().len()).or_default().push(memory);
         }
     }
 }

@@ -220,6 +220,12 @@ impl Pipeline {
         self.feed.clone().ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
     }
 
+    /// The weights of the next step, once they have been asked for.
+    #[cfg(feature = "cli")]
+    pub(crate) fn upcoming(&self) -> Option<Feed> {
+        self.next_feed.clone()
+    }
+
     /// Pulls some flat ranges of the version this step reads, as a stage 3 layer does.
     pub fn pull(&self, order: &[Range<u64>]) -> Result<Feed> {
         let reads = self.current()?.plan.reads;

@@ -6,12 +6,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Dtype, Fault, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, Version};
 use tokio::{sync::Notify, task::AbortHandle};
 
 use super::{
     fetch::Fetch,
-    store::{Segment, Store, cut},
+    store::{Overwritten, Segment, Store, cut},
 };
 use crate::{
     convert,
@@ -111,7 +111,10 @@ impl Feed {
         dtype: Dtype,
     ) -> Result<Feed> {
         let pieces = cut(&core.layout, order)?;
-        let store = Store::new(dtype, &pieces, &core.feed_pool)?;
+        let in_place: Vec<bool> = (0..core.peers.len())
+            .map(|server| core.link(server).is_some_and(|link| link.images.is_some()))
+            .collect();
+        let store = Store::new(dtype, &pieces, &core.feed_pool, |shard| in_place[core.owner(shard)])?;
         let shared = Arc::new(Shared {
             core: core.clone(),
             version,
@@ -180,16 +183,28 @@ impl Feed {
     }
 
     /// Waits, then hands the bytes over in place, without a copy: `visit(elements from the range's start, bytes)`.
+    ///
+    /// # Errors
+    /// As [`Feed::wait`]; `Invalid` when a server of this host, in whose memory they lie, has overwritten them: then
+    /// what was visited is void. It does so once this rank has pushed the whole gradient of two steps later.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
         let size = self.dtype().bytes();
         for segment in self.segments(&range)? {
             let start = segment.range.start.max(range.start);
             let end = segment.range.end.min(range.end);
             let within = (start - segment.range.start) * size..(end - segment.range.start) * size;
-            segment
-                .read(|bytes| visit(start - range.start, &bytes[within.start as usize..within.end as usize]));
+            let within = within.start as usize..within.end as usize;
+            let read = segment.read(within, |bytes| visit(start - range.start, bytes));
+            read.map_err(|Overwritten| self.overwritten())?;
         }
         Ok(())
+    }
+
+    /// Read too late: what was asked for lay in the server's memory, which has gone on.
+    fn overwritten(&self) -> Error {
+        let limit = "kept by its server";
+        let remedy = "read weights before the step after next that is made of them is pushed to its end";
+        Fault::new(FaultKind::Precondition, "feed.version", self.version(), limit, remedy).into()
     }
 
     fn fits(&self, range: &Range<u64>, given: u64, needed: u64) -> Result<()> {

@@ -9,12 +9,16 @@ use longshore_proto::{
     wire::{
         fault_from_status,
         frame::{self, Event},
+        memfd::STALE,
         v1::{self, PullRequest, PullResponse},
     },
 };
 
-use super::{feed::Shared, store::Place};
-use crate::session::Backoff;
+use super::{
+    feed::Shared,
+    store::{Place, View},
+};
+use crate::{error::Shortage, memfd::Link, session::Backoff};
 
 /// A damaged chunk is asked for again this often before it is an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;
@@ -49,6 +53,10 @@ impl Fetch {
             let again = match fault.kind {
                 FaultKind::Unavailable | FaultKind::Deadline => true,
                 // Too new for a server that has not heard of the last commit yet: rank 0 tells them one by one.
+                FaultKind::Precondition if fault.field == STALE => {
+                    self.shared.core.links.forget(self.server);
+                    true
+                }
                 FaultKind::Precondition => fault.field == "version",
                 FaultKind::Corrupt => damaged < DAMAGED_TRIES,
                 _ => false,
@@ -83,6 +91,7 @@ impl Fetch {
     async fn stream(&self, slices: Vec<v1::Slice>, progress: &mut bool) -> Result<(), Fault> {
         let core = &self.shared.core;
         let peer = &core.peers[self.server];
+        let link = core.link(self.server).filter(|link| link.images.is_some());
         let request = PullRequest {
             job: core.job().to_string(),
             rank: core.options.rank.0,
@@ -90,6 +99,7 @@ impl Fetch {
             dtype: self.shared.store.dtype.to_wire(),
             slices,
             deadline_ms: core.options.deadline.as_millis() as u64,
+            link: link.as_ref().map_or(0, |link| link.id),
         };
         let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
         let mut channel = peer.data(self.connection);
@@ -98,6 +108,10 @@ impl Fetch {
         let mut landing = None;
         while let Some(event) = answers.next().await.map_err(fault)? {
             match event {
+                Event::Head(head, _) if head.place.is_some() => {
+                    self.find(&head, link.as_deref())?;
+                    *progress = true;
+                }
                 Event::Head(head, bytes) => landing = Some(self.begin(&head, bytes as u64)?),
                 Event::Payload(slice) => landing.iter_mut().for_each(|landing| landing.put(&slice)),
                 Event::End => {
@@ -115,14 +129,42 @@ impl Fetch {
 
     /// Finds the place of what is about to come. Readers see none of it before its checksum was found right.
     fn begin(&self, head: &PullResponse, bytes: u64) -> Result<Landing<'_>, Fault> {
-        let (layout, store) = (&self.shared.core.layout, &self.shared.store);
-        let known = head.shard < layout.shards() && bytes.is_multiple_of(store.dtype.bytes());
-        let start = known.then(|| layout.shard_range(ShardId(head.shard)).start);
-        let at = start.and_then(|start| start.checked_add(head.offset));
-        let place = at.and_then(|at| store.place(at, bytes / store.dtype.bytes()));
-        let value = format!("shard {} offset {}, {bytes} bytes", head.shard, head.offset);
-        let place = place.ok_or_else(|| damaged("slice", value, "what was asked for, in order".into()))?;
+        let store = &self.shared.store;
+        let at = self.flat(head).filter(|_| bytes.is_multiple_of(store.dtype.bytes()));
+        let place = at.map_or(Ok(None), |at| store.place(at, bytes / store.dtype.bytes()));
+        let short = |short: Shortage| {
+            Fault::new(FaultKind::Exhausted, "memory", &short, "enough", "raise the host budget")
+        };
+        let place = place.map_err(short)?.ok_or_else(|| unasked(head, bytes))?;
         Ok(Landing { place, sum: Crc32::new(), crc32: head.crc32, bytes })
+    }
+
+    /// The flat element at which a message's slice begins.
+    fn flat(&self, head: &PullResponse) -> Option<u64> {
+        let layout = &self.shared.core.layout;
+        let known = head.shard < layout.shards();
+        let start = known.then(|| layout.shard_range(ShardId(head.shard)).start)?;
+        start.checked_add(head.offset)
+    }
+
+    /// Weights lie ready in the server's memory.
+    fn find(&self, head: &PullResponse, link: Option<&Link>) -> Result<(), Fault> {
+        let store = &self.shared.store;
+        let place = head.place.unwrap_or_default();
+        let bytes = place.elements.saturating_mul(store.dtype.bytes());
+        let images = link.and_then(|link| link.images.clone());
+        let view = images
+            .filter(|images| {
+                let aligned = place.at.is_multiple_of(store.dtype.bytes()) && place.word.is_multiple_of(8);
+                aligned && images.holds(place.at, bytes) && images.holds(place.word, 8)
+            })
+            .map(|images| View { images, at: place.at, word: place.word, version: self.shared.version });
+        let found = self.flat(head).zip(view).is_some_and(|(at, view)| store.find(at, place.elements, &view));
+        if !found {
+            return Err(unasked(head, bytes));
+        }
+        self.shared.arrived(bytes);
+        Ok(())
     }
 
     fn commit(&self, landing: Landing<'_>) -> Result<(), Fault> {
@@ -135,6 +177,11 @@ impl Fetch {
         self.shared.arrived(landing.bytes);
         Ok(())
     }
+}
+
+fn unasked(head: &PullResponse, bytes: u64) -> Fault {
+    let value = format!("shard {} offset {}, {bytes} bytes", head.shard, head.offset);
+    damaged("slice", value, "what was asked for, in order".into())
 }
 
 fn damaged(field: &str, value: String, limit: String) -> Fault {

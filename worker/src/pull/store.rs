@@ -3,7 +3,7 @@
 use std::{
     ops::Range,
     sync::{
-        PoisonError, RwLock,
+        Arc, PoisonError, RwLock,
         atomic::{
             AtomicBool,
             Ordering::{Acquire, Release},
@@ -11,7 +11,9 @@ use std::{
     },
 };
 
-use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, checksum::Crc32, limits::CHUNK_BYTES};
+use longshore_proto::{
+    Dtype, Fault, Layout, ShardId, Slice, Version, checksum::Crc32, limits::CHUNK_BYTES, wire::memfd::Foreign,
+};
 
 use crate::{
     device::{Pool, PooledBuffer},
@@ -27,11 +29,39 @@ pub(super) struct Segment {
 }
 
 struct Filling {
-    /// None once the feed is gone: a fetch that has not ended yet must not keep the memory from the next feed.
-    buffer: Option<PooledBuffer>,
+    body: Body,
     /// Bytes received so far, from the start.
     filled: usize,
 }
+
+enum Body {
+    Buffer(PooledBuffer),
+    /// Nothing yet: it will be found in place, or a buffer taken if it is sent after all.
+    Expected,
+    InPlace(View),
+    /// The feed is gone: a fetch that has not ended yet must not keep the memory from the next feed.
+    Gone,
+}
+
+/// Weights in a server's own memory.
+#[derive(Clone)]
+pub(super) struct View {
+    pub(super) images: Arc<Foreign>,
+    /// Where the first byte is, and the word that holds 1 + the version.
+    pub(super) at: u64,
+    pub(super) word: u64,
+    pub(super) version: Version,
+}
+
+impl View {
+    /// Whether the server has not begun to write the version after next there.
+    pub(super) fn is_current(&self) -> bool {
+        self.images.word(self.word) == self.version.0 + 1
+    }
+}
+
+/// The weights were overwritten while, or before, they were read.
+pub(super) struct Overwritten;
 
 impl Segment {
     pub(super) fn is_whole(&self) -> bool {
@@ -53,7 +83,7 @@ impl Segment {
     fn put(&self, start: usize, payload: &[u8], sum: &mut Crc32) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         // Gone with its feed: what still comes is for nobody.
-        let Some(buffer) = &mut filling.buffer else { return };
+        let Body::Buffer(buffer) = &mut filling.body else { return };
         sum.copy(payload, &mut buffer.as_mut()[start..start + payload.len()]);
     }
 
@@ -61,14 +91,47 @@ impl Segment {
     fn commit(&self, end: usize) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         filling.filled = end;
-        let whole = filling.buffer.as_ref().is_some_and(|buffer| buffer.as_ref().len() == end);
+        let whole = matches!(&filling.body, Body::Buffer(buffer) if buffer.as_ref().len() == end);
         self.whole.store(whole, Release);
     }
 
-    /// The bytes of a whole segment.
-    pub(super) fn read(&self, read: impl FnOnce(&[u8])) {
+    /// Takes a buffer where the payload was expected in place and comes by itself.
+    fn expect_payload(&self, pool: &Pool, dtype: Dtype) -> Result<(), Shortage> {
+        let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
+        if matches!(filling.body, Body::Expected) {
+            filling.body =
+                Body::Buffer(pool.take(((self.range.end - self.range.start) * dtype.bytes()) as usize)?);
+        }
+        Ok(())
+    }
+
+    /// The whole segment is where `view` says.
+    fn find(&self, view: View) {
+        let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
+        if !matches!(filling.body, Body::Gone) {
+            filling.body = Body::InPlace(view);
+            self.whole.store(true, Release);
+        }
+    }
+
+    /// Some bytes of a whole segment. What `read` has made of them is void unless this succeeds.
+    pub(super) fn read(&self, within: Range<usize>, mut read: impl FnMut(&[u8])) -> Result<(), Overwritten> {
         let filling = self.filling.read().unwrap_or_else(PoisonError::into_inner);
-        read(filling.buffer.as_ref().map_or(&[], |buffer| buffer.as_ref()));
+        match &filling.body {
+            Body::Buffer(buffer) => read(&buffer.as_ref()[within]),
+            Body::InPlace(view) => {
+                if !view.is_current() {
+                    return Err(Overwritten);
+                }
+                view.images.lend(view.at + within.start as u64, within.len() as u64, &mut read);
+                if !view.is_current() {
+                    return Err(Overwritten);
+                }
+            }
+            // A reader holds the feed, and waited until the segment was whole.
+            Body::Expected | Body::Gone => return Err(Overwritten),
+        }
+        Ok(())
     }
 }
 
@@ -76,6 +139,7 @@ impl Segment {
 pub(super) struct Store {
     pub(super) dtype: Dtype,
     pub(super) segments: Vec<Segment>,
+    pool: Pool,
 }
 
 /// Flat ranges wanted in an order, cut at shards: (slice, its flat range).
@@ -108,31 +172,40 @@ pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, R
 }
 
 impl Store {
-    pub(super) fn new(dtype: Dtype, pieces: &[(Slice, Range<u64>)], pool: &Pool) -> Result<Store, Shortage> {
+    /// `in_place`: whether a shard's weights will be found in its server's memory, and need none here.
+    pub(super) fn new(
+        dtype: Dtype,
+        pieces: &[(Slice, Range<u64>)],
+        pool: &Pool,
+        in_place: impl Fn(ShardId) -> bool,
+    ) -> Result<Store, Shortage> {
         let step = CHUNK_BYTES as u64 / dtype.bytes();
         let mut segments = Vec::new();
         for (slice, range) in pieces {
             let mut start = range.start;
             while start < range.end {
                 let end = range.end.min(start + step);
-                let buffer = pool.take(((end - start) * dtype.bytes()) as usize)?;
-                segments.push(Segment {
+                let segment = Segment {
                     range: start..end,
                     shard: slice.shard,
                     whole: AtomicBool::new(false),
-                    filling: RwLock::new(Filling { buffer: Some(buffer), filled: 0 }),
-                });
+                    filling: RwLock::new(Filling { body: Body::Expected, filled: 0 }),
+                };
+                if !in_place(slice.shard) {
+                    segment.expect_payload(pool, dtype)?;
+                }
+                segments.push(segment);
                 start = end;
             }
         }
         segments.sort_by_key(|segment| segment.range.start);
-        Ok(Store { dtype, segments })
+        Ok(Store { dtype, segments, pool: pool.clone() })
     }
 
     /// Gives all memory back.
     pub(super) fn empty(&self) {
         for segment in &self.segments {
-            segment.filling.write().unwrap_or_else(PoisonError::into_inner).buffer = None;
+            segment.filling.write().unwrap_or_else(PoisonError::into_inner).body = Body::Gone;
         }
     }
 
@@ -150,16 +223,39 @@ impl Store {
     }
 
     /// The place of `elements` flat elements from `at`. None when they were not asked for, or are not next.
-    pub(super) fn place(&self, at: u64, elements: u64) -> Option<Place<'_>> {
+    pub(super) fn place(&self, at: u64, elements: u64) -> Result<Option<Place<'_>>, Shortage> {
+        let Some(segments) = self.next(at, elements) else { return Ok(None) };
+        for segment in segments {
+            segment.expect_payload(&self.pool, self.dtype)?;
+        }
+        let size = self.dtype.bytes();
+        let start = segments.first().map_or(0, |segment| (at - segment.range.start) * size);
+        Ok(Some(Place { segments, size, index: 0, at: start as usize }))
+    }
+
+    /// `elements` flat elements from `at` are where `view` says. False when they were not asked for, are not next, or
+    /// do not end with a segment.
+    pub(super) fn find(&self, at: u64, elements: u64, view: &View) -> bool {
+        let Some(segments) = self.next(at, elements) else { return false };
+        if segments.last().is_none_or(|segment| segment.range.end != at + elements) {
+            return false;
+        }
+        for segment in segments {
+            // A segment that was begun otherwise is found from its start on.
+            let before = at.saturating_sub(segment.range.start) * self.dtype.bytes();
+            let after = segment.range.start.saturating_sub(at) * self.dtype.bytes();
+            segment.find(View { at: view.at - before + after, ..view.clone() });
+        }
+        true
+    }
+
+    /// The segments of `elements` flat elements from `at`, if these are what comes next in each.
+    fn next(&self, at: u64, elements: u64) -> Option<&[Segment]> {
         let segments = self.covering(&(at..at.checked_add(elements)?))?;
         let follows = |(index, segment): (usize, &Segment)| {
             segment.continues(if index == 0 { at } else { segment.range.start }, self.dtype)
         };
-        segments.iter().enumerate().all(follows).then(|| {
-            let size = self.dtype.bytes();
-            let start = segments.first().map_or(0, |segment| (at - segment.range.start) * size);
-            Place { segments, size, index: 0, at: start as usize }
-        })
+        segments.iter().enumerate().all(follows).then_some(segments)
     }
 }
 
@@ -215,12 +311,17 @@ mod tests {
 
     fn store(dtype: Dtype, order: &[Range<u64>]) -> Store {
         let pieces = cut(&layout(20), order).unwrap();
-        Store::new(dtype, &pieces, &Pool::new(Budget::unlimited("test"), "test")).unwrap()
+        Store::new(dtype, &pieces, &Pool::new(Budget::unlimited("test"), "test"), |_| false).unwrap()
+    }
+
+    fn all_of(segment: &Segment, read: impl FnMut(&[u8])) {
+        let bytes = (segment.range.end - segment.range.start) * 4;
+        assert!(segment.read(0..bytes as usize, read).is_ok());
     }
 
     /// As a fetch does, in pieces that do not end with elements.
     fn write(store: &Store, at: u64, payload: &[u8]) -> bool {
-        let Some(mut place) = store.place(at, payload.len() as u64 / store.dtype.bytes()) else {
+        let Some(mut place) = store.place(at, payload.len() as u64 / store.dtype.bytes()).unwrap() else {
             return false;
         };
         let mut sum = Crc32::new();
@@ -249,7 +350,7 @@ mod tests {
             .covering(&(100..700_000))
             .unwrap()
             .iter()
-            .for_each(|segment| segment.read(|bytes| read.extend(bytes)));
+            .for_each(|segment| all_of(segment, |bytes| read.extend(bytes)));
         assert!(read == values);
     }
 
@@ -267,12 +368,12 @@ mod tests {
     #[test]
     fn what_is_not_committed_was_never_there() {
         let store = store(Dtype::F32, std::slice::from_ref(&(0..64)));
-        let mut place = store.place(0, 64).unwrap();
+        let mut place = store.place(0, 64).unwrap().unwrap();
         place.put(&[1; 256], &mut Crc32::new());
         assert!(!store.segments[0].is_whole());
         assert_eq!(store.segments[0].missing(Dtype::F32), 0..64);
         assert!(write(&store, 0, &[2; 256]));
-        store.segments[0].read(|bytes| assert_eq!(bytes, [2; 256]));
+        all_of(&store.segments[0], |bytes| assert_eq!(bytes, [2; 256]));
     }
 
     #[test]

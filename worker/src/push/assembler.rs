@@ -2,12 +2,11 @@
 
 use std::collections::HashMap;
 
-use bytes::Bytes;
 use longshore_proto::{
     ChunkId, Dtype, JobSpec, Layout, MicroStep, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
 };
 
-use super::{ChunkKey, outbox::Outbox};
+use super::{ChunkKey, Payload, outbox::Outbox};
 use crate::{
     convert,
     device::{Pool, PooledBuffer},
@@ -76,7 +75,7 @@ impl Collector {
         plan: &Plan<'_>,
         param: usize,
         gradient: &[f32],
-        mut outbox: impl FnMut(ChunkKey, Bytes, u32) -> Result<()>,
+        mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
     ) -> Result<()> {
         self.check(plan, param, gradient.len() as u64)?;
         self.put[param] = true;
@@ -90,7 +89,7 @@ impl Collector {
                 let (source, after) = rest.split_at((until - offset) as usize);
                 rest = after;
                 if let Some((key, payload)) = self.fill(plan, slice.shard, offset, source)? {
-                    let crc = crc32(&payload);
+                    let crc = crc32(&payload.bytes);
                     outbox(key, payload, crc)?;
                 }
                 offset = until;
@@ -122,7 +121,7 @@ impl Collector {
         shard: ShardId,
         offset: u64,
         source: &[f32],
-    ) -> Result<Option<(ChunkKey, Bytes)>> {
+    ) -> Result<Option<(ChunkKey, Payload)>> {
         let dtype = plan.spec.gradient_dtype;
         let chunk = ChunkId((offset / chunk_elements(dtype)) as u32);
         let open = match self.open.entry((shard, chunk)) {
@@ -138,7 +137,7 @@ impl Collector {
         }
         let key = ChunkKey { step: self.step, micro_step: self.micro_step, shard, chunk };
         let complete = self.open.remove(&(shard, chunk));
-        Ok(complete.map(|open| (key, Bytes::from_owner(open.buffer))))
+        Ok(complete.map(|open| (key, Payload::from(open.buffer))))
     }
 
     /// Errors unless every parameter was put. Every chunk holds a parameter's element, since gaps and tail are shorter

@@ -66,9 +66,9 @@ fn assemble(spec: &JobSpec, layout: &Layout, pool: &Pool, order: &[usize]) -> Ch
     for &param in order {
         let range = layout.param_range(param);
         let gradient = gradient(param, range.end - range.start);
-        let keep = |key, payload: Bytes, crc| {
-            assert_eq!(crc, crc32(&payload));
-            assert!(chunks.insert(key, payload.to_vec()).is_none(), "{key:?} left twice");
+        let keep = |key, payload: Payload, crc| {
+            assert_eq!(crc, crc32(&payload.bytes));
+            assert!(chunks.insert(key, payload.bytes.to_vec()).is_none(), "{key:?} left twice");
             Ok(())
         };
         collector.put(&plan, param, &gradient, keep).unwrap();

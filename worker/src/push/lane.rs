@@ -3,20 +3,19 @@
 
 use std::{collections::VecDeque, time::Instant};
 
-use bytes::Bytes;
 use longshore_proto::{
     Fault, FaultKind, Step,
     wire::{
         fault_from_status, fault_from_wire,
         frame::{self, Event, Incoming, Piece, Pieces},
-        v1::{PushRequest, PushResponse, PushResult},
+        v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
     },
 };
 use tokio::sync::mpsc;
 use tonic::Status;
 
 use super::{
-    ChunkKey,
+    ChunkKey, Payload,
     refusal::{self, Verdict},
     retained::LaneId,
 };
@@ -76,6 +75,7 @@ impl Lane {
         let mut resend = Vec::new();
         loop {
             let mut answered = false;
+            self.relink().await;
             let fault = match self.stream(&resend, &mut answered).await {
                 End::Closed => return,
                 End::Failed(error) => return self.core.fail(error),
@@ -102,6 +102,13 @@ impl Lane {
         }
     }
 
+    /// Without a link payloads go inline, so that a failure is no more than slow.
+    async fn relink(&self) {
+        if let Err(fault) = self.core.relink(self.id.0).await {
+            tracing::warn!(server = self.core.peers[self.id.0].address, %fault, "no shared memory");
+        }
+    }
+
     /// One stream until it ends. Sending and receiving go on together from the first message: a server need not answer
     /// before it has one.
     async fn stream(&mut self, resend: &[ChunkKey], answered: &mut bool) -> End {
@@ -110,10 +117,10 @@ impl Lane {
         let queue = &mut self.queue;
         let send = async {
             for key in resend {
-                offer(&core, &ready, *key).await;
+                offer(&core, id.0, &ready, *key).await;
             }
             while let Some(key) = queue.recv().await {
-                offer(&core, &ready, key).await;
+                offer(&core, id.0, &ready, key).await;
             }
             End::Closed
         };
@@ -126,8 +133,9 @@ impl Lane {
 }
 
 /// Hands a chunk to the transport, unless its step has been committed meanwhile.
-async fn offer(core: &Core, ready: &Pieces, key: ChunkKey) {
+async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey) {
     let Some(chunk) = core.retained.send(&key) else { return };
+    let place = place(core, server, &chunk.payload).await;
     let head = PushRequest {
         job: core.job().to_string(),
         incarnation: core.incarnation().0,
@@ -139,12 +147,30 @@ async fn offer(core: &Core, ready: &Pieces, key: ChunkKey) {
         loss_scale: chunk.loss_scale,
         dtype: core.spec().gradient_dtype.to_wire(),
         crc32: chunk.crc32,
-        payload: Bytes::new(),
+        place,
+        ..PushRequest::default()
     };
-    // The retained payload itself goes out: it is not copied before the socket.
-    if ready.send(Ok(frame::encode_with(&head, chunk.payload))).await.is_err() {
+    // The retained payload itself goes out, if it does not stay where it is: it is not copied before the socket.
+    let message =
+        if place.is_some() { frame::encode(&head) } else { frame::encode_with(&head, chunk.payload.bytes) };
+    if ready.send(Ok(message)).await.is_err() {
         // The call has ended; the receiving side is about to say why.
         std::future::pending::<()>().await;
+    }
+}
+
+/// Where the server can read a payload; None where it must be sent.
+async fn place(core: &Core, server: usize, payload: &Payload) -> Option<MemfdPlace> {
+    let (extent, offset) = payload.place.as_ref()?;
+    let link = core.link(server)?;
+    match link.memory(extent).await {
+        Ok(memory) => {
+            Some(MemfdPlace { link: link.id, memory, offset: *offset, bytes: payload.bytes.len() as u64 })
+        }
+        Err(fault) => {
+            tracing::debug!(server = core.peers[server].address, %fault, "a payload goes inline");
+            None
+        }
     }
 }
 

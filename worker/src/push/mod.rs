@@ -11,4 +11,4 @@ pub(crate) use assembler::Collector;
 pub(crate) use lane::{Lanes, start_lanes};
 pub(crate) use outbox::Outbox;
 pub use retained::ChunkKey;
-pub(crate) use retained::Retained;
+pub(crate) use retained::{Payload, Retained};

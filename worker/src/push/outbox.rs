@@ -8,11 +8,10 @@ use std::{
     time::Instant,
 };
 
-use bytes::Bytes;
 use tokio::sync::mpsc::error::TrySendError;
 
 use super::{
-    ChunkKey,
+    ChunkKey, Payload,
     retained::{Chunk, LaneId},
 };
 use crate::{
@@ -50,10 +49,10 @@ impl Outbox {
         (self.core.owner(key.shard), turn % self.core.options.connections)
     }
 
-    pub(crate) fn send(&self, key: ChunkKey, payload: Bytes, crc32: u32) -> Result<()> {
+    pub(crate) fn send(&self, key: ChunkKey, payload: Payload, crc32: u32) -> Result<()> {
         let lanes = self.core.lanes.get().ok_or(Misuse("join before pushing"))?;
         let lane = self.lane(&key);
-        self.core.meter.pushed_bytes.fetch_add(payload.len() as u64, Relaxed);
+        self.core.meter.pushed_bytes.fetch_add(payload.bytes.len() as u64, Relaxed);
         self.core.retained.keep(key, Chunk { payload, crc32, loss_scale: self.loss_scale, lane });
         let queue = lanes.queue(lane);
         match queue.try_send(key) {

@@ -7,7 +7,9 @@
 use std::time::Instant;
 
 use longshore_proto::{
-    ChunkId, Contribution, Fault, FaultKind, MicroStep, ShardId, Step, checksum::crc32, wire::v1::PushResult,
+    ChunkId, Contribution, Fault, FaultKind, MicroStep, ShardId, Step,
+    checksum::crc32,
+    wire::{memfd::STALE, v1::PushResult},
 };
 
 use super::ChunkKey;
@@ -42,6 +44,11 @@ pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault
             tracing::warn!(server = core.peers[server].address, ?key, %fault, "a chunk arrived damaged");
             Ok(Verdict::SendAgain(fault))
         }
+        // The lane makes a new link before it sends again.
+        FaultKind::Precondition if fault.field == STALE => {
+            core.links.forget(server);
+            Ok(Verdict::SendAgain(fault))
+        }
         // It has restarted since it was joined.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(core, server, key, fault).await,
@@ -52,7 +59,7 @@ pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault
 
 /// Whether the payload still has its own checksum: before the network is blamed.
 fn is_sound(core: &SharedCore, key: &ChunkKey) -> bool {
-    core.retained.send(key).is_some_and(|chunk| crc32(&chunk.payload) == chunk.crc32)
+    core.retained.send(key).is_some_and(|chunk| crc32(&chunk.payload.bytes) == chunk.crc32)
 }
 
 /// "Not in this state". Waits while the server is paused, or one commit behind the one that started this step: ranks

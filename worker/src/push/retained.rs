@@ -2,11 +2,13 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use bytes::Bytes;
 use longshore_proto::{ChunkId, MicroStep, ShardId, Step};
+
+use crate::{device::PooledBuffer, memfd::Extent};
 
 /// Which chunk of this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -20,10 +22,24 @@ pub struct ChunkKey {
 /// A data connection: (server, connection).
 pub(crate) type LaneId = (usize, usize);
 
+/// A chunk's bytes, and where servers of this host find them.
+#[derive(Clone)]
+pub(crate) struct Payload {
+    pub(crate) bytes: Bytes,
+    pub(crate) place: Option<(Arc<Extent>, u64)>,
+}
+
+impl From<PooledBuffer> for Payload {
+    fn from(buffer: PooledBuffer) -> Payload {
+        let place = buffer.place();
+        Payload { bytes: Bytes::from_owner(buffer), place }
+    }
+}
+
 /// A chunk ready to be sent. Clones share the payload.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Chunk {
-    pub(crate) payload: Bytes,
+    pub(crate) payload: Payload,
     pub(crate) crc32: u32,
     pub(crate) loss_scale: f64,
     pub(crate) lane: LaneId,
@@ -116,7 +132,8 @@ mod tests {
     }
 
     fn chunk(lane: LaneId) -> Chunk {
-        Chunk { payload: Bytes::from_static(b"gradient"), crc32: 1, loss_scale: 1.0, lane }
+        let payload = Payload { bytes: Bytes::from_static(b"gradient"), place: None };
+        Chunk { payload, crc32: 1, loss_scale: 1.0, lane }
     }
 
     #[test]
@@ -155,7 +172,8 @@ mod tests {
     fn a_payload_is_freed_with_its_step() {
         let retained = Retained::default();
         let payload = Bytes::from(vec![0u8; 16]);
-        retained.keep(key(1, 0), Chunk { payload: payload.clone(), ..chunk((0, 0)) });
+        let kept = Payload { bytes: payload.clone(), place: None };
+        retained.keep(key(1, 0), Chunk { payload: kept, ..chunk((0, 0)) });
         assert!(!payload.is_unique());
         retained.release(Step(1));
         assert!(payload.is_unique());

@@ -22,17 +22,20 @@ use super::{Options, patience::Pause, peer::Peer};
 use crate::{
     device::Pool,
     error::{Environment, Error, Misuse, Result},
+    memfd::Links,
     push::{Lanes, Retained},
 };
 
 /// Two: one frames while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
+const RETAINED: &str = "gradients retained until their step is committed";
 
 pub(crate) struct Core {
     pub(crate) options: Options,
     pub(crate) layout: Layout,
     pub(crate) placement: Placement,
     pub(crate) peers: Vec<Peer>,
+    pub(crate) links: Links,
     /// The first failure found in the background; every later call returns it.
     pub(crate) failure: watch::Sender<Option<Error>>,
     pub(crate) pause: watch::Sender<Pause>,
@@ -123,6 +126,7 @@ impl Core {
         let budget = options.host_budget.clone();
         let troubles = Mutex::new(vec![None; peers.len()]);
         Core {
+            links: Links::new(peers.len()),
             troubles,
             layout,
             placement,
@@ -132,7 +136,11 @@ impl Core {
             incarnation: AtomicU64::new(0),
             trained: AtomicBool::new(false),
             feed_pool: Pool::new(budget.clone(), "weights under way"),
-            chunk_pool: Pool::new(budget, "gradients retained until their step is committed"),
+            chunk_pool: if options.transport.may_share() {
+                Pool::shared(budget, RETAINED)
+            } else {
+                Pool::new(budget, RETAINED)
+            },
             retained: Retained::default(),
             lanes: OnceLock::new(),
             commits: Mutex::new(Vec::new()),

@@ -49,6 +49,9 @@ impl Core {
         let join = |server| self.join_server(server, incarnation);
         let progress = try_join_all((0..self.peers.len()).map(join)).await?;
         self.set_incarnation(incarnation);
+        for server in 0..self.peers.len() {
+            self.relink(server).await.map_err(|fault| self.explain(server, "Link", None, fault))?;
+        }
         let progress = self.align(progress).await?;
         let first = &progress[0];
         let last_commit = first.last_commit.clone();
@@ -132,7 +135,9 @@ impl Core {
             let request = request.clone();
             async move { peer.training().join(request).await }
         });
-        Ok(answer.await?.progress.unwrap_or_default())
+        let answer = answer.await?;
+        self.links.offered(server, answer.memfd);
+        Ok(answer.progress.unwrap_or_default())
     }
 
     /// Waits until all servers hold one version: rank 0 may be joining, too, and completing a commit.

@@ -28,7 +28,7 @@ pub use self::{
     admin::{Checkpoint, StateHash},
     join::Joined,
     open::Opened,
-    options::Options,
+    options::{Options, Transport},
 };
 use self::{core::Engine, peer::Peer};
 pub(crate) use self::{

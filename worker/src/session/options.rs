@@ -1,6 +1,6 @@
 //! What a worker needs to know to take part in a job.
 
-use std::time::Duration;
+use std::{fmt, str::FromStr, time::Duration};
 
 use longshore_proto::{
     Fault, JobSpec, Layout, Rank,
@@ -9,6 +9,60 @@ use longshore_proto::{
 use tokio::runtime::Handle;
 
 use crate::device::Budget;
+
+/// How payloads go between this rank and its servers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// Shared memory with each server of the same host and user, sockets with the others.
+    #[default]
+    Auto,
+    /// TCP alone.
+    Tcp,
+    /// Unix sockets alone.
+    Unix,
+    /// Shared memory with every server, or an error. Weights of a job of the `shm` tier come through the socket.
+    Memfd,
+}
+
+impl Transport {
+    const ALL: [(Transport, &'static str); 4] = [
+        (Transport::Auto, "auto"),
+        (Transport::Tcp, "tcp"),
+        (Transport::Unix, "unix"),
+        (Transport::Memfd, "memfd"),
+    ];
+
+    pub(super) fn may_share(self) -> bool {
+        matches!(self, Transport::Auto | Transport::Memfd)
+    }
+
+    fn allows(self, address: &str) -> bool {
+        match self {
+            Transport::Auto | Transport::Memfd => true,
+            Transport::Tcp => !address.starts_with("unix:"),
+            Transport::Unix => address.starts_with("unix:"),
+        }
+    }
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(
+            Transport::ALL.iter().find(|(transport, _)| transport == self).map_or("", |(_, name)| name),
+        )
+    }
+}
+
+impl FromStr for Transport {
+    type Err = Fault;
+
+    fn from_str(name: &str) -> Result<Transport, Fault> {
+        let found = Transport::ALL.iter().find(|(_, known)| *known == name);
+        found.map(|(transport, _)| *transport).ok_or_else(|| {
+            Fault::invalid("transport", format!("{name:?}"), "auto, tcp, unix or memfd", "name one of them")
+        })
+    }
+}
 
 /// Start from [`Options::new`] and change what differs.
 #[derive(Clone, Debug)]
@@ -30,6 +84,7 @@ pub struct Options {
     pub in_flight_chunks: usize,
     /// Host memory for weights under way and gradients retained.
     pub host_budget: Budget,
+    pub transport: Transport,
     /// An existing runtime to run on. None: the session starts its own small one.
     pub runtime: Option<Handle>,
 }
@@ -49,6 +104,7 @@ impl Options {
             connections: DATA_CONNECTIONS,
             in_flight_chunks: 16,
             host_budget: Budget::unlimited("host memory of the worker"),
+            transport: Transport::Auto,
             runtime: None,
         }
     }
@@ -78,6 +134,12 @@ impl Options {
             range(field, wait.as_millis(), 1, MAX_DEADLINE_MS.into())?;
         }
         for (index, server) in self.servers.iter().enumerate() {
+            if !self.transport.allows(server) {
+                let value = format!("{} to {server}", self.transport);
+                let limit = "tcp to host:port, unix to unix:/path";
+                let remedy = "name the server's other address, or use transport auto";
+                return Err(Fault::invalid("options.transport", value, limit, remedy));
+            }
             if self.servers[..index].contains(server) {
                 let field = format!("options.servers[{index}]");
                 return Err(Fault::invalid(field, server, "named once", "name each server once"));

@@ -57,6 +57,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let mut report = Report::new(rank, settings.json, settings.steps, tokens);
     let host = Budget::unlimited("host memory of the worker");
     let options = Options {
+        transport: settings.transport,
         deadline: settings.deadline,
         pause_deadline: settings.pause_deadline,
         host_budget: host.clone(),

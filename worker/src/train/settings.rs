@@ -12,6 +12,7 @@ use crate::{
     device::DeviceChoice,
     loss_scale::{LossScaler, LossScalerOptions},
     schedule::Schedule,
+    session::Transport,
 };
 
 /// Where servers are, what to train on, and how.
@@ -59,6 +60,7 @@ pub struct Settings {
     pub sample_bytes: usize,
     pub prompt: String,
     pub temperature: f64,
+    pub transport: Transport,
     pub deadline: Duration,
     pub pause_deadline: Duration,
     /// Update threads of an embedded server; None takes all cores.

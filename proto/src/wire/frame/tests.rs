@@ -4,7 +4,10 @@ use bytes::{BufMut, BytesMut};
 use proptest::prelude::*;
 use prost::encoding::{WireType, encode_key, encode_varint};
 
-use super::{v1::PushRequest, *};
+use super::{
+    v1::{MemfdPlace, PushRequest},
+    *,
+};
 use crate::fault::Fault;
 
 fn request() -> impl Strategy<Value = PushRequest> {
@@ -18,6 +21,8 @@ fn request() -> impl Strategy<Value = PushRequest> {
         |(job, (incarnation, rank, step, micro_step, shard, chunk), loss_scale, dtype, crc32, payload)| {
             let loss_scale = if loss_scale.is_nan() { 1.0 } else { loss_scale };
             let payload = payload.into();
+            let place = MemfdPlace { link: incarnation, memory: shard, offset: 1, bytes: 2 };
+            let place = (step % 2 == 0).then_some(place);
             PushRequest {
                 job,
                 incarnation,
@@ -29,6 +34,7 @@ fn request() -> impl Strategy<Value = PushRequest> {
                 loss_scale,
                 dtype,
                 crc32,
+                place,
                 payload,
             }
         },

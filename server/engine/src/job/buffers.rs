@@ -1,18 +1,23 @@
 //! A job's DRAM beside its state: contributions, sums, figures and images.
 
-use std::sync::{Mutex, RwLock};
+use std::sync::{
+    Arc, Mutex, RwLock,
+    atomic::{Ordering, fence},
+};
 
 use longshore_proto::{Dtype, JobSpec, Version};
 
 use crate::{
     kernels::{Figures, Gradient, ImageMut},
-    memory::{AllocationError, Region, Slab},
+    memory::{AllocationError, Region, SharedFile, Slab, Words},
     threads::Pool,
 };
 
 /// By owned shard.
 pub(super) struct Buffers {
     pub(super) shards: Vec<ShardBuffers>,
+    /// Where all images are, if other processes may be given them.
+    pub(super) shared: Option<SharedFile>,
 }
 
 pub(super) struct ShardBuffers {
@@ -27,44 +32,132 @@ pub(super) struct ShardBuffers {
 }
 
 /// 16-bit (or fp32) weights of a shard, and the version they are of. None while nothing valid is in it.
+///
+/// Readers in other processes cannot be locked out, so that beside the images lies a word for each: 1 + its version, or
+/// 0. What was read between two equal and right words was that version.
 pub(super) struct Image {
-    pub(super) version: Option<Version>,
-    pub(super) region: Region,
+    version: Option<Version>,
+    region: Region,
+    words: Arc<Words>,
+    word: usize,
+}
+
+impl Image {
+    pub(super) fn version(&self) -> Option<Version> {
+        self.version
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.region.bytes()
+    }
+
+    /// What to write the next version to. Readers of the one before find it gone, not half overwritten.
+    pub(super) fn overwrite(&mut self) -> &mut Region {
+        self.set(None);
+        &mut self.region
+    }
+
+    /// Says which version it is now.
+    pub(super) fn set(&mut self, version: Option<Version>) {
+        self.version = version;
+        let word = &self.words.get()[self.word];
+        // Sequentially consistent on both sides: kernels write past the cache, which plain release does not order.
+        fence(Ordering::SeqCst);
+        word.store(version.map_or(0, |version| version.0 + 1), Ordering::Release);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Where image and word lie in the shared file.
+    pub(super) fn place(&self) -> (u64, u64) {
+        (self.region.offset() as u64, (self.words.offset() + self.word * 8) as u64)
+    }
+}
+
+/// The memory of a job's buffers, not cut yet.
+pub(super) struct Space {
+    slab: Slab,
+    /// With images and words, where they are apart from the rest.
+    shared: Option<(Slab, SharedFile)>,
+}
+
+impl Space {
+    /// `share`: images in memory that other processes can be given, where the kernel has such.
+    pub(super) fn allocate(spec: &JobSpec, lengths: &[usize], share: bool) -> Result<Space, AllocationError> {
+        let images = Slab::bytes_for(image_sizes(spec, lengths));
+        let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {
+            shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
+        });
+        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, lengths, shared.is_some())))?;
+        Ok(Space { slab, shared })
+    }
+
+    /// Of [`Space::bytes`], which a tier keeps. Its images are not shared: who may read the file could write it, too.
+    pub(super) fn of_tier(slab: Slab) -> Space {
+        Space { slab, shared: None }
+    }
+
+    /// What all buffers need in one piece.
+    pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
+        Slab::bytes_for(sizes(spec, lengths, false))
+    }
+}
+
+/// Both images of each shard, then their words.
+fn image_sizes(spec: &JobSpec, lengths: &[usize]) -> Vec<usize> {
+    let bytes = spec.image_dtype.bytes() as usize;
+    let mut sizes: Vec<usize> = lengths.iter().flat_map(|&length| [length * bytes; 2]).collect();
+    sizes.push(lengths.len() * 2 * size_of::<u64>());
+    sizes
+}
+
+/// Each shard's images, contributions and sums, then the words; `apart`: without images and words.
+fn sizes(spec: &JobSpec, lengths: &[usize], apart: bool) -> Vec<usize> {
+    let gradient = spec.gradient_dtype.bytes() as usize;
+    let sum = if spec.accumulates() { 4 } else { 0 };
+    let images = image_sizes(spec, lengths);
+    let (pairs, words) = images.as_chunks::<2>();
+    let mut sizes = Vec::new();
+    for (&length, pair) in lengths.iter().zip(pairs) {
+        if !apart {
+            sizes.extend(pair);
+        }
+        for _ in 0..spec.gradient_slots() {
+            sizes.extend(vec![length * gradient; spec.world_size as usize]);
+            sizes.push(length * sum);
+        }
+    }
+    if !apart {
+        sizes.extend(words);
+    }
+    sizes
 }
 
 impl Buffers {
-    /// What `over` needs.
-    pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
-        Slab::bytes_for(Buffers::sizes(spec, lengths))
-    }
-
-    fn sizes(spec: &JobSpec, lengths: &[usize]) -> Vec<usize> {
-        let gradient = spec.gradient_dtype.bytes() as usize;
-        let image = spec.image_dtype.bytes() as usize;
-        let sum = if spec.accumulates() { 4 } else { 0 };
-        let mut sizes = Vec::new();
-        for &length in lengths {
-            sizes.extend([length * image; 2]);
-            for _ in 0..spec.gradient_slots() {
-                sizes.extend(vec![length * gradient; spec.world_size as usize]);
-                sizes.push(length * sum);
-            }
-        }
-        sizes
-    }
-
     /// `pool`: what will work on them.
     pub(super) fn over(
-        slab: Slab,
+        space: Space,
         spec: &JobSpec,
         lengths: &[usize],
         pool: &Pool,
     ) -> Result<Buffers, AllocationError> {
         let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
-        let mut regions = slab.carve(&Buffers::sizes(spec, lengths), pool)?.into_iter();
+        let mut apart = Vec::new().into_iter();
+        let sizes = sizes(spec, lengths, space.shared.is_some());
+        let mut shared = None;
+        if let Some((slab, file)) = space.shared {
+            apart = slab.carve(&image_sizes(spec, lengths), pool)?.into_iter();
+            shared = Some(file);
+        }
+        let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
+        let words = if shared.is_some() { apart.next_back() } else { regions.next_back() };
+        let words = Arc::new(Words::new(words.expect("one region was carved for the words")));
         let mut next = || regions.next().expect("one region was carved for each size");
-        let shards = lengths.iter().map(|_| {
-            let images = [(); 2].map(|()| RwLock::new(Image { version: None, region: next() }));
+        let shards = (0..lengths.len()).map(|owned| {
+            let images = [0, 1].map(|parity| {
+                let region = apart.next().unwrap_or_else(&mut next);
+                let (words, word) = (Arc::clone(&words), 2 * owned + parity);
+                RwLock::new(Image { version: None, region, words, word })
+            });
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {
                 contributions.push((0..ranks).map(|_| Mutex::new(next())).collect());
@@ -74,7 +167,7 @@ impl Buffers {
             let figures = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
             ShardBuffers { contributions, accumulators, figures, images }
         });
-        Ok(Buffers { shards: shards.collect() })
+        Ok(Buffers { shards: shards.collect(), shared })
     }
 }
 

@@ -190,13 +190,13 @@ impl Job {
                 pair[(version.0 as usize + 1) % 2].write().unwrap_or_else(|poison| poison.into_inner());
             let mut result = Ok(());
             self.tier.load(owned, &mut |state| {
-                let image = (images != StoredImages::None).then(|| current.region.bytes_mut());
-                let older_image = with_older.then(|| older.region.bytes_mut());
+                let image = (images != StoredImages::None).then(|| current.overwrite().bytes_mut());
+                let older_image = with_older.then(|| older.overwrite().bytes_mut());
                 result = read(shard, LoadedShard { state, older_image, image });
             })?;
             result?;
-            current.version = (images != StoredImages::None).then_some(version);
-            older.version = with_older.then(|| Version(version.0 - 1));
+            current.set((images != StoredImages::None).then_some(version));
+            older.set(with_older.then(|| Version(version.0 - 1)));
         }
         Ok(())
     }
@@ -206,7 +206,7 @@ impl Job {
     fn forget(&self) {
         for (owned, buffers) in self.buffers.shards.iter().enumerate() {
             for image in &buffers.images {
-                image.write().unwrap_or_else(|poison| poison.into_inner()).version = None;
+                image.write().unwrap_or_else(|poison| poison.into_inner()).set(None);
             }
             let cleared = self.tier.load(owned, &mut |state| {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
@@ -237,10 +237,10 @@ impl Job {
     fn make_image(&self, owned: usize, version: Version) -> Result<(), Fault> {
         let image = &self.buffers.shards[owned].images[version.0 as usize % 2];
         let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
-        if image.version == Some(version) {
+        if image.version() == Some(version) {
             return Ok(());
         }
-        let region = &mut image.region;
+        let region = image.overwrite();
         self.tier.read(owned, &mut |state| {
             let images = image_blocks(region, self.spec.image_dtype, BLOCK);
             let isa = self.compute.isa();
@@ -248,7 +248,7 @@ impl Job {
                 state.with_master(isa, block, |master| cast(isa, master, image));
             });
         })?;
-        image.version = Some(version);
+        image.set(Some(version));
         Ok(())
     }
 
@@ -256,8 +256,8 @@ impl Job {
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
             let image = &self.buffers.shards[owned].images[(version.0 as usize + behind) % 2];
             let image = image.read().unwrap_or_else(|poison| poison.into_inner());
-            if image.version.is_some_and(|kept| kept.0 + behind as u64 == version.0) {
-                self.tier.store_image(owned, age, image.region.bytes())?;
+            if image.version().is_some_and(|kept| kept.0 + behind as u64 == version.0) {
+                self.tier.store_image(owned, age, image.bytes())?;
             }
         }
         Ok(())
@@ -270,8 +270,8 @@ impl Job {
             for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
                 let image = &buffers.images[(version.0 as usize + behind) % 2];
                 let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
-                let kept = self.tier.load_image(owned, age, image.region.bytes_mut())?;
-                image.version = kept.then(|| Version(version.0 - behind as u64));
+                let kept = self.tier.load_image(owned, age, image.overwrite().bytes_mut())?;
+                image.set(kept.then(|| Version(version.0 - behind as u64)));
             }
             // Also where the image was kept: a damaged block is found while the version before can still be taken.
             self.tier.read(owned, &mut |_| ())?;
@@ -290,7 +290,7 @@ impl Job {
         for (buffers, shard) in self.buffers.shards.iter().zip(&kept.shards) {
             let image = |version: Version| {
                 let image = &buffers.images[version.0 as usize % 2];
-                image.write().unwrap_or_else(|poison| poison.into_inner()).version = Some(version);
+                image.write().unwrap_or_else(|poison| poison.into_inner()).set(Some(version));
             };
             image(shard.version);
             if shard.older_image {

@@ -28,15 +28,19 @@ use longshore_proto::{
 pub use compute::Compute;
 pub use export::Exported;
 pub use load::{LoadedShard, StoredImages};
-pub use read::ImageRead;
+pub use read::{ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, SnapshotInfo};
 
-use self::{buffers::Buffers, load::Load, snapshot::Snapshot};
+use self::{
+    buffers::{Buffers, Space},
+    load::Load,
+    snapshot::Snapshot,
+};
 use crate::{
     admission::{Budget, Need, Reservation},
     lock,
-    memory::Slab,
+    memory::SharedFile,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
     tier::{MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
 };
@@ -112,33 +116,32 @@ impl Job {
         let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
-        let bytes = Buffers::bytes(&spec, &lengths);
+        let anonymous = || Space::allocate(&spec, &lengths, storage.share_images).map_err(exhausted);
         let place = (&spec, &layout, &owned[..], &placement, server, storage);
-        let (tier, slab, kept): (Box<dyn Tier>, Slab, Kept) = match spec.tier {
+        let (tier, space, kept): (Box<dyn Tier>, Space, Kept) = match spec.tier {
             TierKind::Memory => {
-                let slab = Slab::allocate(bytes).map_err(exhausted)?;
+                let space = anonymous()?;
                 let tier =
                     MemoryTier::allocate(&lengths, Shape::of(&spec), compute.pool()).map_err(exhausted)?;
-                (Box::new(tier), slab, Kept::Nothing)
+                (Box::new(tier), space, Kept::Nothing)
             }
             TierKind::Shm => {
                 let (spec, layout, owned, placement, server, storage) = place;
-                let pool = compute.pool();
-                let inputs =
-                    shm::Inputs { spec, layout, owned, placement, server, storage, buffers: bytes, pool };
+                let (buffers, pool) = (Space::bytes(spec, &lengths), compute.pool());
+                let inputs = shm::Inputs { spec, layout, owned, placement, server, storage, buffers, pool };
                 let (tier, slab, kept) = shm::ShmTier::open(&inputs)?;
-                (Box::new(tier), slab, kept.map_or(Kept::Nothing, Kept::Shm))
+                (Box::new(tier), Space::of_tier(slab), kept.map_or(Kept::Nothing, Kept::Shm))
             }
             TierKind::Nvme => {
                 let (spec, layout, owned, placement, server, storage) = place;
                 let inputs = nvme::Inputs { spec, layout, owned, placement, server, storage };
-                let slab = Slab::allocate(bytes).map_err(exhausted)?;
+                let space = anonymous()?;
                 let waker = Arc::clone(&signal);
                 let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
-                (Box::new(tier), slab, kept.map_or(Kept::Nothing, Kept::Nvme))
+                (Box::new(tier), space, kept.map_or(Kept::Nothing, Kept::Nvme))
             }
         };
-        let buffers = Buffers::over(slab, &spec, &lengths, compute.pool()).map_err(exhausted)?;
+        let buffers = Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
@@ -239,6 +242,11 @@ impl Job {
         self.tier.discard()
     }
 
+    /// The file with all images, if other processes may be given it.
+    pub fn shared_images(&self) -> Option<&SharedFile> {
+        self.buffers.shared.as_ref()
+    }
+
     pub fn compute(&self) -> &Compute {
         &self.compute
     }
@@ -284,6 +292,11 @@ impl Job {
         drop(machine);
         self.notify();
         Ok(joined)
+    }
+
+    /// Checks that a caller is the rank's living process.
+    pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        lock(&self.machine).check_rank(rank, incarnation).map_err(Fault::from)
     }
 
     pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use longshore_proto::{Dtype, Fault, Slice, Version};
 
-use super::Job;
+use super::{Job, buffers::Image};
 use crate::{lock, step::Refusal};
 
 /// What a pull found.
@@ -13,6 +13,14 @@ pub enum ImageRead {
     Done,
     /// The shard does not have that version yet. Ask again after a change.
     NotYet,
+}
+
+/// Where a slice of an image lies in the shared file, and the word that says 1 + the image's version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImagePlace {
+    /// Bytes from the file's start.
+    pub at: u64,
+    pub word: u64,
 }
 
 impl Job {
@@ -38,6 +46,34 @@ impl Job {
         version: Version,
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<ImageRead, Fault> {
+        let (start, bytes) = self.image_bytes(slice);
+        self.with_image(slice, version, bytes, |image| read(&image.bytes()[start..][..bytes]))
+    }
+
+    /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`].
+    pub fn place_image(&self, slice: &Slice, version: Version) -> Result<Option<ImagePlace>, Fault> {
+        let (start, bytes) = self.image_bytes(slice);
+        let mut place = None;
+        self.with_image(slice, version, bytes, |image| {
+            let (image, word) = image.place();
+            place = Some(ImagePlace { at: image + start as u64, word });
+        })?;
+        Ok(place)
+    }
+
+    /// Start and length of a slice in its shard's image.
+    fn image_bytes(&self, slice: &Slice) -> (usize, usize) {
+        let size = self.spec.image_dtype.bytes();
+        ((slice.offset * size) as usize, (slice.elements * size) as usize)
+    }
+
+    fn with_image(
+        &self,
+        slice: &Slice,
+        version: Version,
+        bytes: usize,
+        with: impl FnOnce(&Image),
+    ) -> Result<ImageRead, Fault> {
         self.check_alive()?;
         let machine = lock(&self.machine);
         let owned = machine.owned_index(slice.shard)?;
@@ -47,19 +83,16 @@ impl Job {
         drop(machine);
         let images = &self.buffers.shards[owned].images;
         let image = images[version.0 as usize % 2].read().unwrap_or_else(|poison| poison.into_inner());
-        if image.version != Some(version) {
+        if image.version() != Some(version) {
             drop(image);
             let version_of =
-                |parity: usize| images[parity].read().unwrap_or_else(|poison| poison.into_inner()).version;
+                |parity: usize| images[parity].read().unwrap_or_else(|poison| poison.into_inner()).version();
             let mut kept: Vec<Version> = [0, 1].into_iter().filter_map(version_of).collect();
             kept.sort();
             return Err(Refusal::VersionGone { version, kept }.into());
         }
-        let size = self.spec.image_dtype.bytes();
-        let bytes =
-            &image.region.bytes()[(slice.offset * size) as usize..][..(slice.elements * size) as usize];
-        read(bytes);
-        self.pulled_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        with(&image);
+        self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         Ok(ImageRead::Done)
     }
 }

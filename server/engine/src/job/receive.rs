@@ -5,7 +5,10 @@ use std::{
     sync::atomic::Ordering,
 };
 
-use longshore_proto::{ContributionChunk, Fault, FaultKind, MicroStep, ShardId, Step, checksum::Crc32};
+use longshore_proto::{
+    ContributionChunk, Fault, FaultKind, MicroStep, ShardId, Step,
+    checksum::{Crc32, TILE_BYTES},
+};
 
 use super::{
     Job,
@@ -70,6 +73,24 @@ impl<J: Deref<Target = Job>> Writing<J> {
             self.left.start = end;
         }
         Ok(())
+    }
+
+    /// Takes the whole payload from where it lies: `fetch(from, target)` copies what is `from` bytes into it. What is
+    /// summed is the copy, whatever becomes of the original meanwhile.
+    pub fn fetch(&mut self, fetch: &mut dyn FnMut(usize, &mut [u8])) {
+        let Ticket { owned, slot, chunk } = self.ticket;
+        let buffer = &self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()];
+        let mut from = 0;
+        while !self.left.is_empty() {
+            let end = self.left.end.min(self.left.start + LOCKED_BYTES);
+            let mut region = lock(buffer);
+            for tile in region.bytes_mut()[self.left.start..end].chunks_mut(TILE_BYTES) {
+                fetch(from, tile);
+                self.sum.update(tile);
+                from += tile.len();
+            }
+            self.left.start = end;
+        }
     }
 
     /// Counts the chunk, if all of it came and it has its checksum.

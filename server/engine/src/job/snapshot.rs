@@ -162,12 +162,10 @@ impl Job {
         let images = &self.buffers.shards[owned].images;
         let image = images[version.0 as usize % 2].read().unwrap_or_else(|poison| poison.into_inner());
         let older = images[(version.0 as usize + 1) % 2].read().unwrap_or_else(|poison| poison.into_inner());
-        let older_image =
-            older.version.is_some_and(|kept| kept.0 + 1 == version.0).then(|| older.region.bytes());
+        let older_image = older.version().is_some_and(|kept| kept.0 + 1 == version.0).then(|| older.bytes());
         let mut result = Ok(());
         let read = self.tier.read(owned, &mut |state| {
-            let captured =
-                Captured { shard: self.owned[owned], state, image: image.region.bytes(), older_image };
+            let captured = Captured { shard: self.owned[owned], state, image: image.bytes(), older_image };
             result = (snapshot.capture)(owned, captured);
         });
         if let Err(fault) = read.and(result) {

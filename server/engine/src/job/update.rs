@@ -50,8 +50,8 @@ impl Job {
         let images = &self.buffers.shards[owned].images;
         let before = images[(step.0 as usize + 1) % 2].read().unwrap_or_else(|poison| poison.into_inner());
         let mut after = images[step.0 as usize % 2].write().unwrap_or_else(|poison| poison.into_inner());
-        after.region.bytes_mut().copy_from_slice(before.region.bytes());
-        after.version = Some(step.version());
+        after.overwrite().bytes_mut().copy_from_slice(before.bytes());
+        after.set(Some(step.version()));
     }
 
     fn update_shard(&self, owned: usize, commit: &Commit, applied: u64) -> Result<(), Fault> {
@@ -72,9 +72,7 @@ impl Job {
         let version = commit.step.version();
         let image = &buffers.images[version.0 as usize % 2];
         let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
-        // Readers of the version two steps back find it gone, not half overwritten.
-        image.version = None;
-        let region = &mut image.region;
+        let region = image.overwrite();
         self.tier.update(owned, version, &mut |state, guard| {
             let blocks = self.cut(owned, whole, state, region);
             self.compute.blocks(blocks, |mut block| {
@@ -85,7 +83,7 @@ impl Job {
                 }
             });
         })?;
-        image.version = Some(version);
+        image.set(Some(version));
         Ok(())
     }
 

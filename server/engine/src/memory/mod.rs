@@ -2,9 +2,11 @@
 
 pub(crate) mod lend;
 mod region;
+mod shared;
 mod slab;
 mod traffic;
 
 pub use region::{Mapping, Region, Words};
+pub use shared::SharedFile;
 pub use slab::{AllocationError, Slab};
 pub use traffic::Traffic;

@@ -53,6 +53,11 @@ impl Region {
         Mapping { map: Arc::clone(&self.map) }
     }
 
+    /// Where it begins in its mapping.
+    pub fn offset(&self) -> usize {
+        self.start.addr() - self.map.as_ptr().addr()
+    }
+
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the mapping is alive, initialised (anonymous pages are zero) and this range belongs to self alone.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
@@ -99,6 +104,11 @@ impl Words {
         // SAFETY: as in `Region::bytes`; aligned, as asserted; and nothing but these atomics reaches the bytes, since
         // the region is ours and has no other accessor from here on.
         unsafe { std::slice::from_raw_parts(self.region.start.cast(), self.region.len / 8) }
+    }
+
+    /// Where the first one lies in its mapping.
+    pub fn offset(&self) -> usize {
+        self.region.offset()
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 use memmap2::{Advice, MmapMut, MmapOptions};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::Region;
+use super::{Region, SharedFile};
 use crate::{lock, threads::Pool};
 
 /// Regions start on cache lines, so that no two share one.
@@ -54,6 +54,20 @@ impl Slab {
             advise_huge_pages(&map);
         }
         Ok(Slab { map, start })
+    }
+
+    /// Maps zeroed memory that other processes can be given to read, through the file that is returned.
+    ///
+    /// # Errors
+    /// Where the kernel cannot seal a file against writers: before Linux 5.1.
+    pub fn allocate_shared(bytes: usize) -> Result<(Slab, SharedFile), AllocationError> {
+        let bytes = bytes.max(REGION_ALIGN);
+        let (map, file) = SharedFile::create(bytes).map_err(|source| AllocationError { bytes, source })?;
+        if let Err(error) = map.advise(Advice::HugePage) {
+            tracing::debug!(%error, "no huge pages in shared memory");
+        }
+        // A place in the mapping is the same place in the file.
+        Ok((Slab { map, start: 0 }, file))
     }
 
     /// Maps the start of a file that outlives the process, with its space reserved: a store to a page that the file

@@ -237,7 +237,8 @@ impl Machine {
         Ok(())
     }
 
-    fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+    /// Checks that a caller is the rank's living process.
+    pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
         let world_size = self.spec.world_size;
         let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
         match state.incarnation {

@@ -31,6 +31,8 @@ pub struct Storage {
     pub disks: Option<Arc<dyn OpenDisk>>,
     /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
     pub resident_bytes: u64,
+    /// Images in memory that workers of this host can be given to read.
+    pub share_images: bool,
     /// Shards of an `nvme` job that are being read, updated or written at once.
     pub buffers: usize,
     pub durability: Durability,
@@ -57,6 +59,7 @@ impl Default for Storage {
             engine: Engine::Auto,
             disks: None,
             resident_bytes: 0,
+            share_images: true,
             buffers: nvme::DEFAULT_BUFFERS,
             durability: Durability::EachVersion,
             at_most: None,

@@ -50,7 +50,8 @@ const UNDO_WORDS: usize = 2;
 /// ```text
 /// header.json  whose folder it is (tier/folder.rs)
 /// state        each shard's master weights, first and second moments
-/// buffers      images, contributions and sums: a decided step is updated from them after a restart
+/// buffers      images, contributions and sums: a decided step is updated from them after a restart; then the images'
+///              words, of no use to another process
 /// progress     record of version parity 0, of parity 1 (tier/record.rs), 4 MiB each;
 ///              words of 8 bytes: 5 for each shard, 1 for each block (its version), 2 for each undo slot,
 ///              1 for each rank (its incarnation);

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
+use crate::bench::process_cpu;
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sample {
@@ -33,9 +33,4 @@ impl Sample {
     pub(super) fn cpu_s_per_gb(&self) -> f64 {
         self.cpu.as_secs_f64() / (self.bytes as f64 / 1e9)
     }
-}
-
-fn process_cpu() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }

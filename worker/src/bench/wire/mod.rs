@@ -9,6 +9,7 @@ use anyhow::ensure;
 use serde_json::json;
 
 use self::meter::Sample;
+pub(super) use self::ours::Both;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

@@ -2,6 +2,7 @@
 //! slots, and from a version's image into a feed.
 
 use std::{
+    hint::black_box,
     net::{Ipv4Addr, SocketAddr},
     sync::{Arc, Mutex, PoisonError},
     thread,
@@ -9,11 +10,10 @@ use std::{
 };
 
 use anyhow::Context;
-use bytes::Bytes;
 use longshore_proto::{
     ChunkId, Dtype, Incarnation, JobName, JobSpec, MicroStep, Param, Rank, Rule, ShardId, Step, TierKind,
     Version,
-    checksum::crc32,
+    checksum::{Crc32, crc32},
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
     wire::v1::JoinRequest,
 };
@@ -22,19 +22,28 @@ use tokio::runtime::Runtime;
 
 use super::{Case, meter::Sample};
 use crate::{
-    push::{ChunkKey, Outbox},
-    session::{Options, Session},
+    push::{ChunkKey, Outbox, Payload},
+    session::{Options, Session, Transport},
 };
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
     let host = Arc::new(Host::start()?);
     let elements = (bytes as u64 / 2).next_multiple_of(BLOCK_ELEMENTS);
     let mut cases = Vec::new();
-    for (rank, address, names) in [
-        (0, host.server.address().to_string(), ["push tcp", "pull tcp", "raw tcp"]),
-        (1, format!("unix:{}", host.socket.display()), ["push unix", "pull unix", "raw unix"]),
+    let tcp = host.server.address().to_string();
+    for (rank, address, transport, names) in [
+        (0, tcp.clone(), Transport::Tcp, ["push tcp", "pull tcp", "raw tcp"]),
+        (
+            1,
+            format!("unix:{}", host.socket.display()),
+            Transport::Unix,
+            ["push unix", "pull unix", "raw unix"],
+        ),
+        (2, tcp, Transport::Memfd, ["push memfd", "read memfd", "memcpy"]),
     ] {
-        let link = Arc::new(Mutex::new(Link::open(&host, address, rank, connections, elements)?));
+        let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
+        (options.connections, options.transport) = (connections, transport);
+        let link = Arc::new(Mutex::new(Link::open(&host, options)?));
         let [push, pull, raw] = names;
         let (pushing, pulling) = (Arc::clone(&link), link);
         let lock = |link: &Mutex<Link>| link.lock().unwrap_or_else(PoisonError::into_inner).push();
@@ -43,6 +52,35 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
         cases.push(Case::new(pull, Some(raw), move || lock(&pulling)));
     }
     Ok(cases)
+}
+
+/// Each way of one transport, for a bench of something larger.
+pub(in crate::bench) struct Both(Link);
+
+/// Enough to leave every cache, little enough to be measured in each round.
+const BOTH_BYTES: u64 = 256 << 20;
+
+impl Both {
+    pub(in crate::bench) fn open(connections: usize, transport: Transport) -> anyhow::Result<Both> {
+        let host = Arc::new(Host::start()?);
+        let address = match transport {
+            Transport::Unix => format!("unix:{}", host.socket.display()),
+            _ => host.server.address().to_string(),
+        };
+        let mut options = Options::new(vec![address], spec(BOTH_BYTES / 2)?, Rank(0));
+        (options.connections, options.transport) = (connections, transport);
+        Ok(Both(Link::open(&host, options)?))
+    }
+
+    /// GB/s.
+    pub(in crate::bench) fn push(&mut self) -> anyhow::Result<f64> {
+        Ok(self.0.push()?.gb_per_s())
+    }
+
+    /// GB/s. In shared memory the weights are read once.
+    pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<f64> {
+        Ok(self.0.pull()?.gb_per_s())
+    }
 }
 
 /// A server on both transports.
@@ -65,12 +103,12 @@ impl Host {
     }
 }
 
-/// One rank's session, and the gradient it pushes again and again. A third rank never comes, so that no sum is formed.
+/// One rank's session, and the gradient it pushes again and again. A fourth rank never comes, so that no sum is formed.
 struct Link {
     session: Session,
     rank: Rank,
     incarnation: Incarnation,
-    chunks: Vec<(ChunkKey, Bytes, u32)>,
+    chunks: Vec<(ChunkKey, Payload, u32)>,
     _host: Arc<Host>,
 }
 
@@ -82,7 +120,7 @@ fn spec(elements: u64) -> anyhow::Result<JobSpec> {
         rule: Rule::Sgd,
         gradient_dtype: Dtype::Bf16,
         image_dtype: Dtype::Bf16,
-        world_size: 3,
+        world_size: 4,
         micro_steps: 1,
         max_delay: 0,
         shard_elements: DEFAULT_SHARD_ELEMENTS,
@@ -92,15 +130,8 @@ fn spec(elements: u64) -> anyhow::Result<JobSpec> {
 }
 
 impl Link {
-    fn open(
-        host: &Arc<Host>,
-        address: String,
-        rank: u32,
-        connections: usize,
-        elements: u64,
-    ) -> anyhow::Result<Link> {
-        let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
-        options.connections = connections;
+    fn open(host: &Arc<Host>, options: Options) -> anyhow::Result<Link> {
+        let (rank, elements) = (options.rank, options.spec.params[0].elements().unwrap_or(0));
         let mut session = Session::connect(options)?;
         session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job")?;
         let layout = session.layout();
@@ -108,17 +139,19 @@ impl Link {
         for shard in (0..layout.shards()).map(ShardId) {
             for chunk in (0..layout.chunks(shard, Dtype::Bf16)).map(ChunkId) {
                 let range = layout.chunk_bytes(shard, chunk, Dtype::Bf16).unwrap_or(0..0);
-                let payload = Bytes::from(vec![chunk.0 as u8; (range.end - range.start) as usize]);
+                let mut buffer = session.core().chunk_pool.take((range.end - range.start) as usize)?;
+                buffer.as_mut().fill(chunk.0 as u8);
+                let payload = Payload::from(buffer);
                 let key = ChunkKey { step: Step(1), micro_step: MicroStep(0), shard, chunk };
-                chunks.push((key, payload.clone(), crc32(&payload)));
+                chunks.push((key, payload.clone(), crc32(&payload.bytes)));
             }
         }
         let incarnation = session.core().incarnation();
-        Ok(Link { session, rank: Rank(rank), incarnation, chunks, _host: Arc::clone(host) })
+        Ok(Link { session, rank, incarnation, chunks, _host: Arc::clone(host) })
     }
 
     fn bytes(&self) -> usize {
-        self.chunks.iter().map(|(_, payload, _)| payload.len()).sum()
+        self.chunks.iter().map(|(_, payload, _)| payload.bytes.len()).sum()
     }
 
     /// The whole gradient, until every chunk is acknowledged.
@@ -150,17 +183,24 @@ impl Link {
         let answer = core.block_on(async { Ok(core.peers[0].training().join(request).await) })?;
         answer.context("joining again")?;
         core.set_incarnation(self.incarnation);
-        Ok(())
+        Ok(core.block_on(async { Ok(core.relink(0).await?) })?)
     }
 
-    /// Version 0, until all of it is there.
+    /// Version 0, until all of it is there: in memory of this rank, or where the server has it, and then read once, so that
+    /// the bytes have been in this rank's hands either way.
     fn pull(&mut self) -> anyhow::Result<Sample> {
         let whole = 0..self.session.layout().elements();
         let mut sample = Sample::default();
         let bytes = whole.end as usize * 2;
         sample.time(bytes, || {
             let feed = self.session.pull(Version(0), std::slice::from_ref(&whole), Dtype::Bf16)?;
-            Ok(feed.wait(whole)?)
+            if self.session.core().link(0).is_none() {
+                return Ok(feed.wait(whole)?);
+            }
+            let mut sum = Crc32::new();
+            feed.pieces(whole, |_, bytes| sum.update(bytes))?;
+            black_box(sum.value());
+            Ok(())
         })?;
         Ok(sample)
     }

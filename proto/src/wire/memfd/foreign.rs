@@ -1,0 +1,155 @@
+//! Memory of another process, mapped to be read. Nothing in it can be relied on to stay as it is.
+
+#![allow(unsafe_code)]
+
+use std::{
+    os::fd::OwnedFd,
+    sync::atomic::{AtomicU64, Ordering, fence},
+};
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
+
+use crate::fault::Fault;
+
+/// What fstatfs calls a memfd without huge pages of its own. One with them may have none left: a read would be fatal.
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// A sealed memfd, mapped read-only. Its owner may change every byte at any moment, but can neither take a page away
+/// nor make a read fail: both are checked before it is mapped. No reference to its bytes is made outside this file.
+pub struct Foreign {
+    map: MmapRaw,
+}
+
+impl Foreign {
+    /// Maps what came by SCM_RIGHTS.
+    ///
+    /// # Errors
+    /// `Invalid`, naming what is wrong with it, unless it is a memfd of exactly `bytes` that cannot shrink.
+    pub fn map(descriptor: &OwnedFd, bytes: u64, most: u64) -> Result<Foreign, Fault> {
+        let invalid = |value: String, limit: &str| {
+            let remedy = "pass a memfd_create file sealed with F_SEAL_SHRINK and F_SEAL_GROW";
+            Fault::invalid("memfd.memory", value, limit, remedy)
+        };
+        let failed = |error: rustix::io::Errno| invalid(error.to_string(), "a memfd");
+        if bytes == 0 || bytes > most {
+            return Err(invalid(format!("{bytes} bytes"), &format!("1 to {most} bytes")));
+        }
+        let kind = fstatfs(descriptor).map_err(failed)?.f_type;
+        if kind as i64 != TMPFS_MAGIC {
+            return Err(invalid(format!("a file of type {kind:#x}"), "a memfd without MFD_HUGETLB"));
+        }
+        let seals = fcntl_get_seals(descriptor).map_err(failed)?;
+        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
+            return Err(invalid(
+                format!("seals {:#x}", seals.bits()),
+                "sealed against shrinking and growing",
+            ));
+        }
+        let size = fstat(descriptor).map_err(failed)?.st_size;
+        if size as u64 != bytes {
+            return Err(invalid(format!("{size} bytes"), &format!("{bytes}, as announced")));
+        }
+        let map = MmapOptions::new().len(bytes as usize).map_raw_read_only(descriptor);
+        let map = map.map_err(|error| invalid(error.to_string(), "mapped"))?;
+        Ok(Foreign { map })
+    }
+
+    pub fn len(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.map.len() == 0
+    }
+
+    /// Whether `bytes` from `offset` lie inside.
+    pub fn holds(&self, offset: u64, bytes: u64) -> bool {
+        offset.checked_add(bytes).is_some_and(|end| end <= self.len())
+    }
+
+    /// Copies what is at `offset` just now.
+    ///
+    /// # Panics
+    /// If it is not inside: see [`Foreign::holds`].
+    pub fn copy(&self, offset: u64, target: &mut [u8]) {
+        assert!(self.holds(offset, target.len() as u64), "the caller has checked the place");
+        // SAFETY: inside the mapping, as just asserted, which lives as long as self, is readable to its end (it cannot
+        // shrink) and does not overlap what Rust owns. A racing writer decides which bytes are copied, no more.
+        unsafe {
+            let source = self.map.as_ptr().add(offset as usize);
+            std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len());
+        }
+    }
+
+    /// The 64-bit word at `offset`, with all that was written before it was.
+    ///
+    /// # Panics
+    /// If it is not inside or not aligned.
+    pub fn word(&self, offset: u64) -> u64 {
+        assert!(self.holds(offset, 8) && offset.is_multiple_of(8), "the caller has checked the place");
+        fence(Ordering::SeqCst);
+        // SAFETY: inside the mapping and aligned; only read, and by atomics at both ends.
+        let word = unsafe { &*self.map.as_ptr().add(offset as usize).cast::<AtomicU64>() };
+        u64::from_le(word.load(Ordering::SeqCst))
+    }
+
+    /// Lends bytes to `read` where they lie. What it makes of them is good only if a word says afterwards that nobody
+    /// wrote meanwhile: until then `read` must treat them as noise.
+    ///
+    /// # Panics
+    /// If they are not inside.
+    pub fn lend(&self, offset: u64, bytes: u64, read: &mut dyn FnMut(&[u8])) {
+        assert!(self.holds(offset, bytes), "the caller has checked the place");
+        // SAFETY: inside the mapping, alive and readable. Bytes that change under a reader are not Rust's model of a slice;
+        // they are plain numbers that are converted or copied once, and the result is thrown away if they changed.
+        read(unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), bytes as usize) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+    use super::*;
+
+    fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
+        let descriptor = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&descriptor, bytes).unwrap();
+        fcntl_add_seals(&descriptor, seals).unwrap();
+        descriptor
+    }
+
+    #[test]
+    fn only_a_sealed_memfd_of_the_announced_size_is_mapped() {
+        let sealed = SealFlags::SHRINK | SealFlags::GROW;
+        assert!(Foreign::map(&memfd(4096, sealed), 4096, 4096).is_ok());
+        let ordinary = OwnedFd::from(tempfile::tempfile().unwrap());
+        let refused = [
+            (memfd(4096, SealFlags::empty()), 4096, "seals"),
+            (memfd(4096, SealFlags::SHRINK), 4096, "growing"),
+            (memfd(4096, sealed), 8192, "8192, as announced"),
+            (memfd(0, sealed), 0, "1 to"),
+            (memfd(8192, sealed), 1 << 40, "1 to"),
+            (ordinary, 4096, "memfd"),
+            (OwnedFd::from(File::open("/dev/zero").unwrap()), 4096, "memfd"),
+        ];
+        for (descriptor, bytes, why) in refused {
+            let fault = Foreign::map(&descriptor, bytes, 1 << 30).err().expect(why);
+            assert_eq!(fault.field, "memfd.memory");
+            assert!(fault.to_string().contains(why), "{fault}");
+        }
+    }
+
+    #[test]
+    fn places_are_checked_to_the_last_byte() {
+        let memory = Foreign::map(&memfd(4096, SealFlags::SHRINK | SealFlags::GROW), 4096, 4096).unwrap();
+        assert!(memory.holds(0, 4096) && memory.holds(4096, 0) && memory.holds(4095, 1));
+        assert!(!memory.holds(4096, 1) && !memory.holds(1, 4096) && !memory.holds(u64::MAX, 2));
+        let mut target = [1; 96];
+        memory.copy(4000, &mut target);
+        assert_eq!((target, memory.word(4088)), ([0; 96], 0));
+    }
+}

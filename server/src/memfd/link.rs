@@ -1,0 +1,101 @@
+//! One process of one rank, and the memory it may refer to. Every number it sends is checked here.
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
+
+use longshore_proto::{
+    ContributionChunk, Fault, FaultKind, Incarnation, Rank,
+    wire::{
+        memfd::{Foreign, MAX_MEMORIES, stale},
+        v1::MemfdPlace,
+    },
+};
+
+use crate::jobs::JobHandle;
+
+pub(crate) struct Link {
+    pub(super) id: u64,
+    pub(super) job: Weak<JobHandle>,
+    rank: Rank,
+    incarnation: Incarnation,
+    memories: Mutex<Vec<Arc<Foreign>>>,
+}
+
+/// A payload in a worker's memory, inside it to the last byte.
+pub(crate) struct Payload {
+    memory: Arc<Foreign>,
+    offset: u64,
+    bytes: u64,
+}
+
+impl fmt::Debug for Link {
+    /// Without its id, which is a secret of the two ends.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.rank, self.incarnation)
+    }
+}
+
+impl Link {
+    pub(super) fn new(id: u64, job: Weak<JobHandle>, rank: Rank, incarnation: Incarnation) -> Link {
+        Link { id, job, rank, incarnation, memories: Mutex::default() }
+    }
+
+    pub(super) fn is_of(&self, handle: &Arc<JobHandle>, rank: Rank) -> bool {
+        self.rank == rank && Weak::ptr_eq(&self.job, &Arc::downgrade(handle))
+    }
+
+    /// Numbers a piece of memory.
+    pub(super) fn take(&self, memory: Foreign) -> Result<u32, Fault> {
+        let mut memories = self.memories.lock().unwrap_or_else(PoisonError::into_inner);
+        if memories.len() >= MAX_MEMORIES {
+            let limit = format!("at most {MAX_MEMORIES}");
+            let remedy = "use larger pieces of memory";
+            return Err(Fault::new(
+                FaultKind::Exhausted,
+                "memfd.memories",
+                memories.len() + 1,
+                limit,
+                remedy,
+            ));
+        }
+        memories.push(Arc::new(memory));
+        Ok(memories.len() as u32 - 1)
+    }
+
+    /// Finds a chunk's payload. The link must be of the very process whose chunk it is.
+    pub(crate) fn payload(&self, place: &MemfdPlace, chunk: &ContributionChunk) -> Result<Payload, Fault> {
+        let rank = chunk.contribution.rank;
+        if rank != self.rank {
+            let limit = format!("{}, whose link this is", self.rank);
+            return Err(Fault::invalid("memfd.rank", rank, limit, "use the rank's own link"));
+        }
+        if chunk.incarnation != self.incarnation {
+            let limit = format!("of incarnation {}", self.incarnation);
+            return Err(stale(format!("of incarnation {}", chunk.incarnation), &limit));
+        }
+        let memories = self.memories.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(memory) = memories.get(place.memory as usize) else {
+            let limit = format!("below {}, those of this link", memories.len());
+            return Err(Fault::invalid("memfd.memory", place.memory, limit, "pass the memory first"));
+        };
+        if !memory.holds(place.offset, place.bytes) {
+            let value = format!("{} bytes at {}", place.bytes, place.offset);
+            let limit = format!("inside the memory's {}", memory.len());
+            return Err(Fault::invalid("memfd.place", value, limit, "say where the payload is"));
+        }
+        Ok(Payload { memory: Arc::clone(memory), offset: place.offset, bytes: place.bytes })
+    }
+}
+
+impl Payload {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Copies what is `from` bytes into it, as it is just now.
+    pub(crate) fn copy(&self, from: usize, target: &mut [u8]) {
+        self.memory.copy(self.offset + from as u64, target);
+    }
+}

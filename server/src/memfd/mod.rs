@@ -1,0 +1,99 @@
+//! Payloads through shared memory: the links with workers of this host, and what each may refer to.
+//!
+//! A worker's gradients stay in memory of its own until the server has copied them into their slot, checked on the way:
+//! from then on it may write there what it likes. Images are the other way round: the worker maps the server's.
+
+mod link;
+mod serve;
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
+
+use longshore_proto::{
+    Fault, Incarnation, Rank,
+    wire::{
+        memfd::{Listener, boot_id, stale, uid},
+        v1,
+    },
+};
+
+pub(crate) use self::{
+    link::{Link, Payload},
+    serve::serve,
+};
+use crate::jobs::{JobHandle, Jobs};
+
+/// All links of a server, by what the other end calls them.
+pub(crate) struct Links {
+    links: Mutex<HashMap<u64, Arc<Link>>>,
+    offer: Option<v1::MemfdOffer>,
+}
+
+impl Links {
+    /// Also listens for links, unless `wanted` is false or this host cannot have them. Inside a tokio runtime.
+    pub(crate) fn new(wanted: bool) -> (Arc<Links>, Option<Listener>) {
+        let made = wanted.then(listen).and_then(|made| {
+            made.inspect_err(|error| tracing::info!(%error, "no payloads through shared memory")).ok()
+        });
+        let (offer, listener) = made.unzip();
+        (Arc::new(Links { links: Mutex::default(), offer }), listener)
+    }
+
+    /// What a worker that joins is told.
+    pub(crate) fn offer(&self) -> Option<v1::MemfdOffer> {
+        self.offer.clone()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Link>>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A link for a rank's living process. One it had before is gone.
+    fn open(&self, jobs: &Jobs, hello: &v1::MemfdHello) -> Result<(Arc<Link>, Arc<JobHandle>), Fault> {
+        let handle = jobs.get(&hello.job)?;
+        let (rank, incarnation) = (Rank(hello.rank), Incarnation(hello.incarnation));
+        handle.job.check_rank(rank, incarnation)?;
+        let link = Arc::new(Link::new(random()?, Arc::downgrade(&handle), rank, incarnation));
+        let mut links = self.lock();
+        links.retain(|_, other| !other.is_of(&handle, rank));
+        links.insert(link.id, Arc::clone(&link));
+        Ok((link, handle))
+    }
+
+    fn close(&self, link: &Link) {
+        self.lock().remove(&link.id);
+    }
+
+    /// The link a request names, of the job it is about.
+    pub(crate) fn find(&self, id: u64, handle: &Arc<JobHandle>) -> Result<Arc<Link>, Fault> {
+        let link = self.lock().get(&id).cloned();
+        link.filter(|link| Weak::ptr_eq(&link.job, &Arc::downgrade(handle)))
+            .ok_or_else(|| stale(id, "an open link of this job"))
+    }
+
+    /// Whether this process of a rank has a link.
+    pub(crate) fn linked(&self, handle: &Arc<JobHandle>, rank: Rank) -> bool {
+        self.lock().values().any(|link| link.is_of(handle, rank))
+    }
+}
+
+fn listen() -> std::io::Result<(v1::MemfdOffer, Listener)> {
+    let no_boot_id = || std::io::Error::other("the kernel gives no boot id");
+    let boot_id = boot_id().ok_or_else(no_boot_id)?;
+    let name = random().map_err(std::io::Error::other)?;
+    let socket = format!("longshore-{}-{name:016x}", std::process::id());
+    let listener = Listener::bind(socket.as_bytes())?;
+    Ok((v1::MemfdOffer { socket: socket.into(), boot_id, uid: uid() }, listener))
+}
+
+/// A number that no one else will think of; never 0.
+fn random() -> Result<u64, Fault> {
+    let mut bytes = [0; 8];
+    let flags = rustix::rand::GetRandomFlags::empty();
+    match rustix::rand::getrandom(&mut bytes, flags) {
+        Ok(8) => Ok(u64::from_le_bytes(bytes).max(1)),
+        _ => Err(stale("no random numbers", "given by the kernel")),
+    }
+}

@@ -1,0 +1,380 @@
+//! What a client of the shared memory can lie about, and that it harms nobody but itself.
+
+use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
+
+use longshore_proto::{
+    FaultKind, Incarnation,
+    checksum::crc32,
+    wire::{
+        fault_from_wire,
+        memfd::{Foreign, STALE, Socket},
+        v1::{
+            self, JoinRequest, MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdPlace, MemfdRequest,
+            OpenJobRequest, PullRequest, PushRequest, UploadRequest, memfd_answer::Answer,
+            memfd_request::Request, tensors_client::TensorsClient, training_client::TrainingClient,
+        },
+    },
+};
+use longshore_server::{Config, Server, config::StorageConfig};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use tonic::transport::Channel;
+
+const ELEMENTS: u64 = 4 * 65536;
+const BYTES: u64 = ELEMENTS * 2;
+const JOB: &str = "job";
+
+struct Client {
+    training: TrainingClient<Channel>,
+    tensors: TensorsClient<Channel>,
+    offer: MemfdOffer,
+}
+
+async fn server() -> Server {
+    server_with(StorageConfig::default()).await
+}
+
+async fn server_with(storage: StorageConfig) -> Server {
+    let config = Config {
+        memory: 1 << 30,
+        threads: 1,
+        storage,
+        // Some tests leave a step begun.
+        drain_deadline: Duration::from_millis(100),
+        ..Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0)))
+    };
+    Server::start(config).await.unwrap()
+}
+
+fn spec(tier: v1::Tier) -> v1::JobSpec {
+    v1::JobSpec {
+        name: JOB.into(),
+        params: vec![v1::Param { name: "w".into(), shape: vec![ELEMENTS], group: 0 }],
+        groups: vec!["all".into()],
+        rule: v1::Rule::Sgd.into(),
+        gradient_dtype: v1::Dtype::Bf16.into(),
+        image_dtype: v1::Dtype::Bf16.into(),
+        world_size: 2,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: 4 * 65536,
+        tier: tier.into(),
+        ..v1::JobSpec::default()
+    }
+}
+
+/// A client of a job of two ranks, both joined by incarnation 1, full of ones.
+async fn train(server: &Server) -> Client {
+    train_on(server, v1::Tier::Memory).await
+}
+
+async fn train_on(server: &Server, tier: v1::Tier) -> Client {
+    let channel =
+        Channel::from_shared(format!("http://{}", server.address())).unwrap().connect().await.unwrap();
+    let mut training = TrainingClient::new(channel.clone());
+    let mut tensors = TensorsClient::new(channel);
+    let placement = v1::Placement { epoch: 0, servers: vec!["here".into()], owners: vec![0] };
+    let open = OpenJobRequest { spec: Some(spec(tier)), placement: Some(placement), server: 0 };
+    training.open_job(open).await.unwrap();
+    let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1 };
+    training.join(join(0)).await.unwrap();
+    let offer = training.join(join(1)).await.unwrap().into_inner().memfd.expect("an offer");
+    let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 1.0f32.to_le_bytes()).collect();
+    let upload = |payload: &[u8]| UploadRequest {
+        job: JOB.into(),
+        incarnation: 1,
+        shard: 0,
+        chunk: 0,
+        crc32: crc32(payload),
+        payload: payload.to_vec().into(),
+    };
+    tensors.upload(tokio_stream::iter([upload(&ones)])).await.unwrap();
+    Client { training, tensors, offer }
+}
+
+fn memfd(name: &str, bytes: u64, seals: SealFlags) -> fs::File {
+    let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, bytes).unwrap();
+    fcntl_add_seals(&file, seals).unwrap();
+    fs::File::from(file)
+}
+
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// A raw end of a link.
+struct Raw(Socket);
+
+impl Raw {
+    fn connect(client: &Client) -> Raw {
+        Raw(Socket::connect(&client.offer.socket).unwrap())
+    }
+
+    async fn ask(&self, request: Request, passed: Option<&fs::File>) -> (Answer, Option<OwnedFd>) {
+        self.0.send(&MemfdRequest { request: Some(request) }, passed).await.unwrap();
+        let packet = self.0.receive::<MemfdAnswer>().await.unwrap().expect("an answer");
+        (packet.message.answer.unwrap(), packet.descriptor)
+    }
+
+    async fn refused(&self, request: Request, passed: Option<&fs::File>) -> longshore_proto::Fault {
+        match self.ask(request, passed).await.0 {
+            Answer::Refusal(fault) => fault_from_wire(fault),
+            other => panic!("not refused: {other:?}"),
+        }
+    }
+
+    async fn hello(client: &Client, rank: u32) -> (Raw, u64, Foreign) {
+        let (raw, link, images) = Raw::greet(client, rank).await;
+        (raw, link, images.expect("images"))
+    }
+
+    async fn greet(client: &Client, rank: u32) -> (Raw, u64, Option<Foreign>) {
+        let raw = Raw::connect(client);
+        let hello = Request::Hello(MemfdHello { job: JOB.into(), rank, incarnation: 1 });
+        let (Answer::Welcome(welcome), images) = raw.ask(hello, None).await else { panic!("no welcome") };
+        assert_eq!(images.is_some(), welcome.image_bytes > 0);
+        let images = images.map(|images| Foreign::map(&images, welcome.image_bytes, 1 << 30).unwrap());
+        (raw, welcome.link, images)
+    }
+
+    async fn pass(&self, file: &fs::File) -> u32 {
+        let bytes = file.metadata().unwrap().len();
+        match self.ask(Request::Memory(MemfdMemory { bytes }), Some(file)).await.0 {
+            Answer::Taken(taken) => taken.memory,
+            other => panic!("not taken: {other:?}"),
+        }
+    }
+}
+
+impl Client {
+    /// The fault, or whether it was held already.
+    async fn push(&mut self, request: PushRequest) -> Result<bool, longshore_proto::Fault> {
+        let mut answers = self.tensors.push(tokio_stream::iter([request])).await.unwrap().into_inner();
+        let result = answers.message().await.unwrap().unwrap().results.remove(0);
+        result.refusal.map_or(Ok(result.duplicate), |fault| Err(fault_from_wire(fault)))
+    }
+}
+
+/// Every element is 2.0 as bf16.
+fn gradient() -> Vec<u8> {
+    (0..ELEMENTS).flat_map(|_| 0x4000u16.to_le_bytes()).collect()
+}
+
+fn chunk(rank: u32, place: Option<MemfdPlace>) -> PushRequest {
+    PushRequest {
+        job: JOB.into(),
+        incarnation: 1,
+        rank,
+        step: 1,
+        loss_scale: 1.0,
+        dtype: v1::Dtype::Bf16.into(),
+        crc32: crc32(&gradient()),
+        place,
+        ..Default::default()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
+    let server = server().await;
+    let mut client = train(&server).await;
+    let (raw, link, images) = Raw::hello(&client, 0).await;
+    let file = memfd("longshore-test-lies", 4 * BYTES, SEALS);
+    file.write_all_at(&gradient(), BYTES).unwrap();
+    let memory = raw.pass(&file).await;
+    let right = MemfdPlace { link, memory, offset: BYTES, bytes: BYTES };
+    let (other, others_link, _) = Raw::hello(&client, 1).await;
+
+    let lies = [
+        ("memfd.place", FaultKind::Invalid, MemfdPlace { offset: 4 * BYTES - 1, ..right }),
+        ("memfd.place", FaultKind::Invalid, MemfdPlace { offset: u64::MAX, ..right }),
+        ("memfd.place", FaultKind::Invalid, MemfdPlace { bytes: u64::MAX, ..right }),
+        ("payload", FaultKind::Invalid, MemfdPlace { bytes: BYTES - 2, ..right }),
+        ("payload", FaultKind::Invalid, MemfdPlace { bytes: 0, ..right }),
+        ("memfd.memory", FaultKind::Invalid, MemfdPlace { memory: memory + 1, ..right }),
+        ("memfd.rank", FaultKind::Invalid, MemfdPlace { link: others_link, memory: 0, ..right }),
+        (STALE, FaultKind::Precondition, MemfdPlace { link: link ^ 1, ..right }),
+        // Said to be ready, and not written.
+        ("push.crc32", FaultKind::Corrupt, MemfdPlace { offset: 0, ..right }),
+    ];
+    for (field, kind, place) in lies {
+        let fault = client.push(chunk(0, Some(place))).await.unwrap_err();
+        assert_eq!((fault.field.as_str(), fault.kind), (field, kind), "{place:?}: {fault}");
+        assert!(!fault.remedy.is_empty());
+    }
+    let both = PushRequest { payload: gradient().into(), ..chunk(0, Some(right)) };
+    assert_eq!(client.push(both).await.unwrap_err().field, "push.place");
+    let later = PushRequest { incarnation: 2, ..chunk(0, Some(right)) };
+    assert!(client.push(later).await.is_err());
+
+    // Nothing of that counts: the same chunk is new, then held, and its step ends right.
+    assert_eq!(client.push(chunk(0, Some(right))).await, Ok(false));
+    assert_eq!(client.push(chunk(0, Some(right))).await, Ok(true));
+    // What the worker does to its memory now is its own affair.
+    file.write_all_at(&vec![0xFF; BYTES as usize], BYTES).unwrap();
+    let place = MemfdPlace { link: others_link, memory: other.pass(&file).await, ..right };
+    assert_eq!(client.push(chunk(1, Some(place))).await.unwrap_err().kind, FaultKind::Corrupt);
+    file.write_all_at(&gradient(), BYTES).unwrap();
+    assert_eq!(client.push(chunk(1, Some(place))).await, Ok(false));
+    step_and_read(&mut client, link, &images).await;
+    drop((raw, other));
+    server.drain().await.unwrap();
+}
+
+/// Commits step 1 of SGD with lr 0.25 over the mean of two gradients of 2.0: ones become 0.5.
+async fn step(client: &mut Client) {
+    let hyper = v1::Hyper { lr: 0.25, ..Default::default() };
+    let commit = v1::Commit {
+        step: 1,
+        gradient_scale: 2.0,
+        clip_coefficient: 1.0,
+        groups: vec![hyper],
+        loss_scale: 1.0,
+        ..Default::default()
+    };
+    let mut stats = client
+        .training
+        .stats(v1::StatsRequest { job: JOB.into(), step: 1, deadline_ms: 10_000 })
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(stats.message().await.unwrap().unwrap().blocks.len(), 4);
+    let commit = v1::CommitRequest { job: JOB.into(), incarnation: 1, commit: Some(commit) };
+    client.training.commit(commit).await.unwrap();
+}
+
+fn pull(link: u64) -> PullRequest {
+    PullRequest {
+        job: JOB.into(),
+        version: 1,
+        dtype: v1::Dtype::Bf16.into(),
+        slices: vec![v1::Slice { shard: 0, offset: 64, elements: ELEMENTS - 64 }],
+        deadline_ms: 10_000,
+        link,
+        ..Default::default()
+    }
+}
+
+/// The bytes that a pull is sent.
+async fn sent(client: &mut Client, request: PullRequest) -> Vec<u8> {
+    let mut answers = client.tensors.pull(request).await.unwrap().into_inner();
+    let mut sent = Vec::new();
+    while let Some(answer) = answers.message().await.unwrap() {
+        assert!(answer.place.is_none());
+        sent.extend_from_slice(&answer.payload);
+    }
+    sent
+}
+
+/// 0.5 as bf16, wherever `pull` looks.
+fn stepped() -> Vec<u8> {
+    (64..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect()
+}
+
+async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
+    step(client).await;
+    let mut answers = client.tensors.pull(pull(link)).await.unwrap().into_inner();
+    let answer = answers.message().await.unwrap().unwrap();
+    assert!(answer.payload.is_empty());
+    let place = answer.place.expect("in place");
+    assert_eq!((place.elements, images.word(place.word)), (ELEMENTS - 64, 2));
+    let mut bytes = vec![0; (place.elements * 2) as usize];
+    images.copy(place.at, &mut bytes);
+    assert!(bytes == stepped());
+
+    // Whoever names no link of this job is sent the same bytes.
+    assert!(sent(client, pull(0)).await == stepped());
+    let unknown = client.tensors.pull(pull(link ^ 1)).await.unwrap_err();
+    assert!(unknown.message().contains(STALE), "{unknown}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_whose_tier_keeps_its_images_takes_gradients_in_place_and_sends_weights() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let storage = StorageConfig { shm_dir: Some(folder.path().into()), ..StorageConfig::default() };
+    let server = server_with(storage).await;
+    let mut client = train_on(&server, v1::Tier::Shm).await;
+    let file = memfd("longshore-test-shm", BYTES, SEALS);
+    file.write_all_at(&gradient(), 0).unwrap();
+    let mut links = Vec::new();
+    for rank in 0..2 {
+        let (raw, link, images) = Raw::greet(&client, rank).await;
+        assert!(images.is_none());
+        let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES };
+        assert_eq!(client.push(chunk(rank, Some(place))).await, Ok(false));
+        links.push((raw, link));
+    }
+    step(&mut client).await;
+    assert!(sent(&mut client, pull(links[0].1)).await == stepped());
+    server.drain().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_no_right_memory_or_hello_is_refused_and_the_link_goes_on() {
+    let server = server().await;
+    let client = train(&server).await;
+    let hello = |job: &str, rank, incarnation: Incarnation| {
+        Request::Hello(MemfdHello { job: job.into(), rank, incarnation: incarnation.0 })
+    };
+    for (request, kind, field) in [
+        (hello("nobody", 0, Incarnation(1)), FaultKind::NotFound, "job"),
+        (hello(JOB, 2, Incarnation(1)), FaultKind::Invalid, "rank"),
+        (hello(JOB, 0, Incarnation(2)), FaultKind::Precondition, "rank"),
+        (hello(JOB, 0, Incarnation(0)), FaultKind::Fenced, "incarnation"),
+        (Request::Memory(MemfdMemory { bytes: 1 }), FaultKind::Invalid, "memfd.request"),
+    ] {
+        let fault = Raw::connect(&client).refused(request, None).await;
+        assert_eq!((fault.kind, fault.field.as_str()), (kind, field), "{fault}");
+    }
+    let (raw, ..) = Raw::hello(&client, 0).await;
+    let memory = |bytes| Request::Memory(MemfdMemory { bytes });
+    let unsealed = memfd("longshore-test-unsealed", 4096, SealFlags::empty());
+    let sealed = memfd("longshore-test-sealed", 4096, SEALS);
+    let ordinary = tempfile::tempfile().unwrap();
+    ordinary.set_len(4096).unwrap();
+    assert_eq!(raw.refused(memory(4096), Some(&unsealed)).await.field, "memfd.memory");
+    assert_eq!(raw.refused(memory(4096), Some(&ordinary)).await.field, "memfd.memory");
+    assert_eq!(raw.refused(memory(1 << 40), Some(&sealed)).await.field, "memfd.memory");
+    assert_eq!(raw.refused(memory(8192), Some(&sealed)).await.field, "memfd.memory");
+    assert_eq!(raw.refused(memory(4096), None).await.field, "memfd.descriptor");
+    assert_eq!(raw.refused(hello(JOB, 0, Incarnation(1)), None).await.field, "memfd.request");
+    assert_eq!(raw.pass(&sealed).await, 0);
+    server.drain().await.unwrap();
+}
+
+/// Mappings of this process (the server is in it) of a memfd with this name.
+fn mapped(name: &str) -> bool {
+    fs::read_to_string("/proc/self/maps").unwrap().contains(name)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_leaves_nothing_mapped_and_a_new_one_replaces_it() {
+    let server = server().await;
+    let mut client = train(&server).await;
+    let (raw, link, _) = Raw::hello(&client, 0).await;
+    let file = memfd("longshore-test-gone", BYTES, SEALS);
+    file.write_all_at(&gradient(), 0).unwrap();
+    let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES };
+    drop(file);
+    assert!(mapped("longshore-test-gone"));
+    drop(raw);
+    // The server hears of it from the kernel, in its own time.
+    let gone = async {
+        while mapped("longshore-test-gone") {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), gone).await.expect("unmapped");
+    assert_eq!(client.push(chunk(0, Some(place))).await.unwrap_err().field, STALE);
+
+    // A second hello of the same process counts from then on; the first link is void though its socket is open.
+    let (_first, first, _) = Raw::hello(&client, 0).await;
+    let (second_raw, second, _) = Raw::hello(&client, 0).await;
+    assert_ne!(first, second);
+    let file = memfd("longshore-test-again", BYTES, SEALS);
+    file.write_all_at(&gradient(), 0).unwrap();
+    let memory = second_raw.pass(&file).await;
+    let void = MemfdPlace { link: first, memory, ..place };
+    assert_eq!(client.push(chunk(0, Some(void))).await.unwrap_err().field, STALE);
+    let right = MemfdPlace { link: second, memory, ..place };
+    assert_eq!(client.push(chunk(0, Some(right))).await, Ok(false));
+    server.drain().await.unwrap();
+}

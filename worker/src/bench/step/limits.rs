@@ -1,0 +1,56 @@
+//! What bounds a step, each measured alone and in turn with steps: an update of as many parameters, each way of the wire, and the
+//! cores.
+
+use std::time::{Duration, Instant};
+
+use longshore_engine::threads::available_threads;
+
+use super::Args;
+use crate::bench::{median, process_cpu, update::Bare, wire};
+
+pub(super) struct Limits {
+    bare: Bare,
+    wire: wire::Both,
+    /// Bytes of all parameters on the wire, one way.
+    bytes: f64,
+    /// Milliseconds of each round: push, pull, update, CPU time over cores.
+    rounds: Vec<[f64; 4]>,
+    cpu: f64,
+}
+
+impl Limits {
+    pub(super) fn new(args: &Args) -> anyhow::Result<Limits> {
+        Ok(Limits {
+            bare: Bare::new(args.params as usize)?,
+            wire: wire::Both::open(args.connections, args.transport)?,
+            bytes: args.params as f64 * 2.0,
+            rounds: Vec::new(),
+            cpu: f64::NAN,
+        })
+    }
+
+    /// CPU time of all ranks and the server while `steps` are made.
+    pub(super) fn time_steps<T>(&mut self, steps: usize, wait: impl FnOnce() -> T) {
+        let before = process_cpu();
+        wait();
+        let spent: Duration = process_cpu().saturating_sub(before);
+        self.cpu = spent.as_secs_f64() * 1e3 / steps as f64 / available_threads() as f64;
+    }
+
+    pub(super) fn measure(&mut self, keep: bool) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        self.bare.pass();
+        let update = begun.elapsed().as_secs_f64() * 1e3;
+        let ms = |gb_per_s: f64| self.bytes / 1e6 / gb_per_s;
+        let round = [ms(self.wire.push()?), ms(self.wire.pull()?), update, self.cpu];
+        if keep {
+            self.rounds.push(round);
+        }
+        Ok(())
+    }
+
+    /// Medians.
+    pub(super) fn ms(&self) -> [f64; 4] {
+        [0, 1, 2, 3].map(|limit| median(&self.rounds.iter().map(|round| round[limit]).collect::<Vec<_>>()))
+    }
+}

@@ -1,0 +1,149 @@
+//! One rank's steps, with a timed wait for compute.
+
+use std::{
+    sync::Barrier,
+    thread,
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{Hyper, JobSpec, Rank, limits::DEFAULT_SHARD_ELEMENTS};
+
+use super::Args;
+use crate::{
+    error::Result,
+    loss_scale::LossScaler,
+    pipeline::{Pipeline, PipelineOptions, Timing},
+    schedule::Schedule,
+    session::{Options, Session},
+};
+
+pub(super) struct Measured {
+    pub(super) steps: Vec<Step>,
+}
+
+pub(super) struct Step {
+    pub(super) wall: Duration,
+    pub(super) exposed: Duration,
+    pub(super) timing: Timing,
+}
+
+/// Compute that takes time and no core, as a GPU's does. What one part takes too long, for the scheduler's sake, the next
+/// one takes less; time in which it waited for weights is lost to it.
+struct Compute {
+    until: Instant,
+    total: Duration,
+}
+
+impl Compute {
+    fn run(&mut self, part: Duration) {
+        self.total += part;
+        self.until += part;
+        let now = Instant::now();
+        if part.is_zero() || self.until <= now {
+            return;
+        }
+        thread::sleep(self.until - now);
+    }
+
+    /// What comes next cannot have begun before now.
+    fn held_up(&mut self) {
+        self.until = self.until.max(Instant::now());
+    }
+}
+
+pub(super) fn run(
+    args: &Args,
+    spec: JobSpec,
+    address: String,
+    rank: u32,
+    turns: &Barrier,
+) -> anyhow::Result<Measured> {
+    let prepared = prepare(args, spec, address, rank);
+    let mut failed = prepared.as_ref().err().map(|error| anyhow::anyhow!("{error}"));
+    let mut pipeline = prepared.ok();
+    // As long as a layer, so that it is read from memory no more often than a real one would be from a GPU.
+    let gradient: Vec<f32> = (0..DEFAULT_SHARD_ELEMENTS).map(|index| (index % 251) as f32 * 1e-4).collect();
+    let mut measured = Measured { steps: Vec::new() };
+    for round in 0..=args.rounds {
+        turns.wait();
+        for _ in 0..args.steps {
+            // A failure is told at the end: others wait at the barrier.
+            let Some(pipeline) = pipeline.as_mut().filter(|_| failed.is_none()) else { continue };
+            match step(args, pipeline, &gradient) {
+                Ok(made) if round > 0 => measured.steps.push(made),
+                Ok(_) => {}
+                Err(error) => failed = Some(error.into()),
+            }
+        }
+        turns.wait();
+    }
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    if let Some(mut pipeline) = pipeline {
+        let version = pipeline.drain()?;
+        let outcomes = pipeline.outcomes();
+        anyhow::ensure!(outcomes.iter().all(|outcome| !outcome.skip), "a step was skipped before {version}");
+        let warm_up = args.steps;
+        for (made, outcome) in measured.steps.iter_mut().zip(outcomes.into_iter().skip(warm_up)) {
+            made.timing = outcome.timing;
+        }
+        pipeline.close()?.leave()?;
+    }
+    Ok(measured)
+}
+
+fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<Pipeline> {
+    let mut options = Options::new(vec![address], spec, Rank(rank));
+    (options.connections, options.transport) = (args.connections, args.transport);
+    let mut session = Session::connect(options)?;
+    let sizes: Vec<u64> = (0..session.spec().params.len())
+        .map(|param| session.layout().param_range(param))
+        .map(|range| range.end - range.start)
+        .collect();
+    let joined = session.start(&|param| vec![0.5; sizes[param] as usize])?;
+    let hyper = Hyper { lr: 1e-6, ..Hyper::default() };
+    let schedule = if args.delay == 0 { Schedule::exact() } else { Schedule::delayed(0) };
+    let options = PipelineOptions {
+        schedule,
+        clip: (args.clip > 0.0).then_some(args.clip),
+        ..PipelineOptions::new(LossScaler::fixed(1.0)?, move |_| vec![hyper])
+    };
+    Pipeline::new(session, &joined, options)
+}
+
+fn step(args: &Args, pipeline: &mut Pipeline, gradient: &[f32]) -> Result<Step> {
+    let started = Instant::now();
+    let mut compute = Compute { until: started, total: Duration::ZERO };
+    let layout = pipeline.session().layout().clone();
+    let layers = pipeline.session().spec().params.len();
+    let parts = layers as f64 * f64::from(args.micro_steps);
+    let forward = Duration::from_secs_f64(args.compute_ms / 1e3 / 3.0 / parts);
+    pipeline.begin()?;
+    let feed = pipeline.weights()?;
+    for micro_step in 0..args.micro_steps {
+        for layer in 0..layers {
+            let range = layout.param_range(layer);
+            if !feed.is_ready(range.clone()) {
+                feed.wait(range)?;
+                compute.held_up();
+            }
+            compute.run(forward);
+        }
+        let mut assembler = pipeline.assembler(micro_step)?;
+        for layer in (0..layers).rev() {
+            compute.run(2 * forward);
+            let range = layout.param_range(layer);
+            assembler.put(layer, &gradient[..(range.end - range.start) as usize])?;
+        }
+        assembler.finish()?;
+    }
+    drop(feed);
+    pipeline.finish(Vec::new())?;
+    // An exact step ends when the worker has its weights: that is when the next one can begin.
+    if let Some(feed) = pipeline.upcoming().filter(|_| args.delay == 0) {
+        (0..layers).try_for_each(|layer| feed.wait(layout.param_range(layer)))?;
+    }
+    let wall = started.elapsed();
+    Ok(Step { wall, exposed: wall.saturating_sub(compute.total), timing: Timing::default() })
+}

@@ -1,0 +1,130 @@
+//! One server's side of shared memory, as this rank sees it.
+
+use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
+
+use longshore_proto::{
+    Fault, FaultKind, Incarnation, Rank,
+    wire::{
+        fault_from_wire,
+        memfd::{Foreign, Socket, boot_id, stale, uid},
+        v1::{
+            MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdRequest, memfd_answer::Answer,
+            memfd_request::Request,
+        },
+    },
+};
+use tokio::{sync::Mutex, time::timeout};
+
+use super::Extent;
+
+/// A server answers at once: it maps memory, and touches none.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Images of one job on one server; more than any host's memory.
+const MOST_IMAGE_BYTES: u64 = 1 << 46;
+
+pub(crate) struct Link {
+    pub(crate) id: u64,
+    pub(crate) incarnation: Incarnation,
+    /// The server's images, if it shares them.
+    pub(crate) images: Option<Arc<Foreign>>,
+    exchange: Mutex<Exchange>,
+    socket: Socket,
+}
+
+#[derive(Default)]
+struct Exchange {
+    /// What the server calls each extent that it has.
+    memories: HashMap<u64, u32>,
+    /// A question whose answer nobody waited for would be taken for that of the next one.
+    broken: bool,
+}
+
+impl Link {
+    /// Why this process cannot link with a server that made this offer; None when it can try.
+    fn hindrance(offer: &MemfdOffer) -> Option<Fault> {
+        let fault = |field: &str, value: String, limit: String| {
+            let remedy = "use --transport tcp, or run worker and server on one host as one user";
+            Some(Fault::new(FaultKind::Precondition, field, value, limit, remedy))
+        };
+        if boot_id().as_deref() != Some(&offer.boot_id) {
+            return fault("memfd.boot_id", offer.boot_id.clone(), "this host's".into());
+        }
+        if offer.uid != uid() {
+            return fault("memfd.uid", offer.uid.to_string(), format!("{}, this process's", uid()));
+        }
+        None
+    }
+
+    pub(super) async fn open(
+        offer: &MemfdOffer,
+        job: &str,
+        rank: Rank,
+        incarnation: Incarnation,
+    ) -> Result<Link, Fault> {
+        if let Some(fault) = Link::hindrance(offer) {
+            return Err(fault);
+        }
+        // Containers of one host may have a kernel in common and this not.
+        let socket = Socket::connect(&offer.socket).map_err(|error| broken(&error))?;
+        if socket.peer_uid().map_err(|error| broken(&error))? != uid() {
+            return Err(stale("another user's", "of this user"));
+        }
+        let hello = MemfdHello { job: job.into(), rank: rank.0, incarnation: incarnation.0 };
+        let (answer, descriptor) = ask(&socket, Request::Hello(hello), None).await?;
+        let Answer::Welcome(welcome) = answer else { return Err(stale("no welcome", "welcomed")) };
+        let images = match (welcome.image_bytes, descriptor) {
+            (0, _) | (_, None) => None,
+            (bytes, Some(images)) => Some(Arc::new(Foreign::map(&images, bytes, MOST_IMAGE_BYTES)?)),
+        };
+        Ok(Link { id: welcome.link, incarnation, images, exchange: Mutex::default(), socket })
+    }
+
+    /// Whether the server still has this link.
+    pub(crate) fn is_open(&self) -> bool {
+        // While a question is under way its answer may wait there, and the asker will find out.
+        self.exchange.try_lock().map_or(true, |exchange| !exchange.broken && self.socket.is_open())
+    }
+
+    /// What the server calls an extent; passes it first, if that was not done.
+    pub(crate) async fn memory(&self, extent: &Extent) -> Result<u32, Fault> {
+        let mut exchange = self.exchange.lock().await;
+        if let Some(&memory) = exchange.memories.get(&extent.id) {
+            return Ok(memory);
+        }
+        if exchange.broken {
+            return Err(stale("broken", "an open link"));
+        }
+        exchange.broken = true;
+        let request = Request::Memory(MemfdMemory { bytes: extent.bytes() });
+        let (answer, _) = ask(&self.socket, request, Some(extent)).await?;
+        let Answer::Taken(taken) = answer else { return Err(stale("no answer", "the memory's number")) };
+        exchange.broken = false;
+        exchange.memories.insert(extent.id, taken.memory);
+        Ok(taken.memory)
+    }
+}
+
+async fn ask(
+    socket: &Socket,
+    request: Request,
+    extent: Option<&Extent>,
+) -> Result<(Answer, Option<OwnedFd>), Fault> {
+    let asked = async {
+        socket.send(&MemfdRequest { request: Some(request) }, extent).await?;
+        socket.receive::<MemfdAnswer>().await
+    };
+    let answer = match timeout(PATIENCE, asked).await {
+        Ok(answer) => answer.map_err(|error| broken(&error))?,
+        Err(_) => return Err(broken(&"no answer")),
+    };
+    let Some(packet) = answer else { return Err(broken(&"closed")) };
+    match packet.message.answer {
+        Some(Answer::Refusal(fault)) => Err(fault_from_wire(fault)),
+        Some(answer) => Ok((answer, packet.descriptor)),
+        None => Err(broken(&"an answer of another version")),
+    }
+}
+
+fn broken(cause: &dyn std::fmt::Display) -> Fault {
+    stale(cause, "an open link")
+}

@@ -1,0 +1,11 @@
+//! Payloads through shared memory: gradients in memory that servers of this host can read, weights in memory of theirs.
+
+mod arena;
+mod link;
+mod links;
+
+pub(crate) use self::{
+    arena::{Arena, Extent, Piece},
+    link::Link,
+    links::Links,
+};
