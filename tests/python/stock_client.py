@@ -43,8 +43,9 @@ SHAPES = {"w": [601, 1003], "b": [33]}
 def compile_protos(protos: pathlib.Path, out: pathlib.Path):
     """Generates and imports the modules."""
     (out / "google_rpc.proto").write_text(RPC_PROTO)
-    ours = sorted(f"longshore/v1/{path.name}" for path in (protos / "longshore/v1").glob("*.proto"))
-    files = ours + ["google_rpc.proto"]
+    # All of them: services import messages from the others.
+    files = [f"longshore/v1/{path.name}" for path in sorted((protos / "longshore/v1").glob("*.proto"))]
+    files.append("google_rpc.proto")
     well_known = pathlib.Path(protoc.__file__).parent / "_proto"
     flags = [f"-I{protos}", f"-I{out}", f"-I{well_known}", f"--python_out={out}", f"--grpc_python_out={out}"]
     assert protoc.main(["protoc", *flags, *files]) == 0, "the .proto files must compile"
