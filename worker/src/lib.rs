@@ -24,6 +24,10 @@
 //! # }
 //! ```
 
+#[cfg(feature = "cli")]
+#[macro_use]
+mod say;
+
 pub mod convert;
 pub mod decide;
 pub mod device;

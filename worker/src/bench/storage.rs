@@ -64,7 +64,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let spec = spec(args.params)?;
     let pool = Pool::new(available_threads()).context("starting the update threads")?;
     if !args.json {
-        println!("{}", head());
+        say!("{}", head());
     }
     for case in cases(&args.resident) {
         // Beside whatever is in the folders, and gone with the case.
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             ..Storage::default()
         };
         let figures = bench(&spec, &storage, &pool, args.rounds.into())?;
-        println!("{}", if args.json { json(&case, &figures, args) } else { line(&case, &figures) });
+        say!("{}", if args.json { json(&case, &figures, args) } else { line(&case, &figures) });
     }
     Ok(())
 }

@@ -6,10 +6,10 @@ use super::Measured;
 pub(crate) fn print(measured: &[Measured], json: bool) {
     if json {
         for case in measured {
-            println!("{}", case.json());
+            say!("{}", case.json());
         }
     } else {
-        print!("{}", table(measured));
+        say!("{}", table(measured).trim_end());
     }
 }
 

@@ -90,9 +90,9 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
         async move { admin.seal_checkpoint(seal).await }
     })?;
     let version = parts.first().map_or(0, |(_, answer)| answer.version);
-    println!("checkpoint {name} of version {version}");
+    say!("checkpoint {name} of version {version}");
     for (address, answer) in sealed {
-        println!("  {address}: {}", answer.manifest);
+        say!("  {address}: {}", answer.manifest);
     }
     Ok(())
 }
@@ -100,7 +100,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
 pub(super) fn checkpoints(args: &JobArgs) -> anyhow::Result<()> {
     let (mut servers, job) = target(args)?;
     for (name, version) in common_checkpoints(&mut servers, &job)? {
-        println!("{name}  version {version}");
+        say!("{name}  version {version}");
     }
     Ok(())
 }
@@ -123,7 +123,7 @@ pub(super) fn restore(args: &CheckpointArgs) -> anyhow::Result<()> {
     })?;
     let version =
         restored.iter().find_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).unwrap_or(0);
-    println!("restored {name}: version {version}");
+    say!("restored {name}: version {version}");
     Ok(())
 }
 
@@ -134,7 +134,7 @@ pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
         let request = request.clone();
         async move { admin.resume(request).await }
     })?;
-    println!("resumed");
+    say!("resumed");
     Ok(())
 }
 
@@ -146,7 +146,7 @@ pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
         let request = request.clone();
         async move { admin.step_back(request).await }
     })?;
-    println!("version {}", args.version);
+    say!("version {}", args.version);
     Ok(())
 }
 
@@ -159,14 +159,14 @@ pub(super) fn delete(args: &JobArgs) -> anyhow::Result<()> {
         let request = request.clone();
         async move { admin.delete_job(request).await }
     })?;
-    println!("deleted {job}");
+    say!("deleted {job}");
     Ok(())
 }
 
 pub(super) fn drain(args: &ServersArgs) -> anyhow::Result<()> {
     let mut servers = Servers::connect(&args.servers)?;
     servers.each(|mut admin| async move { admin.drain(v1::DrainRequest {}).await })?;
-    println!("draining");
+    say!("draining");
     Ok(())
 }
 

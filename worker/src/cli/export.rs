@@ -40,7 +40,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let from = std::time::Instant::now();
     let exported = export::run(&mut servers, &settings)
         .with_context(|| format!("job {} was not exported to {}", settings.job, args.out.display()))?;
-    println!(
+    say!(
         "version {} of job {}: {} as {} in {}, {:.1} s",
         exported.version.0,
         settings.job,
@@ -50,7 +50,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         from.elapsed().as_secs_f64()
     );
     for name in &exported.files {
-        println!("  {name}");
+        say!("  {name}");
     }
     Ok(())
 }

@@ -26,26 +26,20 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
                 if report.recoverable().is_none() {
                     lost.push(folder.display().to_string());
                 }
-                say(&if args.json { json(&report).to_string() } else { text(&report) });
+                let report = if args.json { json(&report).to_string() } else { text(&report) };
+                say!("{report}");
             }
             Err(fault) => {
                 let name = folder.display().to_string();
-                say(&if args.json {
-                    refused(&name, &fault).to_string()
-                } else {
-                    format!("{name}\n  {fault}")
-                });
+                let said =
+                    if args.json { refused(&name, &fault).to_string() } else { format!("{name}\n  {fault}") };
+                say!("{said}");
                 lost.push(name);
             }
         }
     }
     ensure!(lost.is_empty(), "nothing that a server can go on from in {}", lost.join(", "));
     Ok(())
-}
-
-fn say(text: &str) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stdout(), "{text}"); // a reader that has left needs nothing more
 }
 
 fn refused(folder: &str, fault: &Fault) -> serde_json::Value {

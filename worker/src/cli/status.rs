@@ -32,20 +32,20 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     jobs.dedup();
     if !args.json {
         for (address, list) in &lists {
-            println!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
+            say!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
         }
     }
     for job in jobs.iter().filter(|job| args.job.as_ref().is_none_or(|named| named == *job)) {
         let request = v1::DescribeRequest { job: job.clone(), state_hash: !args.no_hash };
         let (answers, without) = describe(&mut servers, &request)?;
         if args.json {
-            println!("{}", json(job, &answers, &without));
+            say!("{}", json(job, &answers, &without));
         } else {
             print(job, &answers, &without);
         }
     }
     if jobs.is_empty() && !args.json {
-        println!("no jobs");
+        say!("no jobs");
     }
     Ok(())
 }
@@ -122,11 +122,11 @@ fn phase(progress: &v1::JobProgress) -> &'static str {
 }
 
 fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
-    println!("\njob {job}");
+    say!("\njob {job}");
     let first = answers.first().map(|(_, first)| first);
     if let Some(spec) = first.and_then(|first| first.spec.as_ref()) {
         let elements: u64 = spec.params.iter().map(|param| param.shape.iter().product::<u64>()).sum();
-        println!(
+        say!(
             "  {} parameters in {} tensors, {} ranks, {} micro-steps, {}",
             elements,
             spec.params.len(),
@@ -140,7 +140,7 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
     }
     for (address, answer) in answers {
         let Some(progress) = &answer.progress else { continue };
-        println!(
+        say!(
             "  {address}  {}  version {} ({} applied)  {}  pushed {}  pulled {}  {} x {}",
             phase(progress),
             progress.version,
@@ -152,17 +152,17 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
             answer.isa
         );
         if answer.disk_bytes > 0 {
-            println!("    {}", drives(answer));
+            say!("    {}", drives(answer));
         }
         if !answer.waiting_for.is_empty() {
-            println!("    waits for {}", answer.waiting_for);
+            say!("    waits for {}", answer.waiting_for);
         }
         if !progress.pause_reason.is_empty() {
-            println!("    paused: {}", progress.pause_reason);
+            say!("    paused: {}", progress.pause_reason);
         }
     }
     for (address, reason) in without {
-        println!("  {address}  {reason}");
+        say!("  {address}  {reason}");
     }
     for rank in first.iter().flat_map(|first| &first.ranks) {
         let state = match (rank.incarnation, rank.left) {
@@ -170,16 +170,16 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
             (_, true) => "left",
             _ => "joined",
         };
-        println!("  rank {}  {state}  {}  last step {}", rank.rank, rank.transport, rank.last_step);
+        say!("  rank {}  {state}  {}  last step {}", rank.rank, rank.transport, rank.last_step);
     }
     match combined_hash(answers) {
-        Some((version, hash)) => println!("  state hash {hash} at version {version}"),
+        Some((version, hash)) => say!("  state hash {hash} at version {version}"),
         None if without.iter().any(|(_, reason)| reason == GONE) => {
-            println!("  state hash: a part of the state is lost");
+            say!("  state hash: a part of the state is lost");
         }
-        None if !without.is_empty() => println!("  state hash: a part of the state is not served"),
+        None if !without.is_empty() => say!("  state hash: a part of the state is not served"),
         None => {
-            println!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
+            say!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
         }
     }
 }

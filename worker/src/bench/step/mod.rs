@@ -185,10 +185,10 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
         "exposed_over_bound": exposed / bound,
     });
     if args.json {
-        println!("{line}");
+        say!("{line}");
         return;
     }
-    println!("step            {step:9.1} ms, of which exposed {exposed:.1} ms");
+    say!("step            {step:9.1} ms, of which exposed {exposed:.1} ms");
     for (name, key) in [
         ("held up: begin", "begin_ms"),
         ("  weights", "weights_ms"),
@@ -200,9 +200,9 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
         ("CPU over cores", "cpu_over_cores_ms"),
         ("bound", "bound_ms"),
     ] {
-        println!("{name:<15} {:9.1} ms", line[key].as_f64().unwrap_or(f64::NAN));
+        say!("{name:<15} {:9.1} ms", line[key].as_f64().unwrap_or(f64::NAN));
     }
-    println!(
+    say!(
         "step is {:.2} of the bare update, {:.2} of the bound; exposed is {:.2} of the bound",
         step / update,
         step / bound,

@@ -74,7 +74,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 fn report(cases: &[Case], args: &Args) {
     if !args.json {
-        println!("{:<12} {:>10} {:>9} {:>9} {:>9}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
+        say!("{:<12} {:>10} {:>9} {:>9} {:>9}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
     }
     for case in cases {
         let (rate, cpu) = (case.median(Sample::gb_per_s), case.median(Sample::cpu_s_per_gb));
@@ -95,13 +95,13 @@ fn report(cases: &[Case], args: &Args) {
                 "limit_cpu_s_per_gb": limit_cpu,
                 "cpu_ratio": limit_cpu.map(|limit| cpu / limit),
             });
-            println!("{line}");
+            say!("{line}");
         } else {
             let ratio = |limit: Option<f64>, value: f64| {
                 limit.map_or(String::new(), |limit| format!("{:.2}", value / limit))
             };
             let (of_rate, of_cpu) = (ratio(limit_rate, rate), ratio(limit_cpu, cpu));
-            println!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}", case.name);
+            say!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}", case.name);
         }
     }
 }
