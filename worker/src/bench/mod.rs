@@ -12,9 +12,34 @@ pub(crate) mod wire;
 
 use std::time::Duration;
 
+use longshore_proto::{
+    Dtype, Formats, JobName, JobSpec, Param, Rule, TierKind, limits::DEFAULT_SHARD_ELEMENTS,
+};
 use rustix::time::{ClockId, clock_gettime};
 
 pub(crate) use self::table::print;
+
+/// A job to measure with: AdamW, bf16 both ways, one rank, exact. What a bench varies it sets.
+fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
+    Ok(JobSpec {
+        name: JobName::parse("job", name)?,
+        params,
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: 1,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: DEFAULT_SHARD_ELEMENTS,
+        tier: TierKind::Memory,
+        formats: Formats::default(),
+    })
+}
+
+fn param(name: impl Into<String>, elements: u64) -> Param {
+    Param { name: name.into(), shape: vec![elements], group: 0 }
+}
 
 /// One case: how long it and its limit took in each round.
 pub(crate) struct Measured {

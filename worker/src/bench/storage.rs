@@ -12,10 +12,10 @@ use longshore_engine::{
         nvme::{StorageFigures, bench},
     },
 };
-use longshore_proto::{Dtype, JobName, JobSpec, Param, Rule, TierKind, limits::DEFAULT_SHARD_ELEMENTS};
+use longshore_proto::{JobSpec, TierKind};
 use serde_json::json;
 
-use super::median;
+use super::{job, median, param};
 use crate::cli::{human, parse_count};
 
 #[derive(clap::Args)]
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     for &part in &args.resident {
         ensure!((0.0..=1.0).contains(&part), "--resident is {part}, but must be between 0 and 1");
     }
-    let spec = spec(args.params)?;
+    let spec = JobSpec { tier: TierKind::Nvme, ..job("bench-storage", vec![param("all", args.params)])? };
     let pool = Pool::new(available_threads()).context("starting the update threads")?;
     if !args.json {
         say!("{}", head());
@@ -93,23 +93,6 @@ fn cases(resident: &[f64]) -> Vec<Case> {
         cases.push(case(Engine::Auto, Durability::Nothing, part));
     }
     cases
-}
-
-fn spec(parameters: u64) -> anyhow::Result<JobSpec> {
-    Ok(JobSpec {
-        name: JobName::parse("name", "bench")?,
-        params: vec![Param { name: "all".into(), shape: vec![parameters], group: 0 }],
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
-        shard_elements: DEFAULT_SHARD_ELEMENTS,
-        tier: TierKind::Nvme,
-        formats: Default::default(),
-    })
 }
 
 /// Medians over the rounds.

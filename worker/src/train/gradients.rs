@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use longshore_proto::Dtype;
 
 use super::{
-    gpt::{BoxError, Gpt, Gradients},
+    gpt::{self, BoxError, Gpt, Gradients},
     memory::largest_stage,
     staging::Staging,
 };
@@ -59,9 +59,8 @@ impl Gradients for Sink<'_> {
         // candle computes on the CPU: what it made is put where a GPU would have left it.
         for (param, gradient) in params.zip(gradients) {
             let bytes = gradient.elem_count() as u64 * 4;
-            let values = gradient.flatten_all()?.to_vec1::<f32>()?;
             staging.copy_in(buffer, offset, bytes, |host| {
-                convert::from_f32(Dtype::F32, &values, host);
+                gpt::elements(&gradient, |values| convert::from_f32(Dtype::F32, values, host))?;
                 Ok(())
             })?;
             places.push((param, offset, bytes));

@@ -42,7 +42,7 @@ use crate::{
     lock,
     memory::SharedFile,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
-    tier::{MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
+    tier::{Inputs, MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
 };
 
 /// Called after every change that somebody may wait for.
@@ -117,7 +117,8 @@ impl Job {
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
         let anonymous = || Space::allocate(&spec, &lengths, storage.share_images).map_err(exhausted);
-        let place = (&spec, &layout, &owned[..], &placement, server, storage);
+        let inputs =
+            Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
         let (tier, space, kept): (Box<dyn Tier>, Space, Kept) = match spec.tier {
             TierKind::Memory => {
                 let space = anonymous()?;
@@ -126,15 +127,11 @@ impl Job {
                 (Box::new(tier), space, Kept::Nothing)
             }
             TierKind::Shm => {
-                let (spec, layout, owned, placement, server, storage) = place;
-                let (buffers, pool) = (Space::bytes(spec, &lengths), compute.pool());
-                let inputs = shm::Inputs { spec, layout, owned, placement, server, storage, buffers, pool };
-                let (tier, slab, kept) = shm::ShmTier::open(&inputs)?;
+                let buffers = Space::bytes(&spec, &lengths);
+                let (tier, slab, kept) = shm::ShmTier::open(&inputs, buffers, compute.pool())?;
                 (Box::new(tier), Space::of_tier(slab), kept.map_or(Kept::Nothing, Kept::Shm))
             }
             TierKind::Nvme => {
-                let (spec, layout, owned, placement, server, storage) = place;
-                let inputs = nvme::Inputs { spec, layout, owned, placement, server, storage };
                 let space = anonymous()?;
                 let waker = Arc::clone(&signal);
                 let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
@@ -403,19 +400,27 @@ impl Job {
 
     /// Waits until every decided update is done.
     pub fn settle(&self, deadline: Instant) -> Result<(), Fault> {
+        let remedy = "the server is overloaded: raise the deadline or give it more threads";
+        self.wait_until(deadline, "version", remedy, |machine| {
+            let settled = machine.is_settled().then_some(());
+            settled.ok_or_else(|| format!("being updated to {}", machine.version().0))
+        })
+    }
+
+    /// Waits for a condition of the machine, or says at the deadline what is there instead.
+    fn wait_until(
+        &self,
+        deadline: Instant,
+        field: &str,
+        remedy: &str,
+        check: impl Fn(&Machine) -> Result<(), String>,
+    ) -> Result<(), Fault> {
         let mut machine = lock(&self.machine);
-        while !machine.is_settled() {
+        while let Err(found) = check(&machine) {
             self.check_alive()?;
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let version = machine.version();
-                return Err(Fault::new(
-                    FaultKind::Deadline,
-                    "version",
-                    format!("being updated to {}", version.0),
-                    "updated in time",
-                    "the server is overloaded: raise the deadline or give it more threads",
-                ));
+                return Err(Fault::new(FaultKind::Deadline, field, found, "there in time", remedy));
             }
             machine = self
                 .signal

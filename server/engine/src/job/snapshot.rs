@@ -97,8 +97,11 @@ impl Job {
     }
 
     fn walk(&self, snapshot: &Snapshot, deadline: Instant) -> Result<(), Fault> {
-        self.wait_until(deadline, "the job has not come so far: ask for its current version", |machine| {
-            (machine.version() >= snapshot.version, format!("{} of {}", machine.version(), snapshot.version))
+        let remedy = "the job has not come so far: ask for its current version";
+        self.wait_until(deadline, "snapshot", remedy, |machine| {
+            (machine.version() >= snapshot.version)
+                .then_some(())
+                .ok_or_else(|| format!("{} of {}", machine.version(), snapshot.version))
         })?;
         for owned in 0..self.owned.len() {
             self.wait_for_shard(owned, snapshot.version, deadline)?;
@@ -111,36 +114,10 @@ impl Job {
     }
 
     fn wait_for_shard(&self, owned: usize, version: Version, deadline: Instant) -> Result<(), Fault> {
-        self.wait_until(deadline, "the server is overloaded: try again later", |machine| {
-            (machine.shard_version(owned) >= version, format!("{} before {version}", self.owned[owned]))
+        self.wait_until(deadline, "snapshot", "the server is overloaded: try again later", |machine| {
+            let reached = machine.shard_version(owned) >= version;
+            reached.then_some(()).ok_or_else(|| format!("{} before {version}", self.owned[owned]))
         })
-    }
-
-    /// Waits for a condition of the machine, which also says what is there instead.
-    fn wait_until(
-        &self,
-        deadline: Instant,
-        remedy: &str,
-        check: impl Fn(&Machine) -> (bool, String),
-    ) -> Result<(), Fault> {
-        let mut machine = lock(&self.machine);
-        loop {
-            let (reached, found) = check(&machine);
-            if reached {
-                return Ok(());
-            }
-            self.check_alive()?;
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Fault::new(FaultKind::Deadline, "snapshot", found, "there in time", remedy));
-            }
-            machine = self
-                .signal
-                .changed
-                .wait_timeout(machine, left)
-                .unwrap_or_else(|poison| poison.into_inner())
-                .0;
-        }
     }
 
     /// Visits the shard for every snapshot of a version before `step`'s.

@@ -11,7 +11,9 @@ mod state;
 
 use std::{path::PathBuf, sync::Arc};
 
-use longshore_proto::{Commit, Fault, Incarnation, Rank, Step, TierKind, Version};
+use longshore_proto::{
+    Commit, Fault, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step, TierKind, Version,
+};
 
 pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
@@ -38,6 +40,16 @@ pub struct Storage {
     pub durability: Durability,
     /// Recover no later version than this: what a server does whose peers have lost a version that it still has.
     pub at_most: Option<Version>,
+}
+
+/// Which job's shards, and where, for a tier that outlives the process.
+pub struct Inputs<'a> {
+    pub spec: &'a JobSpec,
+    pub layout: &'a Layout,
+    pub owned: &'a [ShardId],
+    pub placement: &'a Placement,
+    pub server: ServerId,
+    pub storage: &'a Storage,
 }
 
 /// What becomes of an `nvme` job when its server dies.

@@ -15,12 +15,12 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step, TierKind,
-    Version, limits::BLOCK_ELEMENTS,
+    Fault, FaultKind, Incarnation, JobSpec, Layout, Rank, ShardId, Step, TierKind, Version,
+    limits::BLOCK_ELEMENTS,
 };
 
 use super::{
-    Guard, ImageAge, MemoryTier, Record, Shape, StateMut, StateRef, Storage, Tier, Turn,
+    Guard, ImageAge, Inputs, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
     fault::{FIELD, internal, io},
     folder::{Folder, Header},
     record::{Found, RECORD_BYTES, RecordJson, decode, encode},
@@ -98,23 +98,10 @@ pub struct KeptShard {
     pub summed: [Step; 2],
 }
 
-/// Which job's shards, and where.
-pub struct Inputs<'a> {
-    pub spec: &'a JobSpec,
-    pub layout: &'a Layout,
-    pub owned: &'a [ShardId],
-    pub placement: &'a Placement,
-    pub server: ServerId,
-    pub storage: &'a Storage,
-    /// Bytes of the job's other buffers.
-    pub buffers: usize,
-    /// What will update the state.
-    pub pool: &'a Pool,
-}
-
 /// Sizes of the files, and of what `progress` consists of.
 struct Sizes {
     state: usize,
+    buffers: usize,
     progress: Vec<usize>,
     lengths: Vec<usize>,
     blocks: Vec<usize>,
@@ -129,11 +116,11 @@ struct Undo<'a> {
 
 /// tmpfs bytes beside the state and the job's buffers.
 pub fn overhead(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> u64 {
-    Slab::bytes_for(Sizes::new(spec, layout, owned).progress) as u64
+    Slab::bytes_for(Sizes::new(spec, layout, owned, 0).progress) as u64
 }
 
 impl Sizes {
-    fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Sizes {
+    fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], buffers: usize) -> Sizes {
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let mut blocks = vec![0];
         for length in &lengths {
@@ -144,13 +131,18 @@ impl Sizes {
         let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS + ranks;
         let mut progress = vec![2 * RECORD_BYTES, words * 8];
         progress.extend(vec![shape.bytes(BLOCK); UNDO_SLOTS]);
-        Sizes { state: MemoryTier::bytes(&lengths, shape), progress, lengths, blocks }
+        Sizes { state: MemoryTier::bytes(&lengths, shape), buffers, progress, lengths, blocks }
     }
 }
 
 impl ShmTier {
-    /// Creates the job's files or finds them. Also returns the mapping for the job's other buffers.
-    pub fn open(inputs: &Inputs<'_>) -> Result<(ShmTier, Slab, Option<Kept>), Fault> {
+    /// Creates the job's files or finds them. Also returns the mapping for the job's other `buffers`, so many bytes. `pool`:
+    /// what will update the state.
+    pub fn open(
+        inputs: &Inputs<'_>,
+        buffers: usize,
+        pool: &Pool,
+    ) -> Result<(ShmTier, Slab, Option<Kept>), Fault> {
         let Some(dir) = &inputs.storage.shm_dir else {
             let remedy = "start the server with --shm-dir, or open the job with the memory tier";
             return Err(Fault::new(
@@ -174,29 +166,29 @@ impl ShmTier {
             placement: inputs.placement.clone(),
             spec: inputs.spec.clone(),
         };
-        let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned);
+        let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);
         if let Some(found) = Header::read(&folder.path)? {
             found.check_same(&header, &folder.path)?;
-            let (mut tier, buffers) = ShmTier::map(folder, inputs, &sizes, false)?;
+            let (mut tier, buffers) = ShmTier::map(folder, inputs.spec, &sizes, pool, false)?;
             if let Some(kept) = tier.recover()? {
                 return Ok((tier, buffers, Some(kept)));
             }
             // Never loaded to the end: nothing to go on from.
             drop(buffers);
-            return ShmTier::create(tier.folder, inputs, &sizes, &header);
+            return ShmTier::create(tier.folder, &sizes, &header, pool);
         }
-        ShmTier::create(folder, inputs, &sizes, &header)
+        ShmTier::create(folder, &sizes, &header, pool)
     }
 
     fn create(
         folder: Folder,
-        inputs: &Inputs<'_>,
         sizes: &Sizes,
         header: &Header,
+        pool: &Pool,
     ) -> Result<(ShmTier, Slab, Option<Kept>), Fault> {
         folder.clear()?;
         let path = folder.path.clone();
-        let made = ShmTier::map(folder, inputs, sizes, true).and_then(|(tier, buffers)| {
+        let made = ShmTier::map(folder, &header.spec, sizes, pool, true).and_then(|(tier, buffers)| {
             tier.folder.publish(header)?;
             Ok((tier, buffers, None))
         });
@@ -208,19 +200,20 @@ impl ShmTier {
 
     fn map(
         folder: Folder,
-        inputs: &Inputs<'_>,
+        spec: &JobSpec,
         sizes: &Sizes,
+        pool: &Pool,
         create: bool,
     ) -> Result<(ShmTier, Slab), Fault> {
         let file = |name: &str, bytes: usize| map_file(&folder.path.join(name), bytes, create);
         let state = file("state", sizes.state)?;
-        let buffers = file("buffers", inputs.buffers)?;
+        let buffers = file("buffers", sizes.buffers)?;
         let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()))?;
         let mut regions = progress.carve_here(&sizes.progress).into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), Words::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
-        let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(inputs.spec), inputs.pool)
+        let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(spec), pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {
             memory,

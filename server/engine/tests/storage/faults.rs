@@ -78,7 +78,7 @@ fn space_is_reserved_before_anything_is_kept() {
     let need =
         longshore_engine::admission::Need::of(&spec, &layout, &placement.owned(ServerId(0)), &dirs.storage);
     assert!(need.disk > layout.elements() * 24 && need.state == 0 && need.buffers > 0);
-    let inputs = longshore_engine::tier::nvme::Inputs {
+    let inputs = longshore_engine::tier::Inputs {
         spec: &spec,
         layout: &layout,
         owned: &placement.owned(ServerId(0)),

@@ -17,14 +17,14 @@ use std::{
 use anyhow::{Context, ensure};
 use longshore_engine::threads::available_threads;
 use longshore_proto::{
-    Dtype, JobName, JobSpec, Param, Rule, TierKind,
+    JobSpec, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 use longshore_server::{Config, Server, config::StorageConfig};
 use serde_json::json;
 
 use self::{limits::Limits, rank::Measured};
-use super::median;
+use super::{job, median, param};
 use crate::{cli::parse_count, session::Transport};
 
 #[derive(clap::Args, Clone)]
@@ -87,22 +87,14 @@ impl Args {
         // One tensor a shard: shards are what a step streams.
         let params = (0..self.params.div_ceil(DEFAULT_SHARD_ELEMENTS)).map(|index| {
             let elements = DEFAULT_SHARD_ELEMENTS.min(self.params - index * DEFAULT_SHARD_ELEMENTS);
-            let shape = vec![elements.next_multiple_of(BLOCK_ELEMENTS)];
-            Param { name: format!("layer{index}"), shape, group: 0 }
+            param(format!("layer{index}"), elements.next_multiple_of(BLOCK_ELEMENTS))
         });
         Ok(JobSpec {
-            name: JobName::parse("job", "bench-step")?,
-            params: params.collect(),
-            groups: vec!["all".into()],
-            rule: Rule::AdamW,
-            gradient_dtype: Dtype::Bf16,
-            image_dtype: Dtype::Bf16,
             world_size: self.ranks,
             micro_steps: self.micro_steps,
             max_delay: self.delay,
-            shard_elements: DEFAULT_SHARD_ELEMENTS,
             tier: self.tier,
-            formats: Default::default(),
+            ..job("bench-step", params.collect())?
         })
     }
 }

@@ -140,8 +140,9 @@ fn step(args: &Args, pipeline: &mut Pipeline, gradient: &[f32]) -> Result<Step> 
     }
     drop(feed);
     pipeline.finish(Vec::new())?;
-    // An exact step ends when the worker has its weights: that is when the next one can begin.
-    if let Some(feed) = pipeline.upcoming().filter(|_| args.delay == 0) {
+    // Without compute to hide behind, an exact step ends when the worker has all its weights. With it, the next step's forward
+    // takes them shard by shard, and what it waits for is exposed there.
+    if let Some(feed) = pipeline.upcoming().filter(|_| args.delay == 0 && args.compute_ms == 0.0) {
         (0..layers).try_for_each(|layer| feed.wait(layout.param_range(layer)))?;
     }
     let wall = started.elapsed();

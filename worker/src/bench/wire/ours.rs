@@ -11,10 +11,9 @@ use std::{
 
 use anyhow::Context;
 use longshore_proto::{
-    ChunkId, Dtype, Incarnation, JobName, JobSpec, MicroStep, Param, Rank, Rule, ShardId, Step, TierKind,
-    Version,
+    ChunkId, Dtype, Incarnation, JobSpec, MicroStep, Rank, Rule, ShardId, Step, Version,
     checksum::{Crc32, crc32},
-    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
+    limits::BLOCK_ELEMENTS,
     wire::v1::JoinRequest,
 };
 use longshore_server::{Config, Server};
@@ -22,6 +21,7 @@ use tokio::runtime::Runtime;
 
 use super::{Case, meter::Sample};
 use crate::{
+    bench::{job, param},
     push::{ChunkKey, Outbox, Payload},
     session::{Options, Session, Transport},
 };
@@ -113,20 +113,7 @@ struct Link {
 }
 
 fn spec(elements: u64) -> anyhow::Result<JobSpec> {
-    Ok(JobSpec {
-        name: JobName::parse("job", "bench-wire")?,
-        params: vec![Param { name: "all".into(), shape: vec![elements], group: 0 }],
-        groups: vec!["all".into()],
-        rule: Rule::Sgd,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 4,
-        micro_steps: 1,
-        max_delay: 0,
-        shard_elements: DEFAULT_SHARD_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-    })
+    Ok(JobSpec { rule: Rule::Sgd, world_size: 4, ..job("bench-wire", vec![param("all", elements)])? })
 }
 
 impl Link {

@@ -23,6 +23,7 @@ pub use candle_core;
 pub use config::{Config, ConfigError, PRESETS, VOCABULARY, preset};
 pub use generate::generate;
 pub use layout::{Gpt, Group, Param, Stage};
+pub(super) use stages::elements;
 pub use step::{Gradients, Weights, evaluate, micro_step};
 
 use super::text::Batch;

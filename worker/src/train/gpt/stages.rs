@@ -61,6 +61,11 @@ pub(super) fn read<T: Real, R, const COUNT: usize>(
     Ok(body(slices))
 }
 
+/// Calls `body` with one tensor's elements, in place.
+pub(in crate::train) fn elements<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<R> {
+    read([tensor], |[elements]| body(elements))
+}
+
 /// A matrix of that many columns, on the device of `model`.
 pub(super) fn matrix<T: Real>(values: Vec<T>, columns: usize, model: &Tensor) -> Result<Tensor> {
     let rows = values.len() / columns;

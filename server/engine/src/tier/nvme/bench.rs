@@ -10,8 +10,8 @@ use longshore_proto::{Commit, Fault, JobSpec, Placement, ServerId, Step, Version
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{
-    super::{Durability, Record, Storage, Tier, Turn, fault::io},
-    Inputs, NvmeTier,
+    super::{Durability, Inputs, Record, Storage, Tier, Turn, fault::io},
+    NvmeTier,
 };
 use crate::{
     io::{Direction, Disk, OpenDisk, OpenFile, Part, Request},

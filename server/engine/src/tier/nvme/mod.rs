@@ -36,7 +36,7 @@ pub(super) use self::inspect::inspect;
 pub use self::{
     bench::{StorageFigures, bench},
     inspect::{Report, VersionReport},
-    open::{Inputs, need},
+    open::need,
 };
 use self::{
     inspect::check_version,

@@ -5,11 +5,11 @@ use std::{
     sync::{Arc, Mutex, atomic::Ordering},
 };
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, Placement, ServerId, ShardId, TierKind};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
 
 use super::{
     super::{
-        Durability, Record, Storage,
+        Durability, Inputs, Record, Storage,
         fault::{conflict, io},
         folder::{Folder, Header, vanished},
     },
@@ -25,16 +25,6 @@ use crate::{
 };
 
 const DATA_FILE: &str = "data";
-
-/// Which job's shards, and where.
-pub struct Inputs<'a> {
-    pub spec: &'a JobSpec,
-    pub layout: &'a Layout,
-    pub owned: &'a [ShardId],
-    pub placement: &'a Placement,
-    pub server: ServerId,
-    pub storage: &'a Storage,
-}
 
 /// The store's memory.
 struct Memory {
