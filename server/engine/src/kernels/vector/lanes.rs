@@ -24,6 +24,10 @@ pub(in super::super) trait Lanes: Copy {
     /// Where streaming stores must begin, in bytes: 1 if they are ordinary stores.
     const STREAM_ALIGNMENT: usize;
 
+    /// Asks for the cache line of an address, which need not be valid, to be brought near.
+    #[inline(always)]
+    unsafe fn prefetch(_: *const u8) {}
+
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
