@@ -34,4 +34,7 @@ pub struct ContributionChunk {
     /// Payload bytes.
     pub bytes: u64,
     pub crc32: u32,
+    /// All of the shard at once, in memory that its sender leaves as it is until the step's update is done. `chunk` is 0;
+    /// there is no checksum, since nothing is moved.
+    pub lent: bool,
 }

@@ -180,7 +180,7 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
     let file = memfd("longshore-test-lies", 4 * BYTES, SEALS);
     file.write_all_at(&gradient(), BYTES).unwrap();
     let memory = raw.pass(&file).await;
-    let right = MemfdPlace { link, memory, offset: BYTES, bytes: BYTES };
+    let right = MemfdPlace { link, memory, offset: BYTES, bytes: BYTES, lent: false };
     let (other, others_link, _) = Raw::hello(&client, 1).await;
 
     let lies = [
@@ -192,6 +192,8 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
         ("memfd.memory", FaultKind::Invalid, MemfdPlace { memory: memory + 1, ..right }),
         ("memfd.rank", FaultKind::Invalid, MemfdPlace { link: others_link, memory: 0, ..right }),
         (STALE, FaultKind::Precondition, MemfdPlace { link: link ^ 1, ..right }),
+        ("push.place", FaultKind::Invalid, MemfdPlace { offset: BYTES + 2, lent: true, ..right }),
+        ("payload", FaultKind::Invalid, MemfdPlace { bytes: BYTES - 2, lent: true, ..right }),
         // Said to be ready, and not written.
         ("push.crc32", FaultKind::Corrupt, MemfdPlace { offset: 0, ..right }),
     ];
@@ -202,6 +204,8 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
     }
     let both = PushRequest { payload: gradient().into(), ..chunk(0, Some(right)) };
     assert_eq!(client.push(both).await.unwrap_err().field, "push.place");
+    let part = PushRequest { chunk: 1, ..chunk(0, Some(MemfdPlace { lent: true, ..right })) };
+    assert_eq!(client.push(part).await.unwrap_err().field, "chunk");
     let later = PushRequest { incarnation: 2, ..chunk(0, Some(right)) };
     assert!(client.push(later).await.is_err());
 
@@ -216,6 +220,35 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
     assert_eq!(client.push(chunk(1, Some(place))).await, Ok(false));
     step_and_read(&mut client, link, &images).await;
     drop((raw, other));
+    server.drain().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_lent_is_used_where_it_lies_and_given_back() {
+    let server = server().await;
+    let mut client = train(&server).await;
+    let file = memfd("longshore-test-lent", 2 * BYTES, SEALS);
+    file.write_all_at(&gradient(), BYTES).unwrap();
+    let (raw, link, images) = Raw::hello(&client, 0).await;
+    let (other, others_link, _) = Raw::hello(&client, 1).await;
+    let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: BYTES, bytes: BYTES, lent: true };
+    // No checksum goes with it.
+    let lent = PushRequest { crc32: 7, ..chunk(0, Some(place)) };
+    assert_eq!(client.push(lent.clone()).await, Ok(false));
+    assert_eq!(client.push(lent).await, Ok(true));
+    // The same in pieces, as after the link broke; but not with a checksum that is wrong in itself.
+    assert_eq!(client.push(PushRequest { payload: gradient().into(), ..chunk(0, None) }).await, Ok(true));
+    let wrong = PushRequest { crc32: 7, payload: gradient().into(), ..chunk(0, None) };
+    assert_eq!(client.push(wrong).await.unwrap_err().kind, FaultKind::Corrupt);
+    // Read when the last rank's is there, not before.
+    let threes: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x4040u16.to_le_bytes()).collect();
+    file.write_all_at(&threes, BYTES).unwrap();
+    let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F80u16.to_le_bytes()).collect();
+    let inline = PushRequest { crc32: crc32(&ones), payload: ones.into(), ..chunk(1, None) };
+    assert_eq!(client.push(inline).await, Ok(false));
+    step_and_read(&mut client, link, &images).await;
+    // Given back: the worker may end, and its memory goes with it.
+    drop((raw, other, others_link));
     server.drain().await.unwrap();
 }
 
@@ -298,7 +331,7 @@ async fn a_job_whose_tier_keeps_its_images_takes_gradients_in_place_and_sends_we
     for rank in 0..2 {
         let (raw, link, images) = Raw::greet(&client, rank).await;
         assert!(images.is_none());
-        let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES };
+        let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES, lent: false };
         assert_eq!(client.push(chunk(rank, Some(place))).await, Ok(false));
         links.push((raw, link));
     }
@@ -352,7 +385,7 @@ async fn a_client_that_goes_leaves_nothing_mapped_and_a_new_one_replaces_it() {
     let (raw, link, _) = Raw::hello(&client, 0).await;
     let file = memfd("longshore-test-gone", BYTES, SEALS);
     file.write_all_at(&gradient(), 0).unwrap();
-    let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES };
+    let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES, lent: false };
     drop(file);
     assert!(mapped("longshore-test-gone"));
     drop(raw);

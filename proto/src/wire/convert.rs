@@ -268,5 +268,6 @@ pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<Contribu
         dtype: Dtype::from_wire("push.dtype", request.dtype)?,
         bytes,
         crc32: request.crc32,
+        lent: request.place.is_some_and(|place| place.lent),
     })
 }

@@ -227,7 +227,9 @@ impl<'a> Traffic<'a> {
         for (index, flat) in run.gradients[self.pushed_to as usize - 1].iter().enumerate() {
             let index = index as u32;
             let (micro_step, rank) = (index / run.spec.world_size, index % run.spec.world_size);
-            self.pending.extend(self.cluster.chunks(self.pushed_to, micro_step, rank, flat));
+            // A shard's gradient comes in chunks, or lies in the worker's memory.
+            let cut = if self.noise.one_in(3) { Cluster::lent } else { Cluster::chunks };
+            self.pending.extend(cut(&self.cluster, self.pushed_to, micro_step, rank, flat));
         }
     }
 

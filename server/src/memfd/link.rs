@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
+use longshore_engine::job::Lent;
 use longshore_proto::{
     ContributionChunk, Fault, FaultKind, Incarnation, Rank,
     wire::{
@@ -94,8 +95,19 @@ impl Payload {
         self.bytes
     }
 
+    /// To be computed with where it lies.
+    pub(crate) fn into_lent(self) -> Arc<dyn Lent> {
+        Arc::new(self)
+    }
+
     /// Copies what is `from` bytes into it, as it is just now.
     pub(crate) fn copy(&self, from: usize, target: &mut [u8]) {
         self.memory.copy(self.offset + from as u64, target);
+    }
+}
+
+impl Lent for Payload {
+    fn bytes(&self) -> &[u8] {
+        self.memory.bytes(self.offset, self.bytes)
     }
 }

@@ -119,11 +119,14 @@ impl Stream {
 
     /// One chunk, from its head to its end. A refused one is read to its end too: the next one follows it.
     async fn chunk(&mut self, request: PushRequest, bytes: usize) -> Result<(), Over> {
-        let mut place = self.place(&request, bytes).await?.map(|(mut place, payload)| {
-            if let Some(payload) = payload {
-                place.fetch(&payload);
+        let lent = request.place.is_some_and(|place| place.lent);
+        let mut place = self.place(&request, bytes).await?.and_then(|(mut place, payload)| {
+            match payload {
+                Some(payload) if lent => place.lend(payload)?,
+                Some(payload) => place.fetch(&payload),
+                None => {}
             }
-            place
+            Ok(place)
         });
         loop {
             let event = match timeout(CHUNK_SILENCE, self.incoming.next()).await {
@@ -143,7 +146,7 @@ impl Stream {
                 Err(_) => {}
             }
         }
-        let outcome = place.and_then(|place| finish(place, request.crc32));
+        let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32)));
         self.results.push(result(request, outcome));
         if self.results.len() >= RESULTS_BATCHED {
             self.acknowledge().await?;
@@ -200,6 +203,14 @@ impl Stream {
 }
 
 impl Place {
+    /// Uses a payload where it lies in the worker's memory.
+    fn lend(&mut self, payload: Payload) -> Result<(), Fault> {
+        match self {
+            Place::Slot(_, writing) => writing.lend(payload.into_lent()),
+            Place::Nowhere(_) => Ok(()),
+        }
+    }
+
     /// Takes a payload that lies in the worker's memory.
     fn fetch(&mut self, payload: &Payload) {
         match self {
@@ -227,13 +238,13 @@ fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Optio
 }
 
 /// True when the chunk was held already.
-fn finish(place: Place, crc32: u32) -> Result<bool, Fault> {
+fn finish(place: Place, crc32: Option<u32>) -> Result<bool, Fault> {
     match place {
         Place::Slot(handle, writing) => {
             handle.perform(writing.finish()?);
             Ok(false)
         }
-        Place::Nowhere(sum) => check_sum(crc32, sum.value()).map(|()| true),
+        Place::Nowhere(sum) => crc32.map_or(Ok(()), |claimed| check_sum(claimed, sum.value())).map(|()| true),
     }
 }
 

@@ -109,6 +109,13 @@ impl PooledBuffer {
             Bytes::Shared(piece) => Some(piece.place()),
         }
     }
+
+    /// Gives it up as it is: other processes may go on reading it, and nobody here writes there any more.
+    pub(crate) fn abandon(mut self) {
+        if let Some(Memory { bytes: Bytes::Shared(piece), .. }) = self.memory.take() {
+            piece.abandon();
+        }
+    }
 }
 
 impl AsRef<[u8]> for PooledBuffer {

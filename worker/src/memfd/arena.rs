@@ -52,6 +52,7 @@ pub(crate) struct Piece {
     offset: usize,
     bytes: usize,
     arena: Arena,
+    abandoned: bool,
 }
 
 impl Extent {
@@ -87,7 +88,7 @@ impl Arena {
         let length = bytes.next_multiple_of(PAGE_BYTES);
         let mut space = self.lock();
         if let Some((extent, offset)) = space.free.get_mut(&length).and_then(Vec::pop) {
-            return Ok(Piece { extent, offset, bytes, arena: self.clone() });
+            return Ok(Piece { extent, offset, bytes, arena: self.clone(), abandoned: false });
         }
         let room = space.extents.last().map_or(0, |extent| extent.map.len() - space.used);
         if room < length {
@@ -101,7 +102,7 @@ impl Arena {
         space.used += length;
         // There is one: else there was no room, and one was made.
         let extent = space.extents.last().map(Arc::clone).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Piece { extent, offset, bytes, arena: self.clone() })
+        Ok(Piece { extent, offset, bytes, arena: self.clone(), abandoned: false })
     }
 }
 
@@ -109,6 +110,11 @@ impl Piece {
     /// Where it lies.
     pub(crate) fn place(&self) -> (Arc<Extent>, u64) {
         (Arc::clone(&self.extent), self.offset as u64)
+    }
+
+    /// Leaves its bytes as they are, for other processes, until nobody maps the extent any more.
+    pub(crate) fn abandon(mut self) {
+        self.abandoned = true;
     }
 }
 
@@ -130,6 +136,9 @@ impl AsMut<[u8]> for Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
+        if self.abandoned {
+            return;
+        }
         let length = self.bytes.next_multiple_of(PAGE_BYTES);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         if let Err(error) = fallocate(&self.extent.file, flags, self.offset as u64, length as u64) {

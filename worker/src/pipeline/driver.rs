@@ -85,6 +85,7 @@ impl Driver {
         if let Some(durable) = self.durable.take() {
             self.patiently("a version to be durable", step, durable).await?;
         }
+        tracing::debug!(target: "stage", step = step.0, "decided");
         self.core.remember(commit.clone());
         try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &commit))).await?;
         self.durable = Some(self.core.spawn_joined(durable_everywhere(self.core.clone(), step.version())));

@@ -19,11 +19,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Fault, MicroStep, Rank, Step, TierKind, Version};
+use longshore_proto::{Fault, MicroStep, Rank, ShardId, Step, TierKind, Version};
 use tokio::{
     sync::{mpsc, oneshot, watch as channel},
     task::AbortHandle,
 };
+use tracing::debug_span;
 
 use self::{
     board::Board,
@@ -40,7 +41,7 @@ pub use self::{
 use crate::{
     error::{Misuse, Result},
     pull::Feed,
-    push::{Assembler, Collector, Outbox},
+    push::{Assembler, Collector, Outbox, Way},
     session::{Core, Joined, Session, SharedCore},
 };
 
@@ -179,6 +180,7 @@ impl Pipeline {
             return Err(Misuse("a step is under way: call finish before the next begin").into());
         }
         let step = Step(self.last.0 + 1);
+        let _stage = debug_span!(target: "stage", "begin", step = step.0).entered();
         let reads = self.options.schedule.reads(step);
         let before = Meters::read(self.core());
         let loss_scale = self.core().block_on(self.shared.board.wait(self.core(), reads))?;
@@ -246,10 +248,20 @@ impl Pipeline {
                 );
             }
         }
-        let plan = current.plan;
-        let collector = Collector::new(plan.step, MicroStep(micro_step), core.spec().params.len());
-        let outbox = Outbox::new(core, plan.loss_scale, current.finished.clone());
-        Ok(Assembler::new(collector, outbox))
+        let (plan, finished) = (current.plan, current.finished.clone());
+        let (params, ways) = (core.spec().params.len(), self.ways());
+        let collector = Collector::new(plan.step, MicroStep(micro_step), params, ways);
+        let outbox = Outbox::new(core, plan.loss_scale, finished);
+        Ok(Assembler::new(collector, outbox, self.feed.clone()))
+    }
+
+    /// Servers of this host use gradients where they are, if this rank will see when they have: by all their weights.
+    fn ways(&self) -> Vec<Way> {
+        let core = self.core();
+        let whole = matches!(self.options.weights, Weights::Whole);
+        let way = |server| if whole && core.link(server).is_some() { Way::Lent } else { Way::Chunks };
+        let by_server: Vec<Way> = (0..core.peers.len()).map(way).collect();
+        (0..core.layout.shards()).map(|shard| by_server[core.owner(ShardId(shard))]).collect()
     }
 
     /// Ends the step. `trainer_state` is what the trainer needs to resume after it (rank 0's is kept). Returns when
@@ -260,6 +272,7 @@ impl Pipeline {
         self.check_finished(trainer_state.len())?;
         let Some(mut current) = self.current.take() else { return Err(OUTSIDE.into()) };
         let step = current.plan.step;
+        let _stage = debug_span!(target: "stage", "finish", step = step.0).entered();
         self.last = step;
         current.finished_at.send_replace(Some(started));
         if let Some(trainer) = current.trainer.take() {
@@ -379,9 +392,24 @@ impl Pipeline {
         let version = self.drain()?;
         let core = self.core().clone();
         self.core().block_on(driver::durable_everywhere(core, version))?;
+        self.await_updates(version);
         let Pipeline { tasks, session, .. } = self;
         drop(tasks);
         Ok(session)
+    }
+
+    /// Waits until nothing is lent any more, so that its memory can be used again. Where that fails it is given up.
+    fn await_updates(&self, version: Version) {
+        let whole = 0..self.session.layout().elements();
+        let order = std::slice::from_ref(&whole);
+        if !self.core().retained.is_lending() {
+            return;
+        }
+        let pulled = self.session.pull(version, order, self.session.spec().image_dtype);
+        match pulled.and_then(|feed| feed.wait(whole.clone())) {
+            Ok(()) => self.core().retained.updated(Step(version.0)),
+            Err(error) => tracing::debug!(%error, "gradients lent to servers are given up"),
+        }
     }
 
     fn core(&self) -> &SharedCore {

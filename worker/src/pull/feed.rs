@@ -8,6 +8,7 @@ use std::{
 
 use longshore_proto::{Dtype, Fault, FaultKind, Version};
 use tokio::{sync::Notify, task::AbortHandle};
+use tracing::debug_span;
 
 use super::{
     fetch::Fetch,
@@ -228,6 +229,7 @@ impl Feed {
             return Ok(segments);
         }
         let start = Instant::now();
+        let _stage = debug_span!(target: "stage", "wait for weights", version = shared.version.0).entered();
         let core = &shared.core;
         let waited = core.block_on(async {
             match core.patiently(core.options.deadline, shared.whole(segments)).await {

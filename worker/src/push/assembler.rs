@@ -1,16 +1,19 @@
 //! Gradients of one micro-step, put in any order, cut into wire chunks that leave as soon as they are complete.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, ops::Range};
 
 use longshore_proto::{
-    ChunkId, Dtype, JobSpec, Layout, MicroStep, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
+    ChunkId, JobSpec, Layout, MicroStep, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
 };
+
+use tracing::debug_span;
 
 use super::{ChunkKey, Payload, outbox::Outbox};
 use crate::{
     convert,
     device::{Pool, PooledBuffer},
     error::{GradientError, Result},
+    pull::Feed,
 };
 
 /// What the chunks are cut from. Shared by all micro-steps.
@@ -55,6 +58,15 @@ struct Open {
     missing: u64,
 }
 
+/// How a shard's gradient leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Chunk by chunk, as they are complete.
+    Chunks,
+    /// All at once, to be used by its server where it lies.
+    Lent,
+}
+
 /// Collects one micro-step. Chunks are complete when every parameter element in them has been put; padding is zero.
 pub(crate) struct Collector {
     pub(crate) step: Step,
@@ -62,40 +74,55 @@ pub(crate) struct Collector {
     open: HashMap<(ShardId, ChunkId), Open>,
     put: Vec<bool>,
     left: usize,
+    /// By shard.
+    ways: Vec<Way>,
 }
 
 impl Collector {
-    pub(crate) fn new(step: Step, micro_step: MicroStep, params: usize) -> Collector {
-        Collector { step, micro_step, open: HashMap::new(), put: vec![false; params], left: params }
+    pub(crate) fn new(step: Step, micro_step: MicroStep, params: usize, ways: Vec<Way>) -> Collector {
+        Collector { step, micro_step, open: HashMap::new(), put: vec![false; params], left: params, ways }
     }
 
-    /// Converts a parameter's gradient to the wire's type and hands complete chunks to `outbox`.
+    /// Has a parameter's gradient of `elements` written and hands complete chunks to `outbox`. `write` gets a range of its
+    /// elements and where they go, in the wire's type.
     pub(crate) fn put(
         &mut self,
         plan: &Plan<'_>,
         param: usize,
-        gradient: &[f32],
+        elements: u64,
+        write: &mut dyn FnMut(Range<usize>, &mut [u8]),
         mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
     ) -> Result<()> {
-        self.check(plan, param, gradient.len() as u64)?;
+        self.check(plan, param, elements)?;
         self.put[param] = true;
         self.left -= 1;
-        let dtype = plan.spec.gradient_dtype;
-        let mut rest = gradient;
+        let mut done = 0;
         for slice in plan.layout.slices(plan.layout.param_range(param)) {
             let (mut offset, end) = (slice.offset, slice.offset + slice.elements);
+            let unit = self.unit(plan, slice.shard);
             while offset < end {
-                let until = end.min((offset / chunk_elements(dtype) + 1) * chunk_elements(dtype));
-                let (source, after) = rest.split_at((until - offset) as usize);
-                rest = after;
-                if let Some((key, payload)) = self.fill(plan, slice.shard, offset, source)? {
-                    let crc = crc32(&payload.bytes);
+                let until = end.min((offset / unit + 1) * unit);
+                let range = done..done + (until - offset) as usize;
+                done = range.end;
+                if let Some((key, payload)) =
+                    self.fill(plan, slice.shard, offset, range.len(), |target| write(range, target))?
+                {
+                    let crc =
+                        if self.ways[slice.shard.index()] == Way::Lent { 0 } else { crc32(&payload.bytes) };
                     outbox(key, payload, crc)?;
                 }
                 offset = until;
             }
         }
         Ok(())
+    }
+
+    /// Elements of a shard that leave together.
+    fn unit(&self, plan: &Plan<'_>, shard: ShardId) -> u64 {
+        match self.ways[shard.index()] {
+            Way::Chunks => CHUNK_BYTES as u64 / plan.spec.gradient_dtype.bytes(),
+            Way::Lent => plan.layout.shard_len(shard),
+        }
     }
 
     fn check(&self, plan: &Plan<'_>, param: usize, given: u64) -> Result<(), GradientError> {
@@ -120,24 +147,30 @@ impl Collector {
         plan: &Plan<'_>,
         shard: ShardId,
         offset: u64,
-        source: &[f32],
+        elements: usize,
+        write: impl FnOnce(&mut [u8]),
     ) -> Result<Option<(ChunkKey, Payload)>> {
-        let dtype = plan.spec.gradient_dtype;
-        let chunk = ChunkId((offset / chunk_elements(dtype)) as u32);
+        let (unit, width) = (self.unit(plan, shard), plan.spec.gradient_dtype.bytes());
+        let chunk = ChunkId((offset / unit) as u32);
         let open = match self.open.entry((shard, chunk)) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(begin(plan, shard, chunk)?),
+            std::collections::hash_map::Entry::Vacant(entry) => {
+                entry.insert(begin(plan, shard, chunk, unit)?)
+            }
         };
-        let start = ((offset % chunk_elements(dtype)) * dtype.bytes()) as usize;
-        let bytes = source.len() * dtype.bytes() as usize;
-        convert::from_f32(dtype, source, &mut open.buffer.as_mut()[start..start + bytes]);
-        open.missing -= source.len() as u64;
+        let start = ((offset % unit) * width) as usize;
+        write(&mut open.buffer.as_mut()[start..start + elements * width as usize]);
+        open.missing -= elements as u64;
         if open.missing > 0 {
             return Ok(None);
         }
         let key = ChunkKey { step: self.step, micro_step: self.micro_step, shard, chunk };
+        let payload = match self.ways[shard.index()] {
+            Way::Chunks => Payload::from,
+            Way::Lent => Payload::lent,
+        };
         let complete = self.open.remove(&(shard, chunk));
-        Ok(complete.map(|open| (key, Payload::from(open.buffer))))
+        Ok(complete.map(|open| (key, payload(open.buffer))))
     }
 
     /// Errors unless every parameter was put. Every chunk holds a parameter's element, since gaps and tail are shorter
@@ -152,17 +185,12 @@ impl Collector {
     }
 }
 
-fn chunk_elements(dtype: Dtype) -> u64 {
-    CHUNK_BYTES as u64 / dtype.bytes()
-}
-
-fn begin(plan: &Plan<'_>, shard: ShardId, chunk: ChunkId) -> Result<Open> {
-    let dtype = plan.spec.gradient_dtype;
-    let bytes = plan.layout.chunk_bytes(shard, chunk, dtype).unwrap_or(0..0);
-    let start = plan.layout.shard_range(shard).start + bytes.start / dtype.bytes();
-    let elements = (bytes.end - bytes.start) / dtype.bytes();
-    let missing = plan.expected(start, start + elements);
-    let mut buffer = plan.pool.take((bytes.end - bytes.start) as usize)?;
+fn begin(plan: &Plan<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> Result<Open> {
+    let whole = plan.layout.shard_range(shard);
+    let start = whole.start + u64::from(chunk.0) * unit;
+    let end = whole.end.min(start + unit);
+    let (missing, elements) = (plan.expected(start, end), end - start);
+    let mut buffer = plan.pool.take((elements * plan.spec.gradient_dtype.bytes()) as usize)?;
     if missing < elements {
         buffer.as_mut().fill(0);
     }
@@ -174,11 +202,23 @@ fn begin(plan: &Plan<'_>, shard: ShardId, chunk: ChunkId) -> Result<Open> {
 pub struct Assembler {
     collector: Collector,
     outbox: Outbox,
+    /// The weights that backward computes with, until all of them have been seen here.
+    feed: Option<Feed>,
 }
 
 impl Assembler {
-    pub(crate) fn new(collector: Collector, outbox: Outbox) -> Assembler {
-        Assembler { collector, outbox }
+    pub(crate) fn new(collector: Collector, outbox: Outbox, feed: Option<Feed>) -> Assembler {
+        Assembler { collector, outbox, feed }
+    }
+
+    /// What was lent for the weights' step and those before is not read any more once all weights are here. Mostly they
+    /// are when the first gradient is, whose memory it then becomes.
+    fn take_back(&mut self) {
+        let core = self.outbox.core();
+        let all = 0..core.layout.elements();
+        if let Some(feed) = self.feed.take_if(|feed| feed.is_ready(all)) {
+            core.retained.updated(Step(feed.version().0));
+        }
     }
 
     /// The gradient of parameter `param`, already multiplied by the step's loss scale; in any order, each once. Blocks
@@ -188,11 +228,30 @@ impl Assembler {
     /// `Gradient` for a wrong length, a second put or an unknown parameter; `Shortage` when the host budget is used up;
     /// the session's failure, if there is one.
     pub fn put(&mut self, param: usize, gradient: &[f32]) -> Result<()> {
+        let dtype = self.outbox.core().spec().gradient_dtype;
+        self.put_with(param, gradient.len() as u64, &mut |range, target| {
+            convert::from_f32(dtype, &gradient[range], target);
+        })
+    }
+
+    /// As [`Assembler::put`], of `elements` that are written straight to where they are sent from, as a device's copy is:
+    /// `write` gets a range of them, and where it goes in the job's gradient type. What it leaves is what was there.
+    ///
+    /// # Errors
+    /// As [`Assembler::put`].
+    pub fn put_with(
+        &mut self,
+        param: usize,
+        elements: u64,
+        write: &mut dyn FnMut(Range<usize>, &mut [u8]),
+    ) -> Result<()> {
+        let _stage = debug_span!(target: "stage", "push", param).entered();
         self.outbox.check()?;
-        let Assembler { collector, outbox } = self;
+        self.take_back();
+        let Assembler { collector, outbox, .. } = self;
         let core = outbox.core();
         let plan = Plan { spec: core.spec(), layout: &core.layout, pool: &core.chunk_pool };
-        collector.put(&plan, param, gradient, |key, payload, crc| outbox.send(key, payload, crc))
+        collector.put(&plan, param, elements, write, |key, payload, crc| outbox.send(key, payload, crc))
     }
 
     /// Ends the micro-step.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use longshore_proto::{JobName, Param, Rule, TierKind, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Dtype, JobName, Param, Rule, TierKind, limits::BLOCK_ELEMENTS};
 use proptest::prelude::*;
 
 use super::*;
@@ -59,19 +59,28 @@ fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
     chunks
 }
 
-fn assemble(spec: &JobSpec, layout: &Layout, pool: &Pool, order: &[usize]) -> Chunks {
+/// What leaves, with what is lent cut into chunks.
+fn assemble(spec: &JobSpec, layout: &Layout, pool: &Pool, order: &[usize], ways: &[Way]) -> Chunks {
     let plan = Plan { spec, layout, pool };
-    let mut collector = Collector::new(Step(1), MicroStep(0), spec.params.len());
+    let mut collector = Collector::new(Step(1), MicroStep(0), spec.params.len(), ways.to_vec());
     let mut chunks = Chunks::new();
     for &param in order {
         let range = layout.param_range(param);
         let gradient = gradient(param, range.end - range.start);
-        let keep = |key, payload: Payload, crc| {
-            assert_eq!(crc, crc32(&payload.bytes));
-            assert!(chunks.insert(key, payload.bytes.to_vec()).is_none(), "{key:?} left twice");
+        let keep = |key: ChunkKey, payload: Payload, crc| {
+            let lent = ways[key.shard.index()] == Way::Lent;
+            assert!(if lent { key.chunk == ChunkId(0) } else { crc == crc32(&payload.bytes) });
+            let unit = if lent { CHUNK_BYTES } else { payload.bytes.len() };
+            for (index, part) in payload.bytes.chunks(unit).enumerate() {
+                let key = ChunkKey { chunk: ChunkId(key.chunk.0 + index as u32), ..key };
+                assert!(chunks.insert(key, part.to_vec()).is_none(), "{key:?} left twice");
+            }
             Ok(())
         };
-        collector.put(&plan, param, &gradient, keep).unwrap();
+        let mut write = |range: Range<usize>, target: &mut [u8]| {
+            convert::from_f32(spec.gradient_dtype, &gradient[range], target);
+        };
+        collector.put(&plan, param, gradient.len() as u64, &mut write, keep).unwrap();
     }
     collector.finish(spec).unwrap();
     assert!(collector.open.is_empty());
@@ -92,6 +101,8 @@ proptest! {
         let pool = Pool::new(Budget::unlimited("test"), "test");
         // Dirty buffers: padding must be zeroed, not lucky.
         for shard in 0..layout.shards() {
+            let whole = layout.shard_len(ShardId(shard)) * dtype.bytes();
+            pool.take(whole as usize).unwrap().as_mut().fill(0xAB);
             for chunk in 0..layout.chunks(ShardId(shard), dtype) {
                 let range = layout.chunk_bytes(ShardId(shard), ChunkId(chunk), dtype).unwrap();
                 pool.take((range.end - range.start) as usize).unwrap().as_mut().fill(0xAB);
@@ -99,7 +110,9 @@ proptest! {
         }
         let mut order: Vec<usize> = (0..sizes.len()).collect();
         order.sort_by_key(|&param| (param as u64 + 1).wrapping_mul(seed | 1).rotate_left(17));
-        prop_assert!(assemble(&spec, &layout, &pool, &order) == naive(&spec, &layout));
+        let way = |shard: u32| if seed >> (shard % 64) & 1 == 0 { Way::Lent } else { Way::Chunks };
+        let ways: Vec<Way> = (0..layout.shards()).map(way).collect();
+        prop_assert!(assemble(&spec, &layout, &pool, &order, &ways) == naive(&spec, &layout));
     }
 }
 
@@ -109,9 +122,10 @@ fn wrong_puts_are_refused_by_name() {
     let layout = spec.validate().unwrap();
     let pool = Pool::new(Budget::unlimited("test"), "test");
     let plan = Plan { spec: &spec, layout: &layout, pool: &pool };
-    let mut collector = Collector::new(Step(1), MicroStep(0), 2);
+    let ways = vec![Way::Chunks; layout.shards() as usize];
+    let mut collector = Collector::new(Step(1), MicroStep(0), 2, ways);
     let mut put = |param, elements: usize| {
-        let result = collector.put(&plan, param, &vec![0.0; elements], |_, _, _| Ok(()));
+        let result = collector.put(&plan, param, elements as u64, &mut |_, _| {}, |_, _, _| Ok(()));
         let error = match result {
             Err(Error::Gradient(error)) => Some(error),
             _ => None,

@@ -5,6 +5,8 @@ use std::{collections::VecDeque, time::Instant};
 
 use longshore_proto::{
     Fault, FaultKind, Step,
+    checksum::crc32,
+    limits::CHUNK_BYTES,
     wire::{
         fault_from_status, fault_from_wire,
         frame::{self, Event, Incoming, Piece, Pieces},
@@ -15,9 +17,9 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use super::{
-    ChunkKey, Payload,
+    ChunkKey,
     refusal::{self, Verdict},
-    retained::LaneId,
+    retained::{Chunk, LaneId},
 };
 use crate::{
     error::{Error, Result},
@@ -135,37 +137,50 @@ impl Lane {
 /// Hands a chunk to the transport, unless its step has been committed meanwhile.
 async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey) {
     let Some(chunk) = core.retained.send(&key) else { return };
-    let place = place(core, server, &chunk.payload).await;
-    let head = PushRequest {
+    let place = place(core, server, &chunk).await;
+    let head = |chunk_id: u32, crc32, place| PushRequest {
         job: core.job().to_string(),
         incarnation: core.incarnation().0,
         rank: core.options.rank.0,
         step: key.step.0,
         micro_step: key.micro_step.0,
         shard: key.shard.0,
-        chunk: key.chunk.0,
+        chunk: chunk_id,
         loss_scale: chunk.loss_scale,
         dtype: core.spec().gradient_dtype.to_wire(),
-        crc32: chunk.crc32,
+        crc32,
         place,
         ..PushRequest::default()
     };
+    let send = async |message| {
+        if ready.send(Ok(message)).await.is_err() {
+            // The call has ended; the receiving side is about to say why.
+            std::future::pending::<()>().await;
+        }
+    };
     // The retained payload itself goes out, if it does not stay where it is: it is not copied before the socket.
-    let message =
-        if place.is_some() { frame::encode(&head) } else { frame::encode_with(&head, chunk.payload.bytes) };
-    if ready.send(Ok(message)).await.is_err() {
-        // The call has ended; the receiving side is about to say why.
-        std::future::pending::<()>().await;
+    let bytes = &chunk.payload.bytes;
+    if place.is_some() {
+        send(frame::encode(&head(key.chunk.0, chunk.crc32, place))).await;
+    } else if chunk.is_lent() {
+        // There was a link, and is none any more.
+        for (index, start) in (0..bytes.len()).step_by(CHUNK_BYTES).enumerate() {
+            let part = bytes.slice(start..bytes.len().min(start + CHUNK_BYTES));
+            send(frame::encode_with(&head(index as u32, crc32(&part), None), part)).await;
+        }
+    } else {
+        send(frame::encode_with(&head(key.chunk.0, chunk.crc32, None), bytes.clone())).await;
     }
 }
 
 /// Where the server can read a payload; None where it must be sent.
-async fn place(core: &Core, server: usize, payload: &Payload) -> Option<MemfdPlace> {
-    let (extent, offset) = payload.place.as_ref()?;
+async fn place(core: &Core, server: usize, chunk: &Chunk) -> Option<MemfdPlace> {
+    let (extent, offset) = chunk.payload.place.as_ref()?;
     let link = core.link(server)?;
     match link.memory(extent).await {
         Ok(memory) => {
-            Some(MemfdPlace { link: link.id, memory, offset: *offset, bytes: payload.bytes.len() as u64 })
+            let (offset, bytes) = (*offset, chunk.payload.bytes.len() as u64);
+            Some(MemfdPlace { link: link.id, memory, offset, bytes, lent: chunk.is_lent() })
         }
         Err(fault) => {
             tracing::debug!(server = core.peers[server].address, %fault, "a payload goes inline");

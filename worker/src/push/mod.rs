@@ -7,7 +7,7 @@ mod refusal;
 mod retained;
 
 pub use assembler::Assembler;
-pub(crate) use assembler::Collector;
+pub(crate) use assembler::{Collector, Way};
 pub(crate) use lane::{Lanes, start_lanes};
 pub(crate) use outbox::Outbox;
 pub use retained::ChunkKey;

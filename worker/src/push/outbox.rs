@@ -9,6 +9,7 @@ use std::{
 };
 
 use tokio::sync::mpsc::error::TrySendError;
+use tracing::debug_span;
 
 use super::{
     ChunkKey, Payload,
@@ -65,6 +66,7 @@ impl Outbox {
 
     fn wait_for_room(&self, lane: LaneId, key: ChunkKey) -> Result<()> {
         let start = Instant::now();
+        let _stage = debug_span!(target: "stage", "wait for room", step = key.step.0).entered();
         let core = &self.core;
         let lanes = core.lanes.get().ok_or(Misuse("join before pushing"))?;
         let sent = core.block_on(async {

@@ -12,7 +12,7 @@ use longshore_proto::{
     wire::{memfd::STALE, v1::PushResult},
 };
 
-use super::ChunkKey;
+use super::{ChunkKey, retained::Chunk};
 use crate::{
     error::{ChunkRefused, Error, Result},
     session::{Backoff, Impatience, SharedCore},
@@ -59,7 +59,8 @@ pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault
 
 /// Whether the payload still has its own checksum: before the network is blamed.
 fn is_sound(core: &SharedCore, key: &ChunkKey) -> bool {
-    core.retained.send(key).is_some_and(|chunk| crc32(&chunk.payload.bytes) == chunk.crc32)
+    let sound = |chunk: Chunk| chunk.is_lent() || crc32(&chunk.payload.bytes) == chunk.crc32;
+    core.retained.send(key).is_some_and(sound)
 }
 
 /// "Not in this state". Waits while the server is paused, or one commit behind the one that started this step: ranks

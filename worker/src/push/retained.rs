@@ -2,7 +2,10 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use bytes::Bytes;
@@ -27,12 +30,47 @@ pub(crate) type LaneId = (usize, usize);
 pub(crate) struct Payload {
     pub(crate) bytes: Bytes,
     pub(crate) place: Option<(Arc<Extent>, u64)>,
+    /// Of what is lent: set once no server reads it any more.
+    over: Option<Arc<AtomicBool>>,
 }
 
 impl From<PooledBuffer> for Payload {
     fn from(buffer: PooledBuffer) -> Payload {
         let place = buffer.place();
-        Payload { bytes: Bytes::from_owner(buffer), place }
+        Payload { bytes: Bytes::from_owner(buffer), place, over: None }
+    }
+}
+
+impl Payload {
+    /// To be used by servers where it lies.
+    pub(super) fn lent(buffer: PooledBuffer) -> Payload {
+        let (place, over) = (buffer.place(), Arc::new(AtomicBool::new(false)));
+        let lent = Lent { buffer: Some(buffer), over: Arc::clone(&over) };
+        Payload { bytes: Bytes::from_owner(lent), place, over: Some(over) }
+    }
+}
+
+/// A buffer that servers may be reading. It goes back to its pool only once that is over.
+struct Lent {
+    /// None only while dropping.
+    buffer: Option<PooledBuffer>,
+    over: Arc<AtomicBool>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        self.buffer.as_ref().map_or(&[], PooledBuffer::as_ref)
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take()
+            && !self.over.load(Ordering::Acquire)
+        {
+            // The session ends before an update does. Its memory goes with the last server that has mapped it.
+            buffer.abandon();
+        }
     }
 }
 
@@ -40,9 +78,16 @@ impl From<PooledBuffer> for Payload {
 #[derive(Clone)]
 pub(crate) struct Chunk {
     pub(crate) payload: Payload,
+    /// Of no meaning for what is lent.
     pub(crate) crc32: u32,
     pub(crate) loss_scale: f64,
     pub(crate) lane: LaneId,
+}
+
+impl Chunk {
+    pub(crate) fn is_lent(&self) -> bool {
+        self.payload.over.is_some()
+    }
 }
 
 struct Entry {
@@ -51,36 +96,76 @@ struct Entry {
     acknowledged: bool,
 }
 
-/// All chunks of undecided steps, by key.
+impl Entry {
+    fn not_needed(self) -> Entry {
+        if let Some(over) = &self.chunk.payload.over {
+            over.store(true, Ordering::Release);
+        }
+        self
+    }
+}
+
+/// Chunks that a server may still need, by key: those of undecided steps, and what is lent until its update is done.
 #[derive(Default)]
-pub(crate) struct Retained {
-    entries: Mutex<BTreeMap<ChunkKey, Entry>>,
+pub(crate) struct Retained(Mutex<Entries>);
+
+#[derive(Default)]
+struct Entries {
+    by_key: BTreeMap<ChunkKey, Entry>,
+    /// No server asks again for what belongs to these steps.
+    decided: Step,
+    /// All weights after these steps were seen: their updates are done.
+    updated: Step,
+}
+
+impl Entries {
+    /// The chunk, or the whole gradient of its shard.
+    fn find(&mut self, key: &ChunkKey) -> Option<&mut Entry> {
+        let whole = ChunkKey { chunk: ChunkId(0), ..*key };
+        let held = match self.by_key.get(&whole).is_some_and(|entry| entry.chunk.is_lent()) {
+            true => whole,
+            false => *key,
+        };
+        self.by_key.get_mut(&held)
+    }
+
+    fn free(&mut self) -> Vec<Entry> {
+        let (decided, updated) = (self.decided, self.updated);
+        let over = |key: &ChunkKey, entry: &mut Entry| {
+            key.step <= decided && (!entry.chunk.is_lent() || key.step <= updated)
+        };
+        self.by_key.extract_if(..=last_of(decided), over).map(|(_, entry)| entry.not_needed()).collect()
+    }
+}
+
+fn last_of(step: Step) -> ChunkKey {
+    ChunkKey { step, micro_step: MicroStep(u32::MAX), shard: ShardId(u32::MAX), chunk: ChunkId(u32::MAX) }
 }
 
 impl Retained {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<ChunkKey, Entry>> {
-        // Every change is one call on the map.
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Entries> {
+        // Every change is one call on the map, or a number.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn keep(&self, key: ChunkKey, chunk: Chunk) {
-        self.lock().insert(key, Entry { chunk, sent: false, acknowledged: false });
+        self.lock().by_key.insert(key, Entry { chunk, sent: false, acknowledged: false });
     }
 
     /// A chunk to send now; None when its step has been committed meanwhile.
     pub(crate) fn send(&self, key: &ChunkKey) -> Option<Chunk> {
-        self.lock().get_mut(key).map(|entry| {
+        self.lock().find(key).map(|entry| {
             entry.sent = true;
             entry.chunk.clone()
         })
     }
 
     pub(crate) fn contains(&self, key: &ChunkKey) -> bool {
-        self.lock().contains_key(key)
+        self.lock().find(key).is_some()
     }
 
     pub(crate) fn acknowledge(&self, key: &ChunkKey) {
-        if let Some(entry) = self.lock().get_mut(key) {
+        if let Some(entry) = self.lock().find(key) {
             entry.acknowledged = true;
         }
     }
@@ -90,34 +175,39 @@ impl Retained {
     /// that still queue are left to the queue.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
         let entries = self.lock();
-        entries
-            .iter()
-            .filter(|(_, entry)| entry.sent && entry.chunk.lane == lane)
-            .map(|(key, _)| *key)
-            .collect()
+        let sent = entries.by_key.iter().filter(|(_, entry)| entry.sent && entry.chunk.lane == lane);
+        sent.map(|(key, _)| *key).collect()
     }
 
     /// The newest step with a chunk; 0 without one.
     pub(crate) fn newest(&self) -> u64 {
-        self.lock().keys().next_back().map_or(0, |key| key.step.0)
+        self.lock().by_key.keys().next_back().map_or(0, |key| key.step.0)
     }
 
     /// Chunks not yet acknowledged.
     pub(crate) fn unacknowledged(&self) -> usize {
-        self.lock().values().filter(|entry| !entry.acknowledged).count()
+        self.lock().by_key.values().filter(|entry| !entry.acknowledged).count()
     }
 
-    /// Frees every chunk of the steps up to and with `step`: it is committed.
+    /// Whether servers may be reading gradients here.
+    pub(crate) fn is_lending(&self) -> bool {
+        self.lock().by_key.values().any(|entry| entry.chunk.is_lent())
+    }
+
+    /// Frees the chunks of the steps up to and with `step`, but for what is lent: it is committed.
     pub(crate) fn release(&self, step: Step) {
-        let first_kept = ChunkKey {
-            step: Step(step.0 + 1),
-            micro_step: MicroStep(0),
-            shard: ShardId(0),
-            chunk: ChunkId(0),
-        };
+        self.free(|entries| entries.decided = entries.decided.max(step));
+    }
+
+    /// Frees what is lent of these steps as well, once they are committed: their updates are done.
+    pub(crate) fn updated(&self, step: Step) {
+        self.free(|entries| entries.updated = entries.updated.max(step));
+    }
+
+    fn free(&self, tell: impl FnOnce(&mut Entries)) {
         let mut entries = self.lock();
-        let kept = entries.split_off(&first_kept);
-        let freed = std::mem::replace(&mut *entries, kept);
+        tell(&mut entries);
+        let freed = entries.free();
         drop(entries);
         drop(freed); // buffers go back to their pool outside the lock
     }
@@ -125,14 +215,17 @@ impl Retained {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
+    use crate::device::{Budget, Pool};
 
     fn key(step: u64, chunk: u32) -> ChunkKey {
         ChunkKey { step: Step(step), micro_step: MicroStep(0), shard: ShardId(0), chunk: ChunkId(chunk) }
     }
 
     fn chunk(lane: LaneId) -> Chunk {
-        let payload = Payload { bytes: Bytes::from_static(b"gradient"), place: None };
+        let payload = Payload { bytes: Bytes::from_static(b"gradient"), place: None, over: None };
         Chunk { payload, crc32: 1, loss_scale: 1.0, lane }
     }
 
@@ -172,10 +265,37 @@ mod tests {
     fn a_payload_is_freed_with_its_step() {
         let retained = Retained::default();
         let payload = Bytes::from(vec![0u8; 16]);
-        let kept = Payload { bytes: payload.clone(), place: None };
+        let kept = Payload { bytes: payload.clone(), place: None, over: None };
         retained.keep(key(1, 0), Chunk { payload: kept, ..chunk((0, 0)) });
         assert!(!payload.is_unique());
         retained.release(Step(1));
         assert!(payload.is_unique());
+    }
+    #[test]
+    fn what_is_lent_is_freed_once_its_update_is_done_and_else_left_alone() {
+        let budget = Budget::new("host", 1 << 20);
+        let pool = Pool::shared(budget.clone(), "test");
+        let retained = Retained::default();
+        let lend = |step| {
+            let mut buffer = pool.take(4096).unwrap();
+            buffer.as_mut().fill(step as u8);
+            let place = buffer.place().unwrap();
+            retained.keep(key(step, 0), Chunk { payload: Payload::lent(buffer), ..chunk((0, 0)) });
+            place
+        };
+        let (first, second) = (lend(1), lend(2));
+        assert!(retained.contains(&key(1, 3)), "any chunk of the shard is found in the whole");
+        retained.release(Step(2));
+        assert!(retained.contains(&key(1, 0)) && retained.contains(&key(2, 0)), "decided is not updated");
+        retained.updated(Step(1));
+        assert!(!retained.contains(&key(1, 0)));
+        assert_eq!(pool.take(4096).unwrap().place().unwrap().1, first.1, "the first buffer is used again");
+        // The session ends while a server may read the second.
+        drop(retained);
+        let (extent, offset) = second;
+        let mut seen = [0; 4096];
+        rustix::io::pread(extent.as_fd(), &mut seen[..], offset).unwrap();
+        assert!(seen.iter().all(|&byte| byte == 2));
+        assert_eq!(budget.used(), 4096, "it is no more of this pool");
     }
 }

@@ -21,7 +21,8 @@ fn request() -> impl Strategy<Value = PushRequest> {
         |(job, (incarnation, rank, step, micro_step, shard, chunk), loss_scale, dtype, crc32, payload)| {
             let loss_scale = if loss_scale.is_nan() { 1.0 } else { loss_scale };
             let payload = payload.into();
-            let place = MemfdPlace { link: incarnation, memory: shard, offset: 1, bytes: 2 };
+            let place =
+                MemfdPlace { link: incarnation, memory: shard, offset: 1, bytes: 2, lent: rank % 2 == 0 };
             let place = (step % 2 == 0).then_some(place);
             PushRequest {
                 job,

@@ -94,16 +94,25 @@ impl Foreign {
         u64::from_le(word.load(Ordering::SeqCst))
     }
 
+    /// Bytes that their owner gave its word not to change. Where it breaks it, what is read is noise: plain numbers to
+    /// compute with, on which no check and no index may rely.
+    ///
+    /// # Panics
+    /// If they are not inside.
+    pub fn bytes(&self, offset: u64, bytes: u64) -> &[u8] {
+        assert!(self.holds(offset, bytes), "the caller has checked the place");
+        // SAFETY: inside the mapping, which lives as long as self and is readable. Bytes that change under a reader are
+        // not Rust's model of a slice; readers treat them as numbers that are loaded once for each use.
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), bytes as usize) }
+    }
+
     /// Lends bytes to `read` where they lie. What it makes of them is good only if a word says afterwards that nobody
     /// wrote meanwhile: until then `read` must treat them as noise.
     ///
     /// # Panics
     /// If they are not inside.
     pub fn lend(&self, offset: u64, bytes: u64, read: &mut dyn FnMut(&[u8])) {
-        assert!(self.holds(offset, bytes), "the caller has checked the place");
-        // SAFETY: inside the mapping, alive and readable. Bytes that change under a reader are not Rust's model of a slice;
-        // they are plain numbers that are converted or copied once, and the result is thrown away if they changed.
-        read(unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), bytes as usize) });
+        read(self.bytes(offset, bytes));
     }
 }
 

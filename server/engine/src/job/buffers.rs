@@ -7,8 +7,9 @@ use std::sync::{
 
 use longshore_proto::{Dtype, JobSpec, Version};
 
+use super::contribution::Contribution;
 use crate::{
-    kernels::{Figures, Gradient, ImageMut},
+    kernels::{Figures, ImageMut},
     memory::{AllocationError, Region, SharedFile, Slab, Words},
     threads::Pool,
 };
@@ -22,7 +23,7 @@ pub(super) struct Buffers {
 
 pub(super) struct ShardBuffers {
     /// By slot of the step, then rank; wire format.
-    pub(super) contributions: Vec<Vec<Mutex<Region>>>,
+    pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
     /// By slot; fp32. None where a step has one contribution, which is left as it came.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// By slot: the figures of each block once the step is complete.
@@ -160,7 +161,7 @@ impl Buffers {
             });
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {
-                contributions.push((0..ranks).map(|_| Mutex::new(next())).collect());
+                contributions.push((0..ranks).map(|_| Mutex::new(Contribution::new(next()))).collect());
                 let region = next();
                 accumulators.push(spec.accumulates().then(|| Mutex::new(region)));
             }
@@ -168,15 +169,6 @@ impl Buffers {
             ShardBuffers { contributions, accumulators, figures, images }
         });
         Ok(Buffers { shards: shards.collect(), shared })
-    }
-}
-
-/// A wire-format region as kernels see it.
-pub(super) fn gradient(region: &Region, dtype: Dtype) -> Gradient<'_> {
-    match dtype {
-        Dtype::F32 => Gradient::F32(region.f32()),
-        Dtype::F16 => Gradient::F16(region.u16()),
-        Dtype::Bf16 => Gradient::Bf16(region.u16()),
     }
 }
 

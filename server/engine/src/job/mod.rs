@@ -5,6 +5,7 @@
 
 mod buffers;
 mod compute;
+mod contribution;
 mod export;
 mod load;
 mod read;
@@ -26,6 +27,7 @@ use longshore_proto::{
 };
 
 pub use compute::Compute;
+pub use contribution::Lent;
 pub use export::Exported;
 pub use load::{LoadedShard, StoredImages};
 pub use read::{ImagePlace, ImageRead};
@@ -285,6 +287,7 @@ impl Job {
         if joined && before != Some(incarnation) {
             // Under the lock: what is sent again is written over what was there.
             self.tier.joined(rank, incarnation, self.spec.world_size == 1);
+            self.give_back_unneeded(&machine, rank);
         }
         drop(machine);
         self.notify();

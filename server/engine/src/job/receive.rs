@@ -2,23 +2,27 @@
 
 use std::{
     ops::{Deref, Range},
-    sync::atomic::Ordering,
+    sync::{Arc, atomic::Ordering},
 };
 
 use longshore_proto::{
-    ContributionChunk, Fault, FaultKind, MicroStep, ShardId, Step,
+    ContributionChunk, Fault, FaultKind, MicroStep, Rank, ShardId, Step,
     checksum::{Crc32, TILE_BYTES},
+    limits::CHUNK_BYTES,
 };
+
+use tracing::{debug_span, span::EnteredSpan};
 
 use super::{
     Job,
-    buffers::{ShardBuffers, gradient},
+    buffers::ShardBuffers,
     compute::BLOCK,
+    contribution::{LENT_ALIGNMENT, Lent},
 };
 use crate::{
     kernels::{Figures, Gradient, accumulate, accumulate_figures, figures, widen},
     lock,
-    step::{Admission, Ticket, Work},
+    step::{Admission, Machine, Ticket, Work},
 };
 
 /// Most bytes copied under one lock of a rank's buffer: 20 microseconds.
@@ -58,6 +62,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// # Errors
     /// `Invalid` when it is more than was announced; nothing of it is written.
     pub fn write(&mut self, slice: &[u8]) -> Result<(), Fault> {
+        let _stage = self.stage();
         if slice.len() > self.left.len() {
             let value = format!("{} bytes more than announced", slice.len() - self.left.len());
             return Err(Fault::invalid("payload", value, "as long as the chunk", "send whole chunks"));
@@ -67,9 +72,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
         // Two connections may bring chunks of one buffer: neither holds it for longer than a part.
         for part in slice.chunks(LOCKED_BYTES) {
             let end = self.left.start + part.len();
-            let mut region = lock(buffer);
+            let mut contribution = lock(buffer);
             // Admission checked that the chunk lies inside the shard.
-            self.sum.copy(part, &mut region.bytes_mut()[self.left.start..end]);
+            self.sum.copy(part, &mut contribution.own()[self.left.start..end]);
             self.left.start = end;
         }
         Ok(())
@@ -78,19 +83,49 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// Takes the whole payload from where it lies: `fetch(from, target)` copies what is `from` bytes into it. What is
     /// summed is the copy, whatever becomes of the original meanwhile.
     pub fn fetch(&mut self, fetch: &mut dyn FnMut(usize, &mut [u8])) {
+        let _stage = self.stage();
         let Ticket { owned, slot, chunk } = self.ticket;
         let buffer = &self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()];
         let mut from = 0;
         while !self.left.is_empty() {
             let end = self.left.end.min(self.left.start + LOCKED_BYTES);
-            let mut region = lock(buffer);
-            for tile in region.bytes_mut()[self.left.start..end].chunks_mut(TILE_BYTES) {
+            let mut contribution = lock(buffer);
+            for tile in contribution.own()[self.left.start..end].chunks_mut(TILE_BYTES) {
                 fetch(from, tile);
                 self.sum.update(tile);
                 from += tile.len();
             }
             self.left.start = end;
         }
+    }
+
+    fn stage(&self) -> EnteredSpan {
+        let contribution = self.ticket.chunk.contribution;
+        let (rank, shard, step) = (contribution.rank.0, contribution.shard.0, contribution.step.0);
+        debug_span!(target: "stage", "receive", rank, shard, step).entered()
+    }
+
+    /// Uses a lent payload where it lies, or where the tier must have it, a copy.
+    ///
+    /// # Errors
+    /// `Invalid` unless it is as long as was announced, and aligned.
+    pub fn lend(&mut self, lent: Arc<dyn Lent>) -> Result<(), Fault> {
+        let Ticket { owned, slot, chunk } = self.ticket;
+        let bytes = lent.bytes();
+        if bytes.len() != self.left.len() || !bytes.as_ptr().addr().is_multiple_of(LENT_ALIGNMENT) {
+            let value = format!("{} bytes at {:p}", bytes.len(), bytes.as_ptr());
+            let limit = format!("{} bytes, aligned to {LENT_ALIGNMENT}", self.left.len());
+            return Err(Fault::invalid("push.place", value, limit, "lend a shard's whole gradient"));
+        }
+        let mut contribution =
+            lock(&self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
+        if self.job.tier.keeps_contributions() {
+            contribution.own().copy_from_slice(bytes);
+        } else {
+            contribution.lend(lent);
+        }
+        self.left = 0..0;
+        Ok(())
     }
 
     /// Counts the chunk, if all of it came and it has its checksum.
@@ -103,7 +138,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
             let value = format!("{} bytes short", self.left.len());
             return Err(Fault::invalid("payload", value, "as long as the chunk", "send whole chunks"));
         }
-        check_sum(self.ticket.chunk.crc32, self.sum.value())?;
+        if !self.ticket.chunk.lent {
+            check_sum(self.ticket.chunk.crc32, self.sum.value())?;
+        }
         self.finished = true;
         self.job.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
         let work = lock(&self.job.machine).stored(self.ticket);
@@ -141,9 +178,9 @@ impl Job {
             Admission::Busy => return Ok(Admitted::Busy),
             Admission::Write(ticket) => ticket,
         };
-        let range = job.layout.chunk_bytes(chunk.contribution.shard, chunk.chunk, chunk.dtype);
         // The machine refuses a chunk that has no place, or whose length is not its place's.
-        let left = range.map_or(0..0, |range| range.start as usize..range.end as usize);
+        let start = if chunk.lent { 0 } else { chunk.chunk.0 as usize * CHUNK_BYTES };
+        let left = start..start + chunk.bytes as usize;
         Ok(Admitted::Write(Writing { job, ticket, left, sum: Crc32::new(), finished: false }))
     }
 
@@ -161,6 +198,8 @@ impl Job {
 
     /// Adds the ranks' buffers of a micro-step in rank order; takes the figures with the last addition.
     pub(super) fn sum(&self, owned: usize, slot: usize, step: Step, micro_step: MicroStep) {
+        let _stage =
+            debug_span!(target: "stage", "sum", shard = self.owned[owned].0, step = step.0).entered();
         let buffers = &self.buffers.shards[owned];
         let last = micro_step.0 + 1 == self.spec.micro_steps;
         let figures = match &buffers.accumulators[slot] {
@@ -195,8 +234,8 @@ impl Job {
 
     fn lone_figures(&self, buffers: &ShardBuffers, slot: usize) -> Vec<Figures> {
         let isa = self.compute.isa();
-        let region = lock(&buffers.contributions[slot][0]);
-        let whole = gradient(&region, self.spec.gradient_dtype);
+        let lone = lock(&buffers.contributions[slot][0]);
+        let whole = lone.gradient(self.spec.gradient_dtype);
         let blocks = (0..whole.len()).step_by(BLOCK).map(|start| whole.slice(start..start + BLOCK)).collect();
         self.compute.blocks(blocks, |block| figures(isa, block))
     }
@@ -210,11 +249,13 @@ impl Job {
         last: bool,
     ) -> Vec<Figures> {
         let isa = self.compute.isa();
-        let regions: Vec<_> = buffers.contributions[slot].iter().map(lock).collect();
-        let ranks: Vec<Gradient<'_>> =
-            regions.iter().map(|region| gradient(region, self.spec.gradient_dtype)).collect();
+        let mut contributions: Vec<_> = buffers.contributions[slot].iter().map(lock).collect();
+        let ranks: Vec<Gradient<'_>> = contributions
+            .iter()
+            .map(|contribution| contribution.gradient(self.spec.gradient_dtype))
+            .collect();
         let blocks = accumulator.chunks_mut(BLOCK).enumerate().collect();
-        self.compute.blocks(blocks, |(block, sum): (usize, &mut [f32])| {
+        let taken = self.compute.blocks(blocks, |(block, sum): (usize, &mut [f32])| {
             // All ranks of a block before the next block: the 256 KiB sum stays in cache.
             let range = block * BLOCK..block * BLOCK + sum.len();
             let mut taken = Figures { sum_squares: 0.0, first_nonfinite: None };
@@ -227,7 +268,20 @@ impl Job {
                 }
             }
             taken
-        })
+        });
+        contributions.iter_mut().for_each(|contribution| contribution.give_back());
+        taken
+    }
+
+    /// Lets go of what a rank's earlier process had lent and nobody needs.
+    pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
+        for (owned, shard) in self.buffers.shards.iter().enumerate() {
+            for (slot, ranks) in shard.contributions.iter().enumerate() {
+                if !machine.holds(owned, slot, rank) {
+                    lock(&ranks[rank.index()]).give_back();
+                }
+            }
+        }
     }
 
     /// Figures of each block of a shard, once its gradient of a step is complete.

@@ -2,11 +2,9 @@
 
 use longshore_proto::{BlockId, Commit, Fault, Step, limits::BLOCK_ELEMENTS};
 
-use super::{
-    Job,
-    buffers::{gradient, image_blocks},
-    compute::BLOCK,
-};
+use tracing::debug_span;
+
+use super::{Job, buffers::image_blocks, compute::BLOCK};
 use crate::{
     kernels::{Gradient, ImageMut, Random, Scalars, update, update_low},
     lock,
@@ -27,6 +25,8 @@ struct Block<'a> {
 
 impl Job {
     pub(super) fn update(&self, owned: usize, step: Step) -> Result<Option<Work>, Fault> {
+        let _stage =
+            debug_span!(target: "stage", "update", shard = self.owned[owned].0, step = step.0).entered();
         let decision = lock(&self.machine).decision(step).map(|(commit, applied)| (commit.clone(), applied));
         let (commit, applied) = decision.expect("a commit is kept until its updates are done");
         self.take_snapshots_before(owned, step)?;
@@ -35,6 +35,8 @@ impl Job {
         } else {
             self.update_shard(owned, &commit, applied)?;
         }
+        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
+        self.buffers.shards[owned].contributions[slot].iter().for_each(|rank| lock(rank).give_back());
         let mut machine = lock(&self.machine);
         let next = machine.updated(owned, step);
         if owned + 1 == self.owned.len() {
@@ -67,7 +69,7 @@ impl Job {
         let sum = buffers.accumulators[slot].as_ref().map(lock);
         let whole = match &sum {
             Some(region) => Gradient::F32(region.f32()),
-            None => gradient(&lone, self.spec.gradient_dtype),
+            None => lone.gradient(self.spec.gradient_dtype),
         };
         let version = commit.step.version();
         let image = &buffers.images[version.0 as usize % 2];

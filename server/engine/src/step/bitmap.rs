@@ -11,6 +11,10 @@ impl Bitmap {
         Bitmap { words: vec![0; len.div_ceil(64) as usize], len }
     }
 
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+
     pub(super) fn get(&self, index: u32) -> bool {
         self.words[index as usize / 64] & (1 << (index % 64)) != 0
     }

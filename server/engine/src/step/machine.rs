@@ -217,6 +217,11 @@ impl Machine {
         Ok(Admission::Duplicate)
     }
 
+    /// Whether a rank's buffer of a slot holds what a sum or an update still needs.
+    pub fn holds(&self, owned: usize, slot: usize, rank: Rank) -> bool {
+        self.shards[owned].slots[slot].holds(rank)
+    }
+
     pub fn incarnation(&self, rank: Rank) -> Option<Incarnation> {
         self.ranks.get(rank.index()).and_then(|state| state.incarnation)
     }
@@ -325,8 +330,13 @@ impl Machine {
         if chunk.dtype != self.spec.gradient_dtype {
             return Err(Refusal::WrongDtype { dtype: chunk.dtype, expected: self.spec.gradient_dtype });
         }
-        let Some(range) = self.layout.chunk_bytes(contribution.shard, chunk.chunk, chunk.dtype) else {
-            let chunks = self.shards[owned].chunks;
+        let whole = self.layout.shard_len(contribution.shard) * chunk.dtype.bytes();
+        let place = match chunk.lent {
+            true => (chunk.chunk.0 == 0).then_some(0..whole),
+            false => self.layout.chunk_bytes(contribution.shard, chunk.chunk, chunk.dtype),
+        };
+        let Some(range) = place else {
+            let chunks = if chunk.lent { 1 } else { self.shards[owned].chunks };
             return Err(Refusal::UnknownChunk { shard: contribution.shard, chunk: chunk.chunk, chunks });
         };
         let expected = range.end - range.start;

@@ -1,6 +1,8 @@
 //! One shard's contributions: which chunks are stored, which micro-step is being filled, when the sum is complete.
 
-use longshore_proto::{ChunkId, ContributionChunk, Incarnation, MicroStep, Rank, ShardId, Step, Version};
+use std::ops::Range;
+
+use longshore_proto::{ContributionChunk, Incarnation, MicroStep, Rank, ShardId, Step, Version};
 
 use super::{bitmap::Bitmap, refusal::Refusal};
 
@@ -17,7 +19,8 @@ pub(super) enum Place {
 /// A stored chunk's checksum and who sent it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Seal {
-    crc32: u32,
+    /// None for what is lent.
+    crc32: Option<u32>,
     incarnation: Incarnation,
 }
 
@@ -60,8 +63,39 @@ impl RankSlot {
         RankSlot { stored: Bitmap::new(chunks), writing: Bitmap::new(chunks), seals: Vec::new() }
     }
 
-    fn seal(&self, micro_step: MicroStep, chunk: ChunkId) -> Option<Seal> {
-        *self.seals.get(micro_step.0 as usize)?.get(chunk.0 as usize)?
+    fn seal(&self, micro_step: MicroStep, chunk: u32) -> Option<Seal> {
+        *self.seals.get(micro_step.0 as usize)?.get(chunk as usize)?
+    }
+
+    fn set_writing(&mut self, chunk: &ContributionChunk, value: bool) {
+        for index in self.covered(chunk) {
+            self.writing.set(index, value);
+        }
+    }
+
+    fn is_writing(&self, chunk: &ContributionChunk) -> bool {
+        self.covered(chunk).any(|index| self.writing.get(index))
+    }
+
+    /// What to say of a chunk that is held. A restarted process may compute other bits for a batch that is in the sum
+    /// already. The first count: both are the batch's gradient, and the others of the sum would have to be collected
+    /// again.
+    fn repeated(&self, chunk: &ContributionChunk) -> Result<Place, Refusal> {
+        let contribution = chunk.contribution;
+        let seal = self.seal(contribution.micro_step, chunk.chunk.0);
+        let earlier = seal.filter(|seal| seal.incarnation == chunk.incarnation && !chunk.lent);
+        match earlier.and_then(|seal| seal.crc32) {
+            Some(earlier) if earlier != chunk.crc32 => {
+                let (chunk, crc32) = (chunk.chunk, chunk.crc32);
+                Err(Refusal::OtherChecksum { contribution, chunk, crc32, earlier })
+            }
+            _ => Ok(Place::Duplicate),
+        }
+    }
+
+    /// The chunks it brings.
+    fn covered(&self, chunk: &ContributionChunk) -> Range<u32> {
+        if chunk.lent { 0..self.stored.len() } else { chunk.chunk.0..chunk.chunk.0 + 1 }
     }
 }
 
@@ -90,30 +124,21 @@ impl StepSlot {
             return Err(Refusal::OtherLossScale { contribution, loss_scale: chunk.loss_scale, earlier });
         }
         let rank = &mut self.ranks[contribution.rank.index()];
-        if let Some(seal) = rank.seal(contribution.micro_step, chunk.chunk) {
-            // A restarted process may compute other bits for a batch that is in the sum already. The first count: both
-            // are the batch's gradient, and the others of the sum would have to be collected again.
-            if seal.crc32 == chunk.crc32 || seal.incarnation != chunk.incarnation {
-                return Ok(Place::Duplicate);
-            }
-            let crc32 = chunk.crc32;
-            return Err(Refusal::OtherChecksum {
-                contribution,
-                chunk: chunk.chunk,
-                crc32,
-                earlier: seal.crc32,
-            });
+        // Of several chunks at once all are held or the rest counts too: they are one process's gradient.
+        let unsealed = rank.covered(chunk).find(|&index| rank.seal(contribution.micro_step, index).is_none());
+        if unsealed.is_none() {
+            return rank.repeated(chunk);
         }
         if self.complete {
             // All of it was summed by an earlier process, which knew the seals.
             return Ok(Place::Duplicate);
         }
-        if self.summing || contribution.micro_step.0 != self.summed || rank.writing.get(chunk.chunk.0) {
+        if self.summing || contribution.micro_step.0 != self.summed || rank.is_writing(chunk) {
             return Ok(Place::Busy);
         }
         self.step = Some(contribution.step);
         self.loss_scale = Some(chunk.loss_scale);
-        rank.writing.set(chunk.chunk.0, true);
+        rank.set_writing(chunk, true);
         let micro_step = contribution.micro_step.0 as usize;
         if rank.seals.len() <= micro_step {
             rank.seals.resize(micro_step + 1, vec![None; chunks as usize]);
@@ -124,17 +149,20 @@ impl StepSlot {
     /// The chunk's bytes are in its buffer. True when that was the micro-step's last one.
     pub(super) fn stored(&mut self, chunk: &ContributionChunk) -> bool {
         let rank = &mut self.ranks[chunk.contribution.rank.index()];
-        rank.writing.set(chunk.chunk.0, false);
-        rank.stored.set(chunk.chunk.0, true);
-        let seal = Seal { crc32: chunk.crc32, incarnation: chunk.incarnation };
-        rank.seals[chunk.contribution.micro_step.0 as usize][chunk.chunk.0 as usize] = Some(seal);
+        rank.set_writing(chunk, false);
+        let crc32 = (!chunk.lent).then_some(chunk.crc32);
+        let seal = Seal { crc32, incarnation: chunk.incarnation };
+        for index in rank.covered(chunk) {
+            rank.stored.set(index, true);
+            rank.seals[chunk.contribution.micro_step.0 as usize][index as usize] = Some(seal);
+        }
         self.summing = self.ranks.iter().all(|rank| rank.stored.is_full());
         self.summing
     }
 
     /// The bytes did not arrive after all.
     pub(super) fn abandoned(&mut self, chunk: &ContributionChunk) {
-        self.ranks[chunk.contribution.rank.index()].writing.set(chunk.chunk.0, false);
+        self.ranks[chunk.contribution.rank.index()].set_writing(chunk, false);
         self.free_if_untouched();
     }
 
@@ -171,6 +199,11 @@ impl StepSlot {
         for rank in &mut self.ranks {
             rank.seals.clear();
         }
+    }
+
+    /// Whether what a rank's buffer holds is still needed.
+    pub(super) fn holds(&self, rank: Rank) -> bool {
+        self.complete || self.in_use(rank) || !self.ranks[rank.index()].stored.is_empty()
     }
 
     /// Whether a chunk of this rank is being written, or its buffer read, right now.

@@ -163,6 +163,11 @@ pub trait Tier: Send + Sync {
     /// A rank has joined. `over`: it sends again what no decided step needs.
     fn joined(&self, _rank: Rank, _incarnation: Incarnation, _over: bool) {}
 
+    /// Whether contributions must lie in the job's memory, since a process killed after the decision finishes with them.
+    fn keeps_contributions(&self) -> bool {
+        false
+    }
+
     /// All contributions to an undecided step are summed on a shard; called before anyone is told so.
     fn complete(&self, _owned: usize, _step: Step) {}
 

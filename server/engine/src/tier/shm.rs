@@ -357,6 +357,10 @@ impl Tier for ShmTier {
         TierKind::Shm
     }
 
+    fn keeps_contributions(&self) -> bool {
+        true
+    }
+
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         self.memory.load(owned, load)
     }

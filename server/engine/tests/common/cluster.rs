@@ -2,13 +2,14 @@
 
 use std::{
     collections::VecDeque,
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use longshore_engine::{
     admission::Budget,
-    job::{Compute, ImageRead, Job, Stored},
+    job::{Admitted, Compute, ImageRead, Job, Lent, Stored},
     kernels::Isa,
     step::Work,
     tier::Storage,
@@ -141,6 +142,7 @@ impl Cluster {
                     dtype,
                     bytes,
                     crc32,
+                    lent: false,
                 };
                 found.push((chunk, payload));
             }
@@ -148,9 +150,26 @@ impl Cluster {
         found
     }
 
+    /// As [`Cluster::chunks`], each shard's whole gradient lent.
+    pub(crate) fn lent<'a>(
+        &self,
+        step: u64,
+        micro_step: u32,
+        rank: u32,
+        flat: &'a [u8],
+    ) -> Vec<(ContributionChunk, &'a [u8])> {
+        let firsts = self.chunks(step, micro_step, rank, flat).into_iter();
+        let whole = |(chunk, _): (ContributionChunk, &'a [u8])| {
+            let part = self.part(flat, chunk.contribution.shard, chunk.dtype.bytes() as usize);
+            (ContributionChunk { bytes: part.len() as u64, crc32: 0, lent: true, ..chunk }, part)
+        };
+        firsts.filter(|(chunk, _)| chunk.chunk == ChunkId(0)).map(whole).collect()
+    }
+
     pub(crate) fn store(&mut self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
         let server = self.owner(chunk.contribution.shard);
-        let stored = self.jobs[server].store(chunk, payload)?;
+        let job = &self.jobs[server];
+        let stored = if chunk.lent { lend(job, chunk, payload)? } else { job.store(chunk, payload)? };
         if let Stored::New(Some(work)) = stored {
             self.works[server].push_back(work);
         }
@@ -293,5 +312,38 @@ impl Cluster {
 
     pub(crate) fn blocks(&self) -> usize {
         self.layout.elements() as usize / BLOCK
+    }
+}
+
+fn lend(job: &Job, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
+    Ok(match Job::admit(job, chunk)? {
+        Admitted::Duplicate => Stored::Duplicate,
+        Admitted::Busy => Stored::Busy,
+        Admitted::Write(mut writing) => {
+            writing.lend(Arc::new(Aligned::new(payload)))?;
+            Stored::New(writing.finish()?)
+        }
+    })
+}
+
+/// Bytes as a worker lends them: from a cache line's start.
+struct Aligned {
+    memory: Vec<u8>,
+    range: Range<usize>,
+}
+
+impl Aligned {
+    fn new(bytes: &[u8]) -> Aligned {
+        let mut memory = vec![0; bytes.len() + 64];
+        let start = memory.as_ptr().align_offset(64);
+        let range = start..start + bytes.len();
+        memory[range.clone()].copy_from_slice(bytes);
+        Aligned { memory, range }
+    }
+}
+
+impl Lent for Aligned {
+    fn bytes(&self) -> &[u8] {
+        &self.memory[self.range.clone()]
     }
 }

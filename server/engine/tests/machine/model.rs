@@ -30,8 +30,8 @@ type Key = (u32, u32, u32);
 #[derive(Default)]
 struct Gradient {
     writing: BTreeSet<Key>,
-    /// Checksum, and the incarnation that sent it.
-    stored: BTreeMap<Key, (u32, u64)>,
+    /// Checksum, unless it was lent, and the incarnation that sent it.
+    stored: BTreeMap<Key, (Option<u32>, u64)>,
     summed: u32,
     summing: bool,
     loss_scale: Option<f64>,
@@ -138,7 +138,15 @@ impl Model {
             dtype: Dtype::F32,
             bytes,
             crc32,
+            lent: false,
         }
+    }
+
+    /// The same shard's whole gradient, lent.
+    pub(crate) fn lent(&self, chunk: &ContributionChunk) -> ContributionChunk {
+        let owned = self.owned.iter().position(|&owned| owned == chunk.contribution.shard);
+        let bytes = owned.map_or(4, |owned| self.chunks[owned].iter().sum());
+        ContributionChunk { chunk: ChunkId(0), bytes, crc32: 0, lent: true, ..*chunk }
     }
 
     pub(crate) fn honest_step(&self, step: u64) -> Vec<ContributionChunk> {
@@ -165,7 +173,9 @@ impl Model {
             let owned = self.owned.iter().position(|&owned| owned == chunk.contribution.shard).unwrap();
             let gradient = self.gradients.get(&(owned, step));
             chunk.contribution.micro_step.0 == gradient.map_or(0, |gradient| gradient.summed)
-                && gradient.is_none_or(|gradient| !gradient.stored.contains_key(&Self::key(chunk)))
+                && gradient.is_none_or(|gradient| {
+                    self.brought(chunk).iter().any(|key| !gradient.stored.contains_key(key))
+                })
         };
         self.honest_step(step).into_iter().filter(absent).collect()
     }
@@ -191,7 +201,11 @@ impl Model {
         let contribution = chunk.contribution;
         let owned =
             self.owned.iter().position(|&owned| owned == contribution.shard).ok_or(refused("NotOwned"))?;
-        let bytes = self.chunks[owned].get(chunk.chunk.0 as usize);
+        let whole = self.chunks[owned].iter().sum();
+        let bytes = match chunk.lent {
+            true => Some(&whole).filter(|_| chunk.chunk.0 == 0),
+            false => self.chunks[owned].get(chunk.chunk.0 as usize),
+        };
         let wrong = [
             (contribution.step.0 == 0, "StepZero"),
             (contribution.micro_step.0 >= self.spec.micro_steps, "UnknownMicroStep"),
@@ -226,23 +240,25 @@ impl Model {
         if self.shard_versions[owned] + 1 + u64::from(self.spec.max_delay) < step.0 {
             return Answer::Busy;
         }
+        let keys = self.brought(chunk);
         let gradient = self.gradients.entry((owned, step.0)).or_default();
         if gradient.loss_scale.is_some_and(|earlier| earlier != chunk.loss_scale) {
             return refused("OtherLossScale");
         }
-        let key = (micro_step.0, rank.0, chunk.chunk.0);
-        match gradient.stored.get(&key) {
-            Some((crc32, sender)) if *crc32 == chunk.crc32 || *sender != chunk.incarnation.0 => {
-                return Answer::Duplicate;
-            }
-            Some(_) => return refused("OtherChecksum"),
-            None => {}
+        if keys.iter().all(|key| gradient.stored.contains_key(key)) {
+            let conflict = |key| {
+                let (crc32, sender) = gradient.stored[key];
+                sender == chunk.incarnation.0 && crc32.is_some_and(|crc32| crc32 != chunk.crc32)
+            };
+            let other = !chunk.lent && keys.iter().any(conflict);
+            return if other { refused("OtherChecksum") } else { Answer::Duplicate };
         }
-        if gradient.summing || micro_step.0 != gradient.summed || gradient.writing.contains(&key) {
+        let writing = keys.iter().any(|key| gradient.writing.contains(key));
+        if gradient.summing || micro_step.0 != gradient.summed || writing {
             return Answer::Busy;
         }
         gradient.loss_scale = Some(chunk.loss_scale);
-        gradient.writing.insert(key);
+        gradient.writing.extend(keys);
         Answer::Write
     }
 
@@ -250,16 +266,25 @@ impl Model {
         self.gradients.get_mut(&(owned, step)).expect("a ticket is for a gradient being received")
     }
 
-    fn key(chunk: &ContributionChunk) -> Key {
-        (chunk.contribution.micro_step.0, chunk.contribution.rank.0, chunk.chunk.0)
+    /// What a chunk of an owned shard brings.
+    fn brought(&self, chunk: &ContributionChunk) -> Vec<Key> {
+        let Contribution { micro_step, rank, shard, .. } = chunk.contribution;
+        let owned = self.owned.iter().position(|&owned| owned == shard).unwrap();
+        let all = 0..self.chunks[owned].len() as u32;
+        let chunks = if chunk.lent { all } else { chunk.chunk.0..chunk.chunk.0 + 1 };
+        chunks.map(|chunk| (micro_step.0, rank.0, chunk)).collect()
     }
 
     /// True with a micro-step's last chunk. A chunk is written once.
     pub(crate) fn stored(&mut self, owned: usize, chunk: &ContributionChunk) -> bool {
+        let brought = self.brought(chunk);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
-        assert!(gradient.writing.remove(&Self::key(chunk)));
-        let seal = (chunk.crc32, chunk.incarnation.0);
-        assert_eq!(gradient.stored.insert(Self::key(chunk), seal), None, "written twice: {chunk:?}");
+        let seal = ((!chunk.lent).then_some(chunk.crc32), chunk.incarnation.0);
+        for key in brought {
+            assert!(gradient.writing.remove(&key));
+            let before = gradient.stored.insert(key, seal);
+            assert!(before.is_none() || chunk.lent, "written twice: {chunk:?}");
+        }
         let summed = gradient.summed;
         let keys = self.keys(owned, summed);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
@@ -268,8 +293,9 @@ impl Model {
     }
 
     pub(crate) fn abandoned(&mut self, owned: usize, chunk: &ContributionChunk) {
+        let brought = self.brought(chunk);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
-        assert!(gradient.writing.remove(&Self::key(chunk)));
+        assert!(brought.iter().all(|key| gradient.writing.remove(key)));
         if gradient.writing.is_empty() && gradient.stored.is_empty() {
             gradient.loss_scale = None;
         }

@@ -142,6 +142,9 @@ impl Pair {
         if !wanted.is_empty() && self.noise.one_in(2) {
             chunk = wanted[self.noise.below(wanted.len())];
         }
+        if self.noise.one_in(5) {
+            chunk = self.model.lent(&chunk);
+        }
         match self.noise.below(40) {
             0 => chunk.bytes -= 4,
             1 => chunk.dtype = Dtype::Bf16,
@@ -161,7 +164,8 @@ impl Pair {
     fn admit(&mut self) {
         let chunk = self.random_chunk();
         let expected = self.model.admit(&chunk);
-        let honest = chunk == self.model.chunk(chunk.contribution, chunk.incarnation, chunk.chunk);
+        let sent = self.model.chunk(chunk.contribution, chunk.incarnation, chunk.chunk);
+        let honest = chunk == sent || chunk == self.model.lent(&sent);
         let ticket = self.admit_expecting(&chunk, &expected);
         if let Some(ticket) = ticket {
             if honest {

@@ -6,7 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Hyper, JobSpec, Rank, limits::DEFAULT_SHARD_ELEMENTS};
+use longshore_proto::{Hyper, JobSpec, Rank};
+
+use tracing::debug_span;
 
 use super::Args;
 use crate::{
@@ -24,6 +26,8 @@ pub(super) struct Measured {
 pub(super) struct Step {
     pub(super) wall: Duration,
     pub(super) exposed: Duration,
+    /// Of an exact step without compute: from its decision to the last of its weights.
+    pub(super) update: Duration,
     pub(super) timing: Timing,
 }
 
@@ -35,7 +39,8 @@ struct Compute {
 }
 
 impl Compute {
-    fn run(&mut self, part: Duration) {
+    fn run(&mut self, name: &'static str, part: Duration) {
+        let _stage = debug_span!(target: "stage", "compute", pass = name).entered();
         self.total += part;
         self.until += part;
         let now = Instant::now();
@@ -61,15 +66,13 @@ pub(super) fn run(
     let prepared = prepare(args, spec, address, rank);
     let mut failed = prepared.as_ref().err().map(|error| anyhow::anyhow!("{error}"));
     let mut pipeline = prepared.ok();
-    // As long as a layer, so that it is read from memory no more often than a real one would be from a GPU.
-    let gradient: Vec<f32> = (0..DEFAULT_SHARD_ELEMENTS).map(|index| (index % 251) as f32 * 1e-4).collect();
     let mut measured = Measured { steps: Vec::new() };
     for round in 0..=args.rounds {
         turns.wait();
         for _ in 0..args.steps {
             // A failure is told at the end: others wait at the barrier.
             let Some(pipeline) = pipeline.as_mut().filter(|_| failed.is_none()) else { continue };
-            match step(args, pipeline, &gradient) {
+            match step(args, pipeline) {
                 Ok(made) if round > 0 => measured.steps.push(made),
                 Ok(_) => {}
                 Err(error) => failed = Some(error.into()),
@@ -112,7 +115,7 @@ fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<Pip
     Pipeline::new(session, &joined, options)
 }
 
-fn step(args: &Args, pipeline: &mut Pipeline, gradient: &[f32]) -> Result<Step> {
+fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     let started = Instant::now();
     let mut compute = Compute { until: started, total: Duration::ZERO };
     let layout = pipeline.session().layout().clone();
@@ -128,23 +131,35 @@ fn step(args: &Args, pipeline: &mut Pipeline, gradient: &[f32]) -> Result<Step> 
                 feed.wait(range)?;
                 compute.held_up();
             }
-            compute.run(forward);
+            compute.run("forward", forward);
         }
         let mut assembler = pipeline.assembler(micro_step)?;
         for layer in (0..layers).rev() {
-            compute.run(2 * forward);
+            compute.run("backward", 2 * forward);
             let range = layout.param_range(layer);
-            assembler.put(layer, &gradient[..(range.end - range.start) as usize])?;
+            assembler.put_with(layer, range.end - range.start, &mut |_, target| produce(target))?;
         }
         assembler.finish()?;
     }
     drop(feed);
     pipeline.finish(Vec::new())?;
+    let decided = Instant::now();
     // Without compute to hide behind, an exact step ends when the worker has all its weights. With it, the next step's forward
     // takes them shard by shard, and what it waits for is exposed there.
     if let Some(feed) = pipeline.upcoming().filter(|_| args.delay == 0 && args.compute_ms == 0.0) {
         (0..layers).try_for_each(|layer| feed.wait(layout.param_range(layer)))?;
     }
     let wall = started.elapsed();
-    Ok(Step { wall, exposed: wall.saturating_sub(compute.total), timing: Timing::default() })
+    let exposed = wall.saturating_sub(compute.total);
+    Ok(Step { wall, exposed, update: decided.elapsed(), timing: Timing::default() })
+}
+
+/// The gradient as a device's copy engine leaves it: no CPU writes it. Memory that comes round again holds it still.
+fn produce(target: &mut [u8]) {
+    if target.starts_with(&[0; 4]) {
+        target.chunks_exact_mut(2).zip(1u16..).for_each(|(element, value)| {
+            // bf16 numbers from 2^-13 to 2^-12.
+            element.copy_from_slice(&(0x3900 | value & 0x7F).to_le_bytes());
+        });
+    }
 }

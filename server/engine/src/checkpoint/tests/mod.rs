@@ -123,6 +123,7 @@ impl Cluster {
                 dtype: Dtype::Bf16,
                 bytes: payload.len() as u64,
                 crc32: crc32(&payload),
+                lent: false,
             };
             match job.store(&chunk, &payload).unwrap() {
                 Stored::New(work) => perform(job, work),
