@@ -5,7 +5,7 @@
 
 use std::io::{self, IsTerminal};
 
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -15,15 +15,16 @@ pub enum LogFormat {
     Json,
 }
 
-/// Installs the process's subscriber; a second call does nothing. `filter` is an env-filter directive.
-pub fn init(format: LogFormat, filter: &str) {
+/// Another reader of what is logged.
+pub type Reader = Box<dyn Layer<Registry> + Send + Sync>;
+
+/// Installs the process's subscriber; a second call does nothing. `filter` is an env-filter directive; `other` has its own.
+pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
     let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal());
-    let _ = match format {
-        LogFormat::Text => builder.try_init(),
-        LogFormat::Json => builder.json().try_init(),
+    let stderr = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
+    let stderr = match format {
+        LogFormat::Text => stderr.with_filter(filter).boxed(),
+        LogFormat::Json => stderr.json().with_filter(filter).boxed(),
     };
+    let _ = tracing_subscriber::registry().with(other).with(stderr).try_init();
 }

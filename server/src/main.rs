@@ -18,7 +18,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    log::init(config.log_format, &config.log);
+    log::init(config.log_format, &config.log, None);
     match serve(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

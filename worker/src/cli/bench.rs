@@ -1,6 +1,8 @@
 //! `longshore bench`: how fast this host is, beside how fast it could be.
 
-use super::parse_count;
+use std::path::Path;
+
+use super::{parse_count, trace::TraceFlag};
 use crate::bench::{self, step, storage, update, wire};
 
 #[derive(clap::Subcommand)]
@@ -13,7 +15,7 @@ pub(super) enum Bench {
     /// Push and pull over TCP and a Unix socket, beside raw sockets with as many connections
     Wire(wire::Args),
     /// Whole steps of a worker whose compute is a timed wait, beside what bounds them
-    Step(step::Args),
+    Step(Traced<step::Args>),
     /// The nvme tier beside a bare loop of the same reads and writes on the same drives
     Storage(storage::Args),
 }
@@ -37,7 +39,22 @@ pub(super) struct UpdateArgs {
     json: bool,
 }
 
+#[derive(clap::Args)]
+pub(super) struct Traced<T: clap::Args> {
+    #[command(flatten)]
+    args: T,
+    #[command(flatten)]
+    trace: TraceFlag,
+}
+
 impl Bench {
+    pub(super) fn trace(&self) -> Option<&Path> {
+        match self {
+            Bench::Step(step) => step.trace.trace.as_deref(),
+            _ => None,
+        }
+    }
+
     pub(super) fn run(self) -> anyhow::Result<()> {
         match self {
             Bench::Update(args) => {
@@ -51,7 +68,7 @@ impl Bench {
                 Ok(())
             }
             Bench::Wire(args) => wire::run(&args),
-            Bench::Step(args) => step::run(&args),
+            Bench::Step(step) => step::run(&step.args),
             Bench::Storage(args) => storage::run(&args),
         }
     }

@@ -7,7 +7,10 @@ mod export;
 mod inspect;
 mod sizes;
 mod status;
+mod trace;
 mod train;
+
+use std::path::Path;
 
 use clap::{Parser, Subcommand};
 
@@ -59,9 +62,21 @@ enum Command {
     Bench(bench::Bench),
 }
 
+impl Command {
+    fn trace(&self) -> Option<&Path> {
+        match self {
+            Command::Train(args) => args.trace(),
+            Command::Bench(bench) => bench.trace(),
+            _ => None,
+        }
+    }
+}
+
 impl Cli {
     pub fn run(self) -> anyhow::Result<()> {
-        longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log);
+        // Kept to the end: then the trace is written out.
+        let (stages, _trace) = self.command.trace().map(trace::to).transpose()?.unzip();
+        longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log, stages);
         match self.command {
             Command::Train(args) => train::run(*args),
             Command::Status(args) => status::run(&args),

@@ -1,11 +1,15 @@
 //! The flags of `longshore train`, and their defaults.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::Context;
 use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, MasterFormat, Rule, StateFormat, TierKind};
 use longshore_server::config::ByteSize;
 
+use super::trace::TraceFlag;
 use crate::{
     DeviceChoice,
     loss_scale::LossScalerOptions,
@@ -15,6 +19,8 @@ use crate::{
 
 #[derive(clap::Args)]
 pub(super) struct Args {
+    #[command(flatten)]
+    trace: TraceFlag,
     /// Optimizer servers, the same and in the same order on every rank [default: one embedded in this process]
     #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
     servers: Vec<String>,
@@ -183,6 +189,12 @@ pub(super) struct Args {
     /// Memory of an embedded server, as in 8GiB [default: 80% of what is available]
     #[arg(long, value_name = "SIZE", help_heading = "Embedded server")]
     memory: Option<ByteSize>,
+}
+
+impl Args {
+    pub(super) fn trace(&self) -> Option<&Path> {
+        self.trace.trace.as_deref()
+    }
 }
 
 pub(super) fn run(args: Args) -> anyhow::Result<()> {

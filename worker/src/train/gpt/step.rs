@@ -1,6 +1,7 @@
 //! One pass over a batch, stage by stage: who holds what, and when.
 
 use candle_core::Tensor;
+use tracing::debug_span;
 
 use super::{
     Batch, BoxError, Error, Gpt, VOCABULARY,
@@ -119,6 +120,7 @@ impl<'a, T: Real> Pass<'a, T> {
         self.emit(gradients, self.head(), of_head)?;
         inputs.truncate(blocks);
         for stage in (1..=blocks).rev() {
+            let _stage = debug_span!(target: "stage", "backward", stage).entered();
             let (x, saved) = (inputs.pop(), kept.pop());
             let (dx, of_block) = self.with(stage, |weights| {
                 let saved = match (saved, x) {
@@ -158,6 +160,7 @@ impl<'a, T: Real> Pass<'a, T> {
     }
 
     fn block(&mut self, stage: usize, x: &Tensor) -> Result<(Tensor, Saved), Error> {
+        let _stage = debug_span!(target: "stage", "forward", stage).entered();
         let shape = self.shape;
         self.with(stage, |weights| block::forward::<T>(x, weights, &shape))
     }

@@ -1,0 +1,29 @@
+//! `--trace FILE`: when each stage of a step ran, on which thread, as Chrome's trace format has it.
+
+use std::{
+    fs::File,
+    io::BufWriter,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use longshore_server::log::Reader;
+use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
+use tracing_subscriber::{Layer, filter::Targets};
+
+/// What marks a span as a stage, in every crate.
+const STAGE: &str = "stage";
+
+#[derive(clap::Args, Clone)]
+pub(super) struct TraceFlag {
+    /// Write when each stage ran to this file, for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub(super) trace: Option<PathBuf>,
+}
+
+/// The trace is whole once the guard is dropped.
+pub(super) fn to(path: &Path) -> anyhow::Result<(Reader, FlushGuard)> {
+    let file = File::create(path).with_context(|| format!("--trace {}", path.display()))?;
+    let (layer, guard) = ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build();
+    Ok((layer.with_filter(Targets::new().with_target(STAGE, tracing::Level::DEBUG)).boxed(), guard))
+}
