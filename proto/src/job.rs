@@ -93,6 +93,9 @@ pub struct JobSpec {
     /// How master weights and moments are kept.
     #[serde(default, skip_serializing_if = "Formats::is_default")]
     pub formats: Formats,
+    /// No figures are taken of gradients: no norm, no clipping, no overflow check, as in a plain fp32 or bf16 loop.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unchecked: bool,
 }
 
 impl JobSpec {
@@ -172,6 +175,7 @@ impl JobSpec {
             ("tier", self.tier.to_string(), other.tier.to_string()),
             ("state_format", self.formats.state.to_string(), other.formats.state.to_string()),
             ("master_format", self.formats.master.to_string(), other.formats.master.to_string()),
+            ("unchecked", self.unchecked.to_string(), other.unchecked.to_string()),
             ("rounding_seed", self.formats.seed.to_string(), other.formats.seed.to_string()),
         ];
         for (field, ours, theirs) in fields {

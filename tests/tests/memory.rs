@@ -43,6 +43,7 @@ fn spec() -> JobSpec {
         shard_elements: ELEMENTS,
         tier: TierKind::Memory,
         formats: Default::default(),
+        unchecked: false,
     }
 }
 

@@ -125,6 +125,7 @@ fn spec(world_size: u32, micro_steps: u32, max_delay: u32, dtype: Dtype) -> JobS
         shard_elements: 4 * BLOCK_ELEMENTS,
         tier: TierKind::Memory,
         formats: Default::default(),
+        unchecked: false,
     }
 }
 

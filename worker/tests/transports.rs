@@ -48,6 +48,7 @@ fn spec(job: &str) -> JobSpec {
         shard_elements: 10 * 65536,
         tier: TierKind::Memory,
         formats: Default::default(),
+        unchecked: false,
     }
 }
 

@@ -150,6 +150,7 @@ impl JobSpec {
             shard_elements: spec.shard_elements,
             tier: tier_from_wire(spec.tier)?,
             formats,
+            unchecked: spec.unchecked,
         })
     }
 
@@ -170,6 +171,7 @@ impl JobSpec {
             state_format: state_format_to_wire(self.formats.state),
             master_format: master_format_to_wire(self.formats.master),
             rounding_seed: self.formats.seed,
+            unchecked: self.unchecked,
         }
     }
 }

@@ -94,6 +94,7 @@ impl Plan {
             shard_elements: self.shard_blocks * BLOCK_ELEMENTS,
             tier: TierKind::Memory,
             formats: Default::default(),
+            unchecked: false,
         }
     }
 

@@ -44,6 +44,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         tier: longshore_proto::TierKind::Memory,
         device: DeviceChoice::Host,
         formats: Default::default(),
+        unchecked: false,
         device_budget: None,
         stage: None,
         checkpoint_dir: None,

@@ -34,6 +34,7 @@ fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
         shard_elements: DEFAULT_SHARD_ELEMENTS,
         tier: TierKind::Memory,
         formats: Formats::default(),
+        unchecked: false,
     })
 }
 

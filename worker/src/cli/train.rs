@@ -82,6 +82,10 @@ pub(super) struct Args {
     /// Largest global gradient norm; 0 does not clip
     #[arg(long, default_value_t = 1.0, help_heading = "Training")]
     clip: f64,
+    /// Use gradients as they come: no norm, no overflow check. Needs --clip 0 and a fixed loss scale, and saves a pass over
+    /// each gradient
+    #[arg(long, help_heading = "Training")]
+    unchecked: bool,
     /// Random numbers: initial weights, batches, the sample
     #[arg(long, default_value_t = 1, help_heading = "Training")]
     seed: u64,
@@ -229,6 +233,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         lr_warmup_steps: args.lr_warmup_steps,
         lr_floor: args.lr_floor,
         clip: (args.clip > 0.0).then_some(args.clip),
+        unchecked: args.unchecked,
         delay: args.delay,
         delay_warmup_steps: args.warmup_steps,
         compensation: args.compensation,

@@ -61,6 +61,11 @@ impl PipelineOptions {
                 "use None for no clipping",
             ));
         }
+        if spec.unchecked && (self.clip.is_some() || self.scaler.is_dynamic()) {
+            let (field, remedy) =
+                ("spec.unchecked", "do not clip and fix the loss scale, or open the job checked");
+            return Err(Fault::invalid(field, true, "false with clipping or a dynamic loss scale", remedy));
+        }
         if !(0.0..=1.0).contains(&self.compensation) {
             return Err(Fault::invalid(
                 "pipeline.compensation",

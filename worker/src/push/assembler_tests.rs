@@ -27,6 +27,7 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
         shard_elements: shard_blocks * BLOCK_ELEMENTS,
         tier: TierKind::Memory,
         formats: Default::default(),
+        unchecked: false,
     }
 }
 

@@ -36,6 +36,8 @@ pub struct Settings {
     /// The learning rate falls along a cosine to this part of itself.
     pub lr_floor: f64,
     pub clip: Option<f64>,
+    /// Gradients are used as they come.
+    pub unchecked: bool,
     pub delay: u32,
     pub delay_warmup_steps: u64,
     pub compensation: f64,
@@ -114,6 +116,7 @@ impl Settings {
             shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
             tier: self.tier,
             formats: self.formats,
+            unchecked: self.unchecked,
         }
     }
 

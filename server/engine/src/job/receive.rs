@@ -202,11 +202,13 @@ impl Job {
             debug_span!(target: "stage", "sum", shard = self.owned[owned].0, step = step.0).entered();
         let buffers = &self.buffers.shards[owned];
         let last = micro_step.0 + 1 == self.spec.micro_steps;
+        let checked = last && !self.spec.unchecked;
         let figures = match &buffers.accumulators[slot] {
+            None if self.spec.unchecked => self.no_figures(owned),
             None => self.lone_figures(buffers, slot),
             Some(accumulator) => {
                 let mut accumulator = lock(accumulator);
-                self.accumulate(buffers, slot, accumulator.f32_mut(), micro_step.0 == 0, last)
+                self.accumulate(buffers, slot, accumulator.f32_mut(), micro_step.0 == 0, checked)
             }
         };
         if last {
@@ -222,6 +224,7 @@ impl Job {
         let buffers = &self.buffers.shards[owned];
         let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
         let formed = match &buffers.accumulators[slot] {
+            _ if self.spec.unchecked => self.no_figures(owned),
             None => self.lone_figures(buffers, slot),
             Some(accumulator) => {
                 let accumulator = lock(accumulator);
@@ -230,6 +233,11 @@ impl Job {
             }
         };
         *lock(&buffers.figures[slot]) = formed;
+    }
+
+    /// What is told of gradients that nobody looks at.
+    fn no_figures(&self, owned: usize) -> Vec<Figures> {
+        vec![Figures::NONE; self.layout.shard_len(self.owned[owned]) as usize / BLOCK]
     }
 
     fn lone_figures(&self, buffers: &ShardBuffers, slot: usize) -> Vec<Figures> {
@@ -246,7 +254,7 @@ impl Job {
         slot: usize,
         accumulator: &mut [f32],
         first: bool,
-        last: bool,
+        checked: bool,
     ) -> Vec<Figures> {
         let isa = self.compute.isa();
         let mut contributions: Vec<_> = buffers.contributions[slot].iter().map(lock).collect();
@@ -258,10 +266,10 @@ impl Job {
         let taken = self.compute.blocks(blocks, |(block, sum): (usize, &mut [f32])| {
             // All ranks of a block before the next block: the 256 KiB sum stays in cache.
             let range = block * BLOCK..block * BLOCK + sum.len();
-            let mut taken = Figures { sum_squares: 0.0, first_nonfinite: None };
+            let mut taken = Figures::NONE;
             for (rank, whole) in ranks.iter().enumerate() {
                 let part = whole.slice(range.clone());
-                match (first && rank == 0, last && rank + 1 == ranks.len()) {
+                match (first && rank == 0, checked && rank + 1 == ranks.len()) {
                     (true, _) => widen(isa, part, sum),
                     (false, true) => taken = accumulate_figures(isa, part, sum),
                     (false, false) => accumulate(isa, part, sum),

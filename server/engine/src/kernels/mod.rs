@@ -47,6 +47,11 @@ pub struct Figures {
     pub first_nonfinite: Option<u32>,
 }
 
+impl Figures {
+    /// Of nothing.
+    pub const NONE: Figures = Figures { sum_squares: 0.0, first_nonfinite: None };
+}
+
 /// Runs `$function` of the module that `$isa` names.
 macro_rules! dispatch {
     ($isa:expr, $function:ident($($argument:expr),*)) => {{

@@ -69,6 +69,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
         shard_elements: BLOCK_ELEMENTS,
         tier: TierKind::Memory,
         formats: Default::default(),
+        unchecked: false,
     }
 }
 

@@ -56,6 +56,9 @@ pub(crate) struct Args {
     /// Largest global gradient norm; 0 does not clip
     #[arg(long, default_value_t = 1.0)]
     clip: f64,
+    /// Gradients are used as they come, without a norm or an overflow check; needs --clip 0
+    #[arg(long)]
+    unchecked: bool,
     /// Compute of a step, a third of it forward
     #[arg(long, default_value_t = 0.0, value_name = "MS")]
     compute_ms: f64,
@@ -78,6 +81,7 @@ impl Args {
         ensure!(self.rounds > 0 && self.steps > 0, "--rounds and --steps must be at least 1");
         ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
+        ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
         ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
         ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
         Ok(())
@@ -94,6 +98,7 @@ impl Args {
             micro_steps: self.micro_steps,
             max_delay: self.delay,
             tier: self.tier,
+            unchecked: self.unchecked,
             ..job("bench-step", params.collect())?
         })
     }
@@ -156,6 +161,7 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
         "ranks": args.ranks,
         "micro_steps": args.micro_steps,
         "clip": args.clip,
+        "unchecked": args.unchecked,
         "rounds": args.rounds,
         "compute_ms": args.compute_ms,
         "step_ms": step,

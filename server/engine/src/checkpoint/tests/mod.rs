@@ -45,6 +45,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
         shard_elements: shard_blocks * BLOCK_ELEMENTS,
         tier: TierKind::Memory,
         formats: Default::default(),
+        unchecked: false,
     }
 }
 
