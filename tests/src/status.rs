@@ -33,6 +33,12 @@ pub struct ServerStatus {
     pub drive_endurance_days: Option<f64>,
     pub threads: u32,
     pub isa: String,
+    pub ranks: Vec<RankStatus>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub struct RankStatus {
+    pub transport: String,
 }
 
 /// All jobs of these servers.

@@ -9,6 +9,7 @@ use std::{
 use longshore_tests::{
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
+    status::job_status,
     train::{Running, Train},
 };
 use tempfile::TempDir;
@@ -135,6 +136,23 @@ fn a_server_that_does_not_come_back_is_named_in_time() {
     // The job is still there, for when the server is.
     servers[1].restart();
     train.allow("waiting for a server").run();
+}
+
+#[test]
+fn a_server_that_restarted_shares_memory_again() {
+    let root = TempDir::new().expect("a folder for the server's state");
+    let mut servers = server::servers(1, &ServerOptions::new().state_root(root.path()));
+    let addresses = server::addresses(&servers);
+    let train = Train::new(1_000_000).args(["--tier", "nvme"]).allow("waiting for a server");
+    let mut worker = train.servers(&addresses).start();
+    let transport = || job_status(&addresses).servers[0].ranks[0].transport.clone();
+    worker.until_step(3);
+    assert_eq!(transport(), "memfd");
+    servers[0].process.kill();
+    servers[0].restart();
+    worker.until_steps(5);
+    assert_eq!(transport(), "memfd");
+    worker.kill();
 }
 
 #[test]
