@@ -3,6 +3,7 @@
 mod admin;
 mod bench;
 mod client;
+mod environment;
 mod export;
 mod inspect;
 mod sizes;
@@ -11,6 +12,7 @@ mod train;
 
 use clap::{Parser, Subcommand};
 
+pub use self::environment::check_environment;
 pub(crate) use self::{
     admin::checkpoint_name,
     client::Servers,
