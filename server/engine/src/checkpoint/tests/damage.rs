@@ -6,7 +6,7 @@ use longshore_proto::FaultKind;
 use proptest::prelude::*;
 
 use super::*;
-use crate::job::StoredImages;
+use crate::{job::StoredImages, tier::Spill};
 
 /// A good delayed checkpoint of two servers, and a target that stays loading as long as restores fail.
 struct Fixture {
@@ -168,4 +168,27 @@ fn a_newer_format_is_refused_as_such() {
     let fault = fixture.target.restore(&fixture.store, "good").unwrap_err();
     assert_eq!(fault.kind, FaultKind::Precondition, "{fault}");
     assert!(fault.value.contains("format_version 2"), "{fault}");
+}
+
+/// Weights uploaded after a restore that failed have no image before theirs, whatever the restore had put on the drives.
+#[test]
+fn a_failed_restore_leaves_no_image_on_the_drives() {
+    let dir = tempfile::tempdir().unwrap();
+    let dirs = vec![dir.path().to_path_buf()];
+    let storage = Storage { dirs, spill: Spill::Images, buffers: 2, ..Storage::default() };
+    let nvme = JobSpec { tier: TierKind::Nvme, ..spec(1, 1) };
+    let mut fixture = fixture();
+    fixture.target = Cluster::open_on(&nvme, 1, &storage);
+    fixture
+        .fault_with(PART, |bytes| {
+            let at = bytes.len() / 4 * 3;
+            bytes[at] ^= 1;
+        })
+        .unwrap();
+    fixture.target.upload();
+    let image = fixture.target.image(Version(0)).unwrap();
+    assert_eq!(image, Cluster::trained(&spec(1, 1), 1, 0).image(Version(0)).unwrap());
+    drop(fixture);
+    let again = Cluster::open_on(&nvme, 1, &storage);
+    assert_eq!((again.version(), again.image(Version(0)).unwrap()), (Version(0), image));
 }
