@@ -166,8 +166,12 @@ impl Tier for NvmeTier {
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut held = self.pool.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
+        // A part was loaded before, and written to make room. What is loaded now has no checksums before it is written.
+        if !held.checked {
+            self.verify(owned, bytes)?;
+        }
         load(self.plan().cut(owned, bytes));
-        held.dirty = true;
+        (held.checked, held.dirty) = (true, true);
         self.pool.keep(owned, held);
         Ok(())
     }
