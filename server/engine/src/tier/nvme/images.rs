@@ -108,10 +108,11 @@ impl NvmeTier {
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Fault> {
-        let block = self.plan().image_block();
-        let Some(slot) = self.pool.stored_image(owned, version)?.filter(|_| block > 0) else {
+        if self.readers.bytes == 0 {
             return Ok(false);
-        };
+        }
+        let block = self.plan().image_block();
+        let Some(slot) = self.pool.stored_image(owned, version)? else { return Ok(false) };
         let blocks = bytes.start / block..bytes.end.div_ceil(block);
         let (start, length) = (blocks.start * block, blocks.len() * block);
         let buffer = self.reader(length)?;
