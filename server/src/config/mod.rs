@@ -187,6 +187,14 @@ mod tests {
     }
 
     #[test]
+    fn what_cannot_be_spilled_is_said() {
+        let error = |args: &[&str]| resolve(args, "").unwrap_err().to_string();
+        assert!(error(&["--spill", "all"]).contains("gradients stay in memory"));
+        assert!(error(&["--spill", "images", "--durability", "nothing"]).contains("no image is kept"));
+        assert_eq!(resolve(&[], "spill = \"images\"").unwrap().storage.spill, Spill::Images);
+    }
+
+    #[test]
     fn an_unknown_key_names_the_nearest() {
         let error = resolve(&[], "checkpont_dir = \"/tmp\"").unwrap_err().to_string();
         assert!(error.contains("`checkpont_dir`; did you mean `checkpoint_dir`?"), "{error}");

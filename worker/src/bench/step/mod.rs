@@ -85,6 +85,7 @@ impl Args {
         ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
         ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
+        ensure!(self.spill != Spill::All, "--spill must be state or images");
         ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
         Ok(())
     }
