@@ -136,6 +136,21 @@ pub fn exists(id: u32) -> bool {
     state(id).is_some_and(|fields| !fields.starts_with('Z'))
 }
 
+/// What a process has in memory, and the most it ever had or since [`forget_peak`]: bytes.
+pub fn memory_of(process: u32) -> (u64, u64) {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).expect("a live process");
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a field of the kernel's");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+    };
+    (field("VmRSS:"), field("VmHWM:"))
+}
+
+/// From now on the most a process has in memory counts from what it has now.
+pub fn forget_peak(process: u32) {
+    fs::write(format!("/proc/{process}/clear_refs"), "5").expect("a process of this user's");
+}
+
 fn parent_of(id: u32) -> Option<u32> {
     state(id)?.split_whitespace().nth(1)?.parse().ok()
 }

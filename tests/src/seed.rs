@@ -1,7 +1,10 @@
-//! Randomised tests that can be repeated: the seed is printed when the test fails, and LONGSHORE_SEED sets it.
+//! Randomised tests that can be repeated: the seed is printed when the test fails, with the slow tests always, and
+//! LONGSHORE_SEED sets it.
 
 use std::{
-    env, thread,
+    env,
+    io::{self, Write},
+    thread,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -26,6 +29,11 @@ impl Random {
         });
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64);
         let seed = given.unwrap_or_else(clock);
+        if env::var_os("LONGSHORE_SOAK").is_some() {
+            // Not by `eprintln!`, which is shown only when the test fails.
+            let test = thread::current().name().unwrap_or("a test").to_string();
+            let _ = writeln!(io::stderr(), "{test}: {VARIABLE}={seed}");
+        }
         Random { seed, generator: ChaCha8Rng::seed_from_u64(seed) }
     }
 

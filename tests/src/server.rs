@@ -18,6 +18,7 @@ use crate::{binaries, process::Process};
 #[derive(Clone, Default)]
 pub struct ServerOptions {
     threads: Option<usize>,
+    memory: Option<String>,
     isa: Option<String>,
     checkpoint_dir: Option<PathBuf>,
     checkpoint_on_drain: bool,
@@ -34,6 +35,12 @@ impl ServerOptions {
 
     pub fn threads(mut self, threads: usize) -> ServerOptions {
         self.threads = Some(threads);
+        self
+    }
+
+    /// Instead of 1GiB.
+    pub fn memory(mut self, memory: &str) -> ServerOptions {
+        self.memory = Some(memory.to_string());
         self
     }
 
@@ -98,7 +105,8 @@ pub struct Longshored {
 impl Longshored {
     fn start(options: ServerOptions, listen: &str) -> Longshored {
         let mut command = binaries::command("longshored");
-        command.args(["--listen", listen, "--log-format", "json", "--memory", "1GiB"]);
+        let memory = options.memory.as_deref().unwrap_or("1GiB");
+        command.args(["--listen", listen, "--log-format", "json", "--memory", memory]);
         if let Some(threads) = options.threads {
             command.args(["--threads", &threads.to_string()]);
         }

@@ -2,6 +2,7 @@
 //! damaged, and what is put right goes on to the right bits.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, OpenOptions},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -12,6 +13,7 @@ use std::{
 use longshore_tests::{
     binaries,
     command::{Output, longshore, longshored},
+    process::Process,
     server::{Longshored, ServerOptions},
     status::job_status,
     train::Train,
@@ -179,6 +181,81 @@ fn a_directory_of_another_job_is_left_alone() {
     assert_eq!(train.run().end.state_hash, expected);
 }
 
+/// A server that `shell`, given its command line, becomes.
+fn server_in(mut shell: Command, flag: &str, dir: &Path) -> (Process, String) {
+    shell.arg(binaries::command("longshored").get_program());
+    shell.args(["--listen", "127.0.0.1:0", "--memory", "1GiB", flag]).arg(dir);
+    let process = Process::start("longshored in a shell", &mut shell);
+    let line = process.line().unwrap_or_default();
+    let address = line.strip_prefix("longshored listening on ").expect("an address").to_string();
+    (process, address)
+}
+
+/// A shell that sees `dir` read-only, in a mount namespace of its own. None where such are not permitted.
+fn read_only(dir: &Path) -> Option<Command> {
+    let shell = |script: &str| {
+        let script = format!("mount --bind \"$0\" \"$0\" && mount -o remount,bind,ro \"$0\" && {script}");
+        let mut shell = Command::new("unshare");
+        shell.args(["--mount", "sh", "-c", &script]).arg(dir);
+        shell
+    };
+    let tried = shell("! touch \"$0/a file\"").output();
+    tried.is_ok_and(|output| output.status.success()).then(|| shell("exec \"$@\""))
+}
+
+/// Every file below, with its bytes.
+fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(contents(&path))
+        } else {
+            found.extend([(path.clone(), fs::read(path).unwrap())])
+        }
+    }
+    found
+}
+
+/// As after an error that made the kernel mount it so.
+fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
+    let Some(shell) = read_only(dir) else {
+        eprintln!("skipped: this user may not mount anything, not even in a namespace of its own");
+        return;
+    };
+    let expected = hash();
+    let train = |address: &str| Train::new(STEPS).args(["--tier", tier]).servers(&[address.to_string()]);
+    let mut server = ServerOptions::new().args([flag, &dir.display().to_string()]).start();
+    train_halfway(&train(server.address()), &mut server);
+    let before = contents(dir);
+    let (process, address) = server_in(shell, flag, dir);
+    let worker = train(&address);
+    let (stderr, _) = worker.start().fails(PATIENCE);
+    for part in ["Read-only file system", dir.to_str().unwrap(), "the right to read and write", &address] {
+        assert!(stderr.contains(part), "{part} is missing in: {stderr}");
+    }
+    let (stderr, _) = worker.args(["--job", "other"]).start().fails(PATIENCE);
+    assert!(stderr.contains("Read-only file system") && stderr.contains("create folder"), "{stderr}");
+    // What needs no directory is served.
+    Train::new(2).args(["--job", "in-memory"]).servers(&[address]).run();
+    drop(process);
+    assert!(contents(dir) == before, "something was changed");
+    server.restart();
+    assert_eq!(train(server.address()).run().end.state_hash, expected);
+}
+
+#[test]
+fn a_read_only_file_system_is_named_and_left_alone() {
+    let root = TempDir::new().unwrap();
+    is_named_and_left_alone_when_read_only("nvme", "--state-dir", root.path());
+}
+
+#[test]
+fn a_read_only_tmpfs_is_named_and_left_alone() {
+    let root = TempDir::new_in("/dev/shm").unwrap();
+    is_named_and_left_alone_when_read_only("shm", "--shm-dir", root.path());
+}
+
 /// `ulimit -f` stands for a full drive: both are found when the space is reserved.
 #[test]
 fn a_full_drive_refuses_the_job_and_keeps_nothing() {
@@ -186,12 +263,8 @@ fn a_full_drive_refuses_the_job_and_keeps_nothing() {
     let dir = root.path().join("a");
     fs::create_dir_all(&dir).unwrap();
     let mut limited = Command::new("sh");
-    let longshored = binaries::command("longshored").get_program().to_owned();
-    limited.args(["-c", "trap '' XFSZ; ulimit -f 2048; exec \"$@\"", "sh"]).arg(longshored);
-    limited.args(["--listen", "127.0.0.1:0", "--state-dir"]).arg(&dir);
-    let process = longshore_tests::process::Process::start("a limited longshored", &mut limited);
-    let line = process.line().unwrap_or_default();
-    let address = line.strip_prefix("longshored listening on ").expect("an address").to_string();
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 2048; exec \"$@\"", "sh"]);
+    let (_server, address) = server_in(limited, "--state-dir", &dir);
     let (stderr, _) = train().servers(std::slice::from_ref(&address)).start().fails(PATIENCE);
     for part in ["reserve space", dir.to_str().unwrap(), "free space there", &address] {
         assert!(stderr.contains(part), "{part} is missing in: {stderr}");

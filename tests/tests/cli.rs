@@ -189,6 +189,10 @@ fn a_mistyped_setting_names_the_nearest() {
         2,
         &["LONGSHORED_MEMROY", "LONGSHORED_MEMORY"],
     );
+    let mut command = binaries::command("longshore");
+    command.arg("status").env("LONGSHORE_SERVER", "127.0.0.1:1");
+    let named = ["LONGSHORE_SERVER;", "`LONGSHORE_SERVERS`"];
+    refused(&run("longshore", &mut command), 2, &named);
     refused(&longshore(["train", "--stpes", "5"]), 2, &["--stpes", "'--steps'"]);
     refused(&longshore(["trian"]), 2, &["trian", "'train'"]);
     refused(&longshore(["train", "--preset", "gtp2"]), 1, &["gtp2", "gpt2"]);

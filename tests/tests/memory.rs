@@ -1,7 +1,6 @@
 //! A server uses the memory it admitted a job with, however many ranks push and however slow one of them is.
 
 use std::{
-    fs,
     sync::{
         Arc, Barrier, Condvar, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -11,7 +10,9 @@ use std::{
 };
 
 use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind};
-use longshore_tests::{conformance::cluster::eventually, server::ServerOptions, status::job_status};
+use longshore_tests::{
+    conformance::cluster::eventually, process::memory_of, server::ServerOptions, status::job_status,
+};
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
 
 const RANKS: u32 = 16;
@@ -45,16 +46,6 @@ fn spec() -> JobSpec {
         formats: Default::default(),
         unchecked: false,
     }
-}
-
-/// What a process has in memory, and the most it ever had: bytes.
-fn resident(process: u32) -> (u64, u64) {
-    let status = fs::read_to_string(format!("/proc/{process}/status")).expect("a live process");
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a field of the kernel's");
-        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
-    };
-    (field("VmRSS:"), field("VmHWM:"))
 }
 
 struct Stall {
@@ -138,11 +129,11 @@ fn sixteen_ranks_and_a_stalled_one_take_the_memory_that_was_admitted() {
         eprintln!("during the stall the server waits for {waits}");
         // Not to wait for anything: this is the time in which a server without bounds would grow.
         thread::sleep(stalled);
-        let (during, _) = resident(server.process.id());
+        let (during, _) = memory_of(server.process.id());
         stall.end();
         during
     });
-    let (_, most_ever) = resident(server.process.id());
+    let (_, most_ever) = memory_of(server.process.id());
     let admitted = job_status(&addresses).servers[0].memory_bytes;
     eprintln!(
         "admitted {admitted}, resident in the stall {most}, at most {most_ever}: {:.3} of admitted",

@@ -34,6 +34,8 @@ struct Case {
     tier: &'static str,
     victims: Victims,
     job: &'static [&'static str],
+    /// More flags of the servers.
+    server: &'static [&'static str],
 }
 
 fn kills() -> u64 {
@@ -60,6 +62,7 @@ fn disturbed(case: &Case, random: &mut Random, kills: u64, (startup, step): (Dur
     let root = if case.tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
     let root = root.expect("a folder for the servers' state");
     let options = ServerOptions::new().allow("a damaged record is replaced").allow("stepping back");
+    let options = options.args(case.server);
     let options =
         if case.tier == "shm" { options.shm_root(root.path()) } else { options.state_root(root.path()) };
     let mut servers = server::servers(2, &options);
@@ -113,6 +116,8 @@ fn strike(
     }
 }
 
+/// Two of a server's two or three images in DRAM.
+const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--compensation", "0.5"];
 
 #[test]
@@ -157,30 +162,99 @@ fn a_server_that_restarted_shares_memory_again() {
 
 #[test]
 fn an_exact_nvme_job_survives_kills_of_either_server() {
-    survives(&Case { tier: "nvme", victims: Victims::OneServer, job: &[] });
+    survives(&Case { tier: "nvme", victims: Victims::OneServer, job: &[], server: &[] });
 }
 
 #[test]
 fn a_delayed_nvme_job_survives_kills_of_both_servers() {
-    survives(&Case { tier: "nvme", victims: Victims::BothServers, job: DELAYED });
+    survives(&Case { tier: "nvme", victims: Victims::BothServers, job: DELAYED, server: &[] });
+}
+
+#[test]
+fn an_exact_nvme_job_with_its_images_on_drives_survives_kills_of_either_server() {
+    survives(&Case { tier: "nvme", victims: Victims::OneServer, job: &[], server: ON_DRIVES });
+}
+
+#[test]
+fn a_delayed_nvme_job_with_its_images_on_drives_survives_kills_of_everything() {
+    survives(&Case { tier: "nvme", victims: Victims::All, job: DELAYED, server: ON_DRIVES });
 }
 
 #[test]
 fn an_nvme_job_survives_kills_of_everything() {
-    survives(&Case { tier: "nvme", victims: Victims::All, job: &["--micro-steps", "2"] });
+    survives(&Case { tier: "nvme", victims: Victims::All, job: &["--micro-steps", "2"], server: &[] });
 }
 
 #[test]
 fn an_exact_shm_job_survives_kills_of_either_server() {
-    survives(&Case { tier: "shm", victims: Victims::OneServer, job: &["--micro-steps", "2"] });
+    survives(&Case { tier: "shm", victims: Victims::OneServer, job: &["--micro-steps", "2"], server: &[] });
 }
 
 #[test]
 fn a_shm_job_survives_kills_of_everything() {
-    survives(&Case { tier: "shm", victims: Victims::All, job: &[] });
+    survives(&Case { tier: "shm", victims: Victims::All, job: &[], server: &[] });
 }
 
 #[test]
 fn a_delayed_shm_job_survives_kills_of_both_servers() {
-    survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED });
+    survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED, server: &[] });
+}
+
+/// Rank 0 dies together with one of two servers while rank 1 lives on: what the other server has decided alone is taken back
+/// under rank 1's hands, which must send it again.
+fn survives_without_rank_zero(job: &[&str]) {
+    let mut random = Random::new();
+    let job = [job, &["--world-size", "2"]].concat();
+    let known = Train::new(STEPS).args(&job).run();
+    let step = Duration::from_secs_f64(known.end.step_ms / 1e3);
+    let (mut left, mut taken_back) = (kills(), 0);
+    while left > 0 {
+        let kills = left.min(KILLS_A_RUN);
+        left -= kills;
+        let root = TempDir::new().expect("a folder for the servers' state");
+        let options = ServerOptions::new().state_root(root.path());
+        let options = options.allow("a damaged record is replaced").allow("stepping back");
+        let mut servers = server::servers(2, &options);
+        let train = Train::new(STEPS).args(&job).args(["--tier", "nvme"]).allow("waiting for a server");
+        let train = train.servers(&server::addresses(&servers));
+        let mut rank0 = train.start_with(["--rank", "0"]);
+        let mut rank1 = train.start_with(["--rank", "1"]);
+        let mut done = rank0.until_started_at() - 1;
+        for kill in 0..kills {
+            let share = (STEPS - done).saturating_sub(2) / (kills - kill);
+            rank0.until_steps(1 + random.below(share.max(1)));
+            // Mostly at once: the step is decided everywhere then, and durable on one server perhaps.
+            if random.below(4) == 0 {
+                spin(random.part_of(step));
+            }
+            let victim = random.below(2) as usize;
+            servers[victim].process.kill();
+            rank0.process.kill();
+            taken_back += times_stepped_back(&servers[victim]);
+            servers[victim].restart();
+            let again = train.start_with(["--rank", "0"]);
+            std::mem::replace(&mut rank0, again).kill().check_steps();
+            done = rank0.until_started_at() - 1;
+        }
+        let end = rank0.finish().end;
+        assert_eq!(rank1.process.code(), 0, "rank 1 failed: {}", rank1.process.stderr());
+        assert_eq!(end.state_hash, known.end.state_hash, "after {kills} kills");
+        taken_back += servers.iter().map(times_stepped_back).sum::<usize>();
+    }
+    eprintln!("a step was taken back {taken_back} times");
+}
+
+fn times_stepped_back(server: &Longshored) -> usize {
+    let message = |line: &serde_json::Value| line.to_string().contains("stepping back");
+    server.log().iter().filter(|line| message(line)).count()
+}
+
+#[test]
+fn an_nvme_job_survives_kills_of_rank_zero_with_a_server() {
+    survives_without_rank_zero(&[]);
+}
+
+#[test]
+fn a_delayed_nvme_job_survives_kills_of_rank_zero_with_a_server() {
+    survives_without_rank_zero(DELAYED);
 }

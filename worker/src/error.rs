@@ -26,6 +26,8 @@ pub enum Error {
     #[error(transparent)]
     VersionsDiffer(#[from] VersionsDiffer),
     #[error(transparent)]
+    NotRestored(Box<NotRestored>),
+    #[error(transparent)]
     TimedOut(Box<TimedOut>),
     #[error(transparent)]
     StillPaused(#[from] StillPaused),
@@ -53,7 +55,7 @@ macro_rules! boxed {
     };
 }
 
-boxed!(Call(CallFailed), Refused(ChunkRefused), Fenced(Fenced), TimedOut(TimedOut));
+boxed!(Call(CallFailed), Refused(ChunkRefused), Fenced(Fenced), NotRestored(NotRestored), TimedOut(TimedOut));
 
 /// An option or argument that cannot be used; nothing was sent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -133,6 +135,22 @@ pub struct VersionsDiffer {
     pub job: JobName,
     pub versions: Vec<(String, Version)>,
     pub waited: Duration,
+}
+
+/// A restore that some servers had done and not all, taken back where it was done: a job with a part of its state would
+/// stand in the way of the next one.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "the restore of job {job} was taken back on {}, where the job was deleted again{}: {cause}. Put that right, then open \
+     the job and restore it again, as the workers' command with --resume does", .undone.join(", "), Left(.left)
+)]
+pub struct NotRestored {
+    pub job: JobName,
+    /// Servers that had restored their part.
+    pub undone: Vec<String>,
+    /// Servers that hold their part still, and why.
+    pub left: Vec<(String, Error)>,
+    pub cause: Error,
 }
 
 /// A wait reached its deadline.
@@ -255,6 +273,16 @@ impl fmt::Display for Last<'_> {
         let Some(fault) = self.0 else { return Ok(()) };
         let lead = if fault.kind == FaultKind::Unavailable { "last" } else { "the server said" };
         write!(f, "; {lead}: {fault}")
+    }
+}
+
+struct Left<'a>(&'a [(String, Error)]);
+
+impl fmt::Display for Left<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0
+            .iter()
+            .try_for_each(|(server, error)| write!(f, ", and not on {server} ({error}): delete it there"))
     }
 }
 

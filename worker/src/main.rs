@@ -9,7 +9,14 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
-    let cli = longshore_worker::cli::Cli::parse();
+    let parsed = longshore_worker::cli::Cli::try_parse();
+    // Help is given whatever the environment; but a flag that is missing may be a variable that was mistyped.
+    let helps = parsed.as_ref().is_err_and(|error| !error.use_stderr());
+    if let (false, Err(error)) = (helps, longshore_worker::cli::check_environment()) {
+        eprintln!("longshore: {error}");
+        return ExitCode::from(2);
+    }
+    let cli = parsed.unwrap_or_else(|error| error.exit());
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

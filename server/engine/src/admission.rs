@@ -7,7 +7,10 @@ use longshore_proto::{
     limits::{CONNECTION_BYTES, DATA_CONNECTIONS},
 };
 
-use crate::tier::{Shape, Storage, nvme, shm};
+use crate::{
+    job::window_need,
+    tier::{Shape, Storage, nvme, shm},
+};
 
 /// Bytes of each kind that a job's shards take on one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,7 +19,7 @@ pub struct Need {
     pub state: u64,
     /// Buffers between DRAM and disk; with tier `shm` the copies of blocks being updated.
     pub buffers: u64,
-    /// Two 16-bit (or fp32) images by version parity.
+    /// Two 16-bit (or fp32) images by version parity, or those that are kept of a job whose images live on drives.
     pub images: u64,
     /// One wire-format buffer for each rank and step in flight.
     pub contributions: u64,
@@ -43,7 +46,11 @@ impl Need {
             state,
             buffers,
             disk,
-            images: elements * spec.image_dtype.bytes() * 2,
+            images: if storage.spills_images(spec) {
+                window_need(spec, layout, owned, storage)
+            } else {
+                elements * spec.image_dtype.bytes() * 2
+            },
             contributions: elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size),
             transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * CONNECTION_BYTES) as u64,
             accumulators: if spec.accumulates() { elements * 4 * slots } else { 0 },

@@ -10,7 +10,12 @@ use common::{
     reference::{Reference, block_squares, flat_elements, param_ranges, sum},
     spec, weights,
 };
-use longshore_engine::{io::Engine, job::Stored, kernels::Isa, tier::Storage};
+use longshore_engine::{
+    io::Engine,
+    job::Stored,
+    kernels::Isa,
+    tier::{Spill, Storage},
+};
 use longshore_proto::{
     Commit, ContributionChunk, Dtype, Formats, Hyper, JobSpec, MasterFormat, Rule, ShardId, StateFormat,
     Step, TierKind,
@@ -389,6 +394,7 @@ proptest! {
         resident_tenths in prop::sample::select(vec![0u64, 5, 10]),
         engine in prop::sample::select(vec![Engine::Auto, Engine::Threads]),
         buffers in 1usize..5,
+        spill in prop::sample::select(vec![Spill::State, Spill::Images]),
     ) {
         let run = Run::random(seed, rule, delay, formats, steps);
         let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir().unwrap()).collect();
@@ -398,6 +404,7 @@ proptest! {
             engine,
             resident_bytes: state_bytes * resident_tenths / 10,
             buffers,
+            spill,
             ..Storage::default()
         };
         let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Nvme, &storage);

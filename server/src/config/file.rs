@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{ByteSize, ConfigError, Durability, StorageIo, nearest};
+use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, nearest};
 use crate::log::LogFormat;
 
 #[derive(Debug, Default, serde::Deserialize)]
@@ -21,6 +21,7 @@ pub(super) struct File {
     pub(super) storage_io: Option<StorageIo>,
     pub(super) storage_buffers: Option<usize>,
     pub(super) durability: Option<Durability>,
+    pub(super) spill: Option<Spill>,
     pub(super) drive_endurance: Option<ByteSize>,
     pub(super) shm_dir: Option<PathBuf>,
     pub(super) checkpoint_dir: Option<PathBuf>,
@@ -34,7 +35,7 @@ pub(super) struct File {
 }
 
 /// The keys above, for the nearest right one.
-const KEYS: [&str; 19] = [
+const KEYS: [&str; 20] = [
     "listen",
     "listen_unix",
     "memory",
@@ -44,6 +45,7 @@ const KEYS: [&str; 19] = [
     "storage_io",
     "storage_buffers",
     "durability",
+    "spill",
     "drive_endurance",
     "shm_dir",
     "checkpoint_dir",

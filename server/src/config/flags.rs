@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::Parser;
 
-use super::{ByteSize, ConfigError, Durability, StorageIo, nearest};
+use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, check_variables};
 use crate::log::LogFormat;
 
 /// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
@@ -44,6 +44,10 @@ pub struct Flags {
     /// [default: each-version]
     #[arg(long, env = "LONGSHORED_DURABILITY", value_enum)]
     pub durability: Option<Durability>,
+    /// What of an nvme job lives on the drives: state, or images, which are the 16-bit weights as well: 4 bytes a
+    /// parameter less in memory, 2 more written in a step [default: state]
+    #[arg(long, env = "LONGSHORED_SPILL", value_enum)]
+    pub spill: Option<Spill>,
     /// What the drives of --state-dir together may be written with, as in 600TB: status then forecasts their wear
     #[arg(long, env = "LONGSHORED_DRIVE_ENDURANCE", value_name = "SIZE")]
     pub drive_endurance: Option<ByteSize>,
@@ -79,7 +83,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 20] = [
+const VARIABLES: [&str; 21] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
@@ -90,6 +94,7 @@ const VARIABLES: [&str; 20] = [
     "LONGSHORED_STORAGE_IO",
     "LONGSHORED_STORAGE_BUFFERS",
     "LONGSHORED_DURABILITY",
+    "LONGSHORED_SPILL",
     "LONGSHORED_DRIVE_ENDURANCE",
     "LONGSHORED_SHM_DIR",
     "LONGSHORED_CHECKPOINT_DIR",
@@ -102,12 +107,7 @@ const VARIABLES: [&str; 20] = [
     "LONGSHORED_LOG_FORMAT",
 ];
 
-/// A mistyped variable would be ignored in silence otherwise.
+/// Refuses a variable of this server's that it does not know.
 pub(super) fn check_environment(names: impl IntoIterator<Item = String>) -> Result<(), ConfigError> {
-    let unknown =
-        names.into_iter().find(|name| name.starts_with(PREFIX) && !VARIABLES.contains(&name.as_str()));
-    match unknown {
-        Some(name) => Err(ConfigError::UnknownVariable { nearest: nearest(&name, VARIABLES), name }),
-        None => Ok(()),
-    }
+    check_variables(PREFIX, &VARIABLES, names)
 }

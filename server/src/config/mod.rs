@@ -9,7 +9,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use flags::Flags;
 pub use size::{ByteSize, SizeError, available_memory};
-pub use storage::{Durability, StorageConfig, StorageIo};
+pub use storage::{Durability, Spill, StorageConfig, StorageIo};
 
 use crate::log::LogFormat;
 
@@ -127,6 +127,7 @@ impl Config {
             let value = self.storage.buffers.to_string();
             return Err(ConfigError::Value { field: "storage_buffers", value, limit: "in 1..=1024" });
         }
+        self.storage.check()?;
         if self.checkpoint_on_drain && self.checkpoint_dir.is_none() {
             return Err(ConfigError::DrainWithoutDir);
         }
@@ -136,6 +137,21 @@ impl Config {
 
 fn suggest(nearest: Option<&str>) -> String {
     nearest.map(|nearest| format!("; did you mean `{nearest}`?")).unwrap_or_default()
+}
+
+/// Refuses a name that starts with `prefix` and is not known: a mistyped variable would be ignored in silence otherwise.
+pub fn check_variables(
+    prefix: &str,
+    known: &[&str],
+    names: impl IntoIterator<Item = String>,
+) -> Result<(), ConfigError> {
+    let unknown = names.into_iter().find(|name| name.starts_with(prefix) && !known.contains(&name.as_str()));
+    match unknown {
+        Some(name) => {
+            Err(ConfigError::UnknownVariable { nearest: nearest(&name, known.iter().copied()), name })
+        }
+        None => Ok(()),
+    }
 }
 
 /// The candidate nearest to a mistyped name, if it is near enough to be meant.
@@ -168,6 +184,14 @@ mod tests {
                 .unwrap();
         assert_eq!((config.threads, config.memory), (3, 64 << 20));
         assert_eq!((config.listen.port(), config.listen_unix), (7070, Some("/run/l".into())));
+    }
+
+    #[test]
+    fn what_cannot_be_spilled_is_said() {
+        let error = |args: &[&str]| resolve(args, "").unwrap_err().to_string();
+        assert!(error(&["--spill", "all"]).contains("gradients stay in memory"));
+        assert!(error(&["--spill", "images", "--durability", "nothing"]).contains("no image is kept"));
+        assert_eq!(resolve(&[], "spill = \"images\"").unwrap().storage.spill, Spill::Images);
     }
 
     #[test]

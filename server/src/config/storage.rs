@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use longshore_engine::{io::Engine, tier};
 
-use super::{Flags, file::File};
+use super::{ConfigError, Flags, file::File};
 
 /// Of the tiers `nvme` and `shm`.
 #[derive(Clone, Debug)]
@@ -17,6 +17,7 @@ pub struct StorageConfig {
     /// Shards of an `nvme` job that are read, updated or written at once.
     pub buffers: usize,
     pub durability: Durability,
+    pub spill: Spill,
     /// Bytes that the drives may be written with; 0: not known.
     pub drive_endurance: u64,
     /// Where `shm` jobs keep their state. None: a folder named after user and port.
@@ -42,6 +43,18 @@ pub enum Durability {
     Nothing,
 }
 
+/// What of an `nvme` job lives on the drives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Spill {
+    #[default]
+    State,
+    Images,
+    /// Gradients, too: refused, for now.
+    #[value(hide = true)]
+    All,
+}
+
 impl Default for StorageConfig {
     fn default() -> StorageConfig {
         StorageConfig {
@@ -50,6 +63,7 @@ impl Default for StorageConfig {
             io: StorageIo::default(),
             buffers: tier::nvme::DEFAULT_BUFFERS,
             durability: Durability::default(),
+            spill: Spill::default(),
             drive_endurance: 0,
             shm_dir: None,
         }
@@ -66,8 +80,21 @@ impl StorageConfig {
             io: flags.storage_io.or(file.storage_io).unwrap_or_default(),
             buffers: flags.storage_buffers.or(file.storage_buffers).unwrap_or(defaults.buffers),
             durability: flags.durability.or(file.durability).unwrap_or_default(),
+            spill: flags.spill.or(file.spill).unwrap_or_default(),
             drive_endurance: flags.drive_endurance.or(file.drive_endurance).map_or(0, |size| size.0),
             shm_dir: flags.shm_dir.clone().or(file.shm_dir.clone()),
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        let refuse =
+            |value: &str, limit| Err(ConfigError::Value { field: "spill", value: value.into(), limit });
+        match (self.spill, self.durability) {
+            (Spill::All, _) => refuse("all", "state or images: gradients stay in memory"),
+            (Spill::Images, Durability::Nothing) => {
+                refuse("images", "state where durability is nothing: no image is kept on the drives then")
+            }
+            _ => Ok(()),
         }
     }
 
@@ -87,6 +114,10 @@ impl StorageConfig {
             durability: match self.durability {
                 Durability::EachVersion => tier::Durability::EachVersion,
                 Durability::Nothing => tier::Durability::Nothing,
+            },
+            spill: match self.spill {
+                Spill::State => tier::Spill::State,
+                Spill::Images | Spill::All => tier::Spill::Images,
             },
             ..tier::Storage::default()
         }

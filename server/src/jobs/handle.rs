@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
@@ -30,7 +30,7 @@ pub(crate) struct JobHandle {
     works: mpsc::Sender<Work>,
     changed: watch::Receiver<u64>,
     /// What every waiter is told once the job is not served any more.
-    closed: OnceLock<Fault>,
+    closed: watch::Sender<Option<Fault>>,
     /// Contributions to later steps are refused: a drain has begun.
     last_step: AtomicU64,
     /// How each rank's calls come.
@@ -62,7 +62,7 @@ impl JobHandle {
             job,
             works,
             changed,
-            closed: OnceLock::new(),
+            closed: watch::Sender::new(None),
             last_step: AtomicU64::new(u64::MAX),
             transports: Mutex::default(),
             pace: Pace::default(),
@@ -88,8 +88,8 @@ impl JobHandle {
         let mut changed = self.changed.clone();
         loop {
             changed.borrow_and_update();
-            if let Some(fault) = self.closed.get() {
-                return Err(fault.clone());
+            if let Some(fault) = self.closed.borrow().clone() {
+                return Err(fault);
             }
             if let Some(value) = check()? {
                 return Ok(value);
@@ -132,7 +132,7 @@ impl JobHandle {
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.closed.get().is_some()
+        self.closed.borrow().is_some()
     }
 
     /// From now on takes contributions to the step in hand only, if one is begun. Returns the version to wait for.
@@ -154,9 +154,14 @@ impl JobHandle {
 
     /// Makes every waiter fail with this.
     pub(super) fn close(&self, fault: Fault) {
-        let _ = self.closed.set(fault);
+        self.closed.send_if_modified(|closed| closed.is_none() && closed.replace(fault).is_none());
         // They look again, find the job closed and let go of it.
         self.job.nudge();
+    }
+
+    /// To learn that the job is not served any more, and why, without keeping it alive.
+    pub(crate) fn closing(&self) -> watch::Receiver<Option<Fault>> {
+        self.closed.subscribe()
     }
 
     /// To learn when the job is gone with its last user.

@@ -119,7 +119,7 @@ impl Pull {
 
     async fn read(&self, slice: Slice) -> Result<Piece, Fault> {
         let bytes = (slice.elements * self.dtype.bytes()) as usize;
-        let check = || {
+        let read = || {
             let mut read = None;
             self.handle.job.read_image(&slice, self.version, &mut |image| {
                 let (mut lent, mut sum) = (self.recycler.take(bytes), Crc32::new());
@@ -128,6 +128,9 @@ impl Pull {
             })?;
             Ok(read)
         };
+        // A drive takes longer than other calls of this thread may wait.
+        let waits = self.handle.job.spills_images();
+        let check = || if waits { tokio::task::block_in_place(read) } else { read() };
         let (payload, crc32) = self.once_ready(slice, check).await?;
         let (shard, offset) = (slice.shard.0, slice.offset);
         let head = v1::PullResponse { shard, offset, crc32, ..Default::default() };

@@ -21,10 +21,13 @@ use longshore_proto::{
         v1::{PushRequest, PushResponse, PushResult},
     },
 };
-use tokio::{sync::mpsc, time::timeout};
+use tokio::{
+    sync::{mpsc, watch},
+    time::timeout,
+};
 use tonic::{Status, body::Body};
 
-use super::{Services, default_deadline};
+use super::{Services, default_deadline, refuse};
 use crate::{jobs::JobHandle, memfd::Payload};
 
 /// Acknowledgements in one message. Many small messages would be taken for abuse by HTTP/2 peers, and each costs a
@@ -38,7 +41,8 @@ const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 pub(super) fn answer(services: Services, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
     let incoming = Incoming::request(body);
-    tokio::spawn(Stream { services, incoming, answers, held: Weak::new(), results: Vec::new() }.run());
+    let (held, closing, results) = (Weak::new(), None, Vec::new());
+    tokio::spawn(Stream { services, incoming, answers, held, closing, results }.run());
     frame::answer(pieces)
 }
 
@@ -49,6 +53,9 @@ struct Stream {
     answers: Pieces,
     /// The job of the last chunk: mostly the next one's too. Weak: an idle stream keeps no job alive.
     held: Weak<JobHandle>,
+    /// Why that job is not served any more: a worker that has nothing to send must learn of it, too, since what it had sent
+    /// may be wanted again.
+    closing: Option<watch::Receiver<Option<Fault>>>,
     /// Not yet acknowledged.
     results: Vec<PushResult>,
 }
@@ -82,13 +89,24 @@ impl Stream {
     /// The next event, and what was to be acknowledged if it does not come at once.
     async fn event(&mut self) -> Result<Event<PushRequest>, Over> {
         if !self.results.is_empty() {
-            if let Ok(event) = timeout(RESULTS_DELAY, self.incoming.next()).await {
+            if let Ok(event) = timeout(RESULTS_DELAY, self.next()).await {
                 return self.unless_over(event).await;
             }
             self.acknowledge().await?;
         }
-        let event = self.incoming.next().await;
+        let event = self.next().await;
         self.unless_over(event).await
+    }
+
+    /// The next event between chunks, or the end of the job.
+    async fn next(&mut self) -> Result<Option<Event<PushRequest>>, Status> {
+        let Some(closing) = &mut self.closing else { return self.incoming.next().await };
+        let closed = async { closing.wait_for(Option::is_some).await.ok()?.clone() };
+        tokio::select! {
+            biased;
+            event = self.incoming.next() => event,
+            Some(fault) = closed => Err(refuse("Push", "", fault)),
+        }
     }
 
     async fn unless_over(
@@ -187,7 +205,11 @@ impl Stream {
         let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
         let handle = match self.held.upgrade() {
             Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,
-            _ => self.services.jobs.get(&request.job)?,
+            _ => {
+                let handle = self.services.jobs.get(&request.job)?;
+                self.closing = Some(handle.closing());
+                handle
+            }
         };
         self.held = Arc::downgrade(&handle);
         handle.check_step(chunk.contribution.step)?;

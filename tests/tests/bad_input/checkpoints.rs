@@ -11,13 +11,17 @@ use longshore_proto::{
     Formats, JobSpec, Rule, StateFormat,
     wire::v1::Phase,
 };
-use longshore_tests::conformance::{
-    cluster::Cluster,
-    files,
-    raw::{Raw, assert_fault, placement},
-    run,
-    synthetic::Synthetic,
+use longshore_tests::{
+    command::longshore,
+    conformance::{
+        cluster::Cluster,
+        files,
+        raw::{Raw, assert_fault, placement},
+        run,
+        synthetic::Synthetic,
+    },
 };
+use longshore_worker::{Error, Session};
 
 use super::{BEFORE, Victim, finish, plan};
 
@@ -114,6 +118,47 @@ fn another_jobs_checkpoint_is_refused_with_what_differs() {
     }
     assert_fault(server.restore("original", "two"), Precondition, "job.phase", "training", "loading");
     victim.finish();
+}
+
+/// One of two servers cannot read its part: the other one must not be left with the only half of a job.
+#[test]
+fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
+    const SECOND: &str = "server-00002-of-00002.safetensors";
+    let cluster = Cluster::start(2);
+    let (model, addresses) = (Synthetic::default(), cluster.addresses());
+    let spec = plan().spec("halved", &model);
+    let first = Victim::start(&cluster, "halved");
+    first.pipeline.session().checkpoint("two").expect("a checkpoint");
+    let expected = first.pipeline.session().state_hash().expect("a hash");
+    first.pipeline.session().delete_job().expect("a deletion");
+    let part = cluster.checkpoint("halved", "two").join(SECOND);
+    flip(&part, 65_536);
+    let opened = || {
+        let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
+        assert!(session.open().expect("an open").is_fresh());
+        session
+    };
+    let check = |said: &str| {
+        for words in [SECOND, "BLAKE3", "taken back", "restore it again", &addresses[0]] {
+            assert!(said.contains(words), "{words:?} is missing in: {said}");
+        }
+        assert_eq!(cluster.raw(0).find("halved").expect_err("no job").kind, NotFound);
+        assert_eq!(cluster.raw(1).progress("halved").phase(), Phase::Loading);
+    };
+    let error = opened().restore("two").expect_err("a part is damaged");
+    assert!(matches!(error, Error::NotRestored(_)), "{error:?}");
+    check(&error.to_string());
+    drop(opened());
+    let restore =
+        || longshore(["restore", "--servers", &addresses.join(","), "--job", "halved", "--name", "two"]);
+    let refused = restore();
+    assert_eq!(refused.code, 1, "{refused:?}");
+    check(&refused.stderr);
+    flip(&part, 65_536);
+    let session = opened();
+    let restored = restore();
+    assert_eq!((restored.code, restored.stdout.as_str()), (0, "restored two: version 2\n"), "{restored:?}");
+    assert_eq!(session.state_hash().expect("a hash"), expected);
 }
 
 fn copy(from: &Path, to: &Path) {

@@ -59,6 +59,9 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         deadline: Duration::from_secs(60),
         pause_deadline: Duration::from_secs(60),
         threads: None,
+        state_dirs: Vec::new(),
+        resident: 0,
+        shm_dir: None,
         memory: None,
         json: false,
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::Context;
 use futures_util::future::join_all;
 use longshore_proto::{
+    Fault,
     limits::MAX_CONTROL_MESSAGE_BYTES,
     wire::{
         fault_from_status,
@@ -57,18 +58,47 @@ impl Servers {
     /// One call on every server at once; the first refusal is the answer.
     pub(crate) fn each<T, F>(
         &mut self,
-        mut call: impl FnMut(AdminClient<Channel>) -> F,
+        call: impl FnMut(AdminClient<Channel>) -> F,
     ) -> anyhow::Result<Vec<(String, T)>>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        let calls: Vec<F> = self.servers.iter().map(|server| call(server.admin.clone())).collect();
-        let answers = self.runtime.block_on(join_all(calls));
+        let named = |(address, answer): (String, Result<T, Fault>)| {
+            let answer = answer.with_context(|| address.clone())?;
+            Ok((address, answer))
+        };
+        self.answers(call).into_iter().map(named).collect()
+    }
+
+    /// One call on every server at once, with what each says.
+    pub(super) fn answers<T, F>(
+        &mut self,
+        call: impl FnMut(AdminClient<Channel>) -> F,
+    ) -> Vec<(String, Result<T, Fault>)>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let all: Vec<String> = self.servers.iter().map(|server| server.address.clone()).collect();
+        self.answers_of(&all, call)
+    }
+
+    /// As `answers`, of some servers.
+    pub(super) fn answers_of<T, F>(
+        &mut self,
+        addresses: &[String],
+        mut call: impl FnMut(AdminClient<Channel>) -> F,
+    ) -> Vec<(String, Result<T, Fault>)>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let asked: Vec<_> =
+            self.servers.iter().filter(|server| addresses.contains(&server.address)).collect();
+        let answers = self.runtime.block_on(join_all(asked.iter().map(|server| call(server.admin.clone()))));
         let answer = |(server, answer): (&Server, Result<tonic::Response<T>, Status>)| {
             let answer = answer.map_err(|status| fault_from_status(&status, &server.address));
-            Ok((server.address.clone(), answer.with_context(|| server.address.clone())?.into_inner()))
+            (server.address.clone(), answer.map(tonic::Response::into_inner))
         };
-        self.servers.iter().zip(answers).map(answer).collect()
+        asked.into_iter().zip(answers).map(answer).collect()
     }
 
     /// The job to act on: the one named, or the only one there is.

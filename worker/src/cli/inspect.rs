@@ -57,7 +57,8 @@ fn json(report: &Report) -> serde_json::Value {
     json!({
         "folder": report.folder, "job": header.spec.name.as_str(), "tier": header.tier.to_string(),
         "server": header.server.0, "servers": header.placement.servers, "directory": header.directory,
-        "directories": header.directories, "durable": header.durable, "records": report.records,
+        "directories": header.directories, "durable": header.durable,
+        "spilled_images": header.spilled_images, "records": report.records,
         "broken_records": report.broken_records, "versions": report.versions.iter().map(version).collect::<Vec<_>>(),
         "recoverable": report.recoverable().map(|version| version.0),
     })
@@ -80,6 +81,9 @@ fn text(report: &Report) -> String {
             header.spec.rule.name(),
         ),
     ];
+    if header.spilled_images {
+        lines.push("  images live here too: its server runs with --spill images".to_string());
+    }
     lines.extend(report.broken_records.iter().map(|why| format!("  record not whole: {why}")));
     let newest = report.versions.last().map(|version| version.version);
     for version in &report.versions {

@@ -3,6 +3,7 @@
 mod admin;
 mod bench;
 mod client;
+mod environment;
 mod export;
 mod inspect;
 mod sizes;
@@ -14,6 +15,7 @@ use std::path::Path;
 
 use clap::{Parser, Subcommand};
 
+pub use self::environment::check_environment;
 pub(crate) use self::{
     admin::checkpoint_name,
     client::Servers,

@@ -124,7 +124,8 @@ pub(super) struct Args {
     #[arg(long, help_heading = "Offloading")]
     shard_elements: Option<u64>,
     /// Where the servers keep master weights and optimizer state: memory, shm (survives the server's
-    /// process), or nvme (their --state-dir)
+    /// process), or nvme (their --state-dir). Without --servers, nvme takes --state-dir and shm --shm-dir, and the same
+    /// command continues a run that was killed
     #[arg(long, default_value = "memory", help_heading = "Offloading")]
     tier: TierKind,
     /// Moments on the servers: fp32, bf16, or block8 (8 bits, and a scale for each 256). See docs/update.md
@@ -193,6 +194,15 @@ pub(super) struct Args {
     /// Memory of an embedded server, as in 8GiB [default: 80% of what is available]
     #[arg(long, value_name = "SIZE", help_heading = "Embedded server")]
     memory: Option<ByteSize>,
+    /// Folders for an embedded server's state with tier nvme, striped over all of them
+    #[arg(long, value_delimiter = ',', value_name = "DIR,...", help_heading = "Embedded server")]
+    state_dir: Vec<PathBuf>,
+    /// Memory in which it keeps a part of that state, as in 64GiB [default: 0]
+    #[arg(long, value_name = "SIZE", help_heading = "Embedded server")]
+    resident: Option<ByteSize>,
+    /// Folder of a tmpfs for an embedded server's state with tier shm
+    #[arg(long, value_name = "DIR", help_heading = "Embedded server")]
+    shm_dir: Option<PathBuf>,
 }
 
 impl Args {
@@ -259,6 +269,9 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         pause_deadline: Duration::from_secs(args.pause_deadline_s),
         threads: args.threads,
         memory: args.memory.map(|size| size.0),
+        state_dirs: args.state_dir,
+        resident: args.resident.map_or(0, |size| size.0),
+        shm_dir: args.shm_dir,
         json: args.json,
     })
 }
@@ -309,6 +322,26 @@ fn check(args: &Args) -> Result<(), Fault> {
     if args.checkpoint_every > 0 && args.servers.is_empty() && args.checkpoint_dir.is_none() {
         let remedy = "say where the embedded server puts its checkpoints";
         return Err(Fault::invalid("--checkpoint-dir", "absent", "given with --checkpoint-every", remedy));
+    }
+    check_folders(args)
+}
+
+/// An embedded server has no port to be found again by: what should outlive it needs a folder.
+fn check_folders(args: &Args) -> Result<(), Fault> {
+    let given = [
+        ("--state-dir", !args.state_dir.is_empty(), TierKind::Nvme),
+        ("--shm-dir", args.shm_dir.is_some(), TierKind::Shm),
+    ];
+    for (flag, given, tier) in given {
+        if args.tier == tier && !given && args.servers.is_empty() {
+            let limit = format!("given with --tier {tier} and no --servers");
+            let remedy = "say where the embedded server keeps the state: the same command then continues a run that was killed";
+            return Err(Fault::invalid(flag, "absent", limit, remedy));
+        }
+        if args.tier != tier && given {
+            let remedy = format!("say --tier {tier} as well, or leave {flag} out");
+            return Err(Fault::invalid("--tier", args.tier, format!("{tier} with {flag}"), remedy));
+        }
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::Context;
-use longshore_server::{Config, Server};
+use longshore_server::{Config, Server, config::StorageConfig};
 use tokio::runtime::Runtime;
 
 use super::{Settings, rank};
@@ -29,7 +29,8 @@ pub fn run(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// A server inside this process, on a free loopback port; gone with it.
+/// A server inside this process, on a free loopback port; gone with it. What it keeps in folders the next run's server finds
+/// there, whatever its port.
 struct Embedded {
     server: Server,
     _runtime: Runtime,
@@ -38,7 +39,14 @@ struct Embedded {
 impl Embedded {
     fn start(settings: &Settings) -> anyhow::Result<Embedded> {
         let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let storage = StorageConfig {
+            state_dirs: settings.state_dirs.clone(),
+            resident: settings.resident,
+            shm_dir: settings.shm_dir.clone(),
+            ..defaults.storage
+        };
         let config = Config {
+            storage,
             threads: settings.threads.unwrap_or(defaults.threads),
             memory: settings.memory.unwrap_or(defaults.memory),
             checkpoint_dir: settings.checkpoint_dir.clone(),

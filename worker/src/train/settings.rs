@@ -69,6 +69,12 @@ pub struct Settings {
     pub threads: Option<usize>,
     /// Memory of an embedded server.
     pub memory: Option<u64>,
+    /// Where an embedded server keeps the state of tier `nvme`.
+    pub state_dirs: Vec<PathBuf>,
+    /// Memory in which it keeps a part of that state.
+    pub resident: u64,
+    /// Where an embedded server keeps the state of tier `shm`.
+    pub shm_dir: Option<PathBuf>,
     pub json: bool,
 }
 

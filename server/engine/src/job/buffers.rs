@@ -37,6 +37,8 @@ pub(super) struct ShardBuffers {
 /// Readers in other processes cannot be locked out, so that beside the images lies a word for each: 1 + its version, or
 /// 0. What was read between two equal and right words was that version.
 pub(super) struct Image {
+    /// Whose it is, by place among the owned shards.
+    pub(super) owned: usize,
     version: Option<Version>,
     region: Region,
     words: Arc<Words>,
@@ -44,6 +46,10 @@ pub(super) struct Image {
 }
 
 impl Image {
+    pub(super) fn new(owned: usize, region: Region, words: Arc<Words>, word: usize) -> Image {
+        Image { owned, version: None, region, words, word }
+    }
+
     pub(super) fn version(&self) -> Option<Version> {
         self.version
     }
@@ -79,43 +85,51 @@ pub(super) struct Space {
     slab: Slab,
     /// With images and words, where they are apart from the rest.
     shared: Option<(Slab, SharedFile)>,
+    /// Bytes of an element's images that are here: 0 where they live on drives.
+    image: usize,
 }
 
 impl Space {
     /// `share`: images in memory that other processes can be given, where the kernel has such.
-    pub(super) fn allocate(spec: &JobSpec, lengths: &[usize], share: bool) -> Result<Space, AllocationError> {
-        let images = Slab::bytes_for(image_sizes(spec, lengths));
-        let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {
+    /// `spilled`: images live elsewhere.
+    pub(super) fn allocate(
+        spec: &JobSpec,
+        lengths: &[usize],
+        share: bool,
+        spilled: bool,
+    ) -> Result<Space, AllocationError> {
+        let image = if spilled { 0 } else { spec.image_dtype.bytes() as usize };
+        let images = Slab::bytes_for(image_sizes(image, lengths));
+        let shared = (share && !spilled).then(|| Slab::allocate_shared(images)).and_then(|shared| {
             shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
         });
-        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, lengths, shared.is_some())))?;
-        Ok(Space { slab, shared })
+        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, lengths, image, shared.is_some())))?;
+        Ok(Space { slab, shared, image })
     }
 
     /// Of [`Space::bytes`], which a tier keeps. Its images are not shared: who may read the file could write it, too.
-    pub(super) fn of_tier(slab: Slab) -> Space {
-        Space { slab, shared: None }
+    pub(super) fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
+        Space { slab, shared: None, image: spec.image_dtype.bytes() as usize }
     }
 
     /// What all buffers need in one piece.
     pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
-        Slab::bytes_for(sizes(spec, lengths, false))
+        Slab::bytes_for(sizes(spec, lengths, spec.image_dtype.bytes() as usize, false))
     }
 }
 
-/// Both images of each shard, then their words.
-fn image_sizes(spec: &JobSpec, lengths: &[usize]) -> Vec<usize> {
-    let bytes = spec.image_dtype.bytes() as usize;
+/// Both images of each shard, of so many bytes an element, then their words.
+fn image_sizes(bytes: usize, lengths: &[usize]) -> Vec<usize> {
     let mut sizes: Vec<usize> = lengths.iter().flat_map(|&length| [length * bytes; 2]).collect();
     sizes.push(lengths.len() * 2 * size_of::<u64>());
     sizes
 }
 
 /// Each shard's images, contributions and sums, then the words; `apart`: without images and words.
-fn sizes(spec: &JobSpec, lengths: &[usize], apart: bool) -> Vec<usize> {
+fn sizes(spec: &JobSpec, lengths: &[usize], image: usize, apart: bool) -> Vec<usize> {
     let gradient = spec.gradient_dtype.bytes() as usize;
     let sum = if spec.accumulates() { 4 } else { 0 };
-    let images = image_sizes(spec, lengths);
+    let images = image_sizes(image, lengths);
     let (pairs, words) = images.as_chunks::<2>();
     let mut sizes = Vec::new();
     for (&length, pair) in lengths.iter().zip(pairs) {
@@ -143,10 +157,10 @@ impl Buffers {
     ) -> Result<Buffers, AllocationError> {
         let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
         let mut apart = Vec::new().into_iter();
-        let sizes = sizes(spec, lengths, space.shared.is_some());
+        let sizes = sizes(spec, lengths, space.image, space.shared.is_some());
         let mut shared = None;
         if let Some((slab, file)) = space.shared {
-            apart = slab.carve(&image_sizes(spec, lengths), pool)?.into_iter();
+            apart = slab.carve(&image_sizes(space.image, lengths), pool)?.into_iter();
             shared = Some(file);
         }
         let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
@@ -157,7 +171,7 @@ impl Buffers {
             let images = [0, 1].map(|parity| {
                 let region = apart.next().unwrap_or_else(&mut next);
                 let (words, word) = (Arc::clone(&words), 2 * owned + parity);
-                RwLock::new(Image { version: None, region, words, word })
+                RwLock::new(Image::new(owned, region, words, word))
             });
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {

@@ -131,7 +131,7 @@ impl Job {
         if load.missing(&self.owned).is_empty() {
             load.finish();
             drop(load);
-            return self.start(Version(0), 0, None);
+            return self.start(Version(0), 0, None, StoredImages::None);
         }
         Ok(())
     }
@@ -166,7 +166,7 @@ impl Job {
         lock(&self.load).begin_restore()?;
         let result = self.load_shards(version, images, read).and_then(|()| {
             lock(&self.load).finish();
-            self.start(version, applied, commit)
+            self.start(version, applied, commit, images)
         });
         if result.is_err() {
             self.forget();
@@ -183,20 +183,25 @@ impl Job {
     ) -> Result<(), Fault> {
         let with_older = images == StoredImages::Both && version.0 > 0;
         for (owned, &shard) in self.owned.iter().enumerate() {
-            let pair = &self.buffers.shards[owned].images;
-            let mut current =
-                pair[version.0 as usize % 2].write().unwrap_or_else(|poison| poison.into_inner());
-            let mut older =
-                pair[(version.0 as usize + 1) % 2].write().unwrap_or_else(|poison| poison.into_inner());
+            let mut current = self.image_to_make(owned, version);
+            // At version 0 there is none before: the other place of the pair.
+            let mut older = self.image_to_make(owned, Version(version.0 + 1));
+            let length = self.image_len(owned);
             let mut result = Ok(());
             self.tier.load(owned, &mut |state| {
-                let image = (images != StoredImages::None).then(|| current.overwrite().bytes_mut());
-                let older_image = with_older.then(|| older.overwrite().bytes_mut());
+                let image =
+                    (images != StoredImages::None).then(|| &mut current.overwrite().bytes_mut()[..length]);
+                let older_image = with_older.then(|| &mut older.overwrite().bytes_mut()[..length]);
                 result = read(shard, LoadedShard { state, older_image, image });
             })?;
             result?;
             current.set((images != StoredImages::None).then_some(version));
             older.set(with_older.then(|| Version(version.0 - 1)));
+            drop((current, older));
+            if self.spills_images() {
+                // They do not stay here until the start.
+                self.store_images(owned, version)?;
+            }
         }
         Ok(())
     }
@@ -204,10 +209,8 @@ impl Job {
     /// Undoes a failed load: neither its images nor its moments may pass for those of what is loaded next, and an
     /// upload writes master weights alone.
     fn forget(&self) {
-        for (owned, buffers) in self.buffers.shards.iter().enumerate() {
-            for image in &buffers.images {
-                image.write().unwrap_or_else(|poison| poison.into_inner()).set(None);
-            }
+        self.forget_images();
+        for owned in 0..self.owned.len() {
             let cleared = self.tier.load(owned, &mut |state| {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
@@ -219,8 +222,15 @@ impl Job {
     }
 
     /// Makes the current image where none was loaded, has the tier keep it all, and opens the job for steps.
-    fn start(&self, version: Version, applied: u64, commit: Option<Commit>) -> Result<(), Fault> {
-        for owned in 0..self.owned.len() {
+    fn start(
+        &self,
+        version: Version,
+        applied: u64,
+        commit: Option<Commit>,
+        loaded: StoredImages,
+    ) -> Result<(), Fault> {
+        let stored = self.spills_images() && loaded != StoredImages::None;
+        for owned in (0..self.owned.len()).filter(|_| !stored) {
             self.make_image(owned, version)?;
             self.store_images(owned, version)?;
         }
@@ -235,16 +245,17 @@ impl Job {
 
     /// The current image is the rounded master weights unless it was loaded.
     fn make_image(&self, owned: usize, version: Version) -> Result<(), Fault> {
-        let image = &self.buffers.shards[owned].images[version.0 as usize % 2];
-        let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
-        if image.version() == Some(version) {
+        if self.image_here(owned, version).is_some() {
             return Ok(());
         }
+        let mut image = self.image_to_make(owned, version);
         let region = image.overwrite();
         self.tier.read(owned, &mut |state| {
             let images = image_blocks(region, self.spec.image_dtype, BLOCK);
             let isa = self.compute.isa();
-            self.compute.blocks(images.into_iter().enumerate().collect(), |(block, image)| {
+            // A place may be longer than the shard.
+            let images = images.into_iter().take(state.blocks()).enumerate().collect();
+            self.compute.blocks(images, |(block, image)| {
                 state.with_master(isa, block, |master| cast(isa, master, image));
             });
         })?;
@@ -254,10 +265,9 @@ impl Job {
 
     fn store_images(&self, owned: usize, version: Version) -> Result<(), Fault> {
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
-            let image = &self.buffers.shards[owned].images[(version.0 as usize + behind) % 2];
-            let image = image.read().unwrap_or_else(|poison| poison.into_inner());
-            if image.version().is_some_and(|kept| kept.0 + behind as u64 == version.0) {
-                self.tier.store_image(owned, age, image.bytes())?;
+            let image = version.0.checked_sub(behind).and_then(|kept| self.image_here(owned, Version(kept)));
+            if let Some(image) = image {
+                self.tier.store_image(owned, age, &image.bytes()[..self.image_len(owned)])?;
             }
         }
         Ok(())
@@ -266,12 +276,12 @@ impl Job {
     /// Goes on from a version that the tier has kept. Every block of it is read and compared on the way.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let Record { version, applied, commit } = record;
-        for (owned, buffers) in self.buffers.shards.iter().enumerate() {
+        for owned in 0..self.owned.len() {
+            let length = self.image_len(owned);
             for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
-                let image = &buffers.images[(version.0 as usize + behind) % 2];
-                let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
-                let kept = self.tier.load_image(owned, age, image.overwrite().bytes_mut())?;
-                image.set(kept.then(|| Version(version.0 - behind as u64)));
+                let mut image = self.image_to_make(owned, Version(version.0 + behind));
+                let kept = self.tier.load_image(owned, age, &mut image.overwrite().bytes_mut()[..length])?;
+                image.set(kept.then(|| Version(version.0 - behind)));
             }
             // Also where the image was kept: a damaged block is found while the version before can still be taken.
             self.tier.read(owned, &mut |_| ())?;

@@ -12,6 +12,7 @@ mod read;
 mod receive;
 mod snapshot;
 mod update;
+mod window;
 
 use std::{
     sync::{
@@ -33,11 +34,13 @@ pub use load::{LoadedShard, StoredImages};
 pub use read::{ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, SnapshotInfo};
+pub(crate) use window::need as window_need;
 
 use self::{
     buffers::{Buffers, Space},
     load::Load,
     snapshot::Snapshot,
+    window::Window,
 };
 use crate::{
     admission::{Budget, Need, Reservation},
@@ -79,6 +82,8 @@ pub struct Job {
     owned: Vec<ShardId>,
     machine: Mutex<Machine>,
     buffers: Buffers,
+    /// Of a job whose images live on drives.
+    window: Option<Window>,
     tier: Box<dyn Tier>,
     compute: Arc<Compute>,
     load: Mutex<Load>,
@@ -118,7 +123,8 @@ impl Job {
         let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
-        let anonymous = || Space::allocate(&spec, &lengths, storage.share_images).map_err(exhausted);
+        let spilled = storage.spills_images(&spec);
+        let anonymous = || Space::allocate(&spec, &lengths, storage.share_images, spilled).map_err(exhausted);
         let inputs =
             Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
         let (tier, space, kept): (Box<dyn Tier>, Space, Kept) = match spec.tier {
@@ -131,7 +137,7 @@ impl Job {
             TierKind::Shm => {
                 let buffers = Space::bytes(&spec, &lengths);
                 let (tier, slab, kept) = shm::ShmTier::open(&inputs, buffers, compute.pool())?;
-                (Box::new(tier), Space::of_tier(slab), kept.map_or(Kept::Nothing, Kept::Shm))
+                (Box::new(tier), Space::of_tier(slab, &spec), kept.map_or(Kept::Nothing, Kept::Shm))
             }
             TierKind::Nvme => {
                 let space = anonymous()?;
@@ -141,6 +147,8 @@ impl Job {
             }
         };
         let buffers = Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
+        let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
+        let window = window.transpose().map_err(exhausted)?;
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
@@ -153,6 +161,7 @@ impl Job {
             machine: Mutex::new(machine),
             signal,
             buffers,
+            window,
             tier,
             compute,
             load: Mutex::new(load),

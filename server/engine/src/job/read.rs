@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use longshore_proto::{Dtype, Fault, Slice, Version};
 
-use super::{Job, buffers::Image};
+use super::Job;
 use crate::{lock, step::Refusal};
 
 /// What a pull found.
@@ -47,18 +47,24 @@ impl Job {
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<ImageRead, Fault> {
         let (start, bytes) = self.image_bytes(slice);
-        self.with_image(slice, version, bytes, |image| read(&image.bytes()[start..][..bytes]))
+        let Some(owned) = self.ready(slice, version)? else { return Ok(ImageRead::NotYet) };
+        if let Some(image) = self.image_here(owned, version) {
+            read(&image.bytes()[start..][..bytes]);
+        } else if !self.tier.read_image(owned, version, start..start + bytes, read)? {
+            return Err(self.gone(owned, version));
+        }
+        self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(ImageRead::Done)
     }
 
     /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`].
     pub fn place_image(&self, slice: &Slice, version: Version) -> Result<Option<ImagePlace>, Fault> {
         let (start, bytes) = self.image_bytes(slice);
-        let mut place = None;
-        self.with_image(slice, version, bytes, |image| {
-            let (image, word) = image.place();
-            place = Some(ImagePlace { at: image + start as u64, word });
-        })?;
-        Ok(place)
+        let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
+        let Some(image) = self.image_here(owned, version) else { return Err(self.gone(owned, version)) };
+        let (image, word) = image.place();
+        self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(Some(ImagePlace { at: image + start as u64, word }))
     }
 
     /// Start and length of a slice in its shard's image.
@@ -67,32 +73,20 @@ impl Job {
         ((slice.offset * size) as usize, (slice.elements * size) as usize)
     }
 
-    fn with_image(
-        &self,
-        slice: &Slice,
-        version: Version,
-        bytes: usize,
-        with: impl FnOnce(&Image),
-    ) -> Result<ImageRead, Fault> {
+    /// Which shard it is among the owned ones, once it has the version.
+    fn ready(&self, slice: &Slice, version: Version) -> Result<Option<usize>, Fault> {
         self.check_alive()?;
         let machine = lock(&self.machine);
         let owned = machine.owned_index(slice.shard)?;
-        if !machine.check_pull(owned, version)? {
-            return Ok(ImageRead::NotYet);
-        }
-        drop(machine);
-        let images = &self.buffers.shards[owned].images;
-        let image = images[version.0 as usize % 2].read().unwrap_or_else(|poison| poison.into_inner());
-        if image.version() != Some(version) {
-            drop(image);
-            let version_of =
-                |parity: usize| images[parity].read().unwrap_or_else(|poison| poison.into_inner()).version();
-            let mut kept: Vec<Version> = [0, 1].into_iter().filter_map(version_of).collect();
-            kept.sort();
-            return Err(Refusal::VersionGone { version, kept }.into());
-        }
-        with(&image);
-        self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        Ok(ImageRead::Done)
+        Ok(machine.check_pull(owned, version)?.then_some(owned))
+    }
+
+    fn gone(&self, owned: usize, version: Version) -> Fault {
+        let at = lock(&self.machine).shard_version(owned);
+        let newest = [at.0.saturating_sub(1), at.0].map(Version);
+        let here = |&version: &Version| self.spills_images() || self.image_here(owned, version).is_some();
+        let mut kept: Vec<Version> = newest.into_iter().filter(here).collect();
+        kept.dedup();
+        Refusal::VersionGone { version, kept }.into()
     }
 }

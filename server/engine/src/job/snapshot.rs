@@ -22,7 +22,7 @@ use crate::{
 pub struct Captured<'a> {
     pub shard: ShardId,
     pub state: StateRef<'a>,
-    /// The current image and the one before, which is None at version 0.
+    /// The current image and the one before, which is None at version 0. Empty where an exact job's live on drives.
     pub image: &'a [u8],
     pub older_image: Option<&'a [u8]>,
 }
@@ -136,17 +136,37 @@ impl Job {
         }
         *taken = true;
         let version = snapshot.version;
-        let images = &self.buffers.shards[owned].images;
-        let image = images[version.0 as usize % 2].read().unwrap_or_else(|poison| poison.into_inner());
-        let older = images[(version.0 as usize + 1) % 2].read().unwrap_or_else(|poison| poison.into_inner());
-        let older_image = older.version().is_some_and(|kept| kept.0 + 1 == version.0).then(|| older.bytes());
-        let mut result = Ok(());
-        let read = self.tier.read(owned, &mut |state| {
-            let captured = Captured { shard: self.owned[owned], state, image: image.bytes(), older_image };
-            result = (snapshot.capture)(owned, captured);
+        let captured = self.with_images(owned, version, |image, older_image| {
+            let mut result = Ok(());
+            let read = self.tier.read(owned, &mut |state| {
+                let captured = Captured { shard: self.owned[owned], state, image, older_image };
+                result = (snapshot.capture)(owned, captured);
+            });
+            read.and(result)
         });
-        if let Err(fault) = read.and(result) {
+        if let Err(fault) = captured.and_then(|result| result) {
             lock(&snapshot.error).get_or_insert(fault);
+        }
+    }
+
+    /// Hands the images of a version and of the one before to `with`. An exact job's follow from its state: where they live
+    /// on drives they are left there.
+    fn with_images<R>(
+        &self,
+        owned: usize,
+        version: Version,
+        with: impl FnOnce(&[u8], Option<&[u8]>) -> R,
+    ) -> Result<R, Fault> {
+        if self.spills_images() && self.spec.max_delay == 0 {
+            return Ok(with(&[], None));
+        }
+        let older = version.0.checked_sub(1).map(Version);
+        let current = |older: Option<&[u8]>| {
+            self.with_whole_image(owned, version, |image| with(image.unwrap_or_default(), older))
+        };
+        match older {
+            Some(older) => self.with_whole_image(owned, older, current)?,
+            None => current(None),
         }
     }
 

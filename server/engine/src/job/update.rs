@@ -49,6 +49,10 @@ impl Job {
 
     /// A skipped step changes nothing: its version's image is the one before.
     fn carry_image(&self, owned: usize, step: Step) {
+        if self.spills_images() {
+            // The tier knows that both versions have the one on its drives.
+            return;
+        }
         let images = &self.buffers.shards[owned].images;
         let before = images[(step.0 as usize + 1) % 2].read().unwrap_or_else(|poison| poison.into_inner());
         let mut after = images[step.0 as usize % 2].write().unwrap_or_else(|poison| poison.into_inner());
@@ -72,8 +76,7 @@ impl Job {
             None => lone.gradient(self.spec.gradient_dtype),
         };
         let version = commit.step.version();
-        let image = &buffers.images[version.0 as usize % 2];
-        let mut image = image.write().unwrap_or_else(|poison| poison.into_inner());
+        let mut image = self.image_to_make(owned, version);
         let region = image.overwrite();
         self.tier.update(owned, version, &mut |state, guard| {
             let blocks = self.cut(owned, whole, state, region);

@@ -33,6 +33,9 @@ pub struct Header {
     pub directories: usize,
     /// Whether each version is made durable; else nothing is ever recovered.
     pub durable: bool,
+    /// Whether images live here alone. Not there: no.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub spilled_images: bool,
     pub server: ServerId,
     pub placement: Placement,
     pub spec: JobSpec,
@@ -140,10 +143,13 @@ impl Header {
         self.placement.same_owners(&wanted.placement).map_err(|fault| {
             conflict(format!("{place} (of another placement: {fault})"), "this placement's", remedy)
         })?;
-        let settings = |header: &Header| (header.server, header.tier, header.directories, header.durable);
+        let settings = |header: &Header| {
+            let Header { server, tier, directories, durable, spilled_images, .. } = *header;
+            (server, tier, directories, durable, spilled_images)
+        };
         let (ours, theirs) = (settings(self), settings(wanted));
         if ours != theirs {
-            let value = format!("{place} (server, tier, directories, durable: {ours:?})");
+            let value = format!("{place} (server, tier, directories, durable, spilled images: {ours:?})");
             return Err(conflict(value, format!("{theirs:?}"), remedy));
         }
         Ok(())

@@ -9,7 +9,7 @@ mod record;
 pub mod shm;
 mod state;
 
-use std::{path::PathBuf, sync::Arc};
+use std::{ops::Range, path::PathBuf, sync::Arc};
 
 use longshore_proto::{
     Commit, Fault, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step, TierKind, Version,
@@ -38,6 +38,7 @@ pub struct Storage {
     /// Shards of an `nvme` job that are being read, updated or written at once.
     pub buffers: usize,
     pub durability: Durability,
+    pub spill: Spill,
     /// Recover no later version than this: what a server does whose peers have lost a version that it still has.
     pub at_most: Option<Version>,
 }
@@ -63,6 +64,23 @@ pub enum Durability {
     Nothing,
 }
 
+/// What of an `nvme` job lives on the drives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Spill {
+    #[default]
+    State,
+    /// The images too, of all jobs and not of the delayed ones alone: DRAM holds those made last, pulls read the others from
+    /// the drives. 2 bytes a parameter more are written in a step, and 4 less held.
+    Images,
+}
+
+impl Storage {
+    /// Whether this job's images live on the drives alone.
+    pub(crate) fn spills_images(&self, spec: &JobSpec) -> bool {
+        spec.tier == TierKind::Nvme && self.spill == Spill::Images
+    }
+}
+
 impl Default for Storage {
     fn default() -> Storage {
         Storage {
@@ -74,6 +92,7 @@ impl Default for Storage {
             share_images: true,
             buffers: nvme::DEFAULT_BUFFERS,
             durability: Durability::EachVersion,
+            spill: Spill::State,
             at_most: None,
         }
     }
@@ -210,6 +229,21 @@ pub trait Tier: Send + Sync {
     fn load_image(&self, _owned: usize, _age: ImageAge, _image: &mut [u8]) -> Result<bool, Fault> {
         Ok(false)
     }
+
+    /// Hands bytes of a shard's image of a version to `read`, where images are kept; false where that one is not. Waits for
+    /// the drives.
+    fn read_image(
+        &self,
+        _owned: usize,
+        _version: Version,
+        _bytes: Range<usize>,
+        _read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault> {
+        Ok(false)
+    }
+
+    /// A load has failed: the images that it stored are of nothing.
+    fn forget_images(&self) {}
 
     /// All that was recovered has been read and is whole: from here on this process owns it.
     fn adopt(&self) -> Result<(), Fault> {

@@ -162,6 +162,7 @@ impl ShmTier {
             directory: 0,
             directories: 1,
             durable: true,
+            spilled_images: false,
             server: inputs.server,
             placement: inputs.placement.clone(),
             spec: inputs.spec.clone(),

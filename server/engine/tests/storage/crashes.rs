@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use longshore_engine::tier::Storage;
+use longshore_engine::tier::{Spill, Storage};
 
 use super::{
     Dirs, check,
@@ -19,9 +19,10 @@ struct Recorded {
 
 const STEPS: u64 = 4;
 
-fn record(max_delay: u32, directories: usize) -> Recorded {
+fn record(max_delay: u32, directories: usize, spill: Spill) -> Recorded {
     let spec = small(max_delay);
     let mut dirs = Dirs::new(directories);
+    dirs.storage.spill = spill;
     let disks = Disks::default();
     dirs.storage.disks = Some(Arc::new(disks.clone()));
     let mut cluster = started(&spec, &dirs.storage);
@@ -35,9 +36,10 @@ fn record(max_delay: u32, directories: usize) -> Recorded {
 
 #[test]
 fn a_crash_anywhere_goes_back_to_a_durable_version() {
-    for (max_delay, directories) in [(0, 1), (1, 2)] {
+    let cases = [(0, 1, Spill::State), (1, 2, Spill::State), (0, 2, Spill::Images), (1, 1, Spill::Images)];
+    for (max_delay, directories, spill) in cases {
         let spec = small(max_delay);
-        let recorded = record(max_delay, directories);
+        let recorded = record(max_delay, directories, spill);
         let references = references(&spec, STEPS);
         let mut newer = 0;
         for count in recorded.durable[0]..=recorded.events.len() {
@@ -75,7 +77,7 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
 #[test]
 fn a_crash_during_recovery_loses_nothing() {
     let spec = small(1);
-    let recorded = record(1, 2);
+    let recorded = record(1, 2, Spill::State);
     let references = references(&spec, STEPS);
     let image = crash(&Image::new(), &recorded.events, recorded.events.len(), Failure::Lost, 1);
     let disks = Disks::with(image.clone());
@@ -97,7 +99,7 @@ fn a_crash_during_recovery_loses_nothing() {
 #[test]
 fn a_crash_before_the_first_version_starts_over() {
     let spec = small(0);
-    let recorded = record(0, 1);
+    let recorded = record(0, 1, Spill::Images);
     for count in 0..recorded.durable[0] {
         let image = crash(&Image::new(), &recorded.events, count, Failure::Lost, 1);
         let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..recorded.dirs.storage.clone() };
@@ -109,9 +111,9 @@ fn a_crash_before_the_first_version_starts_over() {
 
 #[test]
 fn a_server_ahead_of_its_peers_steps_back() {
-    for max_delay in [0, 1] {
+    for (max_delay, spill) in [(0, Spill::State), (1, Spill::State), (0, Spill::Images), (1, Spill::Images)] {
         let spec = small(max_delay);
-        let recorded = record(max_delay, 2);
+        let recorded = record(max_delay, 2, spill);
         let references = references(&spec, STEPS);
         let image = crash(&Image::new(), &recorded.events, recorded.events.len(), Failure::Lost, 1);
         let disks: Arc<Disks> = Arc::new(Disks::with(image));

@@ -2,8 +2,9 @@
 
 use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
 
-use longshore_engine::tier::{Storage, inspect::inspect};
-use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, StateFormat, Version};
+use longshore_engine::admission::Need;
+use longshore_engine::tier::{Spill, Storage, inspect::inspect};
+use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, ShardId, StateFormat, Version};
 
 use super::{
     BLOCK, Dirs, check,
@@ -161,4 +162,59 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
             flip_file(&folder.join("data"), at);
         }
     }
+}
+
+/// Two places for images in DRAM: the first of three shards' is read from the drive.
+#[test]
+fn a_flipped_bit_in_an_image_is_found_when_it_is_pulled() {
+    let spec = small(0);
+    let mut dirs = Dirs::new(1);
+    dirs.storage.spill = Spill::Images;
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=3);
+    let references = references(&spec, 3);
+    assert_eq!(check(&cluster, &references), 3);
+    let (shard, image) = (12 * BLOCK as u64, 2 * BLOCK as u64);
+    let images = TABLES + 5 * 4096 + 2 * 3 * shard;
+    for slot in 0..3 {
+        flip_file(&dirs.folder(0).join("data"), images + slot * 3 * image + 77);
+    }
+    let fault = cluster.image(ShardId(0), 3).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Corrupt);
+    for word in ["server-0-of-1/data", "image of shard 0, block 0", "CRC-64"] {
+        assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+    }
+    // The store has failed for good.
+    assert_eq!(cluster.image(ShardId(1), 3).unwrap_err(), fault);
+    let report = {
+        drop(cluster);
+        inspect(&dirs.folder(0)).unwrap()
+    };
+    assert!(report.versions.iter().all(|version| !version.damaged.is_empty()), "{report:?}");
+}
+
+#[test]
+fn images_on_the_drives_need_not_fit_in_memory() {
+    let spec = small(0);
+    let layout = spec.validate().unwrap();
+    let owned: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
+    let storage = |spill| Storage { buffers: 2, spill, dirs: vec!["a".into()], ..Storage::default() };
+    let need = |spill| Need::of(&spec, &layout, &owned, &storage(spill));
+    let (state, images) = (need(Spill::State), need(Spill::Images));
+    let image = 2 * BLOCK as u64;
+    // Two images of each of three shards, or of one.
+    assert_eq!((state.images, images.images), (6 * image, 2 * image + 16));
+    assert_eq!(images.disk - state.disk, 3 * 3 * image);
+}
+
+/// What a store was made with it must be opened with.
+#[test]
+fn a_store_is_not_opened_with_images_elsewhere() {
+    let spec = small(0);
+    let dirs = Dirs::new(1);
+    drop(started(&spec, &dirs.storage));
+    let fault = open(&spec, &Storage { spill: Spill::Images, ..dirs.storage.clone() }).err().unwrap();
+    assert_eq!(fault.kind, FaultKind::Conflict);
+    assert!(fault.to_string().contains("spilled images"), "{fault}");
+    assert!(open(&spec, &dirs.storage).is_ok());
 }

@@ -20,7 +20,10 @@ use longshore_proto::{
     JobSpec, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
-use longshore_server::{Config, Server, config::StorageConfig};
+use longshore_server::{
+    Config, Server,
+    config::{Spill, StorageConfig},
+};
 use serde_json::json;
 
 use self::{limits::Limits, rank::Measured};
@@ -47,6 +50,9 @@ pub(crate) struct Args {
     /// Folders for the nvme tier
     #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
     state_dir: Vec<PathBuf>,
+    /// What of the nvme tier lives on the drives: state or images
+    #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
+    spill: Spill,
     /// 0: exact. 1: each step computes with the weights of the step before last
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
     delay: u32,
@@ -83,6 +89,7 @@ impl Args {
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
         ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
         ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
+        ensure!(self.spill != Spill::All, "--spill must be state or images");
         ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
         Ok(())
     }
@@ -110,7 +117,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let socket = folder.path().join("bench.sock");
     let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
-    let storage = StorageConfig { state_dirs: args.state_dir.clone(), ..StorageConfig::default() };
+    let storage =
+        StorageConfig { state_dirs: args.state_dir.clone(), spill: args.spill, ..StorageConfig::default() };
     let config = Config { listen_unix: Some(socket.clone()), storage, ..defaults };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let server = runtime.block_on(Server::start(config))?;

@@ -6,7 +6,7 @@ use longshore_proto::FaultKind;
 use proptest::prelude::*;
 
 use super::*;
-use crate::job::StoredImages;
+use crate::{job::StoredImages, tier::Spill};
 
 /// A good delayed checkpoint of two servers, and a target that stays loading as long as restores fail.
 struct Fixture {
@@ -168,4 +168,28 @@ fn a_newer_format_is_refused_as_such() {
     let fault = fixture.target.restore(&fixture.store, "good").unwrap_err();
     assert_eq!(fault.kind, FaultKind::Precondition, "{fault}");
     assert!(fault.value.contains("format_version 2"), "{fault}");
+}
+
+/// Weights uploaded after a restore that failed have no image before theirs, whatever the restore had put on the drives; and
+/// with few buffers its shards come and go before they are whole.
+#[test]
+fn a_failed_restore_leaves_nothing_on_the_drives() {
+    for spill in [Spill::State, Spill::Images] {
+        let dir = tempfile::tempdir().unwrap();
+        let dirs = vec![dir.path().to_path_buf()];
+        let storage = Storage { dirs, spill, buffers: 2, ..Storage::default() };
+        let nvme = JobSpec { tier: TierKind::Nvme, ..spec(1, 1) };
+        let fixture = Fixture { target: Cluster::open_on(&nvme, 1, &storage), ..fixture() };
+        let damage = |bytes: &mut Vec<u8>| {
+            let at = bytes.len() / 4 * 3;
+            bytes[at] ^= 1;
+        };
+        fixture.fault_with(PART, damage).unwrap();
+        fixture.target.upload();
+        let image = fixture.target.image(Version(0)).unwrap();
+        assert_eq!(image, Cluster::trained(&spec(1, 1), 1, 0).image(Version(0)).unwrap());
+        drop(fixture);
+        let again = Cluster::open_on(&nvme, 1, &storage);
+        assert_eq!((again.version(), again.image(Version(0)).unwrap()), (Version(0), image));
+    }
 }

@@ -57,6 +57,10 @@ struct Cluster {
 
 impl Cluster {
     fn open(spec: &JobSpec, servers: u32) -> Cluster {
+        Cluster::open_on(spec, servers, &Storage::default())
+    }
+
+    fn open_on(spec: &JobSpec, servers: u32, storage: &Storage) -> Cluster {
         let layout = spec.validate().unwrap();
         let addresses = (0..servers).map(|server| format!("server-{server}")).collect();
         let placement = Placement::striped(addresses, layout.shards());
@@ -64,16 +68,8 @@ impl Cluster {
         let open = |server| {
             let (spec, placement, compute) = (spec.clone(), placement.clone(), Arc::clone(&compute));
             let budget = Budget::new(1 << 30);
-            let job = Job::open(
-                spec,
-                placement,
-                ServerId(server),
-                &budget,
-                &Storage::default(),
-                compute,
-                Box::new(|| {}),
-            )
-            .unwrap();
+            let server = ServerId(server);
+            let job = Job::open(spec, placement, server, &budget, storage, compute, Box::new(|| {})).unwrap();
             job.join(Rank(0), RANK).unwrap();
             Arc::new(job)
         };
@@ -134,6 +130,11 @@ impl Cluster {
         for job in &self.jobs {
             let (_, work) = job.commit(RANK, commit(job.spec(), step)).unwrap();
             perform(job, work);
+            let late = soon();
+            while job.durable() < Version(step) {
+                assert!(Instant::now() < late, "step {step} is not made durable");
+                std::thread::yield_now();
+            }
         }
     }
 

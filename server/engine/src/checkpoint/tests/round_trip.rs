@@ -4,7 +4,7 @@ use longshore_proto::{FaultKind, Formats, MasterFormat, StateFormat};
 use safetensors::SafeTensors;
 
 use super::*;
-use crate::job::StoredImages;
+use crate::{job::StoredImages, tier::Spill};
 
 #[test]
 fn any_servers_and_shard_sizes_give_the_same_state() {
@@ -49,6 +49,38 @@ fn every_rule_and_image_dtype_returns() {
             restored.restore(&store, &name).unwrap();
             assert_eq!(restored.state_hash(), saved.state_hash(), "{name}");
         }
+    }
+}
+
+/// From memory to drives that have the images too, and back.
+#[test]
+fn images_on_drives_are_saved_and_restored() {
+    let (_root, store) = store();
+    for (max_delay, kept) in [(0, [5, 5]), (1, [4, 5])] {
+        let dir = tempfile::tempdir().unwrap();
+        let dirs = vec![dir.path().to_path_buf()];
+        let storage = Storage { dirs, spill: Spill::Images, buffers: 2, ..Storage::default() };
+        let same = |ours: &Cluster, theirs: &Cluster, versions: [u64; 2]| {
+            assert_eq!(ours.state_hash(), theirs.state_hash());
+            for version in versions.map(Version) {
+                assert_eq!(ours.image(version).unwrap(), theirs.image(version).unwrap(), "{version}");
+            }
+        };
+        let memory = Cluster::trained(&spec(2, max_delay), 2, 2);
+        memory.save(&store, &format!("from-memory-{max_delay}"));
+        let nvme = JobSpec { tier: TierKind::Nvme, ..spec(1, max_delay) };
+        let drives = Cluster::open_on(&nvme, 1, &storage);
+        drives.restore(&store, &format!("from-memory-{max_delay}")).unwrap();
+        same(&drives, &memory, kept.map(|version| version - 3));
+        for step in 3..=5 {
+            memory.step(step);
+            drives.step(step);
+        }
+        same(&drives, &memory, [4, 5]);
+        drives.save(&store, &format!("from-drives-{max_delay}"));
+        let back = Cluster::open(&spec(2, max_delay), 3);
+        back.restore(&store, &format!("from-drives-{max_delay}")).unwrap();
+        same(&back, &memory, kept);
     }
 }
 

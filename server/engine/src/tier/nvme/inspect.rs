@@ -59,7 +59,8 @@ impl Report {
 pub(in crate::tier) fn inspect(folder: Folder, header: Header) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
-    let plan = Plan::new(&header.spec, &layout, &header.placement.owned(header.server), header.directories);
+    let owned = header.placement.owned(header.server);
+    let plan = Plan::new(&header.spec, &layout, &owned, header.directories, header.spilled_images);
     let data = folder.path.join("data");
     let disk = OpenFile::default().open(&data, None).map_err(io("open", &data))?;
     inspect_disk(&folder.path, &header, &plan, &*disk)
@@ -107,7 +108,7 @@ pub(super) fn check_version(
         &format!("slot {}", slots.state),
         |check, owned, block| check.state_block(owned, slots.state, block),
     )?;
-    if plan.delayed {
+    if plan.images {
         for (slot, root) in [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)] {
             let Some(slot) = slot else { continue };
             check.table(

@@ -17,6 +17,7 @@
 //! flush the kernel reports success for pages that it has dropped.
 
 mod bench;
+mod images;
 mod inspect;
 mod open;
 mod plan;
@@ -25,9 +26,12 @@ mod recover;
 mod seal;
 mod slots;
 
-use std::sync::{
-    Arc, Mutex,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use longshore_proto::{Fault, TierKind, Version};
@@ -39,6 +43,7 @@ pub use self::{
     open::need,
 };
 use self::{
+    images::Readers,
     inspect::check_version,
     plan::Plan,
     pool::{Pool, Seals},
@@ -51,11 +56,7 @@ use super::{
     folder::Folder,
     record::crc64,
 };
-use crate::{
-    io::{Direction, Part, transfer},
-    lock,
-    memory::{Region, Slab},
-};
+use crate::lock;
 
 /// One being updated, two being written and three being read: more did not make a step faster.
 pub const DEFAULT_BUFFERS: usize = 6;
@@ -66,6 +67,7 @@ pub struct NvmeTier {
     sealer: Arc<Sealer>,
     pool: Arc<Pool>,
     recovery: Mutex<Option<Recovery>>,
+    readers: Readers,
     folders: Vec<Folder>,
 }
 
@@ -87,7 +89,7 @@ struct BlockSeals<'a> {
     check: bool,
     /// First damaged block.
     damaged: AtomicUsize,
-    /// Where the blocks' new images go; empty unless the job is delayed.
+    /// Where the blocks' new images go; empty unless images are stored.
     images: Vec<Mutex<&'a mut [u8]>>,
 }
 
@@ -154,50 +156,6 @@ impl NvmeTier {
         }
         Ok(())
     }
-
-    /// An image's slot and the part of a file that holds it.
-    fn image_place(&self, owned: usize, age: ImageAge) -> Option<(usize, Part)> {
-        let slots = self.pool.lock().slots;
-        let slot = match age {
-            ImageAge::Current => Some(slots.image),
-            ImageAge::Older => slots.older_image,
-        };
-        let kept =
-            self.plan().shards[owned].image_bytes > 0 && self.pool.durability == Durability::EachVersion;
-        let part = |slot: u8| (slot as usize, self.plan().image_part(owned, slot));
-        slot.filter(|_| kept).map(part)
-    }
-
-    /// Reads or writes one image through a buffer of its own: at the start of a job and at recovery only.
-    fn transfer_image(
-        &self,
-        owned: usize,
-        direction: Direction,
-        part: Part,
-        fill: impl FnOnce(&mut Region),
-    ) -> Result<Region, Fault> {
-        let bytes = part.range.len();
-        let exhausted = |error: crate::memory::AllocationError| internal(error, "allocated");
-        let slab = Slab::allocate(bytes).map_err(exhausted)?;
-        let mut buffer = slab.carve_here(&[bytes]).remove(0);
-        fill(&mut buffer);
-        let disk = &self.pool.disks[self.plan().shards[owned].file];
-        let parts = vec![Part { offset: part.offset, range: 0..bytes }];
-        let (buffer, result) = transfer(&**disk, direction, parts, buffer);
-        let doing = if direction == Direction::Read { "read" } else { "write" };
-        result.map_err(|error| self.pool.fail(super::fault::io(doing, disk.path())(error)))?;
-        buffer.ok_or_else(|| internal("a lost buffer", "given back"))
-    }
-}
-
-/// Blocks of an image with their checksums.
-fn image_blocks<'a>(
-    image: &'a [u8],
-    seals: &'a Seals,
-    slot: usize,
-) -> impl Iterator<Item = (usize, u64)> + 'a {
-    let bytes = image.len() / seals.images[slot].len().max(1);
-    image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
 }
 
 impl Tier for NvmeTier {
@@ -208,8 +166,12 @@ impl Tier for NvmeTier {
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut held = self.pool.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
+        // A part was loaded before, and written to make room. What is loaded now has no checksums before it is written.
+        if !held.checked {
+            self.verify(owned, bytes)?;
+        }
         load(self.plan().cut(owned, bytes));
-        held.dirty = true;
+        (held.checked, held.dirty) = (true, true);
         self.pool.keep(owned, held);
         Ok(())
     }
@@ -267,7 +229,7 @@ impl Tier for NvmeTier {
         }
         let slots = self.pool.lock().slots;
         self.sealer.seal(record, slots, true)?;
-        self.pool.advance(slots);
+        self.pool.advance(slots, record.version);
         Ok(())
     }
 
@@ -275,7 +237,7 @@ impl Tier for NvmeTier {
         let skip = record.commit.as_ref().is_some_and(|commit| commit.skip);
         let before = self.pool.lock().slots;
         let slots = if skip { before.skipped() } else { before.updated() };
-        self.pool.advance(slots);
+        self.pool.advance(slots, record.version);
         if self.pool.durability == Durability::Nothing {
             self.pool.lock().durable = Some(record.version);
             self.pool.tell();
@@ -302,38 +264,30 @@ impl Tier for NvmeTier {
     }
 
     fn store_image(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
-        if age == ImageAge::Older {
-            // The first store of an older image gives it a slot: the one after the current's.
-            let mut state = self.pool.lock();
-            let next = state.slots.updated().image;
-            state.slots.older_image.get_or_insert(next);
-        }
-        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
-        let seals = &self.pool.seals[owned];
-        for (block, seal) in image_blocks(image, seals, slot) {
-            seals.images[slot][block].store(seal, Ordering::Relaxed);
-        }
-        let fill = |buffer: &mut Region| buffer.bytes_mut().copy_from_slice(image);
-        self.transfer_image(owned, Direction::Write, part, fill)?;
-        Ok(())
+        self.put_image(owned, age, image)
     }
 
     fn load_image(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
-        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(false) };
-        let buffer = self.transfer_image(owned, Direction::Read, part, |_| ())?;
-        image.copy_from_slice(buffer.bytes());
-        let seals = &self.pool.seals[owned];
-        for (block, found) in image_blocks(image, seals, slot) {
-            let sealed = seals.images[slot][block].load(Ordering::Relaxed);
-            if found != sealed {
-                let place = &self.plan().shards[owned];
-                let previous = self.whole_previous();
-                let what = format!("image of {}, block {block} of it, slot {slot}", place.shard);
-                let path = self.pool.disks[place.file].path();
-                return Err(self.pool.fail(damaged(path, what, found, sealed, remedy(previous))));
-            }
-        }
-        Ok(true)
+        self.get_image(owned, age, image)
+    }
+
+    fn read_image(
+        &self,
+        owned: usize,
+        version: Version,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault> {
+        self.read_image_part(owned, version, bytes, read)
+    }
+
+    fn forget_images(&self) {
+        self.pool.lock().slots.older_image = None;
+    }
+
+    fn decide(&self, record: &Record) -> Result<(), Fault> {
+        self.pool.decided(record.commit.as_ref().is_some_and(|commit| commit.skip));
+        Ok(())
     }
 
     fn adopt(&self) -> Result<(), Fault> {

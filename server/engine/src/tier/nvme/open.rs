@@ -14,6 +14,7 @@ use super::{
         folder::{Folder, Header, vanished},
     },
     NvmeTier, Recovery,
+    images::Readers,
     plan::Plan,
     pool::Pool,
     recover::{Records, read_table, remedy},
@@ -35,11 +36,13 @@ struct Memory {
 
 /// DRAM and disk that a store takes, in bytes: (buffers, resident shards, disk).
 pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> (u64, u64, u64) {
-    let plan = Plan::new(spec, layout, owned, storage.dirs.len().max(1));
+    let plan = Plan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills_images(spec));
     let resident = residents(&plan, storage);
     let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
     let resident_bytes: usize = of_residents.map(|(place, _)| place.bytes()).sum();
-    let buffers = buffers(&resident, storage) * plan.largest() + plan.files.len() * plan.meta_bytes();
+    let buffers = buffers(&resident, storage) * plan.largest()
+        + plan.files.len() * plan.meta_bytes()
+        + if storage.spills_images(spec) { Readers::bytes(plan.image_block()) } else { 0 };
     (buffers as u64, resident_bytes as u64, plan.disk_bytes())
 }
 
@@ -102,16 +105,9 @@ impl NvmeTier {
             folders.push(Folder::take(path).inspect_err(|_| remove_empty(&folders))?);
         }
         let existing = in_order(&mut folders, &header(inputs, 0))?;
-        let plan = Plan::new(inputs.spec, inputs.layout, inputs.owned, folders.len());
-        let memory = Memory::allocate(&plan, storage).map_err(|error| {
-            Fault::new(
-                FaultKind::Exhausted,
-                "memory",
-                error.bytes,
-                "available on the host",
-                error.to_string(),
-            )
-        })?;
+        let spilled = storage.spills_images(inputs.spec);
+        let plan = Plan::new(inputs.spec, inputs.layout, inputs.owned, folders.len(), spilled);
+        let memory = Memory::allocate(&plan, storage).map_err(exhausted)?;
         // What was never made durable is nothing to go on from.
         let kept = existing.filter(|header| header.durable);
         let disks = match &kept {
@@ -143,6 +139,8 @@ impl NvmeTier {
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<NvmeTier, Fault> {
         let Memory { buffers, resident, meta } = memory;
+        let spilled = inputs.storage.spills_images(inputs.spec);
+        let readers = Readers::allocate(if spilled { plan.image_block() } else { 0 }).map_err(exhausted)?;
         let durability = inputs.storage.durability;
         let pool = Arc::new(Pool::new(plan, disks, durability, buffers, resident, notify));
         let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();
@@ -150,7 +148,7 @@ impl NvmeTier {
         let sealing = Sealing::start(Arc::clone(&sealer)).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
-        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), folders })
+        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), readers, folders })
     }
 
     /// The record to go on from, with its tables in place. None: created, and never loaded to the end.
@@ -168,7 +166,7 @@ impl NvmeTier {
         let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();
         let recovery = Recovery { record: record.clone(), slots, previous, newer };
         *crate::lock(&self.recovery) = Some(recovery);
-        self.pool.recovered(slots)?;
+        self.pool.recovered(slots, record.version)?;
         Ok(Some(record))
     }
 
@@ -190,7 +188,7 @@ impl NvmeTier {
             }
         }
         let images = [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)];
-        for (slot, root) in images.into_iter().filter(|_| self.pool.plan.delayed) {
+        for (slot, root) in images.into_iter().filter(|_| self.pool.plan.images) {
             let Some(slot) = slot else { continue };
             let at = (plan.image_table_at(slot), root);
             let table = read_table(disk, meta, plan, at, format_args!("image slot {slot}"))?;
@@ -205,6 +203,10 @@ impl NvmeTier {
     }
 }
 
+fn exhausted(error: AllocationError) -> Fault {
+    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
+}
+
 fn header(inputs: &Inputs<'_>, store: u64) -> Header {
     Header {
         store,
@@ -212,6 +214,7 @@ fn header(inputs: &Inputs<'_>, store: u64) -> Header {
         directory: 0,
         directories: inputs.storage.dirs.len(),
         durable: inputs.storage.durability == Durability::EachVersion,
+        spilled_images: inputs.storage.spills_images(inputs.spec),
         server: inputs.server,
         placement: inputs.placement.clone(),
         spec: inputs.spec.clone(),

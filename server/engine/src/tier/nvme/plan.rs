@@ -13,7 +13,8 @@ use crate::io::Part;
 
 /// Slots of a shard's state: the version being made goes to the one that does not hold the last durable version.
 pub(super) const STATE_SLOTS: u8 = 2;
-/// Slots of a delayed job's images: the version being made, and the two that its workers may need after a crash.
+/// Slots of images: the version being made, and the two that a delayed job's workers may need after a crash, or that workers
+/// may be pulling.
 pub(super) const IMAGE_SLOTS: u8 = 3;
 /// Copies of each record in each directory, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
@@ -24,7 +25,7 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// records      [version parity 0: copy, copy] [version parity 1: copy, copy]     4 MiB each, framed (tier/record.rs)
 /// tables       [state slot 0] [state slot 1] [image slot 0] [1] [2]              CRC-64 of each block
 /// state slots  [slot 0: shard, shard, ...] [slot 1: shard, shard, ...]
-/// image slots  [slot 0: shard, ...] [1] [2]                                      delayed jobs only
+/// image slots  [slot 0: shard, ...] [1] [2]                                      delayed jobs, and where images spill
 /// ```
 ///
 /// A shard's state is its master weights, then its first, then its second moments, each a sequence of blocks
@@ -42,7 +43,8 @@ pub(super) const RECORD_COPIES: usize = 2;
 pub(super) struct Plan {
     pub(super) shards: Vec<Place>,
     pub(super) files: Vec<FilePlan>,
-    pub(super) delayed: bool,
+    /// Images are stored beside the state.
+    pub(super) images: bool,
     pub(super) shape: Shape,
 }
 
@@ -53,7 +55,7 @@ pub(super) struct Place {
     pub(super) file: usize,
     pub(super) elements: usize,
     pub(super) state_bytes: usize,
-    /// 0 unless the job is delayed.
+    /// 0 unless images are stored.
     pub(super) image_bytes: usize,
     /// Inside a slot of the file.
     state_at: u64,
@@ -70,18 +72,25 @@ pub(super) struct FilePlan {
 }
 
 impl Plan {
-    pub(super) fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> Plan {
-        let delayed = spec.max_delay >= MAX_DELAY;
+    /// `spilled`: images are stored whatever the job.
+    pub(super) fn new(
+        spec: &JobSpec,
+        layout: &Layout,
+        owned: &[ShardId],
+        files: usize,
+        spilled: bool,
+    ) -> Plan {
+        let images = spilled || spec.max_delay >= MAX_DELAY;
         let shape = Shape::of(spec);
         let mut plan = Plan {
             shards: Vec::with_capacity(owned.len()),
             files: vec![FilePlan::default(); files],
-            delayed,
+            images,
             shape,
         };
         for (index, &shard) in owned.iter().enumerate() {
             let elements = layout.shard_len(shard) as usize;
-            let image_bytes = if delayed { elements * spec.image_dtype.bytes() as usize } else { 0 };
+            let image_bytes = if images { elements * spec.image_dtype.bytes() as usize } else { 0 };
             // In turn, so that neighbours in forward order come from different devices.
             let file = &mut plan.files[index % files];
             // 8-bit moments do not fill whole sectors.
@@ -106,6 +115,11 @@ impl Plan {
     /// Bytes of the largest shard with its image: a buffer's size.
     pub(super) fn largest(&self) -> usize {
         self.shards.iter().map(Place::bytes).max().unwrap_or(0)
+    }
+
+    /// Bytes of one block of the images that are stored.
+    pub(super) fn image_block(&self) -> usize {
+        self.shards.first().map_or(0, |place| place.image_bytes / place.blocks())
     }
 
     /// Of all files.

@@ -60,6 +60,10 @@ pub(super) struct PoolState {
     writing: usize,
     clock: u64,
     pub(super) slots: Slots,
+    /// The version that `slots` hold.
+    version: Version,
+    /// The step that makes the next one is skipped.
+    skipping: bool,
     pub(super) durable: Option<Version>,
     failed: Option<Fault>,
 }
@@ -115,7 +119,10 @@ impl Pool {
         });
         let (entries, buffers) = (entries.collect(), free.len());
         let (slots, durable, failed) = (Slots::default(), None, None);
-        let state = PoolState { entries, free, next: 0, writing: 0, clock: 0, slots, durable, failed };
+        let (version, skipping) = (Version(0), false);
+        let (next, writing, clock) = (0, 0, 0);
+        let state =
+            PoolState { entries, free, next, writing, clock, slots, version, skipping, durable, failed };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         let (written, resident) = (AtomicU64::new(0), is_resident);
         Pool { plan, disks, durability, seals, written, resident, buffers, state, changed, notify }
@@ -421,9 +428,9 @@ impl Pool {
     }
 
     /// Every shard lies in this slot: a recovered store, whose resident shards are read first of all.
-    pub(super) fn recovered(self: &Arc<Self>, slots: Slots) -> Result<(), Fault> {
+    pub(super) fn recovered(self: &Arc<Self>, slots: Slots, version: Version) -> Result<(), Fault> {
         let mut state = self.lock();
-        state.slots = slots;
+        (state.slots, state.version) = (slots, version);
         for entry in &mut state.entries {
             (entry.slot, entry.blank) = (slots.state, false);
         }
@@ -438,15 +445,41 @@ impl Pool {
     }
 
     /// The next version starts at the first shard.
-    pub(super) fn advance(self: &Arc<Self>, slots: Slots) {
+    pub(super) fn advance(self: &Arc<Self>, slots: Slots, version: Version) {
         let mut state = self.lock();
-        state.slots = slots;
+        (state.slots, state.version) = (slots, version);
         state.next = 0;
         self.read_ahead(&mut state);
+    }
+
+    /// The next version is decided.
+    pub(super) fn decided(&self, skip: bool) {
+        self.lock().skipping = skip;
+    }
+
+    /// The slot of a shard's image of a version that the shard has, once it is all on disk there. None: not any more.
+    pub(super) fn stored_image(&self, owned: usize, version: Version) -> Result<Option<u8>, Fault> {
+        let mut slot = None;
+        self.until("writing an image", |state| {
+            slot = state.image_slot(version);
+            !matches!(state.entries[owned].holding, Holding::Writing)
+        })?;
+        Ok(slot)
     }
 }
 
 impl PoolState {
+    /// Where a version's images are, of the shards that have it.
+    pub(super) fn image_slot(&self, version: Version) -> Option<u8> {
+        match version.0 {
+            next if next == self.version.0 + 1 && self.skipping => Some(self.slots.image),
+            next if next == self.version.0 + 1 => Some(self.slots.updated().image),
+            current if current == self.version.0 => Some(self.slots.image),
+            older if older + 1 == self.version.0 => self.slots.older_image,
+            _ => None,
+        }
+    }
+
     pub(super) fn check(&self) -> Result<(), Fault> {
         self.failed.clone().map_or(Ok(()), Err)
     }

@@ -147,7 +147,7 @@ impl Sealer {
     fn write_tables(&self, file: usize, slots: Slots, first: bool) -> Result<(), Fault> {
         let plan = &self.pool.plan.files[file];
         self.put(file, &[plan.state_table_at(slots.state)], &self.state_table(file))?;
-        if self.pool.plan.delayed {
+        if self.pool.plan.images {
             let older = slots.older_image.filter(|_| first);
             for slot in [Some(slots.image), older].into_iter().flatten() {
                 self.put(file, &[plan.image_table_at(slot)], &self.image_table(file, slot))?;
@@ -209,9 +209,9 @@ impl Sealer {
     }
 
     fn roots(&self, file: usize, slots: Slots) -> Roots {
-        let delayed = self.pool.plan.delayed;
+        let images = self.pool.plan.images;
         let image = |slot: Option<u8>| {
-            let slot = slot.filter(|_| delayed);
+            let slot = slot.filter(|_| images);
             slot.map_or(0, |slot| crc64([&*self.image_table(file, slot)]))
         };
         Roots {

@@ -1,0 +1,204 @@
+//! Images on the drives: whole ones at the start of a job and at recovery, and where images spill the parts that are pulled.
+
+use std::{
+    ops::Range,
+    sync::{Condvar, Mutex, PoisonError, atomic::Ordering},
+    time::Duration,
+};
+
+use longshore_proto::{Fault, Version, limits::CHUNK_BYTES};
+
+use super::{
+    super::{Durability, ImageAge, fault::internal, record::crc64},
+    NvmeTier,
+    pool::Seals,
+    recover::{damaged, remedy},
+};
+use crate::{
+    io::{Direction, Part, transfer},
+    lock,
+    memory::{AllocationError, Region, Slab},
+};
+
+/// Parts of images that are being read at once. A drive is near its best with four requests of a MiB.
+const READERS: usize = 4;
+/// How often a reader who waits for its turn sees whether the store has failed.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Buffers between the drives and whoever pulls.
+pub(super) struct Readers {
+    free: Mutex<Vec<Region>>,
+    returned: Condvar,
+    /// Of each buffer.
+    bytes: usize,
+}
+
+impl Readers {
+    /// `block`: bytes of an image's block; 0 where nothing will be read.
+    pub(super) fn allocate(block: usize) -> Result<Readers, AllocationError> {
+        let (bytes, count) = if block > 0 { (reader_bytes(block), READERS) } else { (0, 0) };
+        let free = Slab::allocate(bytes * count)?.carve_here(&vec![bytes; count]);
+        Ok(Readers { free: Mutex::new(free), returned: Condvar::new(), bytes })
+    }
+
+    /// Of all buffers.
+    pub(super) fn bytes(block: usize) -> usize {
+        READERS * reader_bytes(block)
+    }
+
+    fn give_back(&self, buffer: Region) {
+        lock(&self.free).push(buffer);
+        self.returned.notify_one();
+    }
+}
+
+/// What a chunk of a pull covers at most: it may begin and end inside of a block.
+fn reader_bytes(block: usize) -> usize {
+    CHUNK_BYTES + 2 * block
+}
+
+impl NvmeTier {
+    /// An image's slot and the part of a file that holds it.
+    fn image_place(&self, owned: usize, age: ImageAge) -> Option<(usize, Part)> {
+        let slots = self.pool.lock().slots;
+        let slot = match age {
+            ImageAge::Current => Some(slots.image),
+            ImageAge::Older => slots.older_image,
+        };
+        let kept =
+            self.plan().shards[owned].image_bytes > 0 && self.pool.durability == Durability::EachVersion;
+        let part = |slot: u8| (slot as usize, self.plan().image_part(owned, slot));
+        slot.filter(|_| kept).map(part)
+    }
+
+    pub(super) fn put_image(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
+        if age == ImageAge::Older {
+            // The first store of an older image gives it a slot: the one after the current's.
+            let mut state = self.pool.lock();
+            let next = state.slots.updated().image;
+            state.slots.older_image.get_or_insert(next);
+        }
+        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
+        let seals = &self.pool.seals[owned];
+        for (block, seal) in sealed_blocks(image, seals, slot) {
+            seals.images[slot][block].store(seal, Ordering::Relaxed);
+        }
+        let mut buffer = one_buffer(image.len())?;
+        buffer.bytes_mut().copy_from_slice(image);
+        self.transfer_image(owned, Direction::Write, part.offset, image.len(), buffer)?;
+        Ok(())
+    }
+
+    pub(super) fn get_image(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
+        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(false) };
+        let buffer = one_buffer(image.len())?;
+        let buffer = self.transfer_image(owned, Direction::Read, part.offset, image.len(), buffer)?;
+        image.copy_from_slice(buffer.bytes());
+        match self.damaged_block(owned, slot, 0, image) {
+            Some((block, found)) => Err(self.image_damage(owned, slot, block, found)),
+            None => Ok(true),
+        }
+    }
+
+    /// The blocks around the bytes are read and compared with their checksums.
+    pub(super) fn read_image_part(
+        &self,
+        owned: usize,
+        version: Version,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault> {
+        if self.readers.bytes == 0 {
+            return Ok(false);
+        }
+        let block = self.plan().image_block();
+        let Some(slot) = self.pool.stored_image(owned, version)? else { return Ok(false) };
+        let blocks = bytes.start / block..bytes.end.div_ceil(block);
+        let (start, length) = (blocks.start * block, blocks.len() * block);
+        let buffer = self.reader(length)?;
+        let offset = self.plan().image_part(owned, slot).offset + start as u64;
+        let buffer = self.transfer_image(owned, Direction::Read, offset, length, buffer)?;
+        let whole = &buffer.bytes()[..length];
+        let damage = self.damaged_block(owned, slot as usize, blocks.start, whole);
+        // Looked up again: the slot of a version that nobody should need any more may have been written meanwhile.
+        let still = self.pool.lock().image_slot(version) == Some(slot);
+        if still && damage.is_none() {
+            read(&whole[bytes.start - start..bytes.end - start]);
+        }
+        if buffer.bytes().len() == self.readers.bytes {
+            self.readers.give_back(buffer);
+        }
+        match damage.filter(|_| still) {
+            Some((block, found)) => Err(self.image_damage(owned, slot as usize, block, found)),
+            None => Ok(still),
+        }
+    }
+
+    /// A buffer of at least so many bytes: one of the few for pulls, or for whole images one of its own.
+    fn reader(&self, bytes: usize) -> Result<Region, Fault> {
+        if bytes > self.readers.bytes {
+            return one_buffer(bytes);
+        }
+        let mut free = lock(&self.readers.free);
+        loop {
+            if let Some(buffer) = free.pop() {
+                return Ok(buffer);
+            }
+            if let Some(fault) = self.pool.failure() {
+                return Err(fault);
+            }
+            let waited = self.readers.returned.wait_timeout(free, LOOK);
+            free = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// The first block of an image, from block `first` on, that differs from its checksum, and the one it has.
+    fn damaged_block(&self, owned: usize, slot: usize, first: usize, image: &[u8]) -> Option<(usize, u64)> {
+        let seals = &self.pool.seals[owned].images[slot][first..];
+        let mut blocks = image.chunks(self.plan().image_block()).zip(seals).enumerate();
+        blocks.find_map(|(block, (bytes, seal))| {
+            let found = crc64([bytes]);
+            (found != seal.load(Ordering::Relaxed)).then_some((first + block, found))
+        })
+    }
+
+    fn image_damage(&self, owned: usize, slot: usize, block: usize, found: u64) -> Fault {
+        let place = &self.plan().shards[owned];
+        let sealed = self.pool.seals[owned].images[slot][block].load(Ordering::Relaxed);
+        let previous = self.whole_previous();
+        let what = format!("image of {}, block {block} of it, slot {slot}", place.shard);
+        let path = self.pool.disks[place.file].path();
+        self.pool.fail(damaged(path, what, found, sealed, remedy(previous)))
+    }
+
+    /// Moves the buffer's first bytes, to or from `offset` of the shard's file.
+    fn transfer_image(
+        &self,
+        owned: usize,
+        direction: Direction,
+        offset: u64,
+        bytes: usize,
+        buffer: Region,
+    ) -> Result<Region, Fault> {
+        let disk = &self.pool.disks[self.plan().shards[owned].file];
+        let (buffer, result) = transfer(&**disk, direction, vec![Part { offset, range: 0..bytes }], buffer);
+        let doing = if direction == Direction::Read { "read" } else { "write" };
+        result.map_err(|error| self.pool.fail(super::super::fault::io(doing, disk.path())(error)))?;
+        buffer.ok_or_else(|| internal("a lost buffer", "given back"))
+    }
+}
+
+/// Blocks of a whole image with their checksums.
+fn sealed_blocks<'a>(
+    image: &'a [u8],
+    seals: &'a Seals,
+    slot: usize,
+) -> impl Iterator<Item = (usize, u64)> + 'a {
+    let bytes = image.len() / seals.images[slot].len().max(1);
+    image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
+}
+
+fn one_buffer(bytes: usize) -> Result<Region, Fault> {
+    let slab = Slab::allocate(bytes).map_err(|error| internal(error, "allocated"))?;
+    Ok(slab.carve_here(&[bytes]).remove(0))
+}

@@ -1,0 +1,26 @@
+//! The environment variables of the command line: one that is mistyped is refused, with the name that was meant.
+
+use clap::{Command, CommandFactory};
+use longshore_server::config::{ConfigError, check_variables};
+
+use super::Cli;
+
+const PREFIX: &str = "LONGSHORE_";
+/// Read by the update kernels of an embedded server, and set for tests.
+const NO_FLAGS: [&str; 5] =
+    ["LONGSHORE_ISA", "LONGSHORE_BIN_DIR", "LONGSHORE_TEST_PYTHON", "LONGSHORE_SOAK", "LONGSHORE_SEED"];
+
+/// # Errors
+/// `UnknownVariable` for the first one that starts with `LONGSHORE_` and belongs to no flag.
+pub fn check_environment() -> Result<(), ConfigError> {
+    let command = Cli::command();
+    let mut known = NO_FLAGS.to_vec();
+    collect(&command, &mut known);
+    check_variables(PREFIX, &known, std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned()))
+}
+
+/// Those of all flags of a command and of those below it.
+fn collect<'a>(command: &'a Command, known: &mut Vec<&'a str>) {
+    known.extend(command.get_arguments().filter_map(|flag| flag.get_env()?.to_str()));
+    command.get_subcommands().for_each(|command| collect(command, known));
+}
