@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use crate::{
     decide::BlockStats,
-    error::Result,
+    error::{Error, Result},
     session::{Backoff, SharedCore},
 };
 
@@ -46,13 +46,18 @@ async fn of_server(core: &SharedCore, server: usize, step: Step, finished: Finis
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
             // It restarted, and is or was about to be sent the last commit again.
-            FaultKind::Precondition => fault.field == "step" && core.is_undecided(server, step).await?,
+            // Where it cannot say whether it is decided, the next call fails by itself.
+            FaultKind::Precondition => {
+                fault.field == "step" && core.is_undecided(server, step).await.unwrap_or(true)
+            }
             _ => false,
         };
         let again = passes && !late;
         if !again {
-            // Decided by somebody else: most likely a newer rank 0.
-            core.check_not_fenced(server).await?;
+            // Decided by somebody else: most likely a newer rank 0. A server that is gone cannot say so.
+            if let Err(fenced @ Error::Fenced(_)) = core.check_not_fenced(server).await {
+                return Err(fenced);
+            }
             return Err(core.explain(server, "Stats", Some(step), fault));
         }
         tracing::debug!(server = core.peers[server].address, step = step.0, %fault, "asking for figures again");
