@@ -23,6 +23,7 @@
 //! encoding what was decoded gives the same bits (8 bits: from a scale of 2^-100 on).
 
 mod code;
+mod coded;
 mod drive;
 mod random;
 
@@ -32,7 +33,8 @@ pub use longshore_proto::{MasterFormat, StateFormat};
 use longshore_proto::{Rule, limits::QUANTIZATION_ELEMENTS};
 
 pub(super) use self::code::Tables;
-pub(super) use self::drive::{CHUNK, Halves, Passes, decode, encode, update};
+pub(super) use self::coded::{Codes, CodesOf, Encoding, Largest};
+pub(super) use self::drive::{CHUNK, Halves, InLoop, Passes, decode, encode, update};
 #[cfg(test)]
 pub(super) use self::random::Usage;
 pub(super) use self::random::{Half, Key};

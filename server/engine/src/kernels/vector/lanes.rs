@@ -39,6 +39,11 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn sign(self) -> Self;
     /// Any NaN becomes the canonical one.
     unsafe fn quiet(self) -> Self;
+    /// Each one [quieted](Lanes::quiet).
+    #[inline(always)]
+    unsafe fn quiet_all([a, b, c]: [Self; 3]) -> [Self; 3] {
+        [a.quiet(), b.quiet(), c.quiet()]
+    }
 
     unsafe fn load_half(from: *const u16) -> Self::Half;
     unsafe fn store_half(half: Self::Half, to: *mut u16);
@@ -66,7 +71,7 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn store_words(words: Self::Words, to: *mut u32);
     unsafe fn load_unsigned_bytes(from: *const u8) -> Self::Words;
     unsafe fn load_signed_bytes(from: *const u8) -> Self::Words;
-    /// Sixty-four words as bytes, signed or not, in whose range they are.
+    /// Sixty-four words as bytes, signed or not; those out of range become the nearest.
     unsafe fn store_bytes<const SIGNED: bool>(words: [Self::Words; 4], to: *mut u8);
     /// The upper halves.
     unsafe fn upper_half(words: Self::Words) -> Self::Half;

@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::super::low::Halves;
+use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
