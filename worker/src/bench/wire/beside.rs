@@ -10,13 +10,14 @@ use anyhow::ensure;
 
 use crate::bench::update::Bare;
 
-/// Beyond every cache, and a pass takes a tenth of a second at most on a thread.
-const PARAMS: usize = 32 << 20;
+/// Beyond every cache, and a pass takes a thread a tenth of a second.
+pub(super) const PARAMS: usize = 32 << 20;
 /// For a pass to begin or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Updates while it is [on](Update::on).
 pub(super) struct Update {
+    params: usize,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -37,8 +38,8 @@ struct State {
 }
 
 impl Update {
-    pub(super) fn new(threads: usize) -> anyhow::Result<Update> {
-        let (mut bare, shared) = (Bare::new(PARAMS, threads)?, Arc::new(Shared::default()));
+    pub(super) fn new(params: usize, threads: usize) -> anyhow::Result<Update> {
+        let (mut bare, shared) = (Bare::new(params, threads)?, Arc::new(Shared::default()));
         let theirs = Arc::clone(&shared);
         let run = move || {
             // As a job's compute thread does.
@@ -46,7 +47,7 @@ impl Update {
             theirs.serve(&mut bare);
         };
         let thread = Some(thread::Builder::new().name("compute".into()).spawn(run)?);
-        Ok(Update { shared, thread })
+        Ok(Update { params, shared, thread })
     }
 
     /// Once it returns, an update is going on.
@@ -76,7 +77,7 @@ impl Update {
     /// What a parameter took while it was on.
     pub(super) fn ns_per_param(&self) -> f64 {
         let state = self.shared.lock();
-        state.time.as_secs_f64() * 1e9 / (f64::from(state.passes) * PARAMS as f64)
+        state.time.as_secs_f64() * 1e9 / (f64::from(state.passes) * self.params as f64)
     }
 }
 
@@ -116,5 +117,28 @@ impl Shared {
             state.passes += 1;
             state.time += begun.elapsed();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::limits::BLOCK_ELEMENTS;
+
+    use super::*;
+
+    #[test]
+    fn updates_go_on_only_while_they_are_asked_for() {
+        let update = Update::new(2 * BLOCK_ELEMENTS as usize, 2).unwrap();
+        let passes = || update.shared.lock().passes;
+        assert_eq!(passes(), 0);
+        for _ in 0..3 {
+            let before = passes();
+            update.on().unwrap();
+            update.off().unwrap();
+            let after = passes();
+            assert!(after > before, "nothing was updated");
+            assert!(!update.shared.lock().running);
+        }
+        assert!(update.ns_per_param() > 0.0);
     }
 }

@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let bytes = args.megabytes << 20;
     let mut cases = raw::cases(args.connections, bytes)?;
     cases.extend(ours::cases(args.connections, bytes)?);
-    let update = args.during_update.map(Update::new).transpose()?;
+    let update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
     for round in 0..=args.rounds {
         for case in &mut cases {
             case.round(round, update.as_ref())?;

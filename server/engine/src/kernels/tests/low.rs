@@ -145,7 +145,7 @@ fn equal_magnitudes_stay_at_the_top_of_the_code() {
     for step in 1..=100 {
         let magnitude = f32::from_bits((90 << 23) + noise.below(60 << 23) as u32);
         let gradient: Vec<f32> =
-            (0..count).map(|at| if at % 3 == 0 { -magnitude } else { magnitude }).collect();
+            (0..count).map(|at| if at.is_multiple_of(3) { -magnitude } else { magnitude }).collect();
         let scalars = Scalars::new(Rule::AdamW, &hyper, step, 1.0);
         let mut expected = None;
         for isa in Isa::available() {
@@ -160,7 +160,7 @@ fn equal_magnitudes_stay_at_the_top_of_the_code() {
             let random = Random { seed: 3, step, first_element: 0 };
             let segments = [(0..count, &scalars)];
             update_low(isa, &segments, Gradient::F32(&gradient), state, image.part(0..count), 0.0, random);
-            let top = |at: usize| if at % 3 == 0 { [!127u8, !126] } else { [127, 126] };
+            let top = |at: usize| if at.is_multiple_of(3) { [!127u8, !126] } else { [127, 126] };
             assert!(first.iter().enumerate().all(|(at, code)| top(at).contains(code)), "{isa} {magnitude}");
             assert!(second.iter().all(|&code| code >= 254), "{isa} {magnitude}");
             let codes = (first, second);

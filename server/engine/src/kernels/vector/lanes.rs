@@ -24,6 +24,15 @@ pub(in super::super) trait Lanes: Copy {
     /// Where streaming stores must begin, in bytes: 1 if they are ordinary stores.
     const STREAM_ALIGNMENT: usize;
 
+    /// How many elements ahead of itself an update asks for memory; 0 where the CPU sees by itself what comes next.
+    #[inline(always)]
+    fn ahead() -> usize {
+        0
+    }
+    /// Asks for the cache line at an address, which need not be one.
+    #[inline(always)]
+    unsafe fn prefetch(_: *const u8) {}
+
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);

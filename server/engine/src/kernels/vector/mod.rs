@@ -18,7 +18,7 @@ use super::low::{CHUNK, InLoop};
 use super::scalar::{self, Sum, convert};
 use super::{Code, Figures, Gradient, ImageMut, LANES, Scalars, State};
 use convert::{Bf16, F16, F32, Nothing};
-use moments::{Coded, Floats, Moments, Rounded};
+use moments::{Coded, Floats, Moments, Rounded, prefetch};
 
 /// Makes the kernels of one instruction set out of the loops: functions with its features enabled, into which the
 /// loops and the lane operations are inlined.
@@ -242,8 +242,13 @@ unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: La
     let gradient_at = gradient.as_ptr();
     let (master_at, image_at) = (master.as_mut_ptr(), image.as_mut_ptr());
     let compensated = compensation != 0.0;
-    let compensation = V::splat(compensation);
+    let (compensation, ahead) = (V::splat(compensation), V::ahead());
     for i in (0..gradient.len()).step_by(LANES) {
+        if ahead > 0 {
+            prefetch::<V, _>(gradient_at, i, ahead);
+            prefetch::<V, _>(master_at.cast_const(), i, ahead);
+            moments.prefetch(i, R::SLOTS, ahead);
+        }
         let old = V::load(master_at.add(i));
         let (new, [first, second]) =
             rule.step(G::load(gradient_at.add(i)), old, moments.load(i, R::SLOTS, R::CODE));

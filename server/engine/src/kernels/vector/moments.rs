@@ -9,8 +9,19 @@ use super::rules::Slots;
 pub(super) trait Moments<V: Lanes>: Copy {
     /// The first `count` moments of elements `i` and on; the others mean nothing. `code` is the first one's.
     unsafe fn load(self, i: usize, count: usize, code: Code) -> Slots<V>;
+    /// Asks for the memory of moments that will be loaded, `ahead` of elements `i` and on.
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize);
     /// The first `count`, which went through [`quiet`](Lanes::quiet).
     unsafe fn store(self, i: usize, count: usize, moments: Slots<V>);
+}
+
+/// Asks for what is `ahead` of elements `i` and on, once for each line.
+#[inline(always)]
+pub(super) unsafe fn prefetch<V: Lanes, T>(from: *const T, i: usize, ahead: usize) {
+    const LINE: usize = 64;
+    if (i * size_of::<T>()).is_multiple_of(LINE) {
+        V::prefetch(from.wrapping_add(i + ahead).cast());
+    }
 }
 
 /// f32 in, f32 out.
@@ -28,6 +39,16 @@ impl Floats {
 }
 
 impl<V: Lanes> Moments<V> for Floats {
+    #[inline(always)]
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
+        if count > 0 {
+            prefetch::<V, _>(self.first.cast_const(), i, ahead);
+        }
+        if count > 1 {
+            prefetch::<V, _>(self.second.cast_const(), i, ahead);
+        }
+    }
+
     #[inline(always)]
     unsafe fn load(self, i: usize, count: usize, _: Code) -> Slots<V> {
         let first = if count > 0 { V::load(self.first.add(i)) } else { V::splat(0.0) };
@@ -65,6 +86,16 @@ impl<V: Lanes> Rounded<V> {
 }
 
 impl<V: Lanes> Moments<V> for Rounded<V> {
+    #[inline(always)]
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
+        if count > 0 {
+            prefetch::<V, _>(self.first.cast_const(), i, ahead);
+        }
+        if count > 1 {
+            prefetch::<V, _>(self.second.cast_const(), i, ahead);
+        }
+    }
+
     #[inline(always)]
     unsafe fn load(self, i: usize, count: usize, _: Code) -> Slots<V> {
         let first = if count > 0 { V::from_bf16(V::load_half(self.first.add(i))) } else { V::splat(0.0) };
@@ -113,6 +144,16 @@ impl<V: Lanes> Coded<V> {
 }
 
 impl<V: Lanes> Moments<V> for Coded<V> {
+    #[inline(always)]
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
+        if count > 0 {
+            prefetch::<V, _>(self.first.codes, i, ahead);
+        }
+        if count > 1 {
+            prefetch::<V, _>(self.second.codes, i, ahead);
+        }
+    }
+
     #[inline(always)]
     unsafe fn load(self, i: usize, count: usize, code: Code) -> Slots<V> {
         let block = (self.start + i) / QUANTIZATION_BLOCK;

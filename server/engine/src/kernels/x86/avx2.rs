@@ -22,6 +22,16 @@ impl Lanes for Avx2 {
     const STREAM_ALIGNMENT: usize = 64;
 
     #[inline(always)]
+    fn ahead() -> usize {
+        super::ahead()
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+
+    #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
         Avx2(_mm256_set1_ps(x), _mm256_set1_ps(x))
     }
