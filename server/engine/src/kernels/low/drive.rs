@@ -156,26 +156,25 @@ pub(in super::super) fn update<P: Passes>(
                 MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
                 MasterMut::Bf16(_) => (&mut scratch.master[inside.clone()], None),
             };
-            if way == Way::Apart {
-                let first = floats(&mut state.first, &mut scratch.first, &part, &inside);
-                let second = floats(&mut state.second, &mut scratch.second, &part, &inside);
-                passes.update(scalars, gradient, State { master, first, second }, image, compensation);
-            } else {
-                let moments = if way == Way::Halves {
+            match way {
+                Way::Apart => {
+                    let first = floats(&mut state.first, &mut scratch.first, &part, &inside);
+                    let second = floats(&mut state.second, &mut scratch.second, &part, &inside);
+                    passes.update(scalars, gradient, State { master, first, second }, image, compensation);
+                }
+                Way::Halves => {
                     let element = random.after(at).first_element;
                     let key = random.key(element, Usage::Moments);
                     let (first, second) = (state.first.halves(&part), state.second.halves(&part));
-                    InLoop::Halves(Halves { first, second, key, element: element as u32 })
-                } else {
+                    let halves = InLoop::Halves(Halves { first, second, key, element: element as u32 });
+                    passes.update_low_moments(scalars, gradient, master, halves, image, compensation);
+                }
+                Way::Codes => {
+                    let moments = [&state.first, &state.second];
                     let floats = [&mut scratch.first[inside.clone()], &mut scratch.second[inside.clone()]];
-                    InLoop::Codes(scratch.coded.part(
-                        [&state.first, &state.second],
-                        floats,
-                        &part,
-                        inside.start,
-                    ))
-                };
-                passes.update_low_moments(scalars, gradient, master, moments, image, compensation);
+                    let codes = InLoop::Codes(scratch.coded.part(moments, floats, &part, inside.start));
+                    passes.update_low_moments(scalars, gradient, master, codes, image, compensation);
+                }
             }
             at = part.end;
             if at == range.end {

@@ -1,26 +1,24 @@
 //! State in fewer bits: 16- and 8-bit moments and 16-bit master weights. A step moves every parameter through memory
 //! once in and once out, so fewer bits are less traffic; see [`bytes_per_parameter`].
 //!
-//! Fewer bytes cost arithmetic, and docs/update.md has what of. One core with AVX-512, AdamW on a bf16 wire, in ns a
-//! parameter, in cache and through memory, on a Xeon of 2023 (two 512-bit ports, 25 GB/s a core, other work beside):
+//! Fewer bytes cost arithmetic, and docs/update.md has what of. AdamW on a bf16 wire, one core of a Xeon of 2023 with
+//! AVX-512 that moves 29 GB/s, in ns a parameter, on a block in cache and through memory:
 //!
 //! | moments | bytes | in cache | through memory |
 //! |---|---|---|---|
-//! | f32 | 28 | 0.45 | 1.11 |
-//! | bf16 | 20 | 0.66 | 0.91 |
-//! | 8 bits | 16 | 1.20 | 1.38 |
+//! | f32 | 28 | 0.52 | 1.01 |
+//! | bf16 | 20 | 0.77 | 0.78 |
+//! | 8 bits | 16 | 1.44 | 1.50 |
 //!
 //! So bf16 moments save time wherever memory is slower than that arithmetic. 8-bit ones take the time of theirs: where
-//! a core has memory to itself they save memory, not time; where cores share it, bytes decide. Prefetching the next
-//! chunk made bf16 moments 18 % slower on a Zen 5.
+//! a core has memory to itself they save memory, not time; where cores share it, bytes decide.
 //!
 //! An update goes in chunks of four [`QUANTIZATION_BLOCK`]s, which stay in L1. bf16 moments are widened and rounded in the
 //! loop of the rule. 8-bit ones are decoded there; what it leaves is f32 on the stack, encoded when the largest of each
 //! block is known. Other combinations take a pass for each of these.
 //!
-//! Encoding in an update rounds stochastically, for rounding to nearest stands
-//! still: with `beta2 = 0.999` a second moment moves by 0.1 % a step, and half a unit is 0.2 to 0.4 % in bf16 and up
-//! to 4 % in 8 bits. Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest, and
+//! Encoding in an update rounds stochastically, for rounding to nearest stands still: with `beta2 = 0.999` a second
+//! moment moves by 0.1 % a step, and half a unit is 0.2 to 0.4 % in bf16 and up to 4 % in 8 bits. Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest, and
 //! encoding what was decoded gives the same bits (8 bits: from a scale of 2^-100 on).
 
 mod code;
