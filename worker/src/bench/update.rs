@@ -306,18 +306,22 @@ impl Shard {
     }
 }
 
-/// AdamW with bf16 in its fastest form on all threads, and nothing around it.
+/// AdamW with bf16 in its fastest form, and nothing around it.
 pub(super) struct Bare {
     arrays: Arrays,
     pool: Pool,
 }
 
 impl Bare {
-    pub(super) fn new(params: usize) -> anyhow::Result<Bare> {
+    pub(super) fn new(params: usize, threads: usize) -> anyhow::Result<Bare> {
         let params = fitting(Some(params as u64), longshore_server::config::available_memory())?;
-        let pool = Pool::new(available_threads())?;
+        let pool = Pool::new(threads)?;
         let arrays = Arrays::allocate(params, &pool)?;
         Ok(Bare { arrays, pool })
+    }
+
+    pub(super) fn adopt_caller(&self) {
+        self.pool.adopt_caller();
     }
 
     pub(super) fn pass(&mut self) {

@@ -21,7 +21,7 @@ pub(super) struct Limits {
 impl Limits {
     pub(super) fn new(args: &Args) -> anyhow::Result<Limits> {
         Ok(Limits {
-            bare: Bare::new(args.params as usize)?,
+            bare: Bare::new(args.params as usize, available_threads())?,
             wire: wire::Both::open(args.connections, args.transport)?,
             bytes: args.params as f64 * 2.0,
             rounds: Vec::new(),

@@ -1,6 +1,7 @@
 //! How near push and pull come to raw sockets. All cases take turns in each round, since clocks, caches and neighbours
 //! change within seconds: only medians of one run compare.
 
+mod beside;
 mod meter;
 mod ours;
 mod raw;
@@ -8,8 +9,9 @@ mod raw;
 use anyhow::ensure;
 use serde_json::json;
 
-use self::meter::Sample;
 pub(super) use self::ours::Both;
+use self::{beside::Update, meter::Sample};
+use super::median;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -22,6 +24,9 @@ pub(crate) struct Args {
     /// Samples of each case
     #[arg(long, default_value_t = 9, value_name = "N")]
     rounds: usize,
+    /// Measure each case also beside an update that goes on all the time, on this many threads
+    #[arg(long, value_name = "THREADS")]
+    during_update: Option<usize>,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -34,6 +39,8 @@ struct Case {
     limit: Option<&'static str>,
     sample: Box<dyn FnMut() -> anyhow::Result<Sample>>,
     samples: Vec<Sample>,
+    /// Each right before or after the one at its place in `samples`.
+    during_update: Vec<Sample>,
 }
 
 impl Case {
@@ -42,13 +49,40 @@ impl Case {
         limit: Option<&'static str>,
         sample: impl FnMut() -> anyhow::Result<Sample> + 'static,
     ) -> Case {
-        Case { name, limit, sample: Box::new(sample), samples: Vec::new() }
+        Case { name, limit, sample: Box::new(sample), samples: Vec::new(), during_update: Vec::new() }
     }
 
     fn median(&self, value: impl Fn(&Sample) -> f64) -> f64 {
-        let mut values: Vec<f64> = self.samples.iter().map(value).collect();
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+        median(&self.samples.iter().map(value).collect::<Vec<f64>>())
+    }
+
+    /// A round's samples: one, or two by turns.
+    fn round(&mut self, round: usize, update: Option<&Update>) -> anyhow::Result<()> {
+        // The first warms up: memory is touched, windows and socket buffers open.
+        let keep = round > 0;
+        for with_update in [round.is_multiple_of(2), !round.is_multiple_of(2)] {
+            let sample = match update {
+                None if with_update => continue,
+                Some(update) if with_update => {
+                    update.on()?;
+                    let sample = (self.sample)();
+                    update.off()?;
+                    sample?
+                }
+                _ => (self.sample)()?,
+            };
+            if keep {
+                if with_update { &mut self.during_update } else { &mut self.samples }.push(sample);
+            }
+        }
+        Ok(())
+    }
+
+    /// The median rate beside an update, and the median of the rounds' ratios to that without.
+    fn beside(&self) -> Option<(f64, f64)> {
+        let rates: Vec<f64> = self.during_update.iter().map(Sample::gb_per_s).collect();
+        let ratios: Vec<f64> = rates.iter().zip(&self.samples).map(|(rate, s)| rate / s.gb_per_s()).collect();
+        (!rates.is_empty()).then(|| (median(&rates), median(&ratios)))
     }
 }
 
@@ -56,25 +90,27 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ensure!((1..=64).contains(&args.connections), "--connections must be in 1..=64");
     ensure!((1..=16384).contains(&args.megabytes), "--megabytes must be in 1..=16384");
     ensure!(args.rounds > 0, "--rounds must be at least 1");
+    ensure!(
+        args.during_update.is_none_or(|threads| (1..=1024).contains(&threads)),
+        "--during-update must be in 1..=1024"
+    );
     let bytes = args.megabytes << 20;
     let mut cases = raw::cases(args.connections, bytes)?;
     cases.extend(ours::cases(args.connections, bytes)?);
-    // The first round warms up: memory is touched, windows and socket buffers open.
+    let update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
     for round in 0..=args.rounds {
         for case in &mut cases {
-            let sample = (case.sample)()?;
-            if round > 0 {
-                case.samples.push(sample);
-            }
+            case.round(round, update.as_ref())?;
         }
     }
-    report(&cases, args);
+    report(&cases, args, update.as_ref().map(Update::ns_per_param));
     Ok(())
 }
 
-fn report(cases: &[Case], args: &Args) {
+fn report(cases: &[Case], args: &Args, update_ns: Option<f64>) {
     if !args.json {
-        say!("{:<12} {:>10} {:>9} {:>9} {:>9}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
+        let more = if update_ns.is_some() { "   GB/s in update   of undisturbed" } else { "" };
+        say!("{:<12} {:>10} {:>9} {:>9} {:>9}{more}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
     }
     for case in cases {
         let (rate, cpu) = (case.median(Sample::gb_per_s), case.median(Sample::cpu_s_per_gb));
@@ -94,6 +130,10 @@ fn report(cases: &[Case], args: &Args) {
                 "cpu_s_per_gb": cpu,
                 "limit_cpu_s_per_gb": limit_cpu,
                 "cpu_ratio": limit_cpu.map(|limit| cpu / limit),
+                "update_threads": args.during_update,
+                "update_ns_per_param": update_ns,
+                "during_update_gb_per_s": case.beside().map(|(rate, _)| rate),
+                "during_update_fraction": case.beside().map(|(_, fraction)| fraction),
             });
             say!("{line}");
         } else {
@@ -101,7 +141,13 @@ fn report(cases: &[Case], args: &Args) {
                 limit.map_or(String::new(), |limit| format!("{:.2}", value / limit))
             };
             let (of_rate, of_cpu) = (ratio(limit_rate, rate), ratio(limit_cpu, cpu));
-            say!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}", case.name);
+            let more = case
+                .beside()
+                .map_or(String::new(), |(rate, fraction)| format!(" {rate:>16.2} {fraction:>16.2}"));
+            say!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}{more}", case.name);
         }
+    }
+    if let (Some(ns), Some(threads), false) = (update_ns, args.during_update, args.json) {
+        say!("The update beside them: {ns:.3} ns a parameter on {threads} thread(s).");
     }
 }

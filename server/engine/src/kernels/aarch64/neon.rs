@@ -5,7 +5,7 @@
 
 use std::arch::aarch64::*;
 
-use super::super::low::Halves;
+use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
@@ -210,9 +210,15 @@ impl Lanes for Neon {
     #[inline(always)]
     unsafe fn store_bytes<const SIGNED: bool>(words: [Self::Words; 4], to: *mut u8) {
         for (i, words) in words.into_iter().enumerate() {
-            let low = vcombine_u16(vmovn_u32(words[0]), vmovn_u32(words[1]));
-            let high = vcombine_u16(vmovn_u32(words[2]), vmovn_u32(words[3]));
-            vst1q_u8(to.add(LANES * i), vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+            let words = each!(vreinterpretq_s32_u32, words);
+            let low = vcombine_s16(vqmovn_s32(words[0]), vqmovn_s32(words[1]));
+            let high = vcombine_s16(vqmovn_s32(words[2]), vqmovn_s32(words[3]));
+            let bytes = if SIGNED {
+                vreinterpretq_u8_s8(vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)))
+            } else {
+                vcombine_u8(vqmovun_s16(low), vqmovun_s16(high))
+            };
+            vst1q_u8(to.add(LANES * i), bytes);
         }
     }
 

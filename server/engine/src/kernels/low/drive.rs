@@ -1,6 +1,7 @@
 //! The order of passes over a range: the same for every instruction set, which supplies the passes.
 
 use super::super::{Gradient, ImageMut, Scalars, State};
+use super::coded::{Chunk, Codes, Encoding};
 use super::random::{Half, Key, Random, Usage};
 use super::{Code, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, StateLow};
 use longshore_proto::Rule;
@@ -23,18 +24,18 @@ pub(in super::super) trait Passes: Copy {
         image: Option<ImageMut>,
         compensation: f32,
     );
-    /// [`update`](super::super::update) with bf16 moments, widened and rounded in the same loop. Only where it
+    /// [`update`](super::super::update) with moments that are brought to f32 in the same loop. Only where it
     /// [`fuses`](Passes::fuses).
-    fn update_halves(
+    fn update_low_moments(
         self,
         s: &Scalars,
         gradient: Gradient,
         master: &mut [f32],
-        moments: Halves,
+        moments: InLoop,
         image: Option<ImageMut>,
         compensation: f32,
     );
-    /// Whether there is such a loop, and the image is aligned for it.
+    /// Whether there are such loops, and the image is aligned for them.
     fn fuses(self, image: &ImageMut) -> bool;
     fn widen_bf16(self, from: &[u16], to: &mut [f32]);
     fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
@@ -43,16 +44,25 @@ pub(in super::super) trait Passes: Copy {
     fn round_bf16(self, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u16]);
     /// Returns the scale.
     fn encode(self, code: Code, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u8]) -> f32;
-    /// Rounds new master weights over old ones, and makes the image of what they became.
+    /// Both moments of a block of elements `first` and on, where the first one's code is `code`; returns the scales.
+    fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2];
+    /// Rounds new master weights of elements `first` and on over old ones, and makes the image of what they became.
     fn round_master(
         self,
         new: &[f32],
-        random: &[u32; BLOCK],
+        key: Key,
+        first: u32,
         master: &mut [u16],
         image: ImageMut,
         compensation: f32,
     );
     fn finish(self);
+}
+
+/// Moments that the loop of a rule reads in their own format.
+pub(in super::super) enum InLoop<'a> {
+    Halves(Halves<'a>),
+    Codes(Codes<'a>),
 }
 
 /// bf16 moments, rounded with the bits of `element` and on.
@@ -70,6 +80,41 @@ struct Scratch {
     first: [f32; CHUNK],
     second: [f32; CHUNK],
     random: [u32; BLOCK],
+    coded: Chunk,
+}
+
+impl Scratch {
+    const NEW: Scratch = Scratch {
+        master: [0.0; CHUNK],
+        first: [0.0; CHUNK],
+        second: [0.0; CHUNK],
+        random: [0; BLOCK],
+        coded: Chunk::NEW,
+    };
+}
+
+/// Where moments are brought to f32 and back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Both ways in the loop of the rule.
+    Halves,
+    /// To f32 in the loop of the rule.
+    Codes,
+    /// In passes of their own.
+    Apart,
+}
+
+impl Way {
+    /// Not SGD's, for it may leave a part of a block alone.
+    fn of(rule: Rule, state: &StateLow) -> Way {
+        use MomentMut::{Bf16, Block8, Empty};
+        match (&state.first, &state.second) {
+            _ if rule == Rule::Sgd => Way::Apart,
+            (Bf16(_), Bf16(_) | Empty) => Way::Halves,
+            (Block8 { .. }, Block8 { .. } | Empty) => Way::Codes,
+            _ => Way::Apart,
+        }
+    }
 }
 
 /// See [`super::super::update_low`].
@@ -83,18 +128,20 @@ pub(in super::super) fn update<P: Passes>(
     compensation: f32,
     random: Random,
 ) {
-    let scratch =
-        &mut Scratch { master: [0.0; CHUNK], first: [0.0; CHUNK], second: [0.0; CHUNK], random: [0; BLOCK] };
+    let mut scratch = Scratch::NEW;
+    let scratch = &mut scratch;
     let Some((_, scalars)) = segments.first() else { return };
     let codes = [0, 1].map(|slot| Code::of(scalars.rule(), slot));
-    let fused = passes.fuses(&image) && fused(scalars.rule(), &state);
+    let way = if passes.fuses(&image) { Way::of(scalars.rule(), &state) } else { Way::Apart };
     for start in (0..gradient.len()).step_by(CHUNK) {
         let chunk = start..(start + CHUNK).min(gradient.len());
         if let MasterMut::Bf16(x) = &state.master {
             passes.widen_bf16(&x[chunk.clone()], &mut scratch.master[..chunk.len()]);
         }
-        if !fused {
-            load(passes, codes, &state, &chunk, scratch);
+        match way {
+            Way::Apart => load(passes, codes, &state, &chunk, scratch),
+            Way::Codes => scratch.coded.begin(&state, &chunk),
+            Way::Halves => {}
         }
         let mut written = [false; CHUNK / BLOCK];
         let mut at = start;
@@ -109,24 +156,38 @@ pub(in super::super) fn update<P: Passes>(
                 MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
                 MasterMut::Bf16(_) => (&mut scratch.master[inside.clone()], None),
             };
-            if fused {
-                let element = random.after(at).first_element;
-                let key = random.key(element, Usage::Moments);
-                let (first, second) = (state.first.halves(&part), state.second.halves(&part));
-                let halves = Halves { first, second, key, element: element as u32 };
-                passes.update_halves(scalars, gradient, master, halves, image, compensation);
-            } else {
-                let first = floats(&mut state.first, &mut scratch.first, &part, &inside);
-                let second = floats(&mut state.second, &mut scratch.second, &part, &inside);
-                passes.update(scalars, gradient, State { master, first, second }, image, compensation);
+            match way {
+                Way::Apart => {
+                    let first = floats(&mut state.first, &mut scratch.first, &part, &inside);
+                    let second = floats(&mut state.second, &mut scratch.second, &part, &inside);
+                    passes.update(scalars, gradient, State { master, first, second }, image, compensation);
+                }
+                Way::Halves => {
+                    let element = random.after(at).first_element;
+                    let key = random.key(element, Usage::Moments);
+                    let (first, second) = (state.first.halves(&part), state.second.halves(&part));
+                    let halves = InLoop::Halves(Halves { first, second, key, element: element as u32 });
+                    passes.update_low_moments(scalars, gradient, master, halves, image, compensation);
+                }
+                Way::Codes => {
+                    let moments = [&state.first, &state.second];
+                    let floats = [&mut scratch.first[inside.clone()], &mut scratch.second[inside.clone()]];
+                    let codes = InLoop::Codes(scratch.coded.part(moments, floats, &part, inside.start));
+                    passes.update_low_moments(scalars, gradient, master, codes, image, compensation);
+                }
             }
             at = part.end;
             if at == range.end {
                 segments = &segments[1..];
             }
         }
-        if !fused {
-            store(passes, codes, &mut state, &chunk, written, scratch, random);
+        match way {
+            Way::Apart => store(passes, codes, &mut state, &chunk, written, scratch, random),
+            Way::Codes => {
+                let floats = [&scratch.first, &scratch.second];
+                scratch.coded.end(passes, codes, &mut state, &chunk, floats, random);
+            }
+            Way::Halves => {}
         }
         if let MasterMut::Bf16(master) = &mut state.master {
             let (master, image, random) =
@@ -135,14 +196,6 @@ pub(in super::super) fn update<P: Passes>(
         }
     }
     passes.finish();
-}
-
-/// Whether both moments are rounded in the loop of the rule: bf16 ones, and not SGD's, for it may leave a part of a
-/// block alone.
-#[inline(always)]
-fn fused(rule: Rule, state: &StateLow) -> bool {
-    use MomentMut::{Bf16, Empty};
-    matches!((&state.first, &state.second), (Bf16(_), Bf16(_) | Empty)) && rule != Rule::Sgd
 }
 
 impl MomentMut<'_> {
@@ -235,7 +288,7 @@ fn store<P: Passes>(
 fn store_master<P: Passes>(
     passes: P,
     master: &mut [u16],
-    scratch: &mut Scratch,
+    scratch: &Scratch,
     mut image: ImageMut,
     compensation: f32,
     random: Random,
@@ -243,9 +296,8 @@ fn store_master<P: Passes>(
     for (index, master) in master.chunks_exact_mut(BLOCK).enumerate() {
         let inside = index * BLOCK..(index + 1) * BLOCK;
         let element = random.after(inside.start).first_element;
-        passes.random(random.key(element, Usage::Master), element as u32, &mut scratch.random);
-        let new = &scratch.master[inside.clone()];
-        passes.round_master(new, &scratch.random, master, image.slice(inside), compensation);
+        let (new, key) = (&scratch.master[inside.clone()], random.key(element, Usage::Master));
+        passes.round_master(new, key, element as u32, master, image.slice(inside), compensation);
     }
 }
 

@@ -1,28 +1,28 @@
 //! State in fewer bits: 16- and 8-bit moments and 16-bit master weights. A step moves every parameter through memory
 //! once in and once out, so fewer bits are less traffic; see [`bytes_per_parameter`].
 //!
-//! Fewer bytes cost arithmetic. AdamW on a bf16 wire, one thread of a Zen 5 server with AVX-512 that moves 60 GB/s, in
-//! ns of CPU a parameter, over 200 M elements and on a block in cache (docs/update.md has what they consist of):
+//! Fewer bytes cost arithmetic, and docs/update.md has what of. AdamW on a bf16 wire, one core of a Xeon of 2023 with
+//! AVX-512 that moves 29 GB/s, in ns a parameter, on a block in cache and through memory:
 //!
-//! | moments | master | bytes | ns | in cache |
-//! |---|---|---|---|---|
-//! | f32 | f32 | 28 | 0.47 | 0.23 |
-//! | bf16 | f32 | 20 | 0.40 | 0.34 |
-//! | 8 bits | f32 | 16 | 0.81 | 0.74 |
-//! | 8 bits | bf16 | 12 | 0.95 | 0.82 |
+//! | moments | bytes | in cache | through memory |
+//! |---|---|---|---|
+//! | f32 | 28 | 0.52 | 1.01 |
+//! | bf16 | 20 | 0.77 | 0.78 |
+//! | 8 bits | 16 | 1.44 | 1.50 |
 //!
-//! So bf16 moments save a seventh of the time even where one core has that much of the memory to itself. 8-bit ones take
-//! the time of their arithmetic: on such a core they save memory, not time. From these numbers, they are as fast as
-//! f32 where a core gets 38 GB/s, and limited by memory below 22, as cores of a busy socket are. Prefetching the next
-//! chunk made bf16 moments 18 % slower and 8-bit ones 7 %.
+//! So bf16 moments save time wherever memory is slower than that arithmetic. 8-bit ones take the time of theirs: where
+//! a core has memory to itself they save memory, not time; where cores share it, bytes decide.
 //!
-//! An update decodes [`QUANTIZATION_BLOCK`]s into f32 on the stack, runs the rules that f32 state has on them, and
-//! encodes the result, all within L1. Encoding in an update rounds stochastically, for rounding to nearest stands
-//! still: with `beta2 = 0.999` a second moment moves by 0.1 % a step, and half a unit is 0.2 to 0.4 % in bf16 and up
-//! to 4 % in 8 bits. Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest, and
+//! An update goes in chunks of four [`QUANTIZATION_BLOCK`]s, which stay in L1. bf16 moments are widened and rounded in the
+//! loop of the rule. 8-bit ones are decoded there; what it leaves is f32 on the stack, encoded when the largest of each
+//! block is known. Other combinations take a pass for each of these.
+//!
+//! Encoding in an update rounds stochastically, for rounding to nearest stands still: with `beta2 = 0.999` a second
+//! moment moves by 0.1 % a step, and half a unit is 0.2 to 0.4 % in bf16 and up to 4 % in 8 bits. Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest, and
 //! encoding what was decoded gives the same bits (8 bits: from a scale of 2^-100 on).
 
 mod code;
+mod coded;
 mod drive;
 mod random;
 
@@ -32,7 +32,8 @@ pub use longshore_proto::{MasterFormat, StateFormat};
 use longshore_proto::{Rule, limits::QUANTIZATION_ELEMENTS};
 
 pub(super) use self::code::Tables;
-pub(super) use self::drive::{CHUNK, Halves, Passes, decode, encode, update};
+pub(super) use self::coded::{Codes, CodesOf, Encoding, Largest};
+pub(super) use self::drive::{CHUNK, Halves, InLoop, Passes, decode, encode, update};
 #[cfg(test)]
 pub(super) use self::random::Usage;
 pub(super) use self::random::{Half, Key};

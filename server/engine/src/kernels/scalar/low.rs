@@ -1,6 +1,6 @@
 //! Low-precision state, one element at a time: **the specification** of rounding, codes and scales.
 
-use super::super::low::{Code, Half, Halves, Key, Passes, QUANTIZATION_BLOCK, Tables};
+use super::super::low::{Code, Encoding, Half, InLoop, Key, Passes, QUANTIZATION_BLOCK, Tables};
 use super::super::{Gradient, ImageMut, LANES, Scalars, State};
 use super::convert::{Bf16, CANONICAL_NAN, F16, F32, Format, quiet};
 
@@ -22,7 +22,15 @@ impl Passes for Scalar {
         super::update_parts(s, gradient, state, image, compensation);
     }
 
-    fn update_halves(self, _: &Scalars, _: Gradient, _: &mut [f32], _: Halves, _: Option<ImageMut>, _: f32) {
+    fn update_low_moments(
+        self,
+        _: &Scalars,
+        _: Gradient,
+        _: &mut [f32],
+        _: InLoop,
+        _: Option<ImageMut>,
+        _: f32,
+    ) {
         unreachable!("the reference does one thing after another");
     }
 
@@ -72,20 +80,31 @@ impl Passes for Scalar {
         scale
     }
 
-    fn round_master(self, new: &[f32], random: &[u32; BLOCK], master: &mut [u16], image: ImageMut, c: f32) {
-        fn run<I: Format>(new: &[f32], random: &[u32], master: &mut [u16], image: &mut [I::Bits], c: f32) {
-            for (((&new, &random), master), image) in new.iter().zip(random).zip(master).zip(image) {
+    fn encode_both(self, _: Code, _: Encoding, _: Key, _: u32) -> [f32; 2] {
+        unreachable!("the reference does one thing after another");
+    }
+
+    fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: ImageMut, c: f32) {
+        fn run<I: Format>(
+            new: &[f32],
+            key: Key,
+            first: u32,
+            master: &mut [u16],
+            image: &mut [I::Bits],
+            c: f32,
+        ) {
+            for (index, ((&new, master), image)) in new.iter().zip(master).zip(image).enumerate() {
                 let old = Bf16::widen(*master);
-                *master = round_element(new, sixteen(random, Half::Low));
+                *master = round_element(new, sixteen(key.hash(first + index as u32), Half::Low));
                 let new = Bf16::widen(*master);
                 let emitted = if c == 0.0 { new } else { new - c * (old - new) };
                 *image = I::narrow(quiet(emitted));
             }
         }
         match image {
-            ImageMut::F32(i) => run::<F32>(new, random, master, i, c),
-            ImageMut::F16(i) => run::<F16>(new, random, master, i, c),
-            ImageMut::Bf16(i) => run::<Bf16>(new, random, master, i, c),
+            ImageMut::F32(i) => run::<F32>(new, key, first, master, i, c),
+            ImageMut::F16(i) => run::<F16>(new, key, first, master, i, c),
+            ImageMut::Bf16(i) => run::<Bf16>(new, key, first, master, i, c),
         }
     }
 

@@ -136,6 +136,39 @@ fn low_bits_have_not_changed() {
 
 const GOLDEN: u64 = 0xbf46_e743_d23a_9311;
 
+/// Whatever the random bits, they do not carry the largest magnitude of a block past the top of its code. (One in 2^16
+/// may be one below: the reciprocal of a scale is rounded.)
+#[test]
+fn equal_magnitudes_stay_at_the_top_of_the_code() {
+    let (count, mut noise) = (16 * BLOCK, Noise(5));
+    let hyper = Hyper::default();
+    for step in 1..=100 {
+        let magnitude = f32::from_bits((90 << 23) + noise.below(60 << 23) as u32);
+        let gradient: Vec<f32> =
+            (0..count).map(|at| if at.is_multiple_of(3) { -magnitude } else { magnitude }).collect();
+        let scalars = Scalars::new(Rule::AdamW, &hyper, step, 1.0);
+        let mut expected = None;
+        for isa in Isa::available() {
+            let mut image = Lines::blank(Kind::Bf16, count, &mut Noise(step));
+            let (mut master, mut first, mut second) = (vec![0.0; count], vec![0; count], vec![0; count]);
+            let (mut first_scales, mut second_scales) = (vec![0.0; count / BLOCK], vec![0.0; count / BLOCK]);
+            let state = StateLow {
+                master: MasterMut::F32(&mut master),
+                first: MomentMut::Block8 { codes: &mut first, scales: &mut first_scales },
+                second: MomentMut::Block8 { codes: &mut second, scales: &mut second_scales },
+            };
+            let random = Random { seed: 3, step, first_element: 0 };
+            let segments = [(0..count, &scalars)];
+            update_low(isa, &segments, Gradient::F32(&gradient), state, image.part(0..count), 0.0, random);
+            let top = |at: usize| if at.is_multiple_of(3) { [!127u8, !126] } else { [127, 126] };
+            assert!(first.iter().enumerate().all(|(at, code)| top(at).contains(code)), "{isa} {magnitude}");
+            assert!(second.iter().all(|&code| code >= 254), "{isa} {magnitude}");
+            let codes = (first, second);
+            assert!(expected.get_or_insert_with(|| codes.clone()) == &codes, "{isa} {magnitude}");
+        }
+    }
+}
+
 /// Without momentum, SGD does not touch its buffer: it is not even rounded anew.
 #[test]
 fn blocks_of_plain_sgd_keep_their_moment() {

@@ -24,7 +24,12 @@ pub(in super::super) trait Lanes: Copy {
     /// Where streaming stores must begin, in bytes: 1 if they are ordinary stores.
     const STREAM_ALIGNMENT: usize;
 
-    /// Asks for the cache line of an address, which need not be valid, to be brought near.
+    /// How many elements ahead of itself an update asks for memory; 0 where the CPU sees by itself what comes next.
+    #[inline(always)]
+    fn ahead() -> usize {
+        0
+    }
+    /// Asks for the cache line at an address, which need not be one.
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
 
@@ -43,6 +48,11 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn sign(self) -> Self;
     /// Any NaN becomes the canonical one.
     unsafe fn quiet(self) -> Self;
+    /// Each one [quieted](Lanes::quiet).
+    #[inline(always)]
+    unsafe fn quiet_all([a, b, c]: [Self; 3]) -> [Self; 3] {
+        [a.quiet(), b.quiet(), c.quiet()]
+    }
 
     unsafe fn load_half(from: *const u16) -> Self::Half;
     unsafe fn store_half(half: Self::Half, to: *mut u16);
@@ -70,7 +80,7 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn store_words(words: Self::Words, to: *mut u32);
     unsafe fn load_unsigned_bytes(from: *const u8) -> Self::Words;
     unsafe fn load_signed_bytes(from: *const u8) -> Self::Words;
-    /// Sixty-four words as bytes, signed or not, in whose range they are.
+    /// Sixty-four words as bytes, signed or not; those out of range become the nearest.
     unsafe fn store_bytes<const SIGNED: bool>(words: [Self::Words; 4], to: *mut u8);
     /// The upper halves.
     unsafe fn upper_half(words: Self::Words) -> Self::Half;

@@ -1,12 +1,13 @@
 //! Low-precision state for 16 lanes. Operation for operation what `scalar/low.rs` specifies.
 
 use super::super::low::{
-    self as passes, Code, Half, Halves, Key, Passes, QUANTIZATION_BLOCK, Random, StateLow, Tables,
+    self as passes, Code, Encoding, Half, InLoop, Key, Largest, Passes, QUANTIZATION_BLOCK, Random, StateLow,
+    Tables,
 };
 use super::super::scalar::{convert::CANONICAL_NAN, low::scale};
 use super::super::{Gradient, ImageMut, LANES, Moment, Scalars, State};
 use super::lanes::LanesFormat;
-use super::moments::{Decoder, Hash, round, sixteen};
+use super::moments::{Decoder, Hash, larger, round, sixteen};
 use super::{Bf16, F16, F32, Kernels as Lanes};
 use std::{marker::PhantomData, ops::Range};
 
@@ -78,17 +79,17 @@ impl<V: Lanes> Passes for Vector<V> {
     }
 
     #[inline(always)]
-    fn update_halves(
+    fn update_low_moments(
         self,
         s: &Scalars,
         gradient: Gradient,
         master: &mut [f32],
-        moments: Halves,
+        moments: InLoop,
         image: Option<ImageMut>,
         compensation: f32,
     ) {
         // SAFETY: as above, and the image, if it is there, is aligned: `fuses` was asked.
-        unsafe { V::update_halves(s, gradient, master, moments, image, compensation) }
+        unsafe { V::update_low_moments(s, gradient, master, moments, image, compensation) }
     }
 
     #[inline(always)]
@@ -137,32 +138,50 @@ impl<V: Lanes> Passes for Vector<V> {
     #[inline(always)]
     fn encode(self, code: Code, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u8]) -> f32 {
         // SAFETY: as above.
-        let scale = unsafe { scale(largest::<V>(from)) };
-        if scale == 0.0 || scale.is_nan() {
-            to.fill(0);
-            return scale;
-        }
-        // SAFETY: as above.
         unsafe {
-            match (code, half) {
-                (Code::Signed, Half::Low) => encode_block::<V, true, false>(from, scale, random, to),
-                (Code::Signed, Half::High) => encode_block::<V, true, true>(from, scale, random, to),
-                (Code::Unsigned, Half::Low) => encode_block::<V, false, false>(from, scale, random, to),
-                (Code::Unsigned, Half::High) => encode_block::<V, false, true>(from, scale, random, to),
-            }
+            let scale = scale(across(largest::<V>(from)));
+            encode_scaled::<V>(code, from, scale, random, half, to);
+            scale
         }
-        scale
     }
 
     #[inline(always)]
-    fn round_master(self, new: &[f32], random: &[u32; BLOCK], master: &mut [u16], image: ImageMut, c: f32) {
+    fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2] {
+        let Encoding { from, largest: [a, b], to: [to, to_second] } = block;
+        let scales = [scale(across(*a)), scale(across(*b))];
+        let both = !to_second.is_empty();
+        // SAFETY: as above.
+        unsafe {
+            if !is_plain(scales[0]) || both && !is_plain(scales[1]) {
+                let mut random = [0; BLOCK];
+                random_block::<V>(key, first, &mut random);
+                encode_scaled::<V>(code, from[0], scales[0], &random, Half::Low, to);
+                if both {
+                    encode_scaled::<V>(Code::Unsigned, from[1], scales[1], &random, Half::High, to_second);
+                }
+                return scales;
+            }
+            let hash = Hash::<V>::new(key, first);
+            match (code, both) {
+                (Code::Signed, true) => encode_loop::<V, true, true>(from, scales, hash, to, to_second),
+                (Code::Signed, false) => encode_loop::<V, true, false>(from, scales, hash, to, to_second),
+                (Code::Unsigned, true) => encode_loop::<V, false, true>(from, scales, hash, to, to_second),
+                (Code::Unsigned, false) => encode_loop::<V, false, false>(from, scales, hash, to, to_second),
+            }
+        }
+        scales
+    }
+
+    #[inline(always)]
+    fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: ImageMut, c: f32) {
         let aligned = image.elements_to_alignment(V::STREAM_ALIGNMENT) == 0;
         // SAFETY: as above, and the image is aligned where it must be.
         unsafe {
+            let hash = Hash::new(key, first);
             match image {
-                ImageMut::F32(i) => master_block::<V, F32>(new, random, master, i, aligned, c),
-                ImageMut::F16(i) => master_block::<V, F16>(new, random, master, i, aligned, c),
-                ImageMut::Bf16(i) => master_block::<V, Bf16>(new, random, master, i, aligned, c),
+                ImageMut::F32(i) => master_block::<V, F32>(new, hash, master, i, aligned, c),
+                ImageMut::F16(i) => master_block::<V, F16>(new, hash, master, i, aligned, c),
+                ImageMut::Bf16(i) => master_block::<V, Bf16>(new, hash, master, i, aligned, c),
             }
         }
     }
@@ -193,7 +212,7 @@ unsafe fn round_block<V: Lanes, const HIGH: bool>(from: &[f32], random: &[u32; B
 #[inline(always)]
 unsafe fn master_block<V: Lanes, I: LanesFormat>(
     new: &[f32],
-    random: &[u32; BLOCK],
+    hash: Hash<V>,
     master: &mut [u16],
     image: &mut [I::Bits],
     aligned: bool,
@@ -203,8 +222,7 @@ unsafe fn master_block<V: Lanes, I: LanesFormat>(
     for i in (0..BLOCK).step_by(LANES) {
         let master_at = master.as_mut_ptr().add(i);
         let old = V::from_bf16(V::load_half(master_at));
-        let random = V::load_words(random.as_ptr().add(i));
-        let rounded = round::<V, false>(V::load(new.as_ptr().add(i)), random);
+        let rounded = round::<V, false>(V::load(new.as_ptr().add(i)), hash.at(i));
         V::store_half(rounded, master_at);
         let new = V::from_bf16(rounded);
         let emitted = if c == 0.0 { new } else { new.sub(compensation.mul(old.sub(new))) };
@@ -213,26 +231,55 @@ unsafe fn master_block<V: Lanes, I: LanesFormat>(
     }
 }
 
-/// Bits of the largest magnitude.
+/// Bits of the largest magnitudes.
 #[inline(always)]
-unsafe fn largest<V: Lanes>(from: &[f32]) -> u32 {
+unsafe fn largest<V: Lanes>(from: &[f32]) -> Largest {
     let mut largest = V::splat_words(0);
     for i in (0..BLOCK).step_by(LANES) {
-        let bits = V::load(from.as_ptr().add(i)).to_words();
-        largest = V::max_words(largest, V::and_words(bits, V::splat_words(!Tables::SIGN)));
+        largest = larger(largest, V::load(from.as_ptr().add(i)));
     }
     let mut lanes = [0; LANES];
     V::store_words(largest, lanes.as_mut_ptr());
-    lanes.into_iter().fold(0, u32::max)
+    lanes
+}
+
+#[inline(always)]
+fn across(largest: Largest) -> u32 {
+    largest.into_iter().fold(0, u32::max)
 }
 
 #[inline(always)]
 unsafe fn decode_block<V: Lanes, const SIGNED: bool>(from: &[u8], scale: f32, to: &mut [f32]) {
-    let decoder = Decoder::<V>::new(if SIGNED { Code::Signed } else { Code::Unsigned }, scale);
+    let (decoder, scale) =
+        (Decoder::<V>::new(if SIGNED { Code::Signed } else { Code::Unsigned }), V::splat(scale));
     for i in (0..BLOCK).step_by(LANES) {
         let from = from.as_ptr().add(i);
-        let values = if SIGNED { decoder.signed(from) } else { decoder.unsigned(from) };
+        let values = if SIGNED { decoder.signed(from, scale) } else { decoder.unsigned(from, scale) };
         values.store(to.as_mut_ptr().add(i));
+    }
+}
+
+/// Whether codes are made with it: 0 and NaN say all.
+#[inline(always)]
+fn is_plain(scale: f32) -> bool {
+    scale > 0.0
+}
+
+#[inline(always)]
+unsafe fn encode_scaled<V: Lanes>(
+    code: Code,
+    from: &[f32],
+    scale: f32,
+    random: &[u32; BLOCK],
+    half: Half,
+    to: &mut [u8],
+) {
+    match (code, half) {
+        _ if !is_plain(scale) => to.fill(0),
+        (Code::Signed, Half::Low) => encode_block::<V, true, false>(from, scale, random, to),
+        (Code::Signed, Half::High) => encode_block::<V, true, true>(from, scale, random, to),
+        (Code::Unsigned, Half::Low) => encode_block::<V, false, false>(from, scale, random, to),
+        (Code::Unsigned, Half::High) => encode_block::<V, false, true>(from, scale, random, to),
     }
 }
 
@@ -245,15 +292,34 @@ unsafe fn encode_block<V: Lanes, const SIGNED: bool, const HIGH: bool>(
 ) {
     let encoder = Encoder::<V>::new(if SIGNED { Code::Signed } else { Code::Unsigned }, scale);
     for i in (0..BLOCK).step_by(4 * LANES) {
-        let (from, random) = (from.as_ptr().add(i), random.as_ptr().add(i));
-        // Not `map`: a closure's code would be without the instruction set.
-        let codes = [
-            encoder.codes::<SIGNED, HIGH>(from, random),
-            encoder.codes::<SIGNED, HIGH>(from.add(LANES), random.add(LANES)),
-            encoder.codes::<SIGNED, HIGH>(from.add(2 * LANES), random.add(2 * LANES)),
-            encoder.codes::<SIGNED, HIGH>(from.add(3 * LANES), random.add(3 * LANES)),
+        let random = random.as_ptr().add(i);
+        let random = [
+            V::load_words(random),
+            V::load_words(random.add(LANES)),
+            V::load_words(random.add(2 * LANES)),
+            V::load_words(random.add(3 * LANES)),
         ];
-        V::store_bytes::<SIGNED>(codes, to.as_mut_ptr().add(i));
+        encoder.four::<SIGNED, HIGH>(from.as_ptr().add(i), random, to.as_mut_ptr().add(i));
+    }
+}
+
+/// Both moments at once: an element's random bits are for both.
+#[inline(always)]
+unsafe fn encode_loop<V: Lanes, const SIGNED: bool, const BOTH: bool>(
+    from: [&[f32]; 2],
+    scales: [f32; 2],
+    hash: Hash<V>,
+    to: &mut [u8],
+    to_second: &mut [u8],
+) {
+    let first = Encoder::<V>::new(if SIGNED { Code::Signed } else { Code::Unsigned }, scales[0]);
+    let second = Encoder::<V>::new(Code::Unsigned, if BOTH { scales[1] } else { scales[0] });
+    for i in (0..BLOCK).step_by(4 * LANES) {
+        let random = [hash.at(i), hash.at(i + LANES), hash.at(i + 2 * LANES), hash.at(i + 3 * LANES)];
+        first.four::<SIGNED, false>(from[0].as_ptr().add(i), random, to.as_mut_ptr().add(i));
+        if BOTH {
+            second.four::<false, true>(from[1].as_ptr().add(i), random, to_second.as_mut_ptr().add(i));
+        }
     }
 }
 
@@ -262,7 +328,6 @@ unsafe fn encode_block<V: Lanes, const SIGNED: bool, const HIGH: bool>(
 struct Encoder<V> {
     lower: [V; 2],
     upper: [V; 2],
-    last: V,
     reciprocal: V,
 }
 
@@ -273,16 +338,32 @@ impl<V: Lanes> Encoder<V> {
         Encoder {
             lower: [V::load(tables.lower[0].as_ptr()), V::load(tables.lower[1].as_ptr())],
             upper: [V::load(tables.upper[0].as_ptr()), V::load(tables.upper[1].as_ptr())],
-            last: V::splat(tables.last),
             reciprocal: V::splat(1.0 / scale),
         }
+    }
+
+    /// Sixty-four codes. Not by `map`: a closure's code would be without the instruction set.
+    #[inline(always)]
+    unsafe fn four<const SIGNED: bool, const HIGH: bool>(
+        self,
+        from: *const f32,
+        random: [V::Words; 4],
+        to: *mut u8,
+    ) {
+        let codes = [
+            self.codes::<SIGNED, HIGH>(from, random[0]),
+            self.codes::<SIGNED, HIGH>(from.add(LANES), random[1]),
+            self.codes::<SIGNED, HIGH>(from.add(2 * LANES), random[2]),
+            self.codes::<SIGNED, HIGH>(from.add(3 * LANES), random[3]),
+        ];
+        V::store_bytes::<SIGNED>(codes, to);
     }
 
     #[inline(always)]
     unsafe fn codes<const SIGNED: bool, const HIGH: bool>(
         self,
         from: *const f32,
-        random: *const u32,
+        random: V::Words,
     ) -> V::Words {
         let bits = V::load(from).to_words();
         let magnitude = V::from_words(V::and_words(bits, V::splat_words(!Tables::SIGN))).mul(self.reciprocal);
@@ -290,8 +371,10 @@ impl<V: Lanes> Encoder<V> {
         let at = V::shift_right::<{ Tables::ENCODE_SHIFT }>(at);
         let lower = magnitude.mul(self.lower[0].lookup(at)).add(self.lower[1].lookup(at));
         let upper = magnitude.mul(self.upper[0].lookup(at)).add(self.upper[1].lookup(at));
-        let position = lower.min(upper).min(self.last);
-        let random = V::shift_left::<7>(sixteen::<V, HIGH>(V::load_words(random)));
+        // The reference's third minimum, with `last`, is what packing does: no magnitude is above 1, for the reciprocal's
+        // error is at most half a unit, so the sum below stays under `top + 2` and saturates to `top`.
+        let position = lower.min(upper);
+        let random = V::shift_left::<7>(sixteen::<V, HIGH>(random));
         let random = V::or_words(random, V::splat_words(ONE));
         let q = position.add(V::from_words(random)).truncate();
         if SIGNED { V::xor_words(q, V::sign_mask(bits)) } else { q }

@@ -14,11 +14,11 @@ pub(super) use low::{decode, encode, update_low};
 
 use self::lanes::LanesFormat;
 use self::rules::Rule;
-use super::low::{CHUNK, Halves};
+use super::low::{CHUNK, InLoop};
 use super::scalar::{self, Sum, convert};
-use super::{Figures, Gradient, ImageMut, LANES, Scalars, State};
+use super::{Code, Figures, Gradient, ImageMut, LANES, Scalars, State};
 use convert::{Bf16, F16, F32, Nothing};
-use moments::{Floats, Moments, Rounded};
+use moments::{Coded, Floats, Moments, Rounded, prefetch};
 
 /// Makes the kernels of one instruction set out of the loops: functions with its features enabled, into which the
 /// loops and the lane operations are inlined.
@@ -46,11 +46,11 @@ macro_rules! entry_points {
                 image: Option<ImageMut>,
                 compensation: f32
             );
-            update_halves(
+            update_low_moments(
                 scalars: &Scalars,
                 gradient: Gradient,
                 master: &mut [f32],
-                halves: Halves,
+                moments: InLoop,
                 image: Option<ImageMut>,
                 compensation: f32
             );
@@ -65,15 +65,15 @@ macro_rules! entry_points {
             }
 
             #[inline(always)]
-            unsafe fn update_halves(
+            unsafe fn update_low_moments(
                 s: &Scalars,
                 g: Gradient,
                 master: &mut [f32],
-                halves: Halves,
+                moments: InLoop,
                 image: Option<ImageMut>,
                 c: f32,
             ) {
-                update_halves(s, g, master, halves, image, c);
+                update_low_moments(s, g, master, moments, image, c);
             }
         }
     };
@@ -93,11 +93,11 @@ pub(super) use entry_points;
 /// of all rules in all formats is enough.
 pub(super) trait Kernels: Lanes {
     unsafe fn update_floats(s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>, c: f32);
-    unsafe fn update_halves(
+    unsafe fn update_low_moments(
         s: &Scalars,
         gradient: Gradient,
         master: &mut [f32],
-        halves: Halves,
+        moments: InLoop,
         image: Option<ImageMut>,
         c: f32,
     );
@@ -151,15 +151,23 @@ pub(super) unsafe fn update_floats<V: Lanes>(
 
 /// As [`update_floats`].
 #[inline(always)]
-pub(super) unsafe fn update_halves<V: Lanes>(
+pub(super) unsafe fn update_low_moments<V: Lanes>(
     scalars: &Scalars,
     gradient: Gradient,
     master: &mut [f32],
-    halves: Halves,
+    moments: InLoop,
     image: Option<ImageMut>,
     c: f32,
 ) {
-    update_middle::<V, Rounded<V>>(scalars, gradient, master, Rounded::new(halves), image, c);
+    match moments {
+        InLoop::Halves(halves) => {
+            update_middle::<V, Rounded<V>>(scalars, gradient, master, Rounded::new(halves), image, c);
+        }
+        InLoop::Codes(codes) => {
+            let codes = Coded::new(codes, Code::of(scalars.rule(), 0));
+            update_middle::<V, Coded<V>>(scalars, gradient, master, codes, image, c);
+        }
+    }
 }
 
 #[inline(always)]
@@ -234,12 +242,18 @@ unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: La
     let gradient_at = gradient.as_ptr();
     let (master_at, image_at) = (master.as_mut_ptr(), image.as_mut_ptr());
     let compensated = compensation != 0.0;
-    let compensation = V::splat(compensation);
+    let (compensation, ahead) = (V::splat(compensation), V::ahead());
     for i in (0..gradient.len()).step_by(LANES) {
+        if ahead > 0 {
+            prefetch::<V, _>(gradient_at, i, ahead);
+            prefetch::<V, _>(master_at.cast_const(), i, ahead);
+            moments.prefetch(i, R::SLOTS, ahead);
+        }
         let old = V::load(master_at.add(i));
-        let (new, [first, second]) = rule.step(G::load(gradient_at.add(i)), old, moments.load(i, R::SLOTS));
-        moments.store(i, R::SLOTS, [first.quiet(), second.quiet()]);
-        let new = new.quiet();
+        let (new, [first, second]) =
+            rule.step(G::load(gradient_at.add(i)), old, moments.load(i, R::SLOTS, R::CODE));
+        let [new, first, second] = V::quiet_all([new, first, second]);
+        moments.store(i, R::SLOTS, [first, second]);
         new.store(master_at.add(i));
         let emitted = if compensated { new.sub(compensation.mul(old.sub(new))).quiet() } else { new };
         I::stream(emitted, image_at.add(i));

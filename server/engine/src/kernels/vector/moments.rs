@@ -1,16 +1,27 @@
 //! Where the loop of an update finds the moments, and where it leaves them.
 
-use super::super::low::{Halves, Key, Tables};
+use super::super::low::{Codes, CodesOf, Halves, Key, QUANTIZATION_BLOCK, Tables};
 use super::super::{Code, LANES, State};
 use super::lanes::Lanes;
 use super::rules::Slots;
 
 /// Both moments, 16 elements at a time. Safety as for [`Lanes`].
 pub(super) trait Moments<V: Lanes>: Copy {
-    /// The first `count` moments of elements `i` and on; the others mean nothing.
-    unsafe fn load(self, i: usize, count: usize) -> Slots<V>;
+    /// The first `count` moments of elements `i` and on; the others mean nothing. `code` is the first one's.
+    unsafe fn load(self, i: usize, count: usize, code: Code) -> Slots<V>;
+    /// Asks for the memory of moments that will be loaded, `ahead` of elements `i` and on.
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize);
     /// The first `count`, which went through [`quiet`](Lanes::quiet).
     unsafe fn store(self, i: usize, count: usize, moments: Slots<V>);
+}
+
+/// Asks for what is `ahead` of elements `i` and on, once for each line.
+#[inline(always)]
+pub(super) unsafe fn prefetch<V: Lanes, T>(from: *const T, i: usize, ahead: usize) {
+    const LINE: usize = 64;
+    if (i * size_of::<T>()).is_multiple_of(LINE) {
+        V::prefetch(from.wrapping_add(i + ahead).cast());
+    }
 }
 
 /// f32 in, f32 out.
@@ -29,7 +40,17 @@ impl Floats {
 
 impl<V: Lanes> Moments<V> for Floats {
     #[inline(always)]
-    unsafe fn load(self, i: usize, count: usize) -> Slots<V> {
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
+        if count > 0 {
+            prefetch::<V, _>(self.first.cast_const(), i, ahead);
+        }
+        if count > 1 {
+            prefetch::<V, _>(self.second.cast_const(), i, ahead);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, i: usize, count: usize, _: Code) -> Slots<V> {
         let first = if count > 0 { V::load(self.first.add(i)) } else { V::splat(0.0) };
         [first, if count > 1 { V::load(self.second.add(i)) } else { first }]
     }
@@ -66,7 +87,17 @@ impl<V: Lanes> Rounded<V> {
 
 impl<V: Lanes> Moments<V> for Rounded<V> {
     #[inline(always)]
-    unsafe fn load(self, i: usize, count: usize) -> Slots<V> {
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
+        if count > 0 {
+            prefetch::<V, _>(self.first.cast_const(), i, ahead);
+        }
+        if count > 1 {
+            prefetch::<V, _>(self.second.cast_const(), i, ahead);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, i: usize, count: usize, _: Code) -> Slots<V> {
         let first = if count > 0 { V::from_bf16(V::load_half(self.first.add(i))) } else { V::splat(0.0) };
         [first, if count > 1 { V::from_bf16(V::load_half(self.second.add(i))) } else { first }]
     }
@@ -83,29 +114,122 @@ impl<V: Lanes> Moments<V> for Rounded<V> {
     }
 }
 
-/// [`Key::hash`] of consecutive elements.
+/// 8-bit codes in, f32 out: a block's codes need the largest of all its new values, which is found on the way.
 #[derive(Clone, Copy)]
-pub(super) struct Hash<V: Lanes> {
-    first: V::Words,
-    before: V::Words,
-    between: V::Words,
+pub(super) struct Coded<V> {
+    first: CodedMoment<V>,
+    second: CodedMoment<V>,
+    start: usize,
 }
 
-impl<V: Lanes> Hash<V> {
-    /// Of elements `first` and on.
+#[derive(Clone, Copy)]
+struct CodedMoment<V> {
+    codes: *const u8,
+    floats: *mut f32,
+    scales: *const f32,
+    largest: *mut [u32; LANES],
+    decoder: Decoder<V>,
+}
+
+impl<V: Lanes> Coded<V> {
+    /// `code` is the first moment's.
     #[inline(always)]
-    pub(super) unsafe fn new(key: Key, first: u32) -> Self {
-        const COUNT: [u32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
-        Hash {
-            first: V::add_words(V::load_words(COUNT.as_ptr()), V::splat_words(first)),
-            before: V::splat_words(key.before),
-            between: V::splat_words(key.between),
+    pub(super) unsafe fn new(codes: Codes, code: Code) -> Self {
+        Coded {
+            first: CodedMoment::new(codes.first, code),
+            second: CodedMoment::new(codes.second, Code::Unsigned),
+            start: codes.start,
+        }
+    }
+}
+
+impl<V: Lanes> Moments<V> for Coded<V> {
+    #[inline(always)]
+    unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
+        if count > 0 {
+            prefetch::<V, _>(self.first.codes, i, ahead);
+        }
+        if count > 1 {
+            prefetch::<V, _>(self.second.codes, i, ahead);
         }
     }
 
     #[inline(always)]
+    unsafe fn load(self, i: usize, count: usize, code: Code) -> Slots<V> {
+        let block = (self.start + i) / QUANTIZATION_BLOCK;
+        let first = if count > 0 { self.first.load(i, block, code) } else { V::splat(0.0) };
+        [first, if count > 1 { self.second.load(i, block, Code::Unsigned) } else { first }]
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, i: usize, count: usize, [first, second]: Slots<V>) {
+        let block = (self.start + i) / QUANTIZATION_BLOCK;
+        if count > 0 {
+            self.first.store(i, block, first);
+        }
+        if count > 1 {
+            self.second.store(i, block, second);
+        }
+    }
+}
+
+impl<V: Lanes> CodedMoment<V> {
+    #[inline(always)]
+    unsafe fn new(moment: CodesOf, code: Code) -> Self {
+        CodedMoment {
+            codes: moment.codes.as_ptr(),
+            floats: moment.floats.as_mut_ptr(),
+            scales: moment.scales.as_ptr(),
+            largest: moment.largest.as_mut_ptr(),
+            decoder: Decoder::new(code),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, i: usize, block: usize, code: Code) -> V {
+        let (from, scale) = (self.codes.add(i), V::splat(*self.scales.add(block)));
+        match code {
+            Code::Signed => self.decoder.signed(from, scale),
+            Code::Unsigned => self.decoder.unsigned(from, scale),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, i: usize, block: usize, moment: V) {
+        moment.store(self.floats.add(i));
+        let largest = self.largest.add(block).cast();
+        V::store_words(larger(V::load_words(largest), moment), largest);
+    }
+}
+
+/// The larger of a magnitude's bits and `moment`'s.
+#[inline(always)]
+pub(super) unsafe fn larger<V: Lanes>(largest: V::Words, moment: V) -> V::Words {
+    V::max_words(largest, V::and_words(moment.to_words(), V::splat_words(!Tables::SIGN)))
+}
+
+/// [`Key::hash`] of consecutive elements.
+#[derive(Clone, Copy)]
+pub(super) struct Hash<V: Lanes> {
+    first: u32,
+    before: u32,
+    lanes: V::Words,
+    between: V::Words,
+}
+
+impl<V: Lanes> Hash<V> {
+    /// Of elements `first` and on, a multiple of 16.
+    #[inline(always)]
+    pub(super) unsafe fn new(key: Key, first: u32) -> Self {
+        const COUNT: [u32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+        let (lanes, between) = (V::load_words(COUNT.as_ptr()), V::splat_words(key.between));
+        Hash { first, before: key.before, lanes, between }
+    }
+
+    /// Of 16 elements, `i` a multiple of 16: an index is then its first element's with the lane's in the last bits.
+    #[inline(always)]
     pub(super) unsafe fn at(self, i: usize) -> V::Words {
-        let x = V::xor_words(V::add_words(self.first, V::splat_words(i as u32)), self.before);
+        let x = V::xor_words(self.lanes, V::splat_words((self.first + i as u32) ^ self.before));
         let x = V::xor_words(x, V::shift_right::<16>(x));
         let x = V::mul_words(x, V::splat_words(Key::FIRST_MULTIPLIER));
         let x = V::add_words(V::xor_words(x, V::shift_right::<15>(x)), self.between);
@@ -131,33 +255,28 @@ pub(super) unsafe fn round<V: Lanes, const HIGH: bool>(lanes: V, random: V::Word
 pub(super) struct Decoder<V> {
     slope: V,
     offset: V,
-    scale: V,
 }
 
 impl<V: Lanes> Decoder<V> {
     #[inline(always)]
-    pub(super) unsafe fn new(code: Code, scale: f32) -> Self {
+    pub(super) unsafe fn new(code: Code) -> Self {
         let tables = code.tables();
-        Decoder {
-            slope: V::load(tables.slope.as_ptr()),
-            offset: V::load(tables.offset.as_ptr()),
-            scale: V::splat(scale),
-        }
+        Decoder { slope: V::load(tables.slope.as_ptr()), offset: V::load(tables.offset.as_ptr()) }
     }
 
     #[inline(always)]
-    pub(super) unsafe fn unsigned(self, from: *const u8) -> V {
+    pub(super) unsafe fn unsigned(self, from: *const u8, scale: V) -> V {
         let f = V::convert(V::load_unsigned_bytes(from)).add(V::splat(0.5));
         let at = V::shift_right::<{ Tables::DECODE_SHIFT }>(f.to_words());
-        f.mul(self.slope.lookup(at)).add(self.offset.lookup(at)).mul(self.scale)
+        f.mul(self.slope.lookup(at)).add(self.offset.lookup(at)).mul(scale)
     }
 
     #[inline(always)]
-    pub(super) unsafe fn signed(self, from: *const u8) -> V {
+    pub(super) unsafe fn signed(self, from: *const u8, scale: V) -> V {
         let f = V::convert(V::load_signed_bytes(from)).add(V::splat(0.5));
         let at = V::shift_right::<{ Tables::DECODE_SHIFT }>(f.to_words());
         let sign = V::and_words(f.to_words(), V::splat_words(Tables::SIGN));
         let offset = V::from_words(V::xor_words(self.offset.lookup(at).to_words(), sign));
-        f.mul(self.slope.lookup(at)).add(offset).mul(self.scale)
+        f.mul(self.slope.lookup(at)).add(offset).mul(scale)
     }
 }

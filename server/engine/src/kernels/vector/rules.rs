@@ -1,6 +1,7 @@
 //! The update rules for 16 lanes, each written once for all instruction sets. Operation for operation what
 //! `scalar/rules.rs` specifies; the comments there apply here.
 
+use super::super::Code;
 use super::super::scalars::{AdagradScalars, AdamScalars, LionScalars, SgdScalars};
 use super::lanes::Lanes;
 
@@ -10,6 +11,8 @@ pub(super) type Slots<V> = [V; 2];
 /// An update rule for 16 elements, its constants splatted. Safety as for [`Lanes`].
 pub(super) trait Rule<V: Lanes>: Copy {
     const SLOTS: usize;
+    /// [`Code::of`] slot 0.
+    const CODE: Code = Code::Signed;
 
     unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>);
 }
@@ -189,6 +192,7 @@ impl<V: Lanes> Adagrad<V> {
 
 impl<V: Lanes> Rule<V> for Adagrad<V> {
     const SLOTS: usize = 1;
+    const CODE: Code = Code::Unsigned;
 
     #[inline(always)]
     unsafe fn step(self, gradient: V, master: V, [sum, unused]: Slots<V>) -> (V, Slots<V>) {

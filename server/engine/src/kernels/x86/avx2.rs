@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::super::low::Halves;
+use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
@@ -20,6 +20,11 @@ impl Lanes for Avx2 {
     type Words = (__m256i, __m256i);
 
     const STREAM_ALIGNMENT: usize = 64;
+
+    #[inline(always)]
+    fn ahead() -> usize {
+        super::ahead()
+    }
 
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {

@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::super::low::Halves;
+use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
@@ -20,6 +20,11 @@ impl Lanes for Avx512 {
     type Words = __m512i;
 
     const STREAM_ALIGNMENT: usize = 64;
+
+    #[inline(always)]
+    fn ahead() -> usize {
+        super::ahead()
+    }
 
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
@@ -86,6 +91,18 @@ impl Lanes for Avx512 {
     unsafe fn quiet(self) -> Self {
         let unordered = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
         Avx512(_mm512_mask_mov_ps(self.0, unordered, _mm512_set1_ps(CANONICAL_NAN)))
+    }
+
+    /// Two comparisons for three: the first is of both its operands. Most vectors have no NaN.
+    #[inline(always)]
+    unsafe fn quiet_all([a, b, c]: [Self; 3]) -> [Self; 3] {
+        let unordered =
+            _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a.0, b.0) | _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(c.0, c.0);
+        if unordered == 0 {
+            return [a, b, c];
+        }
+        cold();
+        [a.quiet(), b.quiet(), c.quiet()]
     }
 
     #[inline(always)]
@@ -269,6 +286,11 @@ impl Lanes for Avx512 {
         _mm_sfence();
     }
 }
+
+/// Keeps the branch that calls it from being made a selection.
+#[cold]
+#[inline(always)]
+fn cold() {}
 
 /// One permutation of 16-bit elements; shifting and narrowing would be three operations.
 #[inline(always)]

@@ -2,3 +2,17 @@
 
 pub(super) mod avx2;
 pub(super) mod avx512;
+
+use std::{arch::x86_64::__cpuid, sync::LazyLock};
+
+/// See [`Lanes::ahead`](super::vector::Lanes::ahead). On a Xeon of 2023, 4 KiB of each fp32 array ahead made AdamW with bf16 on the
+/// wire 1.13 times as fast through memory (AVX2: 1.14), 1.07 with bf16 moments and 1.03 with 8-bit ones, and cost nothing in cache;
+/// 0.5, 1, 2 and 8 KiB gained less. On a Zen 5 it made bf16 moments 18 % slower.
+fn ahead() -> usize {
+    static AHEAD: LazyLock<usize> = LazyLock::new(|| {
+        let vendor = __cpuid(0);
+        let is_intel = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel";
+        if is_intel { 1024 } else { 0 }
+    });
+    *AHEAD
+}

@@ -1,0 +1,119 @@
+//! 8-bit moments of a chunk in an update: decoded in the loop of the rule, which finds the largest of each block on
+//! the way, and encoded after it.
+
+use super::super::LANES;
+use super::drive::{CHUNK, Passes};
+use super::random::{Random, Usage};
+use super::{Code, MomentMut, QUANTIZATION_BLOCK, StateLow};
+use std::ops::Range;
+
+const BLOCK: usize = QUANTIZATION_BLOCK;
+const BLOCKS: usize = CHUNK / BLOCK;
+
+/// Bits of the largest magnitude, of every sixteenth element of a block.
+pub(in super::super) type Largest = [u32; LANES];
+
+/// Both moments of a part of a chunk.
+pub(in super::super) struct Codes<'a> {
+    pub(in super::super) first: CodesOf<'a>,
+    pub(in super::super) second: CodesOf<'a>,
+    /// First element of the part in its chunk.
+    pub(in super::super) start: usize,
+}
+
+/// One of them; slices are empty where the rule has no second.
+pub(in super::super) struct CodesOf<'a> {
+    /// Of the part.
+    pub(in super::super) codes: &'a [u8],
+    /// Of the part: where new values go.
+    pub(in super::super) floats: &'a mut [f32],
+    /// Of the chunk's blocks; finite or NaN.
+    pub(in super::super) scales: &'a [f32; BLOCKS],
+    /// Of the chunk's blocks: what new values add to.
+    pub(in super::super) largest: &'a mut [Largest; BLOCKS],
+}
+
+/// A block's new moments and where they go, the first and the second one.
+pub(in super::super) struct Encoding<'a> {
+    pub(in super::super) from: [&'a [f32]; 2],
+    pub(in super::super) largest: [&'a Largest; 2],
+    pub(in super::super) to: [&'a mut [u8]; 2],
+}
+
+/// What the blocks of a chunk have beside their values. The first moment comes first.
+#[repr(align(64))]
+pub(super) struct Chunk {
+    largest: [[Largest; BLOCKS]; 2],
+    scales: [[f32; BLOCKS]; 2],
+}
+
+impl Chunk {
+    pub(super) const NEW: Chunk = Chunk { largest: [[[0; LANES]; BLOCKS]; 2], scales: [[0.0; BLOCKS]; 2] };
+
+    /// Before the first part of a chunk.
+    #[inline(always)]
+    pub(super) fn begin(&mut self, state: &StateLow, chunk: &Range<usize>) {
+        self.largest = Chunk::NEW.largest;
+        for (moment, to) in [&state.first, &state.second].into_iter().zip(&mut self.scales) {
+            if let MomentMut::Block8 { scales, .. } = moment {
+                for (to, &scale) in to.iter_mut().zip(&scales[chunk.start / BLOCK..chunk.end / BLOCK]) {
+                    *to = if scale.is_finite() { scale } else { f32::NAN };
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn part<'a>(
+        &'a mut self,
+        moments: [&'a MomentMut; 2],
+        [first, second]: [&'a mut [f32]; 2],
+        part: &Range<usize>,
+        start: usize,
+    ) -> Codes<'a> {
+        let ([scales, other_scales], [largest, other_largest]) = (&self.scales, &mut self.largest);
+        let codes = moments.map(|moment| match moment {
+            MomentMut::Block8 { codes, .. } => &codes[part.clone()],
+            _ => &[],
+        });
+        Codes {
+            first: CodesOf { codes: codes[0], floats: first, scales, largest },
+            second: CodesOf { codes: codes[1], floats: second, scales: other_scales, largest: other_largest },
+            start,
+        }
+    }
+
+    /// After the last part of a chunk: encodes what the loops left in `first` and `second`.
+    #[inline(always)]
+    pub(super) fn end<P: Passes>(
+        &self,
+        passes: P,
+        codes: [Code; 2],
+        state: &mut StateLow,
+        chunk: &Range<usize>,
+        floats: [&[f32; CHUNK]; 2],
+        random: Random,
+    ) {
+        let (mut unused, mut unused_scales) = ([], []);
+        for (index, start) in chunk.clone().step_by(BLOCK).enumerate() {
+            let element = random.after(start).first_element;
+            let inside = index * BLOCK..(index + 1) * BLOCK;
+            let MomentMut::Block8 { codes: first, scales: first_scales } = &mut state.first else { return };
+            let (second, second_scales) = match &mut state.second {
+                MomentMut::Block8 { codes, scales } => (&mut codes[start..start + BLOCK], &mut scales[..]),
+                _ => (&mut unused[..], &mut unused_scales[..]),
+            };
+            let block = Encoding {
+                from: floats.map(|floats| &floats[inside.clone()]),
+                largest: [&self.largest[0][index], &self.largest[1][index]],
+                to: [&mut first[start..start + BLOCK], second],
+            };
+            let scales =
+                passes.encode_both(codes[0], block, random.key(element, Usage::Moments), element as u32);
+            first_scales[start / BLOCK] = scales[0];
+            if let Some(scale) = second_scales.get_mut(start / BLOCK) {
+                *scale = scales[1];
+            }
+        }
+    }
+}
