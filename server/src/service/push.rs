@@ -1,27 +1,37 @@
 //! Contributions in, acknowledgements out.
 //!
-//! A chunk's fields come before its payload, so that it is admitted first and its payload goes from the connection's
-//! buffer straight to its place. A stream is not read further while that place is busy: a fast rank is held back by
-//! HTTP/2 flow control, and nothing is held here beside the slots but the frame in hand. Over a link the payload is
-//! copied from the worker's memory instead, once its place is free.
+//! A chunk's fields come before its payload, so that it is admitted first and its payload is read from the socket
+//! straight to its place, by the connection's task; of a call without a mark it goes there from HTTP/2's frames. Nothing
+//! of a stream is taken while that place is busy: a fast rank is held back by HTTP/2 flow control, and nothing is held
+//! here beside the slots but what its window allows. Over a link the payload is copied from the worker's memory
+//! instead, once its place is free.
 
 use std::{
+    future::poll_fn,
+    io,
+    pin::Pin,
     sync::{Arc, Weak},
     time::Duration,
 };
 
+use bytes::Bytes;
 use http::Response;
+use http_body::Body as _;
 use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
     ContributionChunk, Fault,
     checksum::{Crc32, TILE_BYTES},
     wire::{
         self,
-        frame::{self, Event, Incoming, Pieces},
+        direct::{Claim, Mark, Read, Taps},
+        frame::{self, Land, Pieces, Shared},
         v1::{PushRequest, PushResponse, PushResult},
     },
 };
-use tokio::{sync::mpsc, time::timeout};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep_until},
+};
 use tonic::{Status, body::Body};
 
 use super::{Services, default_deadline};
@@ -35,22 +45,55 @@ const RESULTS_DELAY: Duration = Duration::from_millis(1);
 /// Longest silence in the middle of a chunk. Until it ends its rank cannot be taken by a new process.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
-pub(super) fn answer(services: Services, body: Body) -> Response<Body> {
+/// `taps`: those of the call's connection.
+pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
-    let incoming = Incoming::request(body);
-    tokio::spawn(Stream { services, incoming, answers, held: Weak::new(), results: Vec::new() }.run());
+    let receiving = Receiving { services, held: Weak::new(), chunk: None, waiting: None, results: Vec::new() };
+    let stream = Stream {
+        intake: Shared::new(receiving),
+        body,
+        taps,
+        claim: None,
+        rest: Bytes::new(),
+        ended: false,
+        answers,
+        due: None,
+    };
+    tokio::spawn(stream.run());
     frame::answer(pieces)
 }
 
-/// One Push call.
+/// One Push call: what waits and answers.
 struct Stream {
-    services: Services,
-    incoming: Incoming<PushRequest>,
+    intake: Shared<PushRequest, Receiving>,
+    body: Body,
+    /// Until the first bytes have come: whether they are marked is seen there.
+    taps: Option<Taps>,
+    claim: Option<Claim>,
+    /// What h2 gave and the intake has not taken yet.
+    rest: Bytes,
+    ended: bool,
     answers: Pieces,
+    /// When acknowledgements must leave.
+    due: Option<Instant>,
+}
+
+/// Chunks to their places, on whichever task they come.
+struct Receiving {
+    services: Services,
     /// The job of the last chunk: mostly the next one's too. Weak: an idle stream keeps no job alive.
     held: Weak<JobHandle>,
+    chunk: Option<(PushRequest, Result<Place, Fault>)>,
+    /// A chunk whose place is busy.
+    waiting: Option<(PushRequest, Waiting)>,
     /// Not yet acknowledged.
     results: Vec<PushResult>,
+}
+
+struct Waiting {
+    handle: Arc<JobHandle>,
+    chunk: ContributionChunk,
+    payload: Option<Payload>,
 }
 
 /// Where a payload goes.
@@ -71,35 +114,74 @@ impl Stream {
 
     async fn receive(&mut self) -> Result<std::convert::Infallible, Over> {
         loop {
-            match self.event().await? {
-                Event::Head(request, bytes) => self.chunk(request, bytes).await?,
-                // The parser gives neither before a head, and `chunk` takes those after it.
-                Event::Payload(_) | Event::End => {}
+            let (fault, waiting, results) = {
+                let mut intake = self.intake.lock();
+                let waiting = intake.land.waiting.take();
+                (intake.fault().cloned(), waiting, intake.land.results.len())
+            };
+            if let Some(fault) = fault {
+                return self.over(Some(wire::status(&fault))).await;
+            }
+            if results == 0 {
+                self.due = None;
+            } else if results >= RESULTS_BATCHED || self.due.is_some_and(|due| due <= Instant::now()) {
+                self.acknowledge().await?;
+            } else {
+                self.due.get_or_insert_with(|| Instant::now() + RESULTS_DELAY);
+            }
+            if let Some((request, waiting)) = waiting {
+                let place = self.place(waiting).await?;
+                self.intake.lock().land.chunk = Some((request, place));
+                self.intake.go_on();
+                self.claim.iter().for_each(Claim::resume);
+            } else if !self.rest.is_empty() {
+                self.intake.take(&mut self.rest);
+            } else if self.ended && self.claim.as_ref().is_none_or(Claim::is_drained) {
+                let finished = self.intake.lock().finish();
+                return self.over(finished.err().map(|fault| wire::status(&fault))).await;
+            } else {
+                self.more().await?;
             }
         }
     }
 
-    /// The next event, and what was to be acknowledged if it does not come at once.
-    async fn event(&mut self) -> Result<Event<PushRequest>, Over> {
-        if !self.results.is_empty() {
-            if let Ok(event) = timeout(RESULTS_DELAY, self.incoming.next()).await {
-                return self.unless_over(event).await;
-            }
-            self.acknowledge().await?;
-        }
-        let event = self.incoming.next().await;
-        self.unless_over(event).await
-    }
-
-    async fn unless_over(
-        &mut self,
-        event: Result<Option<Event<PushRequest>>, Status>,
-    ) -> Result<Event<PushRequest>, Over> {
-        let status = match event {
-            Ok(Some(event)) => return Ok(event),
-            Ok(None) => None,
-            Err(status) => Some(status),
+    /// Until something has come, or it is time.
+    async fn more(&mut self) -> Result<(), Over> {
+        let (received, inside) = {
+            let intake = self.intake.lock();
+            (intake.received(), !intake.is_between_messages())
         };
+        let patience = self.due.unwrap_or_else(|| Instant::now() + CHUNK_SILENCE);
+        let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context));
+        tokio::select! {
+            frame = frame, if !self.ended => match frame {
+                Some(Ok(frame)) => frame.into_data().map_or(Ok(()), |data| { self.begin(data); Ok(()) }),
+                Some(Err(status)) => self.over(Some(status)).await.map(|_| ()),
+                None => { self.ended = true; Ok(()) }
+            },
+            () = self.intake.changed() => Ok(()),
+            () = sleep_until(patience), if inside || self.due.is_some() => {
+                let silent = self.due.is_none() && self.intake.lock().received() == received;
+                let status = silent.then(|| Status::unavailable("a chunk was not sent to its end"));
+                if status.is_some() { self.over(status).await.map(|_| ()) } else { Ok(()) }
+            }
+        }
+    }
+
+    /// Bytes through h2. Those of a marked call are the last of it.
+    fn begin(&mut self, data: Bytes) {
+        let mark = self.taps.take().and_then(|taps| Some((Mark::find(&data)?, taps)));
+        self.claim = self.claim.take().or_else(|| mark.and_then(|(mark, taps)| taps.claim(mark)));
+        let first = self.claim.is_some();
+        self.rest = data;
+        self.intake.take(&mut self.rest);
+        if first && let Some(claim) = &self.claim {
+            claim.install(Box::new(self.intake.clone()));
+        }
+    }
+
+    /// Ends the call, after what was to be acknowledged.
+    async fn over(&mut self, status: Option<Status>) -> Result<std::convert::Infallible, Over> {
         self.acknowledge().await?;
         if let Some(status) = status {
             // The peer went away or sent what is no message; nothing of it was stored.
@@ -110,77 +192,79 @@ impl Stream {
     }
 
     async fn acknowledge(&mut self) -> Result<(), Over> {
-        if self.results.is_empty() {
+        self.due = None;
+        let results = std::mem::take(&mut self.intake.lock().land.results);
+        if results.is_empty() {
             return Ok(());
         }
-        let answer = PushResponse { results: std::mem::take(&mut self.results) };
-        self.answers.send(Ok(frame::encode(&answer))).await.map_err(|_| Over)
+        self.answers.send(Ok(frame::encode(&PushResponse { results }))).await.map_err(|_| Over)
     }
 
-    /// One chunk, from its head to its end. A refused one is read to its end too: the next one follows it.
-    async fn chunk(&mut self, request: PushRequest, bytes: usize) -> Result<(), Over> {
-        let mut place = self.place(&request, bytes).await?.map(|(mut place, payload)| {
-            if let Some(payload) = payload {
-                place.fetch(&payload);
-            }
-            place
-        });
-        loop {
-            let event = match timeout(CHUNK_SILENCE, self.incoming.next()).await {
-                Ok(event) => self.unless_over(event).await?,
-                Err(_) => {
-                    self.unless_over(Err(Status::unavailable("a chunk was not sent to its end"))).await?
-                }
-            };
-            let Event::Payload(slice) = event else { break };
-            match &mut place {
-                Ok(Place::Slot(_, writing)) => {
-                    if let Err(fault) = writing.write(&slice) {
-                        place = Err(fault);
-                    }
-                }
-                Ok(Place::Nowhere(sum)) => sum.update(&slice),
-                Err(_) => {}
-            }
-        }
-        let outcome = place.and_then(|place| finish(place, request.crc32));
-        self.results.push(result(request, outcome));
-        if self.results.len() >= RESULTS_BATCHED {
-            self.acknowledge().await?;
-        }
-        Ok(())
-    }
-
-    async fn place(
-        &mut self,
-        request: &PushRequest,
-        bytes: usize,
-    ) -> Result<Result<(Place, Option<Payload>), Fault>, Over> {
-        let (handle, chunk, payload) = match self.identify(request, bytes) {
-            Ok(identified) => identified,
-            Err(fault) => return Ok(Err(fault)),
-        };
-        match place_now(&handle, &chunk) {
-            Ok(Some(place)) => return Ok(Ok((place, payload))),
-            Ok(None) => {}
-            Err(fault) => return Ok(Err(fault)),
-        }
-        // It may take a step until the place is free: let the worker know of what came before.
+    /// The place of a chunk once it is free.
+    async fn place(&mut self, waiting: Waiting) -> Result<Result<Place, Fault>, Over> {
+        let Waiting { handle, chunk, payload } = waiting;
+        // It may take a step: let the worker know of what came before.
         self.acknowledge().await?;
         let late = || handle.late("push", chunk.contribution);
         tokio::select! {
             place = handle.until(default_deadline(), || place_now(&handle, &chunk), late) => {
-                Ok(place.map(|place| (place, payload)))
+                Ok(place.map(|place| place.holding(payload.as_ref())))
             }
             () = self.answers.closed() => Err(Over),
         }
     }
+}
 
-    fn identify(
-        &mut self,
-        request: &PushRequest,
-        bytes: usize,
-    ) -> Result<(Arc<JobHandle>, ContributionChunk, Option<Payload>), Fault> {
+impl Land<PushRequest> for Receiving {
+    fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
+        let place = self.identify(&request, bytes).and_then(|waiting| {
+            let place = place_now(&waiting.handle, &waiting.chunk)?;
+            Ok(place.map(|place| place.holding(waiting.payload.as_ref())).ok_or(waiting))
+        });
+        match place {
+            Ok(Ok(place)) => self.chunk = Some((request, Ok(place))),
+            Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
+            // A refused one is read to its end too: the next one follows it.
+            Err(fault) => self.chunk = Some((request, Err(fault))),
+        }
+        Ok(self.waiting.is_none())
+    }
+
+    fn is_direct(&self) -> bool {
+        matches!(&self.chunk, Some((_, Ok(Place::Slot(..)))))
+    }
+
+    fn put(&mut self, slice: &[u8]) {
+        let Some((_, place)) = &mut self.chunk else { return };
+        match place {
+            Ok(Place::Slot(_, writing)) => {
+                if let Err(fault) = writing.write(slice) {
+                    *place = Err(fault);
+                }
+            }
+            Ok(Place::Nowhere(sum)) => sum.update(slice),
+            Err(_) => {}
+        }
+    }
+
+    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
+        match &mut self.chunk {
+            Some((_, Ok(Place::Slot(_, writing)))) => writing.read_from(most, read),
+            _ => Ok(0),
+        }
+    }
+
+    fn end(&mut self) -> Result<bool, Fault> {
+        let Some((request, place)) = self.chunk.take() else { return Ok(false) };
+        let outcome = place.and_then(|place| finish(place, request.crc32));
+        self.results.push(result(request, outcome));
+        // The first one has the task begin to count the time.
+        Ok(self.results.len() == 1 || self.results.len() >= RESULTS_BATCHED)
+    }
+}
+
+impl Receiving {
+    fn identify(&mut self, request: &PushRequest, bytes: usize) -> Result<Waiting, Fault> {
         let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
         let handle = match self.held.upgrade() {
             Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,
@@ -188,18 +272,24 @@ impl Stream {
         };
         self.held = Arc::downgrade(&handle);
         handle.check_step(chunk.contribution.step)?;
-        let Some(place) = &request.place else { return Ok((handle, chunk, None)) };
+        let Some(place) = &request.place else { return Ok(Waiting { handle, chunk, payload: None }) };
         if bytes > 0 {
             let remedy = "send one of them";
             return Err(Fault::invalid("push.place", "beside a payload", "instead of one", remedy));
         }
         let payload = self.services.links.find(place.link, &handle)?.payload(place, &chunk)?;
         chunk.bytes = payload.bytes();
-        Ok((handle, chunk, Some(payload)))
+        Ok(Waiting { handle, chunk, payload: Some(payload) })
     }
 }
 
 impl Place {
+    /// With the payload in it, if that lies in the worker's memory.
+    fn holding(mut self, payload: Option<&Payload>) -> Place {
+        payload.into_iter().for_each(|payload| self.fetch(payload));
+        self
+    }
+
     /// Takes a payload that lies in the worker's memory.
     fn fetch(&mut self, payload: &Payload) {
         match self {

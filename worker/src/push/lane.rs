@@ -6,6 +6,7 @@ use std::{collections::VecDeque, time::Instant};
 use longshore_proto::{
     Fault, FaultKind, Step,
     wire::{
+        direct::Mark,
         fault_from_status, fault_from_wire,
         frame::{self, Event, Incoming, Piece, Pieces},
         v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
@@ -115,12 +116,14 @@ impl Lane {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
         let (core, id) = (self.core.clone(), self.id);
         let queue = &mut self.queue;
+        // Over a link no payload comes.
+        let mut mark = core.link(id.0).is_none().then(Mark::of_request);
         let send = async {
             for key in resend {
-                offer(&core, id.0, &ready, *key).await;
+                offer(&core, id.0, &ready, *key, &mut mark).await;
             }
             while let Some(key) = queue.recv().await {
-                offer(&core, id.0, &ready, key).await;
+                offer(&core, id.0, &ready, key, &mut mark).await;
             }
             End::Closed
         };
@@ -132,8 +135,8 @@ impl Lane {
     }
 }
 
-/// Hands a chunk to the transport, unless its step has been committed meanwhile.
-async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey) {
+/// Hands a chunk to the transport, unless its step has been committed meanwhile. The first one takes the stream's mark.
+async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey, mark: &mut Option<Mark>) {
     let Some(chunk) = core.retained.send(&key) else { return };
     let place = place(core, server, &chunk.payload).await;
     let head = PushRequest {
@@ -153,6 +156,10 @@ async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey) {
     // The retained payload itself goes out, if it does not stay where it is: it is not copied before the socket.
     let message =
         if place.is_some() { frame::encode(&head) } else { frame::encode_with(&head, chunk.payload.bytes) };
+    let message = match mark.take() {
+        Some(mark) => mark.put(message),
+        None => message,
+    };
     if ready.send(Ok(message)).await.is_err() {
         // The call has ended; the receiving side is about to say why.
         std::future::pending::<()>().await;
