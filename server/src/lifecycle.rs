@@ -31,7 +31,7 @@ use crate::{
     directories::Directories,
     jobs::{JobHandle, Jobs},
     memfd::{self, Links},
-    service::{DataPlane, Recycler, Services},
+    service::{DataPlane, Services},
     unix::{self, SocketFile},
 };
 
@@ -156,7 +156,6 @@ impl Server {
             draining: Draining::new(),
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
-            recycler: Arc::new(Recycler::default()),
             links,
             transport: "tcp",
         };
@@ -178,12 +177,14 @@ impl Server {
         };
         // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let incoming = incoming.map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
+        let incoming =
+            incoming.map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
         let tcp = routes("tcp")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
         let (socket, socket_file) = local.unzip();
         let unix = match socket.map(UnixListenerStream::new) {
             Some(incoming) => {
-                let incoming = incoming.map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
+                let incoming = incoming
+                    .map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
                 Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped)))
             }
             None => None,

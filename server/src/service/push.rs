@@ -48,7 +48,8 @@ const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 /// `taps`: those of the call's connection.
 pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
-    let receiving = Receiving { services, held: Weak::new(), chunk: None, waiting: None, results: Vec::new() };
+    let receiving =
+        Receiving { services, held: Weak::new(), chunk: None, waiting: None, results: Vec::new() };
     let stream = Stream {
         intake: Shared::new(receiving),
         body,

@@ -187,7 +187,7 @@ async fn receive(
     requests: mpsc::Receiver<Result<Piece, Status>>,
     answered: &mut bool,
 ) -> End {
-    let mut channel = core.peers[server].data(connection);
+    let mut channel = core.peers[server].data(connection).channel;
     let mut answers = match frame::call::<PushResponse>(&mut channel, PUSH, requests).await {
         Ok(answers) => answers,
         Err(status) => return ended(core, server, &status),

@@ -1,5 +1,8 @@
 //! The socket as h2 sees it, without the DATA frames of tapped streams.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     io::{self, IoSlice, IoSliceMut},
     pin::Pin,
@@ -22,8 +25,8 @@ const BUFFER_BYTES: usize = 16 * 1024;
 /// Read behind the end of a payload: the next message's head with the headers of its frames takes about 130 bytes, and
 /// what is read beyond is payload that must be copied.
 const GAP_BYTES: usize = 256;
-/// Windows are given back in steps of this: a quarter of a server's. h2 holds back up to half of it, and so a quarter is
-/// always open.
+/// Windows are given back in steps of this, or of a quarter where that is less: h2 holds back up to half of it, and so a
+/// quarter is always open.
 const STEP_BYTES: usize = 512 * 1024;
 /// Read for taps before others get their turn on this thread.
 const TURN_BYTES: usize = 4 * 1024 * 1024;
@@ -45,6 +48,8 @@ pub struct Direct<S> {
     side: Side,
     /// Most that a peer which keeps to its windows has under way.
     window: usize,
+    /// So much is given back at a time.
+    step: usize,
     taps: Taps,
     line: Arc<Line>,
     streams: Vec<Stream>,
@@ -75,15 +80,22 @@ enum Inward {
     Preface,
     Header,
     /// Goes to h2.
-    Pass { left: usize },
+    Pass {
+        left: usize,
+    },
     /// No HTTP/2, or its end.
     Raw,
-    Divert { stream: usize, left: usize, padding: usize },
+    Divert {
+        stream: usize,
+        left: usize,
+        padding: usize,
+    },
 }
 
 impl<S: Socket> Direct<S> {
     /// `window`: the larger of the windows that h2 has been told to give.
     pub fn new(socket: S, side: Side, window: usize, taps: Taps) -> Direct<S> {
+        socket.size_buffers();
         let (inward, outward) = match side {
             Side::Server => (Inward::Preface, Outward::default()),
             Side::Client => (Inward::Header, Outward::after_preface(PREFACE.len())),
@@ -92,6 +104,7 @@ impl<S: Socket> Direct<S> {
             socket,
             side,
             window,
+            step: STEP_BYTES.min(window / 4),
             taps,
             line: Arc::default(),
             streams: Vec::new(),
@@ -142,8 +155,7 @@ impl<S: Socket> Direct<S> {
                 Inward::Preface => {
                     let whole = ready!(self.fill(context, PREFACE.len()))?;
                     let is_http2 = whole && self.buffered().starts_with(PREFACE);
-                    self.inward =
-                        if is_http2 { Inward::Pass { left: PREFACE.len() } } else { Inward::Raw };
+                    self.inward = if is_http2 { Inward::Pass { left: PREFACE.len() } } else { Inward::Raw };
                 }
                 Inward::Header => {
                     if !ready!(self.header(context))? {
@@ -181,7 +193,7 @@ impl<S: Socket> Direct<S> {
                     } else {
                         Inward::Divert { stream, left, padding: padding - now }
                     };
-                    if self.owed >= STEP_BYTES {
+                    if self.owed >= self.step {
                         self.give_back(context)?;
                     }
                 }
@@ -414,7 +426,7 @@ impl<S: Socket> Direct<S> {
 
     fn poll_updates(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.written == self.updates.len() {
-            if !self.outward.is_between_frames() || self.owed < STEP_BYTES {
+            if !self.outward.is_between_frames() || self.owed < self.step {
                 return Poll::Ready(Ok(()));
             }
             self.make_updates();
@@ -451,11 +463,7 @@ fn push_update(updates: &mut Vec<u8>, stream: u32, bytes: usize) {
     updates.extend_from_slice(&(bytes as u32).to_be_bytes());
 }
 
-fn poll_read(
-    socket: &impl Socket,
-    context: &mut Context<'_>,
-    place: &mut [u8],
-) -> Poll<io::Result<usize>> {
+fn poll_read(socket: &impl Socket, context: &mut Context<'_>, place: &mut [u8]) -> Poll<io::Result<usize>> {
     loop {
         match socket.try_read_into(&mut [IoSliceMut::new(place)]) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -483,11 +491,7 @@ impl<S: Socket> AsyncRead for Direct<S> {
 }
 
 impl<S: Socket> AsyncWrite for Direct<S> {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         self.poll_write_vectored(context, &[IoSlice::new(bytes)])
     }
 

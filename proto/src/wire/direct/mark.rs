@@ -89,6 +89,6 @@ mod tests {
         assert_eq!(Mark::find(&encode(&request).head), None);
         let event = Parser::<PullRequest>::new().next(&mut marked);
         assert_eq!(event, Ok(Some(Event::Head(request, 0))));
-        assert_eq!(Mark::of_answer() == Mark::of_answer(), false);
+        assert_ne!(Mark::of_answer(), Mark::of_answer());
     }
 }

@@ -15,8 +15,6 @@ mod mark;
 mod outward;
 mod socket;
 mod tap;
-#[cfg(test)]
-mod tests;
 
 pub use io::{Direct, Side};
 pub use mark::Mark;

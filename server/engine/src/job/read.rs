@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use longshore_proto::{Dtype, Fault, Slice, Version};
 
 use super::{Job, buffers::Image};
-use crate::{lock, step::Refusal};
+use crate::{lock, memory::Glimpse, step::Refusal};
 
 /// What a pull found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +48,21 @@ impl Job {
     ) -> Result<ImageRead, Fault> {
         let (start, bytes) = self.image_bytes(slice);
         self.with_image(slice, version, bytes, |image| read(&image.bytes()[start..][..bytes]))
+    }
+
+    /// The bytes of a checked slice of one version's image, to be sent, and their checksum. None: it is not there yet.
+    ///
+    /// The version after next may overwrite them while they are sent: then the checksum is wrong for what arrives, and
+    /// whoever asks again is told that the version is gone.
+    pub fn lend_image(&self, slice: &Slice, version: Version) -> Result<Option<(Glimpse, u32)>, Fault> {
+        let (start, bytes) = self.image_bytes(slice);
+        let within = start..start + bytes;
+        let mut lent = None;
+        self.with_image(slice, version, bytes, |image| {
+            let sum = image.checksum(within.clone());
+            lent = Some((image.glimpse(within), sum));
+        })?;
+        Ok(lent)
     }
 
     /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`].

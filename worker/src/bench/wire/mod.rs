@@ -22,6 +22,9 @@ pub(crate) struct Args {
     /// Samples of each case
     #[arg(long, default_value_t = 9, value_name = "N")]
     rounds: usize,
+    /// Only these cases, and the raw ones they are compared with; all by default
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    cases: Vec<String>,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -59,6 +62,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let bytes = args.megabytes << 20;
     let mut cases = raw::cases(args.connections, bytes)?;
     cases.extend(ours::cases(args.connections, bytes)?);
+    if !args.cases.is_empty() {
+        let wanted = |case: &Case| args.cases.iter().any(|name| name == case.name);
+        let limits: Vec<_> = cases.iter().filter(|case| wanted(case)).filter_map(|case| case.limit).collect();
+        cases.retain(|case| wanted(case) || limits.contains(&case.name));
+        ensure!(!cases.is_empty(), "--cases names none of them");
+    }
     // The first round warms up: memory is touched, windows and socket buffers open.
     for round in 0..=args.rounds {
         for case in &mut cases {
