@@ -42,7 +42,8 @@ use crate::{jobs::JobHandle, memfd::Payload};
 const RESULTS_BATCHED: usize = 16;
 /// Longest time an acknowledgement waits for others. No worker waits for one: a commit frees what it retains.
 const RESULTS_DELAY: Duration = Duration::from_millis(1);
-/// Longest silence in the middle of a chunk. Until it ends its rank cannot be taken by a new process.
+/// Silence in the middle of a chunk is noticed after this to twice as much. Until it ends its rank cannot be taken by a
+/// new process.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
 /// `taps`: those of the call's connection.
@@ -54,8 +55,9 @@ pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Resp
         intake: Shared::new(receiving),
         body,
         taps,
-        claim: None,
         rest: Bytes::new(),
+        following: None,
+        claim: None,
         ended: false,
         answers,
         due: None,
@@ -70,9 +72,11 @@ struct Stream {
     body: Body,
     /// Until the first bytes have come: whether they are marked is seen there.
     taps: Option<Taps>,
-    claim: Option<Claim>,
     /// What h2 gave and the intake has not taken yet.
     rest: Bytes,
+    /// For what follows it past h2, if it is marked.
+    following: Option<Claim>,
+    claim: Option<Claim>,
     ended: bool,
     answers: Pieces,
     /// When acknowledgements must leave.
@@ -137,6 +141,9 @@ impl Stream {
                 self.claim.iter().for_each(Claim::resume);
             } else if !self.rest.is_empty() {
                 self.intake.take(&mut self.rest);
+            } else if let Some(claim) = self.following.take() {
+                claim.install(Box::new(self.intake.clone()));
+                self.claim = Some(claim);
             } else if self.ended && self.claim.as_ref().is_none_or(Claim::is_drained) {
                 let finished = self.intake.lock().finish();
                 return self.over(finished.err().map(|fault| wire::status(&fault))).await;
@@ -148,37 +155,33 @@ impl Stream {
 
     /// Until something has come, or it is time.
     async fn more(&mut self) -> Result<(), Over> {
-        let (received, inside) = {
-            let intake = self.intake.lock();
-            (intake.received(), !intake.is_between_messages())
-        };
+        let received = self.intake.lock().received();
         let patience = self.due.unwrap_or_else(|| Instant::now() + CHUNK_SILENCE);
         let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context));
         tokio::select! {
             frame = frame, if !self.ended => match frame {
-                Some(Ok(frame)) => frame.into_data().map_or(Ok(()), |data| { self.begin(data); Ok(()) }),
-                Some(Err(status)) => self.over(Some(status)).await.map(|_| ()),
-                None => { self.ended = true; Ok(()) }
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        self.following = self.taps.take().and_then(|taps| taps.claim(Mark::find(&data)?));
+                        self.rest = data;
+                    }
+                }
+                Some(Err(status)) => self.over(Some(status)).await.map(|_| ())?,
+                None => self.ended = true,
             },
-            () = self.intake.changed() => Ok(()),
-            () = sleep_until(patience), if inside || self.due.is_some() => {
-                let silent = self.due.is_none() && self.intake.lock().received() == received;
-                let status = silent.then(|| Status::unavailable("a chunk was not sent to its end"));
-                if status.is_some() { self.over(status).await.map(|_| ()) } else { Ok(()) }
+            () = self.intake.changed() => {}
+            () = sleep_until(patience) => {
+                let silent = self.due.is_none() && {
+                    let intake = self.intake.lock();
+                    intake.received() == received && !intake.is_between_messages()
+                };
+                if silent {
+                    let status = Status::unavailable("a chunk was not sent to its end");
+                    self.over(Some(status)).await.map(|_| ())?;
+                }
             }
         }
-    }
-
-    /// Bytes through h2. Those of a marked call are the last of it.
-    fn begin(&mut self, data: Bytes) {
-        let mark = self.taps.take().and_then(|taps| Some((Mark::find(&data)?, taps)));
-        self.claim = self.claim.take().or_else(|| mark.and_then(|(mark, taps)| taps.claim(mark)));
-        let first = self.claim.is_some();
-        self.rest = data;
-        self.intake.take(&mut self.rest);
-        if first && let Some(claim) = &self.claim {
-            claim.install(Box::new(self.intake.clone()));
-        }
+        Ok(())
     }
 
     /// Ends the call, after what was to be acknowledged.

@@ -1,23 +1,25 @@
 //! The socket as h2 sees it, without the DATA frames of tapped streams.
 
+mod divert;
 #[cfg(test)]
 mod tests;
+mod traits;
 
 use std::{
-    io::{self, IoSlice, IoSliceMut},
+    io::{self, IoSliceMut},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
 };
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tonic::transport::server::Connected;
+use tokio::io::ReadBuf;
 
 use super::{
+    credit::Credit,
     mark::{Mark, START_BYTES},
     outward::{HEADER_BYTES, Header, Outward, PREFACE},
     socket::Socket,
-    tap::{Line, Mode, Tap, Taps, Want},
+    tap::{Line, Tap, Taps},
 };
 
 /// Where frames' headers and what else is copied arrive.
@@ -25,9 +27,6 @@ const BUFFER_BYTES: usize = 16 * 1024;
 /// Read behind the end of a payload: the next message's head with the headers of its frames takes about 130 bytes, and
 /// what is read beyond is payload that must be copied.
 const GAP_BYTES: usize = 256;
-/// Windows are given back in steps of this, or of a quarter where that is less: h2 holds back up to half of it, and so a
-/// quarter is always open.
-const STEP_BYTES: usize = 512 * 1024;
 /// Read for taps before others get their turn on this thread.
 const TURN_BYTES: usize = 4 * 1024 * 1024;
 /// Taps of one connection; further streams pass through h2.
@@ -48,8 +47,6 @@ pub struct Direct<S> {
     side: Side,
     /// Most that a peer which keeps to its windows has under way.
     window: usize,
-    /// So much is given back at a time.
-    step: usize,
     taps: Taps,
     line: Arc<Line>,
     streams: Vec<Stream>,
@@ -60,15 +57,12 @@ pub struct Direct<S> {
     end: usize,
     /// A frame for h2 that did not come from the socket.
     made: Vec<u8>,
-    /// Taken from the connection's window, not yet given back.
-    owed: usize,
-    /// WINDOW_UPDATE frames on their way, and how much of them is written.
-    updates: Vec<u8>,
-    written: usize,
+    credit: Credit,
 }
 
 struct Stream {
     id: u32,
+    mark: Mark,
     tap: Arc<Tap>,
     owed: usize,
     /// Its last frame has come: it has no window any more.
@@ -104,7 +98,6 @@ impl<S: Socket> Direct<S> {
             socket,
             side,
             window,
-            step: STEP_BYTES.min(window / 4),
             taps,
             line: Arc::default(),
             streams: Vec::new(),
@@ -114,9 +107,7 @@ impl<S: Socket> Direct<S> {
             start: 0,
             end: 0,
             made: Vec::new(),
-            owed: 0,
-            updates: Vec::new(),
-            written: 0,
+            credit: Credit::new(window),
         }
     }
 
@@ -193,7 +184,7 @@ impl<S: Socket> Direct<S> {
                     } else {
                         Inward::Divert { stream, left, padding: padding - now }
                     };
-                    if self.owed >= self.step {
+                    if self.credit.is_due() {
                         self.give_back(context)?;
                     }
                 }
@@ -229,7 +220,13 @@ impl<S: Socket> Direct<S> {
         };
         match header.kind {
             Header::DATA => return self.data(context, stream, header),
-            Header::RESET => self.streams[stream].tap.close(),
+            Header::RESET => {
+                let Stream { mark, tap, .. } = &self.streams[stream];
+                // Nobody may have claimed it yet.
+                self.taps.meet(*mark);
+                tap.close();
+                self.line.note();
+            }
             _ => {}
         }
         self.inward = pass;
@@ -260,17 +257,8 @@ impl<S: Socket> Direct<S> {
     fn tap(&mut self, id: u32, mark: Mark) {
         let tap = Arc::new(Tap::on(&self.line));
         if mark.is_of_request() && self.taps.offer(mark, Arc::clone(&tap)) {
-            self.streams.push(Stream { id, tap, owed: 0, ended: false });
+            self.streams.push(Stream { id, mark, tap, owed: 0, ended: false });
         }
-    }
-
-    fn finish_frame(&mut self, stream: usize) {
-        let Stream { id, ended, .. } = self.streams[stream];
-        if ended {
-            let end = Header { len: 0, kind: Header::DATA, flags: Header::END_STREAM, stream: id };
-            self.made.extend_from_slice(&end.write());
-        }
-        self.inward = Inward::Header;
     }
 
     /// Some bytes of a frame that h2 gets.
@@ -297,103 +285,6 @@ impl<S: Socket> Direct<S> {
         Poll::Ready(Ok(now))
     }
 
-    /// Some bytes of a tapped stream, to where its sink wants them.
-    fn divert(&mut self, context: &mut Context<'_>, stream: usize, left: usize) -> Poll<io::Result<usize>> {
-        let tap = Arc::clone(&self.streams[stream].tap);
-        while self.start == self.end {
-            let want = tap.state().want();
-            match want {
-                Want::Sink(Mode::Direct(payload)) => {
-                    if let Some(count) = ready!(self.read_direct(context, stream, left.min(payload)))? {
-                        return Poll::Ready(Ok(count));
-                    }
-                }
-                // Its fields only: the payload behind them is to be read to its place.
-                Want::Sink(Mode::Fields) => {
-                    if !ready!(self.fill(context, 1))? {
-                        return Poll::Ready(Ok(0));
-                    }
-                }
-                Want::Sink(_) | Want::Keep | Want::Discard => {
-                    let most = left.min(BUFFER_BYTES);
-                    let count = ready!(poll_read(&self.socket, context, &mut self.buffer[..most]))?;
-                    if count == 0 {
-                        return Poll::Ready(Ok(0));
-                    }
-                    (self.start, self.end) = (0, count);
-                }
-            }
-        }
-        let now = left.min(self.end - self.start);
-        let bytes = &self.buffer[self.start..self.start + now];
-        let mut state = tap.state();
-        let taken = match state.want() {
-            Want::Sink(_) => state.put(bytes),
-            Want::Discard => now,
-            Want::Keep => {
-                state.keep(bytes);
-                0
-            }
-        };
-        if state.kept_bytes() > self.window {
-            return Poll::Ready(Err(io::Error::other("the peer sent more than its window")));
-        }
-        drop(state);
-        self.start += now;
-        self.take(stream, taken);
-        Poll::Ready(Ok(now))
-    }
-
-    /// Payload from the socket to its place; behind its end, what comes next into the buffer. None when it has no place
-    /// any more.
-    fn read_direct(
-        &mut self,
-        context: &mut Context<'_>,
-        stream: usize,
-        most: usize,
-    ) -> Poll<io::Result<Option<usize>>> {
-        let Direct { socket, streams, buffer, .. } = self;
-        loop {
-            let mut beyond = 0;
-            let mut read = |place: &mut [u8]| {
-                let room = place.len();
-                let gap = if room == most { GAP_BYTES } else { 0 };
-                let mut places = [IoSliceMut::new(place), IoSliceMut::new(&mut buffer[..gap])];
-                let count = socket.try_read_into(&mut places)?;
-                beyond = count.saturating_sub(room);
-                Ok(count - beyond)
-            };
-            let outcome = streams[stream].tap.state().read(most, &mut read);
-            match outcome {
-                Ok(count) => {
-                    (self.start, self.end) = (0, beyond);
-                    self.take(stream, count.unwrap_or(0));
-                    return Poll::Ready(Ok(count));
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    ready!(socket.poll_readable(context))?;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Poll::Ready(Err(error)),
-            }
-        }
-    }
-
-    fn discard(&mut self, context: &mut Context<'_>, stream: usize, most: usize) -> Poll<io::Result<usize>> {
-        if !ready!(self.fill(context, 1))? {
-            return Poll::Ready(Ok(0));
-        }
-        let now = most.min(self.end - self.start);
-        self.start += now;
-        self.take(stream, now);
-        Poll::Ready(Ok(now))
-    }
-
-    fn take(&mut self, stream: usize, bytes: usize) {
-        self.owed += bytes;
-        self.streams[stream].owed += bytes;
-    }
-
     /// Collects what taps have given back, and lets go of those that were closed.
     fn collect(&mut self) {
         if !self.line.take_changed() {
@@ -403,7 +294,7 @@ impl<S: Socket> Direct<S> {
             Inward::Divert { stream, .. } => Some(self.streams[stream].id),
             _ => None,
         };
-        let owed = &mut self.owed;
+        let owed = &mut self.credit.owed;
         self.streams.retain_mut(|stream| {
             let mut state = stream.tap.state();
             let released = state.take_released();
@@ -425,42 +316,24 @@ impl<S: Socket> Direct<S> {
     }
 
     fn poll_updates(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.written == self.updates.len() {
-            if !self.outward.is_between_frames() || self.owed < self.step {
+        if self.credit.rest().is_empty() {
+            if !self.outward.is_between_frames() || !self.credit.is_due() {
                 return Poll::Ready(Ok(()));
             }
-            self.make_updates();
+            let taken = |stream: &mut Stream| (stream.id, std::mem::take(&mut stream.owed));
+            let open = self.streams.iter_mut().filter(|stream| stream.owed > 0 && !stream.ended);
+            self.credit.make(open.map(taken));
         }
-        while self.written < self.updates.len() {
-            let rest = &self.updates[self.written..];
-            let count = ready!(Pin::new(&mut self.socket).poll_write(context, rest))?;
+        while !self.credit.rest().is_empty() {
+            let write = Pin::new(&mut self.socket).poll_write(context, self.credit.rest());
+            let count = ready!(write)?;
             if count == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
-            self.written += count;
+            self.credit.advance(count);
         }
         Poll::Ready(Ok(()))
     }
-
-    fn make_updates(&mut self) {
-        (self.written, self.owed) = (0, {
-            self.updates.clear();
-            push_update(&mut self.updates, 0, self.owed);
-            0
-        });
-        for stream in &mut self.streams {
-            let owed = std::mem::take(&mut stream.owed);
-            if owed > 0 && !stream.ended {
-                push_update(&mut self.updates, stream.id, owed);
-            }
-        }
-    }
-}
-
-fn push_update(updates: &mut Vec<u8>, stream: u32, bytes: usize) {
-    let header = Header { len: 4, kind: Header::WINDOW_UPDATE, flags: 0, stream };
-    updates.extend_from_slice(&header.write());
-    updates.extend_from_slice(&(bytes as u32).to_be_bytes());
 }
 
 fn poll_read(socket: &impl Socket, context: &mut Context<'_>, place: &mut [u8]) -> Poll<io::Result<usize>> {
@@ -472,73 +345,5 @@ fn poll_read(socket: &impl Socket, context: &mut Context<'_>, place: &mut [u8]) 
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             other => return Poll::Ready(other),
         }
-    }
-}
-
-impl<S: Socket> AsyncRead for Direct<S> {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        out: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        this.line.register(context.waker());
-        this.collect();
-        let polled = this.poll_inward(context, out);
-        this.give_back(context)?;
-        polled
-    }
-}
-
-impl<S: Socket> AsyncWrite for Direct<S> {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.poll_write_vectored(context, &[IoSlice::new(bytes)])
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        slices: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        ready!(this.poll_updates(context))?;
-        let count = ready!(Pin::new(&mut this.socket).poll_write_vectored(context, slices))?;
-        let marks = this.side == Side::Client && !this.taps.is_empty();
-        let mut left = count;
-        for slice in slices {
-            let now = left.min(slice.len());
-            left -= now;
-            let Direct { outward, taps, streams, line, .. } = this;
-            outward.follow(&slice[..now], marks, |id, mark| {
-                if let Some(tap) = taps.meet(mark) {
-                    tap.join(line);
-                    streams.push(Stream { id, tap, owed: 0, ended: false });
-                }
-            });
-        }
-        Poll::Ready(Ok(count))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.socket.is_write_vectored()
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        ready!(this.poll_updates(context))?;
-        Pin::new(&mut this.socket).poll_flush(context)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().socket).poll_shutdown(context)
-    }
-}
-
-/// A server's calls find their taps in their request's extensions.
-impl<S: Socket> Connected for Direct<S> {
-    type ConnectInfo = Taps;
-
-    fn connect_info(&self) -> Taps {
-        self.taps.clone()
     }
 }

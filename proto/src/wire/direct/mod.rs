@@ -10,6 +10,7 @@
 //! of those that come in, on a server, for calls with large requests; of those that go out, on a client, for calls with
 //! large answers. Who sends no mark has nothing but HTTP/2 at the other end.
 
+mod credit;
 mod io;
 mod mark;
 mod outward;

@@ -64,8 +64,13 @@ impl Line {
         self.changed.swap(false, Ordering::AcqRel)
     }
 
-    fn wake(&self) {
+    /// Has the connection look at its taps when it is polled again.
+    pub(super) fn note(&self) {
         self.changed.store(true, Ordering::Release);
+    }
+
+    fn wake(&self) {
+        self.note();
         if let Some(waker) = lock(&self.waker).as_ref() {
             waker.wake_by_ref();
         }
