@@ -20,8 +20,8 @@ pub const CHUNK_BYTES: usize = 1024 * 1024;
 pub const WINDOW_BYTES: usize = 2 * CHUNK_BYTES;
 /// Data connections of a rank to each server, unless its options say otherwise.
 pub const DATA_CONNECTIONS: usize = 2;
-/// What a server may hold of one data connection: its window, the frame being read, and of a pull one message being made,
-/// two ready, and one in HTTP/2's hands.
+/// What a server may hold of one data connection: its window, the frame being read, and what the allocator keeps of
+/// earlier frames and of an upload's messages, which tonic's codec holds more than once.
 pub const CONNECTION_BYTES: usize = WINDOW_BYTES + 5 * CHUNK_BYTES;
 /// What stock gRPC clients accept unless told otherwise.
 pub const STOCK_MESSAGE_BYTES: usize = 4 * 1024 * 1024;

@@ -5,13 +5,14 @@
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
-use futures_util::{FutureExt, future::OptionFuture};
+use futures_util::{FutureExt, TryStreamExt, future::OptionFuture};
 use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
 use longshore_proto::{
     Fault, FaultKind,
     limits::{MAX_CONTROL_MESSAGE_BYTES, WINDOW_BYTES},
     wire::{
         self,
+        direct::{Direct, Side, Taps},
         v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
     },
 };
@@ -30,7 +31,7 @@ use crate::{
     directories::Directories,
     jobs::{JobHandle, Jobs},
     memfd::{self, Links},
-    service::{DataPlane, Recycler, Services},
+    service::{DataPlane, Services},
     unix::{self, SocketFile},
 };
 
@@ -155,7 +156,6 @@ impl Server {
             draining: Draining::new(),
             checkpoints,
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
-            recycler: Arc::new(Recycler::default()),
             links,
             transport: "tcp",
         };
@@ -177,10 +177,16 @@ impl Server {
         };
         // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let incoming =
+            incoming.map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
         let tcp = routes("tcp")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
         let (socket, socket_file) = local.unzip();
         let unix = match socket.map(UnixListenerStream::new) {
-            Some(incoming) => Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped))),
+            Some(incoming) => {
+                let incoming = incoming
+                    .map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
+                Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped)))
+            }
             None => None,
         };
         let unix = OptionFuture::from(unix).map(Option::transpose);

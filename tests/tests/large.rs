@@ -62,6 +62,7 @@ fn spec() -> JobSpec {
         shard_elements: ELEMENTS,
         tier: TierKind::Nvme,
         formats: Default::default(),
+        unchecked: false,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Generated messages and stubs, and the one place where they become domain types.
 
 mod convert;
+pub mod direct;
 pub mod frame;
 pub mod memfd;
 mod status;

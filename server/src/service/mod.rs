@@ -5,7 +5,6 @@ mod convert;
 mod export;
 mod pull;
 mod push;
-mod recycle;
 mod stats;
 mod tensors;
 mod training;
@@ -19,7 +18,7 @@ use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS, wire};
 use tokio::time::Instant;
 use tonic::Status;
 
-pub(crate) use self::{recycle::Recycler, tensors::DataPlane};
+pub(crate) use self::tensors::DataPlane;
 use crate::{jobs::Jobs, lifecycle::Draining, memfd::Links};
 
 /// What every service works on. Cheap to clone.
@@ -30,7 +29,6 @@ pub(crate) struct Services {
     pub(crate) checkpoints: Option<Arc<Store>>,
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
-    pub(crate) recycler: Arc<Recycler>,
     pub(crate) links: Arc<Links>,
     /// What these calls come through: tcp or unix.
     pub(crate) transport: &'static str,

@@ -1,12 +1,16 @@
 //! Images out, slice by slice, each as soon as its shard has the version asked for.
+//!
+//! They are sent from where the update wrote them: copying them first, in the pass that takes their checksum, cost as
+//! much as sending them through a Unix socket. The update never waits for whoever reads slowly; such a reader gets bytes
+//! that do not have their checksum, asks again, and is told that the version is gone.
 
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::Response;
+use longshore_engine::job::ImageBytes;
 use longshore_proto::{
     Dtype, Fault, ShardId, Slice, Version,
-    checksum::Crc32,
     limits::{CHUNK_BYTES, MAX_PULL_SLICES},
     wire::{
         self,
@@ -17,10 +21,11 @@ use longshore_proto::{
 use tokio::{sync::mpsc, time::Instant};
 use tonic::{Status, body::Body};
 
-use super::{Services, recycle::Recycler, refuse};
+use super::{Services, refuse};
 use crate::jobs::JobHandle;
 
-/// Messages made ahead of the network: one being sent, one ready. A slow reader holds 2 MiB here, no more.
+/// Messages made ahead of the network: one being sent, one ready. More would have their checksums taken long before the
+/// socket reads them, which finds them in cache now.
 const MESSAGES_AHEAD: usize = 2;
 
 pub(super) async fn answer(services: &Services, body: Body) -> Result<Response<Body>, Status> {
@@ -43,7 +48,6 @@ async fn request(body: Body) -> Result<v1::PullRequest, Status> {
 /// One checked Pull call.
 struct Pull {
     handle: Arc<JobHandle>,
-    recycler: Arc<Recycler>,
     slices: Vec<Slice>,
     dtype: Dtype,
     version: Version,
@@ -73,8 +77,7 @@ impl Pull {
             services.links.find(request.link, &handle)?;
             handle.job.shared_images().is_some()
         };
-        let recycler = Arc::clone(&services.recycler);
-        Ok(Pull { in_place, handle, recycler, slices, dtype, version: Version(request.version), wait })
+        Ok(Pull { in_place, handle, slices, dtype, version: Version(request.version), wait })
     }
 
     async fn send(self, sender: Pieces) {
@@ -118,23 +121,27 @@ impl Pull {
     }
 
     async fn read(&self, slice: Slice) -> Result<Piece, Fault> {
-        let bytes = (slice.elements * self.dtype.bytes()) as usize;
-        let read = || {
-            let mut read = None;
-            self.handle.job.read_image(&slice, self.version, &mut |image| {
-                let (mut lent, mut sum) = (self.recycler.take(bytes), Crc32::new());
-                sum.copy(image, lent.as_mut());
-                read = Some((Bytes::from_owner(lent), sum.value()));
-            })?;
-            Ok(read)
-        };
+        let lend = || self.handle.job.lend_image(&slice, self.version);
         // A drive takes longer than other calls of this thread may wait.
         let waits = self.handle.job.spills_images();
-        let check = || if waits { tokio::task::block_in_place(read) } else { read() };
-        let (payload, crc32) = self.once_ready(slice, check).await?;
+        let check = || if waits { tokio::task::block_in_place(lend) } else { lend() };
+        let (bytes, crc32) = self.once_ready(slice, check).await?;
         let (shard, offset) = (slice.shard.0, slice.offset);
         let head = v1::PullResponse { shard, offset, crc32, ..Default::default() };
-        Ok(frame::encode_with(&head, payload))
+        let lent = Lent { bytes, _handle: Arc::clone(&self.handle) };
+        Ok(frame::encode_with(&head, Bytes::from_owner(lent)))
+    }
+}
+
+/// A part of an image on its way; its job's memory counts as used as long.
+struct Lent {
+    bytes: ImageBytes,
+    _handle: Arc<JobHandle>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes.as_ref()
     }
 }
 

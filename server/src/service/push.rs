@@ -1,29 +1,36 @@
 //! Contributions in, acknowledgements out.
 //!
-//! A chunk's fields come before its payload, so that it is admitted first and its payload goes from the connection's
-//! buffer straight to its place. A stream is not read further while that place is busy: a fast rank is held back by
-//! HTTP/2 flow control, and nothing is held here beside the slots but the frame in hand. Over a link the payload is
-//! copied from the worker's memory instead, once its place is free.
+//! A chunk's fields come before its payload, so that it is admitted first and its payload is read from the socket
+//! straight to its place, by the connection's task; of a call without a mark it goes there from HTTP/2's frames. Nothing
+//! of a stream is taken while that place is busy: a fast rank is held back by HTTP/2 flow control, and nothing is held
+//! here beside the slots but what its window allows. Over a link the payload is used where it lies in the worker's
+//! memory, or copied from there, once its place is free.
 
 use std::{
+    future::poll_fn,
+    io,
+    pin::Pin,
     sync::{Arc, Weak},
     time::Duration,
 };
 
+use bytes::Bytes;
 use http::Response;
+use http_body::Body as _;
 use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
     ContributionChunk, Fault,
     checksum::{Crc32, TILE_BYTES},
     wire::{
         self,
-        frame::{self, Event, Incoming, Pieces},
+        direct::{Claim, Mark, Read, Taps},
+        frame::{self, Land, Pieces, Shared},
         v1::{PushRequest, PushResponse, PushResult},
     },
 };
 use tokio::{
     sync::{mpsc, watch},
-    time::timeout,
+    time::{Instant, sleep_until},
 };
 use tonic::{Status, body::Body};
 
@@ -35,29 +42,66 @@ use crate::{jobs::JobHandle, memfd::Payload};
 const RESULTS_BATCHED: usize = 16;
 /// Longest time an acknowledgement waits for others. No worker waits for one: a commit frees what it retains.
 const RESULTS_DELAY: Duration = Duration::from_millis(1);
-/// Longest silence in the middle of a chunk. Until it ends its rank cannot be taken by a new process.
+/// Silence in the middle of a chunk is noticed after this to twice as much. Until it ends its rank cannot be taken by a
+/// new process.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
-pub(super) fn answer(services: Services, body: Body) -> Response<Body> {
+/// `taps`: those of the call's connection.
+pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
-    let incoming = Incoming::request(body);
-    let (held, closing, results) = (Weak::new(), None, Vec::new());
-    tokio::spawn(Stream { services, incoming, answers, held, closing, results }.run());
+    let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
+    let receiving = Receiving { services, held, closing, chunk, waiting, results };
+    let stream = Stream {
+        intake: Shared::new(receiving),
+        body,
+        taps,
+        rest: Bytes::new(),
+        following: None,
+        claim: None,
+        ended: false,
+        answers,
+        due: None,
+    };
+    tokio::spawn(stream.run());
     frame::answer(pieces)
 }
 
-/// One Push call.
+/// One Push call: what waits and answers.
 struct Stream {
-    services: Services,
-    incoming: Incoming<PushRequest>,
+    intake: Shared<PushRequest, Receiving>,
+    body: Body,
+    /// Until the first bytes have come: whether they are marked is seen there.
+    taps: Option<Taps>,
+    /// What h2 gave and the intake has not taken yet.
+    rest: Bytes,
+    /// For what follows it past h2, if it is marked.
+    following: Option<Claim>,
+    claim: Option<Claim>,
+    ended: bool,
     answers: Pieces,
+    /// When acknowledgements must leave.
+    due: Option<Instant>,
+}
+
+/// Chunks to their places, on whichever task they come.
+struct Receiving {
+    services: Services,
     /// The job of the last chunk: mostly the next one's too. Weak: an idle stream keeps no job alive.
     held: Weak<JobHandle>,
     /// Why that job is not served any more: a worker that has nothing to send must learn of it, too, since what it had sent
     /// may be wanted again.
     closing: Option<watch::Receiver<Option<Fault>>>,
+    chunk: Option<(PushRequest, Result<Place, Fault>)>,
+    /// A chunk whose place is busy.
+    waiting: Option<(PushRequest, Waiting)>,
     /// Not yet acknowledged.
     results: Vec<PushResult>,
+}
+
+struct Waiting {
+    handle: Arc<JobHandle>,
+    chunk: ContributionChunk,
+    payload: Option<Payload>,
 }
 
 /// Where a payload goes.
@@ -78,46 +122,78 @@ impl Stream {
 
     async fn receive(&mut self) -> Result<std::convert::Infallible, Over> {
         loop {
-            match self.event().await? {
-                Event::Head(request, bytes) => self.chunk(request, bytes).await?,
-                // The parser gives neither before a head, and `chunk` takes those after it.
-                Event::Payload(_) | Event::End => {}
+            let (fault, waiting, results) = {
+                let mut intake = self.intake.lock();
+                let waiting = intake.land.waiting.take();
+                (intake.fault().cloned(), waiting, intake.land.results.len())
+            };
+            if let Some(fault) = fault {
+                return self.over(Some(wire::status(&fault))).await;
+            }
+            if results == 0 {
+                self.due = None;
+            } else if results >= RESULTS_BATCHED || self.due.is_some_and(|due| due <= Instant::now()) {
+                self.acknowledge().await?;
+            } else {
+                self.due.get_or_insert_with(|| Instant::now() + RESULTS_DELAY);
+            }
+            if let Some((request, waiting)) = waiting {
+                let place = self.place(waiting).await?;
+                self.intake.lock().land.chunk = Some((request, place));
+                self.intake.go_on();
+                self.claim.iter().for_each(Claim::resume);
+            } else if !self.rest.is_empty() {
+                self.intake.take(&mut self.rest);
+            } else if let Some(claim) = self.following.take() {
+                claim.install(Box::new(self.intake.clone()));
+                self.claim = Some(claim);
+            } else if self.ended && self.claim.as_ref().is_none_or(Claim::is_drained) {
+                let finished = self.intake.lock().finish();
+                return self.over(finished.err().map(|fault| wire::status(&fault))).await;
+            } else {
+                self.more().await?;
             }
         }
     }
 
-    /// The next event, and what was to be acknowledged if it does not come at once.
-    async fn event(&mut self) -> Result<Event<PushRequest>, Over> {
-        if !self.results.is_empty() {
-            if let Ok(event) = timeout(RESULTS_DELAY, self.next()).await {
-                return self.unless_over(event).await;
-            }
-            self.acknowledge().await?;
-        }
-        let event = self.next().await;
-        self.unless_over(event).await
-    }
-
-    /// The next event between chunks, or the end of the job.
-    async fn next(&mut self) -> Result<Option<Event<PushRequest>>, Status> {
-        let Some(closing) = &mut self.closing else { return self.incoming.next().await };
-        let closed = async { closing.wait_for(Option::is_some).await.ok()?.clone() };
-        tokio::select! {
-            biased;
-            event = self.incoming.next() => event,
-            Some(fault) = closed => Err(refuse("Push", "", fault)),
-        }
-    }
-
-    async fn unless_over(
-        &mut self,
-        event: Result<Option<Event<PushRequest>>, Status>,
-    ) -> Result<Event<PushRequest>, Over> {
-        let status = match event {
-            Ok(Some(event)) => return Ok(event),
-            Ok(None) => None,
-            Err(status) => Some(status),
+    /// Until something has come, or it is time.
+    async fn more(&mut self) -> Result<(), Over> {
+        let (received, closing) = {
+            let intake = self.intake.lock();
+            (intake.received(), intake.land.closing.clone())
         };
+        let closed = async { closing?.wait_for(Option::is_some).await.ok()?.clone() };
+        let patience = self.due.unwrap_or_else(|| Instant::now() + CHUNK_SILENCE);
+        let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context));
+        tokio::select! {
+            frame = frame, if !self.ended => match frame {
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        self.following = self.taps.take().and_then(|taps| taps.claim(Mark::find(&data)?));
+                        self.rest = data;
+                    }
+                }
+                Some(Err(status)) => self.over(Some(status)).await.map(|_| ())?,
+                None => self.ended = true,
+            },
+            () = self.intake.changed() => {}
+            Some(fault) = closed => self.over(Some(refuse("Push", "", fault))).await.map(|_| ())?,
+            () = sleep_until(patience) => {
+                let silent = self.due.is_none() && {
+                    let intake = self.intake.lock();
+                    intake.received() == received && !intake.is_between_messages()
+                };
+                if silent {
+                    let status = Status::unavailable("a chunk was not sent to its end");
+                    self.over(Some(status)).await.map(|_| ())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the call, after what was to be acknowledged.
+    async fn over(&mut self, status: Option<Status>) -> Result<std::convert::Infallible, Over> {
         self.acknowledge().await?;
         if let Some(status) = status {
             // The peer went away or sent what is no message; nothing of it was stored.
@@ -128,80 +204,82 @@ impl Stream {
     }
 
     async fn acknowledge(&mut self) -> Result<(), Over> {
-        if self.results.is_empty() {
+        self.due = None;
+        let results = std::mem::take(&mut self.intake.lock().land.results);
+        if results.is_empty() {
             return Ok(());
         }
-        let answer = PushResponse { results: std::mem::take(&mut self.results) };
-        self.answers.send(Ok(frame::encode(&answer))).await.map_err(|_| Over)
+        self.answers.send(Ok(frame::encode(&PushResponse { results }))).await.map_err(|_| Over)
     }
 
-    /// One chunk, from its head to its end. A refused one is read to its end too: the next one follows it.
-    async fn chunk(&mut self, request: PushRequest, bytes: usize) -> Result<(), Over> {
-        let lent = request.place.is_some_and(|place| place.lent);
-        let mut place = self.place(&request, bytes).await?.and_then(|(mut place, payload)| {
-            match payload {
-                Some(payload) if lent => place.lend(payload)?,
-                Some(payload) => place.fetch(&payload),
-                None => {}
-            }
-            Ok(place)
-        });
-        loop {
-            let event = match timeout(CHUNK_SILENCE, self.incoming.next()).await {
-                Ok(event) => self.unless_over(event).await?,
-                Err(_) => {
-                    self.unless_over(Err(Status::unavailable("a chunk was not sent to its end"))).await?
-                }
-            };
-            let Event::Payload(slice) = event else { break };
-            match &mut place {
-                Ok(Place::Slot(_, writing)) => {
-                    if let Err(fault) = writing.write(&slice) {
-                        place = Err(fault);
-                    }
-                }
-                Ok(Place::Nowhere(sum)) => sum.update(&slice),
-                Err(_) => {}
-            }
-        }
-        let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32)));
-        self.results.push(result(request, outcome));
-        if self.results.len() >= RESULTS_BATCHED {
-            self.acknowledge().await?;
-        }
-        Ok(())
-    }
-
-    async fn place(
-        &mut self,
-        request: &PushRequest,
-        bytes: usize,
-    ) -> Result<Result<(Place, Option<Payload>), Fault>, Over> {
-        let (handle, chunk, payload) = match self.identify(request, bytes) {
-            Ok(identified) => identified,
-            Err(fault) => return Ok(Err(fault)),
-        };
-        match place_now(&handle, &chunk) {
-            Ok(Some(place)) => return Ok(Ok((place, payload))),
-            Ok(None) => {}
-            Err(fault) => return Ok(Err(fault)),
-        }
-        // It may take a step until the place is free: let the worker know of what came before.
+    /// The place of a chunk once it is free.
+    async fn place(&mut self, waiting: Waiting) -> Result<Result<Place, Fault>, Over> {
+        let Waiting { handle, chunk, payload } = waiting;
+        // It may take a step: let the worker know of what came before.
         self.acknowledge().await?;
         let late = || handle.late("push", chunk.contribution);
         tokio::select! {
             place = handle.until(default_deadline(), || place_now(&handle, &chunk), late) => {
-                Ok(place.map(|place| (place, payload)))
+                Ok(place.and_then(|place| place.holding(payload, chunk.lent)))
             }
             () = self.answers.closed() => Err(Over),
         }
     }
+}
 
-    fn identify(
-        &mut self,
-        request: &PushRequest,
-        bytes: usize,
-    ) -> Result<(Arc<JobHandle>, ContributionChunk, Option<Payload>), Fault> {
+impl Land<PushRequest> for Receiving {
+    fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
+        let place = self.identify(&request, bytes).and_then(|waiting| {
+            Ok(match place_now(&waiting.handle, &waiting.chunk)? {
+                Some(place) => Ok(place.holding(waiting.payload, waiting.chunk.lent)?),
+                None => Err(waiting),
+            })
+        });
+        match place {
+            Ok(Ok(place)) => self.chunk = Some((request, Ok(place))),
+            Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
+            // A refused one is read to its end too: the next one follows it.
+            Err(fault) => self.chunk = Some((request, Err(fault))),
+        }
+        Ok(self.waiting.is_none())
+    }
+
+    fn is_direct(&self) -> bool {
+        matches!(&self.chunk, Some((_, Ok(Place::Slot(..)))))
+    }
+
+    fn put(&mut self, slice: &[u8]) {
+        let Some((_, place)) = &mut self.chunk else { return };
+        match place {
+            Ok(Place::Slot(_, writing)) => {
+                if let Err(fault) = writing.write(slice) {
+                    *place = Err(fault);
+                }
+            }
+            Ok(Place::Nowhere(sum)) => sum.update(slice),
+            Err(_) => {}
+        }
+    }
+
+    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
+        match &mut self.chunk {
+            Some((_, Ok(Place::Slot(_, writing)))) => writing.read_from(most, read),
+            _ => Ok(0),
+        }
+    }
+
+    fn end(&mut self) -> Result<bool, Fault> {
+        let Some((request, place)) = self.chunk.take() else { return Ok(false) };
+        let lent = request.place.is_some_and(|place| place.lent);
+        let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32)));
+        self.results.push(result(request, outcome));
+        // The first one has the task begin to count the time.
+        Ok(self.results.len() == 1 || self.results.len() >= RESULTS_BATCHED)
+    }
+}
+
+impl Receiving {
+    fn identify(&mut self, request: &PushRequest, bytes: usize) -> Result<Waiting, Fault> {
         let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
         let handle = match self.held.upgrade() {
             Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,
@@ -213,24 +291,28 @@ impl Stream {
         };
         self.held = Arc::downgrade(&handle);
         handle.check_step(chunk.contribution.step)?;
-        let Some(place) = &request.place else { return Ok((handle, chunk, None)) };
+        let Some(place) = &request.place else { return Ok(Waiting { handle, chunk, payload: None }) };
         if bytes > 0 {
             let remedy = "send one of them";
             return Err(Fault::invalid("push.place", "beside a payload", "instead of one", remedy));
         }
         let payload = self.services.links.find(place.link, &handle)?.payload(place, &chunk)?;
         chunk.bytes = payload.bytes();
-        Ok((handle, chunk, Some(payload)))
+        Ok(Waiting { handle, chunk, payload: Some(payload) })
     }
 }
 
 impl Place {
-    /// Uses a payload where it lies in the worker's memory.
-    fn lend(&mut self, payload: Payload) -> Result<(), Fault> {
-        match self {
-            Place::Slot(_, writing) => writing.lend(payload.into_lent()),
-            Place::Nowhere(_) => Ok(()),
+    /// With the payload in it, if that lies in the worker's memory.
+    fn holding(mut self, payload: Option<Payload>, lent: bool) -> Result<Place, Fault> {
+        match (payload, &mut self) {
+            (None, _) => {}
+            (Some(payload), Place::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
+            // Held already, and nothing was moved that could be damaged.
+            (Some(_), Place::Nowhere(_)) if lent => {}
+            (Some(payload), place) => place.fetch(&payload),
         }
+        Ok(self)
     }
 
     /// Takes a payload that lies in the worker's memory.
@@ -259,7 +341,7 @@ fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Optio
     })
 }
 
-/// True when the chunk was held already.
+/// True when the chunk was held already. `crc32`: None for what is lent.
 fn finish(place: Place, crc32: Option<u32>) -> Result<bool, Fault> {
     match place {
         Place::Slot(handle, writing) => {

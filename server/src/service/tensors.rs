@@ -9,9 +9,12 @@ use futures_util::future::BoxFuture;
 use http::{Request, Response};
 use longshore_proto::{
     limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES},
-    wire::v1::{
-        self,
-        tensors_server::{Tensors, TensorsServer},
+    wire::{
+        direct::Taps,
+        v1::{
+            self,
+            tensors_server::{Tensors, TensorsServer},
+        },
     },
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -54,7 +57,8 @@ impl Service<Request<Body>> for DataPlane {
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         match request.uri().path() {
             PUSH => {
-                let response = push::answer(self.services.clone(), request.into_body());
+                let taps = request.extensions().get::<Taps>().cloned();
+                let response = push::answer(self.services.clone(), taps, request.into_body());
                 Box::pin(std::future::ready(Ok(response)))
             }
             PULL => {

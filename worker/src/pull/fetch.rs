@@ -1,21 +1,22 @@
 //! One connection's part of a feed: pulls its slices, checks and stores them, and asks again for what is missing.
 
-use std::{ops::Range, sync::Arc};
+use std::{io, ops::Range, sync::Arc};
 
 use longshore_proto::{
     Fault, FaultKind, ShardId, Slice,
     checksum::Crc32,
     limits::MAX_PULL_SLICES,
     wire::{
+        direct::{Mark, Read},
         fault_from_status,
-        frame::{self, Event},
+        frame::{self, Land, Shared},
         memfd::STALE,
         v1::{self, PullRequest, PullResponse},
     },
 };
 
 use super::{
-    feed::Shared,
+    feed,
     store::{Place, View},
 };
 use crate::{error::Shortage, memfd::Link, session::Backoff};
@@ -26,7 +27,7 @@ const DAMAGED_TRIES: u32 = 3;
 const PULL: &str = "/longshore.v1.Tensors/Pull";
 
 pub(super) struct Fetch {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<feed::Shared>,
     pub(super) server: usize,
     pub(super) connection: usize,
     /// In the order wanted.
@@ -101,34 +102,94 @@ impl Fetch {
             deadline_ms: core.options.deadline.as_millis() as u64,
             link: link.as_ref().map_or(0, |link| link.id),
         };
-        let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
-        let mut channel = peer.data(self.connection);
-        let call = frame::call_once::<PullResponse>(&mut channel, PULL, frame::encode(&request));
-        let mut answers = call.await.map_err(fault)?;
-        let mut landing = None;
-        while let Some(event) = answers.next().await.map_err(fault)? {
-            match event {
-                Event::Head(head, _) if head.place.is_some() => {
-                    self.find(&head, link.as_deref())?;
-                    *progress = true;
-                }
-                Event::Head(head, bytes) => landing = Some(self.begin(&head, bytes as u64)?),
-                Event::Payload(slice) => landing.iter_mut().for_each(|landing| landing.put(&slice)),
-                Event::End => {
-                    landing.take().map_or(Ok(()), |landing| self.commit(landing))?;
-                    *progress = true;
-                }
-            }
-        }
+        let landing = Landing { shared: Arc::clone(&self.shared), link, payload: None, progress: false };
+        let intake = Shared::new(landing);
+        let mark = Mark::of_answer();
+        let mut connection = peer.data(self.connection);
+        // Dropped with this call, what still comes is for nobody.
+        let _claim = connection.taps.expect(mark, Box::new(intake.clone()));
+        let request = mark.put(frame::encode(&request));
+        let poured = async {
+            let answers = frame::call_once(&mut connection.channel, PULL, request).await?;
+            answers.pour(&intake).await
+        };
+        let poured = poured.await;
+        let intake = intake.lock();
+        *progress = intake.land.progress;
+        // What was wrong with the messages says more than how the call ended.
+        intake.fault().cloned().map_or(Ok(()), Err)?;
+        poured.map_err(|status| fault_from_status(&status, &peer.address))?;
+        intake.finish()?;
+        drop(intake);
         if self.missing().is_empty() {
             return Ok(());
         }
         let (field, remedy) = (format!("pull from {}", peer.address), "see the server's log");
         Err(Fault::new(FaultKind::Unavailable, field, "ended early", "complete", remedy))
     }
+}
 
-    /// Finds the place of what is about to come. Readers see none of it before its checksum was found right.
-    fn begin(&self, head: &PullResponse, bytes: u64) -> Result<Landing<'_>, Fault> {
+/// One call's messages on their way into the store.
+struct Landing {
+    shared: Arc<feed::Shared>,
+    link: Option<Arc<Link>>,
+    payload: Option<Payload>,
+    /// Something of the call counts.
+    progress: bool,
+}
+
+/// A payload that is arriving. Readers see none of it before its checksum was found right.
+struct Payload {
+    place: Place,
+    sum: Crc32,
+    crc32: u32,
+    bytes: u64,
+}
+
+impl Land<PullResponse> for Landing {
+    fn begin(&mut self, head: PullResponse, bytes: usize) -> Result<bool, Fault> {
+        if head.place.is_some() {
+            self.find(&head)?;
+            self.progress = true;
+        } else {
+            self.payload = Some(self.place(&head, bytes as u64)?);
+        }
+        Ok(true)
+    }
+
+    fn is_direct(&self) -> bool {
+        self.payload.is_some()
+    }
+
+    fn put(&mut self, slice: &[u8]) {
+        if let Some(Payload { place, sum, .. }) = &mut self.payload {
+            self.shared.store.put(place, slice, sum);
+        }
+    }
+
+    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
+        match &mut self.payload {
+            Some(Payload { place, sum, .. }) => self.shared.store.read_from(place, most, sum, read),
+            None => Ok(0),
+        }
+    }
+
+    fn end(&mut self) -> Result<bool, Fault> {
+        self.progress = true;
+        let Some(Payload { place, sum, crc32, bytes }) = self.payload.take() else { return Ok(false) };
+        let found = sum.value();
+        if found != crc32 {
+            let limit = format!("{found:08x}, the CRC-32 of the payload received");
+            return Err(damaged("crc32", format!("{crc32:08x}"), limit));
+        }
+        self.shared.store.commit(place);
+        self.shared.arrived(bytes);
+        Ok(false)
+    }
+}
+
+impl Landing {
+    fn place(&self, head: &PullResponse, bytes: u64) -> Result<Payload, Fault> {
         let store = &self.shared.store;
         let at = self.flat(head).filter(|_| bytes.is_multiple_of(store.dtype.bytes()));
         let place = at.map_or(Ok(None), |at| store.place(at, bytes / store.dtype.bytes()));
@@ -136,7 +197,7 @@ impl Fetch {
             Fault::new(FaultKind::Exhausted, "memory", &short, "enough", "raise the host budget")
         };
         let place = place.map_err(short)?.ok_or_else(|| unasked(head, bytes))?;
-        Ok(Landing { place, sum: Crc32::new(), crc32: head.crc32, bytes })
+        Ok(Payload { place, sum: Crc32::new(), crc32: head.crc32, bytes })
     }
 
     /// The flat element at which a message's slice begins.
@@ -148,11 +209,11 @@ impl Fetch {
     }
 
     /// Weights lie ready in the server's memory.
-    fn find(&self, head: &PullResponse, link: Option<&Link>) -> Result<(), Fault> {
+    fn find(&self, head: &PullResponse) -> Result<(), Fault> {
         let store = &self.shared.store;
         let place = head.place.unwrap_or_default();
         let bytes = place.elements.saturating_mul(store.dtype.bytes());
-        let images = link.and_then(|link| link.images.clone());
+        let images = self.link.as_deref().and_then(|link| link.images.clone());
         let view = images
             .filter(|images| {
                 let aligned = place.at.is_multiple_of(store.dtype.bytes()) && place.word.is_multiple_of(8);
@@ -166,17 +227,6 @@ impl Fetch {
         self.shared.arrived(bytes);
         Ok(())
     }
-
-    fn commit(&self, landing: Landing<'_>) -> Result<(), Fault> {
-        let found = landing.sum.value();
-        if found != landing.crc32 {
-            let limit = format!("{found:08x}, the CRC-32 of the payload received");
-            return Err(damaged("crc32", format!("{:08x}", landing.crc32), limit));
-        }
-        landing.place.commit();
-        self.shared.arrived(landing.bytes);
-        Ok(())
-    }
 }
 
 fn unasked(head: &PullResponse, bytes: u64) -> Fault {
@@ -187,18 +237,4 @@ fn unasked(head: &PullResponse, bytes: u64) -> Fault {
 fn damaged(field: &str, value: String, limit: String) -> Fault {
     let remedy = "if it repeats, suspect the network or the memory of one of the two machines";
     Fault::new(FaultKind::Corrupt, format!("pull.{field}"), value, limit, remedy)
-}
-
-/// A message whose payload is arriving.
-struct Landing<'a> {
-    place: Place<'a>,
-    sum: Crc32,
-    crc32: u32,
-    bytes: u64,
-}
-
-impl Landing<'_> {
-    fn put(&mut self, slice: &[u8]) {
-        self.place.put(slice, &mut self.sum);
-    }
 }

@@ -1,6 +1,7 @@
 //! Host memory of one feed: segments of at most a chunk, each written by one fetch and readable once it is whole.
 
 use std::{
+    io,
     ops::Range,
     sync::{
         Arc, PoisonError, RwLock,
@@ -12,13 +13,19 @@ use std::{
 };
 
 use longshore_proto::{
-    Dtype, Fault, Layout, ShardId, Slice, Version, checksum::Crc32, limits::CHUNK_BYTES, wire::memfd::Foreign,
+    Dtype, Fault, Layout, ShardId, Slice, Version,
+    checksum::Crc32,
+    limits::CHUNK_BYTES,
+    wire::{direct::Read, memfd::Foreign},
 };
 
 use crate::{
     device::{Pool, PooledBuffer},
     error::Shortage,
 };
+
+/// Most bytes read at a time: they are summed while they are in the core's L2 cache.
+const READ_BYTES: usize = 256 * 1024;
 
 /// A run of flat elements inside one shard.
 pub(super) struct Segment {
@@ -85,6 +92,25 @@ impl Segment {
         // Gone with its feed: what still comes is for nobody.
         let Body::Buffer(buffer) = &mut filling.body else { return };
         sum.copy(payload, &mut buffer.as_mut()[start..start + payload.len()]);
+    }
+
+    /// As [`Segment::put`], read to its place with one call of `read`.
+    fn read_from(
+        &self,
+        start: usize,
+        most: usize,
+        sum: &mut Crc32,
+        read: &mut Read<'_>,
+    ) -> io::Result<usize> {
+        let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
+        let Body::Buffer(buffer) = &mut filling.body else {
+            drop(filling);
+            return read(&mut [0; 4096][..most.min(4096)]);
+        };
+        let place = &mut buffer.as_mut()[start..start + most];
+        let count = read(place)?;
+        sum.update(&place[..count]);
+        Ok(count)
     }
 
     /// What was put up to byte `end` counts.
@@ -211,6 +237,10 @@ impl Store {
 
     /// The segments that hold a flat range; None when a part of it is not in this feed.
     pub(super) fn covering(&self, range: &Range<u64>) -> Option<&[Segment]> {
+        self.span(range).map(|span| &self.segments[span])
+    }
+
+    fn span(&self, range: &Range<u64>) -> Option<Range<usize>> {
         let first = self.segments.partition_point(|segment| segment.range.end <= range.start);
         let mut at = range.start;
         let mut last = first;
@@ -219,24 +249,76 @@ impl Store {
             at = segment.range.end;
             last += 1;
         }
-        Some(&self.segments[first..last])
+        Some(first..last)
     }
 
     /// The place of `elements` flat elements from `at`. None when they were not asked for, or are not next.
-    pub(super) fn place(&self, at: u64, elements: u64) -> Result<Option<Place<'_>>, Shortage> {
-        let Some(segments) = self.next(at, elements) else { return Ok(None) };
+    pub(super) fn place(&self, at: u64, elements: u64) -> Result<Option<Place>, Shortage> {
+        let Some(range) = self.next(at, elements) else { return Ok(None) };
+        let segments = &self.segments[range.clone()];
         for segment in segments {
             segment.expect_payload(&self.pool, self.dtype)?;
         }
-        let size = self.dtype.bytes();
-        let start = segments.first().map_or(0, |segment| (at - segment.range.start) * size);
-        Ok(Some(Place { segments, size, index: 0, at: start as usize }))
+        let start = segments.first().map_or(0, |segment| (at - segment.range.start) * self.dtype.bytes());
+        Ok(Some(Place { first: range.start, index: range.start, end: range.end, at: start as usize }))
+    }
+
+    /// Writes the next bytes of a payload. They are not readable yet.
+    pub(super) fn put(&self, place: &mut Place, mut payload: &[u8], sum: &mut Crc32) {
+        while let Some((segment, room)) = self.segment(place).filter(|_| !payload.is_empty()) {
+            let (now, later) = payload.split_at(payload.len().min(room));
+            segment.put(place.at, now, sum);
+            place.at += now.len();
+            payload = later;
+        }
+    }
+
+    /// Has the next bytes of a payload read to their place with one call of `read`, at most `most`.
+    pub(super) fn read_from(
+        &self,
+        place: &mut Place,
+        most: usize,
+        sum: &mut Crc32,
+        read: &mut Read<'_>,
+    ) -> io::Result<usize> {
+        let Some((segment, room)) = self.segment(place) else { return Ok(0) };
+        let count = segment.read_from(place.at, most.min(room).min(READ_BYTES), sum, read)?;
+        place.at += count;
+        Ok(count)
+    }
+
+    /// Where the next byte goes, and how many may follow it there.
+    fn segment(&self, place: &mut Place) -> Option<(&Segment, usize)> {
+        while place.index < place.end {
+            let segment = &self.segments[place.index];
+            let bytes = self.bytes(segment);
+            if place.at < bytes {
+                return Some((segment, bytes - place.at));
+            }
+            (place.index, place.at) = (place.index + 1, 0);
+        }
+        None
+    }
+
+    /// Makes all that was put count.
+    pub(super) fn commit(&self, place: Place) {
+        for segment in &self.segments[place.first..place.index] {
+            segment.commit(self.bytes(segment));
+        }
+        if place.index < place.end {
+            self.segments[place.index].commit(place.at);
+        }
+    }
+
+    fn bytes(&self, segment: &Segment) -> usize {
+        ((segment.range.end - segment.range.start) * self.dtype.bytes()) as usize
     }
 
     /// `elements` flat elements from `at` are where `view` says. False when they were not asked for, are not next, or
     /// do not end with a segment.
     pub(super) fn find(&self, at: u64, elements: u64, view: &View) -> bool {
-        let Some(segments) = self.next(at, elements) else { return false };
+        let Some(range) = self.next(at, elements) else { return false };
+        let segments = &self.segments[range];
         if segments.last().is_none_or(|segment| segment.range.end != at + elements) {
             return false;
         }
@@ -250,50 +332,23 @@ impl Store {
     }
 
     /// The segments of `elements` flat elements from `at`, if these are what comes next in each.
-    fn next(&self, at: u64, elements: u64) -> Option<&[Segment]> {
-        let segments = self.covering(&(at..at.checked_add(elements)?))?;
+    fn next(&self, at: u64, elements: u64) -> Option<Range<usize>> {
+        let range = self.span(&(at..at.checked_add(elements)?))?;
+        let segments = &self.segments[range.clone()];
         let follows = |(index, segment): (usize, &Segment)| {
             segment.continues(if index == 0 { at } else { segment.range.start }, self.dtype)
         };
-        segments.iter().enumerate().all(follows).then_some(segments)
+        segments.iter().enumerate().all(follows).then_some(range)
     }
 }
 
-/// Where a message's payload goes, over one or more segments.
-pub(super) struct Place<'a> {
-    segments: &'a [Segment],
-    /// Bytes of an element.
-    size: u64,
+/// Where a message's payload goes, over one or more segments of a store.
+pub(super) struct Place {
+    first: usize,
+    end: usize,
     /// The segment being written, and the byte inside it where the next one goes.
     index: usize,
     at: usize,
-}
-
-impl Place<'_> {
-    /// Writes the next bytes of the payload. They are not readable yet.
-    pub(super) fn put(&mut self, mut payload: &[u8], sum: &mut Crc32) {
-        while let Some(segment) = self.segments.get(self.index).filter(|_| !payload.is_empty()) {
-            let bytes = ((segment.range.end - segment.range.start) * self.size) as usize;
-            if self.at == bytes {
-                (self.index, self.at) = (self.index + 1, 0);
-                continue;
-            }
-            let (now, later) = payload.split_at(payload.len().min(bytes - self.at));
-            segment.put(self.at, now, sum);
-            self.at += now.len();
-            payload = later;
-        }
-    }
-
-    /// Makes all that was put count.
-    pub(super) fn commit(self) {
-        for segment in &self.segments[..self.index.min(self.segments.len())] {
-            segment.commit(((segment.range.end - segment.range.start) * self.size) as usize);
-        }
-        if let Some(segment) = self.segments.get(self.index) {
-            segment.commit(self.at);
-        }
-    }
 }
 
 #[cfg(test)]
@@ -325,9 +380,9 @@ mod tests {
             return false;
         };
         let mut sum = Crc32::new();
-        payload.chunks(100_003).for_each(|slice| place.put(slice, &mut sum));
+        payload.chunks(100_003).for_each(|slice| store.put(&mut place, slice, &mut sum));
         assert_eq!(sum.value(), longshore_proto::checksum::crc32(payload));
-        place.commit();
+        store.commit(place);
         true
     }
 
@@ -369,7 +424,7 @@ mod tests {
     fn what_is_not_committed_was_never_there() {
         let store = store(Dtype::F32, std::slice::from_ref(&(0..64)));
         let mut place = store.place(0, 64).unwrap().unwrap();
-        place.put(&[1; 256], &mut Crc32::new());
+        store.put(&mut place, &[1; 256], &mut Crc32::new());
         assert!(!store.segments[0].is_whole());
         assert_eq!(store.segments[0].missing(Dtype::F32), 0..64);
         assert!(write(&store, 0, &[2; 256]));

@@ -8,6 +8,7 @@ use longshore_proto::{
     checksum::crc32,
     limits::CHUNK_BYTES,
     wire::{
+        direct::Mark,
         fault_from_status, fault_from_wire,
         frame::{self, Event, Incoming, Piece, Pieces},
         v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
@@ -117,12 +118,14 @@ impl Lane {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
         let (core, id) = (self.core.clone(), self.id);
         let queue = &mut self.queue;
+        // Over a link no payload comes.
+        let mut mark = core.link(id.0).is_none().then(Mark::of_request);
         let send = async {
             for key in resend {
-                offer(&core, id.0, &ready, *key).await;
+                offer(&core, id.0, &ready, *key, &mut mark).await;
             }
             while let Some(key) = queue.recv().await {
-                offer(&core, id.0, &ready, key).await;
+                offer(&core, id.0, &ready, key, &mut mark).await;
             }
             End::Closed
         };
@@ -134,8 +137,8 @@ impl Lane {
     }
 }
 
-/// Hands a chunk to the transport, unless its step has been committed meanwhile.
-async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey) {
+/// Hands a chunk to the transport, unless its step has been committed meanwhile. The first one takes the stream's mark.
+async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey, mark: &mut Option<Mark>) {
     let Some(chunk) = core.retained.send(&key) else { return };
     let place = place(core, server, &chunk).await;
     let head = |chunk_id: u32, crc32, place| PushRequest {
@@ -152,7 +155,11 @@ async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey) {
         place,
         ..PushRequest::default()
     };
-    let send = async |message| {
+    let mut send = async |message| {
+        let message = match mark.take() {
+            Some(mark) => mark.put(message),
+            None => message,
+        };
         if ready.send(Ok(message)).await.is_err() {
             // The call has ended; the receiving side is about to say why.
             std::future::pending::<()>().await;
@@ -195,7 +202,7 @@ async fn receive(
     requests: mpsc::Receiver<Result<Piece, Status>>,
     answered: &mut bool,
 ) -> End {
-    let mut channel = core.peers[server].data(connection);
+    let mut channel = core.peers[server].data(connection).channel;
     let mut answers = match frame::call::<PushResponse>(&mut channel, PUSH, requests).await {
         Ok(answers) => answers,
         Err(status) => return ended(core, server, &status),

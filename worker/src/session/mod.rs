@@ -1,6 +1,7 @@
 //! One rank's session with all servers of its job: connect, open, join, and the operators' calls.
 
 mod admin;
+mod connector;
 mod core;
 mod join;
 mod open;

@@ -9,6 +9,7 @@ use longshore_proto::{
     Fault, FaultKind, Step,
     limits::{CHUNK_BYTES, MAX_CONTROL_MESSAGE_BYTES, MAX_TRAINER_STATE_BYTES},
     wire::{
+        direct::Taps,
         fault_from_status,
         v1::{admin_client::AdminClient, tensors_client::TensorsClient, training_client::TrainingClient},
     },
@@ -18,7 +19,7 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use super::{Core, retry::Backoff};
+use super::{Core, connector::Connector, retry::Backoff};
 use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable};
 
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
@@ -30,13 +31,20 @@ const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
 /// A silent peer (power loss, a cut cable) is found within twice this.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
+/// A data connection, whose large answers may come past HTTP/2. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Connection {
+    pub(crate) channel: Channel,
+    pub(crate) taps: Taps,
+}
+
 /// Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Peer {
     /// As the user wrote it, for errors.
     pub(crate) address: String,
     control: Channel,
-    data: Vec<Channel>,
+    data: Vec<Connection>,
 }
 
 impl Peer {
@@ -48,10 +56,13 @@ impl Peer {
         end: Instant,
     ) -> Result<Peer> {
         let endpoint = endpoint(address)?;
-        let control = dial(&endpoint, address, start, end).await?;
+        let control = dial(address, start, end, || endpoint.connect()).await?;
         let mut data = Vec::with_capacity(connections);
         for _ in 0..connections {
-            data.push(dial(&endpoint, address, start, end).await?);
+            let taps = Taps::default();
+            let connector = Connector::new(address, CONNECTION_WINDOW_BYTES as usize, taps.clone());
+            let connect = || endpoint.connect_with_connector(connector.clone());
+            data.push(Connection { channel: dial(address, start, end, connect).await?, taps });
         }
         Ok(Peer { address: address.into(), control, data })
     }
@@ -66,12 +77,12 @@ impl Peer {
     }
 
     /// A data connection for calls below the codec.
-    pub(crate) fn data(&self, connection: usize) -> Channel {
+    pub(crate) fn data(&self, connection: usize) -> Connection {
         self.data[connection % self.data.len()].clone()
     }
 
     pub(crate) fn tensors(&self, connection: usize) -> TensorsClient<Channel> {
-        TensorsClient::new(self.data(connection))
+        TensorsClient::new(self.data(connection).channel)
     }
 }
 
@@ -105,10 +116,18 @@ pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
         .keep_alive_timeout(KEEP_ALIVE))
 }
 
-async fn dial(endpoint: &Endpoint, address: &str, start: Instant, end: Instant) -> Result<Channel> {
+async fn dial<Dialling>(
+    address: &str,
+    start: Instant,
+    end: Instant,
+    connect: impl Fn() -> Dialling,
+) -> Result<Channel>
+where
+    Dialling: Future<Output = std::result::Result<Channel, tonic::transport::Error>>,
+{
     let mut backoff = Backoff::new();
     loop {
-        let attempt = tokio::time::timeout_at(end.into(), endpoint.connect()).await;
+        let attempt = tokio::time::timeout_at(end.into(), connect()).await;
         let cause = match attempt {
             Ok(Ok(channel)) => return Ok(channel),
             Ok(Err(error)) => with_sources(&error),

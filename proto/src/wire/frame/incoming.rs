@@ -7,7 +7,7 @@ use http::HeaderMap;
 use http_body::Body as _;
 use tonic::{Code, Status, body::Body};
 
-use super::{Event, Frame, Parser};
+use super::{Event, Frame, Land, Parser, Shared};
 use crate::wire::status;
 
 /// Where the status of the call comes from.
@@ -57,7 +57,33 @@ impl<M: Frame> Incoming<M> {
         }
     }
 
+    /// Takes all messages to where they belong, also those that come past h2, until the stream ends or they cannot be
+    /// taken: see [`Intake::fault`](super::Intake::fault). What lands there must not stall.
+    ///
+    /// # Errors
+    /// The status of a failed call or connection.
+    pub async fn pour<L: Land<M>>(mut self, intake: &Shared<M, L>) -> Result<(), Status> {
+        while intake.lock().fault().is_none() {
+            let frame = tokio::select! {
+                frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)) => frame,
+                () = intake.changed() => continue,
+            };
+            match (frame.transpose()?.map(http_body::Frame::into_data), &mut self.end) {
+                (Some(Ok(mut data)), _) => intake.take(&mut data),
+                (Some(Err(frame)), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
+                (Some(Err(_)), End::Request) => {}
+                (None, _) => return self.outcome(),
+            }
+        }
+        Ok(())
+    }
+
     fn ended(&self) -> Result<Option<Event<M>>, Status> {
+        self.outcome()?;
+        self.parser.finish().map(|()| None).map_err(|fault| status(&fault))
+    }
+
+    fn outcome(&self) -> Result<(), Status> {
         if let End::Answer(trailers) = &self.end {
             let absent = || Status::unavailable("the answer ended without a status");
             let outcome = trailers.as_ref().and_then(Status::from_header_map).ok_or_else(absent)?;
@@ -65,6 +91,6 @@ impl<M: Frame> Incoming<M> {
                 return Err(outcome);
             }
         }
-        self.parser.finish().map(|()| None).map_err(|fault| status(&fault))
+        Ok(())
     }
 }

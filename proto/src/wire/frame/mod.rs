@@ -9,6 +9,7 @@ mod call;
 mod encode;
 mod fields;
 mod incoming;
+mod intake;
 mod memory;
 mod parse;
 #[cfg(test)]
@@ -18,6 +19,7 @@ pub use body::Piece;
 pub use call::{Pieces, answer, call, call_once};
 pub use encode::{encode, encode_with};
 pub use incoming::Incoming;
+pub use intake::{Intake, Land, Shared};
 pub use memory::keep_buffers;
 pub use parse::{Event, Parser};
 

@@ -71,6 +71,20 @@ impl<M: Frame> Parser<M> {
         matches!(self.state, State::Prefix) && self.gathered.is_empty()
     }
 
+    /// Bytes of a payload that follow; 0 elsewhere.
+    pub fn payload_left(&self) -> usize {
+        if let State::Payload { left } = self.state { left } else { 0 }
+    }
+
+    /// Bytes of the payload went to their place without coming through here: at most [`Parser::payload_left`].
+    pub fn skip(&mut self, bytes: usize) {
+        if let State::Payload { left } = &mut self.state {
+            let bytes = bytes.min(*left);
+            *left -= bytes;
+            self.left -= bytes;
+        }
+    }
+
     /// The next event; None once `piece` is used up.
     ///
     /// # Errors

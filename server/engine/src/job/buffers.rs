@@ -1,16 +1,19 @@
 //! A job's DRAM beside its state: contributions, sums, figures and images.
 
-use std::sync::{
-    Arc, Mutex, RwLock,
-    atomic::{Ordering, fence},
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex, RwLock,
+        atomic::{AtomicU64, Ordering, fence},
+    },
 };
 
-use longshore_proto::{Dtype, JobSpec, Version};
+use longshore_proto::{Dtype, JobSpec, Version, checksum::crc32, limits::CHUNK_BYTES};
 
 use super::contribution::Contribution;
 use crate::{
     kernels::{Figures, ImageMut},
-    memory::{AllocationError, Region, SharedFile, Slab, Words},
+    memory::{AllocationError, Glimpse, Region, SharedFile, Slab, Words},
     threads::Pool,
 };
 
@@ -43,11 +46,36 @@ pub(super) struct Image {
     region: Region,
     words: Arc<Words>,
     word: usize,
+    /// Of each chunk, once a pull has asked for it: all ranks pull the same. 0 while it is not known.
+    sums: Vec<AtomicU64>,
 }
+
+/// Set beside a checksum that is known.
+const KNOWN: u64 = 1 << 32;
 
 impl Image {
     pub(super) fn new(owned: usize, region: Region, words: Arc<Words>, word: usize) -> Image {
-        Image { owned, version: None, region, words, word }
+        let chunks = region.bytes().len().div_ceil(CHUNK_BYTES);
+        let sums = (0..chunks).map(|_| AtomicU64::new(0)).collect();
+        Image { owned, version: None, region, words, word, sums }
+    }
+
+    /// The checksum of some bytes. Reading them takes most of the time that sending them does, so that what a whole chunk
+    /// has is kept.
+    pub(super) fn checksum(&self, within: Range<usize>) -> u32 {
+        let sum = || crc32(&self.bytes()[within.clone()]);
+        let chunk = within.start / CHUNK_BYTES;
+        let end = self.bytes().len().min((chunk + 1) * CHUNK_BYTES);
+        if within.start != chunk * CHUNK_BYTES || within.end != end {
+            return sum();
+        }
+        let known = self.sums[chunk].load(Ordering::Relaxed);
+        if known != 0 {
+            return known as u32;
+        }
+        let sum = sum();
+        self.sums[chunk].store(KNOWN | u64::from(sum), Ordering::Relaxed);
+        sum
     }
 
     pub(super) fn version(&self) -> Option<Version> {
@@ -56,6 +84,11 @@ impl Image {
 
     pub(super) fn bytes(&self) -> &[u8] {
         self.region.bytes()
+    }
+
+    /// Bytes to be sent, which the version after next may overwrite meanwhile.
+    pub(super) fn glimpse(&self, within: Range<usize>) -> Glimpse {
+        self.region.glimpse(within)
     }
 
     /// What to write the next version to. Readers of the one before find it gone, not half overwritten.
@@ -67,6 +100,7 @@ impl Image {
     /// Says which version it is now.
     pub(super) fn set(&mut self, version: Option<Version>) {
         self.version = version;
+        self.sums.iter_mut().for_each(|sum| *sum.get_mut() = 0);
         let word = &self.words.get()[self.word];
         // Sequentially consistent on both sides: kernels write past the cache, which plain release does not order.
         fence(Ordering::SeqCst);

@@ -31,7 +31,7 @@ pub use compute::Compute;
 pub use contribution::Lent;
 pub use export::Exported;
 pub use load::{LoadedShard, StoredImages};
-pub use read::{ImagePlace, ImageRead};
+pub use read::{ImageBytes, ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, SnapshotInfo};
 pub(crate) use window::need as window_need;

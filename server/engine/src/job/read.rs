@@ -2,10 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use longshore_proto::{Dtype, Fault, Slice, Version};
+use longshore_proto::{Dtype, Fault, Slice, Version, checksum::crc32};
 
 use super::Job;
-use crate::{lock, step::Refusal};
+use crate::{lock, memory::Glimpse, step::Refusal};
 
 /// What a pull found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +21,24 @@ pub struct ImagePlace {
     /// Bytes from the file's start.
     pub at: u64,
     pub word: u64,
+}
+
+/// Bytes of an image, to be sent.
+pub enum ImageBytes {
+    /// In the job's memory. The version after next may overwrite them while they are sent: then the checksum is wrong for
+    /// what arrives, and whoever asks again is told that the version is gone.
+    Here(Glimpse),
+    /// Of an image that lives on drives.
+    Read(Vec<u8>),
+}
+
+impl AsRef<[u8]> for ImageBytes {
+    fn as_ref(&self) -> &[u8] {
+        match self {
+            ImageBytes::Here(bytes) => bytes.as_ref(),
+            ImageBytes::Read(bytes) => bytes,
+        }
+    }
 }
 
 impl Job {
@@ -55,6 +73,25 @@ impl Job {
         }
         self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         Ok(ImageRead::Done)
+    }
+
+    /// The bytes of a checked slice of one version's image, and their checksum. None: it is not there yet.
+    pub fn lend_image(&self, slice: &Slice, version: Version) -> Result<Option<(ImageBytes, u32)>, Fault> {
+        let (start, bytes) = self.image_bytes(slice);
+        let within = start..start + bytes;
+        let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
+        let lent = if let Some(image) = self.image_here(owned, version) {
+            (ImageBytes::Here(image.glimpse(within.clone())), image.checksum(within))
+        } else {
+            let mut read = Vec::with_capacity(bytes);
+            if !self.tier.read_image(owned, version, within, &mut |part| read.extend_from_slice(part))? {
+                return Err(self.gone(owned, version));
+            }
+            let sum = crc32(&read);
+            (ImageBytes::Read(read), sum)
+        };
+        self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(Some(lent))
     }
 
     /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`].

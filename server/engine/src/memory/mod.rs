@@ -6,7 +6,7 @@ mod shared;
 mod slab;
 mod traffic;
 
-pub use region::{Mapping, Region, Words};
+pub use region::{Glimpse, Mapping, Region, Words};
 pub use shared::SharedFile;
 pub use slab::{AllocationError, Slab};
 pub use traffic::Traffic;

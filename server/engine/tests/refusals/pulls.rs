@@ -1,6 +1,6 @@
 //! Images that cannot be had.
 
-use longshore_proto::{Dtype, FaultKind, ShardId, Slice, Version};
+use longshore_proto::{Dtype, FaultKind, ShardId, Slice, Version, checksum::crc32};
 
 use super::{BLOCK, Midway, check, commit};
 
@@ -22,6 +22,34 @@ fn a_version_is_there_or_not_yet_or_gone() {
     let fault = image(&midway, 0).unwrap_err();
     check(&fault, (NotFound, "version", &["is 0", "one of those kept: 1 and 2", "join again"]));
     assert!(image(&midway, 1).unwrap().is_some() && image(&midway, 2).unwrap().is_some());
+}
+
+#[test]
+fn what_is_overwritten_while_it_is_sent_has_another_checksum() {
+    let mut midway = Midway::new();
+    for slice in [
+        Slice { shard: ShardId(0), offset: 0, elements: 5 * BLOCK as u64 },
+        Slice { shard: ShardId(0), offset: 11, elements: 1300 },
+    ] {
+        let job = &midway.cluster.jobs[0];
+        assert!(job.lend_image(&slice, Version(2)).unwrap().is_none(), "step 2 is in flight");
+        let first = job.lend_image(&slice, Version(1)).unwrap().unwrap();
+        // The second time it is known.
+        let again = job.lend_image(&slice, Version(1)).unwrap().unwrap();
+        assert_eq!((crc32(first.0.as_ref()), first.1), (again.1, crc32(again.0.as_ref())));
+    }
+    let slice = Slice { shard: ShardId(0), offset: 0, elements: 5 * BLOCK as u64 };
+    let (bytes, sum) = midway.cluster.jobs[0].lend_image(&slice, Version(0)).unwrap().unwrap();
+    assert_eq!(crc32(bytes.as_ref()), sum);
+    let flats = midway.second.clone();
+    midway.cluster.step(&flats, &commit(&midway.cluster.spec, 2));
+    assert_ne!(crc32(bytes.as_ref()), sum);
+    let job = &midway.cluster.jobs[0];
+    let fault = job.lend_image(&slice, Version(0)).err().unwrap();
+    check(&fault, (NotFound, "version", &["is 0", "one of those kept: 1 and 2"]));
+    let (bytes, sum) = job.lend_image(&slice, Version(2)).unwrap().unwrap();
+    assert_eq!(crc32(bytes.as_ref()), sum, "the checksum of the version before is forgotten");
+    midway.finish();
 }
 
 #[test]

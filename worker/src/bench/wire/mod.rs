@@ -27,6 +27,9 @@ pub(crate) struct Args {
     /// Measure each case also beside an update that goes on all the time, on this many threads
     #[arg(long, value_name = "THREADS")]
     during_update: Option<usize>,
+    /// Only these cases, and the raw ones they are compared with; all by default
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    cases: Vec<String>,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -97,6 +100,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let bytes = args.megabytes << 20;
     let mut cases = raw::cases(args.connections, bytes)?;
     cases.extend(ours::cases(args.connections, bytes)?);
+    if !args.cases.is_empty() {
+        let wanted = |case: &Case| args.cases.iter().any(|name| name == case.name);
+        let limits: Vec<_> = cases.iter().filter(|case| wanted(case)).filter_map(|case| case.limit).collect();
+        cases.retain(|case| wanted(case) || limits.contains(&case.name));
+        ensure!(!cases.is_empty(), "--cases names none of them");
+    }
     let update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
     for round in 0..=args.rounds {
         for case in &mut cases {

@@ -1,0 +1,46 @@
+//! Windows given back for bytes that h2 never saw.
+
+use super::outward::Header;
+
+/// Given back at a time, or a quarter of the window where that is less: h2 holds back up to half of it, and so a quarter
+/// is always open.
+const STEP_BYTES: usize = 512 * 1024;
+
+/// What is owed on a connection, and the frames that say so on their way.
+pub(super) struct Credit {
+    pub(super) step: usize,
+    pub(super) owed: usize,
+    frames: Vec<u8>,
+    written: usize,
+}
+
+impl Credit {
+    pub(super) fn new(window: usize) -> Credit {
+        Credit { step: STEP_BYTES.min(window / 4), owed: 0, frames: Vec::new(), written: 0 }
+    }
+
+    pub(super) fn is_due(&self) -> bool {
+        self.owed >= self.step
+    }
+
+    /// Makes WINDOW_UPDATE frames of all that is owed: of the connection, and of these streams.
+    pub(super) fn make(&mut self, streams: impl Iterator<Item = (u32, usize)>) {
+        self.frames.clear();
+        self.written = 0;
+        let connection = (0, std::mem::take(&mut self.owed));
+        for (stream, bytes) in std::iter::once(connection).chain(streams) {
+            let header = Header { len: 4, kind: Header::WINDOW_UPDATE, flags: 0, stream };
+            self.frames.extend_from_slice(&header.write());
+            self.frames.extend_from_slice(&(bytes as u32).to_be_bytes());
+        }
+    }
+
+    /// Of the frames, what is not written yet.
+    pub(super) fn rest(&self) -> &[u8] {
+        &self.frames[self.written..]
+    }
+
+    pub(super) fn advance(&mut self, written: usize) {
+        self.written += written;
+    }
+}

@@ -1,0 +1,279 @@
+//! One stream whose DATA frames do not pass through h2, between the connection's task and that of the call.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io, mem,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::Waker,
+};
+
+use bytes::{Bytes, BytesMut};
+
+use super::mark::Mark;
+
+/// Reads from the socket into a place, as [`io::Read::read`] does.
+pub type Read<'a> = dyn FnMut(&mut [u8]) -> io::Result<usize> + 'a;
+
+/// What a sink can take next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// What comes before a payload. Little of it: it is copied.
+    Fields,
+    /// Payload that has no place of its own.
+    Payload,
+    /// This many bytes of payload, read to their place.
+    Direct(usize),
+    /// Nothing, until its owner calls [`Claim::resume`].
+    Stalled,
+}
+
+/// Takes what comes on one stream. It is called by the connection's task, and must not wait.
+pub trait Sink: Send {
+    fn mode(&mut self) -> Mode;
+
+    /// Takes bytes from the front, all of them unless it stalls.
+    fn put(&mut self, bytes: &mut Bytes);
+
+    /// Has payload read to its place, at most `most` bytes and as many as [`Mode::Direct`] said, with one call of `read`.
+    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize>;
+}
+
+/// Kept bytes are gathered into pieces of this size, so that many small frames take no more memory than large ones.
+const PIECE_BYTES: usize = 64 * 1024;
+
+/// How a call's task reaches the connection's.
+#[derive(Default)]
+pub(super) struct Line {
+    waker: Mutex<Option<Waker>>,
+    changed: AtomicBool,
+}
+
+impl Line {
+    pub(super) fn register(&self, waker: &Waker) {
+        let mut held = lock(&self.waker);
+        if held.as_ref().is_none_or(|held| !held.will_wake(waker)) {
+            *held = Some(waker.clone());
+        }
+    }
+
+    /// Whether a tap has something to say since this was asked.
+    pub(super) fn take_changed(&self) -> bool {
+        self.changed.swap(false, Ordering::AcqRel)
+    }
+
+    /// Has the connection look at its taps when it is polled again.
+    pub(super) fn note(&self) {
+        self.changed.store(true, Ordering::Release);
+    }
+
+    fn wake(&self) {
+        self.note();
+        if let Some(waker) = lock(&self.waker).as_ref() {
+            waker.wake_by_ref();
+        }
+    }
+}
+
+/// See the module.
+#[derive(Default)]
+pub struct Tap(Mutex<State>);
+
+#[derive(Default)]
+pub(super) struct State {
+    sink: Option<Box<dyn Sink>>,
+    /// What came while the sink could not take it, oldest first; `front` before the rest.
+    front: Bytes,
+    kept: VecDeque<BytesMut>,
+    kept_bytes: usize,
+    /// Nobody wants what still comes.
+    closed: bool,
+    /// Kept bytes that were taken meanwhile, whose window is to be given back.
+    released: usize,
+    line: Option<Arc<Line>>,
+}
+
+/// What to do with the bytes of a frame.
+pub(super) enum Want {
+    Sink(Mode),
+    Keep,
+    Discard,
+}
+
+impl State {
+    pub(super) fn want(&mut self) -> Want {
+        if self.closed {
+            return Want::Discard;
+        }
+        match &mut self.sink {
+            Some(sink) if self.kept_bytes == 0 => match sink.mode() {
+                Mode::Stalled => Want::Keep,
+                mode => Want::Sink(mode),
+            },
+            _ => Want::Keep,
+        }
+    }
+
+    /// Hands bytes to the sink; what it leaves is kept. Returns how many it took.
+    pub(super) fn put(&mut self, bytes: &[u8]) -> usize {
+        let Some(sink) = &mut self.sink else { return 0 };
+        let mut rest = Bytes::copy_from_slice(bytes);
+        sink.put(&mut rest);
+        let taken = bytes.len() - rest.len();
+        self.keep(&rest);
+        taken
+    }
+
+    /// None when the call has let go of the tap meanwhile.
+    pub(super) fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<Option<usize>> {
+        self.sink.as_mut().map(|sink| sink.read(most, read)).transpose()
+    }
+
+    pub(super) fn keep(&mut self, bytes: &[u8]) {
+        self.kept_bytes += bytes.len();
+        for part in bytes.chunks(PIECE_BYTES) {
+            match self.kept.back_mut() {
+                Some(last) if last.len() + part.len() <= PIECE_BYTES => last.extend_from_slice(part),
+                _ => self.kept.push_back(BytesMut::from(part)),
+            }
+        }
+    }
+
+    pub(super) fn kept_bytes(&self) -> usize {
+        self.kept_bytes
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    pub(super) fn take_released(&mut self) -> usize {
+        mem::take(&mut self.released)
+    }
+
+    /// Gives the sink what was kept, until it stalls.
+    fn drain(&mut self) {
+        let Some(sink) = &mut self.sink else { return };
+        while self.kept_bytes > 0 && sink.mode() != Mode::Stalled {
+            if self.front.is_empty() {
+                self.front = self.kept.pop_front().unwrap_or_default().freeze();
+            }
+            let before = self.front.len();
+            sink.put(&mut self.front);
+            let taken = before - self.front.len();
+            self.kept_bytes -= taken;
+            self.released += taken;
+        }
+    }
+
+    fn close(&mut self) {
+        self.closed = true;
+        self.sink = None;
+        self.front = Bytes::new();
+        self.kept.clear();
+        self.released += mem::take(&mut self.kept_bytes);
+    }
+}
+
+impl Tap {
+    pub(super) fn on(line: &Arc<Line>) -> Tap {
+        Tap(Mutex::new(State { line: Some(Arc::clone(line)), ..State::default() }))
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.0)
+    }
+
+    pub(super) fn join(&self, line: &Arc<Line>) {
+        self.state().line = Some(Arc::clone(line));
+    }
+
+    /// What came and still comes is for nobody.
+    pub(super) fn close(&self) {
+        self.state().close();
+    }
+
+    fn tell(&self) {
+        let line = self.state().line.clone();
+        if let Some(line) = line {
+            line.wake();
+        }
+    }
+}
+
+/// Taps of a connection (on a server) or a channel (on a client) that one side has made and the other not yet met.
+#[derive(Clone, Default)]
+pub struct Taps(Arc<Mutex<HashMap<Mark, Arc<Tap>>>>);
+
+impl Taps {
+    /// On a client, before the call with this mark is made.
+    pub fn expect(&self, mark: Mark, sink: Box<dyn Sink>) -> Claim {
+        let tap = Arc::new(Tap::default());
+        tap.state().sink = Some(sink);
+        self.offer(mark, Arc::clone(&tap));
+        Claim { tap, taps: self.clone(), mark }
+    }
+
+    /// On a server, where a call's request begins with this mark; once.
+    pub fn claim(&self, mark: Mark) -> Option<Claim> {
+        self.meet(mark).map(|tap| Claim { tap, taps: self.clone(), mark })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        lock(&self.0).is_empty()
+    }
+
+    /// False when the mark is taken.
+    pub(super) fn offer(&self, mark: Mark, tap: Arc<Tap>) -> bool {
+        let mut waiting = lock(&self.0);
+        let free = !waiting.contains_key(&mark);
+        if free {
+            waiting.insert(mark, tap);
+        }
+        free
+    }
+
+    pub(super) fn meet(&self, mark: Mark) -> Option<Arc<Tap>> {
+        lock(&self.0).remove(&mark)
+    }
+}
+
+/// The call's end of a tap. Dropped, what still comes on the stream goes to h2 again, which discards it.
+pub struct Claim {
+    tap: Arc<Tap>,
+    taps: Taps,
+    mark: Mark,
+}
+
+impl Claim {
+    /// Begins with what has come since the marked frame.
+    pub fn install(&self, sink: Box<dyn Sink>) {
+        self.tap.state().sink = Some(sink);
+        self.resume();
+    }
+
+    /// After a stall: gives the sink what was kept.
+    pub fn resume(&self) {
+        self.tap.state().drain();
+        self.tap.tell();
+    }
+
+    /// Whether the sink has got all that came.
+    pub fn is_drained(&self) -> bool {
+        self.tap.state().kept_bytes == 0
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.taps.meet(self.mark);
+        self.tap.close();
+        self.tap.tell();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
