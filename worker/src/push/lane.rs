@@ -98,8 +98,14 @@ impl Lane {
                 let step = Some(Step(self.core.retained.newest()));
                 return self.core.fail(self.core.explain(self.id.0, "Push", step, cause));
             }
-            if let Err(error) = Core::recover(&self.core, self.id.0).await {
-                return self.core.fail(error);
+            match Core::recover(&self.core, self.id.0).await {
+                Ok(()) => {}
+                // Asked for as long as a push may wait: told as what it is the end of, with its step.
+                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
+                    let step = Some(Step(self.core.retained.newest()));
+                    return self.core.fail(self.core.explain(self.id.0, "Push", step, failed.fault));
+                }
+                Err(error) => return self.core.fail(error),
             }
             resend = self.core.retained.to_resend(self.id);
         }
