@@ -83,7 +83,7 @@ impl Chunk {
         }
     }
 
-    /// After the last part of a chunk: encodes what the loops left in `first` and `second`.
+    /// After the last part of a chunk: encodes what the loops left in `floats`.
     #[inline(always)]
     pub(super) fn end<P: Passes>(
         &self,
