@@ -127,6 +127,10 @@ impl<S: Socket> Direct<S> {
             let end = Header { len: 0, kind: Header::DATA, flags: Header::END_STREAM, stream: id };
             self.made.extend_from_slice(&end.write());
         }
+        if self.streams[stream].tap.state().is_closed() {
+            // It was kept to the end of its frame.
+            self.line.note();
+        }
         self.inward = Inward::Header;
     }
 }
