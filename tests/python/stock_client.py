@@ -264,7 +264,8 @@ def check_stats(blocks, gradient):
     assert len(blocks) == len(squares)
     for block, expected in zip(blocks, squares):
         assert not block.HasField("first_nonfinite")
-        assert math.isclose(block.sum_squares, expected, rel_tol=1e-12), (block, expected)
+        # Squares are added in f32, sixteen at a time.
+        assert math.isclose(block.sum_squares, expected, rel_tol=1e-6), (block, expected)
 
 
 def expected_weights(client, weights, gradient, coefficient):

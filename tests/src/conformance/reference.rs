@@ -234,21 +234,41 @@ fn adamw(hyper: &Hyper, t: u64, g: f32, old: f32, (first, second): (&mut f32, &m
     decayed - (hyper.lr / correction1) as f32 * (*first / root)
 }
 
-/// Sum of squares of each block: element i into lane i mod 16, then the lanes folded in halves.
+/// Sum of squares of each block. Element i goes into lane i mod 32, which adds its squares of 512 elements in f32, with a
+/// fused multiply-add, and those sums in f64; then the lanes are folded in halves. A sum below 2^-96 or beyond f32 is
+/// formed again in f64 throughout, in 16 lanes.
 fn block_squares(gradient: &[f32]) -> Vec<f64> {
     let block = |block: &[f32]| {
+        let mut lanes = [0.0f64; 32];
+        for tile in block.chunks(512) {
+            let mut squares = [0.0f32; 32];
+            for (index, &x) in tile.iter().enumerate() {
+                squares[index % 32] = x.mul_add(x, squares[index % 32]);
+            }
+            lanes.iter_mut().zip(squares).for_each(|(lane, squares)| *lane += f64::from(squares));
+        }
+        let sum = folded(lanes);
+        if sum.is_finite() && sum >= 2f64.powi(-96) {
+            return sum;
+        }
         let mut lanes = [0.0f64; 16];
         for (index, &x) in block.iter().enumerate() {
             lanes[index % 16] += f64::from(x) * f64::from(x);
         }
-        for half in [8, 4, 2, 1] {
-            for lane in 0..half {
-                lanes[lane] += lanes[lane + half];
-            }
-        }
-        lanes[0]
+        folded(lanes)
     };
     gradient.chunks(BLOCK).map(block).collect()
+}
+
+fn folded<const N: usize>(mut lanes: [f64; N]) -> f64 {
+    let mut half = N / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] += lanes[lane + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
 }
 
 /// DeepSpeed's rule; at the floor the scale stays.

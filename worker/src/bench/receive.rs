@@ -1,12 +1,11 @@
-//! Receiving a gradient as a server does: chunks are written into their slot with their checksum, and once a shard is whole
-//! each of its blocks' sum of squares and first non-finite element are taken. The limit is the same without the latter.
+//! Receiving a gradient as a server does: chunks come into their slot, and while a part is in cache its checksum is taken, and
+//! each of its blocks' sum of squares and first non-finite element. The limit is the same without the latter.
 
 use std::{
     fmt,
     hint::black_box,
     io::{self, Read, Write},
     net::{Ipv4Addr, TcpListener, TcpStream},
-    sync::mpsc,
     thread,
 };
 
@@ -18,16 +17,15 @@ use longshore_proto::{Dtype, checksum::Crc32, limits::CHUNK_BYTES};
 
 use super::update::{Arrays, BLOCK};
 
-/// What one read from a socket may bring.
-const RECEIVED: usize = 64 * 1024;
+/// What one read from a socket may bring, as in a server.
+const RECEIVED: usize = 256 * 1024;
 
 /// Where bytes come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Source {
     /// A buffer in cache, on all threads at once: nothing but the writing.
     Memory,
-    /// One connection over loopback, with a thread that sends and one that receives, as a server has; figures are taken
-    /// of one shard while the next is received.
+    /// Connections over loopback: of two threads of the pool's number, one receives and one stands for the worker.
     Tcp,
 }
 
@@ -62,29 +60,30 @@ pub(super) fn pass(
     fill(&mut values);
     let chunk: &[u8] = bytemuck::cast_slice(&values);
     let size = wire.bytes() as usize;
-    let mut slots: Vec<&mut [u8]> =
+    let slots: Vec<&mut [u8]> =
         arrays.shards.iter_mut().map(|shard| &mut shard.gradient.bytes_mut()[..shard.len * size]).collect();
     match source {
-        Source::Memory => slots.iter_mut().for_each(|slot| {
-            copy(pool, &chunk[..RECEIVED], slot);
-            take_figures(pool, wire, isa, slot);
+        Source::Memory => slots.into_iter().for_each(|slot| {
+            let chunks = slot.chunks_mut(CHUNK_BYTES).collect();
+            pool.blocks(chunks, |place: &mut [u8]| copy(&chunk[..RECEIVED], place, wire, isa));
         }),
         Source::Tcp => {
-            let total = slots.iter().map(|slot| slot.len()).sum();
-            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-            let mut sender = TcpStream::connect(listener.local_addr()?)?;
-            let (mut receiver, _) = listener.accept()?;
-            let (whole, complete) = mpsc::channel::<&mut [u8]>();
+            let count = pool.threads().div_ceil(2);
+            let mut connections: Vec<Vec<&mut [u8]>> = (0..count).map(|_| Vec::new()).collect();
+            for (shard, slot) in slots.into_iter().enumerate() {
+                connections[shard % count].push(slot);
+            }
             thread::scope(|scope| {
-                let sent = scope.spawn(move || send(&mut sender, chunk, total));
-                let received = scope.spawn(move || {
-                    slots.into_iter().try_for_each(|slot| {
-                        receive(&mut receiver, slot)?;
-                        whole.send(slot).map_err(|_| io::ErrorKind::BrokenPipe.into())
-                    })
-                });
-                complete.iter().for_each(|slot| take_figures(pool, wire, isa, slot));
-                [sent, received].into_iter().try_for_each(|thread| {
+                let mut threads = Vec::new();
+                for slots in connections {
+                    let (mut sender, mut receiver) = connect()?;
+                    let total = slots.iter().map(|slot| slot.len()).sum();
+                    threads.push(scope.spawn(move || send(&mut sender, chunk, total)));
+                    threads.push(scope.spawn(move || {
+                        slots.into_iter().try_for_each(|slot| receive(&mut receiver, slot, wire, isa))
+                    }));
+                }
+                threads.into_iter().try_for_each(|thread| {
                     thread.join().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()))
                 })
             })?;
@@ -93,13 +92,19 @@ pub(super) fn pass(
     Ok(())
 }
 
-fn copy(pool: &Pool, received: &[u8], slot: &mut [u8]) {
-    let chunks: Vec<&mut [u8]> = slot.chunks_mut(CHUNK_BYTES).collect();
-    black_box(pool.blocks(chunks, |chunk: &mut [u8]| {
-        let mut sum = Crc32::new();
-        chunk.chunks_mut(RECEIVED).for_each(|part| sum.copy(&received[..part.len()], part));
-        sum.value()
-    }));
+fn copy(received: &[u8], chunk: &mut [u8], wire: Dtype, isa: Option<Isa>) {
+    let mut sum = Crc32::new();
+    for part in chunk.chunks_mut(received.len()) {
+        sum.copy(&received[..part.len()], part);
+        take_figures(wire, isa, part);
+    }
+    black_box(sum.value());
+}
+
+fn connect() -> io::Result<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let sender = TcpStream::connect(listener.local_addr()?)?;
+    Ok((sender, listener.accept()?.0))
 }
 
 fn send(sender: &mut TcpStream, chunk: &[u8], total: usize) -> io::Result<()> {
@@ -109,34 +114,37 @@ fn send(sender: &mut TcpStream, chunk: &[u8], total: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// As the server below tonic's codec: from the connection's buffer into the slot, with the checksum.
-fn receive(receiver: &mut TcpStream, slot: &mut [u8]) -> io::Result<()> {
-    let mut buffer = vec![0; RECEIVED];
+fn receive(receiver: &mut TcpStream, slot: &mut [u8], wire: Dtype, isa: Option<Isa>) -> io::Result<()> {
     for chunk in slot.chunks_mut(CHUNK_BYTES) {
-        let (mut sum, mut rest) = (Crc32::new(), chunk);
-        while !rest.is_empty() {
-            let count = receiver.read(&mut buffer[..RECEIVED.min(rest.len())])?;
+        let (mut sum, mut start, mut taken) = (Crc32::new(), 0, 0);
+        while start < chunk.len() {
+            let most = RECEIVED.min(chunk.len() - start);
+            let count = receiver.read(&mut chunk[start..start + most])?;
             if count == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            let (part, after) = rest.split_at_mut(count);
-            sum.copy(&buffer[..count], part);
-            rest = after;
+            sum.update(&chunk[start..start + count]);
+            start += count;
+            let whole = start - start % block_bytes(wire);
+            take_figures(wire, isa, &chunk[taken..whole]);
+            taken = whole;
         }
         black_box(sum.value());
     }
     Ok(())
 }
 
-fn take_figures(pool: &Pool, wire: Dtype, isa: Option<Isa>, slot: &[u8]) {
+/// Of whole blocks.
+fn take_figures(wire: Dtype, isa: Option<Isa>, received: &[u8]) {
     let Some(isa) = isa else { return };
-    let blocks: Vec<&[u8]> = slot.chunks(block_bytes(wire)).collect();
-    black_box(pool.blocks(blocks, |block: &[u8]| {
-        let gradient = match wire {
-            Dtype::F32 => Gradient::F32(bytemuck::cast_slice(block)),
-            Dtype::F16 => Gradient::F16(bytemuck::cast_slice(block)),
-            Dtype::Bf16 => Gradient::Bf16(bytemuck::cast_slice(block)),
-        };
-        figures(isa, gradient)
-    }));
+    for block in received.chunks(block_bytes(wire)) {
+        black_box(figures(
+            isa,
+            match wire {
+                Dtype::F32 => Gradient::F32(bytemuck::cast_slice(block)),
+                Dtype::F16 => Gradient::F16(bytemuck::cast_slice(block)),
+                Dtype::Bf16 => Gradient::Bf16(bytemuck::cast_slice(block)),
+            },
+        ));
+    }
 }

@@ -1,10 +1,14 @@
 //! One rank's gradient of a shard: copied into the job's memory, or lent where its sender has it.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use longshore_proto::Dtype;
 
-use crate::{kernels::Gradient, memory::Region};
+use super::compute::BLOCK;
+use crate::{
+    kernels::{Figures, Gradient, Isa, figures},
+    memory::Region,
+};
 
 /// Where vector loads do not cross cache lines.
 pub(super) const LENT_ALIGNMENT: usize = 64;
@@ -19,11 +23,14 @@ pub trait Lent: Send + Sync {
 pub(super) struct Contribution {
     region: Region,
     lent: Option<Arc<dyn Lent>>,
+    /// Of the blocks that were copied here while their figures were wanted. A block being copied still has the ones of
+    /// the step before: who asks knows that the contribution is whole.
+    figures: Vec<Option<Figures>>,
 }
 
 impl Contribution {
     pub(super) fn new(region: Region) -> Contribution {
-        Contribution { region, lent: None }
+        Contribution { region, lent: None, figures: Vec::new() }
     }
 
     /// Memory of the job to copy into, instead of what was lent.
@@ -32,8 +39,30 @@ impl Contribution {
         self.region.bytes_mut()
     }
 
+    /// Takes the figures of the blocks that end in `copied`, bytes that were just copied: they are in cache still, while
+    /// reading the gradient from memory once it is whole costs a tenth of receiving it over loopback.
+    pub(super) fn take_figures(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
+        let size = BLOCK * dtype.bytes() as usize;
+        self.figures.resize(self.region.bytes().len() / size, None);
+        for block in copied.start / size..copied.end / size {
+            let of = self.own_gradient(dtype).slice(block * BLOCK..(block + 1) * BLOCK);
+            self.figures[block] = Some(figures(isa, of));
+        }
+    }
+
+    /// What is known of a block of the whole gradient.
+    pub(super) fn figures(&self, block: usize) -> Option<Figures> {
+        if self.lent.is_some() { None } else { self.figures.get(block).copied().flatten() }
+    }
+
     pub(super) fn lend(&mut self, lent: Arc<dyn Lent>) {
         self.lent = Some(lent);
+    }
+
+    /// Copies what somebody would have lent.
+    pub(super) fn copy(&mut self, lent: &dyn Lent) {
+        self.figures.clear();
+        self.own().copy_from_slice(lent.bytes());
     }
 
     /// It was summed or updated with, or is not wanted: its sender's memory is let go.
@@ -42,11 +71,18 @@ impl Contribution {
     }
 
     pub(super) fn gradient(&self, dtype: Dtype) -> Gradient<'_> {
-        let bytes = self.lent.as_ref().map_or_else(|| self.region.bytes(), |lent| lent.bytes());
-        match dtype {
-            Dtype::F32 => Gradient::F32(bytemuck::cast_slice(bytes)),
-            Dtype::F16 => Gradient::F16(bytemuck::cast_slice(bytes)),
-            Dtype::Bf16 => Gradient::Bf16(bytemuck::cast_slice(bytes)),
-        }
+        self.lent.as_ref().map_or_else(|| self.own_gradient(dtype), |lent| cast(lent.bytes(), dtype))
+    }
+
+    fn own_gradient(&self, dtype: Dtype) -> Gradient<'_> {
+        cast(self.region.bytes(), dtype)
+    }
+}
+
+fn cast(bytes: &[u8], dtype: Dtype) -> Gradient<'_> {
+    match dtype {
+        Dtype::F32 => Gradient::F32(bytemuck::cast_slice(bytes)),
+        Dtype::F16 => Gradient::F16(bytemuck::cast_slice(bytes)),
+        Dtype::Bf16 => Gradient::Bf16(bytemuck::cast_slice(bytes)),
     }
 }

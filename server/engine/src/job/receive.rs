@@ -18,7 +18,7 @@ use super::{
     Job,
     buffers::ShardBuffers,
     compute::BLOCK,
-    contribution::{LENT_ALIGNMENT, Lent},
+    contribution::{Contribution, LENT_ALIGNMENT, Lent},
 };
 use crate::{
     kernels::{Figures, Gradient, accumulate, accumulate_figures, figures, widen},
@@ -77,6 +77,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             let mut contribution = lock(buffer);
             // Admission checked that the chunk lies inside the shard.
             self.sum.copy(part, &mut contribution.own()[self.left.start..end]);
+            self.take_figures(&mut contribution, self.left.start..end);
             self.left.start = end;
         }
         Ok(())
@@ -100,7 +101,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
         let place = &mut contribution.own()[self.left.start..end];
         let count = read(place)?;
         self.sum.update(&place[..count]);
-        self.left.start += count;
+        let end = self.left.start + count;
+        self.take_figures(&mut contribution, self.left.start..end);
+        self.left.start = end;
         Ok(count)
     }
 
@@ -119,7 +122,16 @@ impl<J: Deref<Target = Job>> Writing<J> {
                 self.sum.update(tile);
                 from += tile.len();
             }
+            self.take_figures(&mut contribution, self.left.start..end);
             self.left.start = end;
+        }
+    }
+
+    /// Of bytes just copied, if nothing else will take them: sums are looked at as they are formed.
+    fn take_figures(&self, contribution: &mut Contribution, copied: Range<usize>) {
+        let job = &*self.job;
+        if !job.spec.unchecked && !job.spec.accumulates() {
+            contribution.take_figures(copied, job.spec.gradient_dtype, job.compute.isa());
         }
     }
 
@@ -144,7 +156,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         let mut contribution =
             lock(&self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
         if self.job.tier.keeps_contributions() {
-            contribution.own().copy_from_slice(bytes);
+            contribution.copy(&*lent);
         } else {
             contribution.lend(lent);
         }
@@ -268,8 +280,14 @@ impl Job {
         let isa = self.compute.isa();
         let lone = lock(&buffers.contributions[slot][0]);
         let whole = lone.gradient(self.spec.gradient_dtype);
-        let blocks = (0..whole.len()).step_by(BLOCK).map(|start| whole.slice(start..start + BLOCK)).collect();
-        self.compute.blocks(blocks, |block| figures(isa, block))
+        let known: Vec<_> = (0..whole.len() / BLOCK).map(|block| lone.figures(block)).collect();
+        if let Some(all) = known.iter().copied().collect() {
+            return all;
+        }
+        let blocks = known.into_iter().enumerate().collect();
+        self.compute.blocks(blocks, |(block, known): (usize, Option<Figures>)| {
+            known.unwrap_or_else(|| figures(isa, whole.slice(block * BLOCK..(block + 1) * BLOCK)))
+        })
     }
 
     fn accumulate(

@@ -11,7 +11,7 @@ pub const ISA_VARIABLE: &str = "LONGSHORE_ISA";
 pub enum Isa {
     /// Plain Rust, the specification of all others.
     Scalar,
-    /// x86-64 with AVX2 and F16C (Haswell, Zen 1 and later).
+    /// x86-64 with AVX2, FMA and F16C (Haswell, Zen 1 and later).
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL and DQ (Skylake-SP, Zen 4 and later).
     Avx512,
@@ -67,7 +67,11 @@ impl Isa {
         match self {
             Isa::Scalar => true,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 Isa::Avx2.is_available()

@@ -3,7 +3,8 @@
 //! All instruction sets give the same bits for the same input, whatever the length, the alignment or the split of a
 //! slice into calls ([`figures`] aside, which belong to the whole slice). The specification is the plain Rust in
 //! `scalar`; `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply
-//! the lanes. No fused multiply-add, no approximate reciprocal, no flushed denormal, one NaN.
+//! the lanes. No fused multiply-add (but for squares, where it is a part of the specification), no approximate reciprocal,
+//! no flushed denormal, one NaN.
 //!
 //! Nothing here allocates, locks or logs. The instruction set, the rule and the formats are looked at once per call,
 //! never in a loop.

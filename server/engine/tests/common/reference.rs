@@ -153,21 +153,39 @@ pub(crate) fn sum(contributions: &[Vec<u8>], dtype: Dtype) -> Vec<f32> {
     total
 }
 
-/// Sum of squares of each block: element i in lane i % 16, the lanes folded as a tree.
+/// Sum of squares of each block: element i in lane i % 32; a lane's sixteen squares of 512 elements in f32, fused, and
+/// their sums in f64; the lanes folded as a tree. What f32 cannot hold is summed in 16 lanes of f64 alone.
 pub(crate) fn block_squares(gradient: &[f32]) -> Vec<f64> {
     let block = |block: &[f32]| {
+        let mut lanes = [0.0f64; 32];
+        for rows in block.chunks(512) {
+            for (lane, sum) in lanes.iter_mut().enumerate() {
+                let squares = rows.iter().skip(lane).step_by(32).fold(0.0f32, |sum, x| x.mul_add(*x, sum));
+                *sum += f64::from(squares);
+            }
+        }
+        let sum = tree(&mut lanes);
+        if sum.is_finite() && sum >= (-96f64).exp2() {
+            return sum;
+        }
         let mut lanes = [0.0f64; 16];
         for (index, &x) in block.iter().enumerate() {
             lanes[index % 16] += f64::from(x) * f64::from(x);
         }
-        for width in [8, 4, 2, 1] {
-            for lane in 0..width {
-                lanes[lane] += lanes[lane + width];
-            }
-        }
-        lanes[0]
+        tree(&mut lanes)
     };
     gradient.chunks(BLOCK).map(block).collect()
+}
+
+fn tree(lanes: &mut [f64]) -> f64 {
+    let half = lanes.len() / 2;
+    if half == 0 {
+        return lanes[0];
+    }
+    for lane in 0..half {
+        lanes[lane] += lanes[lane + half];
+    }
+    tree(&mut lanes[..half])
 }
 
 fn update(rule: Rule, h: &Hyper, t: u64, g: f32, old: f32, first: &mut f32, second: &mut f32) -> f32 {

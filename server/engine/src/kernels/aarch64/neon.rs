@@ -280,17 +280,29 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn add_squares(self, sums: Self::Sums) -> Self::Sums {
-        [
-            add_square(sums[0], vcvt_f64_f32(vget_low_f32(self.0[0]))),
-            add_square(sums[1], vcvt_high_f64_f32(self.0[0])),
-            add_square(sums[2], vcvt_f64_f32(vget_low_f32(self.0[1]))),
-            add_square(sums[3], vcvt_high_f64_f32(self.0[1])),
-            add_square(sums[4], vcvt_f64_f32(vget_low_f32(self.0[2]))),
-            add_square(sums[5], vcvt_high_f64_f32(self.0[2])),
-            add_square(sums[6], vcvt_f64_f32(vget_low_f32(self.0[3]))),
-            add_square(sums[7], vcvt_high_f64_f32(self.0[3])),
-        ]
+    unsafe fn add_square(self, to: Self) -> Self {
+        let [a, b, c, d] = self.0;
+        let [e, f, g, h] = to.0;
+        Neon([vfmaq_f32(e, a, a), vfmaq_f32(f, b, b), vfmaq_f32(g, c, c), vfmaq_f32(h, d, d)])
+    }
+
+    #[inline(always)]
+    unsafe fn add_to(self, mut sums: Self::Sums) -> Self::Sums {
+        for (pair, &four) in sums.as_chunks_mut::<2>().0.iter_mut().zip(&self.0) {
+            pair[0] = vaddq_f64(pair[0], vcvt_f64_f32(vget_low_f32(four)));
+            pair[1] = vaddq_f64(pair[1], vcvt_high_f64_f32(four));
+        }
+        sums
+    }
+
+    #[inline(always)]
+    unsafe fn add_exact_square(self, mut sums: Self::Sums) -> Self::Sums {
+        for (pair, &four) in sums.as_chunks_mut::<2>().0.iter_mut().zip(&self.0) {
+            let (low, high) = (vcvt_f64_f32(vget_low_f32(four)), vcvt_high_f64_f32(four));
+            pair[0] = vfmaq_f64(pair[0], low, low);
+            pair[1] = vfmaq_f64(pair[1], high, high);
+        }
+        sums
     }
 
     #[inline(always)]
@@ -341,11 +353,6 @@ unsafe fn narrow_bf16(x: float32x4_t) -> uint16x4_t {
     let bits = vreinterpretq_u32_f32(x);
     let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
     vshrn_n_u32::<16>(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd))
-}
-
-#[inline(always)]
-unsafe fn add_square(sum: float64x2_t, x: float64x2_t) -> float64x2_t {
-    vaddq_f64(sum, vmulq_f64(x, x))
 }
 
 #[inline(always)]

@@ -8,7 +8,7 @@ mod figures;
 pub(super) mod low;
 mod rules;
 
-pub(super) use figures::Sum;
+pub(super) use figures::{Exact, SUMS, Sum, TILE};
 
 use self::convert::{Bf16, F16, F32, Format, Nothing, quiet};
 use self::rules::Rule;
@@ -138,15 +138,26 @@ pub(super) fn accumulate(gradient: Gradient, accumulator: &mut [f32]) {
 
 /// See [`super::figures`].
 pub(super) fn figures(gradient: Gradient) -> Figures {
-    resume_figures(Sum::new(), 0, gradient)
+    resume_figures(Sum::new(), 0, gradient).unwrap_or_else(|| resume_exact(Exact::new(), 0, gradient))
 }
 
 /// The figures of `gradient`, of which `sum` holds all before `done`.
-pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Figures {
-    fn run<G: Format>(mut sum: Sum, done: usize, gradient: &[G::Bits]) -> Figures {
-        for &g in &gradient[done..] {
-            sum.add(G::widen(g));
-        }
+pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Option<Figures> {
+    fn run<G: Format>(mut sum: Sum, gradient: &[G::Bits]) -> Option<Figures> {
+        gradient.iter().for_each(|&g| sum.add(G::widen(g)));
+        sum.finish()
+    }
+    match gradient.slice(done..gradient.len()) {
+        Gradient::F32(g) => run::<F32>(sum, g),
+        Gradient::F16(g) => run::<F16>(sum, g),
+        Gradient::Bf16(g) => run::<Bf16>(sum, g),
+    }
+}
+
+/// As [`resume_figures`].
+pub(super) fn resume_exact(sum: Exact, done: usize, gradient: Gradient) -> Figures {
+    fn run<G: Format>(mut sum: Exact, done: usize, gradient: &[G::Bits]) -> Figures {
+        gradient[done..].iter().for_each(|&g| sum.add(G::widen(g)));
         sum.finish(gradient.iter().map(|&g| G::widen(g)))
     }
     match gradient {

@@ -170,6 +170,35 @@ fn figures_find_the_first_nonfinite_element_and_sum_squares() {
     }
 }
 
+/// Squares that f32 cannot hold, has few bits of, or just holds, with zeros and ordinary elements between them.
+#[test]
+fn sums_of_squares_are_right_over_the_whole_range() {
+    let mut noise = Noise(7);
+    for exponent in -149..128i32 {
+        for (share, other) in [(1, 0.0f32), (7, 0.0), (7, 1e-17), (7, 3.0)] {
+            let gradient: Vec<f32> = (0..3000)
+                .map(|_| {
+                    let x = (2f64.powi(exponent) * (1.0 + noise.below(128) as f64 / 128.0)) as f32;
+                    if noise.below(share) == 0 { x } else { other }
+                })
+                .collect();
+            let exact: f64 = gradient.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+            let reference = figures(Isa::Scalar, Gradient::F32(&gradient));
+            assert_eq!(reference.first_nonfinite, None);
+            let error = (reference.sum_squares / exact - 1.0).abs();
+            // Sixteen additions, each right to 2^-24.
+            assert!(error < 1e-6, "2^{exponent}, one in {share} beside {other}: {error:e}");
+            for isa in Isa::available() {
+                assert_eq!(
+                    bits(figures(isa, Gradient::F32(&gradient))),
+                    bits(reference),
+                    "{isa} 2^{exponent}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 #[should_panic(expected = "first state slot")]
 fn a_missing_state_slot_is_refused() {

@@ -98,8 +98,12 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn sign_mask(words: Self::Words) -> Self::Words;
 
     unsafe fn no_sums() -> Self::Sums;
-    /// Adds each lane's exact square to the same lane of `sums`.
-    unsafe fn add_squares(self, sums: Self::Sums) -> Self::Sums;
+    /// Each lane's square added to the same lane of `to`, rounded once.
+    unsafe fn add_square(self, to: Self) -> Self;
+    /// Each lane added to the same lane of `sums`.
+    unsafe fn add_to(self, sums: Self::Sums) -> Self::Sums;
+    /// Each lane's square added to the same lane of `sums`. Fused or not: it is exact in f64.
+    unsafe fn add_exact_square(self, sums: Self::Sums) -> Self::Sums;
     unsafe fn spill(sums: Self::Sums) -> [f64; LANES];
 
     /// Orders streaming stores before whatever other threads are told next.
@@ -108,7 +112,15 @@ pub(in super::super) trait Lanes: Copy {
 
 /// An element format, 16 elements at a time. Safety as for [`Lanes`].
 pub(super) trait LanesFormat: Format {
+    /// Whether [`load_two`](LanesFormat::load_two) gives elements of even index, then of odd.
+    const INTERLEAVED: bool = false;
+
     unsafe fn load<V: Lanes>(from: *const Self::Bits) -> V;
+    /// The next 32 elements.
+    #[inline(always)]
+    unsafe fn load_two<V: Lanes>(from: *const Self::Bits) -> [V; 2] {
+        [Self::load(from), Self::load(from.add(LANES))]
+    }
     unsafe fn store<V: Lanes>(lanes: V, to: *mut Self::Bits);
     unsafe fn stream<V: Lanes>(lanes: V, to: *mut Self::Bits);
 }
@@ -148,6 +160,17 @@ impl LanesFormat for F16 {
 }
 
 impl LanesFormat for Bf16 {
+    const INTERLEAVED: bool = true;
+
+    /// One operation each, where elements in order take two.
+    #[inline(always)]
+    unsafe fn load_two<V: Lanes>(from: *const u16) -> [V; 2] {
+        let pairs = V::load_words(from.cast());
+        let even = V::shift_left::<16>(pairs);
+        let odd = V::and_words(pairs, V::splat_words(0xFFFF_0000));
+        [V::from_words(even), V::from_words(odd)]
+    }
+
     #[inline(always)]
     unsafe fn load<V: Lanes>(from: *const u16) -> V {
         V::from_bf16(V::load_half(from))

@@ -3,11 +3,13 @@
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
 
+mod figures;
 mod lanes;
 mod low;
 mod moments;
 mod rules;
 
+pub(super) use figures::{accumulate, accumulate_figures, figures};
 pub(super) use lanes::Lanes;
 
 pub(super) use low::{decode, encode, update_low};
@@ -15,8 +17,8 @@ pub(super) use low::{decode, encode, update_low};
 use self::lanes::LanesFormat;
 use self::rules::Rule;
 use super::low::{CHUNK, InLoop};
-use super::scalar::{self, Sum, convert};
-use super::{Code, Figures, Gradient, ImageMut, LANES, Scalars, State};
+use super::scalar::{self, convert};
+use super::{Code, Gradient, ImageMut, LANES, Scalars, State};
 use convert::{Bf16, F16, F32, Nothing};
 use moments::{Coded, Floats, Moments, Rounded, prefetch};
 
@@ -276,79 +278,6 @@ pub(super) unsafe fn widen<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]
         Gradient::Bf16(g) => run::<V, Bf16>(g, accumulator, end),
     }
     scalar::widen(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
-}
-
-/// See [`super::accumulate`].
-#[inline(always)]
-pub(super) unsafe fn accumulate<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) {
-    let (end, _) = add_up::<V, false>(gradient, accumulator);
-    scalar::accumulate(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
-}
-
-/// See [`super::accumulate_figures`].
-#[inline(always)]
-pub(super) unsafe fn accumulate_figures<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) -> Figures {
-    let (end, sums) = add_up::<V, true>(gradient, accumulator);
-    scalar::accumulate(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
-    scalar::resume_figures(Sum::resume(V::spill(sums)), end, Gradient::F32(accumulator))
-}
-
-/// Accumulates the middle part, and its squares if `SQUARES`; says where it ends.
-#[inline(always)]
-unsafe fn add_up<V: Lanes, const SQUARES: bool>(
-    gradient: Gradient,
-    accumulator: &mut [f32],
-) -> (usize, V::Sums) {
-    #[inline(always)]
-    unsafe fn run<V: Lanes, G: LanesFormat, const SQUARES: bool>(
-        gradient: &[G::Bits],
-        accumulator: &mut [f32],
-        end: usize,
-    ) -> V::Sums {
-        let mut sums = V::no_sums();
-        for i in (0..end).step_by(LANES) {
-            let at = accumulator.as_mut_ptr().add(i);
-            let sum = V::load(at).add(G::load(gradient.as_ptr().add(i))).quiet();
-            sum.store(at);
-            if SQUARES {
-                sums = sum.add_squares(sums);
-            }
-        }
-        sums
-    }
-    let end = gradient.len() - gradient.len() % LANES;
-    let sums = match gradient {
-        Gradient::F32(g) => run::<V, F32, SQUARES>(g, accumulator, end),
-        Gradient::F16(g) => run::<V, F16, SQUARES>(g, accumulator, end),
-        Gradient::Bf16(g) => run::<V, Bf16, SQUARES>(g, accumulator, end),
-    };
-    (end, sums)
-}
-
-/// How far ahead a loop reads that has one stream of memory to wait for: one core then reads 13.5 GB/s instead of 8.5,
-/// from 4 KiB as from 16. Loops over several arrays gain nothing.
-const PREFETCH_BYTES: usize = 8 * 1024;
-
-/// See [`super::figures`].
-#[inline(always)]
-pub(super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures {
-    #[inline(always)]
-    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], end: usize) -> V::Sums {
-        let mut sums = V::no_sums();
-        for i in (0..end).step_by(LANES) {
-            let at = gradient.as_ptr().add(i);
-            V::prefetch(at.cast::<u8>().wrapping_add(PREFETCH_BYTES));
-            sums = G::load::<V>(at).add_squares(sums);
-        }
-        sums
-    }
-    let end = gradient.len() - gradient.len() % LANES;
-    let sums = match gradient {
-        Gradient::F32(g) => run::<V, F32>(g, end),
-        Gradient::F16(g) => run::<V, F16>(g, end),
-        Gradient::Bf16(g) => run::<V, Bf16>(g, end),
-    };
-    scalar::resume_figures(Sum::resume(V::spill(sums)), end, gradient)
 }
 
 /// See [`super::cast`].

@@ -9,7 +9,7 @@ use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{Code, Figures, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow};
 
-entry_points!(Avx2, "avx2,f16c");
+entry_points!(Avx2, "avx2,fma,f16c");
 
 #[derive(Clone, Copy)]
 struct Avx2(__m256, __m256);
@@ -257,18 +257,24 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn add_squares(self, [a, b, c, d]: Self::Sums) -> Self::Sums {
-        let quarters = [
-            _mm256_castps256_ps128(self.0),
-            _mm256_extractf128_ps::<1>(self.0),
-            _mm256_castps256_ps128(self.1),
-            _mm256_extractf128_ps::<1>(self.1),
-        ];
+    unsafe fn add_square(self, to: Self) -> Self {
+        Avx2(_mm256_fmadd_ps(self.0, self.0, to.0), _mm256_fmadd_ps(self.1, self.1, to.1))
+    }
+
+    #[inline(always)]
+    unsafe fn add_to(self, [a, b, c, d]: Self::Sums) -> Self::Sums {
+        let [x, y, z, w] = self.widened();
+        [_mm256_add_pd(a, x), _mm256_add_pd(b, y), _mm256_add_pd(c, z), _mm256_add_pd(d, w)]
+    }
+
+    #[inline(always)]
+    unsafe fn add_exact_square(self, [a, b, c, d]: Self::Sums) -> Self::Sums {
+        let [x, y, z, w] = self.widened();
         [
-            add_square(a, quarters[0]),
-            add_square(b, quarters[1]),
-            add_square(c, quarters[2]),
-            add_square(d, quarters[3]),
+            _mm256_fmadd_pd(x, x, a),
+            _mm256_fmadd_pd(y, y, b),
+            _mm256_fmadd_pd(z, z, c),
+            _mm256_fmadd_pd(w, w, d),
         ]
     }
 
@@ -285,6 +291,18 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn fence() {
         _mm_sfence();
+    }
+}
+
+impl Avx2 {
+    #[inline(always)]
+    unsafe fn widened(self) -> [__m256d; 4] {
+        [
+            _mm256_cvtps_pd(_mm256_castps256_ps128(self.0)),
+            _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(self.0)),
+            _mm256_cvtps_pd(_mm256_castps256_ps128(self.1)),
+            _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(self.1)),
+        ]
     }
 }
 
@@ -308,12 +326,6 @@ unsafe fn round_to_bf16(x: __m256) -> __m256i {
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     let rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
     _mm256_srli_epi32::<16>(rounded)
-}
-
-#[inline(always)]
-unsafe fn add_square(sum: __m256d, x: __m128) -> __m256d {
-    let x = _mm256_cvtps_pd(x);
-    _mm256_add_pd(sum, _mm256_mul_pd(x, x))
 }
 
 /// The upper halves of 16 words.

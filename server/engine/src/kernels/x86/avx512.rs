@@ -265,12 +265,20 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn add_squares(self, [low, high]: Self::Sums) -> Self::Sums {
-        let (x, y) = (
-            _mm512_cvtps_pd(_mm512_castps512_ps256(self.0)),
-            _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(self.0)),
-        );
-        [_mm512_add_pd(low, _mm512_mul_pd(x, x)), _mm512_add_pd(high, _mm512_mul_pd(y, y))]
+    unsafe fn add_square(self, to: Self) -> Self {
+        Avx512(_mm512_fmadd_ps(self.0, self.0, to.0))
+    }
+
+    #[inline(always)]
+    unsafe fn add_to(self, [low, high]: Self::Sums) -> Self::Sums {
+        let [x, y] = widened(self.0);
+        [_mm512_add_pd(low, x), _mm512_add_pd(high, y)]
+    }
+
+    #[inline(always)]
+    unsafe fn add_exact_square(self, [low, high]: Self::Sums) -> Self::Sums {
+        let [x, y] = widened(self.0);
+        [_mm512_fmadd_pd(x, x, low), _mm512_fmadd_pd(y, y, high)]
     }
 
     #[inline(always)]
@@ -291,6 +299,11 @@ impl Lanes for Avx512 {
 #[cold]
 #[inline(always)]
 fn cold() {}
+
+#[inline(always)]
+unsafe fn widened(x: __m512) -> [__m512d; 2] {
+    [_mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(x))]
+}
 
 /// One permutation of 16-bit elements; shifting and narrowing would be three operations.
 #[inline(always)]
