@@ -118,6 +118,8 @@ fn strike(
 
 /// Two of a server's two or three images in DRAM.
 const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
+/// Gradients too, but for those that are lent.
+const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--compensation", "0.5"];
 
 #[test]
@@ -178,6 +180,18 @@ fn an_exact_nvme_job_with_its_images_on_drives_survives_kills_of_either_server()
 #[test]
 fn a_delayed_nvme_job_with_its_images_on_drives_survives_kills_of_everything() {
     survives(&Case { tier: "nvme", victims: Victims::All, job: DELAYED, server: ON_DRIVES });
+}
+
+#[test]
+fn an_nvme_job_with_all_on_drives_survives_kills_of_either_server() {
+    let job = &["--transport", "tcp", "--micro-steps", "2"];
+    survives(&Case { tier: "nvme", victims: Victims::OneServer, job, server: ALL_ON_DRIVES });
+}
+
+#[test]
+fn a_delayed_nvme_job_with_all_on_drives_survives_kills_of_everything() {
+    let job = &["--transport", "tcp", "--delay", "1", "--warmup-steps", "5"];
+    survives(&Case { tier: "nvme", victims: Victims::All, job, server: ALL_ON_DRIVES });
 }
 
 #[test]

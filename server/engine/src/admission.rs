@@ -8,7 +8,7 @@ use longshore_proto::{
 };
 
 use crate::{
-    job::window_need,
+    job::{spilled_need, window_need},
     tier::{Shape, Storage, nvme, shm},
 };
 
@@ -21,7 +21,7 @@ pub struct Need {
     pub buffers: u64,
     /// Two 16-bit (or fp32) images by version parity, or those that are kept of a job whose images live on drives.
     pub images: u64,
-    /// One wire-format buffer for each rank and step in flight.
+    /// One wire-format buffer for each rank and step in flight; of a job whose gradients live on drives, those on the way.
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,
@@ -42,6 +42,12 @@ impl Need {
             TierKind::Shm => (shm::overhead(spec, layout, owned), state, 0),
             TierKind::Nvme => nvme::need(spec, layout, owned, storage),
         };
+        let (contributions, accumulators) = if storage.spills_gradients(spec) {
+            spilled_need(spec, layout, owned)
+        } else {
+            let contributions = elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size);
+            (contributions, if spec.accumulates() { elements * 4 * slots } else { 0 })
+        };
         Need {
             state,
             buffers,
@@ -51,9 +57,9 @@ impl Need {
             } else {
                 elements * spec.image_dtype.bytes() * 2
             },
-            contributions: elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size),
+            contributions,
             transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * CONNECTION_BYTES) as u64,
-            accumulators: if spec.accumulates() { elements * 4 * slots } else { 0 },
+            accumulators,
         }
     }
 

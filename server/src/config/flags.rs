@@ -45,7 +45,8 @@ pub struct Flags {
     #[arg(long, env = "LONGSHORED_DURABILITY", value_enum)]
     pub durability: Option<Durability>,
     /// What of an nvme job lives on the drives: state, or images, which are the 16-bit weights as well: 4 bytes a
-    /// parameter less in memory, 2 more written in a step [default: state]
+    /// parameter less in memory, 2 more written in a step; or all, with gradients that workers do not lend: 2 bytes
+    /// a parameter and rank less, 2 more written and read [default: state]
     #[arg(long, env = "LONGSHORED_SPILL", value_enum)]
     pub spill: Option<Spill>,
     /// What the drives of --state-dir together may be written with, as in 600TB: status then forecasts their wear

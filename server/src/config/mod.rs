@@ -189,9 +189,10 @@ mod tests {
     #[test]
     fn what_cannot_be_spilled_is_said() {
         let error = |args: &[&str]| resolve(args, "").unwrap_err().to_string();
-        assert!(error(&["--spill", "all"]).contains("gradients stay in memory"));
+        assert!(error(&["--spill", "all", "--durability", "nothing"]).contains("no image is kept"));
         assert!(error(&["--spill", "images", "--durability", "nothing"]).contains("no image is kept"));
         assert_eq!(resolve(&[], "spill = \"images\"").unwrap().storage.spill, Spill::Images);
+        assert_eq!(resolve(&["--spill", "all"], "").unwrap().storage.spill, Spill::All);
     }
 
     #[test]

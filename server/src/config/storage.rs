@@ -49,9 +49,9 @@ pub enum Durability {
 pub enum Spill {
     #[default]
     State,
+    /// And the 16-bit weights.
     Images,
-    /// Gradients, too: refused, for now.
-    #[value(hide = true)]
+    /// And gradients.
     All,
 }
 
@@ -90,11 +90,11 @@ impl StorageConfig {
         let refuse =
             |value: &str, limit| Err(ConfigError::Value { field: "spill", value: value.into(), limit });
         match (self.spill, self.durability) {
-            (Spill::All, _) => refuse("all", "state or images: gradients stay in memory"),
-            (Spill::Images, Durability::Nothing) => {
-                refuse("images", "state where durability is nothing: no image is kept on the drives then")
+            (Spill::State, _) | (_, Durability::EachVersion) => Ok(()),
+            (spill, Durability::Nothing) => {
+                let name = if spill == Spill::All { "all" } else { "images" };
+                refuse(name, "state where durability is nothing: no image is kept on the drives then")
             }
-            _ => Ok(()),
         }
     }
 
@@ -117,7 +117,8 @@ impl StorageConfig {
             },
             spill: match self.spill {
                 Spill::State => tier::Spill::State,
-                Spill::Images | Spill::All => tier::Spill::Images,
+                Spill::Images => tier::Spill::Images,
+                Spill::All => tier::Spill::All,
             },
             ..tier::Storage::default()
         }

@@ -24,10 +24,17 @@ use tokio::{
 
 use super::pace::Pace;
 
+/// What the compute thread is asked to do.
+enum Task {
+    Perform(Work),
+    /// Count a chunk that has reached the drives.
+    Collect,
+}
+
 /// A job and what moves it. Dropped with its last user; the compute thread ends with it.
 pub(crate) struct JobHandle {
     pub(crate) job: Arc<Job>,
-    works: mpsc::Sender<Work>,
+    tasks: Arc<mpsc::Sender<Task>>,
     changed: watch::Receiver<u64>,
     /// What every waiter is told once the job is not served any more.
     closed: watch::Sender<Option<Fault>>,
@@ -50,7 +57,13 @@ impl JobHandle {
         let (moved, changed) = watch::channel(0u64);
         let observer = Box::new(move || moved.send_modify(|count| *count = count.wrapping_add(1)));
         let job = Arc::new(Job::open(spec, placement, server, budget, storage, compute, observer)?);
-        let (works, inbox) = mpsc::channel();
+        let (tasks, inbox) = mpsc::channel();
+        let tasks = Arc::new(tasks);
+        // The compute thread, which holds the job, ends with the handle's sender.
+        let collect = Arc::downgrade(&tasks);
+        job.on_arrival(Box::new(move || {
+            let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
+        }));
         let worker = Arc::clone(&job);
         let name = format!("job-{}", job.spec().name.as_str());
         let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox));
@@ -60,7 +73,7 @@ impl JobHandle {
         let unfinished = job.take_unfinished();
         let handle = JobHandle {
             job,
-            works,
+            tasks,
             changed,
             closed: watch::Sender::new(None),
             last_step: AtomicU64::new(u64::MAX),
@@ -74,7 +87,7 @@ impl JobHandle {
     /// Hands work to the compute thread. It is gone only once the job failed, which every later call reports.
     pub(crate) fn perform(&self, work: Option<Work>) {
         if let Some(work) = work {
-            let _ = self.works.send(work);
+            let _ = self.tasks.send(Task::Perform(work));
         }
     }
 
@@ -172,17 +185,21 @@ impl JobHandle {
 
 /// The compute thread: works in the order they come, what follows from one after those already waiting. So the sums of
 /// a delayed job's next step are formed between the updates of this one.
-fn perform_all(job: &Job, inbox: &mpsc::Receiver<Work>) {
+fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>) {
     job.compute().pool().adopt_caller();
-    let mut works = VecDeque::new();
-    while let Ok(work) = inbox.recv() {
-        works.push_back(work);
-        while let Some(work) = works.pop_front() {
-            match job.perform(work) {
-                Ok(next) => works.extend(next),
+    let mut tasks = VecDeque::new();
+    while let Ok(task) = inbox.recv() {
+        tasks.push_back(task);
+        while let Some(task) = tasks.pop_front() {
+            let next = match task {
+                Task::Perform(work) => job.perform(work),
+                Task::Collect => job.collect(),
+            };
+            match next {
+                Ok(next) => tasks.extend(next.map(Task::Perform)),
                 Err(_) => return,
             }
-            works.extend(inbox.try_iter());
+            tasks.extend(inbox.try_iter());
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::{
     kernels::{Figures, ImageMut},
     memory::{AllocationError, Glimpse, Region, SharedFile, Slab, Words},
     threads::Pool,
+    tier::Storage,
 };
 
 /// By owned shard.
@@ -119,36 +120,59 @@ pub(super) struct Space {
     slab: Slab,
     /// With images and words, where they are apart from the rest.
     shared: Option<(Slab, SharedFile)>,
-    /// Bytes of an element's images that are here: 0 where they live on drives.
+    /// Bytes of an element that are here.
+    widths: Widths,
+}
+
+/// Bytes of an element of each kind; 0 of those that live on drives.
+#[derive(Clone, Copy)]
+struct Widths {
     image: usize,
+    contribution: usize,
+    sum: usize,
+}
+
+impl Widths {
+    fn of(spec: &JobSpec) -> Widths {
+        Widths {
+            image: spec.image_dtype.bytes() as usize,
+            contribution: spec.gradient_dtype.bytes() as usize,
+            sum: if spec.accumulates() { 4 } else { 0 },
+        }
+    }
 }
 
 impl Space {
-    /// `share`: images in memory that other processes can be given, where the kernel has such.
-    /// `spilled`: images live elsewhere.
+    /// Images lie in memory that other processes can be given, if that is wanted and the kernel has such.
     pub(super) fn allocate(
         spec: &JobSpec,
         lengths: &[usize],
-        share: bool,
-        spilled: bool,
+        storage: &Storage,
     ) -> Result<Space, AllocationError> {
-        let image = if spilled { 0 } else { spec.image_dtype.bytes() as usize };
-        let images = Slab::bytes_for(image_sizes(image, lengths));
-        let shared = (share && !spilled).then(|| Slab::allocate_shared(images)).and_then(|shared| {
+        let mut widths = Widths::of(spec);
+        let share = storage.share_images && !storage.spills_images(spec);
+        if storage.spills_images(spec) {
+            widths.image = 0;
+        }
+        if storage.spills_gradients(spec) {
+            (widths.contribution, widths.sum) = (0, 0);
+        }
+        let images = Slab::bytes_for(image_sizes(widths.image, lengths));
+        let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {
             shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
         });
-        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, lengths, image, shared.is_some())))?;
-        Ok(Space { slab, shared, image })
+        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, lengths, widths, shared.is_some())))?;
+        Ok(Space { slab, shared, widths })
     }
 
     /// Of [`Space::bytes`], which a tier keeps. Its images are not shared: who may read the file could write it, too.
     pub(super) fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
-        Space { slab, shared: None, image: spec.image_dtype.bytes() as usize }
+        Space { slab, shared: None, widths: Widths::of(spec) }
     }
 
     /// What all buffers need in one piece.
     pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
-        Slab::bytes_for(sizes(spec, lengths, spec.image_dtype.bytes() as usize, false))
+        Slab::bytes_for(sizes(spec, lengths, Widths::of(spec), false))
     }
 }
 
@@ -160,10 +184,8 @@ fn image_sizes(bytes: usize, lengths: &[usize]) -> Vec<usize> {
 }
 
 /// Each shard's images, contributions and sums, then the words; `apart`: without images and words.
-fn sizes(spec: &JobSpec, lengths: &[usize], image: usize, apart: bool) -> Vec<usize> {
-    let gradient = spec.gradient_dtype.bytes() as usize;
-    let sum = if spec.accumulates() { 4 } else { 0 };
-    let images = image_sizes(image, lengths);
+fn sizes(spec: &JobSpec, lengths: &[usize], widths: Widths, apart: bool) -> Vec<usize> {
+    let images = image_sizes(widths.image, lengths);
     let (pairs, words) = images.as_chunks::<2>();
     let mut sizes = Vec::new();
     for (&length, pair) in lengths.iter().zip(pairs) {
@@ -171,8 +193,8 @@ fn sizes(spec: &JobSpec, lengths: &[usize], image: usize, apart: bool) -> Vec<us
             sizes.extend(pair);
         }
         for _ in 0..spec.gradient_slots() {
-            sizes.extend(vec![length * gradient; spec.world_size as usize]);
-            sizes.push(length * sum);
+            sizes.extend(vec![length * widths.contribution; spec.world_size as usize]);
+            sizes.push(length * widths.sum);
         }
     }
     if !apart {
@@ -191,10 +213,10 @@ impl Buffers {
     ) -> Result<Buffers, AllocationError> {
         let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
         let mut apart = Vec::new().into_iter();
-        let sizes = sizes(spec, lengths, space.image, space.shared.is_some());
+        let sizes = sizes(spec, lengths, space.widths, space.shared.is_some());
         let mut shared = None;
         if let Some((slab, file)) = space.shared {
-            apart = slab.carve(&image_sizes(space.image, lengths), pool)?.into_iter();
+            apart = slab.carve(&image_sizes(space.widths.image, lengths), pool)?.into_iter();
             shared = Some(file);
         }
         let mut regions = space.slab.carve(&sizes, pool)?.into_iter();

@@ -1,4 +1,4 @@
-//! One rank's gradient of a shard: copied into the job's memory, or lent where its sender has it.
+//! One rank's gradient of a shard: copied into the job's memory, lent where its sender has it, or gone to the drives.
 
 use std::{ops::Range, sync::Arc};
 
@@ -26,11 +26,13 @@ pub(super) struct Contribution {
     /// Of the blocks that were copied here while their figures were wanted. A block being copied still has the ones of
     /// the step before: who asks knows that the contribution is whole.
     figures: Vec<Option<Figures>>,
+    /// Of the chunks that went to the drives.
+    sums: Vec<u32>,
 }
 
 impl Contribution {
     pub(super) fn new(region: Region) -> Contribution {
-        Contribution { region, lent: None, figures: Vec::new() }
+        Contribution { region, lent: None, figures: Vec::new(), sums: Vec::new() }
     }
 
     /// Memory of the job to copy into, instead of what was lent.
@@ -42,12 +44,31 @@ impl Contribution {
     /// Takes the figures of the blocks that end in `copied`, bytes that were just copied: they are in cache still, while
     /// reading the gradient from memory once it is whole costs a tenth of receiving it over loopback.
     pub(super) fn take_figures(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
-        let size = BLOCK * dtype.bytes() as usize;
-        self.figures.resize(self.region.bytes().len() / size, None);
-        for block in copied.start / size..copied.end / size {
-            let of = self.own_gradient(dtype).slice(block * BLOCK..(block + 1) * BLOCK);
-            self.figures[block] = Some(figures(isa, of));
+        let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
+        self.figures.resize(blocks, None);
+        for (block, figures) in figures_within(self.region.bytes(), copied, dtype, isa) {
+            self.figures[block] = Some(figures);
         }
+    }
+
+    /// A chunk is on the drives, instead of what was lent.
+    pub(super) fn arrived(&mut self, chunk: usize, crc32: u32, figures: &[(usize, Figures)]) {
+        self.lent = None;
+        self.sums.resize(self.sums.len().max(chunk + 1), 0);
+        self.sums[chunk] = crc32;
+        for &(block, figures) in figures {
+            self.figures.resize(self.figures.len().max(block + 1), None);
+            self.figures[block] = Some(figures);
+        }
+    }
+
+    /// CRC-32 of each chunk on the drives.
+    pub(super) fn sums(&self) -> &[u32] {
+        &self.sums
+    }
+
+    pub(super) fn is_lent(&self) -> bool {
+        self.lent.is_some()
     }
 
     /// What is known of a block of the whole gradient.
@@ -79,7 +100,20 @@ impl Contribution {
     }
 }
 
-fn cast(bytes: &[u8], dtype: Dtype) -> Gradient<'_> {
+/// Those of the blocks of `bytes` that end in `copied`, with their number.
+pub(super) fn figures_within(
+    bytes: &[u8],
+    copied: Range<usize>,
+    dtype: Dtype,
+    isa: Isa,
+) -> impl Iterator<Item = (usize, Figures)> {
+    let size = BLOCK * dtype.bytes() as usize;
+    (copied.start / size..copied.end / size)
+        .map(move |block| (block, figures(isa, cast(&bytes[block * size..(block + 1) * size], dtype))))
+}
+
+/// Wire bytes as elements.
+pub(super) fn cast(bytes: &[u8], dtype: Dtype) -> Gradient<'_> {
     match dtype {
         Dtype::F32 => Gradient::F32(bytemuck::cast_slice(bytes)),
         Dtype::F16 => Gradient::F16(bytemuck::cast_slice(bytes)),

@@ -11,6 +11,7 @@ mod load;
 mod read;
 mod receive;
 mod snapshot;
+mod spilled;
 mod update;
 mod window;
 
@@ -34,12 +35,14 @@ pub use load::{LoadedShard, StoredImages};
 pub use read::{ImageBytes, ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, SnapshotInfo};
+pub(crate) use spilled::need as spilled_need;
 pub(crate) use window::need as window_need;
 
 use self::{
     buffers::{Buffers, Space},
     load::Load,
     snapshot::Snapshot,
+    spilled::SpilledGradients,
     window::Window,
 };
 use crate::{
@@ -84,6 +87,8 @@ pub struct Job {
     buffers: Buffers,
     /// Of a job whose images live on drives.
     window: Option<Window>,
+    /// Of a job whose gradients do.
+    spilled: Option<SpilledGradients>,
     tier: Box<dyn Tier>,
     compute: Arc<Compute>,
     load: Mutex<Load>,
@@ -124,9 +129,10 @@ impl Job {
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
         let spilled = storage.spills_images(&spec);
-        let anonymous = || Space::allocate(&spec, &lengths, storage.share_images, spilled).map_err(exhausted);
+        let anonymous = || Space::allocate(&spec, &lengths, storage).map_err(exhausted);
         let inputs =
             Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
+        let mut files = None;
         let (tier, space, kept): (Box<dyn Tier>, Space, Kept) = match spec.tier {
             TierKind::Memory => {
                 let space = anonymous()?;
@@ -143,12 +149,22 @@ impl Job {
                 let space = anonymous()?;
                 let waker = Arc::clone(&signal);
                 let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
+                if storage.spills_gradients(&spec) {
+                    // A store that was made a moment ago must not stay behind.
+                    let made = tier.create_gradients(&inputs).inspect_err(|_| {
+                        _ = kept.is_none().then(|| tier.discard());
+                    });
+                    files = Some(made?);
+                }
                 (Box::new(tier), space, kept.map_or(Kept::Nothing, Kept::Nvme))
             }
         };
         let buffers = Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
+        let spilled =
+            files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));
+        let spilled = spilled.transpose().map_err(exhausted)?;
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
@@ -162,6 +178,7 @@ impl Job {
             signal,
             buffers,
             window,
+            spilled,
             tier,
             compute,
             load: Mutex::new(load),
@@ -213,7 +230,8 @@ impl Job {
 
     /// Written to drives since the job was opened here.
     pub fn written_bytes(&self) -> u64 {
-        self.tier.written_bytes()
+        let gradients = self.spilled.as_ref().map_or(0, SpilledGradients::written_bytes);
+        self.tier.written_bytes() + gradients
     }
 
     /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. True when it
@@ -358,17 +376,21 @@ impl Job {
         self.check_alive()?;
         let next = match work {
             Work::Sum { owned, slot, step, micro_step } => {
-                self.sum(owned, slot, step, micro_step);
-                Ok(None)
+                self.sum(owned, slot, step, micro_step).map(|()| None)
             }
             Work::Update { owned, step } => self.update(owned, step),
         };
-        if let Err(fault) = &next {
-            tracing::error!(job = %self.spec.name, %fault, "the job cannot go on from this server");
-            let _ = self.failed.set(fault.clone());
-        }
+        let next = next.map_err(|fault| self.fail(fault));
         self.notify();
         next
+    }
+
+    /// Nothing is accepted any more.
+    fn fail(&self, fault: Fault) -> Fault {
+        tracing::error!(job = %self.spec.name, %fault, "the job cannot go on from this server");
+        let _ = self.failed.set(fault.clone());
+        self.notify();
+        fault
     }
 
     /// Hands a decided step's record to the tier. An error is the end of the job here.

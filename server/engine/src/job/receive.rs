@@ -18,7 +18,8 @@ use super::{
     Job,
     buffers::ShardBuffers,
     compute::BLOCK,
-    contribution::{Contribution, LENT_ALIGNMENT, Lent},
+    contribution::{LENT_ALIGNMENT, Lent, figures_within},
+    spilled::Staged,
 };
 use crate::{
     kernels::{Figures, Gradient, accumulate, accumulate_figures, figures, widen},
@@ -52,9 +53,11 @@ pub enum Admitted<J: Deref<Target = Job>> {
 pub struct Writing<J: Deref<Target = Job>> {
     job: J,
     ticket: Ticket,
-    /// Bytes of the rank's buffer still to be filled.
+    /// Bytes of the rank's gradient still to come.
     left: Range<usize>,
     sum: Crc32,
+    /// Where they come to, if gradients live on drives.
+    staged: Option<Staged>,
     finished: bool,
 }
 
@@ -69,16 +72,12 @@ impl<J: Deref<Target = Job>> Writing<J> {
             let value = format!("{} bytes more than announced", slice.len() - self.left.len());
             return Err(Fault::invalid("payload", value, "as long as the chunk", "send whole chunks"));
         }
-        let Ticket { owned, slot, chunk } = self.ticket;
-        let buffer = &self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()];
-        // Two connections may bring chunks of one buffer: neither holds it for longer than a part.
         for part in slice.chunks(LOCKED_BYTES) {
-            let end = self.left.start + part.len();
-            let mut contribution = lock(buffer);
-            // Admission checked that the chunk lies inside the shard.
-            self.sum.copy(part, &mut contribution.own()[self.left.start..end]);
-            self.take_figures(&mut contribution, self.left.start..end);
-            self.left.start = end;
+            self.fill(part.len(), |place, sum| {
+                sum.copy(part, place);
+                Ok(place.len())
+            })
+            .expect("copying does not fail");
         }
         Ok(())
     }
@@ -94,45 +93,66 @@ impl<J: Deref<Target = Job>> Writing<J> {
         read: &mut dyn FnMut(&mut [u8]) -> io::Result<usize>,
     ) -> io::Result<usize> {
         let _stage = self.stage();
-        let Ticket { owned, slot, chunk } = self.ticket;
-        let buffer = &self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()];
-        let end = self.left.end.min(self.left.start + most.min(LOCKED_BYTES));
-        let mut contribution = lock(buffer);
-        let place = &mut contribution.own()[self.left.start..end];
-        let count = read(place)?;
-        self.sum.update(&place[..count]);
-        let end = self.left.start + count;
-        self.take_figures(&mut contribution, self.left.start..end);
-        self.left.start = end;
-        Ok(count)
+        self.fill(most, |place, sum| {
+            let count = read(place)?;
+            sum.update(&place[..count]);
+            Ok(count)
+        })
     }
 
     /// Takes the whole payload from where it lies: `fetch(from, target)` copies what is `from` bytes into it. What is
     /// summed is the copy, whatever becomes of the original meanwhile.
     pub fn fetch(&mut self, fetch: &mut dyn FnMut(usize, &mut [u8])) {
         let _stage = self.stage();
-        let Ticket { owned, slot, chunk } = self.ticket;
-        let buffer = &self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()];
         let mut from = 0;
         while !self.left.is_empty() {
-            let end = self.left.end.min(self.left.start + LOCKED_BYTES);
-            let mut contribution = lock(buffer);
-            for tile in contribution.own()[self.left.start..end].chunks_mut(TILE_BYTES) {
-                fetch(from, tile);
-                self.sum.update(tile);
-                from += tile.len();
-            }
-            self.take_figures(&mut contribution, self.left.start..end);
-            self.left.start = end;
+            self.fill(LOCKED_BYTES, |place, sum| {
+                for tile in place.chunks_mut(TILE_BYTES) {
+                    fetch(from, tile);
+                    sum.update(tile);
+                    from += tile.len();
+                }
+                Ok(place.len())
+            })
+            .expect("copying does not fail");
         }
     }
 
-    /// Of bytes just copied, if nothing else will take them: sums are looked at as they are formed.
-    fn take_figures(&self, contribution: &mut Contribution, copied: Range<usize>) {
+    /// Gives the place of the next bytes, at most `most`, to `fill`, which says how many came; then takes the figures of
+    /// the blocks that they end, if nothing else will: sums are looked at as they are formed.
+    fn fill(
+        &mut self,
+        most: usize,
+        fill: impl FnOnce(&mut [u8], &mut Crc32) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        let Ticket { owned, slot, chunk } = self.ticket;
         let job = &*self.job;
-        if !job.spec.unchecked && !job.spec.accumulates() {
-            contribution.take_figures(copied, job.spec.gradient_dtype, job.compute.isa());
-        }
+        let start = self.left.start;
+        let end = self.left.end.min(start + most.min(LOCKED_BYTES));
+        let (dtype, isa) = (job.spec.gradient_dtype, job.compute.isa());
+        let figures = !job.spec.unchecked && !job.spec.accumulates();
+        let count = if let Some(Staged { region, start: first, figures: taken }) = &mut self.staged {
+            let count = fill(&mut region.bytes_mut()[start - *first..end - *first], &mut self.sum)?;
+            if figures {
+                let copied = start - *first..start + count - *first;
+                let before = *first / (BLOCK * dtype.bytes() as usize);
+                let blocks = figures_within(region.bytes(), copied, dtype, isa);
+                taken.extend(blocks.map(|(block, figures)| (before + block, figures)));
+            }
+            count
+        } else {
+            // Two connections may bring chunks of one buffer: neither holds it for longer than a part.
+            let mut contribution =
+                lock(&job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
+            // Admission checked that the chunk lies inside the shard.
+            let count = fill(&mut contribution.own()[start..end], &mut self.sum)?;
+            if figures {
+                contribution.take_figures(start..start + count, dtype, isa);
+            }
+            count
+        };
+        self.left.start += count;
+        Ok(count)
     }
 
     fn stage(&self) -> EnteredSpan {
@@ -164,7 +184,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         Ok(())
     }
 
-    /// Counts the chunk, if all of it came and it has its checksum.
+    /// Counts the chunk, if all of it came and it has its checksum. One that goes to the drives counts once it is there and
+    /// [collected](Job::collect).
     ///
     /// # Errors
     /// `Invalid` for a short payload, `Corrupt` for a damaged one: then nothing was stored.
@@ -179,6 +200,10 @@ impl<J: Deref<Target = Job>> Writing<J> {
         }
         self.finished = true;
         self.job.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
+        if let (Some(spilled), Some(staged)) = (&self.job.spilled, self.staged.take()) {
+            spilled.store(self.ticket, staged, self.sum.value());
+            return Ok(None);
+        }
         let work = lock(&self.job.machine).stored(self.ticket);
         self.job.notify();
         Ok(work)
@@ -188,6 +213,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
 impl<J: Deref<Target = Job>> Drop for Writing<J> {
     fn drop(&mut self) {
         if !self.finished {
+            if let (Some(spilled), Some(staged)) = (&self.job.spilled, self.staged.take()) {
+                spilled.unstage(staged);
+            }
             lock(&self.job.machine).abandoned(self.ticket);
             self.job.notify();
         }
@@ -217,7 +245,15 @@ impl Job {
         // The machine refuses a chunk that has no place, or whose length is not its place's.
         let start = if chunk.lent { 0 } else { chunk.chunk.0 as usize * CHUNK_BYTES };
         let left = start..start + chunk.bytes as usize;
-        Ok(Admitted::Write(Writing { job, ticket, left, sum: Crc32::new(), finished: false }))
+        let mut staged = None;
+        if let Some(spilled) = job.spilled.as_ref().filter(|_| !chunk.lent) {
+            staged = spilled.stage(start);
+            if staged.is_none() {
+                lock(&job.machine).abandoned(ticket);
+                return Ok(Admitted::Busy);
+            }
+        }
+        Ok(Admitted::Write(Writing { job, ticket, left, sum: Crc32::new(), staged, finished: false }))
     }
 
     /// Stores one chunk whose payload is all here.
@@ -233,7 +269,13 @@ impl Job {
     }
 
     /// Adds the ranks' buffers of a micro-step in rank order; takes the figures with the last addition.
-    pub(super) fn sum(&self, owned: usize, slot: usize, step: Step, micro_step: MicroStep) {
+    pub(super) fn sum(
+        &self,
+        owned: usize,
+        slot: usize,
+        step: Step,
+        micro_step: MicroStep,
+    ) -> Result<(), Fault> {
         let _stage =
             debug_span!(target: "stage", "sum", shard = self.owned[owned].0, step = step.0).entered();
         let buffers = &self.buffers.shards[owned];
@@ -241,7 +283,10 @@ impl Job {
         let checked = last && !self.spec.unchecked;
         let figures = match &buffers.accumulators[slot] {
             None if self.spec.unchecked => self.no_figures(owned),
-            None => self.lone_figures(buffers, slot),
+            None => self.lone_figures(owned, slot),
+            Some(_) if let Some(spilled) = &self.spilled => {
+                self.accumulate_spilled(spilled, (owned, slot), micro_step, checked)?
+            }
             Some(accumulator) => {
                 let mut accumulator = lock(accumulator);
                 self.accumulate(buffers, slot, accumulator.f32_mut(), micro_step.0 == 0, checked)
@@ -253,6 +298,7 @@ impl Job {
         }
         let complete = lock(&self.machine).summed(owned, slot);
         tracing::trace!(job = %self.spec.name, %step, %micro_step, shard = %self.owned[owned], complete, "summed");
+        Ok(())
     }
 
     /// The figures of a sum that an earlier process had formed.
@@ -261,7 +307,7 @@ impl Job {
         let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
         let formed = match &buffers.accumulators[slot] {
             _ if self.spec.unchecked => self.no_figures(owned),
-            None => self.lone_figures(buffers, slot),
+            None => self.lone_figures(owned, slot),
             Some(accumulator) => {
                 let accumulator = lock(accumulator);
                 let blocks = accumulator.f32().chunks(BLOCK).collect();
@@ -276,14 +322,15 @@ impl Job {
         vec![Figures::NONE; self.layout.shard_len(self.owned[owned]) as usize / BLOCK]
     }
 
-    fn lone_figures(&self, buffers: &ShardBuffers, slot: usize) -> Vec<Figures> {
+    fn lone_figures(&self, owned: usize, slot: usize) -> Vec<Figures> {
         let isa = self.compute.isa();
-        let lone = lock(&buffers.contributions[slot][0]);
-        let whole = lone.gradient(self.spec.gradient_dtype);
-        let known: Vec<_> = (0..whole.len() / BLOCK).map(|block| lone.figures(block)).collect();
+        let lone = lock(&self.buffers.shards[owned].contributions[slot][0]);
+        let blocks = self.layout.shard_len(self.owned[owned]) as usize / BLOCK;
+        let known: Vec<_> = (0..blocks).map(|block| lone.figures(block)).collect();
         if let Some(all) = known.iter().copied().collect() {
             return all;
         }
+        let whole = lone.gradient(self.spec.gradient_dtype);
         let blocks = known.into_iter().enumerate().collect();
         self.compute.blocks(blocks, |(block, known): (usize, Option<Figures>)| {
             known.unwrap_or_else(|| figures(isa, whole.slice(block * BLOCK..(block + 1) * BLOCK)))

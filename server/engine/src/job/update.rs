@@ -4,7 +4,7 @@ use longshore_proto::{BlockId, Commit, Fault, Step, limits::BLOCK_ELEMENTS};
 
 use tracing::debug_span;
 
-use super::{Job, buffers::image_blocks, compute::BLOCK};
+use super::{Job, buffers::image_blocks, compute::BLOCK, contribution::cast};
 use crate::{
     kernels::{Gradient, ImageMut, Random, Scalars, update, update_low},
     lock,
@@ -67,13 +67,16 @@ impl Job {
             .iter()
             .map(|hyper| Scalars::new(self.spec.rule, hyper, applied, multiplier))
             .collect();
+        let fetched = self.fetch_gradient(owned, commit.step)?;
         let buffers = &self.buffers.shards[owned];
         let slot = (commit.step.0 % self.spec.gradient_slots() as u64) as usize;
         let lone = lock(&buffers.contributions[slot][0]);
         let sum = buffers.accumulators[slot].as_ref().map(lock);
-        let whole = match &sum {
-            Some(region) => Gradient::F32(region.f32()),
-            None => lone.gradient(self.spec.gradient_dtype),
+        let whole = match (&fetched, &sum) {
+            (Some(region), Some(_)) => Gradient::F32(region.f32()),
+            (Some(region), None) => cast(region.bytes(), self.spec.gradient_dtype),
+            (None, Some(region)) => Gradient::F32(region.f32()),
+            (None, None) => lone.gradient(self.spec.gradient_dtype),
         };
         let version = commit.step.version();
         let mut image = self.image_to_make(owned, version);
@@ -89,6 +92,8 @@ impl Job {
             });
         })?;
         image.set(Some(version));
+        drop((lone, sum));
+        self.give_gradient_back(fetched);
         Ok(())
     }
 

@@ -72,12 +72,20 @@ pub enum Spill {
     /// The images too, of all jobs and not of the delayed ones alone: DRAM holds those made last, pulls read the others from
     /// the drives. 2 bytes a parameter more are written in a step, and 4 less held.
     Images,
+    /// And the gradients that are not lent: chunks go to the drives as they come, sums of ranks and micro-steps as they are
+    /// formed, and come back for the update.
+    All,
 }
 
 impl Storage {
     /// Whether this job's images live on the drives alone.
     pub(crate) fn spills_images(&self, spec: &JobSpec) -> bool {
-        spec.tier == TierKind::Nvme && self.spill == Spill::Images
+        spec.tier == TierKind::Nvme && self.spill != Spill::State
+    }
+
+    /// Whether this job's gradients do.
+    pub(crate) fn spills_gradients(&self, spec: &JobSpec) -> bool {
+        spec.tier == TierKind::Nvme && self.spill == Spill::All
     }
 }
 

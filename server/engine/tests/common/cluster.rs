@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     ops::Range,
-    sync::Arc,
+    sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
 };
 
@@ -32,8 +32,10 @@ pub(crate) fn placement(spec: &JobSpec, servers: usize) -> Placement {
 }
 
 pub(crate) fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + WAIT
 }
+
+const WAIT: Duration = Duration::from_secs(20);
 
 pub(crate) struct Cluster {
     pub(crate) spec: JobSpec,
@@ -41,6 +43,8 @@ pub(crate) struct Cluster {
     pub(crate) placement: Placement,
     pub(crate) jobs: Vec<Arc<Job>>,
     pub(crate) works: Vec<VecDeque<Work>>,
+    /// By server: chunks that reached the drives.
+    arrivals: Vec<Mutex<mpsc::Receiver<()>>>,
     pub(crate) incarnations: Vec<Incarnation>,
 }
 
@@ -73,10 +77,16 @@ impl Cluster {
         };
         let jobs = (0..servers).map(open).collect::<Result<Vec<_>, Fault>>()?;
         let works = jobs.iter().map(|job: &Arc<Job>| VecDeque::from(job.take_unfinished())).collect();
+        let arrivals = jobs.iter().map(|job: &Arc<Job>| {
+            let (sender, arrivals) = mpsc::channel();
+            job.on_arrival(Box::new(move || _ = sender.send(())));
+            Mutex::new(arrivals)
+        });
+        let arrivals = arrivals.collect();
         let known = |rank: usize| jobs.iter().filter_map(|job| job.ranks()[rank].incarnation).max();
         let incarnations =
             (0..spec.world_size as usize).map(|rank| known(rank).unwrap_or_default()).collect();
-        Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, incarnations })
+        Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, arrivals, incarnations })
     }
 
     /// One server, two threads, the best instruction set; joined and loaded.
@@ -170,8 +180,16 @@ impl Cluster {
         let server = self.owner(chunk.contribution.shard);
         let job = &self.jobs[server];
         let stored = if chunk.lent { lend(job, chunk, payload)? } else { job.store(chunk, payload)? };
-        if let Stored::New(Some(work)) = stored {
-            self.works[server].push_back(work);
+        if let Stored::New(work) = stored {
+            self.works[server].extend(work);
+            if job.spills_gradients() && !chunk.lent {
+                self.arrivals[server]
+                    .lock()
+                    .unwrap()
+                    .recv_timeout(WAIT)
+                    .expect("the chunk reaches the drives");
+                self.works[server].extend(job.collect()?);
+            }
         }
         Ok(stored)
     }
@@ -293,7 +311,6 @@ impl Cluster {
 
     /// Master, first and second moment of the whole flat space.
     pub(crate) fn state(&self) -> [Vec<f32>; 3] {
-        use std::sync::Mutex;
         let found = Arc::new(Mutex::new(Vec::new()));
         for job in &self.jobs {
             let sink = Arc::clone(&found);

@@ -36,7 +36,13 @@ fn record(max_delay: u32, directories: usize, spill: Spill) -> Recorded {
 
 #[test]
 fn a_crash_anywhere_goes_back_to_a_durable_version() {
-    let cases = [(0, 1, Spill::State), (1, 2, Spill::State), (0, 2, Spill::Images), (1, 1, Spill::Images)];
+    let cases = [
+        (0, 1, Spill::State),
+        (1, 2, Spill::State),
+        (0, 2, Spill::Images),
+        (1, 1, Spill::Images),
+        (0, 1, Spill::All),
+    ];
     for (max_delay, directories, spill) in cases {
         let spec = small(max_delay);
         let recorded = record(max_delay, directories, spill);

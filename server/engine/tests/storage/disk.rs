@@ -87,6 +87,13 @@ impl Disks {
         self.state.lock().unwrap().image.clone()
     }
 
+    /// Flips a bit of the file whose path ends so.
+    pub(crate) fn flip(&self, file: &str, at: u64, bit: u32) {
+        let mut state = self.state.lock().unwrap();
+        let of = state.image.iter_mut().find(|(path, _)| path.ends_with(file)).expect("written").1;
+        of.get_mut(&(at & !4095)).expect("written")[(at % 4096) as usize] ^= 1 << bit;
+    }
+
     pub(crate) fn fail_write(&self, after: usize, kind: io::ErrorKind) {
         let mut state = self.state.lock().unwrap();
         state.fail_write = Some((state.writes + after, kind));

@@ -50,7 +50,7 @@ pub(crate) struct Args {
     /// Folders for the nvme tier
     #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
     state_dir: Vec<PathBuf>,
-    /// What of the nvme tier lives on the drives: state or images
+    /// What of the nvme tier lives on the drives: state, images or all
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     spill: Spill,
     /// 0: exact. 1: each step computes with the weights of the step before last
@@ -89,7 +89,6 @@ impl Args {
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
         ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
         ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
-        ensure!(self.spill != Spill::All, "--spill must be state or images");
         ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
         Ok(())
     }

@@ -17,6 +17,7 @@
 //! flush the kernel reports success for pages that it has dropped.
 
 mod bench;
+mod gradients;
 mod images;
 mod inspect;
 mod open;
@@ -39,6 +40,7 @@ use longshore_proto::{Fault, TierKind, Version};
 pub(super) use self::inspect::inspect;
 pub use self::{
     bench::{StorageFigures, bench},
+    gradients::{GradientFiles, Kind, Transfer},
     inspect::{Report, VersionReport},
     open::need,
 };
@@ -51,7 +53,7 @@ use self::{
     seal::{Sealer, Sealing},
 };
 use super::{
-    Durability, Guard, ImageAge, Record, StateMut, StateRef, Tier, Turn,
+    Durability, Guard, ImageAge, Inputs, Record, StateMut, StateRef, Tier, Turn,
     fault::{corrupt, internal},
     folder::Folder,
     record::crc64,
@@ -120,6 +122,12 @@ impl BlockSeals<'_> {
 impl NvmeTier {
     fn plan(&self) -> &Plan {
         &self.pool.plan
+    }
+
+    /// Files for the gradients of a job that spills them.
+    pub fn create_gradients(&self, inputs: &Inputs<'_>) -> Result<GradientFiles, Fault> {
+        let folders: Vec<_> = self.folders.iter().map(|folder| folder.path.clone()).collect();
+        GradientFiles::create(inputs, &folders)
     }
 
     /// The fault of a block whose bytes are not those that were written.

@@ -13,7 +13,7 @@ use super::{
         fault::{conflict, io},
         folder::{Folder, Header, vanished},
     },
-    NvmeTier, Recovery,
+    NvmeTier, Recovery, gradients,
     images::Readers,
     plan::Plan,
     pool::Pool,
@@ -43,7 +43,12 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     let buffers = buffers(&resident, storage) * plan.largest()
         + plan.files.len() * plan.meta_bytes()
         + if storage.spills_images(spec) { Readers::bytes(plan.image_block()) } else { 0 };
-    (buffers as u64, resident_bytes as u64, plan.disk_bytes())
+    let gradients = if storage.spills_gradients(spec) {
+        gradients::disk_bytes(spec, layout, owned, storage.dirs.len())
+    } else {
+        0
+    };
+    (buffers as u64, resident_bytes as u64, plan.disk_bytes() + gradients)
 }
 
 /// As many shards as fit, spread evenly, so that the disk is busy all through a step.
@@ -253,7 +258,7 @@ fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>
     Ok(Some(first))
 }
 
-fn opener(storage: &Storage) -> Arc<dyn OpenDisk> {
+pub(super) fn opener(storage: &Storage) -> Arc<dyn OpenDisk> {
     storage.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: storage.engine }))
 }
 

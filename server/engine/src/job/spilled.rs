@@ -1,0 +1,377 @@
+//! Gradients that live on drives. A chunk comes into a buffer and goes to the drives as soon as it is whole; sums are formed
+//! a shard at a time; an update is given its shard's gradient while the next one's is being read.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, OnceLock},
+};
+
+use longshore_proto::{
+    Fault, FaultKind, JobSpec, Layout, MicroStep, Rank, ShardId, Step,
+    checksum::crc32,
+    limits::{CHUNK_BYTES, DATA_CONNECTIONS},
+};
+
+use super::{Job, Signal, compute::BLOCK, contribution::cast};
+use crate::{
+    kernels::{Figures, Gradient, accumulate, accumulate_figures, widen},
+    lock,
+    memory::{AllocationError, Region, Slab},
+    step::{Ticket, Work},
+    tier::nvme::{GradientFiles, Kind, Transfer},
+};
+
+/// Chunks on their way to the drives, beside one that each connection may be bringing: four for each of four drives, each
+/// near its best then.
+const ON_THEIR_WAY: usize = 16;
+
+/// Gradients that an update uses, and reads ahead.
+const AHEAD: usize = 2;
+
+pub(super) struct SpilledGradients {
+    files: GradientFiles,
+    desk: Arc<Desk>,
+    /// The compute thread's.
+    scratch: Mutex<Scratch>,
+}
+
+/// Between calls, the drives and the compute thread.
+struct Desk {
+    free: Mutex<Vec<Region>>,
+    arrived: Mutex<VecDeque<Arrived>>,
+    /// Told that there is something to collect.
+    arrival: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    signal: Arc<Signal>,
+}
+
+/// A chunk in DRAM, on its way from a worker to the drives.
+pub(super) struct Staged {
+    pub(super) region: Region,
+    /// Where it starts in its shard's gradient.
+    pub(super) start: usize,
+    pub(super) figures: Vec<(usize, Figures)>,
+}
+
+struct Arrived {
+    ticket: Ticket,
+    crc32: u32,
+    figures: Vec<(usize, Figures)>,
+    result: Result<(), Fault>,
+}
+
+struct Scratch {
+    /// For whole gradients as an update uses them.
+    gradients: Vec<Region>,
+    ahead: Option<Ahead>,
+    /// For whole contributions being added, and the sum.
+    parts: Vec<Region>,
+    sum: Option<Region>,
+    /// Of each sum's chunks, by owned shard and step slot.
+    sums: Vec<Vec<Vec<u32>>>,
+}
+
+/// A gradient that is being read before its update.
+struct Ahead {
+    owned: usize,
+    step: Step,
+    transfer: Transfer,
+}
+
+/// Sizes of all buffers, in bytes.
+struct Sizes {
+    staged: usize,
+    /// Of the largest shard: as updates use it, as it comes, and its sum.
+    gradient: usize,
+    part: usize,
+    sum: usize,
+}
+
+impl Sizes {
+    fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Sizes {
+        let largest = owned.iter().map(|&shard| layout.shard_len(shard)).max().unwrap_or(0) as usize;
+        let wire = largest * spec.gradient_dtype.bytes() as usize;
+        let sum = if spec.accumulates() { largest * 4 } else { 0 };
+        Sizes {
+            staged: spec.world_size as usize * DATA_CONNECTIONS + ON_THEIR_WAY,
+            gradient: wire.max(sum),
+            part: if spec.accumulates() { wire } else { 0 },
+            sum,
+        }
+    }
+}
+
+/// Bytes of DRAM: (for contributions, for sums).
+pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> (u64, u64) {
+    let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
+    ((staged * CHUNK_BYTES + AHEAD * gradient + 2 * part) as u64, sum as u64)
+}
+
+impl SpilledGradients {
+    pub(super) fn new(
+        spec: &JobSpec,
+        layout: &Layout,
+        owned: &[ShardId],
+        files: GradientFiles,
+        signal: Arc<Signal>,
+    ) -> Result<SpilledGradients, AllocationError> {
+        let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
+        let mut sizes = vec![CHUNK_BYTES; staged];
+        sizes.extend([gradient; AHEAD]);
+        sizes.extend([part, part, sum]);
+        let mut free = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?.carve_here(&sizes);
+        let sum = free.pop();
+        let parts = free.split_off(staged + AHEAD);
+        let gradients = free.split_off(staged);
+        let sums = owned.iter().map(|_| vec![Vec::new(); spec.gradient_slots()]).collect();
+        Ok(SpilledGradients {
+            files,
+            desk: Arc::new(Desk {
+                free: Mutex::new(free),
+                arrived: Mutex::default(),
+                arrival: OnceLock::new(),
+                signal,
+            }),
+            scratch: Mutex::new(Scratch { gradients, ahead: None, parts, sum, sums }),
+        })
+    }
+
+    pub(super) fn written_bytes(&self) -> u64 {
+        self.files.written_bytes()
+    }
+
+    /// A buffer for a chunk, unless all are in use: ask again after a change.
+    pub(super) fn stage(&self, start: usize) -> Option<Staged> {
+        let region = lock(&self.desk.free).pop()?;
+        Some(Staged { region, start, figures: Vec::new() })
+    }
+
+    /// The chunk did not come whole.
+    pub(super) fn unstage(&self, staged: Staged) {
+        lock(&self.desk.free).push(staged.region);
+    }
+
+    /// Sends a whole chunk to the drives. It counts once it is collected.
+    pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32) {
+        let Staged { region, start, figures } = staged;
+        let bytes = ticket.chunk.bytes as usize;
+        let place = (ticket.owned, ticket.slot, Kind::Contribution(ticket.chunk.contribution.rank));
+        let desk = Arc::clone(&self.desk);
+        self.files.write(place, start..start + bytes, region, move |region, result| {
+            lock(&desk.free).push(region);
+            lock(&desk.arrived).push_back(Arrived { ticket, crc32, figures, result });
+            if let Some(arrival) = desk.arrival.get() {
+                arrival();
+            }
+            // Those who found no buffer free.
+            desk.signal.send();
+        });
+    }
+}
+
+impl Job {
+    /// Whether gradients that are not lent live on drives.
+    pub fn spills_gradients(&self) -> bool {
+        self.spilled.is_some()
+    }
+
+    /// Has `arrival` called, on any thread, whenever [`Job::collect`] has something to do. At most once, before the first
+    /// chunk comes.
+    pub fn on_arrival(&self, arrival: Box<dyn Fn() + Send + Sync>) {
+        if let Some(spilled) = &self.spilled {
+            let _ = spilled.desk.arrival.set(arrival);
+        }
+    }
+
+    /// Counts a chunk that has reached the drives, if there is one. On the compute thread, as [`Job::perform`].
+    ///
+    /// # Errors
+    /// That of the drives: then the job cannot go on from this server.
+    pub fn collect(&self) -> Result<Option<Work>, Fault> {
+        let Some(spilled) = &self.spilled else { return Ok(None) };
+        let Some(arrived) = lock(&spilled.desk.arrived).pop_front() else { return Ok(None) };
+        let Arrived { ticket, crc32, figures, result } = arrived;
+        result.map_err(|fault| self.fail(fault))?;
+        let rank = ticket.chunk.contribution.rank;
+        let contribution = &self.buffers.shards[ticket.owned].contributions[ticket.slot][rank.index()];
+        lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &figures);
+        let work = lock(&self.machine).stored(ticket);
+        self.notify();
+        Ok(work)
+    }
+
+    /// Bytes of a shard's contribution.
+    fn contribution_len(&self, owned: usize) -> usize {
+        (self.layout.shard_len(self.owned[owned]) * self.spec.gradient_dtype.bytes()) as usize
+    }
+
+    /// [`Job::accumulate`], of contributions on drives or lent.
+    pub(super) fn accumulate_spilled(
+        &self,
+        spilled: &SpilledGradients,
+        (owned, slot): (usize, usize),
+        micro_step: MicroStep,
+        checked: bool,
+    ) -> Result<Vec<Figures>, Fault> {
+        let scratch = &mut *lock(&spilled.scratch);
+        let elements = self.layout.shard_len(self.owned[owned]) as usize;
+        let place = (owned, slot, Kind::Sum);
+        let mut region = scratch.sum.take().ok_or_else(lost)?;
+        if micro_step.0 > 0 {
+            region = spilled.files.read(place, elements * 4, region).wait()?;
+            self.verify(spilled, place, &region.bytes()[..elements * 4], &scratch.sums[owned][slot])?;
+        }
+        let mut figures = Vec::new();
+        let ranks = self.spec.world_size;
+        let read =
+            |rank: u32, parts: &mut Vec<Region>| self.read_part(spilled, owned, slot, Rank(rank), parts);
+        let mut coming = read(0, &mut scratch.parts)?;
+        for rank in 0..ranks {
+            let (kind, arrived) = (Kind::Contribution(Rank(rank)), coming.map(Transfer::wait).transpose()?);
+            coming = if rank + 1 < ranks { read(rank + 1, &mut scratch.parts)? } else { None };
+            let mut contribution = lock(&self.buffers.shards[owned].contributions[slot][rank as usize]);
+            let whole = match &arrived {
+                Some(region) => {
+                    let bytes = &region.bytes()[..self.contribution_len(owned)];
+                    self.verify(spilled, (owned, slot, kind), bytes, contribution.sums())?;
+                    cast(bytes, self.spec.gradient_dtype)
+                }
+                None => contribution.gradient(self.spec.gradient_dtype),
+            };
+            let first = micro_step.0 == 0 && rank == 0;
+            let taken =
+                self.add(whole, &mut region.f32_mut()[..elements], first, checked && rank + 1 == ranks);
+            if rank + 1 == ranks {
+                figures = taken;
+            }
+            contribution.give_back();
+            scratch.parts.extend(arrived);
+        }
+        scratch.sums[owned][slot] = region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();
+        scratch.sum = Some(spilled.files.write_whole(place, elements * 4, region).wait()?);
+        Ok(figures)
+    }
+
+    /// Adds one contribution to the sum, block by block.
+    fn add(&self, whole: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Vec<Figures> {
+        let isa = self.compute.isa();
+        let blocks = sum.chunks_mut(BLOCK).enumerate().collect();
+        self.compute.blocks(blocks, |(block, sum): (usize, &mut [f32])| {
+            let part = whole.slice(block * BLOCK..block * BLOCK + sum.len());
+            match (first, checked) {
+                (true, _) => widen(isa, part, sum),
+                (false, true) => return accumulate_figures(isa, part, sum),
+                (false, false) => accumulate(isa, part, sum),
+            }
+            Figures::NONE
+        })
+    }
+
+    /// Starts reading a contribution; None for one that is lent.
+    fn read_part(
+        &self,
+        spilled: &SpilledGradients,
+        owned: usize,
+        slot: usize,
+        rank: Rank,
+        parts: &mut Vec<Region>,
+    ) -> Result<Option<Transfer>, Fault> {
+        if lock(&self.buffers.shards[owned].contributions[slot][rank.index()]).is_lent() {
+            return Ok(None);
+        }
+        let buffer = parts.pop().ok_or_else(lost)?;
+        let place = (owned, slot, Kind::Contribution(rank));
+        Ok(Some(spilled.files.read(place, self.contribution_len(owned), buffer)))
+    }
+
+    /// The gradient that a shard's update uses, if it is on the drives; meanwhile the next shard's is read.
+    pub(super) fn fetch_gradient(&self, owned: usize, step: Step) -> Result<Option<Region>, Fault> {
+        let Some(spilled) = &self.spilled else { return Ok(None) };
+        let scratch = &mut *lock(&spilled.scratch);
+        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
+        let ahead = match scratch.ahead.take() {
+            Some(ahead) if (ahead.owned, ahead.step) == (owned, step) => Some(ahead.transfer),
+            Some(other) => {
+                scratch.gradients.push(other.transfer.wait()?);
+                self.read_ahead(spilled, owned, slot, scratch)?
+            }
+            None => self.read_ahead(spilled, owned, slot, scratch)?,
+        };
+        if owned + 1 < self.owned.len()
+            && let Some(transfer) = self.read_ahead(spilled, owned + 1, slot, scratch)?
+        {
+            scratch.ahead = Some(Ahead { owned: owned + 1, step, transfer });
+        }
+        let Some(transfer) = ahead else { return Ok(None) };
+        let region = transfer.wait()?;
+        let (kind, bytes) = self.gradient_kind(owned);
+        let bytes = &region.bytes()[..bytes];
+        match kind {
+            Kind::Sum => self.verify(spilled, (owned, slot, kind), bytes, &scratch.sums[owned][slot])?,
+            Kind::Contribution(_) => {
+                let lone = lock(&self.buffers.shards[owned].contributions[slot][0]);
+                self.verify(spilled, (owned, slot, kind), bytes, lone.sums())?;
+            }
+        }
+        Ok(Some(region))
+    }
+
+    /// What an update uses, and its bytes.
+    fn gradient_kind(&self, owned: usize) -> (Kind, usize) {
+        if self.spec.accumulates() {
+            (Kind::Sum, self.layout.shard_len(self.owned[owned]) as usize * 4)
+        } else {
+            (Kind::Contribution(Rank(0)), self.contribution_len(owned))
+        }
+    }
+
+    fn read_ahead(
+        &self,
+        spilled: &SpilledGradients,
+        owned: usize,
+        slot: usize,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Transfer>, Fault> {
+        let (kind, bytes) = self.gradient_kind(owned);
+        if kind != Kind::Sum && lock(&self.buffers.shards[owned].contributions[slot][0]).is_lent() {
+            return Ok(None);
+        }
+        let buffer = scratch.gradients.pop().ok_or_else(lost)?;
+        Ok(Some(spilled.files.read((owned, slot, kind), bytes, buffer)))
+    }
+
+    /// Gives back what [`Job::fetch_gradient`] gave.
+    pub(super) fn give_gradient_back(&self, gradient: Option<Region>) {
+        if let Some(spilled) = &self.spilled {
+            lock(&spilled.scratch).gradients.extend(gradient);
+        }
+    }
+
+    /// Compares what was read with the checksums of what was written.
+    fn verify(
+        &self,
+        spilled: &SpilledGradients,
+        (owned, _, kind): (usize, usize, Kind),
+        bytes: &[u8],
+        sums: &[u32],
+    ) -> Result<(), Fault> {
+        let chunks = bytes.chunks(CHUNK_BYTES).collect();
+        let found = self.compute.pool().blocks(chunks, crc32);
+        let Some(chunk) = found.iter().zip(sums).position(|(found, sum)| found != sum) else { return Ok(()) };
+        let value =
+            format!("{}, MiB {chunk} of it: {:08x}", spilled.files.describe(owned, kind), found[chunk]);
+        let remedy = "restart the server: it goes on from its last durable version, and workers send the step's gradients \
+                      again; if it repeats, replace the drive";
+        Err(Fault::new(
+            FaultKind::Corrupt,
+            "state_dir",
+            value,
+            format!("{:08x}, as written", sums[chunk]),
+            remedy,
+        ))
+    }
+}
+
+fn lost() -> Fault {
+    let remedy = "report this as a defect of Longshore";
+    Fault::new(FaultKind::Internal, "buffer", "in use", "free, on the one compute thread", remedy)
+}

@@ -1,0 +1,128 @@
+//! Gradients on the drives: memory that does not grow with the model, and no bit used that is not the one that came.
+
+use std::{io::ErrorKind, sync::Arc};
+
+use longshore_engine::{
+    admission::Need,
+    job::Stored,
+    tier::{Spill, Storage},
+};
+use longshore_proto::{FaultKind, JobSpec, ServerId, ShardId};
+
+use super::{Dirs, check, common::BLOCK, disk::Disks, open, references, run_steps, small, started, step_of};
+
+fn on(disks: &Disks, spill: Spill) -> Dirs {
+    let mut dirs = Dirs::new(1);
+    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    dirs.storage.spill = spill;
+    dirs
+}
+
+fn need(spec: &JobSpec, spill: Spill) -> Need {
+    let layout = spec.validate().unwrap();
+    let owned = super::common::cluster::placement(spec, 1).owned(ServerId(0));
+    Need::of(spec, &layout, &owned, &Storage { spill, dirs: vec!["a".into()], ..Storage::default() })
+}
+
+#[test]
+fn memory_for_gradients_does_not_grow_with_the_model() {
+    let mut spec = small(1);
+    spec.world_size = 4;
+    let block = BLOCK as u64;
+    let grown = |extra: u64, spill| {
+        let mut spec = spec.clone();
+        // One block a shard, and the largest stays two.
+        spec.params[0].shape = vec![extra * block];
+        let need = need(&spec, spill);
+        (need.contributions + need.accumulators, need.disk)
+    };
+    let (few, many) = (grown(2, Spill::All), grown(402, Spill::All));
+    assert_eq!(few.0, many.0);
+    let images = (grown(2, Spill::Images), grown(402, Spill::Images));
+    // Two slots of four 2-byte contributions and a 4-byte sum, in memory or on the drives.
+    let gradients = 400 * block * 2 * (4 * 2 + 4);
+    assert_eq!(images.1.0 - images.0.0, gradients);
+    assert_eq!((many.1 - few.1) - (images.1.1 - images.0.1), gradients);
+}
+
+#[test]
+fn gradients_go_to_the_drives() {
+    let spec = small(0);
+    let bytes = spec.validate().unwrap().elements() * 2;
+    let written = |spill| {
+        let dirs = on(&Disks::default(), spill);
+        let mut cluster = started(&spec, &dirs.storage);
+        run_steps(&mut cluster, 1..=1);
+        cluster.jobs[0].written_bytes()
+    };
+    assert_eq!(written(Spill::All) - written(Spill::Images), bytes);
+}
+
+#[test]
+fn a_gradient_that_cannot_be_written_is_the_end_of_the_job_here() {
+    let spec = small(0);
+    for (kind, says) in
+        [(ErrorKind::Other, FaultKind::Internal), (ErrorKind::StorageFull, FaultKind::Exhausted)]
+    {
+        let disks = Disks::default();
+        let dirs = on(&disks, Spill::All);
+        let mut cluster = started(&spec, &dirs.storage);
+        run_steps(&mut cluster, 1..=1);
+        disks.fail_write(1, kind);
+        let (flats, _) = step_of(&spec, 2);
+        let (chunk, payload) = cluster.chunks(2, 0, 0, &flats[0]).remove(0);
+        let fault = cluster.store(&chunk, payload).unwrap_err();
+        assert_eq!(fault.kind, says, "{fault}");
+        assert!(fault.value.contains("server-0-of-1/gradients (write gradients"), "{fault}");
+        assert_eq!(cluster.store(&chunk, payload).unwrap_err(), fault);
+        drop(cluster);
+        assert_eq!(check(&open(&spec, &dirs.storage).unwrap(), &references(&spec, 1)), 1);
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_gradient_is_found_before_it_is_used() {
+    for micro_steps in [1, 2] {
+        let mut spec = small(0);
+        spec.micro_steps = micro_steps;
+        let disks = Disks::default();
+        let dirs = on(&disks, Spill::All);
+        let mut cluster = started(&spec, &dirs.storage);
+        let (flats, commit) = step_of(&spec, 1);
+        let flats = vec![flats[0].clone(); micro_steps as usize];
+        cluster.push(1, &flats);
+        // Of the last shard: its contribution, or the sum behind it.
+        let slot = BLOCK as u64 * if micro_steps > 1 { 6 } else { 2 };
+        let last = cluster.layout.shards() as u64 - 1;
+        let at = last * slot + if micro_steps > 1 { 2 * BLOCK as u64 } else { 0 } + 4099;
+        disks.flip("gradients", at, 5);
+        cluster.commit(&commit).unwrap();
+        let fault = cluster.settle().unwrap_err();
+        assert_eq!(fault.kind, FaultKind::Corrupt, "{fault}");
+        let what = if micro_steps > 1 { "summed gradient of" } else { "gradient of" };
+        for word in ["server-0-of-1/gradients", what, &format!("{}", ShardId(last as u32)), "MiB 0"] {
+            assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+        }
+        drop(cluster);
+        assert_eq!(open(&spec, &dirs.storage).unwrap().jobs[0].progress().version.0, 0);
+    }
+}
+
+/// What was staged for a chunk that never came whole is there for others.
+#[test]
+fn chunks_that_do_not_come_whole_leave_their_buffers() {
+    let spec = small(0);
+    let dirs = on(&Disks::default(), Spill::All);
+    let mut cluster = started(&spec, &dirs.storage);
+    let (flats, _) = step_of(&spec, 1);
+    let chunks = cluster.chunks(1, 0, 0, &flats[0]);
+    for _ in 0..100 {
+        let (chunk, payload) = &chunks[0];
+        assert!(cluster.jobs[0].store(chunk, &payload[1..]).is_err());
+        let damaged = longshore_proto::ContributionChunk { crc32: !chunk.crc32, ..*chunk };
+        assert!(cluster.jobs[0].store(&damaged, payload).is_err());
+    }
+    for (chunk, payload) in &chunks {
+        assert!(matches!(cluster.store(chunk, payload), Ok(Stored::New(_))));
+    }
+}
