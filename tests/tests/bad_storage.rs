@@ -302,4 +302,32 @@ fn status_forecasts_the_wear_of_drives() {
     assert!((days * day / 600e12 - 1.0).abs() < 1e-6, "{days} days at {day} bytes a day");
     let said = status_of(&server).stdout;
     assert!(said.contains("a step") && said.contains("a day, the rated"), "{said}");
+    // And so it was planned.
+    let of_job = [
+        "plan",
+        "--params",
+        "327680",
+        "--tier",
+        "nvme",
+        "--storage-buffers",
+        "2",
+        "--shard-elements",
+        "65536",
+    ];
+    let a_step = (86_400.0 / (day / step as f64)).to_string();
+    let planned =
+        longshore(of_job.into_iter().chain(["--json", "--step-s", &a_step, "--drive-endurance", "600TB"]));
+    let planned: serde_json::Value = serde_json::from_str(&planned.stdout).expect("one object");
+    assert_eq!(planned["memory_bytes"], found.memory_bytes);
+    assert_eq!(planned["disk_bytes"], found.disk_bytes);
+    assert_eq!(planned["disk_written_bytes_per_step"], state);
+    let planned_days = planned["drive_endurance_days"].as_f64().unwrap();
+    assert!((planned_days / days - 1.0).abs() < 0.02, "{planned_days} days planned, {days} found");
+    let refused = longshore(of_job.into_iter().chain(["--memory", "1MiB"]));
+    assert_eq!(refused.code, 1, "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("--memory is 1.00 MiB") && refused.stderr.contains("short of"),
+        "{}",
+        refused.stderr
+    );
 }

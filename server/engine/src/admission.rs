@@ -29,6 +29,8 @@ pub struct Need {
     pub transfers: u64,
     /// Space in the state directories. Not DRAM: it is reserved there, by the file system.
     pub disk: u64,
+    /// Bytes that a step writes there, but for tables and records, a ten-thousandth of it.
+    pub written: u64,
 }
 
 impl Need {
@@ -36,11 +38,15 @@ impl Need {
         let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
         let slots = spec.gradient_slots() as u64;
         let state = Shape::of(spec).bytes(elements as usize) as u64;
-        let (buffers, state, disk) = match spec.tier {
-            TierKind::Memory => (0, state, 0),
+        let (buffers, state, disk, written) = match spec.tier {
+            TierKind::Memory => (0, state, 0, 0),
             // A tmpfs is DRAM.
-            TierKind::Shm => (shm::overhead(spec, layout, owned), state, 0),
-            TierKind::Nvme => nvme::need(spec, layout, owned, storage),
+            TierKind::Shm => (shm::overhead(spec, layout, owned), state, 0, 0),
+            TierKind::Nvme => {
+                let nvme::StoreNeed { buffers, resident, disk, written } =
+                    nvme::need(spec, layout, owned, storage);
+                (buffers, resident, disk, written)
+            }
         };
         let (contributions, accumulators) = if storage.spills_gradients(spec) {
             spilled_need(spec, layout, owned)
@@ -52,6 +58,7 @@ impl Need {
             state,
             buffers,
             disk,
+            written,
             images: if storage.spills_images(spec) {
                 window_need(spec, layout, owned, storage)
             } else {

@@ -55,6 +55,25 @@ pub enum Spill {
     All,
 }
 
+impl From<Durability> for tier::Durability {
+    fn from(durability: Durability) -> tier::Durability {
+        match durability {
+            Durability::EachVersion => tier::Durability::EachVersion,
+            Durability::Nothing => tier::Durability::Nothing,
+        }
+    }
+}
+
+impl From<Spill> for tier::Spill {
+    fn from(spill: Spill) -> tier::Spill {
+        match spill {
+            Spill::State => tier::Spill::State,
+            Spill::Images => tier::Spill::Images,
+            Spill::All => tier::Spill::All,
+        }
+    }
+}
+
 impl Default for StorageConfig {
     fn default() -> StorageConfig {
         StorageConfig {
@@ -111,15 +130,8 @@ impl StorageConfig {
             },
             resident_bytes: self.resident,
             buffers: self.buffers,
-            durability: match self.durability {
-                Durability::EachVersion => tier::Durability::EachVersion,
-                Durability::Nothing => tier::Durability::Nothing,
-            },
-            spill: match self.spill {
-                Spill::State => tier::Spill::State,
-                Spill::Images => tier::Spill::Images,
-                Spill::All => tier::Spill::All,
-            },
+            durability: self.durability.into(),
+            spill: self.spill.into(),
             ..tier::Storage::default()
         }
     }

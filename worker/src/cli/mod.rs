@@ -6,6 +6,7 @@ mod client;
 mod environment;
 mod export;
 mod inspect;
+mod plan;
 mod sizes;
 mod status;
 mod trace;
@@ -39,6 +40,8 @@ enum Command {
     ///
     /// Without --servers an optimizer server is started inside this process, and spoken to over the same gRPC.
     Train(Box<train::Args>),
+    /// Say what a job will take of its servers: DRAM, drives and their wear
+    Plan(plan::Args),
     /// Show the jobs of servers: version, state hash, who waits for whom
     Status(status::Args),
     /// Write a checkpoint of a running job
@@ -81,6 +84,7 @@ impl Cli {
         longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log, stages);
         match self.command {
             Command::Train(args) => train::run(*args),
+            Command::Plan(args) => plan::run(&args),
             Command::Status(args) => status::run(&args),
             Command::Checkpoint(args) => admin::checkpoint(&args),
             Command::Checkpoints(args) => admin::checkpoints(&args),

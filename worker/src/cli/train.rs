@@ -282,10 +282,13 @@ fn formats(args: &Args) -> Formats {
     if formats.is_fp32() { Formats::default() } else { formats }
 }
 
-fn model(args: &Args) -> anyhow::Result<gpt::Config> {
+pub(super) fn preset(name: &str) -> anyhow::Result<gpt::Config> {
     let names = || gpt::PRESETS.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-    let preset = gpt::preset(&args.preset)
-        .with_context(|| format!("--preset is {:?}, but must be one of {}", args.preset, names()))?;
+    gpt::preset(name).with_context(|| format!("--preset is {name:?}, but must be one of {}", names()))
+}
+
+fn model(args: &Args) -> anyhow::Result<gpt::Config> {
+    let preset = preset(&args.preset)?;
     let config = gpt::Config {
         context: args.context.unwrap_or(preset.context),
         width: args.width.unwrap_or(preset.width),

@@ -58,6 +58,39 @@ fn gradients_go_to_the_drives() {
     assert_eq!(written(Spill::All) - written(Spill::Images), bytes);
 }
 
+/// What `longshore plan` says of a step.
+#[test]
+fn a_step_writes_what_was_computed_before() {
+    for (spill, max_delay, micro_steps, resident) in [
+        (Spill::State, 0, 1, 0),
+        (Spill::State, 1, 2, 1 << 30),
+        (Spill::Images, 0, 1, 0),
+        (Spill::All, 0, 1, 1 << 30),
+        (Spill::All, 1, 2, 0),
+    ] {
+        let mut spec = small(max_delay);
+        spec.micro_steps = micro_steps;
+        let mut dirs = on(&Disks::default(), spill);
+        dirs.storage.resident_bytes = resident;
+        let mut cluster = started(&spec, &dirs.storage);
+        let mut step = |number| {
+            let before = cluster.jobs[0].written_bytes();
+            let (flats, commit) = step_of(&spec, number);
+            cluster.step(&vec![flats[0].clone(); micro_steps as usize], &commit);
+            cluster.settle().unwrap();
+            cluster.jobs[0].written_bytes() - before
+        };
+        step(1);
+        step(2);
+        let (written, computed) = (step(3), need(&spec, spill).written);
+        // Tables and records of a job this small are sectors of a few KiB.
+        assert!(
+            (computed..computed + (1 << 17)).contains(&written),
+            "{spill:?}: {written} against {computed}"
+        );
+    }
+}
+
 #[test]
 fn a_gradient_that_cannot_be_written_is_the_end_of_the_job_here() {
     let spec = small(0);

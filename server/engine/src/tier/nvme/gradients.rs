@@ -93,9 +93,11 @@ impl Plan {
     }
 }
 
-/// Space that gradients take in the state directories.
-pub(super) fn disk_bytes(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> u64 {
-    Plan::new(spec, layout, owned, files.max(1)).files.iter().sum()
+/// Space that gradients take in the state directories, and what a step writes of it.
+pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> (u64, u64) {
+    let plan = Plan::new(spec, layout, owned, files.max(1));
+    let disk = plan.files.iter().sum();
+    (disk, disk / spec.gradient_slots() as u64 * u64::from(spec.micro_steps))
 }
 
 /// Bytes on their way.

@@ -42,7 +42,7 @@ pub use self::{
     bench::{StorageFigures, bench},
     gradients::{GradientFiles, Kind, Transfer},
     inspect::{Report, VersionReport},
-    open::need,
+    open::{StoreNeed, need},
 };
 use self::{
     images::Readers,

@@ -34,8 +34,18 @@ struct Memory {
     meta: Vec<Region>,
 }
 
-/// DRAM and disk that a store takes, in bytes: (buffers, resident shards, disk).
-pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> (u64, u64, u64) {
+/// What a store takes, in bytes.
+pub struct StoreNeed {
+    /// Of DRAM, between it and the drives.
+    pub buffers: u64,
+    /// Of DRAM, for shards that stay there.
+    pub resident: u64,
+    pub disk: u64,
+    /// That a step writes, but for tables and records.
+    pub written: u64,
+}
+
+pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
     let plan = Plan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills_images(spec));
     let resident = residents(&plan, storage);
     let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
@@ -43,12 +53,21 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     let buffers = buffers(&resident, storage) * plan.largest()
         + plan.files.len() * plan.meta_bytes()
         + if storage.spills_images(spec) { Readers::bytes(plan.image_block()) } else { 0 };
-    let gradients = if storage.spills_gradients(spec) {
-        gradients::disk_bytes(spec, layout, owned, storage.dirs.len())
-    } else {
-        0
+    let shards = plan.shards.iter().zip(&resident);
+    let leaves = |resident: bool| !resident || storage.durability == Durability::EachVersion;
+    let written: usize = shards.filter(|(_, r)| leaves(**r)).map(|(place, _)| place.bytes()).sum();
+    let mut need = StoreNeed {
+        buffers: buffers as u64,
+        resident: resident_bytes as u64,
+        disk: plan.disk_bytes(),
+        written: written as u64,
     };
-    (buffers as u64, resident_bytes as u64, plan.disk_bytes() + gradients)
+    if storage.spills_gradients(spec) {
+        let (disk, written) = gradients::need(spec, layout, owned, storage.dirs.len());
+        need.disk += disk;
+        need.written += written;
+    }
+    need
 }
 
 /// As many shards as fit, spread evenly, so that the disk is busy all through a step.

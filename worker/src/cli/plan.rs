@@ -1,0 +1,256 @@
+//! `longshore plan`: what a job will take of its servers, by the arithmetic they admit jobs with.
+
+use anyhow::{Context, ensure};
+use candle_core::Device;
+use longshore_engine::{
+    admission::Need,
+    tier::{self, Storage, nvme::DEFAULT_BUFFERS},
+};
+use longshore_proto::{
+    Dtype, Formats, JobName, JobSpec, MasterFormat, Param, Placement, Rule, ServerId, StateFormat, TierKind,
+    limits::{DEFAULT_SHARD_ELEMENTS, MAX_SHARDS},
+};
+use longshore_server::config::{ByteSize, Durability, Spill};
+use serde_json::json;
+
+use super::{
+    sizes::{human, parse_count},
+    train::preset,
+};
+use crate::train::gpt::Gpt;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Parameters, as in 7B
+    #[arg(long, value_name = "N", value_parser = parse_count, required_unless_present = "preset")]
+    params: Option<u64>,
+    /// A model of `longshore train`, instead of --params
+    #[arg(long, value_name = "NAME", conflicts_with = "params")]
+    preset: Option<String>,
+    /// Servers that share it
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    servers: u32,
+    /// Data-parallel ranks
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    world_size: u32,
+    /// Gradients summed before each update
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    micro_steps: u32,
+    /// 0: exact. 1: each step computes with the weights of the step before last
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
+    delay: u32,
+    /// Elements of a shard
+    #[arg(long, default_value_t = DEFAULT_SHARD_ELEMENTS, value_name = "N")]
+    shard_elements: u64,
+    /// Gradients and weights on the wire: bf16, f16 or f32
+    #[arg(long, default_value = "bf16", value_name = "DTYPE")]
+    dtype: Dtype,
+    /// Moments: fp32, bf16 or block8
+    #[arg(long, default_value = "fp32", value_name = "FORMAT")]
+    state: StateFormat,
+    /// Master weights: fp32 or bf16
+    #[arg(long, default_value = "fp32", value_name = "FORMAT")]
+    master: MasterFormat,
+    /// Where the state lives: memory, shm or nvme
+    #[arg(long, default_value = "memory")]
+    tier: TierKind,
+    /// Folders of each server's nvme tier
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    state_dirs: usize,
+    /// As `longshored --spill`
+    #[arg(long, value_enum, default_value_t)]
+    spill: Spill,
+    /// As `longshored --resident`
+    #[arg(long, value_name = "SIZE")]
+    resident: Option<ByteSize>,
+    /// As `longshored --storage-buffers`
+    #[arg(long, default_value_t = DEFAULT_BUFFERS, value_name = "N")]
+    storage_buffers: usize,
+    /// As `longshored --durability`
+    #[arg(long, value_enum, default_value_t)]
+    durability: Durability,
+    /// DRAM that each server may use, as `longshored --memory`: says whether the job fits
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<ByteSize>,
+    /// Space that each server has in its state directories: says whether the job fits
+    #[arg(long, value_name = "SIZE")]
+    nvme: Option<ByteSize>,
+    /// Seconds a step will take: how much a day writes
+    #[arg(long, value_name = "SECONDS")]
+    step_s: Option<f64>,
+    /// What each server's drives may be written with, as in 600TB: how many days that is
+    #[arg(long, value_name = "SIZE", requires = "step_s")]
+    drive_endurance: Option<ByteSize>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What the server with most of the job takes.
+struct Plan {
+    parameters: u64,
+    need: Need,
+    /// To or from one rank in a step, each way; of each micro-step where gradients are pushed.
+    wire: u64,
+    /// Bytes written a day.
+    daily: Option<f64>,
+    endurance_days: Option<f64>,
+    short: Vec<String>,
+}
+
+/// Prints the plan. An error when it does not fit.
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let plan = Plan::of(args)?;
+    if args.json {
+        say!("{}", plan.json(args));
+    } else {
+        plan.print(args);
+    }
+    ensure!(plan.short.is_empty(), "{}", plan.short.join("; "));
+    Ok(())
+}
+
+impl Args {
+    fn check(&self) -> anyhow::Result<()> {
+        ensure!(self.servers > 0 && self.state_dirs > 0, "--servers and --state-dirs must be at least 1");
+        ensure!(self.shard_elements > 0, "--shard-elements must be at least 1");
+        ensure!(
+            self.spill == Spill::State || self.durability == Durability::EachVersion,
+            "--spill {} needs --durability each-version: no image is kept on the drives otherwise",
+            if self.spill == Spill::All { "all" } else { "images" }
+        );
+        let positive = self.step_s.is_none_or(|seconds| seconds > 0.0 && seconds.is_finite());
+        ensure!(positive, "--step-s must be above 0");
+        Ok(())
+    }
+
+    fn spec(&self) -> anyhow::Result<JobSpec> {
+        let elements = match &self.preset {
+            Some(name) => {
+                let model = Gpt::new(preset(name)?, &Device::Cpu)?;
+                model.params().iter().map(|param| param.elements() as u64).sum()
+            }
+            None => self.params.context("--params or --preset is needed")?,
+        };
+        // Cut where shards are: how they are divided into tensors changes nothing.
+        let cut = self.shard_elements;
+        // Before they are listed.
+        ensure!(
+            elements.div_ceil(cut) <= MAX_SHARDS,
+            "{elements} parameters in shards of {cut} are more than {MAX_SHARDS} shards: give a larger --shard-elements"
+        );
+        let params = (0..elements.div_ceil(cut)).map(|index| {
+            let left = elements - index * cut;
+            Param { name: format!("p{index}"), shape: vec![left.min(cut)], group: 0 }
+        });
+        Ok(JobSpec {
+            name: JobName::parse("job", "plan")?,
+            params: params.collect(),
+            groups: vec!["all".into()],
+            rule: Rule::AdamW,
+            gradient_dtype: self.dtype,
+            image_dtype: self.dtype,
+            world_size: self.world_size,
+            micro_steps: self.micro_steps,
+            max_delay: self.delay,
+            shard_elements: cut,
+            tier: self.tier,
+            formats: Formats { state: self.state, master: self.master, seed: 0 },
+            unchecked: false,
+        })
+    }
+
+    fn storage(&self) -> Storage {
+        Storage {
+            // Only how many there are counts.
+            dirs: (0..self.state_dirs).map(|index| index.to_string().into()).collect(),
+            resident_bytes: self.resident.map_or(0, |size| size.0),
+            buffers: self.storage_buffers,
+            durability: self.durability.into(),
+            spill: self.spill.into(),
+            ..tier::Storage::default()
+        }
+    }
+}
+
+impl Plan {
+    fn of(args: &Args) -> anyhow::Result<Plan> {
+        args.check()?;
+        let spec = args.spec()?;
+        let layout = spec.validate()?;
+        let servers = (0..args.servers).map(|server| server.to_string()).collect();
+        // Shards are dealt in turn: the first server has the most.
+        let owned = Placement::striped(servers, layout.shards()).owned(ServerId(0));
+        let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
+        let need = Need::of(&spec, &layout, &owned, &args.storage());
+        let daily = args.step_s.map(|seconds| need.written as f64 * 86_400.0 / seconds);
+        let rated = daily.zip(args.drive_endurance).filter(|(daily, _)| *daily > 0.0);
+        let mut short = Vec::new();
+        for (what, takes, has) in [("memory", need.total(), args.memory), ("nvme", need.disk, args.nvme)] {
+            if let Some(has) = has.filter(|has| has.0 < takes) {
+                short.push(format!(
+                    "--{what} is {}, but a server needs {}: it is short of {}",
+                    human(has.0),
+                    human(takes),
+                    human(takes - has.0)
+                ));
+            }
+        }
+        Ok(Plan {
+            parameters: spec.params.iter().map(|param| param.shape[0]).sum(),
+            wire: elements * args.dtype.bytes(),
+            endurance_days: rated.map(|(daily, rated)| rated.0 as f64 / daily),
+            need,
+            daily,
+            short,
+        })
+    }
+
+    fn print(&self, args: &Args) {
+        let Plan { need, .. } = self;
+        say!(
+            "{} parameters on {} server(s), tier {}; each server:",
+            self.parameters,
+            args.servers,
+            args.tier
+        );
+        let parts = [
+            ("state", need.state),
+            ("buffers", need.buffers),
+            ("weights for workers", need.images),
+            ("gradients", need.contributions),
+            ("sums of gradients", need.accumulators),
+            ("connections", need.transfers),
+        ];
+        say!("  DRAM    {:>10}   longshored --memory {}", human(need.total()), need.total());
+        for (what, bytes) in parts.into_iter().filter(|(_, bytes)| *bytes > 0) {
+            say!("          {:>10}   {what}", human(bytes));
+        }
+        say!("  wire    {:>10}   a step to each rank, and from it for each micro-step", human(self.wire));
+        if need.disk == 0 {
+            return;
+        }
+        say!("  drives  {:>10}   reserved in {} folder(s)", human(need.disk), args.state_dirs);
+        say!("          {:>10}   written a step", human(need.written));
+        if let Some(daily) = self.daily {
+            say!("          {:>10}   written a day", human(daily as u64));
+        }
+        if let (Some(days), Some(rated)) = (self.endurance_days, args.drive_endurance) {
+            say!("          the rated {} in {days:.0} days", human(rated.0));
+        }
+    }
+
+    fn json(&self, args: &Args) -> serde_json::Value {
+        let Plan { need, .. } = self;
+        json!({
+            "parameters": self.parameters, "servers": args.servers, "tier": args.tier.to_string(),
+            "memory_bytes": need.total(), "state_bytes": need.state, "buffer_bytes": need.buffers,
+            "image_bytes": need.images, "contribution_bytes": need.contributions,
+            "accumulator_bytes": need.accumulators, "transfer_bytes": need.transfers,
+            "wire_bytes_per_step": self.wire, "disk_bytes": need.disk,
+            "disk_written_bytes_per_step": need.written,
+            "disk_written_bytes_per_day": self.daily, "drive_endurance_days": self.endurance_days,
+            "short": self.short,
+        })
+    }
+}
