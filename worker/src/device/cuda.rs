@@ -65,11 +65,10 @@ impl HostMemory for Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // SAFETY: `allocate_host` got the memory from the driver, and only this drop frees it.
-        let freed = self
-            .context
-            .bind_to_thread()
-            .and_then(|()| unsafe { result::free_host(self.memory.cast::<c_void>()) });
+        let freed = self.context.bind_to_thread().and_then(|()| {
+            // SAFETY: `allocate_host` got the memory from the driver, and only this drop frees it.
+            unsafe { result::free_host(self.memory.cast::<c_void>()) }
+        });
         if let Err(error) = freed {
             tracing::error!(?error, "page-locked memory could not be freed");
         }

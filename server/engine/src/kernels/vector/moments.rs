@@ -41,12 +41,7 @@ impl Floats {
 impl<V: Lanes> Moments<V> for Floats {
     #[inline(always)]
     unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
-        if count > 0 {
-            prefetch::<V, _>(self.first.cast_const(), i, ahead);
-        }
-        if count > 1 {
-            prefetch::<V, _>(self.second.cast_const(), i, ahead);
-        }
+        prefetch_slots::<V, _>([self.first, self.second], i, count, ahead);
     }
 
     #[inline(always)]
@@ -63,6 +58,14 @@ impl<V: Lanes> Moments<V> for Floats {
         if count > 1 {
             second.store(self.second.add(i));
         }
+    }
+}
+
+/// Asks for the memory of `count` slots, so many elements ahead.
+#[inline(always)]
+unsafe fn prefetch_slots<V: Lanes, T>(slots: [*mut T; 2], i: usize, count: usize, ahead: usize) {
+    for slot in slots.into_iter().take(count) {
+        prefetch::<V, _>(slot.cast_const(), i, ahead);
     }
 }
 
@@ -88,12 +91,7 @@ impl<V: Lanes> Rounded<V> {
 impl<V: Lanes> Moments<V> for Rounded<V> {
     #[inline(always)]
     unsafe fn prefetch(self, i: usize, count: usize, ahead: usize) {
-        if count > 0 {
-            prefetch::<V, _>(self.first.cast_const(), i, ahead);
-        }
-        if count > 1 {
-            prefetch::<V, _>(self.second.cast_const(), i, ahead);
-        }
+        prefetch_slots::<V, _>([self.first, self.second], i, count, ahead);
     }
 
     #[inline(always)]

@@ -1,0 +1,125 @@
+//! Opening a job: what it needs is promised, then allocated, then what its tier has kept is taken up.
+
+use std::sync::{Arc, Condvar, Mutex, OnceLock, atomic::AtomicU64};
+
+use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId, TierKind};
+
+use super::{
+    Job, Observer, Signal,
+    buffers::{Buffers, Space},
+    compute::Compute,
+    load::Load,
+    spilled::SpilledGradients,
+    window::Window,
+};
+use crate::{
+    admission::{Budget, Need},
+    memory::AllocationError,
+    step::Machine,
+    tier::{Inputs, MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
+};
+
+/// What a tier has kept of the job.
+enum Kept {
+    Nothing,
+    Nvme(Record),
+    Shm(shm::Kept),
+}
+
+impl Job {
+    /// Validates, admits, allocates and touches all the job will ever need here. Where its tier has kept the job it goes
+    /// on from there.
+    pub fn open(
+        spec: JobSpec,
+        placement: Placement,
+        server: ServerId,
+        budget: &Budget,
+        storage: &Storage,
+        compute: Arc<Compute>,
+        observer: Observer,
+    ) -> Result<Job, Fault> {
+        let layout = spec.validate()?;
+        placement.validate(layout.shards())?;
+        if server.0 as usize >= placement.servers.len() {
+            let limit = format!("below {}, the number of servers", placement.servers.len());
+            return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
+        }
+        let owned = placement.owned(server);
+        let need = Need::of(&spec, &layout, &owned, storage);
+        let reservation = budget.reserve(&need)?;
+        let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+        let signal = Arc::new(Signal { changed: Condvar::new(), observer });
+        let spilled = storage.spills_images(&spec);
+        let anonymous = || Space::allocate(&spec, &lengths, storage).map_err(exhausted);
+        let inputs =
+            Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
+        let mut files = None;
+        let (tier, space, kept): (Box<dyn Tier>, Space, Kept) = match spec.tier {
+            TierKind::Memory => {
+                let space = anonymous()?;
+                let tier =
+                    MemoryTier::allocate(&lengths, Shape::of(&spec), compute.pool()).map_err(exhausted)?;
+                (Box::new(tier), space, Kept::Nothing)
+            }
+            TierKind::Shm => {
+                let buffers = Space::bytes(&spec, &lengths);
+                let (tier, slab, kept) = shm::ShmTier::open(&inputs, buffers, compute.pool())?;
+                (Box::new(tier), Space::of_tier(slab, &spec), kept.map_or(Kept::Nothing, Kept::Shm))
+            }
+            TierKind::Nvme => {
+                let space = anonymous()?;
+                let waker = Arc::clone(&signal);
+                let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
+                if storage.spills_gradients(&spec) {
+                    // A store that was made a moment ago must not stay behind.
+                    let made = tier.create_gradients(&inputs).inspect_err(|_| {
+                        _ = kept.is_none().then(|| tier.discard());
+                    });
+                    files = Some(made?);
+                }
+                (Box::new(tier), space, kept.map_or(Kept::Nothing, Kept::Nvme))
+            }
+        };
+        let buffers = Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
+        let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
+        let window = window.transpose().map_err(exhausted)?;
+        let spilled =
+            files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));
+        let spilled = spilled.transpose().map_err(exhausted)?;
+        let load = Load::new(&layout, &owned);
+        let (spec, layout) = (Arc::new(spec), Arc::new(layout));
+        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
+        let job = Job {
+            spec,
+            layout,
+            placement,
+            server,
+            owned,
+            machine: Mutex::new(machine),
+            signal,
+            buffers,
+            window,
+            spilled,
+            tier,
+            compute,
+            load: Mutex::new(load),
+            snapshots: Mutex::new(Vec::new()),
+            failed: OnceLock::new(),
+            pushed_bytes: AtomicU64::new(0),
+            pulled_bytes: AtomicU64::new(0),
+            reservation,
+            disk_bytes: need.disk,
+            unfinished: Mutex::default(),
+        };
+        match kept {
+            Kept::Nothing => {}
+            Kept::Nvme(record) => job.recover(record)?,
+            Kept::Shm(kept) => job.resume_updates(kept)?,
+        }
+        Ok(job)
+    }
+}
+
+fn exhausted(error: AllocationError) -> Fault {
+    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
+}
