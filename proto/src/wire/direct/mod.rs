@@ -19,5 +19,5 @@ mod tap;
 
 pub use io::{Direct, Side};
 pub use mark::Mark;
-pub use socket::{Dialled, Socket};
+pub use socket::{Dialled, LOOPBACK_BYTES, Socket, UNIX_BYTES};
 pub use tap::{Claim, Mode, Read, Sink, Tap, Taps};

@@ -16,10 +16,10 @@ use tokio::{
 /// Send buffer over loopback. Left alone it grows to 4 MiB, so that what is copied in has left the cache when it is copied
 /// out: a push then took 0.52 s of CPU time a GB, with this 0.39, with half of it 0.41, with twice as much 0.50. Between
 /// hosts the kernel decides, since there it must hold what is on the wire.
-const LOOPBACK_BYTES: usize = 256 * 1024;
+pub const LOOPBACK_BYTES: usize = 256 * 1024;
 /// Send buffer of a Unix socket, as far as net.core.wmem_max allows: its default of 208 KiB has sender and receiver wait
 /// for each other, at 0.80 of a raw socket's speed, where this gives 0.96.
-const UNIX_BYTES: usize = 1024 * 1024;
+pub const UNIX_BYTES: usize = 1024 * 1024;
 
 /// TCP or Unix.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {

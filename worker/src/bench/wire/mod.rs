@@ -7,6 +7,8 @@ mod ours;
 mod raw;
 
 use anyhow::ensure;
+use longshore_engine::threads::available_threads;
+use longshore_proto::limits::DATA_CONNECTIONS;
 use serde_json::json;
 
 pub(super) use self::ours::Both;
@@ -15,8 +17,9 @@ use super::median;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Connections of a worker to a server, and of the raw sockets
-    #[arg(long, default_value_t = 2, value_name = "N")]
+    /// Connections of a worker to a server, and of the raw sockets [default: 2, or 1 with fewer than four cores: each
+    /// keeps one busy at either end]
+    #[arg(long, default_value_t = default_connections(), hide_default_value = true, value_name = "N")]
     connections: usize,
     /// Payload of one sample, in MiB; memory needed is about ten times this
     #[arg(long, default_value_t = 256, value_name = "MIB")]
@@ -33,6 +36,10 @@ pub(crate) struct Args {
     /// One JSON object a line
     #[arg(long)]
     json: bool,
+}
+
+fn default_connections() -> usize {
+    (available_threads() / 2).clamp(1, DATA_CONNECTIONS)
 }
 
 /// One thing measured again and again.

@@ -1,4 +1,4 @@
-//! What the host gives: memory copied, and bytes through sockets with nothing around them.
+//! What the host gives: memory copied, and bytes through sockets with nothing around them, whose send buffers are ours.
 
 use std::{
     io::{Read, Write},
@@ -7,7 +7,11 @@ use std::{
     thread,
 };
 
-use longshore_proto::limits::CHUNK_BYTES;
+use longshore_proto::{
+    limits::CHUNK_BYTES,
+    wire::direct::{LOOPBACK_BYTES, UNIX_BYTES},
+};
+use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use super::{Case, meter::Sample};
 
@@ -21,7 +25,7 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
         lanes.run(pairs, |(sender, receiver), source, target| send_all(sender, receiver, source, target))
     });
     let mut lanes = Lanes::new(connections, bytes);
-    let mut pairs = (0..connections).map(|_| UnixStream::pair()).collect::<Result<Vec<_>, _>>()?;
+    let mut pairs = (0..connections).map(|_| unix_pair()).collect::<anyhow::Result<Vec<_>>>()?;
     let unix = Case::new("raw unix", None, move || {
         let pairs = pairs.iter_mut().map(|(sender, receiver)| (sender, receiver)).collect();
         lanes.run(pairs, |(sender, receiver), source, target| send_all(sender, receiver, source, target))
@@ -86,5 +90,12 @@ fn tcp_pair() -> anyhow::Result<(TcpStream, TcpStream)> {
     let sender = TcpStream::connect(listener.local_addr()?)?;
     let (receiver, _) = listener.accept()?;
     sender.set_nodelay(true)?;
+    set_socket_send_buffer_size(&sender, LOOPBACK_BYTES)?;
     Ok((sender, receiver))
+}
+
+fn unix_pair() -> anyhow::Result<(UnixStream, UnixStream)> {
+    let pair = UnixStream::pair()?;
+    set_socket_send_buffer_size(&pair.0, UNIX_BYTES)?;
+    Ok(pair)
 }
