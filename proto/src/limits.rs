@@ -23,6 +23,9 @@ pub const DATA_CONNECTIONS: usize = 2;
 /// What a server may hold of one data connection: its window, the frame being read, and what the allocator keeps of
 /// earlier frames and of an upload's messages, which tonic's codec holds more than once.
 pub const CONNECTION_BYTES: usize = WINDOW_BYTES + 5 * CHUNK_BYTES;
+/// And of one by which images are pulled that were read from drives: messages made, ready, and being sent. With sixteen
+/// ranks whose gradients were on the drives, too, both together came to 9 MiB.
+pub const SPILLED_PULL_BYTES: usize = 4 * CHUNK_BYTES;
 /// What stock gRPC clients accept unless told otherwise.
 pub const STOCK_MESSAGE_BYTES: usize = 4 * 1024 * 1024;
 /// Room for the fields beside a chunk's payload: ids and the job's name.

@@ -14,6 +14,7 @@ use longshore_tests::{
     conformance::cluster::eventually, process::memory_of, server::ServerOptions, status::job_status,
 };
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
+use tempfile::TempDir;
 
 const RANKS: u32 = 16;
 const SLOW: u32 = 7;
@@ -29,7 +30,7 @@ fn stall() -> Duration {
     Duration::from_secs(if soak { 30 } else { 2 })
 }
 
-fn spec() -> JobSpec {
+fn spec(tier: TierKind) -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {
         name: JobName::parse("name", "many-ranks").expect("a name"),
@@ -42,7 +43,7 @@ fn spec() -> JobSpec {
         micro_steps: 1,
         max_delay: 0,
         shard_elements: ELEMENTS,
-        tier: TierKind::Memory,
+        tier,
         formats: Default::default(),
         unchecked: false,
     }
@@ -101,7 +102,19 @@ fn train(options: Options, gradient: &[f32], started: &Barrier, stall: &Stall) {
 
 #[test]
 fn sixteen_ranks_and_a_stalled_one_take_the_memory_that_was_admitted() {
-    let server = ServerOptions::new().start();
+    take_what_was_admitted(TierKind::Memory, ServerOptions::new());
+}
+
+/// Chunks of sixteen ranks, in whatever order they come, share the few buffers on their way to the drive.
+#[test]
+fn so_they_do_where_gradients_live_on_a_drive() {
+    let root = TempDir::new().expect("a folder for state");
+    let options = ServerOptions::new().state_root(root.path()).args(["--spill", "all"]);
+    take_what_was_admitted(TierKind::Nvme, options);
+}
+
+fn take_what_was_admitted(tier: TierKind, options: ServerOptions) {
+    let server = options.start();
     let addresses = [server.address().to_string()];
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let gradient: Arc<Vec<f32>> = Arc::new((0..ELEMENTS).map(|index| (index % 97) as f32 * 1e-3).collect());
@@ -115,7 +128,7 @@ fn sixteen_ranks_and_a_stalled_one_take_the_memory_that_was_admitted() {
                 // Over shared memory the server maps its workers' gradients: they would count as resident there, though
                 // they are the workers', and the sockets' buffers would go untested.
                 transport: Transport::Tcp,
-                ..Options::new(addresses.to_vec(), spec(), Rank(rank))
+                ..Options::new(addresses.to_vec(), spec(tier), Rank(rank))
             };
             let (gradient, started, stall) = (gradient.clone(), &started, &stall);
             scope.spawn(move || train(options, &gradient, started, stall));

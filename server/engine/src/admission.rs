@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use longshore_proto::{
     Fault, FaultKind, JobSpec, Layout, ShardId, TierKind,
-    limits::{CONNECTION_BYTES, DATA_CONNECTIONS},
+    limits::{CONNECTION_BYTES, DATA_CONNECTIONS, SPILLED_PULL_BYTES},
 };
 
 use crate::{
@@ -54,6 +54,7 @@ impl Need {
             let contributions = elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size);
             (contributions, if spec.accumulates() { elements * 4 * slots } else { 0 })
         };
+        let connection = CONNECTION_BYTES + if storage.spills_images(spec) { SPILLED_PULL_BYTES } else { 0 };
         Need {
             state,
             buffers,
@@ -65,7 +66,7 @@ impl Need {
                 elements * spec.image_dtype.bytes() * 2
             },
             contributions,
-            transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * CONNECTION_BYTES) as u64,
+            transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
             accumulators,
         }
     }

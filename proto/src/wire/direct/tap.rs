@@ -131,12 +131,17 @@ impl State {
         self.sink.as_mut().map(|sink| sink.read(most, read)).transpose()
     }
 
-    pub(super) fn keep(&mut self, bytes: &[u8]) {
+    pub(super) fn keep(&mut self, mut bytes: &[u8]) {
         self.kept_bytes += bytes.len();
-        for part in bytes.chunks(PIECE_BYTES) {
+        while !bytes.is_empty() {
             match self.kept.back_mut() {
-                Some(last) if last.len() + part.len() <= PIECE_BYTES => last.extend_from_slice(part),
-                _ => self.kept.push_back(BytesMut::from(part)),
+                Some(last) if last.len() < PIECE_BYTES => {
+                    let (part, rest) = bytes.split_at(bytes.len().min(PIECE_BYTES - last.len()));
+                    last.extend_from_slice(part);
+                    bytes = rest;
+                }
+                // Whole from the start: one that grows takes up to twice its bytes.
+                _ => self.kept.push_back(BytesMut::with_capacity(PIECE_BYTES)),
             }
         }
     }
