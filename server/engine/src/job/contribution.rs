@@ -6,7 +6,7 @@ use longshore_proto::Dtype;
 
 use super::compute::BLOCK;
 use crate::{
-    kernels::{Figures, Gradient, Isa, figures},
+    kernels::{Figures, Gradient, Isa, accumulate, accumulate_figures, figures, widen},
     memory::Region,
 };
 
@@ -110,6 +110,16 @@ pub(super) fn figures_within(
     let size = BLOCK * dtype.bytes() as usize;
     (copied.start / size..copied.end / size)
         .map(move |block| (block, figures(isa, cast(&bytes[block * size..(block + 1) * size], dtype))))
+}
+
+/// Adds a part of a block to the block's sum, the `first` one by taking its place; gives the figures of the sum if `checked`.
+pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Figures {
+    match (first, checked) {
+        (true, _) => widen(isa, part, sum),
+        (false, true) => return accumulate_figures(isa, part, sum),
+        (false, false) => accumulate(isa, part, sum),
+    }
+    Figures::NONE
 }
 
 /// Wire bytes as elements.

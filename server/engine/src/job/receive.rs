@@ -18,11 +18,11 @@ use super::{
     Job,
     buffers::ShardBuffers,
     compute::BLOCK,
-    contribution::{LENT_ALIGNMENT, Lent, figures_within},
+    contribution::{LENT_ALIGNMENT, Lent, add, figures_within},
     spilled::Staged,
 };
 use crate::{
-    kernels::{Figures, Gradient, accumulate, accumulate_figures, figures, widen},
+    kernels::{Figures, Gradient, figures},
     lock,
     step::{Admission, Machine, Ticket, Work},
 };
@@ -357,12 +357,8 @@ impl Job {
             let range = block * BLOCK..block * BLOCK + sum.len();
             let mut taken = Figures::NONE;
             for (rank, whole) in ranks.iter().enumerate() {
-                let part = whole.slice(range.clone());
-                match (first && rank == 0, checked && rank + 1 == ranks.len()) {
-                    (true, _) => widen(isa, part, sum),
-                    (false, true) => taken = accumulate_figures(isa, part, sum),
-                    (false, false) => accumulate(isa, part, sum),
-                }
+                let (first, last) = (first && rank == 0, rank + 1 == ranks.len());
+                taken = add(isa, whole.slice(range.clone()), sum, first, checked && last);
             }
             taken
         });

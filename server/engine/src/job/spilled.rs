@@ -12,9 +12,13 @@ use longshore_proto::{
     limits::{CHUNK_BYTES, DATA_CONNECTIONS},
 };
 
-use super::{Job, Signal, compute::BLOCK, contribution::cast};
+use super::{
+    Job, Signal,
+    compute::BLOCK,
+    contribution::{add, cast},
+};
 use crate::{
-    kernels::{Figures, Gradient, accumulate, accumulate_figures, widen},
+    kernels::{Figures, Gradient},
     lock,
     memory::{AllocationError, Region, Slab},
     step::{Ticket, Work},
@@ -256,13 +260,7 @@ impl Job {
         let isa = self.compute.isa();
         let blocks = sum.chunks_mut(BLOCK).enumerate().collect();
         self.compute.blocks(blocks, |(block, sum): (usize, &mut [f32])| {
-            let part = whole.slice(block * BLOCK..block * BLOCK + sum.len());
-            match (first, checked) {
-                (true, _) => widen(isa, part, sum),
-                (false, true) => return accumulate_figures(isa, part, sum),
-                (false, false) => accumulate(isa, part, sum),
-            }
-            Figures::NONE
+            add(isa, whole.slice(block * BLOCK..block * BLOCK + sum.len()), sum, first, checked)
         })
     }
 

@@ -154,23 +154,28 @@ impl GradientFiles {
         buffer: Region,
         done: impl FnOnce(Region, Result<(), Fault>) + Send + 'static,
     ) {
-        self.written.fetch_add(within.len() as u64, Ordering::Relaxed);
         self.start(Direction::Write, (owned, slot, kind), within, buffer, done);
     }
 
     /// Starts filling a buffer's first bytes with a whole gradient of so many.
     pub fn read(&self, place: (usize, usize, Kind), bytes: usize, buffer: Region) -> Transfer {
-        let (sender, done) = mpsc::channel();
-        self.start(Direction::Read, place, 0..bytes, buffer, move |buffer, result| {
-            let _ = sender.send(result.map(|()| buffer));
-        });
-        Transfer { done }
+        self.whole(Direction::Read, place, bytes, buffer)
     }
 
     /// Writes a whole gradient from a buffer's first bytes.
     pub fn write_whole(&self, place: (usize, usize, Kind), bytes: usize, buffer: Region) -> Transfer {
+        self.whole(Direction::Write, place, bytes, buffer)
+    }
+
+    fn whole(
+        &self,
+        direction: Direction,
+        place: (usize, usize, Kind),
+        bytes: usize,
+        buffer: Region,
+    ) -> Transfer {
         let (sender, done) = mpsc::channel();
-        self.write(place, 0..bytes, buffer, move |buffer, result| {
+        self.start(direction, place, 0..bytes, buffer, move |buffer, result| {
             let _ = sender.send(result.map(|()| buffer));
         });
         Transfer { done }
@@ -185,7 +190,13 @@ impl GradientFiles {
         done: impl FnOnce(Region, Result<(), Fault>) + Send + 'static,
     ) {
         let disk = &self.disks[self.plan.shards[owned].file];
-        let doing = if direction == Direction::Read { "read gradients" } else { "write gradients" };
+        let doing = match direction {
+            Direction::Read => "read gradients",
+            Direction::Write => {
+                self.written.fetch_add(within.len() as u64, Ordering::Relaxed);
+                "write gradients"
+            }
+        };
         let path = disk.path().to_path_buf();
         let offset = self.plan.offset(owned, slot, kind) + within.start as u64;
         disk.submit(Request {
