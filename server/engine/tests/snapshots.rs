@@ -3,7 +3,7 @@
 mod common;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -97,11 +97,11 @@ fn push(
 }
 
 fn perform(job: &Job, works: &Receiver<Work>) {
-    let mut queue = std::collections::VecDeque::new();
+    let mut queue = VecDeque::new();
     while let Ok(work) = works.recv() {
         queue.push_back(work);
-        while let Some(work) = queue.pop_front() {
-            queue.extend(job.perform(work).unwrap());
+        while !queue.is_empty() {
+            job.perform(&mut queue).unwrap();
             queue.extend(works.try_iter());
         }
     }
@@ -219,11 +219,12 @@ fn an_update_waits_for_the_visit_of_a_slow_snapshot() {
         let visitor = scope.spawn(|| job.snapshot(None, soon(), Box::new(capture)).unwrap());
         at_first.recv_timeout(Duration::from_secs(20)).unwrap();
         let (_, work) = job.commit(cluster.incarnations[0], commit(&spec, 1)).unwrap();
-        job.perform(Work::Update { owned: last, step: Step(1) }).unwrap();
+        let out_of_order = Work::Update { owned: last, step: Step(1) };
+        job.perform(&mut VecDeque::from([out_of_order])).unwrap();
         go.send(()).unwrap();
-        let mut work = work;
-        while let Some(update) = work.filter(|&work| work != Work::Update { owned: last, step: Step(1) }) {
-            work = job.perform(update).unwrap();
+        let mut works = VecDeque::from_iter(work);
+        while works.front().is_some_and(|&work| work != out_of_order) {
+            job.perform(&mut works).unwrap();
         }
         visitor.join().unwrap()
     });

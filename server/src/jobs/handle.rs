@@ -184,22 +184,29 @@ impl JobHandle {
 }
 
 /// The compute thread: works in the order they come, what follows from one after those already waiting. So the sums of
-/// a delayed job's next step are formed between the updates of this one.
-fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>) {
+/// a delayed job's next step are formed between the updates of this one. Ends with the job's last user, or its first failure.
+fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>) -> Result<(), Fault> {
     job.compute().pool().adopt_caller();
-    let mut tasks = VecDeque::new();
+    let mut works = VecDeque::new();
     while let Ok(task) = inbox.recv() {
-        tasks.push_back(task);
-        while let Some(task) = tasks.pop_front() {
-            let next = match task {
-                Task::Perform(work) => job.perform(work),
-                Task::Collect => job.collect(),
-            };
-            match next {
-                Ok(next) => tasks.extend(next.map(Task::Perform)),
-                Err(_) => return,
+        accept(job, task, &mut works)?;
+        loop {
+            for task in inbox.try_iter() {
+                accept(job, task, &mut works)?;
             }
-            tasks.extend(inbox.try_iter());
+            if works.is_empty() {
+                break;
+            }
+            job.perform(&mut works)?;
         }
     }
+    Ok(())
+}
+
+fn accept(job: &Job, task: Task, works: &mut VecDeque<Work>) -> Result<(), Fault> {
+    works.extend(match task {
+        Task::Perform(work) => Some(work),
+        Task::Collect => job.collect()?,
+    });
+    Ok(())
 }

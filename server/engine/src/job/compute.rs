@@ -40,4 +40,14 @@ impl Compute {
     ) -> Vec<R> {
         self.pool.blocks(items, block)
     }
+
+    /// As [`Compute::blocks`], for several shards; the caller does `meanwhile` while the other threads begin.
+    pub(super) fn groups<T: Send, R: Send>(
+        &self,
+        groups: Vec<Vec<T>>,
+        block: impl Fn(T) -> R + Sync + Send,
+        meanwhile: impl FnOnce(),
+    ) -> Vec<Vec<R>> {
+        self.pool.groups(groups, block, meanwhile)
+    }
 }

@@ -1,6 +1,9 @@
 //! Opening a job: what it needs is promised, then allocated, then what its tier has kept is taken up.
 
-use std::sync::{Arc, Condvar, Mutex, OnceLock, atomic::AtomicU64};
+use std::sync::{
+    Arc, Condvar, Mutex, OnceLock,
+    atomic::{AtomicBool, AtomicU64},
+};
 
 use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId, TierKind};
 
@@ -110,6 +113,7 @@ impl Job {
             reservation,
             disk_bytes: need.disk,
             unfinished: Mutex::default(),
+            owed: AtomicBool::new(false),
         };
         match kept {
             Kept::Nothing => {}

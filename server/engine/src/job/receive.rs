@@ -1,4 +1,4 @@
-//! Contributions: bytes into their slot, then sums and figures.
+//! Contributions: bytes into their slot.
 
 use std::{
     io,
@@ -7,7 +7,7 @@ use std::{
 };
 
 use longshore_proto::{
-    ContributionChunk, Fault, FaultKind, MicroStep, Rank, ShardId, Step,
+    ContributionChunk, Fault, FaultKind, Rank,
     checksum::{Crc32, TILE_BYTES},
     limits::CHUNK_BYTES,
 };
@@ -16,13 +16,11 @@ use tracing::{debug_span, span::EnteredSpan};
 
 use super::{
     Job,
-    buffers::ShardBuffers,
     compute::BLOCK,
-    contribution::{LENT_ALIGNMENT, Lent, add, figures_within},
+    contribution::{LENT_ALIGNMENT, Lent, figures_within},
     spilled::Staged,
 };
 use crate::{
-    kernels::{Figures, Gradient, figures},
     lock,
     step::{Admission, Machine, Ticket, Work},
 };
@@ -268,104 +266,6 @@ impl Job {
         }
     }
 
-    /// Adds the ranks' buffers of a micro-step in rank order; takes the figures with the last addition.
-    pub(super) fn sum(
-        &self,
-        owned: usize,
-        slot: usize,
-        step: Step,
-        micro_step: MicroStep,
-    ) -> Result<(), Fault> {
-        let _stage =
-            debug_span!(target: "stage", "sum", shard = self.owned[owned].0, step = step.0).entered();
-        let buffers = &self.buffers.shards[owned];
-        let last = micro_step.0 + 1 == self.spec.micro_steps;
-        let checked = last && !self.spec.unchecked;
-        let figures = match &buffers.accumulators[slot] {
-            None if self.spec.unchecked => self.no_figures(owned),
-            None => self.lone_figures(owned, slot),
-            Some(_) if let Some(spilled) = &self.spilled => {
-                self.accumulate_spilled(spilled, (owned, slot), micro_step, checked)?
-            }
-            Some(accumulator) => {
-                let mut accumulator = lock(accumulator);
-                self.accumulate(buffers, slot, accumulator.f32_mut(), micro_step.0 == 0, checked)
-            }
-        };
-        if last {
-            *lock(&buffers.figures[slot]) = figures;
-            self.tier.complete(owned, step);
-        }
-        let complete = lock(&self.machine).summed(owned, slot);
-        tracing::trace!(job = %self.spec.name, %step, %micro_step, shard = %self.owned[owned], complete, "summed");
-        Ok(())
-    }
-
-    /// The figures of a sum that an earlier process had formed.
-    pub(super) fn form_figures_again(&self, owned: usize, step: Step) {
-        let buffers = &self.buffers.shards[owned];
-        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
-        let formed = match &buffers.accumulators[slot] {
-            _ if self.spec.unchecked => self.no_figures(owned),
-            None => self.lone_figures(owned, slot),
-            Some(accumulator) => {
-                let accumulator = lock(accumulator);
-                let blocks = accumulator.f32().chunks(BLOCK).collect();
-                self.compute.blocks(blocks, |block| figures(self.compute.isa(), Gradient::F32(block)))
-            }
-        };
-        *lock(&buffers.figures[slot]) = formed;
-    }
-
-    /// What is told of gradients that nobody looks at.
-    fn no_figures(&self, owned: usize) -> Vec<Figures> {
-        vec![Figures::NONE; self.layout.shard_len(self.owned[owned]) as usize / BLOCK]
-    }
-
-    fn lone_figures(&self, owned: usize, slot: usize) -> Vec<Figures> {
-        let isa = self.compute.isa();
-        let lone = lock(&self.buffers.shards[owned].contributions[slot][0]);
-        let blocks = self.layout.shard_len(self.owned[owned]) as usize / BLOCK;
-        let known: Vec<_> = (0..blocks).map(|block| lone.figures(block)).collect();
-        if let Some(all) = known.iter().copied().collect() {
-            return all;
-        }
-        let whole = lone.gradient(self.spec.gradient_dtype);
-        let blocks = known.into_iter().enumerate().collect();
-        self.compute.blocks(blocks, |(block, known): (usize, Option<Figures>)| {
-            known.unwrap_or_else(|| figures(isa, whole.slice(block * BLOCK..(block + 1) * BLOCK)))
-        })
-    }
-
-    fn accumulate(
-        &self,
-        buffers: &ShardBuffers,
-        slot: usize,
-        accumulator: &mut [f32],
-        first: bool,
-        checked: bool,
-    ) -> Vec<Figures> {
-        let isa = self.compute.isa();
-        let mut contributions: Vec<_> = buffers.contributions[slot].iter().map(lock).collect();
-        let ranks: Vec<Gradient<'_>> = contributions
-            .iter()
-            .map(|contribution| contribution.gradient(self.spec.gradient_dtype))
-            .collect();
-        let blocks = accumulator.chunks_mut(BLOCK).enumerate().collect();
-        let taken = self.compute.blocks(blocks, |(block, sum): (usize, &mut [f32])| {
-            // All ranks of a block before the next block: the 256 KiB sum stays in cache.
-            let range = block * BLOCK..block * BLOCK + sum.len();
-            let mut taken = Figures::NONE;
-            for (rank, whole) in ranks.iter().enumerate() {
-                let (first, last) = (first && rank == 0, rank + 1 == ranks.len());
-                taken = add(isa, whole.slice(range.clone()), sum, first, checked && last);
-            }
-            taken
-        });
-        contributions.iter_mut().for_each(|contribution| contribution.give_back());
-        taken
-    }
-
     /// Lets go of what a rank's earlier process had lent and nobody needs.
     pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
         for (owned, shard) in self.buffers.shards.iter().enumerate() {
@@ -375,18 +275,5 @@ impl Job {
                 }
             }
         }
-    }
-
-    /// Figures of each block of a shard, once its gradient of a step is complete.
-    pub fn figures(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Figures>>, Fault> {
-        self.check_alive()?;
-        let machine = lock(&self.machine);
-        let owned = machine.owned_index(shard)?;
-        machine.check_stats(step)?;
-        if !machine.is_complete(owned, step) {
-            return Ok(None);
-        }
-        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
-        Ok(Some(lock(&self.buffers.shards[owned].figures[slot]).clone()))
     }
 }

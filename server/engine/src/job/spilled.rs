@@ -7,7 +7,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, JobSpec, Layout, MicroStep, Rank, ShardId, Step,
+    Fault, FaultKind, JobSpec, Layout, Rank, ShardId, Step,
     checksum::crc32,
     limits::{CHUNK_BYTES, DATA_CONNECTIONS},
 };
@@ -21,7 +21,7 @@ use crate::{
     kernels::{Figures, Gradient},
     lock,
     memory::{AllocationError, Region, Slab},
-    step::{Ticket, Work},
+    step::{Sum, Ticket, Work},
     tier::nvme::{GradientFiles, Kind, Transfer},
 };
 
@@ -212,8 +212,7 @@ impl Job {
     pub(super) fn accumulate_spilled(
         &self,
         spilled: &SpilledGradients,
-        (owned, slot): (usize, usize),
-        micro_step: MicroStep,
+        &Sum { owned, slot, micro_step, .. }: &Sum,
         checked: bool,
     ) -> Result<Vec<Figures>, Fault> {
         let scratch = &mut *lock(&spilled.scratch);

@@ -83,13 +83,14 @@ impl Job {
         let region = image.overwrite();
         self.tier.update(owned, version, &mut |state, guard| {
             let blocks = self.cut(owned, whole, state, region);
-            self.compute.blocks(blocks, |mut block| {
+            let block = |mut block: Block<'_>| {
                 let index = block.index;
                 if let Turn::Go(number) = guard.begin(index, block.state.as_ref()) {
                     self.update_block(&mut block, &scalars, applied, commit.compensation as f32);
                     guard.end(index, number, block.state.as_ref(), block.image.bytes());
                 }
-            });
+            };
+            self.compute.groups(vec![blocks], block, || self.notify_owed());
         })?;
         image.set(Some(version));
         drop((lone, sum));

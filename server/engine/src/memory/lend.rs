@@ -38,6 +38,11 @@ pub(crate) fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Arc<Loan
 }
 
 impl Loan {
+    /// Whether anybody runs the work.
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.users.load(Ordering::Relaxed) & !RECALLED > 0
+    }
+
     /// Runs the work, unless it has been recalled.
     pub(crate) fn run(&self, seat: usize) -> bool {
         let enter = |users| (users & RECALLED == 0).then_some(users + 1);

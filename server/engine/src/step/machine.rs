@@ -49,10 +49,21 @@ pub enum Admission {
 /// Something for the compute thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Sum the ranks' buffers of one micro-step, and take the figures after the last.
-    Sum { owned: usize, slot: usize, step: Step, micro_step: MicroStep },
+    Sum(Sum),
     /// Run the committed update, or on skip carry the image over.
-    Update { owned: usize, step: Step },
+    Update {
+        owned: usize,
+        step: Step,
+    },
+}
+
+/// Sum the ranks' buffers of one micro-step, and take the figures after the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sum {
+    pub owned: usize,
+    pub slot: usize,
+    pub step: Step,
+    pub micro_step: MicroStep,
 }
 
 /// A commit and Adam's t after it. Kept together, since a delayed job may decide a step before the one before it has
@@ -361,12 +372,8 @@ impl Machine {
         let rank = &mut self.ranks[contribution.rank.index()];
         rank.last_step = rank.last_step.max(contribution.step);
         let last = self.shards[owned].slots[slot].stored(&chunk);
-        last.then_some(Work::Sum {
-            owned,
-            slot,
-            step: contribution.step,
-            micro_step: contribution.micro_step,
-        })
+        let (step, micro_step) = (contribution.step, contribution.micro_step);
+        last.then_some(Work::Sum(Sum { owned, slot, step, micro_step }))
     }
 
     /// The ticket's bytes did not arrive.

@@ -7,6 +7,6 @@ mod refusal;
 mod shard;
 mod view;
 
-pub use machine::{Admission, Machine, Phase, Ticket, Work};
+pub use machine::{Admission, Machine, Phase, Sum, Ticket, Work};
 pub use progress::{Progress, RankProgress};
 pub use refusal::Refusal;

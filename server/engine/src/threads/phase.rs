@@ -20,12 +20,11 @@ pub(super) struct Phase {
 struct Run(AtomicU64);
 
 impl Phase {
-    /// Blocks that lie beside each other go to one seat, and the same ones at every call of as many.
-    pub(super) fn new(blocks: usize, seats: &[Seat]) -> Phase {
-        assert!(u32::try_from(blocks).is_ok(), "{blocks} blocks in one call");
-        let runs = (0..seats.len()).map(|seat| {
-            let range = share(blocks, seat, seats.len());
-            Run(AtomicU64::new(range.start as u64 | (range.end as u64) << 32))
+    /// One run of blocks for each seat.
+    pub(super) fn new(runs: Vec<Range<usize>>, seats: &[Seat]) -> Phase {
+        let runs = runs.into_iter().map(|run| {
+            assert!(u32::try_from(run.end).is_ok(), "{} blocks in one call", run.end);
+            Run(AtomicU64::new(run.start as u64 | (run.end as u64) << 32))
         });
         Phase { runs: runs.collect(), reach: seats.iter().map(|seat| seat.reach.clone()).collect() }
     }
@@ -50,7 +49,7 @@ impl Phase {
     }
 }
 
-/// A seat's part of anything that is shared out as blocks are.
+/// A seat's part of a group: blocks that lie beside each other go to one seat, and the same ones at every call of as many.
 pub(super) fn share(count: usize, seat: usize, seats: usize) -> Range<usize> {
     count * seat / seats..count * (seat + 1) / seats
 }

@@ -25,6 +25,31 @@ fn results_come_in_order_for_every_size_and_number_of_threads() {
 }
 
 #[test]
+fn groups_keep_their_results_apart_and_each_block_its_home() {
+    for threads in [1, 2, 3, 5] {
+        let pool = Pool::new(threads).unwrap();
+        let sizes = [4, 0, 64, 1, 7];
+        let groups = |size: usize| (0..size).collect();
+        let found = pool.groups(sizes.map(groups).to_vec(), |item: usize| item * item, || ());
+        let expected = sizes.map(|size| (0..size).map(|item| item * item).collect::<Vec<_>>());
+        assert_eq!(found, expected, "{threads} threads");
+        assert_eq!(pool.groups(Vec::new(), |item: usize| item, || ()), Vec::<Vec<usize>>::new());
+    }
+    // As many blocks as threads, all of which wait for each other: each is where its share of its own group is.
+    let pool = Pool::new(2).unwrap();
+    let barrier = Barrier::new(2);
+    let block = |()| {
+        barrier.wait();
+        thread::current().id()
+    };
+    let mut done = false;
+    let ran = pool.groups(vec![vec![(), ()]; 2], block, || done = true);
+    assert!(done);
+    assert_eq!(ran[0], ran[1]);
+    assert_eq!(ran[0][0], thread::current().id());
+}
+
+#[test]
 fn blocks_may_borrow_and_write() {
     let pool = Pool::new(3).unwrap();
     let mut values = vec![0u64; 1000];
@@ -126,7 +151,7 @@ fn a_block_has_the_same_home_at_every_call_and_help_stays_near() {
     assert!(seats(2, &nodes[..1]).iter().all(|seat| seat.cores.is_empty()));
     assert!(seats(3, &[node(&[])]).iter().all(|seat| seat.cores.is_empty()));
 
-    let phase = Phase::new(64, &full);
+    let phase = Phase::new((0..8).map(|seat| share(64, seat, 8)).collect(), &full);
     let own: Vec<usize> = (0..8).map(|_| phase.take(5).unwrap()).collect();
     assert_eq!(own, (40..48).collect::<Vec<_>>());
     assert_eq!(phase.take(5), Some(55), "then the last block of the next seat");

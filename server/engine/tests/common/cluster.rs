@@ -216,12 +216,14 @@ impl Cluster {
         }
     }
 
-    /// Does the oldest work of a server, as its compute thread would; false when there is none.
+    /// Does the oldest work of a server as its compute thread would, sums together; false when there is none.
     pub(crate) fn work_once(&mut self, server: usize) -> bool {
-        let Some(work) = self.works[server].pop_front() else { return false };
-        let next = self.jobs[server].perform(work).unwrap();
-        self.works[server].extend(next);
-        true
+        let works = &mut self.works[server];
+        let any = !works.is_empty();
+        if any {
+            self.jobs[server].perform(works).unwrap();
+        }
+        any
     }
 
     /// Commits on every server; true where it was decided so before.
@@ -242,9 +244,8 @@ impl Cluster {
     pub(crate) fn settle(&mut self) -> Result<(), Fault> {
         let deadline = soon();
         for server in 0..self.jobs.len() {
-            while let Some(work) = self.works[server].pop_front() {
-                let next = self.jobs[server].perform(work)?;
-                self.works[server].extend(next);
+            while !self.works[server].is_empty() {
+                self.jobs[server].perform(&mut self.works[server])?;
             }
             let job = &self.jobs[server];
             while job.durable() < job.progress().version {

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use longshore_engine::step::{Admission, Machine, Progress, RankProgress, Refusal, Ticket, Work};
+use longshore_engine::step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work};
 use longshore_proto::{
     ChunkId, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, MicroStep, Rank, ShardId, Step,
     Version,
@@ -214,7 +214,7 @@ impl Pair {
         let last = self.model.stored(ticket.owned, &ticket.chunk);
         let work = self.machine.stored(ticket);
         let Contribution { step, micro_step, .. } = ticket.chunk.contribution;
-        let sum = Work::Sum { owned: ticket.owned, slot: ticket.slot, step, micro_step };
+        let sum = Work::Sum(Sum { owned: ticket.owned, slot: ticket.slot, step, micro_step });
         assert_eq!(work, last.then_some(sum));
         self.works.extend(work);
     }
@@ -229,7 +229,7 @@ impl Pair {
             index = self.works.iter().position(|work| matches!(work, Work::Update { .. })).unwrap();
         }
         match self.works.remove(index) {
-            Work::Sum { owned, slot, step, .. } => {
+            Work::Sum(Sum { owned, slot, step, .. }) => {
                 assert_eq!(self.machine.summed(owned, slot), self.model.summed(owned, step.0));
             }
             Work::Update { owned, step } => {

@@ -6,6 +6,7 @@ mod sealing;
 mod training;
 
 use std::{
+    collections::VecDeque,
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -183,9 +184,10 @@ impl Cluster {
     }
 }
 
-fn perform(job: &Job, mut work: Option<Work>) {
-    while let Some(next) = work {
-        work = job.perform(next).unwrap();
+fn perform(job: &Job, work: Option<Work>) {
+    let mut works = VecDeque::from_iter(work);
+    while !works.is_empty() {
+        job.perform(&mut works).unwrap();
     }
 }
 

@@ -5,9 +5,13 @@ use super::super::scalar::{self, Exact, SUMS, Sum, TILE};
 use super::super::{Figures, Gradient, LANES};
 use super::lanes::{Lanes, LanesFormat};
 
-/// How far ahead a loop reads that has one stream of memory to wait for: one core then reads 13.5 GB/s instead of 8.5,
-/// from 4 KiB as from 16. Loops over several arrays gain nothing.
-const PREFETCH_BYTES: usize = 8 * 1024;
+/// A loop with one stream of memory to wait for waits for the page in hand: the core looks ahead to the end of a page, no
+/// further. So it reads four runs of two pages by turns, a tile of each, and asks for what comes next in a run this far
+/// ahead: 14.6 GB/s a core instead of 13.4, and 29 with two cores instead of 26.5 (10.5 and 21 without either).
+const PREFETCH_BYTES: usize = 2 * 1024;
+const RUNS: usize = 4;
+/// Of bf16, two pages.
+const RUN_TILES: usize = 8;
 
 /// See [`super::super::accumulate`].
 #[inline(always)]
@@ -74,17 +78,37 @@ pub(in super::super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures 
     #[inline(always)]
     unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], end: usize) -> [f64; SUMS] {
         let (mut low, mut high) = (V::no_sums(), V::no_sums());
-        for tile in (0..end).step_by(TILE) {
-            let (mut first, mut second) = (V::splat(0.0), V::splat(0.0));
-            for i in (tile..tile + TILE).step_by(SUMS) {
-                let at = gradient.as_ptr().add(i);
-                V::prefetch(at.cast::<u8>().wrapping_add(PREFETCH_BYTES));
-                let [one, other] = G::load_two::<V>(at);
-                (first, second) = (one.add_square(first), other.add_square(second));
+        let from = gradient.as_ptr();
+        let whole = end - end % (RUNS * RUN_TILES * TILE);
+        for runs in (0..whole).step_by(RUNS * RUN_TILES * TILE) {
+            let mut sums = [[[V::splat(0.0); 2]; RUN_TILES]; RUNS];
+            for tile in 0..RUN_TILES {
+                for (run, sums) in sums.iter_mut().enumerate() {
+                    sums[tile] = squares::<V, G>(from.add(runs + (run * RUN_TILES + tile) * TILE));
+                }
             }
+            // Sums are of tiles in their order, whatever the order in which these were read.
+            for [first, second] in sums.as_flattened() {
+                (low, high) = (first.add_to(low), second.add_to(high));
+            }
+        }
+        for tile in (whole..end).step_by(TILE) {
+            let [first, second] = squares::<V, G>(from.add(tile));
             (low, high) = (first.add_to(low), second.add_to(high));
         }
         in_order([V::spill(low), V::spill(high)], G::INTERLEAVED)
+    }
+    /// Sums of the squares of a tile.
+    #[inline(always)]
+    unsafe fn squares<V: Lanes, G: LanesFormat>(tile: *const G::Bits) -> [V; 2] {
+        let mut sums = [V::splat(0.0), V::splat(0.0)];
+        for i in (0..TILE).step_by(SUMS) {
+            let at = tile.add(i);
+            V::prefetch(at.cast::<u8>().wrapping_add(PREFETCH_BYTES));
+            let [one, other] = G::load_two::<V>(at);
+            sums = [one.add_square(sums[0]), other.add_square(sums[1])];
+        }
+        sums
     }
     let end = gradient.len() - gradient.len() % TILE;
     let sums = match gradient {
