@@ -30,7 +30,7 @@ fn main() -> ExitCode {
 }
 
 fn serve(config: Config) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("network").build()?;
+    let runtime = longshore_server::runtime("network")?;
     runtime.block_on(async {
         let signals = StopSignals::catch()?;
         let server = Server::start(config).await?;

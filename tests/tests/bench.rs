@@ -36,16 +36,20 @@ fn a_trace_has_every_stage_of_every_step() {
     let path = folder.path().join("trace.json");
     step(&["--transport", "memfd", "--trace", path.to_str().unwrap()]);
     let events: Vec<Value> = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    let mut open: BTreeMap<u64, Vec<&str>> = BTreeMap::new();
+    let mut open: BTreeMap<u64, Vec<(&str, usize)>> = BTreeMap::new();
     let mut closed: BTreeMap<&str, usize> = BTreeMap::new();
     for event in &events {
         let stack = open.entry(event["tid"].as_u64().unwrap()).or_default();
         match event["ph"].as_str().unwrap() {
-            "B" => stack.push(event["name"].as_str().unwrap()),
+            "B" => {
+                // Sums are formed of several shards at once.
+                let shards = event["args"]["shards"].as_str().map_or(1, |shards| shards.parse().unwrap());
+                stack.push((event["name"].as_str().unwrap(), shards));
+            }
             "E" => {
-                let name = stack.pop().expect("a stage that ends has begun");
+                let (name, shards) = stack.pop().expect("a stage that ends has begun");
                 assert_eq!(event["name"], name, "stages of a thread are nested");
-                *closed.entry(name).or_default() += 1;
+                *closed.entry(name).or_default() += shards;
             }
             _ => {}
         }

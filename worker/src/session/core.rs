@@ -2,10 +2,12 @@
 
 use std::{
     future::Future,
+    num::NonZeroUsize,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
+    thread,
     time::Duration,
 };
 
@@ -26,7 +28,7 @@ use crate::{
     push::{Lanes, Retained},
 };
 
-/// Two: one frames while the other converts and checks.
+/// One frames while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
 const RETAINED: &str = "gradients retained until their step is committed";
 
@@ -82,8 +84,10 @@ impl Engine {
         if let Some(handle) = given {
             return Ok(Engine { handle, own: None });
         }
+        // With two cores a second one gets in the way of the other end's, or of the caller.
+        let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let built = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(RUNTIME_THREADS)
+            .worker_threads(RUNTIME_THREADS.min(cores.div_ceil(2)))
             .thread_name("longshore-io")
             .enable_all()
             .build();

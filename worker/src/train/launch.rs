@@ -52,11 +52,7 @@ impl Embedded {
             checkpoint_dir: settings.checkpoint_dir.clone(),
             ..defaults
         };
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .enable_all()
-            .thread_name("server")
-            .build()?;
+        let runtime = longshore_server::runtime("server")?;
         let server = runtime.block_on(Server::start(config))?;
         Ok(Embedded { server, _runtime: runtime })
     }

@@ -119,7 +119,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let storage =
         StorageConfig { state_dirs: args.state_dir.clone(), spill: args.spill, ..StorageConfig::default() };
     let config = Config { listen_unix: Some(socket.clone()), storage, ..defaults };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = longshore_server::runtime("server")?;
     let server = runtime.block_on(Server::start(config))?;
     let address = match args.transport {
         Transport::Unix => format!("unix:{}", socket.display()),

@@ -97,7 +97,7 @@ impl Host {
         let socket = folder.path().join("bench.sock");
         let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
         let config = Config { listen_unix: Some(socket.clone()), ..defaults };
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let runtime = longshore_server::runtime("server")?;
         let server = runtime.block_on(Server::start(config))?;
         Ok(Host { server, socket, _folder: folder, _runtime: runtime })
     }
