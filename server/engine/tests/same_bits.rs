@@ -33,6 +33,8 @@ struct Run {
     /// After each commit, from version 0.
     images: Vec<Vec<u8>>,
     end: Reference,
+    /// On one server, cut as small as can be.
+    many_shards: bool,
 }
 
 fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat, MasterFormat)) -> JobSpec {
@@ -95,6 +97,21 @@ impl Run {
     fn random(seed: u64, rule: Rule, delay: u32, formats: (StateFormat, MasterFormat), steps: u64) -> Run {
         let mut noise = Noise(seed);
         let spec = random_spec(&mut noise, rule, delay, formats);
+        Run::of(spec, noise, steps, false)
+    }
+
+    /// 30 shards: memory's updates then go from one to four of them at once.
+    fn many_shards(seed: u64, delay: u32, formats: (StateFormat, MasterFormat), steps: u64) -> Run {
+        let mut noise = Noise(seed);
+        let sizes: Vec<u64> = (0..10).map(|_| (3 * BLOCK - noise.below(1000)) as u64).collect();
+        let mut spec = spec(&sizes, &[0, 1, 0, 1, 1, 0, 0, 1, 0, 1]);
+        spec.world_size = 1 + noise.below(2) as u32;
+        spec.max_delay = delay;
+        spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
+        Run::of(spec, noise, steps, true)
+    }
+
+    fn of(spec: JobSpec, mut noise: Noise, steps: u64, many_shards: bool) -> Run {
         let initial = weights(&spec, noise.next());
         let mut end = Reference::new(&spec, &initial);
         let (mut gradients, mut commits, mut squares) = (Vec::new(), Vec::new(), Vec::new());
@@ -113,7 +130,7 @@ impl Run {
             commits.push(commit);
             squares.push(of_blocks);
         }
-        Run { spec, initial, gradients, commits, squares, images, end }
+        Run { spec, initial, gradients, commits, squares, images, end, many_shards }
     }
 }
 
@@ -157,9 +174,10 @@ impl<'a> Traffic<'a> {
 
     fn on(run: &'a Run, seed: u64, isa: Isa, tier: TierKind, storage: &Storage) -> Traffic<'a> {
         let mut noise = Noise(seed);
-        let shard_blocks = noise.pick(&[1, 2, 3, 5, 9]);
+        let (shard_blocks, servers) =
+            if run.many_shards { (1, 1) } else { (noise.pick(&[1, 2, 3, 5, 9]), 1 + noise.below(3)) };
         let spec = JobSpec { shard_elements: (shard_blocks * BLOCK) as u64, tier, ..run.spec.clone() };
-        let servers = (1 + noise.below(3)).min(spec.validate().unwrap().shards() as usize);
+        let servers = servers.min(spec.validate().unwrap().shards() as usize);
         let compute = compute(1 + noise.below(2), isa);
         let mut cluster = Cluster::try_open(&spec, servers, &compute, storage).unwrap();
         (0..spec.world_size).for_each(|rank| cluster.join(rank));
@@ -338,6 +356,19 @@ fn formats() -> impl Strategy<Value = (StateFormat, MasterFormat)> {
         1 => Just((S::Bf16, M::Bf16)),
         1 => Just((S::Block8, M::Bf16)),
     ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn shards_updated_together_have_the_reference_bits(seed in any::<u64>(), delay in 0u32..2, formats in formats()) {
+        let run = Run::many_shards(seed, delay, formats, 4);
+        let mut traffic = Traffic::new(&run, seed, Isa::detect());
+        prop_assert_eq!(traffic.cluster.layout.shards(), 30, "cut small");
+        traffic.go();
+        traffic.check();
+    }
 }
 
 proptest! {

@@ -1,4 +1,6 @@
-//! The update of one shard: unscale, clip, step, image, in one pass over each block.
+//! The update of shards: unscale, clip, step, image, in one pass over each block.
+
+use std::ops::Range;
 
 use longshore_proto::{BlockId, Commit, Fault, Step, limits::BLOCK_ELEMENTS};
 
@@ -23,27 +25,43 @@ struct Block<'a> {
     image: ImageMut<'a>,
 }
 
+/// Most shards that are updated at once where the tier allows it. Threads wait for each other after them, 40 us of a shard's
+/// 2 ms.
+const MOST_AT_ONCE: usize = 8;
+/// The images of shards that are updated at once are there together, the first later than it could be. A forward that takes a
+/// seventh longer than updates do is an eighth behind them: by so many shards none of it waits.
+const AHEAD: usize = 8;
+
 impl Job {
-    pub(super) fn update(&self, owned: usize, step: Step) -> Result<Option<Work>, Fault> {
+    pub(super) fn update(&self, first: usize, step: Step) -> Result<Option<Work>, Fault> {
+        let most = if self.tier.updates_together() { (1 + first / AHEAD).min(MOST_AT_ONCE) } else { 1 };
+        let run = first..first + lock(&self.machine).updatable(first, most, step);
         let _stage =
-            debug_span!(target: "stage", "update", shard = self.owned[owned].0, step = step.0).entered();
+            debug_span!(target: "stage", "update", shard = self.owned[first].0, shards = run.len(), step = step.0)
+                .entered();
         let decision = lock(&self.machine).decision(step).map(|(commit, applied)| (commit.clone(), applied));
         let (commit, applied) = decision.expect("a commit is kept until its updates are done");
-        self.take_snapshots_before(owned, step)?;
+        run.clone().try_for_each(|owned| self.take_snapshots_before(owned, step))?;
         if commit.skip {
-            self.tier.carry(owned, step.version(), &mut || self.carry_image(owned, step))?;
+            for owned in run.clone() {
+                self.tier.carry(owned, step.version(), &mut || self.carry_image(owned, step))?;
+            }
         } else {
-            self.update_shard(owned, &commit, applied)?;
+            self.update_shards(run.clone(), &commit, applied)?;
         }
         let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
-        self.buffers.shards[owned].contributions[slot].iter().for_each(|rank| lock(rank).give_back());
+        let used = self.buffers.shards[run.clone()].iter().flat_map(|shard| &shard.contributions[slot]);
+        used.for_each(|rank| lock(rank).give_back());
         let mut machine = lock(&self.machine);
-        let next = machine.updated(owned, step);
-        if owned + 1 == self.owned.len() {
+        let mut next = None;
+        for owned in run.clone() {
+            next = machine.updated(owned, step);
+        }
+        if run.end == self.owned.len() {
             self.record_of(&machine, step, |record| self.tier.finish(record))?;
         }
         drop(machine);
-        tracing::trace!(job = %self.spec.name, %step, shard = %self.owned[owned], skip = commit.skip, "updated");
+        tracing::trace!(job = %self.spec.name, %step, ?run, skip = commit.skip, "updated");
         Ok(next)
     }
 
@@ -60,29 +78,32 @@ impl Job {
         after.set(Some(step.version()));
     }
 
-    fn update_shard(&self, owned: usize, commit: &Commit, applied: u64) -> Result<(), Fault> {
+    fn update_shards(&self, run: Range<usize>, commit: &Commit, applied: u64) -> Result<(), Fault> {
         let multiplier = commit.gradient_multiplier();
         let scalars: Vec<Scalars> = commit
             .groups
             .iter()
             .map(|hyper| Scalars::new(self.spec.rule, hyper, applied, multiplier))
             .collect();
-        let fetched = self.fetch_gradient(owned, commit.step)?;
-        let buffers = &self.buffers.shards[owned];
+        let fetched = run.clone().map(|owned| self.fetch_gradient(owned, commit.step));
+        let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
         let slot = (commit.step.0 % self.spec.gradient_slots() as u64) as usize;
-        let lone = lock(&buffers.contributions[slot][0]);
-        let sum = buffers.accumulators[slot].as_ref().map(lock);
-        let whole = match (&fetched, &sum) {
+        let shards = &self.buffers.shards[run.clone()];
+        let lone: Vec<_> = shards.iter().map(|shard| lock(&shard.contributions[slot][0])).collect();
+        let sums: Vec<_> = shards.iter().map(|shard| shard.accumulators[slot].as_ref().map(lock)).collect();
+        let whole = |index: usize| match (&fetched[index], &sums[index]) {
             (Some(region), Some(_)) => Gradient::F32(region.f32()),
             (Some(region), None) => cast(region.bytes(), self.spec.gradient_dtype),
             (None, Some(region)) => Gradient::F32(region.f32()),
-            (None, None) => lone.gradient(self.spec.gradient_dtype),
+            (None, None) => lone[index].gradient(self.spec.gradient_dtype),
         };
         let version = commit.step.version();
-        let mut image = self.image_to_make(owned, version);
-        let region = image.overwrite();
-        self.tier.update(owned, version, &mut |state, guard| {
-            let blocks = self.cut(owned, whole, state, region);
+        let mut images: Vec<_> = run.clone().map(|owned| self.image_to_make(owned, version)).collect();
+        self.tier.update(run.clone(), version, &mut |states, guard| {
+            let shards = run.clone().zip(states).zip(&mut images).enumerate();
+            let blocks = shards.map(|(index, ((owned, state), image))| {
+                self.cut(owned, whole(index), state, image.overwrite())
+            });
             let block = |mut block: Block<'_>| {
                 let index = block.index;
                 if let Turn::Go(number) = guard.begin(index, block.state.as_ref()) {
@@ -90,11 +111,11 @@ impl Job {
                     guard.end(index, number, block.state.as_ref(), block.image.bytes());
                 }
             };
-            self.compute.groups(vec![blocks], block, || self.notify_owed());
+            self.compute.groups(blocks.collect(), block, || self.notify_owed());
         })?;
-        image.set(Some(version));
-        drop((lone, sum));
-        self.give_gradient_back(fetched);
+        images.iter_mut().for_each(|image| image.set(Some(version)));
+        drop((lone, sums));
+        fetched.into_iter().for_each(|gradient| self.give_gradient_back(gradient));
         Ok(())
     }
 

@@ -77,6 +77,12 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
+    /// How many shards from `owned` on, at most `most`, have the version before this step.
+    pub fn updatable(&self, owned: usize, most: usize, step: Step) -> usize {
+        let shards = self.shards[owned..].iter().take(most);
+        shards.take_while(|shard| shard.version.next_step() == step).count()
+    }
+
     /// The decision on a step and Adam's t after it, while it is kept.
     pub fn decision(&self, step: Step) -> Option<(&Commit, u64)> {
         let decided = self.commits.iter().find(|decided| decided.commit.step == step)?;

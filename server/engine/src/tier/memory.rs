@@ -1,6 +1,6 @@
 //! The `memory` tier: state in anonymous huge pages. Lost with the process; the last checkpoint remains.
 
-use std::sync::Mutex;
+use std::{ops::Range, sync::Mutex};
 
 use longshore_proto::{Fault, TierKind, Version};
 
@@ -64,13 +64,21 @@ impl Tier for MemoryTier {
         Ok(())
     }
 
+    fn updates_together(&self) -> bool {
+        true
+    }
+
     fn update(
         &self,
-        owned: usize,
+        owned: Range<usize>,
         _version: Version,
-        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+        update: &mut dyn FnMut(Vec<StateMut<'_>>, &dyn Guard),
     ) -> Result<(), Fault> {
-        self.load(owned, &mut |state| update(state, &Unguarded))
+        let mut shards: Vec<_> = self.shards[owned].iter().map(lock).collect();
+        let states =
+            shards.iter_mut().map(|shard| StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
+        update(states.collect(), &Unguarded);
+        Ok(())
     }
 
     fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {

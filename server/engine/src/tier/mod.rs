@@ -165,12 +165,17 @@ pub trait Tier: Send + Sync {
     /// Before a job starts: fills a shard, in any number of calls.
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
 
-    /// Runs the update that makes `version` of a shard.
+    /// Whether several shards can be updated at once, since all are in memory and nothing is to be done around each.
+    fn updates_together(&self) -> bool {
+        false
+    }
+
+    /// Runs the update that makes `version` of these shards, one unless several can be updated at once.
     fn update(
         &self,
-        owned: usize,
+        owned: Range<usize>,
         version: Version,
-        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+        update: &mut dyn FnMut(Vec<StateMut<'_>>, &dyn Guard),
     ) -> Result<(), Fault>;
 
     /// Runs what makes `version` of a shard in a step that is skipped: its state stays.

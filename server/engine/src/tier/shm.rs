@@ -6,6 +6,7 @@
 
 use std::{
     fs::{File, OpenOptions},
+    ops::Range,
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::Path,
     sync::{
@@ -368,14 +369,15 @@ impl Tier for ShmTier {
 
     fn update(
         &self,
-        owned: usize,
+        owned: Range<usize>,
         version: Version,
-        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+        update: &mut dyn FnMut(Vec<StateMut<'_>>, &dyn Guard),
     ) -> Result<(), Fault> {
+        let owned = owned.start;
         let guard = Undo { tier: self, first_block: self.blocks[owned], version };
         self.carry(owned, version, &mut || {
             // The memory tier's load cannot fail.
-            let _ = self.memory.load(owned, &mut |state| update(state, &guard));
+            let _ = self.memory.load(owned, &mut |state| update(vec![state], &guard));
         })
     }
 

@@ -117,8 +117,9 @@ fn run(
 
 fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Version) -> Result<(), Fault> {
     for owned in 0..shards {
-        tier.update(owned, version, &mut |state, guard| {
-            pool.blocks(state.blocks().enumerate().collect(), |(block, mut part)| {
+        tier.update(owned..owned + 1, version, &mut |states, guard| {
+            let blocks = states.into_iter().flat_map(|state| state.blocks()).enumerate();
+            pool.blocks(blocks.collect(), |(block, mut part)| {
                 if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
                     touch(&mut part.f32());
                     guard.end(block, number, part.as_ref(), &[]);

@@ -186,10 +186,11 @@ impl Tier for NvmeTier {
 
     fn update(
         &self,
-        owned: usize,
+        owned: Range<usize>,
         version: Version,
-        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+        update: &mut dyn FnMut(Vec<StateMut<'_>>, &dyn Guard),
     ) -> Result<(), Fault> {
+        let owned = owned.start;
         let before = self.pool.lock().durable.map(Version::next_step);
         if before.is_some_and(|step| step.version() != version) {
             return Err(internal(version, "the one after the durable version"));
@@ -206,7 +207,7 @@ impl Tier for NvmeTier {
             damaged: AtomicUsize::new(usize::MAX),
             images: if block > 0 { image.chunks_mut(block).map(Mutex::new).collect() } else { Vec::new() },
         };
-        update(self.plan().cut(owned, state), &guard);
+        update(vec![self.plan().cut(owned, state)], &guard);
         let damaged = guard.damaged.load(Ordering::Relaxed);
         drop(guard);
         if damaged < usize::MAX {
