@@ -19,8 +19,8 @@ use longshore_proto::{
 };
 use longshore_server::{Config, Server};
 use longshore_worker::{
-    Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions, Result, Schedule, Session,
-    StateHash, StepOutcome, Transport,
+    Budget, Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions, Result, Schedule,
+    Session, StateHash, StepOutcome, Transport,
 };
 use tokio::{
     io::copy_bidirectional,
@@ -486,6 +486,46 @@ fn a_second_process_fences_the_first() {
     let error = step(&mut first, 0, None).unwrap_err();
     assert!(matches!(error, Error::Fenced(_)), "{error}");
     step(&mut second, 0, None).unwrap();
+}
+
+#[test]
+fn weights_of_a_delayed_jobs_next_step_come_before_this_one_ends_where_they_have_room() {
+    let servers = Servers::start(1);
+    let options =
+        Options { transport: Transport::Tcp, ..options(servers.addresses(), spec(1, 1, 1, Dtype::Bf16), 0) };
+    let budget = Budget::new("host", 1 << 32);
+    let options = Options { host_budget: budget.clone(), ..options };
+    let mut session = Session::connect(options).unwrap();
+    let joined = session.start(&initial).unwrap();
+    let whole = 0..session.layout().elements();
+    let how = PipelineOptions { schedule: Schedule::delayed(0), ..plain() };
+    let mut pipeline = Pipeline::new(session, &joined, how).unwrap();
+    for _ in 0..2 {
+        step(&mut pipeline, 0, None).unwrap();
+    }
+    assert_eq!(pipeline.begin().unwrap().reads, Version(1));
+    let next = pipeline.upcoming().expect("version 2 is decided");
+    assert_eq!(next.version(), Version(2));
+    next.wait(whole.clone()).unwrap();
+    finish_step(&mut pipeline);
+
+    // Room for a gradient, not for weights beside it.
+    let lease = budget.reserve("test", budget.free() - whole.end * 3).unwrap();
+    assert_eq!(pipeline.begin().unwrap().reads, Version(2));
+    assert!(pipeline.upcoming().is_none());
+    finish_step(&mut pipeline);
+    drop(lease);
+    pipeline.close().unwrap().leave().unwrap();
+}
+
+/// A step that was begun, with a gradient of zeros.
+fn finish_step(pipeline: &mut Pipeline) {
+    let mut assembler = pipeline.assembler(0).unwrap();
+    for (param, &size) in SIZES.iter().enumerate().rev() {
+        assembler.put(param, &vec![0.0; size as usize]).unwrap();
+    }
+    assembler.finish().unwrap();
+    pipeline.finish(Vec::new()).unwrap();
 }
 
 #[test]

@@ -185,7 +185,9 @@ impl Pipeline {
         let before = Meters::read(self.core());
         let loss_scale = self.core().block_on(self.shared.board.wait(self.core(), reads))?;
         self.take_feed(reads)?;
-        self.open_ahead()?;
+        if self.has_room_ahead() {
+            self.open_ahead(Step(step.0 + 1))?;
+        }
         let plan = StepPlan { step, reads, loss_scale };
         let (finished_at, at) = channel::channel(None);
         let trainer = self.announce(plan, at);
@@ -222,9 +224,9 @@ impl Pipeline {
         self.feed.clone().ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
     }
 
-    /// The weights of the next step, once they have been asked for.
-    #[cfg(feature = "cli")]
-    pub(crate) fn upcoming(&self) -> Option<Feed> {
+    /// The weights of the next step, once they have been asked for: after [`Pipeline::finish`], and of a delayed job with room for
+    /// them in the host's memory from [`Pipeline::begin`] on.
+    pub fn upcoming(&self) -> Option<Feed> {
         self.next_feed.clone()
     }
 
@@ -282,7 +284,7 @@ impl Pipeline {
         if self.feed.as_ref().is_some_and(|feed| feed.version() != next) {
             self.feed = None; // its memory serves the next one
         }
-        self.open_ahead()?;
+        self.open_ahead(Step(step.0 + 1))?;
         if next == step.version() {
             self.core().block_on(self.shared.board.wait(self.core(), next))?;
         }
@@ -318,11 +320,16 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Starts pulling what the next step reads as soon as this rank has pushed all that goes into it: the servers hold
-    /// the pull until the version is there.
-    fn open_ahead(&mut self) -> Result<()> {
-        let under_way = u64::from(self.current.is_some());
-        let next = Step(self.last.0 + 1 + under_way);
+    /// Whether the next step's weights can come while this one's gradient is made and kept.
+    fn has_room_ahead(&self) -> bool {
+        let spec = self.session.spec();
+        let both = spec.image_dtype.bytes() + spec.gradient_dtype.bytes();
+        self.core().options.host_budget.free() >= self.session.layout().elements() * both
+    }
+
+    /// Starts pulling what the next step reads as soon as this rank has pushed all that goes into it, before the step in hand
+    /// where that is delayed: the servers hold the pull until the version is there.
+    fn open_ahead(&mut self, next: Step) -> Result<()> {
         let version = self.options.schedule.reads(next);
         let open = [&self.feed, &self.next_feed].into_iter().flatten().any(|feed| feed.version() == version);
         if !open && version.0 <= self.last.0 {
