@@ -1,5 +1,5 @@
-//! Any bytes on a connection, in any pieces, into any sink: what passes below HTTP/2 ends, loses nothing, makes nothing up
-//! and keeps no more than a window.
+//! Any bytes on a connection, in any pieces, into any sink: it comes to an end, makes nothing up, passes all on where no stream is
+//! tapped, and is cut off only by a peer that ignores its window.
 
 #![no_main]
 
