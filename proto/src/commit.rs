@@ -3,7 +3,7 @@
 use crate::{
     fault::Fault,
     hyper::Hyper,
-    ids::Step,
+    ids::{Incarnation, Step},
     job::JobSpec,
     limits::{MAX_DELAY, MAX_TRAINER_STATE_BYTES},
 };
@@ -27,6 +27,9 @@ pub struct Commit {
     pub loss_scale: f64,
     /// The trainer's own resume data.
     pub trainer_state: Vec<u8>,
+    /// The rank 0 that made the decision: with the step it names a version for good. 0 where the client did not say.
+    #[serde(default)]
+    pub decided_by: Incarnation,
 }
 
 impl Commit {

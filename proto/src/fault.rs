@@ -2,6 +2,11 @@
 
 use std::fmt;
 
+/// The field of a conflict in which a decision was made from other contributions than a server has.
+pub const ORIGIN: &str = "commit.origin";
+/// The field of a conflict in which a contribution was computed with a version that was taken back.
+pub const READS: &str = "push.reads";
+
 /// What a caller may conclude. The gRPC code follows from it in `wire::status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FaultKind {

@@ -19,7 +19,7 @@ pub mod state;
 pub mod wire;
 
 pub use commit::Commit;
-pub use contribution::{Contribution, ContributionChunk};
+pub use contribution::{Contribution, ContributionChunk, Origin, Reads};
 pub use dtype::Dtype;
 pub use fault::{Fault, FaultKind};
 pub use hyper::{Hyper, Rule};

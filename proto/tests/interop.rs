@@ -50,7 +50,14 @@ impl Tensors for Echo {
         let end = (request.version == 9).then(|| Err(Status::data_loss("half way")));
         let answers = request.slices.into_iter().map(|slice| {
             let payload = vec![slice.shard as u8; slice.elements as usize].into();
-            Ok(PullResponse { shard: slice.shard, offset: slice.offset, crc32: 7, place: None, payload })
+            Ok(PullResponse {
+                shard: slice.shard,
+                offset: slice.offset,
+                crc32: 7,
+                decided_by: 5,
+                place: None,
+                payload,
+            })
         });
         Ok(Response::new(Box::pin(tokio_stream::iter(answers.chain(end).collect::<Vec<_>>()))))
     }

@@ -75,7 +75,7 @@ async fn train_on(server: &Server, tier: v1::Tier) -> Client {
     let placement = v1::Placement { epoch: 0, servers: vec!["here".into()], owners: vec![0] };
     let open = OpenJobRequest { spec: Some(spec(tier)), placement: Some(placement), server: 0 };
     training.open_job(open).await.unwrap();
-    let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1 };
+    let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1, fence_only: false };
     training.join(join(0)).await.unwrap();
     let offer = training.join(join(1)).await.unwrap().into_inner().memfd.expect("an offer");
     let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 1.0f32.to_le_bytes()).collect();
@@ -270,7 +270,7 @@ async fn step(client: &mut Client) {
         .unwrap()
         .into_inner();
     assert_eq!(stats.message().await.unwrap().unwrap().blocks.len(), 4);
-    let commit = v1::CommitRequest { job: JOB.into(), incarnation: 1, commit: Some(commit) };
+    let commit = v1::CommitRequest { job: JOB.into(), incarnation: 1, commit: Some(commit), origin: 0 };
     client.training.commit(commit).await.unwrap();
 }
 

@@ -69,7 +69,10 @@ impl Stock {
         let placement = v1::Placement { epoch: 0, servers: vec![address.into()], owners: vec![0] };
         let open = OpenJobRequest { spec: Some(spec(job)), placement: Some(placement), server: 0 };
         assert!(training.open_job(open).await.unwrap().into_inner().created);
-        training.join(JoinRequest { job: job.into(), rank: 0, incarnation: 1 }).await.unwrap();
+        training
+            .join(JoinRequest { job: job.into(), rank: 0, incarnation: 1, ..Default::default() })
+            .await
+            .unwrap();
         let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 1.0f32.to_le_bytes()).collect();
         let chunks: Vec<UploadRequest> = ones
             .chunks(CHUNK_BYTES)
@@ -175,7 +178,7 @@ async fn a_stock_client_trains_over_every_transport() {
             groups: vec![v1::Hyper { lr: 0.25, ..Default::default() }],
             ..Default::default()
         };
-        let commit = CommitRequest { job: job.into(), incarnation: 1, commit: Some(commit) };
+        let commit = CommitRequest { job: job.into(), incarnation: 1, commit: Some(commit), origin: 0 };
         stock.training.commit(commit).await.unwrap();
         // 1 - 0.25 * 2, as bf16.
         let expected: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect();

@@ -24,6 +24,8 @@ pub enum Error {
     #[error(transparent)]
     Fenced(Box<Fenced>),
     #[error(transparent)]
+    Withdrawn(Box<Withdrawn>),
+    #[error(transparent)]
     VersionsDiffer(#[from] VersionsDiffer),
     #[error(transparent)]
     NotRestored(Box<NotRestored>),
@@ -55,7 +57,14 @@ macro_rules! boxed {
     };
 }
 
-boxed!(Call(CallFailed), Refused(ChunkRefused), Fenced(Fenced), NotRestored(NotRestored), TimedOut(TimedOut));
+boxed!(
+    Call(CallFailed),
+    Refused(ChunkRefused),
+    Fenced(Fenced),
+    Withdrawn(Withdrawn),
+    NotRestored(NotRestored),
+    TimedOut(TimedOut)
+);
 
 /// An option or argument that cannot be used; nothing was sent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -126,10 +135,21 @@ pub struct Fenced {
     pub fault: Fault,
 }
 
+/// A decided step was taken back, because a server lost it in a crash and a rank's process that could send it again is gone.
+/// Nothing is lost but what this process holds of it. It need not end: a new session, joined again, goes on from
+/// the servers' version, as a new process would.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("a step of job {job} was taken back (server {server}): {fault}. Connect and join again to go on")]
+pub struct Withdrawn {
+    pub server: String,
+    pub job: JobName,
+    pub fault: Fault,
+}
+
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
-    "the servers of job {job} hold different versions after {waited:.1?}: {}. Start rank 0, which completes the \
-     commit it was making; if it runs already, restore the last checkpoint", Listed(.versions)
+    "the servers of job {job} hold different versions after {waited:.1?}: {}. Only rank 0 brings them together: start \
+     it, or see its log if it runs. No step is lost before that", Listed(.versions)
 )]
 pub struct VersionsDiffer {
     pub job: JobName,

@@ -407,7 +407,7 @@ fn a_commit_that_reached_one_server_is_completed() {
     let runtime = Runtime::new().unwrap();
     runtime.block_on(async {
         let mut client = TrainingClient::connect(format!("http://{}", servers.addresses()[1])).await.unwrap();
-        let request = v1::CommitRequest { job: "job".into(), incarnation, commit: Some(commit) };
+        let request = v1::CommitRequest { job: "job".into(), incarnation, commit: Some(commit), origin: 0 };
         // The last sum may still be under way.
         while let Err(status) = client.commit(request.clone()).await {
             assert!(status.message().contains("the sum of"), "{status}");

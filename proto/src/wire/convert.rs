@@ -5,11 +5,11 @@ use std::time::Duration;
 use super::v1;
 use crate::{
     commit::Commit,
-    contribution::{Contribution, ContributionChunk},
+    contribution::{Contribution, ContributionChunk, Reads},
     dtype::Dtype,
     fault::Fault,
     hyper::{Hyper, Rule},
-    ids::{ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step},
+    ids::{ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step, Version},
     job::{JobName, JobSpec, TierKind},
     layout::Param,
     limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
@@ -237,6 +237,7 @@ impl Commit {
             norm: commit.norm,
             loss_scale: commit.loss_scale,
             trainer_state: commit.trainer_state.into(),
+            decided_by: Incarnation(commit.decided_by),
         })
     }
 
@@ -251,6 +252,7 @@ impl Commit {
             norm: self.norm,
             loss_scale: self.loss_scale,
             trainer_state: self.trainer_state.clone().into(),
+            decided_by: self.decided_by.0,
         }
     }
 }
@@ -270,6 +272,10 @@ pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<Contribu
         dtype: Dtype::from_wire("push.dtype", request.dtype)?,
         bytes,
         crc32: request.crc32,
+        reads: Reads {
+            version: Version(request.reads_version),
+            decided_by: Incarnation(request.reads_decided_by),
+        },
         lent: request.place.is_some_and(|place| place.lent),
     })
 }

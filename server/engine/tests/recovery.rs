@@ -5,7 +5,9 @@ mod common;
 
 use common::{BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
 use longshore_engine::job::Stored;
-use longshore_proto::{ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Rank, Step};
+use longshore_proto::{
+    Commit, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Origin, Rank, Reads, Step,
+};
 
 /// Three shards over two servers, the first two of two chunks each.
 fn shape(world_size: u32, micro_steps: u32, max_delay: u32) -> JobSpec {
@@ -184,4 +186,91 @@ fn a_rank_that_left_is_named_and_may_join_again() {
     cluster.join(1);
     finish(&mut cluster, 1, &flats);
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
+}
+
+/// The takeover of rank 0: its predecessor's gradient is complete on both servers and decided on one. Fenced, the predecessor
+/// can do nothing more, and what it sent is still there to be decided on the other server.
+#[test]
+fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
+    for max_delay in [0, 1] {
+        let spec = shape(1, 2, max_delay);
+        let (first, second) = (step_gradients(&spec, 1), step_gradients(&spec, 2));
+        let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+        cluster.push(1, &first);
+        let old = cluster.incarnations[0];
+        let decision = commit(&spec, 1);
+        let (_, work) = cluster.jobs[0].commit(old, decision.clone()).unwrap();
+        cluster.works[0].extend(work);
+        let new = Incarnation(old.0 + 1);
+        for job in &cluster.jobs {
+            job.fence(Rank(0), new).unwrap();
+            job.fence(Rank(0), new).unwrap();
+        }
+        let fault = cluster.jobs[1].commit(old, decision.clone()).unwrap_err();
+        assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Fenced, "incarnation"));
+        cluster.incarnations[0] = new;
+        let (chunk, payload) = all_chunks(&cluster, 2, &second)[0];
+        assert_eq!(cluster.store(&chunk, payload).unwrap_err().field, "rank", "it has not joined yet");
+        let (duplicate, work) = cluster.jobs[1].commit(new, decision).unwrap();
+        assert!(!duplicate);
+        cluster.works[1].extend(work);
+        for job in &cluster.jobs {
+            assert_eq!(job.join(Rank(0), new), Ok(true));
+        }
+        cluster.work();
+        finish(&mut cluster, 2, &second);
+        assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
+    }
+}
+
+/// A decision is tied to the contributions that it was made from: after another process's gradient took their place it is
+/// refused, and nothing changes.
+#[test]
+fn a_decision_made_from_other_contributions_is_refused() {
+    let spec = shape(2, 1, 0);
+    let flats = step_gradients(&spec, 1);
+    let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
+    let job = cluster.jobs[0].clone();
+    let origin = |job: &longshore_engine::job::Job| {
+        let shards = job.owned().iter().map(|&shard| job.origin(shard, Step(1)).unwrap());
+        shards.reduce(Origin::and).unwrap()
+    };
+    assert_eq!(origin(&job), Origin::UNKNOWN, "nothing is summed");
+    // The first process of rank 1 brings one chunk only; the second one brings all.
+    let (chunk, payload) = cluster.chunks(1, 0, 1, &flats[1])[0];
+    cluster.store(&chunk, payload).unwrap();
+    cluster.join(1);
+    cluster.push(1, &flats);
+    let made_from = origin(&job);
+    assert_ne!(made_from, Origin::UNKNOWN);
+    let (decision, zero) = (commit(&spec, 1), cluster.incarnations[0]);
+    let fault = job.commit_from(zero, decision.clone(), Origin(made_from.0 ^ 1)).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Conflict, "commit.origin"));
+    assert_eq!(job.progress().version.0, 0);
+    let (duplicate, work) = job.commit_from(zero, decision, made_from).unwrap();
+    assert!(!duplicate);
+    cluster.works[0].extend(work);
+    cluster.work();
+    assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
+}
+
+/// A gradient computed with a version that was taken back and decided anew would mix two runs.
+#[test]
+fn what_was_computed_with_a_version_that_was_taken_back_is_refused() {
+    let spec = shape(1, 1, 0);
+    let (first, second) = (step_gradients(&spec, 1), step_gradients(&spec, 2));
+    let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
+    cluster.push(1, &first);
+    cluster.commit(&Commit { decided_by: Incarnation(7), ..commit(&spec, 1) }).unwrap();
+    cluster.work();
+    let reads =
+        |decided_by| Reads { version: longshore_proto::Version(1), decided_by: Incarnation(decided_by) };
+    let (chunk, payload) = all_chunks(&cluster, 2, &second)[0];
+    let stale = ContributionChunk { reads: reads(6), ..chunk };
+    let fault = cluster.store(&stale, payload).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Conflict, "push.reads"));
+    let right = ContributionChunk { reads: reads(7), ..chunk };
+    assert_eq!(cluster.store(&right, payload), Ok(Stored::New(None)));
+    finish(&mut cluster, 2, &second);
+    assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
 }

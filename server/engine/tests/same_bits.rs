@@ -151,6 +151,7 @@ fn decide(noise: &mut Noise, spec: &JobSpec, step: u64, squares: &[f64], clips: 
         norm,
         loss_scale: 1.0,
         trainer_state: vec![step as u8],
+        decided_by: Default::default(),
     }
 }
 

@@ -27,5 +27,6 @@ pub(super) fn rank(rank: RankProgress, transport: &str) -> v1::RankStatus {
         left: rank.left,
         last_step: rank.last_step.0,
         transport: transport.into(),
+        joined_at: rank.joined_at.0,
     }
 }

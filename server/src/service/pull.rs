@@ -107,8 +107,13 @@ impl Pull {
         let place = self.once_ready(slice, check).await?;
         let place = v1::ImagePlace { elements: slice.elements, at: place.at, word: place.word };
         let (shard, offset) = (slice.shard.0, slice.offset);
-        let place = Some(place);
-        Ok(frame::encode(&v1::PullResponse { shard, offset, place, ..Default::default() }))
+        let (place, decided_by) = (Some(place), self.decided_by());
+        Ok(frame::encode(&v1::PullResponse { shard, offset, place, decided_by, ..Default::default() }))
+    }
+
+    /// Asked once the version is there.
+    fn decided_by(&self) -> u64 {
+        self.handle.job.decided_by(self.version).0
     }
 
     async fn once_ready<T>(
@@ -127,7 +132,8 @@ impl Pull {
         let check = || if waits { tokio::task::block_in_place(lend) } else { lend() };
         let (bytes, crc32) = self.once_ready(slice, check).await?;
         let (shard, offset) = (slice.shard.0, slice.offset);
-        let head = v1::PullResponse { shard, offset, crc32, ..Default::default() };
+        let decided_by = self.decided_by();
+        let head = v1::PullResponse { shard, offset, crc32, decided_by, ..Default::default() };
         let lent = Lent { bytes, _handle: Arc::clone(&self.handle) };
         Ok(frame::encode_with(&head, Bytes::from_owner(lent)))
     }

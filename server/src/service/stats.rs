@@ -47,5 +47,6 @@ async fn shard_stats(
         sum_squares: figures.sum_squares,
         first_nonfinite: figures.first_nonfinite,
     });
-    Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect() })
+    let origin = handle.job.origin(shard, step)?.0;
+    Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin })
 }

@@ -2,7 +2,7 @@
 
 use longshore_engine::tier::StoredJob;
 use longshore_proto::{
-    Commit, Fault, Incarnation, JobSpec, Placement, Rank, ServerId, Version,
+    Commit, Fault, Incarnation, JobSpec, Origin, Placement, Rank, ServerId, Version,
     limits::MAX_PAUSE_REASON_BYTES,
     wire::{
         self,
@@ -113,6 +113,12 @@ impl Services {
     async fn join_job(&self, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
         let (rank, incarnation) = (Rank(request.rank), Incarnation(request.incarnation));
+        if request.fence_only {
+            handle.job.fence(rank, incarnation)?;
+            let progress = handle.job.progress();
+            tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
+            return Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: None });
+        }
         // Busy only while a last chunk of the process before is copied: microseconds.
         let join = || Ok(handle.job.join(rank, incarnation)?.then_some(()));
         handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
@@ -131,7 +137,8 @@ impl Services {
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
-        let (duplicate, work) = handle.job.commit(Incarnation(request.incarnation), commit)?;
+        let (duplicate, work) =
+            handle.job.commit_from(Incarnation(request.incarnation), commit, Origin(request.origin))?;
         handle.perform(work);
         if !duplicate {
             handle.pace.decided(step.0, written);

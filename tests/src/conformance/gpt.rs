@@ -124,7 +124,10 @@ impl Model for Bytes {
         let mut whole = WholeImages::allocate(device.clone(), layout, dtype, 0)?;
         let mut layers = LayerImages::allocate(device, &self.model, layout, dtype)?;
         let mut weights: Box<dyn Weights> = match on_demand {
-            true => Box::new(StagedWeights::new(&self.model, session, &mut layers, step.reads, true)),
+            true => {
+                let pull = Box::new(|range| pipeline.pull(&[range]));
+                Box::new(StagedWeights::new(&self.model, layout, &mut layers, pull, true))
+            }
             false => Box::new(WholeWeights::new(&self.model, layout, &mut whole, pipeline.weights()?)),
         };
         let scale = step.loss_scale as f32;

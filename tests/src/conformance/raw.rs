@@ -69,7 +69,7 @@ impl Raw {
     }
 
     pub fn join(&self, job: &str, rank: u32, incarnation: u64) -> Result<v1::JobProgress, Fault> {
-        let request = v1::JoinRequest { job: job.into(), rank, incarnation };
+        let request = v1::JoinRequest { job: job.into(), rank, incarnation, fence_only: false };
         let answer = self.call(self.training.clone().join(request))?;
         Ok(answer.progress.expect("a join answers with the progress"))
     }
@@ -93,8 +93,8 @@ impl Raw {
     }
 
     pub fn commit(&self, job: &str, incarnation: Incarnation, commit: &Commit) -> Result<bool, Fault> {
-        let request =
-            v1::CommitRequest { job: job.into(), incarnation: incarnation.0, commit: Some(commit.to_wire()) };
+        let commit = Some(commit.to_wire());
+        let request = v1::CommitRequest { job: job.into(), incarnation: incarnation.0, commit, origin: 0 };
         Ok(self.call(self.training.clone().commit(request))?.duplicate)
     }
 
@@ -164,6 +164,8 @@ pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushReq
         dtype: spec.gradient_dtype.to_wire(),
         crc32: crc32(&payload),
         place: None,
+        reads_version: 0,
+        reads_decided_by: 0,
         payload,
     }
 }
@@ -180,6 +182,7 @@ pub fn decision(spec: &JobSpec, step: u64) -> Commit {
         norm: 0.0,
         loss_scale: 1.0,
         trainer_state: Vec::new(),
+        decided_by: Default::default(),
     }
 }
 

@@ -12,12 +12,12 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::{Shared, envelope::Envelope, options::PipelineOptions, outcome::Decided};
+use super::{Shared, envelope::Envelope, options::PipelineOptions, outcome::Decided, stats::Collected};
 use crate::{
-    decide::{BlockStats, Decision, decide, name_element},
+    decide::{Decision, decide, name_element},
     error::{CallFailed, Environment, Error, Result, TimedOut},
     loss_scale::{Event, LossScaler},
-    session::{Backoff, Impatience, SharedCore},
+    session::{Backoff, Impatience, OwnCommit, SharedCore},
 };
 
 /// The server's own deadline comes first: its error names who is missing.
@@ -28,7 +28,7 @@ pub(super) struct Work {
     pub(super) step: Step,
     /// The gradients' loss scale.
     pub(super) loss_scale: f64,
-    pub(super) stats: JoinHandle<Result<Vec<BlockStats>>>,
+    pub(super) stats: JoinHandle<Result<Collected>>,
     /// The trainer's bytes, when it has finished the step.
     pub(super) finished: oneshot::Receiver<Vec<u8>>,
 }
@@ -77,7 +77,8 @@ impl Driver {
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
-        let blocks = self.patiently("the contributions of all ranks", step, work.stats).await?;
+        let Collected { blocks, origins } =
+            self.patiently("the contributions of all ranks", step, work.stats).await?;
         let gradient_scale = work.loss_scale * self.core.spec().contributions() as f64;
         let decision = decide(&blocks, self.options.clip, gradient_scale);
         let event = self.scaler.update(decision.skip);
@@ -86,8 +87,9 @@ impl Driver {
             self.patiently("a version to be durable", step, durable).await?;
         }
         tracing::debug!(target: "stage", step = step.0, "decided");
-        self.core.remember(commit.clone());
-        try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &commit))).await?;
+        let own = Arc::new(OwnCommit { commit, origins });
+        self.core.remember(own.clone());
+        try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &own))).await?;
         self.durable = Some(self.core.spawn_joined(durable_everywhere(self.core.clone(), step.version())));
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
@@ -95,7 +97,7 @@ impl Driver {
             Event::AtFloor => {
                 self.pause_at_floor(step, overflow.as_deref().unwrap_or("the gradient's norm")).await?
             }
-            _ => commit.loss_scale,
+            _ => own.commit.loss_scale,
         };
         self.shared.outcomes.decided(
             step,
@@ -175,19 +177,21 @@ impl Driver {
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
             loss_scale: self.scaler.scale(),
             trainer_state: envelope.encode(),
+            decided_by: self.core.incarnation(),
         }
     }
 
     /// To one server; again after a pause that an operator made just then, and while a server that restarted is being
     /// sent what it lacks.
-    async fn send(&self, server: usize, commit: &Commit) -> Result<()> {
+    async fn send(&self, server: usize, own: &OwnCommit) -> Result<()> {
         let (begun, mut backoff) = (Instant::now(), Backoff::new());
         loop {
-            let error = match self.core.commit(server, commit).await {
+            let error = match self.core.commit(server, own).await {
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => failed,
                 other => return other,
             };
             self.await_running(server, &error).await?;
+            self.core.check_reproducible(server, own.commit.step).await?;
             if self.core.out_of_patience(begun, self.core.options.deadline) {
                 return Err(Error::Call(error));
             }

@@ -40,7 +40,7 @@ pub use self::{
 };
 use crate::{
     error::{Misuse, Result},
-    pull::Feed,
+    pull::{Feed, Reading},
     push::{Assembler, Collector, Outbox, Way},
     session::{Core, Joined, Session, SharedCore},
 };
@@ -104,6 +104,8 @@ impl Shared {
 /// The step between `begin` and `finish`.
 struct Current {
     plan: StepPlan,
+    /// The version it reads, over all of its pulls.
+    reading: Reading,
     started: Instant,
     /// Time in `begin`.
     begin: Duration,
@@ -149,15 +151,24 @@ impl Pipeline {
             core.paused(reason);
         }
         let last = Step(joined.version.0);
+        let decided = joined.last_commit.iter().map(|commit| (commit.step, commit.decided_by)).collect();
         let (joined, floor) = (joined.version, resume.floor);
-        let watcher =
-            Watcher { core: core.clone(), shared: shared.clone(), joined, seen: last, floor, held: None };
+        let watcher = Watcher {
+            core: core.clone(),
+            shared: shared.clone(),
+            joined,
+            seen: last,
+            decided,
+            floor,
+            held: None,
+        };
         let mut tasks = Tasks(vec![core.spawn(watcher.run())]);
         let work = (session.rank() == Rank(0)).then(|| {
             let (sender, work) = mpsc::unbounded_channel();
             let (core, shared, options) = (core.clone(), shared.clone(), options.clone());
-            let driver =
-                Driver { core: core.clone(), shared, options, scaler: resume.scaler, work, durable: None };
+            // What an earlier rank 0 decided last may still be on its way to the drives of a server.
+            let durable = Some(core.spawn_joined(driver::durable_everywhere(core.clone(), joined)));
+            let driver = Driver { core: core.clone(), shared, options, scaler: resume.scaler, work, durable };
             tasks.0.push(core.spawn(driver.run()));
             sender
         });
@@ -189,11 +200,13 @@ impl Pipeline {
             self.open_ahead(Step(step.0 + 1))?;
         }
         let plan = StepPlan { step, reads, loss_scale };
+        let reading = self.feed.as_ref().map_or_else(|| Reading::new(reads), |feed| feed.reading().clone());
         let (finished_at, at) = channel::channel(None);
         let trainer = self.announce(plan, at);
         let micro_steps = self.session.spec().micro_steps as usize;
         self.current = Some(Current {
             plan,
+            reading,
             started,
             begin: started.elapsed(),
             assembled: vec![false; micro_steps],
@@ -232,8 +245,9 @@ impl Pipeline {
 
     /// Pulls some flat ranges of the version this step reads, as a stage 3 layer does.
     pub fn pull(&self, order: &[Range<u64>]) -> Result<Feed> {
-        let reads = self.current()?.plan.reads;
-        self.session.pull(reads, order, self.session.spec().image_dtype)
+        let reading = self.current()?.reading.clone();
+        self.core().check()?;
+        Feed::open(self.core(), reading, order, self.session.spec().image_dtype)
     }
 
     /// The way for the gradient of one micro-step, counted from 0; each once.
@@ -250,10 +264,10 @@ impl Pipeline {
                 );
             }
         }
-        let (plan, finished) = (current.plan, current.finished.clone());
+        let (plan, reading, finished) = (current.plan, current.reading.clone(), current.finished.clone());
         let (params, ways) = (core.spec().params.len(), self.ways());
         let collector = Collector::new(plan.step, MicroStep(micro_step), params, ways);
-        let outbox = Outbox::new(core, plan.loss_scale, finished);
+        let outbox = Outbox::new(core, plan.loss_scale, reading, finished);
         Ok(Assembler::new(collector, outbox, self.feed.clone()))
     }
 

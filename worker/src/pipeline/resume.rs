@@ -58,6 +58,7 @@ mod tests {
             norm: 0.0,
             loss_scale,
             trainer_state: envelope.encode(),
+            decided_by: Incarnation(1),
         };
         let (incarnation, version) = (Incarnation(1), Version(3));
         Joined { incarnation, version, applied: 3, last_commit: Some(commit), paused }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use futures_util::future::try_join_all;
 use longshore_proto::{
-    Fault, FaultKind, ServerId, ShardId, Step,
+    Fault, FaultKind, Origin, ServerId, ShardId, Step,
     wire::{
         fault_from_status,
         v1::{ShardStats, StatsRequest},
@@ -21,19 +21,38 @@ use crate::{
 /// When the trainer finished the step: only from then on are figures late.
 pub(super) type Finished = watch::Receiver<Option<Instant>>;
 
-/// Every block's figures of `step`, in global block order.
-pub(super) async fn collect(core: SharedCore, step: Step, finished: Finished) -> Result<Vec<BlockStats>> {
+/// What a step is decided from.
+pub(super) struct Collected {
+    /// Every block's figures, in global block order.
+    pub(super) blocks: Vec<BlockStats>,
+    /// By server, whose contributions they are of.
+    pub(super) origins: Vec<Origin>,
+}
+
+/// The figures of `step`.
+pub(super) async fn collect(core: SharedCore, step: Step, finished: Finished) -> Result<Collected> {
     let servers = (0..core.peers.len()).map(|server| of_server(&core, server, step, finished.clone()));
     let figures = try_join_all(servers).await?;
     let mut blocks = vec![BlockStats::default(); core.layout.blocks() as usize];
-    for (shard, stats) in figures.into_iter().flatten() {
-        let range = core.layout.shard_blocks(shard);
-        blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
+    let mut origins = Vec::with_capacity(figures.len());
+    for of_server in figures {
+        let whole = of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
+        origins.push(whole.unwrap_or_default());
+        for ShardFigures { shard, blocks: stats, .. } in of_server {
+            let range = core.layout.shard_blocks(shard);
+            blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
+        }
     }
-    Ok(blocks)
+    Ok(Collected { blocks, origins })
 }
 
-type Figures = Vec<(ShardId, Vec<BlockStats>)>;
+struct ShardFigures {
+    shard: ShardId,
+    blocks: Vec<BlockStats>,
+    origin: Origin,
+}
+
+type Figures = Vec<ShardFigures>;
 
 /// One server's shards. A broken stream is opened again; the server then repeats what it has.
 async fn of_server(core: &SharedCore, server: usize, step: Step, finished: Finished) -> Result<Figures> {
@@ -92,9 +111,10 @@ async fn stream(
             ));
         };
         let shard = ShardId(stats.shard);
-        let known = figures.iter().any(|(other, _)| *other == shard);
+        let known = figures.iter().any(|known| known.shard == shard);
         if !known {
-            figures.push((shard, blocks(core, owned, stats)?));
+            let origin = Origin(stats.origin);
+            figures.push(ShardFigures { shard, blocks: blocks(core, owned, stats)?, origin });
         }
     }
     Ok(())

@@ -1,9 +1,10 @@
 //! Listens to server 0: commits for the ranks that do not make them, pauses and resumes for all.
 
-use std::{sync::Arc, time::Instant};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use longshore_proto::{
-    Commit, Fault, FaultKind, Rank, Step, Version,
+    Commit, Fault, FaultKind, Incarnation, Rank, Step, Version,
+    fault::READS,
     wire::{
         fault_from_status,
         v1::{self, Phase, WatchRequest, event},
@@ -24,8 +25,10 @@ pub(super) struct Watcher {
     pub(super) shared: Arc<Shared>,
     /// The version this rank joined at.
     pub(super) joined: Version,
-    /// The newest commit seen.
+    /// The step to ask for what comes after.
     pub(super) seen: Step,
+    /// The newest commits seen, and which decision each was: one that comes again after a step back is another one.
+    pub(super) decided: BTreeMap<Step, Incarnation>,
     /// A commit at the loss scale's floor: its version is known only when the job goes on, maybe with another scale.
     pub(super) floor: Option<(Version, f64)>,
     /// What became of the step that made it, told with that scale. None on rank 0, which decided it.
@@ -55,11 +58,15 @@ impl Watcher {
 
     /// Ok when the session has failed and there is nothing left to listen for.
     async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
-        let request = WatchRequest { job: self.core.job().to_string(), after_step: self.seen.0 };
+        let after = self.seen;
+        let request = WatchRequest { job: self.core.job().to_string(), after_step: after.0 };
         let mut events = self.core.peers[SERVER].training().watch(request).await?.into_inner();
         if let Err(error) = self.catch_up().await {
             self.core.fail(error);
             return Ok(());
+        }
+        if self.seen < after {
+            return Err(tonic::Status::unavailable("the server is behind what was watched"));
         }
         while let Some(event) = events.message().await? {
             backoff.reset();
@@ -76,6 +83,8 @@ impl Watcher {
         let was_paused = self.core.pause.borrow().now.is_some();
         let answer = self.core.describe(SERVER, false, self.core.options.deadline).await?;
         let progress = answer.progress.unwrap_or_default();
+        // It lost a version that was not durable: its step is decided again.
+        self.seen = self.seen.min(Step(progress.version));
         match progress.phase() {
             Phase::Paused => self.core.paused(&progress.pause_reason),
             _ if was_paused => self.resumed(progress.last_commit.map_or(0.0, |commit| commit.loss_scale)),
@@ -116,6 +125,13 @@ impl Watcher {
             return Ok(());
         }
         self.seen = commit.step;
+        if let Some(&earlier) = self.decided.get(&commit.step) {
+            return self.compare(&commit, earlier);
+        }
+        if commit.step.version() <= self.joined {
+            return Ok(());
+        }
+        self.note(&commit);
         let envelope = Envelope::decode(&commit.trainer_state)?;
         if envelope.at_floor {
             self.floor = Some((commit.step.version(), commit.loss_scale));
@@ -139,6 +155,26 @@ impl Watcher {
             self.shared.board.post(commit.step.version(), commit.loss_scale);
         }
         Ok(())
+    }
+
+    fn note(&mut self, commit: &Commit) {
+        /// A server is never more than one version behind what it had decided.
+        const KEPT: usize = 4;
+        self.decided.insert(commit.step, commit.decided_by);
+        while self.decided.len() > KEPT {
+            self.decided.pop_first();
+        }
+    }
+
+    /// A commit that was seen before: of the same decision, or this rank must start over.
+    fn compare(&self, commit: &Commit, earlier: Incarnation) -> Result<()> {
+        if commit.decided_by == earlier {
+            return Ok(());
+        }
+        let value = format!("{} as decided by {earlier}", commit.step.version());
+        let limit = format!("as decided by {}", commit.decided_by);
+        let fault = Fault::new(FaultKind::Conflict, READS, value, limit, "it was taken back");
+        Err(self.core.explain(SERVER, "Watch", Some(commit.step), fault))
     }
 
     /// `loss_scale` 0 keeps the old one. Outside a pause at the floor it would reach the ranks at different steps, so it

@@ -11,6 +11,7 @@ use tokio::{sync::Notify, task::AbortHandle};
 use tracing::debug_span;
 
 use super::{
+    Reading,
     fetch::Fetch,
     store::{Overwritten, Segment, Store, cut},
 };
@@ -42,7 +43,7 @@ impl Drop for Handle {
 /// What readers and fetches share.
 pub(super) struct Shared {
     pub(super) core: SharedCore,
-    pub(super) version: Version,
+    pub(super) reading: Reading,
     pub(super) store: Store,
     changed: Notify,
     failure: Mutex<Option<Error>>,
@@ -62,7 +63,7 @@ impl Shared {
     }
 
     pub(super) fn noted(&self, server: usize, fault: Fault) {
-        tracing::debug!(server = self.core.peers[server].address, %fault, version = self.version.0, "pulling again");
+        tracing::debug!(server = self.core.peers[server].address, %fault, version = self.reading.version().0, "pulling again");
         *self.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some((server, fault));
     }
 
@@ -96,7 +97,7 @@ impl Shared {
             job: self.core.job().clone(),
             step: None,
             shard,
-            version: Some(self.version),
+            version: Some(self.reading.version()),
             waited,
             last: server.and_then(|server| self.core.trouble(server)).or(noted),
         }
@@ -107,7 +108,7 @@ impl Shared {
 impl Feed {
     pub(crate) fn open(
         core: &SharedCore,
-        version: Version,
+        reading: Reading,
         order: &[Range<u64>],
         dtype: Dtype,
     ) -> Result<Feed> {
@@ -118,7 +119,7 @@ impl Feed {
         let store = Store::new(dtype, &pieces, &core.feed_pool, |shard| in_place[core.owner(shard)])?;
         let shared = Arc::new(Shared {
             core: core.clone(),
-            version,
+            reading,
             store,
             changed: Notify::new(),
             failure: Mutex::new(None),
@@ -143,7 +144,12 @@ impl Feed {
     }
 
     pub fn version(&self) -> Version {
-        self.0.shared.version
+        self.0.shared.reading.version()
+    }
+
+    /// What the gradient that is computed with these weights says of them.
+    pub(crate) fn reading(&self) -> &Reading {
+        &self.0.shared.reading
     }
 
     pub fn dtype(&self) -> Dtype {
@@ -229,7 +235,8 @@ impl Feed {
             return Ok(segments);
         }
         let start = Instant::now();
-        let _stage = debug_span!(target: "stage", "wait for weights", version = shared.version.0).entered();
+        let _stage =
+            debug_span!(target: "stage", "wait for weights", version = shared.reading.version().0).entered();
         let core = &shared.core;
         let waited = core.block_on(async {
             match core.patiently(core.options.deadline, shared.whole(segments)).await {

@@ -96,7 +96,7 @@ impl Fetch {
         let request = PullRequest {
             job: core.job().to_string(),
             rank: core.options.rank.0,
-            version: self.shared.version.0,
+            version: self.shared.reading.version().0,
             dtype: self.shared.store.dtype.to_wire(),
             slices,
             deadline_ms: core.options.deadline.as_millis() as u64,
@@ -148,6 +148,7 @@ struct Payload {
 
 impl Land<PullResponse> for Landing {
     fn begin(&mut self, head: PullResponse, bytes: usize) -> Result<bool, Fault> {
+        self.shared.reading.found(head.decided_by)?;
         if head.place.is_some() {
             self.find(&head)?;
             self.progress = true;
@@ -219,7 +220,12 @@ impl Landing {
                 let aligned = place.at.is_multiple_of(store.dtype.bytes()) && place.word.is_multiple_of(8);
                 aligned && images.holds(place.at, bytes) && images.holds(place.word, 8)
             })
-            .map(|images| View { images, at: place.at, word: place.word, version: self.shared.version });
+            .map(|images| View {
+                images,
+                at: place.at,
+                word: place.word,
+                version: self.shared.reading.version(),
+            });
         let found = self.flat(head).zip(view).is_some_and(|(at, view)| store.find(at, place.elements, &view));
         if !found {
             return Err(unasked(head, bytes));

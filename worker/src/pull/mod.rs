@@ -3,6 +3,8 @@
 
 mod feed;
 mod fetch;
+mod reading;
 mod store;
 
 pub use feed::Feed;
+pub(crate) use reading::Reading;

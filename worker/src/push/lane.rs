@@ -159,6 +159,8 @@ async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey, mark: 
         dtype: core.spec().gradient_dtype.to_wire(),
         crc32,
         place,
+        reads_version: chunk.reads.version.0,
+        reads_decided_by: chunk.reads.decided_by.0,
         ..PushRequest::default()
     };
     let mut send = async |message| {

@@ -17,19 +17,27 @@ use super::{
 };
 use crate::{
     error::{Misuse, Result, TimedOut},
+    pull::Reading,
     session::{Core, Impatience, Meter, SharedCore},
 };
 
 pub(crate) struct Outbox {
     core: SharedCore,
     loss_scale: f64,
+    /// What the gradient is computed with.
+    reading: Reading,
     /// Micro-steps of the step that are wholly pushed.
     finished: Arc<AtomicU32>,
 }
 
 impl Outbox {
-    pub(crate) fn new(core: SharedCore, loss_scale: f64, finished: Arc<AtomicU32>) -> Outbox {
-        Outbox { core, loss_scale, finished }
+    pub(crate) fn new(
+        core: SharedCore,
+        loss_scale: f64,
+        reading: Reading,
+        finished: Arc<AtomicU32>,
+    ) -> Outbox {
+        Outbox { core, loss_scale, reading, finished }
     }
 
     pub(super) fn core(&self) -> &Core {
@@ -54,7 +62,8 @@ impl Outbox {
         let lanes = self.core.lanes.get().ok_or(Misuse("join before pushing"))?;
         let lane = self.lane(&key);
         self.core.meter.pushed_bytes.fetch_add(payload.bytes.len() as u64, Relaxed);
-        self.core.retained.keep(key, Chunk { payload, crc32, loss_scale: self.loss_scale, lane });
+        let (loss_scale, reads) = (self.loss_scale, self.reading.reads());
+        self.core.retained.keep(key, Chunk { payload, crc32, loss_scale, reads, lane });
         let queue = lanes.queue(lane);
         match queue.try_send(key) {
             Ok(()) => Ok(()),

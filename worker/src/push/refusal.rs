@@ -9,6 +9,7 @@ use std::time::Instant;
 use longshore_proto::{
     ChunkId, Contribution, Fault, FaultKind, MicroStep, ShardId, Step,
     checksum::crc32,
+    fault::READS,
     wire::{memfd::STALE, v1::PushResult},
 };
 
@@ -52,6 +53,9 @@ pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault
         // It has restarted since it was joined.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(core, server, key, fault).await,
+        FaultKind::Conflict if fault.field == READS => {
+            Err(core.explain(server, "Push", Some(key.step), fault))
+        }
         FaultKind::NotFound | FaultKind::Fenced => Err(core.explain(server, "Push", Some(key.step), fault)),
         _ => Err(refused(core, server, key, fault)),
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_proto::{ChunkId, MicroStep, ShardId, Step};
+use longshore_proto::{ChunkId, MicroStep, Reads, ShardId, Step};
 
 use crate::{device::PooledBuffer, memfd::Extent};
 
@@ -81,6 +81,8 @@ pub(crate) struct Chunk {
     /// Of no meaning for what is lent.
     pub(crate) crc32: u32,
     pub(crate) loss_scale: f64,
+    /// The version that the gradient was computed with.
+    pub(crate) reads: Reads,
     pub(crate) lane: LaneId,
 }
 
@@ -226,7 +228,7 @@ mod tests {
 
     fn chunk(lane: LaneId) -> Chunk {
         let payload = Payload { bytes: Bytes::from_static(b"gradient"), place: None, over: None };
-        Chunk { payload, crc32: 1, loss_scale: 1.0, lane }
+        Chunk { payload, crc32: 1, loss_scale: 1.0, reads: Reads::default(), lane }
     }
 
     #[test]

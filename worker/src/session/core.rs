@@ -12,7 +12,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Commit, Fault, FaultKind, Incarnation, JobName, JobSpec, Layout, Placement, ShardId, Step,
+    Commit, Fault, FaultKind, Incarnation, JobName, JobSpec, Layout, Origin, Placement, ShardId, Step,
 };
 use tokio::{
     runtime::{Handle, Runtime},
@@ -48,13 +48,21 @@ pub(crate) struct Core {
     pub(crate) chunk_pool: Pool,
     pub(crate) retained: Retained,
     pub(crate) lanes: OnceLock<Lanes>,
-    /// Rank 0's newest commits, for a server that restarted behind them.
-    pub(crate) commits: Mutex<Vec<Commit>>,
+    /// Rank 0's newest ones, for a server that restarted behind them.
+    commits: Mutex<Vec<Arc<OwnCommit>>>,
     pub(crate) meter: Meter,
     /// For each server, why it stopped taking gradients: the cause of what fails after it.
     troubles: Mutex<Vec<Option<Fault>>>,
     tasks: Mutex<Vec<AbortHandle>>,
     runtime: Engine,
+}
+
+/// A commit that this rank 0 made, and from which contributions on each server.
+#[derive(Debug)]
+pub(crate) struct OwnCommit {
+    pub(crate) commit: Commit,
+    /// By server.
+    pub(crate) origins: Vec<Origin>,
 }
 
 /// Totals since the session began; the pipeline takes differences.
@@ -147,7 +155,7 @@ impl Core {
             },
             retained: Retained::default(),
             lanes: OnceLock::new(),
-            commits: Mutex::new(Vec::new()),
+            commits: Mutex::default(),
             meter: Meter::default(),
             tasks: Mutex::new(Vec::new()),
             runtime,
@@ -257,20 +265,23 @@ impl Core {
     }
 
     /// Remembers a commit of rank 0. Three cover a delayed step and an nvme server that came back one version behind.
-    pub(crate) fn remember(&self, commit: Commit) {
+    pub(crate) fn remember(&self, own: Arc<OwnCommit>) {
         const KEPT: usize = 3;
-        let mut commits = self.commits.lock().unwrap_or_else(PoisonError::into_inner);
-        if commits.iter().all(|known| known.step != commit.step) {
-            commits.push(commit);
+        let mut commits = self.commits();
+        if commits.iter().all(|known| known.commit.step != own.commit.step) {
+            commits.push(own);
         }
         let surplus = commits.len().saturating_sub(KEPT);
         commits.drain(..surplus);
     }
 
     /// Remembered commits after `step`, oldest first.
-    pub(crate) fn commits_after(&self, step: Step) -> Vec<Commit> {
-        let commits = self.commits.lock().unwrap_or_else(PoisonError::into_inner);
-        commits.iter().filter(|commit| commit.step > step).cloned().collect()
+    pub(crate) fn commits_after(&self, step: Step) -> Vec<Arc<OwnCommit>> {
+        self.commits().iter().filter(|own| own.commit.step > step).cloned().collect()
+    }
+
+    fn commits(&self) -> MutexGuard<'_, Vec<Arc<OwnCommit>>> {
+        self.commits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -4,15 +4,14 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::try_join_all;
 use longshore_proto::{
-    Commit, FaultKind, Incarnation, Rank, Step, TierKind, Version,
+    Commit, Incarnation, Origin, Rank, Step, Version,
     wire::v1::{
         AwaitDurableRequest, CommitRequest, DescribeResponse, JobProgress, JoinRequest, LeaveRequest, Phase,
-        StepBackRequest,
     },
 };
 
-use super::{Core, retry::Backoff};
-use crate::error::{Error, Misuse, Result, VersionsDiffer};
+use super::{Core, core::OwnCommit, retry::Backoff};
+use crate::error::{Misuse, Result, VersionsDiffer};
 
 /// Where the job stands as this rank takes part.
 #[derive(Clone, Debug)]
@@ -36,17 +35,9 @@ impl Core {
         let answers = self.describe_all(false, self.options.deadline).await?;
         let incarnation = self.next_incarnation(&answers);
         if self.options.rank == Rank(0) {
-            match self.complete_commit(&answers).await {
-                // A server has lost the gradients with the decision, and the process that could send them again is gone.
-                Err(Error::Call(failed))
-                    if failed.fault.kind == FaultKind::Precondition && self.spec().tier == TierKind::Nvme =>
-                {
-                    self.step_back(&answers, incarnation).await?;
-                }
-                other => other?,
-            }
+            self.take_over(incarnation).await?;
         }
-        let join = |server| self.join_server(server, incarnation);
+        let join = |server| self.join_server(server, incarnation, false);
         let progress = try_join_all((0..self.peers.len()).map(join)).await?;
         self.set_incarnation(incarnation);
         for server in 0..self.peers.len() {
@@ -74,69 +65,27 @@ impl Core {
         Incarnation(now.max(last.saturating_add(1)))
     }
 
-    /// Rank 0 may have died between its commits: the newest decision goes to the servers one version behind. In the name
-    /// of the dead incarnation, since joining would make a server forget the contributions that the decision needs; it
-    /// is the same decision, so a rank 0 that is not dead after all loses nothing. A server further behind needs what
-    /// nobody holds any more: the versions stay apart, and `align` reports that.
-    async fn complete_commit(&self, answers: &[DescribeResponse]) -> Result<()> {
-        let version =
-            |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.version);
-        let Some(ahead) = answers.iter().max_by_key(|answer| version(answer)) else { return Ok(()) };
-        let newest = version(ahead);
-        let commit = ahead.progress.as_ref().and_then(|progress| progress.last_commit.clone());
-        let (Some(commit), false) = (commit, answers.iter().all(|answer| version(answer) == newest)) else {
-            return Ok(());
-        };
-        let commit = Commit::from_wire(Some(commit))?;
-        let behind = answers.iter().enumerate().filter(|(_, answer)| version(answer) + 1 == newest);
-        let send = |(server, answer): (usize, &DescribeResponse)| {
-            let dead = answer.ranks.iter().find(|rank| rank.rank == 0).map_or(0, |rank| rank.incarnation);
-            tracing::info!(server = self.peers[server].address, step = newest, "completing a commit");
-            self.commit_as(server, Incarnation(dead), &commit)
-        };
-        try_join_all(behind.map(|(server, answer)| send((server, answer)))).await?;
-        Ok(())
-    }
-
-    /// Takes the newest decision back on the servers that have it, where their tier keeps the version before.
-    async fn step_back(&self, answers: &[DescribeResponse], incarnation: Incarnation) -> Result<()> {
-        let version =
-            |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.version);
-        let common = answers.iter().map(version).min().unwrap_or(0);
-        let ahead = answers.iter().enumerate().filter(|(_, answer)| version(answer) > common);
-        try_join_all(ahead.map(|(server, _)| async move {
-            let request =
-                StepBackRequest { job: self.job().to_string(), incarnation: incarnation.0, version: common };
-            // Slow: it reads all of its state.
-            let answer = self.call(server, "StepBack", None, self.options.slow_deadline, |peer| {
-                let request = request.clone();
-                async move { peer.admin().step_back(request).await }
-            });
-            answer.await?;
-            let server = &self.peers[server].address;
-            tracing::info!(
-                server,
-                version = common,
-                "stepped back to the newest version that all servers hold"
-            );
-            Ok::<(), Error>(())
-        }))
-        .await?;
-        Ok(())
-    }
-
-    pub(super) async fn join_server(&self, server: usize, incarnation: Incarnation) -> Result<JobProgress> {
+    /// Takes the rank on one server, or only ends what earlier processes of it may do there.
+    pub(super) async fn join_server(
+        &self,
+        server: usize,
+        incarnation: Incarnation,
+        fence_only: bool,
+    ) -> Result<JobProgress> {
         let request = JoinRequest {
             job: self.job().to_string(),
             rank: self.options.rank.0,
             incarnation: incarnation.0,
+            fence_only,
         };
         let answer = self.call(server, "Join", None, self.options.deadline, |peer| {
             let request = request.clone();
             async move { peer.training().join(request).await }
         });
         let answer = answer.await?;
-        self.links.offered(server, answer.memfd);
+        if !fence_only {
+            self.links.offered(server, answer.memfd);
+        }
         Ok(answer.progress.unwrap_or_default())
     }
 
@@ -183,15 +132,26 @@ impl Core {
     }
 
     /// Sends one decision to one server.
-    pub(crate) async fn commit(&self, server: usize, commit: &Commit) -> Result<()> {
-        self.commit_as(server, self.incarnation(), commit).await
+    pub(crate) async fn commit(
+        &self,
+        server: usize,
+        OwnCommit { commit, origins }: &OwnCommit,
+    ) -> Result<()> {
+        self.commit_as(server, self.incarnation(), commit, origins[server]).await
     }
 
-    async fn commit_as(&self, server: usize, incarnation: Incarnation, commit: &Commit) -> Result<()> {
+    pub(super) async fn commit_as(
+        &self,
+        server: usize,
+        incarnation: Incarnation,
+        commit: &Commit,
+        origin: Origin,
+    ) -> Result<()> {
         let request = CommitRequest {
             job: self.job().to_string(),
             incarnation: incarnation.0,
             commit: Some(commit.to_wire()),
+            origin: origin.0,
         };
         let step = Some(commit.step);
         let answer = self.call(server, "Commit", step, self.options.deadline, |peer| {

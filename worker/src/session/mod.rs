@@ -10,6 +10,7 @@ mod patience;
 mod peer;
 mod recover;
 mod retry;
+mod takeover;
 mod upload;
 mod version;
 
@@ -33,7 +34,7 @@ pub use self::{
 };
 use self::{core::Engine, peer::Peer};
 pub(crate) use self::{
-    core::{Core, Meter, SharedCore},
+    core::{Core, Meter, OwnCommit, SharedCore},
     patience::Impatience,
     retry::Backoff,
 };
@@ -42,7 +43,10 @@ pub(crate) use self::{
     peer::endpoint,
     version::{TRIES, has_passed, lead},
 };
-use crate::{error::Result, pull::Feed};
+use crate::{
+    error::Result,
+    pull::{Feed, Reading},
+};
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, and may be made from any
 /// thread that is not an async runtime's. A failure found in the background is returned by every later call.
@@ -121,7 +125,7 @@ impl Session {
     /// until the version is there. The feed's memory comes from a pool: nothing is allocated in steady state.
     pub fn pull(&self, version: Version, order: &[Range<u64>], dtype: Dtype) -> Result<Feed> {
         self.core.check()?;
-        Feed::open(&self.core, version, order, dtype)
+        Feed::open(&self.core, Reading::new(version), order, dtype)
     }
 
     /// Where the job stands, server by server.

@@ -7,6 +7,7 @@ use std::{
 
 use longshore_proto::{
     Fault, FaultKind, Step,
+    fault::{ORIGIN, READS},
     limits::{CHUNK_BYTES, MAX_CONTROL_MESSAGE_BYTES, MAX_TRAINER_STATE_BYTES},
     wire::{
         direct::Taps,
@@ -20,7 +21,7 @@ use tonic::{
 };
 
 use super::{Core, connector::Connector, retry::Backoff};
-use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable};
+use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable, Withdrawn};
 
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
@@ -215,6 +216,9 @@ impl Core {
                 StateLost { server, job, detail: fault.to_string() }.into()
             }
             FaultKind::Fenced => Fenced { server, job, fault }.into(),
+            FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {
+                Withdrawn { server, job, fault }.into()
+            }
             _ => CallFailed { server, job, call, step, fault }.into(),
         }
     }

@@ -1,11 +1,14 @@
 //! After a connection broke: is it the same server, does it still know the job and this rank, and which decisions
 //! has it missed? Asked before anything is sent again.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use longshore_proto::{Commit, Fault, FaultKind, Step, Version, wire::v1::Phase};
+use longshore_proto::{Fault, FaultKind, Step, Version, wire::v1::Phase};
 
-use super::{Core, SharedCore, retry::Backoff};
+use super::{Core, OwnCommit, SharedCore, retry::Backoff};
 use crate::error::{Error, Result, StateLost};
 
 /// How often a paused server is asked whether it goes on.
@@ -27,7 +30,7 @@ impl Core {
         }
         let mine = answer.ranks.iter().find(|rank| rank.rank == core.options.rank.0);
         if mine.map_or(0, |rank| rank.incarnation) < core.incarnation().0 {
-            core.join_server(server, core.incarnation()).await?;
+            core.join_server(server, core.incarnation(), false).await?;
             tracing::info!(server = core.peers[server].address, "joined again after the server restarted");
         }
         let missed = core.commits_after(Step(progress.version));
@@ -79,20 +82,26 @@ impl Core {
 }
 
 /// Beside the pushes, since a server takes a decision only with all contributions, which are being sent again.
-async fn resend_commits(core: SharedCore, server: usize, commits: Vec<Commit>) {
+async fn resend_commits(core: SharedCore, server: usize, commits: Vec<Arc<OwnCommit>>) {
     let end = Instant::now() + core.options.deadline;
-    for commit in commits {
-        let mut backoff = Backoff::new();
-        loop {
-            match core.commit(server, &commit).await {
-                Ok(()) => break,
-                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => {
-                    if !backoff.pause(end).await {
-                        return core.fail(Error::Call(failed));
-                    }
+    for own in commits {
+        if let Err(error) = resend(&core, server, &own, end).await {
+            return core.fail(error);
+        }
+    }
+}
+
+async fn resend(core: &Core, server: usize, own: &OwnCommit, end: Instant) -> Result<()> {
+    let mut backoff = Backoff::new();
+    loop {
+        match core.commit(server, own).await {
+            Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => {
+                core.check_reproducible(server, own.commit.step).await?;
+                if !backoff.pause(end).await {
+                    return Err(Error::Call(failed));
                 }
-                Err(error) => return core.fail(error),
             }
+            other => return other,
         }
     }
 }

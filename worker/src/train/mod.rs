@@ -18,5 +18,5 @@ pub use self::{
     launch::run,
     memory::{Stage, Work, plan_stage},
     settings::{LossScale, LossScaleMode, Settings},
-    weights::{StagedWeights, WholeWeights},
+    weights::{PullLayer, StagedWeights, WholeWeights},
 };

@@ -7,7 +7,7 @@ use candle_core::Device as Compute;
 use longshore_proto::{Layout, Rank, Step, Version};
 
 use super::{
-    LayerGradients, LayerImages, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
+    LayerGradients, LayerImages, PullLayer, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
     gpt::{self, Gpt, Weights},
     memory::{Work, activations, plan_stage, with_kept_activations},
     report::{Around, Ending, Opening, Report},
@@ -55,52 +55,20 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
         * u64::from(settings.micro_steps)
         * u64::from(settings.world_size);
     let mut report = Report::new(rank, settings.json, settings.steps, tokens);
-    let host = Budget::unlimited("host memory of the worker");
-    let options = Options {
-        transport: settings.transport,
-        deadline: settings.deadline,
-        pause_deadline: settings.pause_deadline,
-        host_budget: host.clone(),
-        ..Options::new(servers.to_vec(), settings.spec(&run.model), Rank(rank))
-    };
-    let (session, joined) = run.enter(options, &mut report)?;
-    let mut memory = run.allocate()?;
-    let summary = run.corpus.summary();
-    report.opening(&Opening {
-        job: settings.job.as_str(),
-        parameters: run.model.params().iter().map(|param| param.elements() as u64).sum(),
-        shards: run.layout.shards(),
-        servers,
-        embedded,
-        files: summary.files,
-        train_bytes: summary.train_bytes,
-        validation_bytes: summary.validation_bytes,
-        first_step: joined.version.0 + 1,
-        stage: run.stage_name(),
-        device: run.device.name(),
-    });
-    let first_loss = run.evaluate_at(&session, joined.version, &mut memory, &mut report)?;
-    let mut pipeline = Pipeline::new(session, &joined, run.pipeline_options()?)?;
-    run.check_resumed(&pipeline, &report);
-    while pipeline.last_step().0 < settings.steps {
-        run.step(&mut pipeline, &mut memory, &mut report)?;
-        run.after_step(&mut pipeline, &mut memory, &mut report)?;
+    let place = Place { servers, embedded };
+    loop {
+        match run.train(place, &mut report) {
+            Err(error) if is_withdrawn(&error) => report.note(&format!("{error}: starting over from there")),
+            ended => return ended,
+        }
     }
-    let version = pipeline.drain()?;
-    report.decided(pipeline.outcomes());
-    if rank == 0 {
-        let around = Around {
-            first_loss,
-            servers: servers.len(),
-            embedded,
-            host_peak: host.peak(),
-            formats: settings.formats,
-        };
-        report.ending(&run.end(&pipeline, version, &mut memory, around)?);
-    }
-    drop(memory);
-    pipeline.close()?.leave()?;
-    Ok(())
+}
+
+/// Where the servers are.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    servers: &'a [String],
+    embedded: bool,
 }
 
 impl<'a> Run<'a> {
@@ -122,6 +90,60 @@ impl<'a> Run<'a> {
         };
         let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
         Ok(Run { settings, model, corpus, validation, layout, device, stage, rank })
+    }
+
+    /// From where the servers are to the last step.
+    ///
+    /// # Errors
+    /// `Withdrawn` when a step was taken back: then nothing is lost, and it may be called again.
+    fn train(&self, Place { servers, embedded }: Place<'_>, report: &mut Report) -> anyhow::Result<()> {
+        let settings = self.settings;
+        let host = Budget::unlimited("host memory of the worker");
+        let options = Options {
+            transport: settings.transport,
+            deadline: settings.deadline,
+            pause_deadline: settings.pause_deadline,
+            host_budget: host.clone(),
+            ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
+        };
+        let (session, joined) = self.enter(options, report)?;
+        let mut memory = self.allocate()?;
+        let summary = self.corpus.summary();
+        report.opening(&Opening {
+            job: settings.job.as_str(),
+            parameters: self.model.params().iter().map(|param| param.elements() as u64).sum(),
+            shards: self.layout.shards(),
+            servers,
+            embedded,
+            files: summary.files,
+            train_bytes: summary.train_bytes,
+            validation_bytes: summary.validation_bytes,
+            first_step: joined.version.0 + 1,
+            stage: self.stage_name(),
+            device: self.device.name(),
+        });
+        let first_loss = self.evaluate_at(&session, joined.version, &mut memory, report)?;
+        let mut pipeline = Pipeline::new(session, &joined, self.pipeline_options()?)?;
+        self.check_resumed(&pipeline, report);
+        while pipeline.last_step().0 < settings.steps {
+            self.step(&mut pipeline, &mut memory, report)?;
+            self.after_step(&mut pipeline, &mut memory, report)?;
+        }
+        let version = pipeline.drain()?;
+        report.decided(pipeline.outcomes());
+        if self.rank == 0 {
+            let around = Around {
+                first_loss,
+                servers: servers.len(),
+                embedded,
+                host_peak: host.peak(),
+                formats: settings.formats,
+            };
+            report.ending(&self.end(&pipeline, version, &mut memory, around)?);
+        }
+        drop(memory);
+        pipeline.close()?.leave()?;
+        Ok(())
     }
 
     /// Connects, creates or finds the job, gives it weights if it has none, and takes the rank.
@@ -216,7 +238,9 @@ impl<'a> Run<'a> {
         let mut sink = Sink::new(&self.model, &mut memory.gradients, pipeline.assembler(micro_step)?);
         let mut weights: Box<dyn Weights> = match &mut memory.images {
             Images::Whole(images) => Box::new(self.whole(images, pipeline.weights()?)),
-            Images::Layers(images) => Box::new(self.staged(images, pipeline.session(), plan.reads, true)),
+            Images::Layers(images) => {
+                Box::new(self.staged(images, Box::new(|range| pipeline.pull(&[range])), true))
+            }
         };
         let scale = plan.loss_scale as f32;
         let loss =
@@ -237,11 +261,10 @@ impl<'a> Run<'a> {
     fn staged<'s>(
         &'s self,
         images: &'s mut LayerImages,
-        session: &'s Session,
-        version: Version,
+        pull: PullLayer<'s>,
         training: bool,
     ) -> StagedWeights<'s> {
-        StagedWeights::new(&self.model, session, images, version, training)
+        StagedWeights::new(&self.model, &self.layout, images, pull, training)
     }
 
     fn after_step(
@@ -295,7 +318,14 @@ impl<'a> Run<'a> {
                 let whole = 0..self.layout.elements();
                 Box::new(self.whole(images, session.pull(version, &[whole], self.settings.image_dtype)?))
             }
-            Images::Layers(images) => Box::new(self.staged(images, session, version, false)),
+            Images::Layers(images) => {
+                let dtype = self.settings.image_dtype;
+                Box::new(self.staged(
+                    images,
+                    Box::new(move |range| session.pull(version, &[range], dtype)),
+                    false,
+                ))
+            }
         })
     }
 
@@ -352,8 +382,16 @@ impl<'a> Run<'a> {
 fn unwrap_library(error: gpt::Error) -> anyhow::Error {
     match error {
         gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
-            anyhow::Error::from_boxed(source)
+            match source.downcast::<Error>() {
+                Ok(error) => (*error).into(),
+                Err(source) => anyhow::Error::from_boxed(source),
+            }
         }
         other => other.into(),
     }
+}
+
+/// Whether a step that this process had built on was taken back.
+fn is_withdrawn(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(Error::Withdrawn(_)))
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
-use longshore_proto::{Dtype, Layout, Version};
+use longshore_proto::{Dtype, Layout};
 
 use super::{
     LayerImages, WholeImages,
@@ -15,7 +15,6 @@ use crate::{
     device::{Buffer, Device, Lease},
     error::Result,
     pull::Feed,
-    session::Session,
 };
 
 /// The tensors of one stage from its bytes.
@@ -78,12 +77,15 @@ impl Weights for WholeWeights<'_> {
     }
 }
 
+/// Pulls a layer's flat range of the version in use.
+pub type PullLayer<'a> = Box<dyn Fn(Range<u64>) -> Result<Feed> + 'a>;
+
 /// Stage 3: a layer's image is pulled just before use and freed after; the next one is on its way meanwhile.
 pub struct StagedWeights<'a> {
     model: &'a Gpt,
-    session: &'a Session,
+    layout: &'a Layout,
     images: &'a mut LayerImages,
-    version: Version,
+    pull: PullLayer<'a>,
     /// Also backward, from the last stage to the first.
     training: bool,
     /// Whether the last acquired stage was the last one of the model, so that the order has turned.
@@ -95,18 +97,18 @@ pub struct StagedWeights<'a> {
 impl<'a> StagedWeights<'a> {
     pub fn new(
         model: &'a Gpt,
-        session: &'a Session,
+        layout: &'a Layout,
         images: &'a mut LayerImages,
-        version: Version,
+        pull: PullLayer<'a>,
         training: bool,
     ) -> StagedWeights<'a> {
-        StagedWeights { model, session, images, version, training, backward: false, ready: None, lent: None }
+        StagedWeights { model, layout, images, pull, training, backward: false, ready: None, lent: None }
     }
 
     fn pull(&mut self, stage: usize) -> Result<(usize, Feed, Buffer), BoxError> {
-        let range = stage_range(self.model, self.session.layout(), stage);
+        let range = stage_range(self.model, self.layout, stage);
         let buffer = self.images.take()?;
-        Ok((stage, self.session.pull(self.version, &[range], self.session.spec().image_dtype)?, buffer))
+        Ok((stage, (self.pull)(range)?, buffer))
     }
 
     /// The stage that is acquired after this one, in the order the model promises.
@@ -150,9 +152,8 @@ impl Weights for StagedWeights<'_> {
         let (_, feed, buffer) = ready?;
         let next = self.next(stage);
         self.ready = next.map(|next| self.pull(next)).transpose()?;
-        let StagedWeights { model, session, images, .. } = self;
+        let StagedWeights { model, layout, images, .. } = self;
         let widened = reserve(images.staging.device(), model, stage)?;
-        let layout = session.layout();
         let range = stage_range(model, layout, stage);
         let bytes = (range.end - range.start) * feed.dtype().bytes();
         images.staging.copy_in(&buffer, 0, bytes, |host| Ok(feed.read_raw(range, host)?))?;

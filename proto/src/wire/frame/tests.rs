@@ -36,6 +36,8 @@ fn request() -> impl Strategy<Value = PushRequest> {
                 dtype,
                 crc32,
                 place,
+                reads_version: step / 3,
+                reads_decided_by: incarnation / 2,
                 payload,
             }
         },

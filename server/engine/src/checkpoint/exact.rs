@@ -1,7 +1,7 @@
 //! The last commit as JSON, bit for bit. JSON has no NaN (the norm of a step that overflowed) and serde_json rounds
 //! most but not all decimals back to the same f64, while a resumed run needs the loss scale it was stopped with.
 
-use longshore_proto::{Commit, Hyper, Step};
+use longshore_proto::{Commit, Hyper, Incarnation, Step};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// As Rust prints it: the shortest decimal that reads back as the same bits.
@@ -33,6 +33,9 @@ struct CommitRecord {
     groups: Vec<HyperRecord>,
     /// Hex: as a JSON array each byte would take a line.
     trainer_state: String,
+    /// Older records do not have it.
+    #[serde(default)]
+    decided_by: Incarnation,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -109,6 +112,7 @@ pub(crate) mod commit {
             norm: record.norm.0,
             loss_scale: record.loss_scale.0,
             trainer_state,
+            decided_by: record.decided_by,
         }))
     }
 }
@@ -124,6 +128,7 @@ fn record(commit: &Commit) -> CommitRecord {
         norm,
         loss_scale,
         trainer_state,
+        decided_by,
     } = commit;
     CommitRecord {
         step: *step,
@@ -135,6 +140,7 @@ fn record(commit: &Commit) -> CommitRecord {
         loss_scale: Exact(*loss_scale),
         groups: groups.iter().map(HyperRecord::from).collect(),
         trainer_state: hex(trainer_state),
+        decided_by: *decided_by,
     }
 }
 
@@ -178,6 +184,7 @@ mod tests {
                 norm,
                 loss_scale,
                 trainer_state: state.clone(),
+                decided_by: Incarnation(9),
             };
             let text = serde_json::to_string(&Holder { commit: Some(commit) }).unwrap();
             let back = serde_json::from_str::<Holder>(&text).unwrap().commit.unwrap();

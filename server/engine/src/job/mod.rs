@@ -27,7 +27,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step,
+    Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Origin, Placement, Rank, ServerId, ShardId, Step,
     TierKind, Version,
 };
 
@@ -141,7 +141,7 @@ impl Job {
     /// is there already.
     pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
         let machine = lock(&self.machine);
-        machine.check_newer(Rank(0), incarnation)?;
+        machine.check_newest(Rank(0), incarnation)?;
         let current = machine.version();
         if version == current {
             return Ok(true);
@@ -199,6 +199,18 @@ impl Job {
         lock(&self.machine).waiting_for()
     }
 
+    /// Who decided the step that made a version; 0 where that is not known here.
+    pub fn decided_by(&self, version: Version) -> Incarnation {
+        lock(&self.machine).decided_by(version)
+    }
+
+    /// From whose contributions an owned shard's gradient of a step was summed.
+    pub fn origin(&self, shard: ShardId, step: Step) -> Result<Origin, Fault> {
+        let machine = lock(&self.machine);
+        let owned = machine.owned_index(shard)?;
+        Ok(machine.origin(owned, step))
+    }
+
     pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
         lock(&self.machine).commits_after(step)
     }
@@ -208,13 +220,25 @@ impl Job {
         lock(&self.machine).pauses()
     }
 
+    /// Ends what earlier processes of a rank may do, before what the new one reads here can be acted on.
+    pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        self.check_alive()?;
+        let mut machine = lock(&self.machine);
+        if machine.fence(rank, incarnation)? {
+            self.tier.joined(rank, incarnation, false);
+        }
+        drop(machine);
+        self.notify();
+        Ok(())
+    }
+
     /// False while the rank's earlier process is still being written for; ask again after a change.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = lock(&self.machine);
-        let before = machine.incarnation(rank);
+        let before = machine.has_joined(rank, incarnation);
         let joined = machine.join(rank, incarnation)? != Admission::Busy;
-        if joined && before != Some(incarnation) {
+        if joined && !before {
             // Under the lock: what is sent again is written over what was there.
             self.tier.joined(rank, incarnation, self.spec.world_size == 1);
             self.give_back_unneeded(&machine, rank);
@@ -247,8 +271,18 @@ impl Job {
         Ok(())
     }
 
-    /// Decides a step. The flag says that it was decided so before.
+    /// Decides a step, whatever contributions it was made from. The flag says that it was decided so before.
     pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
+        self.commit_from(incarnation, commit, Origin::UNKNOWN)
+    }
+
+    /// Decides a step, if the contributions here are those that the decision was made from.
+    pub fn commit_from(
+        &self,
+        incarnation: Incarnation,
+        commit: Commit,
+        origin: Origin,
+    ) -> Result<(bool, Option<Work>), Fault> {
         self.check_alive()?;
         commit.validate(&self.spec)?;
         let mut machine = lock(&self.machine);
@@ -259,7 +293,7 @@ impl Job {
             return Err(Refusal::NotDurable { step: commit.step, durable }.into());
         }
         let step = commit.step;
-        let work = machine.commit(incarnation, commit)?;
+        let work = machine.commit(incarnation, commit, origin)?;
         let duplicate = machine.version() == before;
         if !duplicate {
             self.tell_snapshots(&machine);

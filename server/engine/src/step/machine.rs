@@ -7,7 +7,8 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use longshore_proto::{
-    Commit, ContributionChunk, Incarnation, JobSpec, Layout, MicroStep, Rank, ShardId, Step, Version,
+    Commit, ContributionChunk, Incarnation, JobSpec, Layout, MicroStep, Origin, Rank, Reads, ShardId, Step,
+    Version,
 };
 
 use super::{
@@ -89,7 +90,11 @@ impl Decided {
 #[derive(Clone, Debug, Default)]
 pub(super) struct RankState {
     pub(super) incarnation: Option<Incarnation>,
+    /// It has only ended what an earlier process may do, and has not joined yet.
+    pub(super) fence_only: bool,
     pub(super) left: bool,
+    /// The version at which it joined, or fenced.
+    pub(super) joined_at: Version,
     pub(super) last_step: Step,
 }
 
@@ -199,16 +204,23 @@ impl Machine {
         }
     }
 
-    /// Binds a rank to a higher incarnation. Busy while the earlier one's last chunk is being written.
+    /// Ends what earlier processes of a rank may do. What they sent stays: a decision that another server knows already may
+    /// need it here. True when that is new.
+    pub fn fence(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
+        if self.check_taking(rank, incarnation)? {
+            return Ok(false);
+        }
+        let state = &mut self.ranks[rank.index()];
+        (state.incarnation, state.fence_only, state.left) = (Some(incarnation), true, false);
+        state.joined_at = self.version;
+        Ok(true)
+    }
+
+    /// Binds a rank to a higher incarnation, or to the one that fenced it. Busy while the earlier one's last chunk is being
+    /// written.
     pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<Admission, Refusal> {
-        let world_size = self.spec.world_size;
-        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
-        match state.incarnation {
-            Some(current) if current == incarnation && !state.left => return Ok(Admission::Duplicate),
-            Some(current) if current >= incarnation => {
-                return Err(Refusal::Fenced { rank, incarnation, current });
-            }
-            _ => {}
+        if self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only {
+            return Ok(Admission::Duplicate);
         }
         let undecided = self.version.0 + 1..=self.version.0 + self.spec.gradient_slots() as u64;
         let in_use = |shard: &ShardProgress| shard.slots.iter().any(|slot| slot.in_use(rank));
@@ -223,9 +235,27 @@ impl Machine {
                 }
             }
         }
+        let joined_at = self.version;
         self.ranks[rank.index()] =
-            RankState { incarnation: Some(incarnation), left: false, last_step: Step(0) };
+            RankState { incarnation: Some(incarnation), joined_at, ..RankState::default() };
         Ok(Admission::Duplicate)
+    }
+
+    /// Checks that a process may take a rank; true when it has.
+    fn check_taking(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
+        let world_size = self.spec.world_size;
+        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
+        match state.incarnation {
+            Some(current) if current == incarnation && !state.left => Ok(true),
+            Some(current) if current >= incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether a rank's process may push.
+    pub fn has_joined(&self, rank: Rank, incarnation: Incarnation) -> bool {
+        let state = self.ranks.get(rank.index());
+        state.is_some_and(|state| state.incarnation == Some(incarnation) && !state.fence_only && !state.left)
     }
 
     /// Whether a rank's buffer of a slot holds what a sum or an update still needs.
@@ -237,12 +267,10 @@ impl Machine {
         self.ranks.get(rank.index()).and_then(|state| state.incarnation)
     }
 
-    /// Checks that a process which has not joined yet is newer than any that has.
-    pub fn check_newer(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
-        let world_size = self.spec.world_size;
-        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
-        match state.incarnation {
-            Some(current) if current >= incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+    /// Checks that no process newer than this one has taken the rank.
+    pub fn check_newest(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        match self.incarnation(rank) {
+            Some(current) if current > incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
             _ => Ok(()),
         }
     }
@@ -309,6 +337,9 @@ impl Machine {
         self.check_not_loading()?;
         let contribution = chunk.contribution;
         self.check_rank(contribution.rank, chunk.incarnation)?;
+        if !self.has_joined(contribution.rank, chunk.incarnation) {
+            return Err(Refusal::NotJoined { rank: contribution.rank });
+        }
         let owned = self.check_chunk(chunk)?;
         let step = contribution.step;
         if step.0 <= self.version.0 {
@@ -319,6 +350,7 @@ impl Machine {
         if step > newest {
             return Err(Refusal::StepTooEarly { step, newest });
         }
+        self.check_reads(chunk.reads)?;
         let shard = &mut self.shards[owned];
         let (slot, chunks) = (shard.slot_of(step), shard.chunks);
         match shard.slot_mut(step).place(chunk, chunks)? {
@@ -326,6 +358,17 @@ impl Machine {
             Place::Busy => Ok(Admission::Busy),
             Place::Write => Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk })),
         }
+    }
+
+    /// Refuses what was computed with a version that has been taken back and decided anew. One that this server has not
+    /// reached, or does not remember, is not its to judge.
+    fn check_reads(&self, reads: Reads) -> Result<(), Refusal> {
+        let decided_by = self.decided_by(reads.version);
+        let unknown = Incarnation::default();
+        if reads.decided_by == unknown || decided_by == unknown || reads.decided_by == decided_by {
+            return Ok(());
+        }
+        Err(Refusal::Withdrawn { reads, decided_by })
     }
 
     fn check_chunk(&self, chunk: &ContributionChunk) -> Result<usize, Refusal> {
@@ -401,8 +444,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Decides the next step. `Ok(None)` when it was decided so before. The commit has been validated against the spec.
-    pub fn commit(&mut self, incarnation: Incarnation, commit: Commit) -> Result<Option<Work>, Refusal> {
+    /// Decides the next step. `Ok(None)` when it was decided so before. The commit has been validated against the spec. `origin`
+    /// is that of the contributions it was made from.
+    pub fn commit(
+        &mut self,
+        incarnation: Incarnation,
+        commit: Commit,
+        origin: Origin,
+    ) -> Result<Option<Work>, Refusal> {
         self.check_not_loading()?;
         self.check_rank_zero(incarnation)?;
         let next = self.version.next_step();
@@ -421,6 +470,10 @@ impl Machine {
         if let Some(shard) = self.shards.iter().find(|shard| !shard.is_complete(step)) {
             let missing = self.waiting_for().unwrap_or_else(|| format!("the sum of {}", shard.shard));
             return Err(Refusal::CommitIncomplete { step, missing });
+        }
+        let found = self.shards.iter().map(|shard| shard.origin(step)).reduce(Origin::and);
+        if let Some(found) = found.filter(|found| found.differs(origin)) {
+            return Err(Refusal::OtherOrigin { step, origin, found });
         }
         self.version = step.version();
         self.applied += u64::from(!commit.skip);
@@ -474,6 +527,8 @@ fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
         Some("loss_scale")
     } else if earlier.trainer_state != later.trainer_state {
         Some("trainer_state")
+    } else if earlier.decided_by != later.decided_by {
+        Some("decided_by")
     } else {
         None
     }

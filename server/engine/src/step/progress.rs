@@ -22,6 +22,8 @@ pub struct RankProgress {
     /// None: never joined this server.
     pub incarnation: Option<Incarnation>,
     pub left: bool,
+    /// The version at which this incarnation joined.
+    pub joined_at: Version,
     /// Newest step with a contribution from this rank.
     pub last_step: Step,
 }

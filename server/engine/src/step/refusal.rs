@@ -1,7 +1,9 @@
 //! Why an event is refused: one variant for each reason, with the values that show it.
 
 use longshore_proto::{
-    ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Rank, ShardId, Step, Version,
+    ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Origin, Rank, Reads, ShardId,
+    Step, Version,
+    fault::{ORIGIN, READS},
 };
 
 /// A refused event changes nothing.
@@ -27,6 +29,8 @@ pub enum Refusal {
     CommitTooOld { step: Step, version: Version },
     CommitIncomplete { step: Step, missing: String },
     OtherCommit { step: Step, field: &'static str },
+    OtherOrigin { step: Step, origin: Origin, found: Origin },
+    Withdrawn { reads: Reads, decided_by: Incarnation },
     NotRankZero { incarnation: Incarnation, current: Incarnation },
     VersionTooNew { version: Version, newest: Version },
     VersionGone { version: Version, kept: Vec<Version> },
@@ -174,6 +178,20 @@ impl From<Refusal> for Fault {
                 format!("another value for {step}"),
                 "as first decided",
                 "a step is decided once: join again and continue from the job's version",
+            ),
+            Refusal::OtherOrigin { step, origin, found } => Fault::new(
+                Conflict,
+                ORIGIN,
+                format!("{:016x} for {step}", origin.0),
+                format!("{:016x}, of the contributions that this server has", found.0),
+                "a rank's process was replaced since: join again, with fence_only first, and decide the step anew",
+            ),
+            Refusal::Withdrawn { reads, decided_by } => Fault::new(
+                Conflict,
+                READS,
+                format!("{} as decided by {}", reads.version, reads.decided_by),
+                format!("{} as decided by {decided_by}: the earlier decision was taken back", reads.version),
+                "join again and compute the step with the weights as they are now",
             ),
             Refusal::NotRankZero { incarnation, current } => Fault::new(
                 Fenced,

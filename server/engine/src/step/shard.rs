@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use longshore_proto::{ContributionChunk, Incarnation, MicroStep, Rank, ShardId, Step, Version};
+use longshore_proto::{ContributionChunk, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version};
 
 use super::{bitmap::Bitmap, refusal::Refusal};
 
@@ -44,6 +44,8 @@ pub(super) struct StepSlot {
     pub(super) summing: bool,
     pub(super) complete: bool,
     loss_scale: Option<f64>,
+    /// Of what was summed so far; not known where an earlier process summed it.
+    origin: Origin,
     ranks: Vec<RankSlot>,
 }
 
@@ -65,6 +67,12 @@ impl RankSlot {
 
     fn seal(&self, micro_step: MicroStep, chunk: u32) -> Option<Seal> {
         *self.seals.get(micro_step.0 as usize)?.get(chunk as usize)?
+    }
+
+    /// Which process a micro-step came from: its chunks are one process's.
+    fn sender(&self, micro_step: u32) -> Incarnation {
+        let seals = self.seals.get(micro_step as usize).into_iter().flatten().flatten();
+        seals.map(|seal| seal.incarnation).max().unwrap_or_default()
     }
 
     fn set_writing(&mut self, chunk: &ContributionChunk, value: bool) {
@@ -107,6 +115,7 @@ impl StepSlot {
             summing: false,
             complete: false,
             loss_scale: None,
+            origin: Origin::UNKNOWN,
             ranks: (0..world_size).map(|_| RankSlot::new(chunks)).collect(),
         }
     }
@@ -177,6 +186,10 @@ impl StepSlot {
     /// The sum of the current micro-step is formed. True when it was the step's last.
     pub(super) fn summed(&mut self, micro_steps: u32) -> bool {
         self.summing = false;
+        for (rank, slot) in self.ranks.iter().enumerate() {
+            let sender = slot.sender(self.summed).0;
+            self.origin.0 = mix(self.origin.0 ^ mix(u64::from(self.summed) << 32 | rank as u64) ^ sender);
+        }
         self.summed += 1;
         self.complete = self.summed == micro_steps;
         for rank in &mut self.ranks {
@@ -188,6 +201,7 @@ impl StepSlot {
     /// An earlier process had summed all of the step.
     pub(super) fn take_over(&mut self, step: Step, micro_steps: u32) {
         (self.step, self.summed, self.complete) = (Some(step), micro_steps, true);
+        self.origin = Origin::UNKNOWN;
     }
 
     /// The step is decided and its gradient used up.
@@ -196,6 +210,7 @@ impl StepSlot {
         self.summed = 0;
         self.complete = false;
         self.loss_scale = None;
+        self.origin = Origin::UNKNOWN;
         for rank in &mut self.ranks {
             rank.seals.clear();
         }
@@ -257,9 +272,27 @@ impl ShardProgress {
         &mut self.slots[index]
     }
 
+    /// From whose contributions the step's gradient was summed, with which shard it is of.
+    pub(super) fn origin(&self, step: Step) -> Origin {
+        match self.slot(step).origin {
+            Origin(mixed) if mixed != 0 && self.is_complete(step) => {
+                Origin(mix(mixed ^ u64::from(self.shard.0)).max(1))
+            }
+            _ => Origin::UNKNOWN,
+        }
+    }
+
     /// Whether every contribution of the step is in and summed.
     pub(super) fn is_complete(&self, step: Step) -> bool {
         let slot = self.slot(step);
         slot.step == Some(step) && slot.complete
     }
+}
+
+/// Spreads a number's bits over all 64, as splitmix64 does: sums of mixed numbers differ wherever one of them does.
+fn mix(number: u64) -> u64 {
+    let mut mixed = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ (mixed >> 31)
 }

@@ -1,6 +1,6 @@
 //! What is so: the machine as others may see it, without changing it.
 
-use longshore_proto::{Commit, MicroStep, Rank, ShardId, Step, Version};
+use longshore_proto::{Commit, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version};
 
 use super::{
     machine::{Decided, Machine, Phase},
@@ -42,6 +42,17 @@ impl Machine {
         self.shards[owned].is_complete(step)
     }
 
+    /// From whose contributions a shard's gradient of a step was summed.
+    pub fn origin(&self, owned: usize, step: Step) -> Origin {
+        self.shards[owned].origin(step)
+    }
+
+    /// Who decided the step that made a version; 0 where that is not known here.
+    pub fn decided_by(&self, version: Version) -> Incarnation {
+        let commit = self.commits.iter().find(|decided| decided.commit.step.version() == version);
+        commit.map_or(Incarnation::default(), |decided| decided.commit.decided_by)
+    }
+
     /// Whether any contribution to the next undecided step is here.
     pub fn is_step_begun(&self) -> bool {
         let step = self.version.next_step();
@@ -65,6 +76,7 @@ impl Machine {
                 rank: Rank(index as u32),
                 incarnation: rank.incarnation,
                 left: rank.left,
+                joined_at: rank.joined_at,
                 last_step: rank.last_step,
             })
             .collect()

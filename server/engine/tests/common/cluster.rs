@@ -152,6 +152,7 @@ impl Cluster {
                     dtype,
                     bytes,
                     crc32,
+                    reads: Default::default(),
                     lent: false,
                 };
                 found.push((chunk, payload));

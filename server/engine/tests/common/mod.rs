@@ -85,6 +85,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
         norm: 0.0,
         loss_scale: 1.0,
         trainer_state: Vec::new(),
+        decided_by: Default::default(),
     }
 }
 

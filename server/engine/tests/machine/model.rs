@@ -52,6 +52,8 @@ pub(crate) struct Model {
     pub(crate) resumed_loss_scale: Option<f64>,
     /// (incarnation, left)
     pub(crate) ranks: Vec<Option<(u64, bool)>>,
+    /// Ranks whose process has fenced the one before and not joined yet.
+    pub(crate) fence_only: Vec<bool>,
     shard_versions: Vec<u64>,
     gradients: BTreeMap<(usize, u64), Gradient>,
 }
@@ -72,6 +74,7 @@ impl Model {
             commits: Vec::new(),
             resumed_loss_scale: None,
             ranks: vec![None; spec.world_size as usize],
+            fence_only: vec![false; spec.world_size as usize],
             shard_versions: vec![0; owned.len()],
             gradients: BTreeMap::new(),
             spec: spec.clone(),
@@ -138,6 +141,7 @@ impl Model {
             dtype: Dtype::F32,
             bytes,
             crc32,
+            reads: Default::default(),
             lent: false,
         }
     }
@@ -225,6 +229,9 @@ impl Model {
         }
         if let Some(answer) = self.check_rank(rank.0, chunk.incarnation.0) {
             return answer;
+        }
+        if self.fence_only[rank.index()] {
+            return refused("NotJoined");
         }
         let owned = match self.check_fields(chunk) {
             Ok(owned) => owned,
@@ -350,11 +357,10 @@ impl Model {
     }
 
     pub(crate) fn join(&mut self, rank: u32, incarnation: u64) -> Answer {
-        let Some(state) = self.ranks.get(rank as usize) else { return refused("UnknownRank") };
-        match state {
-            Some((current, false)) if *current == incarnation => return Answer::Duplicate,
-            Some((current, _)) if *current >= incarnation => return refused("Fenced"),
-            _ => {}
+        match self.take(rank, incarnation) {
+            Err(answer) => return answer,
+            Ok(true) if !self.fence_only[rank as usize] => return Answer::Duplicate,
+            Ok(_) => {}
         }
         let uses = |gradient: &Gradient| gradient.summing || gradient.writing.iter().any(|key| key.1 == rank);
         if self.gradients.values().any(uses) {
@@ -372,7 +378,30 @@ impl Model {
             }
         }
         self.ranks[rank as usize] = Some((incarnation, false));
+        self.fence_only[rank as usize] = false;
         Answer::Duplicate
+    }
+
+    pub(crate) fn fence(&mut self, rank: u32, incarnation: u64) -> Answer {
+        match self.take(rank, incarnation) {
+            Err(answer) => answer,
+            Ok(true) => Answer::Duplicate,
+            Ok(false) => {
+                self.ranks[rank as usize] = Some((incarnation, false));
+                self.fence_only[rank as usize] = true;
+                Answer::Done
+            }
+        }
+    }
+
+    /// Whether a process has taken the rank already, or why it may not.
+    fn take(&self, rank: u32, incarnation: u64) -> Result<bool, Answer> {
+        match self.ranks.get(rank as usize) {
+            None => Err(refused("UnknownRank")),
+            Some(Some((current, false))) if *current == incarnation => Ok(true),
+            Some(Some((current, _))) if *current >= incarnation => Err(refused("Fenced")),
+            _ => Ok(false),
+        }
     }
 
     pub(crate) fn leave(&mut self, rank: u32, incarnation: u64) -> Answer {

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use longshore_engine::step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work};
 use longshore_proto::{
-    ChunkId, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, MicroStep, Rank, ShardId, Step,
-    Version,
+    ChunkId, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, MicroStep, Origin, Rank, ShardId,
+    Step, Version,
 };
 
 use crate::{
@@ -269,7 +269,7 @@ impl Pair {
         let before = self.machine.version();
         let work = self.check(
             &expected,
-            |machine| machine.commit(Incarnation(incarnation), decision),
+            |machine| machine.commit(Incarnation(incarnation), decision, Origin::UNKNOWN),
             |work| if work.is_some() { Answer::Decided } else { Answer::Duplicate },
         );
         if let Some(Some(work)) = work {
@@ -286,7 +286,19 @@ impl Pair {
         let now =
             self.model.ranks.get(rank as usize).copied().flatten().map_or(0, |(incarnation, _)| incarnation);
         let incarnation = (now + self.noise.below(3) as u64).saturating_sub(1);
+        if self.noise.one_in(3) {
+            return self.fence_as(rank, incarnation);
+        }
         self.join_as(rank, incarnation);
+    }
+
+    fn fence_as(&mut self, rank: u32, incarnation: u64) {
+        let expected = self.model.fence(rank, incarnation);
+        self.check(
+            &expected,
+            |machine| machine.fence(Rank(rank), Incarnation(incarnation)),
+            |new| if *new { Answer::Done } else { Answer::Duplicate },
+        );
     }
 
     fn join_as(&mut self, rank: u32, incarnation: u64) {
@@ -347,6 +359,8 @@ impl Pair {
             let now = self.model.ranks[rank as usize].map_or(0, |(incarnation, _)| incarnation);
             if now == 0 || self.model.ranks[rank as usize].unwrap().1 || self.noise.one_in(2) {
                 self.join_as(rank, now + 1);
+            } else if self.model.fence_only[rank as usize] {
+                self.join_as(rank, now);
             }
         }
         let step = self.model.version + 1;

@@ -22,6 +22,7 @@ use tokio::runtime::Runtime;
 use super::{Case, meter::Sample};
 use crate::{
     bench::{job, param},
+    pull::Reading,
     push::{ChunkKey, Outbox, Payload},
     session::{Options, Session, Transport},
 };
@@ -145,7 +146,7 @@ impl Link {
     fn push(&mut self) -> anyhow::Result<Sample> {
         self.rejoin()?;
         let core = Arc::clone(self.session.core());
-        let outbox = Outbox::new(Arc::clone(&core), 1.0, Arc::default());
+        let outbox = Outbox::new(Arc::clone(&core), 1.0, Reading::new(Version(0)), Arc::default());
         let mut sample = Sample::default();
         sample.time(self.bytes(), || {
             for (key, payload, crc32) in &self.chunks {
@@ -166,8 +167,8 @@ impl Link {
     fn rejoin(&mut self) -> anyhow::Result<()> {
         self.incarnation = Incarnation(self.incarnation.0 + 1);
         let core = self.session.core();
-        let request =
-            JoinRequest { job: core.job().to_string(), rank: self.rank.0, incarnation: self.incarnation.0 };
+        let (job, incarnation) = (core.job().to_string(), self.incarnation.0);
+        let request = JoinRequest { job, rank: self.rank.0, incarnation, fence_only: false };
         let answer = core.block_on(async { Ok(core.peers[0].training().join(request).await) })?;
         answer.context("joining again")?;
         core.set_incarnation(self.incarnation);

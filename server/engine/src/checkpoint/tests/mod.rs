@@ -121,6 +121,7 @@ impl Cluster {
                 dtype: Dtype::Bf16,
                 bytes: payload.len() as u64,
                 crc32: crc32(&payload),
+                reads: Default::default(),
                 lent: false,
             };
             match job.store(&chunk, &payload).unwrap() {
@@ -204,6 +205,7 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
         norm: if skip { f64::NAN } else { 0.1 * step as f64 },
         loss_scale: 1.0 / 3.0,
         trainer_state: format!("after {step}").into_bytes(),
+        decided_by: RANK,
     }
 }
 

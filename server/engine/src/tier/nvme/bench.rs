@@ -137,6 +137,7 @@ fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Ve
         norm: 0.0,
         loss_scale: 1.0,
         trainer_state: Vec::new(),
+        decided_by: Default::default(),
     };
     tier.finish(&Record { version, applied: version.0, commit: Some(commit) })?;
     tier.pool.until("sealing", |state| state.durable >= Some(version))
