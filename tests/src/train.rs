@@ -209,11 +209,18 @@ impl Said {
         self.steps().last().map_or(0, |step| step.step)
     }
 
-    /// Steps must be said one after the other, from the first one of `start`.
+    /// Steps must be said one after the other, from the first one of `start`. A run that starts over in place says another start.
     pub fn check_steps(&self) {
-        let Some(start) = self.start() else { return };
-        for (step, expected) in self.steps().zip(start.first_step..) {
-            assert_eq!(step.step, expected, "steps must follow one another");
+        let mut expected = None;
+        for event in &self.events {
+            match (event, expected) {
+                (Event::Start(start), _) => expected = Some(start.first_step),
+                (Event::Step(step), Some(next)) => {
+                    assert_eq!(step.step, next, "steps must follow one another");
+                    expected = Some(next + 1);
+                }
+                _ => {}
+            }
         }
     }
 }

@@ -214,9 +214,9 @@ fn a_delayed_shm_job_survives_kills_of_both_servers() {
     survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED, server: &[] });
 }
 
-/// Rank 0 dies together with one of two servers while rank 1 lives on: what the other server has decided alone is taken back
-/// under rank 1's hands, which must send it again.
-fn survives_without_rank_zero(job: &[&str]) {
+/// One rank dies together with one of the servers, while the other rank lives on: what the other servers have decided without
+/// that one is taken back under the living rank's hands, which must send it again, and compute again what it had built on it.
+fn survives_without(killed: usize, count: usize, job: &[&str]) {
     let mut random = Random::new();
     let job = [job, &["--world-size", "2"]].concat();
     let known = Train::new(STEPS).args(&job).run();
@@ -228,28 +228,32 @@ fn survives_without_rank_zero(job: &[&str]) {
         let root = TempDir::new().expect("a folder for the servers' state");
         let options = ServerOptions::new().state_root(root.path());
         let options = options.allow("a damaged record is replaced").allow("stepping back");
-        let mut servers = server::servers(2, &options);
+        let mut servers = server::servers(count, &options);
         let train = Train::new(STEPS).args(&job).args(["--tier", "nvme"]).allow("waiting for a server");
         let train = train.servers(&server::addresses(&servers));
-        let mut rank0 = train.start_with(["--rank", "0"]);
-        let mut rank1 = train.start_with(["--rank", "1"]);
-        let mut done = rank0.until_started_at() - 1;
+        let start = |rank: usize| train.start_with(["--rank", &rank.to_string()]);
+        let mut ranks = [start(0), start(1)];
+        let mut done = ranks[0].until_started_at() - 1;
         for kill in 0..kills {
             let share = (STEPS - done).saturating_sub(2) / (kills - kill);
-            rank0.until_steps(1 + random.below(share.max(1)));
+            let steps = 1 + random.below(share.max(1));
+            ranks[0].until_steps(steps);
+            done += steps;
             // Mostly at once: the step is decided everywhere then, and durable on one server perhaps.
             if random.below(4) == 0 {
                 spin(random.part_of(step));
             }
-            let victim = random.below(2) as usize;
+            let victim = random.below(count as u64) as usize;
             servers[victim].process.kill();
-            rank0.process.kill();
+            ranks[killed].process.kill();
             taken_back += times_stepped_back(&servers[victim]);
             servers[victim].restart();
-            let again = train.start_with(["--rank", "0"]);
-            std::mem::replace(&mut rank0, again).kill().check_steps();
-            done = rank0.until_started_at() - 1;
+            std::mem::replace(&mut ranks[killed], start(killed)).kill().check_steps();
+            if killed == 0 {
+                done = ranks[0].until_started_at() - 1;
+            }
         }
+        let [rank0, mut rank1] = ranks;
         let end = rank0.finish().end;
         assert_eq!(rank1.process.code(), 0, "rank 1 failed: {}", rank1.process.stderr());
         assert_eq!(end.state_hash, known.end.state_hash, "after {kills} kills");
@@ -265,10 +269,25 @@ fn times_stepped_back(server: &Longshored) -> usize {
 
 #[test]
 fn an_nvme_job_survives_kills_of_rank_zero_with_a_server() {
-    survives_without_rank_zero(&[]);
+    survives_without(0, 2, &[]);
 }
 
 #[test]
 fn a_delayed_nvme_job_survives_kills_of_rank_zero_with_a_server() {
-    survives_without_rank_zero(DELAYED);
+    survives_without(0, 2, DELAYED);
+}
+
+#[test]
+fn an_nvme_job_on_three_servers_survives_kills_of_rank_zero_with_a_server() {
+    survives_without(0, 3, &[]);
+}
+
+#[test]
+fn an_nvme_job_survives_kills_of_rank_one_with_a_server() {
+    survives_without(1, 2, &[]);
+}
+
+#[test]
+fn a_delayed_nvme_job_on_three_servers_survives_kills_of_rank_one_with_a_server() {
+    survives_without(1, 3, DELAYED);
 }

@@ -24,7 +24,7 @@ pub enum Error {
     #[error(transparent)]
     Fenced(Box<Fenced>),
     #[error(transparent)]
-    Withdrawn(Box<Withdrawn>),
+    Outdated(Box<Outdated>),
     #[error(transparent)]
     VersionsDiffer(#[from] VersionsDiffer),
     #[error(transparent)]
@@ -61,7 +61,7 @@ boxed!(
     Call(CallFailed),
     Refused(ChunkRefused),
     Fenced(Fenced),
-    Withdrawn(Withdrawn),
+    Outdated(Outdated),
     NotRestored(NotRestored),
     TimedOut(TimedOut)
 );
@@ -135,12 +135,12 @@ pub struct Fenced {
     pub fault: Fault,
 }
 
-/// A decided step was taken back, because a server lost it in a crash and a rank's process that could send it again is gone.
-/// Nothing is lost but what this process holds of it. It need not end: a new session, joined again, goes on from
-/// the servers' version, as a new process would.
+/// What this process holds of the job is of no use any more: a step that it built on was taken back, since a server lost it
+/// together with a rank's process; or the job went on with what an earlier process of this rank had sent. Nothing is lost.
+/// The process need not end: a new session, joined again, goes on from the servers' version as a new process would.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("a step of job {job} was taken back (server {server}): {fault}. Connect and join again to go on")]
-pub struct Withdrawn {
+#[error("what this process holds of job {job} is outdated (server {server}): {fault}")]
+pub struct Outdated {
     pub server: String,
     pub job: JobName,
     pub fault: Fault,

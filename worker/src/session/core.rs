@@ -13,6 +13,7 @@ use std::{
 
 use longshore_proto::{
     Commit, Fault, FaultKind, Incarnation, JobName, JobSpec, Layout, Origin, Placement, ShardId, Step,
+    Version,
 };
 use tokio::{
     runtime::{Handle, Runtime},
@@ -42,6 +43,8 @@ pub(crate) struct Core {
     pub(crate) failure: watch::Sender<Option<Error>>,
     pub(crate) pause: watch::Sender<Pause>,
     incarnation: AtomicU64,
+    /// The version that it was joined at.
+    joined_at: AtomicU64,
     /// A pipeline has begun: from then on a server that waits for weights has lost them.
     trained: AtomicBool,
     pub(crate) feed_pool: Pool,
@@ -146,6 +149,7 @@ impl Core {
             failure: watch::Sender::new(None),
             pause: watch::Sender::new(Pause::default()),
             incarnation: AtomicU64::new(0),
+            joined_at: AtomicU64::new(0),
             trained: AtomicBool::new(false),
             feed_pool: Pool::new(budget.clone(), "weights under way"),
             chunk_pool: if options.transport.may_share() {
@@ -177,6 +181,14 @@ impl Core {
 
     pub(crate) fn set_incarnation(&self, incarnation: Incarnation) {
         self.incarnation.store(incarnation.0, Relaxed);
+    }
+
+    pub(super) fn set_joined_at(&self, version: Version) {
+        self.joined_at.store(version.0, Relaxed);
+    }
+
+    pub(super) fn joined_at(&self) -> Version {
+        Version(self.joined_at.load(Relaxed))
     }
 
     pub(crate) fn has_trained(&self) -> bool {

@@ -45,6 +45,7 @@ impl Core {
         }
         let progress = self.align(progress).await?;
         let first = &progress[0];
+        self.set_joined_at(Version(first.version));
         let last_commit = first.last_commit.clone();
         let paused = progress.iter().find(|progress| progress.phase() == Phase::Paused);
         Ok(Joined {

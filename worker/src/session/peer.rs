@@ -21,7 +21,7 @@ use tonic::{
 };
 
 use super::{Core, connector::Connector, retry::Backoff};
-use crate::error::{CallFailed, Error, Fenced, Result, StateLost, Unreachable, Withdrawn};
+use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost, Unreachable};
 
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
@@ -217,7 +217,10 @@ impl Core {
             }
             FaultKind::Fenced => Fenced { server, job, fault }.into(),
             FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {
-                Withdrawn { server, job, fault }.into()
+                Outdated { server, job, fault }.into()
+            }
+            FaultKind::NotFound if fault.field == "version" && call == "Pull" => {
+                Outdated { server, job, fault }.into()
             }
             _ => CallFailed { server, job, call, step, fault }.into(),
         }

@@ -9,7 +9,7 @@ use std::{
 use longshore_proto::{Fault, FaultKind, Step, Version, wire::v1::Phase};
 
 use super::{Core, OwnCommit, SharedCore, retry::Backoff};
-use crate::error::{Error, Result, StateLost};
+use crate::error::{Error, Outdated, Result, StateLost};
 
 /// How often a paused server is asked whether it goes on.
 const PAUSE_POLL: Duration = Duration::from_millis(200);
@@ -28,6 +28,7 @@ impl Core {
             }
             .into());
         }
+        core.check_reach(server, Version(progress.version))?;
         let mine = answer.ranks.iter().find(|rank| rank.rank == core.options.rank.0);
         if mine.map_or(0, |rank| rank.incarnation) < core.incarnation().0 {
             core.join_server(server, core.incarnation(), false).await?;
@@ -39,6 +40,18 @@ impl Core {
             core.spawn_for_session(task);
         }
         Ok(())
+    }
+
+    /// Whether this process has made all that a server at `version` lacks: the gradients since it joined, and no earlier ones.
+    fn check_reach(&self, server: usize, version: Version) -> Result<()> {
+        let joined = self.joined_at();
+        if version >= joined {
+            return Ok(());
+        }
+        let limit = format!("at least {}, which this process joined at", joined.0);
+        let remedy = "the step between them is made again";
+        let fault = Fault::new(FaultKind::Conflict, "version", version.0, limit, remedy);
+        Err(Outdated { server: self.peers[server].address.clone(), job: self.job().clone(), fault }.into())
     }
 
     /// Whether a server has not heard of the decision on `step`.

@@ -10,7 +10,7 @@ use longshore_proto::{
 };
 
 use super::Core;
-use crate::error::{Error, Result, Withdrawn};
+use crate::error::{Error, Outdated, Result};
 
 /// Longest wait for one server's answer while another one is what is waited for.
 const GLANCE: Duration = Duration::from_secs(1);
@@ -79,7 +79,7 @@ impl Core {
     /// when it was decided. Servers that do not answer at once are passed over.
     ///
     /// # Errors
-    /// `Withdrawn` when it cannot: this rank 0 must take over as a new one would.
+    /// `Outdated` when it cannot: this rank 0 must take over as a new one would.
     pub(crate) async fn check_reproducible(&self, server: usize, step: Step) -> Result<()> {
         let answers =
             join_all((0..self.peers.len()).map(|server| self.describe(server, false, GLANCE))).await;
@@ -94,7 +94,7 @@ impl Core {
         let remedy = "the step is taken back and made again";
         let limit = "of the processes that the step was decided with";
         let fault = Fault::new(FaultKind::Conflict, ORIGIN, value, limit, remedy);
-        Err(Withdrawn { server: self.peers[server].address.clone(), job: self.job().clone(), fault }.into())
+        Err(Outdated { server: self.peers[server].address.clone(), job: self.job().clone(), fault }.into())
     }
 }
 
