@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Dtype, Fault, FaultKind, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, ShardId, Version};
 use tokio::{sync::Notify, task::AbortHandle};
 use tracing::debug_span;
 
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     convert,
-    error::{Error, Result, TimedOut},
+    error::{Error, Outdated, Result, TimedOut},
     session::{Impatience, Meter, SharedCore},
 };
 
@@ -192,7 +192,7 @@ impl Feed {
     /// Waits, then hands the bytes over in place, without a copy: `visit(elements from the range's start, bytes)`.
     ///
     /// # Errors
-    /// As [`Feed::wait`]; `Invalid` when a server of this host, in whose memory they lie, has overwritten them: then
+    /// As [`Feed::wait`]; `Outdated` when a server of this host, in whose memory they lie, has overwritten them: then
     /// what was visited is void. It does so once this rank has pushed the whole gradient of two steps later.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
         let size = self.dtype().bytes();
@@ -202,16 +202,20 @@ impl Feed {
             let within = (start - segment.range.start) * size..(end - segment.range.start) * size;
             let within = within.start as usize..within.end as usize;
             let read = segment.read(within, |bytes| visit(start - range.start, bytes));
-            read.map_err(|Overwritten| self.overwritten())?;
+            read.map_err(|Overwritten| self.overwritten(segment.shard))?;
         }
         Ok(())
     }
 
-    /// Read too late: what was asked for lay in the server's memory, which has gone on.
-    fn overwritten(&self) -> Error {
+    /// Read too late: what was asked for lay in the server's memory, which has gone on. With what this rank pushed, or with what an
+    /// earlier process of it had pushed.
+    fn overwritten(&self, shard: ShardId) -> Error {
+        let core = &self.0.shared.core;
         let limit = "kept by its server";
         let remedy = "read weights before the step after next that is made of them is pushed to its end";
-        Fault::new(FaultKind::Precondition, "feed.version", self.version(), limit, remedy).into()
+        let fault = Fault::new(FaultKind::Precondition, "feed.version", self.version(), limit, remedy);
+        let server = core.peers[core.owner(shard)].address.clone();
+        Outdated { server, job: core.job().clone(), fault }.into()
     }
 
     fn fits(&self, range: &Range<u64>, given: u64, needed: u64) -> Result<()> {
