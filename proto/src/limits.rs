@@ -26,6 +26,12 @@ pub const CONNECTION_BYTES: usize = WINDOW_BYTES + 5 * CHUNK_BYTES;
 /// And of one by which images are pulled that were read from drives: messages made, ready, and being sent. With sixteen
 /// ranks whose gradients were on the drives, too, both together came to 9 MiB.
 pub const SPILLED_PULL_BYTES: usize = 4 * CHUNK_BYTES;
+/// Exports of a job that a server gives at once. Each of them reads all of its weights between two updates.
+pub const MAX_EXPORTS_AT_ONCE: usize = 4;
+/// Checkpoints of a job that a server writes at once: one of training's and one of an operator's.
+pub const MAX_CHECKPOINTS_AT_ONCE: usize = 2;
+/// Memory of a snapshot (an export, a checkpoint, a state hash) beside what the server's budget lends it while training goes on.
+pub const SNAPSHOT_BYTES: usize = 8 * 1024 * 1024;
 /// What stock gRPC clients accept unless told otherwise.
 pub const STOCK_MESSAGE_BYTES: usize = 4 * 1024 * 1024;
 /// Room for the fields beside a chunk's payload: ids and the job's name.

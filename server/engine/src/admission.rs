@@ -108,6 +108,19 @@ impl Budget {
         *crate::lock(&self.inner.reserved)
     }
 
+    pub fn free(&self) -> u64 {
+        self.inner.total - self.reserved()
+    }
+
+    /// Promises up to `bytes` for a while, as many whole `unit`s as are free.
+    pub fn lease(&self, bytes: u64, unit: u64) -> Reservation {
+        let mut reserved = crate::lock(&self.inner.reserved);
+        let free = self.inner.total - *reserved;
+        let bytes = bytes.min(free) / unit * unit;
+        *reserved += bytes;
+        Reservation { budget: self.clone(), bytes }
+    }
+
     /// Promises `need`, or says what is short.
     pub fn reserve(&self, need: &Need) -> Result<Reservation, Fault> {
         let mut reserved = crate::lock(&self.inner.reserved);
@@ -141,6 +154,10 @@ impl Budget {
 impl Reservation {
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    pub fn budget(&self) -> &Budget {
+        &self.budget
     }
 }
 

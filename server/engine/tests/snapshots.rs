@@ -1,11 +1,11 @@
-//! State hashes asked for while training goes on: each is that of exactly one version, and training's bits stay.
+//! Snapshots taken while training goes on: each is of exactly one version, training's bits stay, and no reader holds it.
 
 mod common;
 
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, Sender, channel},
     },
@@ -15,18 +15,21 @@ use std::{
 
 use common::{
     BLOCK, Noise,
-    cluster::{Cluster, soon},
+    cluster::{Cluster, compute, soon},
     commit, encode, gradient,
     reference::Reference,
     spec, weights,
 };
 use longshore_engine::{
-    job::{Captured, Exported, Job, Stored},
+    admission::{Budget, Need},
+    job::{Job, Piece, Stored},
+    kernels::Isa,
     step::Work,
+    tier::Storage,
 };
 use longshore_proto::{
-    ContributionChunk, Dtype, Formats, JobSpec, MasterFormat, ShardId, StateFormat, Step, Version,
-    checksum::state_hash,
+    ContributionChunk, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, ShardId, StateFormat, Step,
+    TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
 };
 
 const STEPS: u64 = 200;
@@ -187,97 +190,234 @@ fn a_hash_is_of_one_version_while_a_delayed_job_trains() {
     train_and_watch(1);
 }
 
-/// The visitor is held at the first shard while the last one is updated: the update visits that one itself, first.
-#[test]
-fn an_update_waits_for_the_visit_of_a_slow_snapshot() {
-    let mut spec = small(0);
+/// One rank, weights and one gradient, and what they lead to after each of so many steps.
+fn lone(mut spec: JobSpec, steps: u64) -> (JobSpec, Vec<f32>, Vec<Vec<u8>>, Vec<Reference>) {
     spec.world_size = 1;
-    let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
-    let mut reference = Reference::new(&spec, &initial);
-    reference.step(&flats, &commit(&spec, 1));
-    let mut cluster = Cluster::started(&spec, 1, &initial);
-    cluster.push(1, &flats);
-    let job = cluster.jobs[0].clone();
-    let last = cluster.layout.shards() as usize - 1;
-    let visits = Arc::new(Mutex::new(BTreeMap::new()));
-    let ((entered, at_first), (go, held)) = (channel(), channel());
-    let held = Mutex::new(held);
-    let sink = Arc::clone(&visits);
-    let capture = move |owned: usize, captured: Captured<'_>| {
-        assert_eq!(
-            sink.lock().unwrap().insert(owned, bytemuck::cast_slice(captured.state.arrays[0]).to_vec()),
-            None,
-            "visited twice"
-        );
-        if owned == 0 {
-            entered.send(()).unwrap();
-            held.lock().unwrap().recv_timeout(Duration::from_secs(20)).unwrap();
+    let (initial, flats) = (weights(&spec, 1), vec![gradient(&spec, 2, 1.0)]);
+    let mut references = vec![Reference::new(&spec, &initial)];
+    for step in 1..=steps {
+        let mut next = references.last().unwrap().clone();
+        next.step(&flats, &commit(&spec, step));
+        references.push(next);
+    }
+    (spec, initial, flats, references)
+}
+
+fn started_on(spec: &JobSpec, storage: &Storage, budget: u64, initial: &[f32]) -> Cluster {
+    let compute = compute(2, Isa::detect());
+    let mut cluster = Cluster::open_within(&Budget::new(budget), spec, 1, &compute, storage).unwrap();
+    cluster.join(0);
+    cluster.upload(initial);
+    cluster
+}
+
+/// A reader that says when it has its first piece and then waits for a word before it takes it.
+struct Held {
+    weights: BTreeMap<(ShardId, usize), Vec<u8>>,
+    entered: Sender<()>,
+    word: Receiver<()>,
+}
+
+impl Held {
+    fn new() -> (Held, Receiver<()>, Sender<()>) {
+        let ((entered, has_entered), (go, word)) = (channel(), channel());
+        (Held { weights: BTreeMap::new(), entered, word }, has_entered, go)
+    }
+
+    fn take(&mut self, piece: &Piece) -> Result<(), Fault> {
+        if self.weights.is_empty() {
+            self.entered.send(()).unwrap();
+            self.word.recv_timeout(2 * SOME_TIME).unwrap();
         }
+        let before = self.weights.insert((piece.shard, piece.first), piece.bytes().to_vec());
+        assert_eq!(before, None, "delivered twice");
         Ok(())
-    };
-    let info = thread::scope(|scope| {
-        let visitor = scope.spawn(|| job.snapshot(None, soon(), Box::new(capture)).unwrap());
-        at_first.recv_timeout(Duration::from_secs(20)).unwrap();
-        let (_, work) = job.commit(cluster.incarnations[0], commit(&spec, 1)).unwrap();
-        let out_of_order = Work::Update { owned: last, step: Step(1) };
-        job.perform(&mut VecDeque::from([out_of_order])).unwrap();
-        go.send(()).unwrap();
-        let mut works = VecDeque::from_iter(work);
-        while works.front().is_some_and(|&work| work != out_of_order) {
-            job.perform(&mut works).unwrap();
+    }
+}
+
+const SOME_TIME: Duration = Duration::from_secs(20);
+
+fn steps_beside_a_held_reader(tier: TierKind, storage: &Storage) {
+    let (mut spec, initial, flats, references) = lone(small(0), 3);
+    spec.tier = tier;
+    let mut cluster = started_on(&spec, storage, 1 << 32, &initial);
+    let job = Arc::clone(&cluster.jobs[0]);
+    let (mut reader, entered, go) = Held::new();
+    let export = job.begin_export(None, Dtype::F32).unwrap();
+    let (info, reader) = thread::scope(|scope| {
+        let reading = scope.spawn(move || (export.run(soon(), |piece| reader.take(piece)), reader));
+        entered.recv_timeout(SOME_TIME).unwrap();
+        for step in 1..=3 {
+            cluster.step(&flats, &commit(&spec, step));
+            // Another one waits for nobody's reader either.
+            assert_eq!(cluster.hash(), references[step as usize].hash());
         }
-        visitor.join().unwrap()
+        go.send(()).unwrap();
+        reading.join().unwrap()
     });
-    assert_eq!((info.version, info.applied), (Version(0), 0));
-    let visits: Vec<f32> = visits.lock().unwrap().values().flatten().copied().collect();
-    assert!(visits == initial, "the snapshot holds more than version 0");
-    assert_eq!(cluster.hash(), reference.hash());
+    assert_eq!(info.unwrap().version, Version(0));
+    let weights: Vec<u8> = reader.weights.into_values().flatten().collect();
+    assert!(weights == encode(&initial, Dtype::F32), "the snapshot holds more than version 0");
+    assert_eq!(cluster.hash(), references[3].hash());
+}
+
+#[test]
+fn a_reader_who_takes_nothing_holds_neither_updates_nor_other_snapshots() {
+    steps_beside_a_held_reader(TierKind::Memory, &Storage::default());
+}
+
+#[test]
+fn nor_does_it_where_the_state_is_on_drives() {
+    let root = tempfile::tempdir().unwrap();
+    let storage = Storage { dirs: vec![root.path().into()], buffers: 2, ..Storage::default() };
+    steps_beside_a_held_reader(TierKind::Nvme, &storage);
+}
+
+/// Of 12 MiB as f32, in shards of a MiB, and a budget that the job alone fills.
+fn tight() -> (JobSpec, u64) {
+    let mut spec = spec(&[48 * BLOCK as u64], &[0]);
+    (spec.world_size, spec.shard_elements) = (1, 4 * BLOCK as u64);
+    let layout = spec.validate().unwrap();
+    let owned: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
+    let need = Need::of(&spec, &layout, &owned, &Storage::default()).total();
+    (spec, need)
+}
+
+#[test]
+fn a_reader_too_slow_for_the_memory_there_is_is_told_so_and_training_goes_on() {
+    let (spec, need) = tight();
+    let (spec, initial, flats, references) = lone(spec, 1);
+    let mut cluster = started_on(&spec, &Storage::default(), need, &initial);
+    let (mut reader, entered, go) = Held::new();
+    let export = cluster.jobs[0].begin_export(None, Dtype::F32).unwrap();
+    let ended = export.ended();
+    let fault = thread::scope(|scope| {
+        let reading = scope.spawn(move || export.run(soon(), |piece| reader.take(piece)).unwrap_err());
+        entered.recv_timeout(SOME_TIME).unwrap();
+        cluster.step(&flats, &commit(&spec, 1));
+        assert!(ended.fault().is_some(), "the export can only have ended");
+        go.send(()).unwrap();
+        reading.join().unwrap()
+    });
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, "export.reader"), "{fault}");
+    assert!(fault.value.contains("MiB/s") && fault.limit.contains("MiB more"), "{fault}");
+    assert_eq!(cluster.hash(), references[1].hash());
+    // With the memory that was missing it is whole.
+    let mut cluster = started_on(&spec, &Storage::default(), need + (4 << 20), &initial);
+    let (mut reader, entered, go) = Held::new();
+    let export = cluster.jobs[0].begin_export(None, Dtype::F32).unwrap();
+    thread::scope(|scope| {
+        let reading = scope.spawn(move || export.run(soon(), |piece| reader.take(piece)));
+        entered.recv_timeout(SOME_TIME).unwrap();
+        cluster.step(&flats, &commit(&spec, 1));
+        go.send(()).unwrap();
+        assert_eq!(reading.join().unwrap().unwrap().version, Version(0));
+    });
+}
+
+/// Its disk takes what it is given: training waits for it, and for no longer.
+#[test]
+fn a_checkpoint_without_memory_is_whole_beside_an_update() {
+    let (spec, need) = tight();
+    let (spec, initial, flats, references) = lone(spec, 1);
+    let mut cluster = started_on(&spec, &Storage::default(), need, &initial);
+    let (checkpoint, layout) = cluster.jobs[0].begin_checkpoint(None).unwrap();
+    let (entered, has_entered) = channel();
+    let mut hashes = BTreeMap::new();
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| {
+            checkpoint.run(soon(), |piece| {
+                let _ = entered.send(());
+                for (block, bytes) in piece.blocks().enumerate() {
+                    let hash = *blake3::hash(layout.cut(bytes).whole).as_bytes();
+                    assert_eq!(hashes.insert((piece.shard, piece.first + block), hash), None, "twice");
+                }
+                Ok(())
+            })
+        });
+        has_entered.recv_timeout(SOME_TIME).unwrap();
+        cluster.step(&flats, &commit(&spec, 1));
+        assert_eq!(reading.join().unwrap().unwrap().version, Version(0));
+    });
+    assert_eq!(state_hash(Version(0), 0, hashes.values()), references[0].hash());
+    assert_eq!(cluster.hash(), references[1].hash());
+}
+
+#[test]
+fn a_snapshot_keeps_no_job_and_ends_with_it() {
+    let (spec, initial, ..) = lone(small(0), 0);
+    let cluster = Cluster::started(&spec, 1, &initial);
+    let job = Arc::clone(&cluster.jobs[0]);
+    let early = || job.begin_export(Some(Version(1000)), Dtype::Bf16).unwrap();
+    let (waiting, kept) = (early(), early());
+    let ended = waiting.ended();
+    let closed = Fault::new(FaultKind::NotFound, "job", "deleted", "open", "open it");
+    let fault = thread::scope(|scope| {
+        let running = scope.spawn(move || waiting.run(soon(), |_| Ok(())).unwrap_err());
+        job.end_snapshots(&closed);
+        running.join().unwrap()
+    });
+    assert_eq!((&fault, ended.fault().as_ref()), (&closed, Some(&closed)));
+    assert!(Instant::now() < soon());
+    let gone = Arc::downgrade(&job);
+    drop((cluster, job));
+    assert!(gone.upgrade().is_none(), "the job's memory is kept");
+    assert_eq!(kept.run(soon(), |_| Ok(())).unwrap_err(), closed);
+}
+
+#[test]
+fn as_many_exports_as_are_allowed_and_no_more_are_begun() {
+    let (spec, initial, ..) = lone(small(0), 0);
+    let cluster = Cluster::started(&spec, 1, &initial);
+    let begin = || cluster.jobs[0].begin_export(None, Dtype::Bf16);
+    let mut running: Vec<_> = (0..MAX_EXPORTS_AT_ONCE).map(|_| begin().unwrap()).collect();
+    let fault = begin().err().unwrap();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, "exports"), "{fault}");
+    // Each kind is counted for itself.
+    let checkpoint = cluster.jobs[0].begin_checkpoint(None).unwrap();
+    assert_eq!(cluster.hash(), Reference::new(&spec, &initial).hash());
+    drop((running.pop(), checkpoint));
+    begin().unwrap();
 }
 
 /// Servers are asked for a version before it is decided, so that all give the same.
 #[test]
 fn a_snapshot_of_a_version_to_come_waits_for_it() {
-    let mut spec = small(0);
-    spec.world_size = 1;
-    let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
-    let mut reference = Reference::new(&spec, &initial);
+    let (spec, initial, flats, references) = lone(small(0), 3);
     let mut cluster = Cluster::started(&spec, 1, &initial);
     let job = cluster.jobs[0].clone();
-    let hashes = Arc::new(Mutex::new(BTreeMap::new()));
     let (entered, first_shard) = channel();
-    let capture = {
-        let (job, hashes) = (job.clone(), hashes.clone());
-        move |_: usize, captured: Captured<'_>| {
-            hashes.lock().unwrap().extend(job.hash_blocks(&captured));
-            entered.send(()).unwrap();
-            Ok(())
-        }
-    };
-    let mut step = |step: u64| {
-        cluster.step(&flats, &commit(&spec, step));
-        reference.step(&flats, &commit(&spec, step));
-        reference.hash()
-    };
+    let (snapshot, layout) = job.begin_checkpoint(Some(Version(2))).unwrap();
+    let mut step = |step: u64| cluster.step(&flats, &commit(&spec, step));
     let info = thread::scope(|scope| {
-        let asked = scope.spawn(|| job.snapshot(Some(Version(2)), soon(), Box::new(capture)).unwrap());
+        let asked = scope.spawn(move || {
+            let mut hashes = BTreeMap::new();
+            let info = snapshot.run(soon(), |piece| {
+                let _ = entered.send(());
+                let hash = |block| *blake3::hash(layout.cut(block).whole).as_bytes();
+                hashes
+                    .extend((piece.first..).map(|block| (piece.shard, block)).zip(piece.blocks().map(hash)));
+                Ok(())
+            });
+            (info.unwrap(), hashes)
+        });
         step(1);
-        assert!(first_shard.try_recv().is_err(), "version 1 was visited");
-        let expected = step(2);
-        first_shard.recv_timeout(Duration::from_secs(20)).unwrap();
+        assert!(first_shard.try_recv().is_err(), "version 1 was copied");
+        step(2);
         step(3);
-        let info = asked.join().unwrap();
-        let found = state_hash(info.version, info.applied, hashes.lock().unwrap().values());
-        assert_eq!(found, expected);
+        let (info, hashes) = asked.join().unwrap();
+        let found = state_hash(info.version, info.applied, hashes.values());
+        assert_eq!(found, references[2].hash());
         info
     });
     assert_eq!((info.version.0, info.applied, info.commit.unwrap().step.0), (2, 2, 2));
-    let late = job.snapshot(Some(Version(2)), soon(), Box::new(|_, _| Ok(()))).unwrap_err();
+    let late = job.begin_export(Some(Version(2)), Dtype::F32).err().unwrap();
     assert_eq!((late.field.as_str(), late.value.as_str()), ("version", "2"));
-    let never = job.snapshot(Some(Version(4)), Instant::now(), Box::new(|_, _| Ok(()))).unwrap_err();
-    assert_eq!(never.kind, longshore_proto::FaultKind::Deadline);
+    let never = job.begin_export(Some(Version(4)), Dtype::F32).unwrap();
+    assert_eq!(never.run(Instant::now(), |_| Ok(())).unwrap_err().kind, FaultKind::Deadline);
 }
 
-/// In chunks that end inside a shard, whatever the weights are kept in.
+/// In pieces that end inside a shard, whatever the weights are kept in.
 #[test]
 fn an_export_is_the_rounded_master_weights() {
     let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 9 };
@@ -290,15 +430,14 @@ fn an_export_is_the_rounded_master_weights() {
         cluster.step(&flats, &commit(&spec, 1));
         reference.step(&flats, &commit(&spec, 1));
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-            let parts = Arc::new(Mutex::new(BTreeMap::new()));
-            let sink = parts.clone();
-            let keep = move |part: Exported<'_>| {
-                let before = sink.lock().unwrap().insert((part.shard, part.offset), part.bytes.to_vec());
+            let mut parts = BTreeMap::new();
+            let keep = |part: &Piece| {
+                let before = parts.insert((part.shard, part.first), part.bytes().to_vec());
                 assert_eq!(before, None, "exported twice");
                 Ok(())
             };
-            cluster.jobs[0].export(Some(Version(1)), dtype, soon(), keep).unwrap();
-            let bytes: Vec<u8> = parts.lock().unwrap().values().flatten().copied().collect();
+            cluster.jobs[0].begin_export(Some(Version(1)), dtype).unwrap().run(soon(), keep).unwrap();
+            let bytes: Vec<u8> = parts.into_values().flatten().collect();
             assert!(bytes == encode(&reference.weights(), dtype), "{formats:?} as {dtype}");
         }
     }

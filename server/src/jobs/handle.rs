@@ -22,7 +22,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-use super::pace::Pace;
+use super::{Hashes, hashing::Hashing, pace::Pace};
 
 /// What the compute thread is asked to do.
 enum Task {
@@ -43,6 +43,7 @@ pub(crate) struct JobHandle {
     /// How each rank's calls come.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
     pub(crate) pace: Pace,
+    hashing: Hashing,
 }
 
 impl JobHandle {
@@ -79,6 +80,7 @@ impl JobHandle {
             last_step: AtomicU64::new(u64::MAX),
             transports: Mutex::default(),
             pace: Pace::default(),
+            hashing: Hashing::default(),
         };
         unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
         Ok(handle)
@@ -127,6 +129,11 @@ impl JobHandle {
         self.until(deadline, durable, late).await
     }
 
+    /// Block hashes of the current version.
+    pub(crate) async fn hashes(&self, deadline: Instant) -> Result<Hashes, Fault> {
+        self.hashing.hashes(&self.job, deadline).await
+    }
+
     /// What a wait that came to its deadline says.
     pub(crate) fn late(&self, field: &str, value: impl std::fmt::Display) -> Fault {
         let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
@@ -167,6 +174,7 @@ impl JobHandle {
 
     /// Makes every waiter fail with this.
     pub(super) fn close(&self, fault: Fault) {
+        self.job.end_snapshots(&fault);
         self.closed.send_if_modified(|closed| closed.is_none() && closed.replace(fault).is_none());
         // They look again, find the job closed and let go of it.
         self.job.nudge();

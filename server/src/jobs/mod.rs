@@ -1,6 +1,7 @@
 //! The jobs of this server: opened by workers, found again in its state directories, deleted.
 
 mod handle;
+mod hashing;
 mod pace;
 
 use std::{
@@ -17,7 +18,7 @@ use longshore_engine::{
 use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
 use tokio::{runtime::Handle, sync::watch, time::timeout};
 
-pub(crate) use self::handle::JobHandle;
+pub(crate) use self::{handle::JobHandle, hashing::Hashes};
 
 /// Longest wait for the users of a job that is opened anew: a chunk on its way may be silent for 10 s, and an update runs
 /// to its end.

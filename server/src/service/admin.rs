@@ -17,11 +17,13 @@ use longshore_proto::{
         v1::{self, admin_server::Admin},
     },
 };
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, export, refuse};
-use crate::{jobs::JobHandle, memfd::Links};
+use super::{Services, blocking, convert, default_deadline, export, refuse};
+use crate::{
+    jobs::{Hashes, JobHandle},
+    memfd::Links,
+};
 
 /// Longest time a snapshot waits for updates already decided.
 fn snapshot_deadline() -> Instant {
@@ -86,7 +88,7 @@ impl Admin for Services {
         answer.map(Response::new).map_err(|fault| refuse("Restore", &request.job, fault))
     }
 
-    type ExportStream = ReceiverStream<Result<v1::ExportResponse, Status>>;
+    type ExportStream = export::Messages;
 
     async fn export(
         &self,
@@ -95,7 +97,7 @@ impl Admin for Services {
         let request = request.into_inner();
         let job = request.job.clone();
         let messages = export::start(self, request).map_err(|fault| refuse("Export", &job, fault))?;
-        Ok(Response::new(ReceiverStream::new(messages)))
+        Ok(Response::new(messages))
     }
 
     async fn resume(
@@ -146,12 +148,11 @@ impl Services {
         answer.drive_endurance_bytes = self.drive_endurance;
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
-            let job = Arc::clone(&handle.job);
-            let (info, hashes) = blocking(move || job.state_hashes(snapshot_deadline())).await?;
+            let Hashes { info, blocks } = handle.hashes(default_deadline()).await?;
             answer.hash_version = info.version.0;
             answer.hash_applied = info.applied;
-            answer.hashes = hashes
-                .into_iter()
+            answer.hashes = blocks
+                .iter()
                 .map(|(block, hash)| v1::BlockHash { block: block.0, hash: hash.to_vec().into() })
                 .collect();
         }

@@ -1,74 +1,153 @@
 //! Weights out for readers that are no workers: one version of them, rounded as asked, while training goes on.
 
 use std::{
+    pin::Pin,
     sync::Arc,
-    time::{Duration, Instant},
+    task::{Context, Poll, ready},
+    time::Duration,
 };
 
 use bytes::Bytes;
-use longshore_engine::job::Exported;
+use longshore_engine::job::{Ended, Piece, Snapshot, SnapshotInfo};
 use longshore_proto::{
     Dtype, Fault, FaultKind, Version,
     checksum::crc32,
+    limits::{BLOCK_ELEMENTS, CHUNK_BYTES},
     wire::{self, v1},
 };
-use tokio::{runtime::Handle, sync::mpsc};
+use tokio::{
+    runtime::Handle,
+    sync::{mpsc, oneshot},
+    time::{Instant, timeout},
+};
+use tokio_stream::Stream;
 use tonic::Status;
 
-use super::{Services, refuse};
+use super::{Services, blocking, refuse};
+use crate::jobs::JobHandle;
 
 /// Messages made ahead of the network: 4 MiB for each export.
 const MESSAGES_AHEAD: usize = 4;
-/// Longest wait for a reader to take one message. An update may be waiting behind it.
+/// Longest wait for a reader to take one message. Training does not wait for it, but the memory of what was copied for him does.
 const STALL: Duration = Duration::from_secs(10);
+/// How often one who waits for a reader looks whether the job is still there.
+const LOOK: Duration = Duration::from_millis(100);
 
-pub(super) type Messages = mpsc::Receiver<Result<v1::ExportResponse, Status>>;
-type Sender = mpsc::Sender<Result<v1::ExportResponse, Status>>;
+type Message = Result<v1::ExportResponse, Status>;
+
+/// The messages, then how it ended: that reaches also a reader who let them pile up.
+pub(crate) struct Messages {
+    parts: mpsc::Receiver<v1::ExportResponse>,
+    last: Option<oneshot::Receiver<Message>>,
+}
+
+impl Stream for Messages {
+    type Item = Message;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Message>> {
+        if let Some(part) = ready!(self.parts.poll_recv(context)) {
+            return Poll::Ready(Some(Ok(part)));
+        }
+        let Some(last) = &mut self.last else { return Poll::Ready(None) };
+        let last = ready!(Pin::new(last).poll(context));
+        self.last = None;
+        // Without one the export's task is gone, and the server with it.
+        Poll::Ready(last.ok())
+    }
+}
 
 /// Starts an export. What goes wrong after this is the stream's last message.
 pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<Messages, Fault> {
-    let job = Arc::clone(&services.jobs.get(&request.job)?.job);
+    let handle = services.jobs.get(&request.job)?;
     let dtype = Dtype::from_wire("export.dtype", request.dtype)?;
     let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
     let version = (request.version > 0).then_some(Version(request.version));
-    let (sender, messages) = mpsc::channel(MESSAGES_AHEAD);
-    let runtime = Handle::current();
-    // Holds the stream open until the last message is in it.
-    let last = sender.clone();
-    tokio::task::spawn_blocking(move || {
-        let (name, from) = (job.spec().name.clone(), Instant::now());
-        let sink = move |exported: Exported<'_>| send(&runtime, &sender, &exported);
-        match job.export(version, dtype, deadline, sink) {
-            Ok(info) => {
-                let took = from.elapsed().as_secs_f64();
-                tracing::info!(job = %name, version = %info.version, %dtype, took, "exported");
-                let end = v1::ExportResponse { version: info.version.0, end: true, ..Default::default() };
-                let _ = last.blocking_send(Ok(end)); // to a reader who left, nothing need be said
-            }
-            Err(fault) => {
-                let _ = last.try_send(Err(refuse("Export", name.as_str(), fault)));
-            }
-        }
+    let snapshot = handle.job.begin_export(version, dtype)?;
+    let (sender, parts) = mpsc::channel(MESSAGES_AHEAD);
+    let (end, last) = oneshot::channel();
+    tokio::spawn(async move {
+        let reader = sender.clone();
+        let exported = tokio::select! {
+            exported = export(handle, snapshot, dtype, deadline, sender) => exported,
+            // Dropped with all it holds; one that is being sent ends by itself.
+            () = reader.closed() => return,
+        };
+        let message = |info: SnapshotInfo| v1::ExportResponse {
+            version: info.version.0,
+            end: true,
+            ..Default::default()
+        };
+        // To a reader who left, nothing need be said.
+        let _ = end.send(exported.map(message).map_err(|fault| refuse("Export", &request.job, fault)));
     });
-    Ok(messages)
+    Ok(Messages { parts, last: Some(last) })
 }
 
-/// On a thread of the engine.
-fn send(runtime: &Handle, sender: &Sender, exported: &Exported<'_>) -> Result<(), Fault> {
-    let message = v1::ExportResponse {
+/// Waits for the version without a thread, then sends it from one of its own.
+async fn export(
+    handle: Arc<JobHandle>,
+    snapshot: Snapshot,
+    dtype: Dtype,
+    deadline: Instant,
+    sender: mpsc::Sender<v1::ExportResponse>,
+) -> Result<SnapshotInfo, Fault> {
+    let (version, name, from) = (snapshot.version(), handle.job.spec().name.clone(), Instant::now());
+    let reached = || Ok((handle.job.progress().version >= version).then_some(()));
+    let late = || {
+        let value = format!("{} of {version}", handle.job.progress().version);
+        let remedy = "the job has not come so far: ask for its current version";
+        Fault::new(FaultKind::Deadline, "snapshot", value, "there in time", remedy)
+    };
+    handle.until(deadline, reached, late).await?;
+    // From here on only the snapshot knows the job, and lets it go.
+    drop(handle);
+    let (runtime, ended) = (Handle::current(), snapshot.ended());
+    let info = blocking(move || {
+        snapshot.run(deadline.into_std(), |piece| {
+            messages(piece, dtype).try_for_each(|message| send(&runtime, &sender, &ended, message))
+        })
+    });
+    let info = info.await?;
+    let took = from.elapsed().as_secs_f64();
+    tracing::info!(job = %name, %version, %dtype, took, "exported");
+    Ok(info)
+}
+
+fn messages(piece: &Piece, dtype: Dtype) -> impl Iterator<Item = v1::ExportResponse> {
+    let elements = CHUNK_BYTES as u64 / dtype.bytes();
+    let start = piece.first as u64 * BLOCK_ELEMENTS;
+    piece.bytes().chunks(CHUNK_BYTES).zip(0..).map(move |(bytes, index)| v1::ExportResponse {
         version: 0,
         end: false,
-        shard: exported.shard.0,
-        offset: exported.offset,
-        crc32: crc32(exported.bytes),
-        payload: Bytes::copy_from_slice(exported.bytes),
-    };
-    runtime.block_on(sender.send_timeout(Ok(message), STALL)).map_err(|error| {
-        let (kind, value) = match error {
-            mpsc::error::SendTimeoutError::Timeout(_) => (FaultKind::Deadline, "took nothing"),
-            mpsc::error::SendTimeoutError::Closed(_) => (FaultKind::Unavailable, "left"),
-        };
-        let limit = format!("a message within {} s", STALL.as_secs());
-        Fault::new(kind, "export.reader", value, limit, "export to a faster disk, or try again")
+        shard: piece.shard.0,
+        offset: start + index * elements,
+        crc32: crc32(bytes),
+        payload: Bytes::copy_from_slice(bytes),
     })
+}
+
+/// On the export's own thread.
+fn send(
+    runtime: &Handle,
+    sender: &mpsc::Sender<v1::ExportResponse>,
+    ended: &Ended,
+    message: v1::ExportResponse,
+) -> Result<(), Fault> {
+    let begun = Instant::now();
+    loop {
+        match runtime.block_on(timeout(LOOK, sender.reserve())) {
+            Ok(Ok(place)) => {
+                place.send(message);
+                return Ok(());
+            }
+            Ok(Err(_)) => return Err(reader(FaultKind::Unavailable, "gone")),
+            Err(_) if begun.elapsed() >= STALL => return Err(reader(FaultKind::Deadline, "taking nothing")),
+            Err(_) => ended.fault().map_or(Ok(()), Err)?,
+        }
+    }
+}
+
+fn reader(kind: FaultKind, value: &str) -> Fault {
+    let limit = format!("taking a message within {} s", STALL.as_secs());
+    Fault::new(kind, "export.reader", value, limit, "export to a faster disk, or try again")
 }

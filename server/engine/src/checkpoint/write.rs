@@ -1,11 +1,6 @@
 //! One server's part, written shard by shard as the snapshot visits them.
 
-use std::{
-    os::unix::fs::FileExt,
-    path::PathBuf,
-    sync::{Arc, Mutex},
-    time::Instant,
-};
+use std::{os::unix::fs::FileExt, path::PathBuf, sync::Arc, time::Instant};
 
 use longshore_proto::{Fault, FaultKind, Version, checksum::BlockHash};
 
@@ -18,21 +13,20 @@ use super::{
     plan::{Found, MAX_HEADER_BYTES, Plan},
 };
 use crate::{
-    job::{Captured, Job, SnapshotInfo, StoredImages},
-    lock,
+    job::{BlockCopy, CopiedBlock, Job, Piece, SnapshotInfo, StoredImages},
     step::Phase,
 };
 
-/// Shared with the snapshot: writes each captured shard and keeps its block hashes.
+/// Writes each copied piece.
 struct Sink {
     job: Arc<Job>,
     draft: Draft,
     data_start: u64,
     /// Data offsets of all arrays a shard may have, by owned shard.
     places: Vec<Vec<(Array, u64)>>,
-    /// By owned shard.
-    hashes: Mutex<Vec<Hashes>>,
 }
+
+/// Of an owned shard's blocks.
 
 #[derive(Clone, Default)]
 struct Hashes {
@@ -66,7 +60,7 @@ impl Store {
         remove_drafts(&target);
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
         let plan = plan(job, &spec);
-        let sink = Arc::new(Sink::prepare(job, &plan, target)?);
+        let sink = Sink::prepare(job, &plan, target)?;
         let written = sink.record(&plan, &spec, expected, deadline);
         if written.is_err() {
             sink.draft.discard();
@@ -106,48 +100,55 @@ impl Sink {
         }
         let draft = Draft::create(target)?;
         draft.reserve(data_start + header.data)?;
-        let hashes = Mutex::new(vec![Hashes::default(); places.len()]);
-        Ok(Sink { job: Arc::clone(job), draft, data_start, places, hashes })
+        Ok(Sink { job: Arc::clone(job), draft, data_start, places })
     }
 
     /// Captures, completes and publishes the part.
     fn record(
-        self: &Arc<Self>,
+        &self,
         plan: &Plan<'_>,
         spec: &[u8],
         expected: Option<Version>,
         deadline: Instant,
     ) -> Result<Part, Fault> {
-        let sink = Arc::clone(self);
-        let capture = move |owned: usize, captured: Captured<'_>| sink.take(owned, &captured);
-        let info = self.job.snapshot(expected, deadline, Box::new(capture))?;
-        let part = self.finish(plan, spec, info)?;
+        let (snapshot, layout) = self.job.begin_checkpoint(expected)?;
+        let mut hashes = vec![Hashes::default(); self.places.len()];
+        let info = snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[piece.owned]))?;
+        let part = self.finish(plan, spec, info, &hashes)?;
         self.draft.publish()?;
         // Beside the part, for servers that stop without anybody to carry it to the others.
         files::publish(super::whole::entry_path(self.draft.path()), part.to_json()?.as_bytes())?;
         Ok(part)
     }
 
-    /// On the thread that captures the shard, straight from its memory.
-    fn take(&self, owned: usize, captured: &Captured<'_>) -> Result<(), Fault> {
-        let state = captured.state;
-        for &(array, offset) in &self.places[owned] {
-            match array {
-                Array::Master => self.put(offset, state.arrays[0])?,
-                Array::First => self.put(offset, state.arrays[1])?,
-                Array::Second => self.put(offset, state.arrays[2])?,
-                Array::Image => self.put(offset, captured.image)?,
-                Array::OlderImage => self.put(offset, captured.older_image.unwrap_or_default())?,
+    /// Writes the arrays of some blocks and takes their hashes.
+    fn take(&self, piece: &Piece, layout: BlockCopy, hashes: &mut Hashes) -> Result<(), Fault> {
+        for (index, block) in piece.blocks().enumerate() {
+            let CopiedBlock { state, image, older_image, .. } = layout.cut(block);
+            for &(array, offset) in &self.places[piece.owned] {
+                let bytes = match array {
+                    Array::Master => state[0],
+                    Array::First => state[1],
+                    Array::Second => state[2],
+                    Array::Image => image,
+                    Array::OlderImage if !piece.older_image => continue,
+                    Array::OlderImage => older_image,
+                };
+                self.put(offset + ((piece.first + index) * bytes.len()) as u64, bytes)?;
             }
         }
         let images = self.job.spec().max_delay >= 1;
-        let hash_image = |image: &[u8]| if images { self.job.hash_image(image) } else { Vec::new() };
-        let hashes = Hashes {
-            state: self.job.hash_blocks(captured).into_iter().map(|(_, hash)| hash).collect(),
-            image: hash_image(captured.image),
-            older_image: hash_image(captured.older_image.unwrap_or_default()),
-        };
-        lock(&self.hashes)[owned] = hashes;
+        let found = self.job.compute().blocks(piece.blocks().collect(), |block: &[u8]| {
+            let block = layout.cut(block);
+            let hash = |bytes: &[u8]| *blake3::hash(bytes).as_bytes();
+            let older = images && piece.older_image;
+            (hash(block.whole), images.then(|| hash(block.image)), older.then(|| hash(block.older_image)))
+        });
+        for (state, image, older_image) in found {
+            hashes.state.push(state);
+            hashes.image.extend(image);
+            hashes.older_image.extend(older_image);
+        }
         Ok(())
     }
 
@@ -157,17 +158,22 @@ impl Sink {
     }
 
     /// Tail and header, once every shard is captured.
-    fn finish(&self, plan: &Plan<'_>, spec: &[u8], info: SnapshotInfo) -> Result<Part, Fault> {
+    fn finish(
+        &self,
+        plan: &Plan<'_>,
+        spec: &[u8],
+        info: SnapshotInfo,
+        hashes: &[Hashes],
+    ) -> Result<Part, Fault> {
         let path = self.draft.path();
-        let hashes = std::mem::take(&mut *lock(&self.hashes));
         let commit = manifest::commit_json(&info.commit).map_err(|error| defect(path, error))?;
-        let images = self.images(&hashes);
+        let images = self.images(hashes);
         let found = Found { version: info.version, images, commit_bytes: commit.len() as u64 };
         let mut header = plan.header(found).map_err(|error| defect(path, error))?;
         if !header.pad(self.data_start) {
             return Err(defect(path, "the header is longer than planned"));
         }
-        let tail = tail(&hashes, images, spec, &commit);
+        let tail = tail(hashes, images, spec, &commit);
         if header.tail + tail.len() as u64 != header.data {
             return Err(defect(path, "not every block of every shard was hashed"));
         }

@@ -33,7 +33,7 @@ impl Compute {
 
     /// Runs `block` on every item at once and returns the results in order. One block a task: 64 blocks of a default
     /// shard spread evenly over any number of threads.
-    pub(super) fn blocks<T: Send, R: Send>(
+    pub(crate) fn blocks<T: Send, R: Send>(
         &self,
         items: Vec<T>,
         block: impl Fn(T) -> R + Sync + Send,

@@ -7,14 +7,18 @@ mod buffers;
 mod compute;
 mod contribution;
 mod export;
+mod hash;
 mod load;
 mod open;
+mod purpose;
 mod read;
 mod receive;
 mod snapshot;
 mod spilled;
+mod staging;
 mod sum;
 mod update;
+mod whole_state;
 mod window;
 
 use std::{
@@ -33,16 +37,17 @@ use longshore_proto::{
 
 pub use compute::Compute;
 pub use contribution::Lent;
-pub use export::Exported;
 pub use load::{LoadedShard, StoredImages};
 pub use read::{ImageBytes, ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
-pub use snapshot::{Captured, SnapshotInfo};
+pub use snapshot::{Captured, Ended, Snapshot, SnapshotInfo};
 pub(crate) use spilled::need as spilled_need;
+pub use staging::Piece;
+pub use whole_state::{BlockCopy, CopiedBlock};
 pub(crate) use window::need as window_need;
 
 use self::{
-    buffers::Buffers, load::Load, snapshot::Snapshot, spilled::SpilledGradients, sum::take_sums,
+    buffers::Buffers, load::Load, snapshot::Copying, spilled::SpilledGradients, sum::take_sums,
     window::Window,
 };
 use crate::{
@@ -85,7 +90,7 @@ pub struct Job {
     tier: Box<dyn Tier>,
     compute: Arc<Compute>,
     load: Mutex<Load>,
-    snapshots: Mutex<Vec<Arc<Snapshot>>>,
+    snapshots: Mutex<Vec<Arc<Copying>>>,
     /// Set once when a tier failed: from then on nothing is accepted.
     failed: OnceLock<Fault>,
     pushed_bytes: AtomicU64,

@@ -1,22 +1,31 @@
-//! One consistent version of all shards, read while training goes on.
+//! One consistent version of all shards, copied while training goes on.
 //!
-//! A snapshot of version V visits every shard once, as it is at V. A background caller walks the shards in forward
-//! order; an update that is about to carry a shard beyond V visits it first. So nothing is copied aside, training is
-//! slowed by at most the visitor's own speed, and no memory beyond the visitor's is used.
+//! A snapshot of version V copies every block once, as it is at V, and hands the copies to its reader. Its own thread walks
+//! the shards in forward order, copies a few blocks, lets go of the shard and only then hands them on; an update that is about
+//! to carry a shard beyond V first copies what is left of it. So an update waits for copies, at the speed of memory,
+//! and for a reader only as [`Staging`] says.
 
 use std::{
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, Weak},
     time::Instant,
 };
 
-use longshore_proto::{BlockId, Commit, Fault, FaultKind, ShardId, Step, Version, checksum::BlockHash};
+use longshore_proto::{Commit, Fault, FaultKind, ShardId, Step, Version};
 
-use super::{Job, compute::BLOCK};
+use super::{
+    Job,
+    compute::BLOCK,
+    purpose::Purpose,
+    staging::{Piece, Slot, Staging},
+};
 use crate::{
     lock,
     step::{Machine, Progress},
     tier::StateRef,
 };
+
+/// Slots that the walk fills at once. A tier on drives reads a whole shard for each time: 64 MiB hold the state of a default one.
+const WALK_SLOTS: usize = 16;
 
 /// A shard as it is at the snapshot's version.
 pub struct Captured<'a> {
@@ -35,56 +44,74 @@ pub struct SnapshotInfo {
     pub commit: Option<Commit>,
 }
 
-type Capture = dyn Fn(usize, Captured<'_>) -> Result<(), Fault> + Send + Sync;
+/// Fills the place of one block's copy. Blocks are copied at once, on the update threads.
+pub(super) type CopyBlock = dyn Fn(&Captured<'_>, usize, &mut [u8]) + Send + Sync;
 
-pub(super) struct Snapshot {
+/// A snapshot that was asked for. Dropped, it has ended; it does not keep its job.
+pub struct Snapshot {
+    copying: Arc<Copying>,
+    job: Weak<Job>,
+}
+
+/// Tells whether a snapshot has ended, and why, to one who waits for its reader.
+pub struct Ended(Arc<Copying>);
+
+/// What the snapshot's own thread and the updates work on.
+pub(super) struct Copying {
     version: Version,
-    taken: Vec<Mutex<bool>>,
-    capture: Box<Capture>,
-    error: Mutex<Option<Fault>>,
+    purpose: Purpose,
+    copy: Box<CopyBlock>,
+    /// By owned shard: blocks that are copied. Held while more are.
+    copied: Vec<Mutex<usize>>,
+    staging: Staging,
     /// Known once the version is decided.
     info: Mutex<Option<SnapshotInfo>>,
 }
 
 impl Job {
-    /// Visits every owned shard at version `asked`: the current one if that is None; one still to come is waited for, so
-    /// that several servers can be asked for the same. Blocks until all are visited. `capture` gets the shard's index among the owned ones; it may run on this thread or on the compute
-    /// thread, once for each shard.
-    pub fn snapshot(
-        &self,
+    /// Asks for every owned shard at version `asked`: the current one if that is None; one still to come is waited for, so
+    /// that several servers can be asked for the same. `copy` makes `block_bytes` of each block.
+    pub(super) fn begin_snapshot(
+        self: &Arc<Self>,
         asked: Option<Version>,
-        deadline: Instant,
-        capture: Box<Capture>,
-    ) -> Result<SnapshotInfo, Fault> {
-        let taken = self.owned.iter().map(|_| Mutex::new(false)).collect();
-        let snapshot = {
-            // Under the machine's lock no commit can pass between reading the version and being registered.
-            let machine = lock(&self.machine);
-            machine.check_not_loading()?;
-            let current = machine.version();
-            let version = asked.unwrap_or(current);
-            if version < current {
-                return Err(Fault::new(
-                    FaultKind::Precondition,
-                    "version",
-                    version.0,
-                    format!("{}, the current one, or a later one", current.0),
-                    "ask for the current version; older ones are not kept",
-                ));
-            }
-            let (error, info) = (Mutex::new(None), Mutex::new(None));
-            let snapshot = Arc::new(Snapshot { version, taken, capture, error, info });
-            lock(&self.snapshots).push(Arc::clone(&snapshot));
-            self.tell_snapshots(&machine);
-            snapshot
-        };
-        let result = self.walk(&snapshot, deadline);
-        lock(&self.snapshots).retain(|other| !Arc::ptr_eq(other, &snapshot));
-        if let Some(fault) = result.err().or_else(|| lock(&snapshot.error).take()) {
-            return Err(fault);
+        purpose: Purpose,
+        block_bytes: usize,
+        copy: Box<CopyBlock>,
+    ) -> Result<Snapshot, Fault> {
+        let largest = (0..self.owned.len()).map(|owned| self.blocks(owned)).max().unwrap_or(0);
+        let budget = self.reservation.budget().clone();
+        let staging = Staging::new(purpose, block_bytes, largest, budget, Arc::clone(&self.compute));
+        let copied = self.owned.iter().map(|_| Mutex::new(0)).collect();
+        // Under the machine's lock no commit can pass between reading the version and being registered.
+        let machine = lock(&self.machine);
+        machine.check_not_loading()?;
+        let current = machine.version();
+        let version = asked.unwrap_or(current);
+        if version < current {
+            return Err(Fault::new(
+                FaultKind::Precondition,
+                "version",
+                version.0,
+                format!("{}, the current one, or a later one", current.0),
+                "ask for the current version; older ones are not kept",
+            ));
         }
-        let info = lock(&snapshot.info).take();
-        Ok(info.expect("the walk waited for the version, whose decision told the snapshot"))
+        let mut snapshots = lock(&self.snapshots);
+        check_room(&snapshots, purpose)?;
+        let copying = Arc::new(Copying { version, purpose, copy, copied, staging, info: Mutex::default() });
+        snapshots.push(Arc::clone(&copying));
+        drop(snapshots);
+        self.tell_snapshots(&machine);
+        Ok(Snapshot { copying, job: Arc::downgrade(self) })
+    }
+
+    /// Ends all snapshots: the job is not served any more.
+    pub fn end_snapshots(&self, fault: &Fault) {
+        let snapshots = lock(&self.snapshots).clone();
+        for snapshot in snapshots {
+            snapshot.staging.end(fault.clone());
+        }
+        self.notify();
     }
 
     /// Leaves what is known of the current version with the snapshots of it. Called under the machine's lock at every decision.
@@ -96,68 +123,28 @@ impl Job {
         }
     }
 
-    fn walk(&self, snapshot: &Snapshot, deadline: Instant) -> Result<(), Fault> {
-        let remedy = "the job has not come so far: ask for its current version";
-        self.wait_until(deadline, "snapshot", remedy, |machine| {
-            (machine.version() >= snapshot.version)
-                .then_some(())
-                .ok_or_else(|| format!("{} of {}", machine.version(), snapshot.version))
-        })?;
-        for owned in 0..self.owned.len() {
-            self.wait_for_shard(owned, snapshot.version, deadline)?;
-            self.take(snapshot, owned);
-            if lock(&snapshot.error).is_some() {
-                return Ok(());
-            }
-        }
-        Ok(())
-    }
-
-    fn wait_for_shard(&self, owned: usize, version: Version, deadline: Instant) -> Result<(), Fault> {
-        self.wait_until(deadline, "snapshot", "the server is overloaded: try again later", |machine| {
-            let reached = machine.shard_version(owned) >= version;
-            reached.then_some(()).ok_or_else(|| format!("{} before {version}", self.owned[owned]))
-        })
-    }
-
-    /// Visits the shard for every snapshot of a version before `step`'s.
-    pub(super) fn take_snapshots_before(&self, owned: usize, step: Step) -> Result<(), Fault> {
+    /// Copies what is left of the shard for every snapshot of a version before `step`'s.
+    pub(super) fn take_snapshots_before(&self, owned: usize, step: Step) {
         let snapshots = lock(&self.snapshots).clone();
         for snapshot in snapshots.iter().filter(|snapshot| snapshot.version < step.version()) {
-            self.take(snapshot, owned);
-        }
-        Ok(())
-    }
-
-    fn take(&self, snapshot: &Snapshot, owned: usize) {
-        let mut taken = lock(&snapshot.taken[owned]);
-        if *taken || lock(&snapshot.error).is_some() {
-            return;
-        }
-        *taken = true;
-        let version = snapshot.version;
-        let captured = self.with_images(owned, version, |image, older_image| {
-            let mut result = Ok(());
-            let read = self.tier.read(owned, &mut |state| {
-                let captured = Captured { shard: self.owned[owned], state, image, older_image };
-                result = (snapshot.capture)(owned, captured);
-            });
-            read.and(result)
-        });
-        if let Err(fault) = captured.and_then(|result| result) {
-            lock(&snapshot.error).get_or_insert(fault);
+            snapshot.copy_rest(self, owned);
         }
     }
 
-    /// Hands the images of a version and of the one before to `with`. An exact job's follow from its state: where they live
-    /// on drives they are left there.
+    fn blocks(&self, owned: usize) -> usize {
+        self.layout.shard_len(self.owned[owned]) as usize / BLOCK
+    }
+
+    /// Hands the images of a version and of the one before to `with`, where they are wanted. An exact job's follow from its
+    /// state.
     fn with_images<R>(
         &self,
+        wanted: bool,
         owned: usize,
         version: Version,
         with: impl FnOnce(&[u8], Option<&[u8]>) -> R,
     ) -> Result<R, Fault> {
-        if self.spills_images() && self.spec.max_delay == 0 {
+        if !wanted || self.spec.max_delay == 0 {
             return Ok(with(&[], None));
         }
         let older = version.0.checked_sub(1).map(Version);
@@ -169,41 +156,182 @@ impl Job {
             None => current(None),
         }
     }
+}
 
-    /// The hash of every block of a captured shard, computed on the update threads.
-    pub fn hash_blocks(&self, captured: &Captured<'_>) -> Vec<(BlockId, BlockHash)> {
-        let first = self.layout.shard_blocks(captured.shard).start;
-        let blocks = (0..captured.state.blocks()).collect();
-        self.compute.blocks(blocks, |block: usize| {
-            let mut hasher = blake3::Hasher::new();
-            for bytes in captured.state.block(block).arrays {
-                hasher.update(bytes);
+/// One that has ended counts until its reader has let go of it.
+fn check_room(snapshots: &[Arc<Copying>], purpose: Purpose) -> Result<(), Fault> {
+    let (field, most) = purpose.most();
+    let running = snapshots.iter().filter(|snapshot| snapshot.purpose == purpose).count();
+    if running < most {
+        return Ok(());
+    }
+    let (value, limit) =
+        (format!("{running} of this job"), format!("fewer than {most} when another is begun"));
+    Err(Fault::new(
+        FaultKind::Exhausted,
+        field,
+        value,
+        limit,
+        "wait until one of them has ended, and try again",
+    ))
+}
+
+impl Snapshot {
+    pub fn version(&self) -> Version {
+        self.copying.version
+    }
+
+    pub fn ended(&self) -> Ended {
+        Ended(Arc::clone(&self.copying))
+    }
+
+    /// Hands every block to `deliver`, on this thread. Blocks; the deadline bounds the wait for the version and for updates in
+    /// progress, not the reader. While `deliver` runs neither shard nor job is held.
+    pub fn run(
+        self,
+        deadline: Instant,
+        mut deliver: impl FnMut(&Piece) -> Result<(), Fault>,
+    ) -> Result<SnapshotInfo, Fault> {
+        let Snapshot { copying, .. } = &self;
+        let mut owned = 0;
+        self.job()?.wait_for_version(copying, deadline)?;
+        loop {
+            while let Some(piece) = copying.staging.next()? {
+                deliver(&piece)?;
+                copying.staging.taken(piece);
             }
-            (BlockId(first + block as u32), *hasher.finalize().as_bytes())
+            if owned == copying.copied.len() {
+                break;
+            }
+            let job = self.job()?;
+            job.wait_for_shard(copying, owned, deadline)?;
+            if copying.copy_some(&job, owned)? {
+                owned += 1;
+            }
+            if owned == copying.copied.len() {
+                copying.staging.complete();
+            }
+        }
+        let info = lock(&copying.info).take();
+        Ok(info.expect("the run waited for the version, whose decision told the snapshot"))
+    }
+
+    fn job(&self) -> Result<Arc<Job>, Fault> {
+        self.job.upgrade().ok_or_else(|| {
+            let fault =
+                Fault::new(FaultKind::NotFound, "job", "gone", "open on this server", "open it again");
+            self.copying.staging.end(fault)
         })
     }
+}
 
-    /// BLAKE3 of each block of an image, computed on the update threads.
-    pub fn hash_image(&self, image: &[u8]) -> Vec<BlockHash> {
-        let blocks = image.chunks(BLOCK * self.spec.image_dtype.bytes() as usize).collect();
-        self.compute.blocks(blocks, |block: &[u8]| *blake3::hash(block).as_bytes())
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        if let Some(job) = self.job.upgrade() {
+            lock(&job.snapshots).retain(|other| !Arc::ptr_eq(other, &self.copying));
+        }
+        let fault = Fault::new(FaultKind::Unavailable, "snapshot", "over", "running", "ask for another");
+        self.copying.staging.end(fault);
+    }
+}
+
+impl Ended {
+    pub fn fault(&self) -> Option<Fault> {
+        self.0.staging.ended()
+    }
+}
+
+impl Job {
+    fn wait_for_version(&self, copying: &Copying, deadline: Instant) -> Result<(), Fault> {
+        let remedy = "the job has not come so far: ask for its current version";
+        self.wait_until(deadline, "snapshot", remedy, |machine| {
+            let reached = machine.version() >= copying.version || copying.staging.ended().is_some();
+            reached.then_some(()).ok_or_else(|| format!("{} of {}", machine.version(), copying.version))
+        })?;
+        copying.check()
     }
 
-    /// Block hashes of the current version, in owned order, and which version that is.
-    pub fn state_hashes(
-        self: &Arc<Self>,
-        deadline: Instant,
-    ) -> Result<(SnapshotInfo, Vec<(BlockId, BlockHash)>), Fault> {
-        let hashes = Arc::new(Mutex::new(Vec::new()));
-        let (job, sink) = (Arc::clone(self), Arc::clone(&hashes));
-        let capture = move |_: usize, captured: Captured<'_>| {
-            let found = job.hash_blocks(&captured);
-            lock(&sink).extend(found);
-            Ok(())
-        };
-        let info = self.snapshot(None, deadline, Box::new(capture))?;
-        let mut hashes = std::mem::take(&mut *lock(&hashes));
-        hashes.sort_by_key(|(block, _)| *block);
-        Ok((info, hashes))
+    fn wait_for_shard(&self, copying: &Copying, owned: usize, deadline: Instant) -> Result<(), Fault> {
+        let version = copying.version;
+        self.wait_until(deadline, "snapshot", "the server is overloaded: try again later", |machine| {
+            let reached = machine.shard_version(owned) >= version || copying.staging.ended().is_some();
+            reached.then_some(()).ok_or_else(|| format!("{} before {version}", self.owned[owned]))
+        })?;
+        copying.check()
+    }
+}
+
+impl Copying {
+    fn check(&self) -> Result<(), Fault> {
+        self.staging.ended().map_or(Ok(()), Err)
+    }
+
+    fn left(&self, job: &Job, owned: usize) -> usize {
+        job.blocks(owned) - *lock(&self.copied[owned])
+    }
+
+    /// A step of the walk. True once the whole shard is copied.
+    fn copy_some(&self, job: &Job, owned: usize) -> Result<bool, Fault> {
+        let left = self.left(job, owned);
+        if left > 0 {
+            let slots = self.staging.take(self.staging.slots(left).min(WALK_SLOTS))?;
+            if slots.is_empty() {
+                // An update has them all.
+                self.staging.wait();
+                return Ok(false);
+            }
+            self.copy(job, owned, slots);
+            self.check()?;
+        }
+        Ok(self.left(job, owned) == 0)
+    }
+
+    /// Before an update changes the shard.
+    fn copy_rest(&self, job: &Job, owned: usize) {
+        loop {
+            let left = self.left(job, owned);
+            if left == 0 {
+                return;
+            }
+            let slots = self.staging.take_for_update(self.staging.slots(left));
+            if slots.is_empty() {
+                return;
+            }
+            self.copy(job, owned, slots);
+            if self.staging.ended().is_some() {
+                return;
+            }
+        }
+    }
+
+    /// Fills slots with the shard's next blocks. An error ends the snapshot.
+    fn copy(&self, job: &Job, owned: usize, mut slots: Vec<Slot>) {
+        let mut copied = lock(&self.copied[owned]);
+        // Looked at under the lock: once it has ended updates go on without it.
+        if self.staging.ended().is_some() {
+            return;
+        }
+        let (shard, first) = (job.owned[owned], *copied);
+        let mut places = self.staging.places(&mut slots, job.blocks(owned) - first);
+        let blocks = places.len();
+        let mut older = false;
+        let with_images = self.purpose == Purpose::Checkpoint && blocks > 0;
+        let read = job.with_images(with_images, owned, self.version, |image, older_image| {
+            older = older_image.is_some();
+            job.tier.read(owned, &mut |state| {
+                let captured = Captured { shard, state, image, older_image };
+                let places = std::mem::take(&mut places).into_iter().enumerate().collect();
+                job.compute.blocks(places, |(index, place): (usize, &mut [u8])| {
+                    (self.copy)(&captured, first + index, place);
+                });
+            })
+        });
+        drop(places);
+        if let Err(fault) = read.and_then(|read| read) {
+            self.staging.end(fault);
+            return;
+        }
+        *copied += blocks;
+        self.staging.put((owned, shard), first, blocks, older, slots);
     }
 }

@@ -1,7 +1,7 @@
 //! One job split over servers, each with its queue of work, driven from one thread.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     ops::Range,
     sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
@@ -9,7 +9,7 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
-    job::{Admitted, Compute, ImageRead, Job, Lent, Stored},
+    job::{Admitted, Compute, ImageRead, Job, Lent, Piece, Stored},
     kernels::Isa,
     step::Work,
     tier::Storage,
@@ -60,9 +60,20 @@ impl Cluster {
         compute: &Arc<Compute>,
         storage: &Storage,
     ) -> Result<Cluster, Fault> {
+        Cluster::open_within(&Budget::new(1 << 32), spec, servers, compute, storage)
+    }
+
+    /// `budget`: of each server.
+    pub(crate) fn open_within(
+        budget: &Budget,
+        spec: &JobSpec,
+        servers: usize,
+        compute: &Arc<Compute>,
+        storage: &Storage,
+    ) -> Result<Cluster, Fault> {
         let (layout, placement) = (spec.validate().unwrap(), placement(spec, servers));
         let open = |server: usize| {
-            let budget = Budget::new(1 << 32);
+            let budget = Budget::new(budget.total());
             let server = ServerId(server as u32);
             let job = Job::open(
                 spec.clone(),
@@ -313,20 +324,21 @@ impl Cluster {
 
     /// Master, first and second moment of the whole flat space.
     pub(crate) fn state(&self) -> [Vec<f32>; 3] {
-        let found = Arc::new(Mutex::new(Vec::new()));
+        let mut shards: BTreeMap<ShardId, [Vec<f32>; 3]> = BTreeMap::new();
         for job in &self.jobs {
-            let sink = Arc::clone(&found);
-            let capture = move |_: usize, captured: longshore_engine::job::Captured<'_>| {
-                let state = captured.state;
-                let arrays = state.arrays.map(|array| bytemuck::cast_slice::<u8, f32>(array).to_vec());
-                sink.lock().unwrap().push((captured.shard, arrays));
+            let (snapshot, layout) = job.begin_checkpoint(None).unwrap();
+            let keep = |piece: &Piece| {
+                let arrays = shards.entry(piece.shard).or_default();
+                for block in piece.blocks() {
+                    for (array, bytes) in arrays.iter_mut().zip(layout.cut(block).state) {
+                        array.extend_from_slice(bytemuck::cast_slice(bytes));
+                    }
+                }
                 Ok(())
             };
-            job.snapshot(None, soon(), Box::new(capture)).unwrap();
+            snapshot.run(soon(), keep).unwrap();
         }
-        let mut shards = std::mem::take(&mut *found.lock().unwrap());
-        shards.sort_by_key(|(shard, _)| *shard);
-        [0, 1, 2].map(|array| shards.iter().flat_map(|(_, arrays)| arrays[array].iter().copied()).collect())
+        [0, 1, 2].map(|array| shards.values().flat_map(|arrays| arrays[array].iter().copied()).collect())
     }
 
     pub(crate) fn blocks(&self) -> usize {

@@ -140,7 +140,7 @@ fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Ve
         decided_by: Default::default(),
     };
     tier.finish(&Record { version, applied: version.0, commit: Some(commit) })?;
-    tier.pool.until("sealing", |state| state.durable >= Some(version))
+    tier.pool.until(|state| state.durable >= Some(version))
 }
 
 fn touch(state: &mut State<'_>) {

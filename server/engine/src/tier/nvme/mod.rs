@@ -17,6 +17,7 @@
 //! flush the kernel reports success for pages that it has dropped.
 
 mod bench;
+mod debts;
 mod gradients;
 mod images;
 mod inspect;

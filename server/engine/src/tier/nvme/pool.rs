@@ -6,7 +6,7 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::Instant,
 };
 
 use longshore_proto::{Fault, FaultKind, Version};
@@ -16,6 +16,7 @@ use super::{
         Durability,
         fault::{FIELD, internal, io},
     },
+    debts::Debts,
     plan::{IMAGE_SLOTS, Plan},
     slots::Slots,
 };
@@ -24,9 +25,6 @@ use crate::{
     lock,
     memory::Region,
 };
-
-/// A device that answers nothing for so long has failed. The kernel's own timeout for NVMe is 30 s, with retries.
-const SILENCE: Duration = Duration::from_secs(180);
 
 pub(super) struct Pool {
     pub(super) plan: Plan,
@@ -58,6 +56,7 @@ pub(super) struct PoolState {
     next: usize,
     /// Requests that write.
     writing: usize,
+    debts: Debts,
     clock: u64,
     pub(super) slots: Slots,
     /// The version that `slots` hold.
@@ -121,8 +120,20 @@ impl Pool {
         let (slots, durable, failed) = (Slots::default(), None, None);
         let (version, skipping) = (Version(0), false);
         let (next, writing, clock) = (0, 0, 0);
-        let state =
-            PoolState { entries, free, next, writing, clock, slots, version, skipping, durable, failed };
+        let debts = Debts::new(disks.len());
+        let state = PoolState {
+            entries,
+            free,
+            next,
+            writing,
+            debts,
+            clock,
+            slots,
+            version,
+            skipping,
+            durable,
+            failed,
+        };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         let (written, resident) = (AtomicU64::new(0), is_resident);
         Pool { plan, disks, durability, seals, written, resident, buffers, state, changed, notify }
@@ -136,42 +147,36 @@ impl Pool {
         self.resident[owned]
     }
 
-    /// Waits for a change; `doing` names what for.
-    fn wait<'a>(
-        &self,
-        state: MutexGuard<'a, PoolState>,
-        doing: &str,
-    ) -> Result<MutexGuard<'a, PoolState>, Fault> {
-        let waited = self.changed.wait_timeout(state, SILENCE).unwrap_or_else(PoisonError::into_inner);
-        let (mut state, timeout) = waited;
-        if timeout.timed_out() {
-            let dirs: Vec<_> = self.disks.iter().map(|disk| disk.path().display().to_string()).collect();
-            let value = format!("{} (silent for {} s while {doing})", dirs.join(", "), SILENCE.as_secs());
+    /// Waits for a change. A drive that owes an answer for too long fails the store; threads that have a shard do not.
+    fn wait<'a>(&self, state: MutexGuard<'a, PoolState>) -> MutexGuard<'a, PoolState> {
+        let patience = state.debts.patience(Instant::now());
+        let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
+        let mut state = waited.0;
+        if let Some(silent) = state.debts.silent(Instant::now()) {
+            let path = self.disks[silent.drive].path().display();
+            let value =
+                format!("{path} (silent for {} s, owing {} answers)", silent.seconds, silent.requests);
             let remedy = "see the kernel's log for the device";
             let fault = Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy);
             state.failed.get_or_insert(fault);
         }
-        Ok(state)
+        state
     }
 
     /// Waits until `done` says so. An earlier failure ends it.
-    pub(super) fn until(
-        &self,
-        doing: &str,
-        mut done: impl FnMut(&mut PoolState) -> bool,
-    ) -> Result<(), Fault> {
+    pub(super) fn until(&self, mut done: impl FnMut(&mut PoolState) -> bool) -> Result<(), Fault> {
         let mut state = self.lock();
         loop {
             state.check()?;
             if done(&mut state) {
                 return Ok(());
             }
-            state = self.wait(state, doing)?;
+            state = self.wait(state);
         }
     }
 
     pub(super) fn wait_for_writes(&self) -> Result<(), Fault> {
-        self.until("writing shards", |state| state.writing == 0)
+        self.until(|state| state.writing == 0)
     }
 
     /// Fails the store for good. The first reason stays.
@@ -217,7 +222,7 @@ impl Pool {
                 }
                 other => entry.holding = other,
             }
-            state = self.wait(state, "reading a shard")?;
+            state = self.wait(state);
         }
     }
 
@@ -258,8 +263,11 @@ impl Pool {
         entry.holding = Holding::Reading;
         let parts = vec![self.plan.state_part(owned, entry.slot)];
         let pool = Arc::clone(self);
+        let file = self.plan.shards[owned].file;
+        state.debts.asked(file, Instant::now());
         let done = Box::new(move |region: Region, result: std::io::Result<()>| {
             let mut state = pool.lock();
+            state.debts.answered(file, Instant::now());
             match result {
                 Ok(()) => {
                     let held = Held { region, checked: false, dirty: false };
@@ -273,7 +281,7 @@ impl Pool {
             drop(state);
             pool.changed.notify_all();
         });
-        let disk = &self.disks[self.plan.shards[owned].file];
+        let disk = &self.disks[file];
         disk.submit(Request { direction: Direction::Read, parts, buffer, done });
     }
 
@@ -358,18 +366,21 @@ impl Pool {
         let entry = &mut state.entries[owned];
         (entry.holding, entry.slot, entry.blank) = (Holding::Writing, slot, false);
         state.writing += 1;
+        let file = self.plan.shards[owned].file;
+        state.debts.asked(file, Instant::now());
         let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
         self.written.fetch_add(bytes as u64, Ordering::Relaxed);
         let pool = Arc::clone(self);
         let done = Box::new(move |region: Region, result: std::io::Result<()>| {
             pool.written(owned, region, result);
         });
-        let disk = &self.disks[self.plan.shards[owned].file];
+        let disk = &self.disks[file];
         disk.submit(Request { direction: Direction::Write, parts, buffer, done });
     }
 
     fn written(self: &Arc<Self>, owned: usize, region: Region, result: std::io::Result<()>) {
         let mut state = self.lock();
+        state.debts.answered(self.plan.shards[owned].file, Instant::now());
         state.writing -= 1;
         if self.resident[owned] {
             state.entries[owned].holding = Holding::Ready(Held { region, checked: true, dirty: false });
@@ -422,8 +433,7 @@ impl Pool {
         let moving = |entry: &Entry| matches!(entry.holding, Holding::Reading | Holding::Writing);
         let mut state = self.lock();
         while state.failed.is_none() && state.entries.iter().any(moving) {
-            let Ok(changed) = self.wait(state, "closing") else { return };
-            state = changed;
+            state = self.wait(state);
         }
     }
 
@@ -460,7 +470,7 @@ impl Pool {
     /// The slot of a shard's image of a version that the shard has, once it is all on disk there. None: not any more.
     pub(super) fn stored_image(&self, owned: usize, version: Version) -> Result<Option<u8>, Fault> {
         let mut slot = None;
-        self.until("writing an image", |state| {
+        self.until(|state| {
             slot = state.image_slot(version);
             !matches!(state.entries[owned].holding, Holding::Writing)
         })?;

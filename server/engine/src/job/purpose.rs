@@ -1,0 +1,65 @@
+//! What a snapshot is for: how many there may be at once, and how long an update waits for its reader.
+
+use std::time::Duration;
+
+use longshore_proto::limits::{MAX_CHECKPOINTS_AT_ONCE, MAX_EXPORTS_AT_ONCE};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// What is copied of a block is its hash: the update waits for that, at the speed of memory.
+    Hash,
+    /// Anybody may read, at any speed: training does not wait for him.
+    Export,
+    /// Training wants it, and may have to wait for a disk where no memory is left.
+    Checkpoint,
+}
+
+/// How long all updates together wait for one reader where there is no memory left to copy to.
+const GRACE: Duration = Duration::from_millis(100);
+/// A disk pauses longer than a socket while it writes back.
+const DISK_GRACE: Duration = Duration::from_millis(500);
+/// A disk slower than this is not waited for beyond its grace, in bytes a second: below what a single spinning disk or
+/// a network of 1 Gbit/s takes.
+const DISK_PACE: u64 = 64 * 1024 * 1024;
+
+impl Purpose {
+    /// The field that names it in errors, and how many of it a job may have at once here.
+    pub(super) fn most(self) -> (&'static str, usize) {
+        match self {
+            Purpose::Hash => ("state_hashes", usize::MAX),
+            Purpose::Export => ("exports", MAX_EXPORTS_AT_ONCE),
+            Purpose::Checkpoint => ("checkpoints", MAX_CHECKPOINTS_AT_ONCE),
+        }
+    }
+
+    /// How long updates may have waited for a reader that took so many bytes meanwhile.
+    pub(super) fn patience(self, taken: u64) -> Duration {
+        match self {
+            Purpose::Export => GRACE,
+            Purpose::Hash | Purpose::Checkpoint => {
+                DISK_GRACE + Duration::from_secs_f64(taken as f64 / DISK_PACE as f64)
+            }
+        }
+    }
+
+    /// Who reads, in errors.
+    pub(super) fn reader(self) -> &'static str {
+        match self {
+            Purpose::Hash => "state_hash.reader",
+            Purpose::Export => "export.reader",
+            Purpose::Checkpoint => "checkpoint_dir",
+        }
+    }
+
+    pub(super) fn remedy(self) -> &'static str {
+        match self {
+            Purpose::Hash => "ask again later",
+            Purpose::Export => {
+                "export to a faster disk or while training pauses, or raise the server's --memory"
+            }
+            Purpose::Checkpoint => {
+                "see whether the folder's disk answers, checkpoint while training pauses, or raise the server's --memory"
+            }
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! All that a checkpoint keeps of a block: master weights and moments, and with a delayed job its images.
+
+use std::sync::Arc;
+
+use longshore_proto::{Fault, Version};
+
+use super::{Captured, Job, Snapshot, compute::BLOCK, purpose::Purpose};
+use crate::tier::Shape;
+
+/// How the copy of a block is laid out: the arrays one after the other, the older image's place last, filled or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    state: [usize; 3],
+    /// Of each image; 0 where none is kept.
+    image: usize,
+}
+
+/// What the copy of a block consists of.
+pub struct CopiedBlock<'a> {
+    /// All of the state, as its hash takes it.
+    pub whole: &'a [u8],
+    /// Master weights, first and second moments.
+    pub state: [&'a [u8]; 3],
+    pub image: &'a [u8],
+    /// Whatever is there if the piece has none.
+    pub older_image: &'a [u8],
+}
+
+impl BlockCopy {
+    fn of(job: &Job) -> BlockCopy {
+        let image = if job.spec.max_delay >= 1 { BLOCK * job.spec.image_dtype.bytes() as usize } else { 0 };
+        BlockCopy { state: Shape::of(&job.spec).block(), image }
+    }
+
+    fn bytes(&self) -> usize {
+        self.state.iter().sum::<usize>() + 2 * self.image
+    }
+
+    pub fn cut<'a>(&self, block: &'a [u8]) -> CopiedBlock<'a> {
+        let (whole, images) = block.split_at(self.state.iter().sum());
+        let (master, moments) = whole.split_at(self.state[0]);
+        let (first, second) = moments.split_at(self.state[1]);
+        let (image, older_image) = images.split_at(self.image);
+        CopiedBlock { whole, state: [master, first, second], image, older_image }
+    }
+
+    fn fill(&self, captured: &Captured<'_>, block: usize, place: &mut [u8]) {
+        let of_block = block * self.image..(block + 1) * self.image;
+        let parts = captured.state.block(block).arrays;
+        let images = [Some(captured.image), captured.older_image];
+        let mut rest = place;
+        for part in parts {
+            let (target, after) = rest.split_at_mut(part.len());
+            target.copy_from_slice(part);
+            rest = after;
+        }
+        for whole in images {
+            let (target, after) = rest.split_at_mut(self.image);
+            if let Some(part) = whole.and_then(|whole| whole.get(of_block.clone())) {
+                target.copy_from_slice(part);
+            }
+            rest = after;
+        }
+    }
+}
+
+impl Job {
+    /// Asks for the whole state of a version, for a checkpoint: the current one if it is None, or one to come.
+    pub fn begin_checkpoint(
+        self: &Arc<Self>,
+        version: Option<Version>,
+    ) -> Result<(Snapshot, BlockCopy), Fault> {
+        let layout = BlockCopy::of(self);
+        let copy = move |captured: &Captured<'_>, block: usize, place: &mut [u8]| {
+            layout.fill(captured, block, place);
+        };
+        let snapshot = self.begin_snapshot(version, Purpose::Checkpoint, layout.bytes(), Box::new(copy))?;
+        Ok((snapshot, layout))
+    }
+}

@@ -1,0 +1,90 @@
+//! What the drives owe: requests without an answer, and for how long nothing came. Waits for other threads count for nothing.
+
+use std::time::{Duration, Instant};
+
+/// A device that answers nothing for so long has failed. The kernel's own timeout for NVMe is 30 s, with retries.
+const SILENCE: Duration = Duration::from_secs(180);
+
+/// By drive.
+pub(super) struct Debts {
+    drives: Vec<Debt>,
+}
+
+#[derive(Clone, Copy)]
+struct Debt {
+    requests: usize,
+    /// Its last answer, or the first request after it had none to give.
+    since: Instant,
+}
+
+/// A drive that has failed without a word.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Silent {
+    pub(super) drive: usize,
+    pub(super) requests: usize,
+    pub(super) seconds: u64,
+}
+
+impl Debts {
+    pub(super) fn new(drives: usize) -> Debts {
+        Debts { drives: vec![Debt { requests: 0, since: Instant::now() }; drives] }
+    }
+
+    pub(super) fn asked(&mut self, drive: usize, now: Instant) {
+        let debt = &mut self.drives[drive];
+        if debt.requests == 0 {
+            debt.since = now;
+        }
+        debt.requests += 1;
+    }
+
+    pub(super) fn answered(&mut self, drive: usize, now: Instant) {
+        let debt = &mut self.drives[drive];
+        debt.requests = debt.requests.saturating_sub(1);
+        debt.since = now;
+    }
+
+    fn owing(&self) -> impl Iterator<Item = (usize, Debt)> {
+        self.drives.iter().copied().enumerate().filter(|(_, debt)| debt.requests > 0)
+    }
+
+    /// How long to wait before the next look.
+    pub(super) fn patience(&self, now: Instant) -> Duration {
+        let left =
+            |(_, debt): (usize, Debt)| SILENCE.saturating_sub(now.saturating_duration_since(debt.since));
+        self.owing().map(left).min().unwrap_or(SILENCE)
+    }
+
+    pub(super) fn silent(&self, now: Instant) -> Option<Silent> {
+        self.owing().find_map(|(drive, Debt { requests, since })| {
+            let silent = now.saturating_duration_since(since);
+            (silent >= SILENCE).then_some(Silent { drive, requests, seconds: silent.as_secs() })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_drive_that_owes_an_answer_is_silent() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut debts = Debts::new(2);
+        assert_eq!(debts.silent(start + 10 * SILENCE), None, "nothing was asked of it");
+        debts.asked(1, start);
+        debts.asked(1, start + 100 * second);
+        assert_eq!(debts.silent(start + SILENCE - second), None);
+        assert_eq!(debts.patience(start + SILENCE - second), second);
+        // An answer shows that it lives, though others are to come.
+        debts.answered(1, start + SILENCE - second);
+        assert_eq!(debts.silent(start + 2 * SILENCE - 2 * second), None);
+        let silent = Silent { drive: 1, requests: 1, seconds: SILENCE.as_secs() };
+        assert_eq!(debts.silent(start + 2 * SILENCE - second), Some(silent));
+        debts.answered(1, start + 3 * SILENCE);
+        debts.asked(0, start + 9 * SILENCE);
+        // The time before it was asked does not count.
+        assert_eq!(debts.silent(start + 9 * SILENCE + 179 * second), None);
+        assert_eq!(debts.patience(start + 9 * SILENCE), SILENCE);
+    }
+}
