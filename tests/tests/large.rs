@@ -40,7 +40,7 @@ const BUFFERS: usize = 6;
 const ROUNDS: usize = 5;
 /// Of the exporting process.
 const EXPORT_PEAK: u64 = 256 << 20;
-/// What an export may add to the server: its messages ahead and a connection's window.
+/// What an export may add to the server: the copy of a shard, its messages ahead and a connection's window.
 const EXPORT_GROWTH: u64 = 32 << 20;
 /// Runs a command and prints the most memory it had, in KiB, on stderr.
 const PEAK: &str = "import resource, subprocess, sys

@@ -22,7 +22,7 @@ use common::{
 };
 use longshore_engine::{
     admission::{Budget, Need},
-    job::{Job, Piece, Stored},
+    job::{Job, Piece, Snapshot, SnapshotInfo, Stored},
     kernels::Isa,
     step::Work,
     tier::Storage,
@@ -283,36 +283,46 @@ fn tight() -> (JobSpec, u64) {
     (spec, need)
 }
 
-#[test]
-fn a_reader_too_slow_for_the_memory_there_is_is_told_so_and_training_goes_on() {
-    let (spec, need) = tight();
-    let (spec, initial, flats, references) = lone(spec, 1);
-    let mut cluster = started_on(&spec, &Storage::default(), need, &initial);
+/// A step beside a reader who takes nothing, on a server with so much memory. Says how the snapshot ended.
+fn step_beside_a_stuck_reader(
+    memory: u64,
+    (spec, initial, flats, references): &(JobSpec, Vec<f32>, Vec<Vec<u8>>, Vec<Reference>),
+    begin: impl Fn(&Arc<Job>) -> Snapshot,
+) -> Result<SnapshotInfo, Fault> {
+    let mut cluster = started_on(spec, &Storage::default(), memory, initial);
     let (mut reader, entered, go) = Held::new();
-    let export = cluster.jobs[0].begin_export(None, Dtype::F32).unwrap();
-    let ended = export.ended();
-    let fault = thread::scope(|scope| {
-        let reading = scope.spawn(move || export.run(soon(), |piece| reader.take(piece)).unwrap_err());
+    let snapshot = begin(&cluster.jobs[0]);
+    let ended = thread::scope(|scope| {
+        let reading = scope.spawn(move || snapshot.run(soon(), |piece| reader.take(piece)));
         entered.recv_timeout(SOME_TIME).unwrap();
-        cluster.step(&flats, &commit(&spec, 1));
-        assert!(ended.fault().is_some(), "the export can only have ended");
+        cluster.step(flats, &commit(spec, 1));
         go.send(()).unwrap();
         reading.join().unwrap()
     });
-    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, "export.reader"), "{fault}");
-    assert!(fault.value.contains("MiB/s") && fault.limit.contains("MiB more"), "{fault}");
     assert_eq!(cluster.hash(), references[1].hash());
-    // With the memory that was missing it is whole.
-    let mut cluster = started_on(&spec, &Storage::default(), need + (4 << 20), &initial);
-    let (mut reader, entered, go) = Held::new();
-    let export = cluster.jobs[0].begin_export(None, Dtype::F32).unwrap();
-    thread::scope(|scope| {
-        let reading = scope.spawn(move || export.run(soon(), |piece| reader.take(piece)));
-        entered.recv_timeout(SOME_TIME).unwrap();
-        cluster.step(&flats, &commit(&spec, 1));
-        go.send(()).unwrap();
-        assert_eq!(reading.join().unwrap().unwrap().version, Version(0));
-    });
+    ended
+}
+
+#[test]
+fn a_reader_too_slow_for_the_memory_there_is_is_told_so_and_training_goes_on() {
+    let (spec, need) = tight();
+    let run = lone(spec, 1);
+    let export = |job: &Arc<Job>| job.begin_export(None, Dtype::F32).unwrap();
+    let checkpoint = |job: &Arc<Job>| job.begin_checkpoint(None).unwrap().0;
+    let slow = [
+        ("export.reader", step_beside_a_stuck_reader(need, &run, export)),
+        ("checkpoint_dir", step_beside_a_stuck_reader(need, &run, checkpoint)),
+    ];
+    for (field, ended) in slow {
+        let fault = ended.unwrap_err();
+        assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, field), "{fault}");
+        assert!(fault.value.contains("MiB/s") && fault.limit.contains("MiB more"), "{fault}");
+    }
+    // With the memory that was missing they are whole.
+    let info = step_beside_a_stuck_reader(need + (4 << 20), &run, export).unwrap();
+    assert_eq!(info.version, Version(0));
+    let info = step_beside_a_stuck_reader(need + (40 << 20), &run, checkpoint).unwrap();
+    assert_eq!(info.version, Version(0));
 }
 
 /// Its disk takes what it is given: training waits for it, and for no longer.

@@ -131,7 +131,14 @@ impl JobHandle {
 
     /// Block hashes of the current version.
     pub(crate) async fn hashes(&self, deadline: Instant) -> Result<Hashes, Fault> {
-        self.hashing.hashes(&self.job, deadline).await
+        let mut closing = self.closing();
+        let closed =
+            async move { closing.wait_for(Option::is_some).await.ok().and_then(|fault| fault.clone()) };
+        tokio::select! {
+            biased;
+            Some(fault) = closed => Err(fault),
+            hashes = self.hashing.hashes(&self.job, deadline) => hashes,
+        }
     }
 
     /// What a wait that came to its deadline says.

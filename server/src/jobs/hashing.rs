@@ -1,20 +1,28 @@
 //! State hashes for all who ask, one at a time: of one version every block is hashed once, however many wait for it, and
-//! while training goes on hashing takes a small part of the time.
+//! where many ask again and again hashing takes a small part of the time.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use longshore_engine::job::{Job, SnapshotInfo};
-use longshore_proto::{BlockId, Fault, FaultKind, checksum::BlockHash};
+use longshore_proto::{BlockId, Fault, FaultKind, Version, checksum::BlockHash};
 use tokio::{
     sync::Mutex,
     task::spawn_blocking,
     time::{Instant, sleep_until, timeout_at},
 };
 
-/// After hashes were taken they answer for their version, and those of the next one wait, for so many times as long.
+/// After hashes were taken they answer for their version, and a crowd waits for those of the next one, so many times as long.
 const REST: u32 = 9;
 /// But no longer than this: an operator waits.
 const LONGEST_REST: Duration = Duration::from_secs(2);
+/// So many ask at once where somebody looks; more are a crowd.
+const FEW: usize = 4;
 
 /// Of one version of a job, in owned order.
 #[derive(Clone)]
@@ -27,29 +35,64 @@ pub(crate) struct Hashes {
 pub(crate) struct Hashing {
     /// Locked while hashes are taken: whoever else asks waits for them.
     last: Mutex<Option<Last>>,
+    asking: AtomicUsize,
+}
+
+/// Counted while it lives.
+struct Asking<'a>(&'a AtomicUsize);
+
+impl<'a> Asking<'a> {
+    fn count(asking: &'a AtomicUsize) -> Asking<'a> {
+        asking.fetch_add(1, Ordering::Relaxed);
+        Asking(asking)
+    }
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 struct Last {
     hashes: Hashes,
+    taken: Instant,
     until: Instant,
 }
 
 impl Hashing {
     /// Those of the current version.
     pub(crate) async fn hashes(&self, job: &Arc<Job>, deadline: Instant) -> Result<Hashes, Fault> {
+        let (hashed, late) = (Arc::clone(job), deadline.into_std());
+        let take = move || {
+            let (info, blocks) = hashed.state_hashes(late)?;
+            Ok(Hashes { info, blocks: Arc::new(blocks) })
+        };
+        self.shared(deadline, || job.progress().version, take).await
+    }
+
+    async fn shared(
+        &self,
+        deadline: Instant,
+        current: impl Fn() -> Version,
+        take: impl FnOnce() -> Result<Hashes, Fault> + Send + 'static,
+    ) -> Result<Hashes, Fault> {
+        let (_asking, asked) = (Asking::count(&self.asking), Instant::now());
         let mut last = timeout_at(deadline, self.last.lock()).await.map_err(|_| late())?;
-        if let Some(Last { hashes, until }) = last.as_ref().filter(|last| last.until > Instant::now()) {
-            if hashes.info.version == job.progress().version {
+        let is_new = |last: &&Last| last.taken >= asked || last.until > Instant::now();
+        if let Some(Last { hashes, until, .. }) = last.as_ref().filter(is_new) {
+            if hashes.info.version == current() {
                 return Ok(hashes.clone());
             }
-            sleep_until(deadline.min(*until)).await;
+            if self.asking.load(Ordering::Relaxed) > FEW {
+                sleep_until(deadline.min(*until)).await;
+            }
         }
-        let (job, begun) = (Arc::clone(job), Instant::now());
-        let (info, blocks) =
-            spawn_blocking(move || job.state_hashes(deadline.into_std())).await.map_err(defect)??;
-        let hashes = Hashes { info, blocks: Arc::new(blocks) };
+        let begun = Instant::now();
+        let hashes = spawn_blocking(take).await.map_err(defect)??;
         let rest = (begun.elapsed() * REST).min(LONGEST_REST);
-        *last = Some(Last { hashes: hashes.clone(), until: Instant::now() + rest });
+        let taken = Instant::now();
+        *last = Some(Last { hashes: hashes.clone(), taken, until: taken + rest });
         Ok(hashes)
     }
 }
@@ -61,4 +104,54 @@ fn late() -> Fault {
 
 fn defect(error: tokio::task::JoinError) -> Fault {
     Fault::new(FaultKind::Internal, "task", error, "finished", "see the server's log; this is a defect")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use super::*;
+
+    /// Hashes of this version, once a word comes.
+    fn slow(taken: Arc<AtomicUsize>, word: Receiver<()>) -> impl FnOnce() -> Result<Hashes, Fault> {
+        move || {
+            let version = Version(taken.fetch_add(1, Ordering::SeqCst) as u64);
+            word.recv_timeout(Duration::from_secs(20)).expect("a word");
+            let info = SnapshotInfo { version, applied: 0, commit: None };
+            Ok(Hashes { info, blocks: Arc::default() })
+        }
+    }
+
+    #[test]
+    fn all_who_ask_for_a_version_share_its_hashes() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let (hashing, taken) = (Hashing::default(), Arc::new(AtomicUsize::new(0)));
+            let soon = Instant::now() + Duration::from_secs(20);
+            let (words, askers): (Vec<_>, Vec<_>) = (0..20)
+                .map(|_| {
+                    let (say, word) = channel();
+                    (say, hashing.shared(soon, || Version(0), slow(taken.clone(), word)))
+                })
+                .unzip();
+            let say = async {
+                while taken.load(Ordering::SeqCst) == 0 {
+                    tokio::task::yield_now().await;
+                }
+                words.iter().for_each(|say| say.send(()).unwrap_or_default());
+            };
+            let (found, ()) = tokio::join!(futures_util::future::join_all(askers), say);
+            assert!(
+                found
+                    .iter()
+                    .all(|hashes| hashes.as_ref().is_ok_and(|found| found.info.version == Version(0)))
+            );
+            assert_eq!(taken.load(Ordering::SeqCst), 1, "hashed again for each of them");
+            // Those of the next version are others.
+            let (say, word) = channel();
+            say.send(()).expect("somebody who listens");
+            let next = hashing.shared(soon, || Version(1), slow(taken, word)).await.expect("hashes");
+            assert_eq!(next.info.version, Version(1));
+        });
+    }
 }

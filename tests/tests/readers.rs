@@ -1,0 +1,127 @@
+//! Readers of a job's state that stall, leave, or ask for what is far away: training and the server's memory are not theirs
+//! to hold.
+
+use std::time::{Duration, Instant};
+
+use longshore_proto::{
+    Dtype, Fault, FaultKind, Hyper, JobName, JobSpec, Param, Rule, TierKind, limits::MAX_EXPORTS_AT_ONCE,
+    wire::v1,
+};
+use longshore_tests::conformance::{
+    cluster::{Cluster, eventually},
+    raw::{Raw, assert_fault},
+};
+use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
+use tonic::Streaming;
+
+const JOB: &str = "read";
+const PARAMS: usize = 12;
+const ELEMENTS: u64 = 1 << 20;
+/// After so long a reader who takes nothing is cut off. Where updates wait for him, no step is done before.
+const STALL: Duration = Duration::from_secs(10);
+
+/// Of 48 MiB as fp32: more than lies between a server and a reader who takes nothing.
+fn spec(tier: TierKind) -> JobSpec {
+    let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
+    JobSpec {
+        name: JobName::parse("name", JOB).expect("a name"),
+        params: (0..PARAMS).map(param).collect(),
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: 1,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: ELEMENTS,
+        tier,
+        formats: Default::default(),
+        unchecked: false,
+    }
+}
+
+fn enter(cluster: &Cluster, tier: TierKind) -> Pipeline {
+    let options = Options { transport: Transport::Tcp, ..cluster.options(&spec(tier), 0) };
+    let mut session = Session::connect(options).expect("a session");
+    let joined = session.start(&|_| vec![0.5; ELEMENTS as usize]).expect("a job");
+    let scaler = LossScaler::fixed(1.0).expect("a scale");
+    let options = PipelineOptions::new(scaler, |_| vec![Hyper::default()]);
+    Pipeline::new(session, &joined, options).expect("a pipeline")
+}
+
+fn step(pipeline: &mut Pipeline, gradient: &[f32]) {
+    pipeline.begin().expect("a step");
+    pipeline.weights().expect("weights").wait(0..PARAMS as u64 * ELEMENTS).expect("weights");
+    let mut assembler = pipeline.assembler(0).expect("a micro-step");
+    for param in (0..PARAMS).rev() {
+        assembler.put(param, gradient).expect("a gradient");
+    }
+    assembler.finish().expect("a push");
+    pipeline.finish(Vec::new()).expect("a commit");
+}
+
+fn export(raw: &Raw, version: u64) -> Result<Streaming<v1::ExportResponse>, Fault> {
+    let (job, dtype) = (JOB.to_string(), Dtype::F32.to_wire());
+    let request = v1::ExportRequest { job, version, dtype, deadline_ms: 600_000 };
+    raw.call(raw.admin.clone().export(request))
+}
+
+fn stuck_readers(cluster: &Cluster, tier: TierKind) {
+    // On a connection of their own: what they do not take fills its window.
+    let (mut pipeline, raw, stuck) = (enter(cluster, tier), cluster.raw(0), cluster.raw(0));
+    let gradient: Vec<f32> = (0..ELEMENTS).map(|index| (index % 97) as f32 * 1e-3).collect();
+    step(&mut pipeline, &gradient);
+    let begun = Instant::now();
+    let readers: Vec<_> = (0..MAX_EXPORTS_AT_ONCE).map(|_| export(&stuck, 0).expect("an export")).collect();
+    for _ in 0..3 {
+        step(&mut pipeline, &gradient);
+    }
+    // So does one who wants the hash: nobody has a shard.
+    let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true };
+    let described = raw.call(raw.admin.clone().describe(request)).expect("a hash");
+    let took = begun.elapsed();
+    eprintln!("{tier:?}: three steps and a hash beside {} stuck readers took {took:?}", readers.len());
+    assert!(took < STALL, "the readers held something: {took:?}");
+    assert!(described.hash_version >= 3, "hash of version {}", described.hash_version);
+    assert_fault(export(&raw, 0).map(drop), FaultKind::Exhausted, "exports", "4", "fewer than 4");
+    drop(readers);
+    eventually("room for a reader", || export(&raw, 0).ok());
+}
+
+#[test]
+fn readers_who_take_nothing_hold_neither_training_nor_each_other() {
+    stuck_readers(&Cluster::start(1), TierKind::Memory);
+}
+
+#[test]
+fn nor_where_the_state_is_on_drives() {
+    let root = tempfile::tempdir().expect("a folder for state");
+    let dirs = vec![root.path().to_owned()];
+    let cluster = Cluster::start_with(1, |mut config| {
+        config.storage.state_dirs = dirs.clone();
+        config
+    });
+    stuck_readers(&cluster, TierKind::Nvme);
+}
+
+#[test]
+fn an_export_of_a_version_to_come_holds_no_deleted_job() {
+    let cluster = Cluster::start(1);
+    let (pipeline, raw) = (enter(&cluster, TierKind::Memory), cluster.raw(0));
+    let mut waiting = export(&raw, 1_000_000).expect("an export");
+    let gone: Vec<_> = (1..MAX_EXPORTS_AT_ONCE).map(|_| export(&raw, 1_000_000).expect("another")).collect();
+    assert_fault(export(&raw, 0).map(drop), FaultKind::Exhausted, "exports", "4", "fewer than 4");
+    // Readers who left are not waited for.
+    drop(gone);
+    eventually("room for a reader", || export(&raw, 1_000_000).ok());
+    drop(pipeline);
+    let request = v1::DeleteJobRequest { job: JOB.to_string() };
+    raw.call(raw.admin.clone().delete_job(request)).expect("deleted");
+    eventually("the job's memory to be free", || {
+        let jobs = raw.call(raw.admin.clone().list_jobs(v1::ListJobsRequest {})).expect("a list");
+        (jobs.memory_reserved == 0).then_some(())
+    });
+    let status =
+        raw.call(async { waiting.message().await.map(|message| tonic::Response::new(message.is_some())) });
+    assert_fault(status, FaultKind::NotFound, "job", JOB, "open on this server");
+}
