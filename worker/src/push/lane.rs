@@ -85,8 +85,11 @@ impl Lane {
                 End::Broken(fault) => fault,
             };
             if answered {
-                broken = None;
                 backoff.reset();
+            }
+            // A lane that no chunk takes hears nothing from a server that is well: what it waits for counts.
+            if answered || !self.core.retained.owes(self.id) {
+                broken = None;
             }
             self.core.troubled(self.id.0, &fault);
             let since = *broken.get_or_insert_with(Instant::now);
