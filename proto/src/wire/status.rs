@@ -59,7 +59,9 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
             (FaultKind::Deadline, "check what the server waits for with `longshore status`")
         }
         // Another program listens there, or another version.
-        Code::Unimplemented => (FaultKind::Internal, "check the address, and that server and worker are of one version"),
+        Code::Unimplemented => {
+            (FaultKind::Internal, "check the address, and that server and worker are of one version")
+        }
         _ => (FaultKind::Unavailable, "check that the server runs and is reachable"),
     };
     Fault::new(kind, format!("call to {peer}"), status.message(), "answered", remedy)

@@ -58,7 +58,9 @@ impl Core {
         for _ in 1..TRIES {
             match self.try_link(server).await {
                 // The server may have died since it was joined. A lane finds that out by itself, and tries again for ever.
-                Err(fault) if fault.field == STALE && self.lanes.get().is_none() => self.renew_offer(server).await,
+                Err(fault) if fault.field == STALE && self.lanes.get().is_none() => {
+                    self.renew_offer(server).await
+                }
                 other => return other,
             }
         }

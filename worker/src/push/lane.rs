@@ -103,6 +103,8 @@ impl Lane {
             }
             match Core::recover(&self.core, self.id.0).await {
                 Ok(()) => {}
+                // Whoever uploads opens the job again: nothing was trained that could be lost.
+                Err(Error::StateLost(_)) if !self.core.has_trained() => {}
                 // Asked for as long as a push may wait: told as what it is the end of, with its step.
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
                     let step = Some(Step(self.core.retained.newest()));

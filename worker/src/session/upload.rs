@@ -62,8 +62,11 @@ pub(super) fn upload(core: &SharedCore, weights: Weights<'_>) -> Result<()> {
 async fn missing_shards(core: &SharedCore) -> Result<BTreeSet<ShardId>> {
     let deadline = core.options.deadline;
     let answers = join_all((0..core.peers.len()).map(|server| core.describe(server, false, deadline))).await;
-    let trained =
-        answers.iter().flatten().filter_map(|answer| answer.progress.as_ref()).any(|progress| progress.version > 0);
+    let trained = answers
+        .iter()
+        .flatten()
+        .filter_map(|answer| answer.progress.as_ref())
+        .any(|progress| progress.version > 0);
     let mut missing = BTreeSet::new();
     for (server, answer) in answers.into_iter().enumerate() {
         let answer = match answer {
