@@ -6,6 +6,7 @@ use std::{
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -29,6 +30,8 @@ struct Line {
     target: String,
     /// Bytes a second towards the server; 0: as fast as they come.
     rate: AtomicU64,
+    /// How long everything towards the server is on its way: microseconds.
+    lag: AtomicU64,
     /// Bytes that have gone towards the server.
     passed: AtomicU64,
     /// Until when the line is taken by what was sent.
@@ -37,6 +40,9 @@ struct Line {
     ended: AtomicBool,
 }
 
+/// When it is due, and what it is.
+type Piece = (Instant, Vec<u8>);
+
 impl Proxy {
     pub fn before(server: &Longshored) -> Proxy {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port of loopback");
@@ -44,6 +50,7 @@ impl Proxy {
         let line = Arc::new(Line {
             target: server.address().to_string(),
             rate: AtomicU64::new(0),
+            lag: AtomicU64::new(0),
             passed: AtomicU64::new(0),
             busy_until: Mutex::new(Instant::now()),
             stopped: AtomicBool::new(false),
@@ -68,6 +75,11 @@ impl Proxy {
     /// Bytes a second towards the server, over all connections together; 0: as fast as they come.
     pub fn slow_to(&self, rate: u64) {
         self.line.rate.store(rate, Relaxed);
+    }
+
+    /// How long everything towards the server is on its way.
+    pub fn lag(&self, lag: Duration) {
+        self.line.lag.store(lag.as_micros() as u64, Relaxed);
     }
 
     /// From now on nothing comes through, either way, though connections stay.
@@ -106,28 +118,44 @@ impl Line {
         let Ok(server) = TcpStream::connect(&self.target) else { return };
         let _ = (worker.set_nodelay(true), server.set_nodelay(true));
         for (from, to, forth) in [(&worker, &server, true), (&server, &worker, false)] {
-            let (Ok(from), Ok(to), line) = (from.try_clone(), to.try_clone(), Arc::clone(self)) else { return };
+            let copies = (from.try_clone(), from.try_clone(), to.try_clone());
+            let (Ok(mut source), Ok(from), Ok(to)) = copies else { return };
+            let (under_way, pieces) = mpsc::channel();
+            let (taking, delivering) = (Arc::clone(self), Arc::clone(self));
+            thread::spawn(move || taking.take(&mut source, &under_way, forth));
             thread::spawn(move || {
-                line.pass(&from, &to, forth);
+                delivering.deliver(&to, &pieces, forth);
                 let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
             });
         }
     }
 
-    fn pass(&self, mut from: &TcpStream, mut to: &TcpStream, forth: bool) {
+    /// Until its end, or until nobody delivers any more.
+    fn take(&self, from: &mut TcpStream, under_way: &mpsc::Sender<Piece>, forth: bool) {
         let mut piece = [0; PIECE_BYTES];
         while let Ok(count @ 1..) = from.read(&mut piece) {
+            let mut due = Instant::now();
             if forth {
                 self.take_turn(count as u64);
+                due += Duration::from_micros(self.lag.load(Relaxed));
             }
+            if under_way.send((due, piece[..count].to_vec())).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn deliver(&self, mut to: &TcpStream, pieces: &mpsc::Receiver<Piece>, forth: bool) {
+        for (due, piece) in pieces {
+            thread::sleep(due.saturating_duration_since(Instant::now()));
             while self.stopped.load(Relaxed) && !self.ended.load(Relaxed) {
                 thread::sleep(POLL);
             }
-            if self.ended.load(Relaxed) || to.write_all(&piece[..count]).is_err() {
+            if self.ended.load(Relaxed) || to.write_all(&piece).is_err() {
                 return;
             }
             if forth {
-                self.passed.fetch_add(count as u64, Relaxed);
+                self.passed.fetch_add(piece.len() as u64, Relaxed);
             }
         }
     }
@@ -139,7 +167,8 @@ impl Line {
             return;
         }
         let mut busy_until = self.busy_until.lock().unwrap_or_else(PoisonError::into_inner);
-        let end = (*busy_until).max(Instant::now()) + Duration::from_secs(1).mul_f64(bytes as f64 / rate as f64);
+        let end =
+            (*busy_until).max(Instant::now()) + Duration::from_secs(1).mul_f64(bytes as f64 / rate as f64);
         *busy_until = end;
         drop(busy_until);
         thread::sleep(end.saturating_duration_since(Instant::now()));

@@ -325,8 +325,8 @@ fn upload_survives(tier: &str) {
     let proxy = Proxy::before(&servers[1]);
     let addresses = [servers[0].address().to_string(), proxy.address().to_string()];
     proxy.slow_to(1 << 20);
-    let train = Train::new(3).args(["--tier", tier, "--transport", "tcp"]).servers(&addresses);
-    let worker = train.start();
+    let train = Train::new(3).args(["--tier", tier, "--transport", "tcp"]).allow("waiting for a server");
+    let worker = train.servers(&addresses).start();
     // Of half a megabyte.
     proxy.until_passed(200 << 10);
     servers[1].kill_and_restart();
