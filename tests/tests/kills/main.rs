@@ -1,7 +1,7 @@
 //! `kill -9` where it hurts: in the middle of a push that lasts, of a takeover, of an operator's call, of a start; three servers,
 //! ranks that outlive each other, a trainer that no two processes run alike.
 //!
-//! Five kills always, a thousand in the soak, `tests/run --soak kills`, which takes about half an hour on two cores.
+//! Some kills always, a thousand in the soak, `tests/run --soak kills`, which takes about ten minutes on two cores.
 
 mod operators;
 mod pairs;
