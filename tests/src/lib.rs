@@ -6,6 +6,7 @@ pub mod conformance;
 pub mod corpus;
 pub mod event;
 pub mod process;
+pub mod proxy;
 pub mod seed;
 pub mod server;
 pub mod status;

@@ -7,6 +7,7 @@ use std::{
 };
 
 use longshore_tests::{
+    proxy::Proxy,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
     status::job_status,
@@ -143,6 +144,29 @@ fn a_server_that_does_not_come_back_is_named_in_time() {
     // The job is still there, for when the server is.
     servers[1].restart();
     train.allow("waiting for a server").run();
+}
+
+/// Over one of a server's two connections nothing is sent here: its shards have a chunk each, and all of them take the
+/// other. Nothing it is owed may count as late when the server dies again.
+#[test]
+fn a_server_that_dies_again_after_the_deadline_is_waited_for_again() {
+    const DEADLINE: Duration = Duration::from_secs(3);
+    let root = TempDir::new().expect("a folder for the servers' state");
+    let mut servers = server::servers(2, &ServerOptions::new().state_root(root.path()));
+    let deadline = DEADLINE.as_secs().to_string();
+    let train = Train::new(1_000_000).args(["--tier", "nvme", "--deadline-s", &deadline]);
+    let mut worker = train.servers(&server::addresses(&servers)).start();
+    worker.until_step(3);
+    for _ in 0..2 {
+        let killed = Instant::now();
+        servers[1].kill_and_restart();
+        worker.until_steps(5);
+        while killed.elapsed() < DEADLINE {
+            worker.until_steps(1);
+        }
+    }
+    assert!(worker.process.is_running(), "it exited: {}", worker.process.stderr());
+    worker.kill();
 }
 
 #[test]
@@ -290,4 +314,32 @@ fn an_nvme_job_survives_kills_of_rank_one_with_a_server() {
 #[test]
 fn a_delayed_nvme_job_on_three_servers_survives_kills_of_rank_one_with_a_server() {
     survives_without(1, 3, DELAYED);
+}
+
+/// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has forgotten who
+/// had joined, and with the memory tier even the job.
+fn upload_survives(tier: &str) {
+    let known = Train::new(3).run().end.state_hash;
+    let root = TempDir::new().expect("a folder for the servers' state");
+    let mut servers = server::servers(2, &ServerOptions::new().state_root(root.path()));
+    let proxy = Proxy::before(&servers[1]);
+    let addresses = [servers[0].address().to_string(), proxy.address().to_string()];
+    proxy.slow_to(1 << 20);
+    let train = Train::new(3).args(["--tier", tier, "--transport", "tcp"]).allow("waiting for a server");
+    let worker = train.servers(&addresses).start();
+    // Of half a megabyte.
+    proxy.until_passed(200 << 10);
+    servers[1].kill_and_restart();
+    proxy.slow_to(0);
+    assert_eq!(worker.finish().end.state_hash, known);
+}
+
+#[test]
+fn the_upload_of_first_weights_goes_on_after_a_server_was_killed() {
+    upload_survives("nvme");
+}
+
+#[test]
+fn the_upload_to_servers_that_keep_nothing_goes_on_after_one_was_killed() {
+    upload_survives("memory");
 }

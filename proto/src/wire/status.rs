@@ -37,7 +37,9 @@ pub fn status(fault: &Fault) -> Status {
     Status::with_error_details(code(fault.kind), fault.to_string(), details)
 }
 
-/// The fault inside a status. One made by the transport itself becomes `Unavailable` or `Internal`.
+/// The fault inside a status. Only a status with our details is a server's word: any other was made on the way, by
+/// tonic, hyper or h2 here or there, or by a proxy, and its code says how that one noticed rather than what a server
+/// decided. It is `Unavailable`, which callers try again, but for two codes that trying again does not mend.
 pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
     if let Some(info) = status.get_details_error_info()
         && info.domain == DOMAIN
@@ -53,14 +55,14 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
         };
     }
     let (kind, remedy) = match status.code() {
-        // What tonic reports when a connection breaks under a call.
-        Code::Unavailable | Code::Cancelled | Code::Unknown => {
-            (FaultKind::Unavailable, "check that the server runs and is reachable")
-        }
         Code::DeadlineExceeded => {
             (FaultKind::Deadline, "check what the server waits for with `longshore status`")
         }
-        _ => (FaultKind::Internal, "see the server's log"),
+        // Another program listens there, or another version.
+        Code::Unimplemented => {
+            (FaultKind::Internal, "check the address, and that server and worker are of one version")
+        }
+        _ => (FaultKind::Unavailable, "check that the server runs and is reachable"),
     };
     Fault::new(kind, format!("call to {peer}"), status.message(), "answered", remedy)
 }
@@ -90,6 +92,20 @@ mod tests {
             let fault = Fault::new(kind, "spec.rule", "sgd", "adamw, as opened", "choose another name");
             assert_eq!(fault_from_status(&status(&fault), "here"), fault);
             assert_eq!(fault_from_wire(fault_to_wire(&fault)), fault);
+        }
+    }
+
+    #[test]
+    fn a_status_without_our_details_is_the_transports_and_passes() {
+        for code in (1..=16).map(Code::from_i32) {
+            let lasting = match code {
+                Code::DeadlineExceeded => FaultKind::Deadline,
+                Code::Unimplemented => FaultKind::Internal,
+                _ => FaultKind::Unavailable,
+            };
+            let fault = fault_from_status(&Status::new(code, "h2 protocol error"), "host:1");
+            assert_eq!(fault.kind, lasting, "{code:?}");
+            assert!(fault.to_string().contains("host:1"), "{fault}");
         }
     }
 }

@@ -7,8 +7,14 @@ use super::Cli;
 
 const PREFIX: &str = "LONGSHORE_";
 /// Read by the update kernels of an embedded server, and set for tests.
-const NO_FLAGS: [&str; 5] =
-    ["LONGSHORE_ISA", "LONGSHORE_BIN_DIR", "LONGSHORE_TEST_PYTHON", "LONGSHORE_SOAK", "LONGSHORE_SEED"];
+const NO_FLAGS: [&str; 6] = [
+    "LONGSHORE_ISA",
+    "LONGSHORE_BIN_DIR",
+    "LONGSHORE_TEST_PYTHON",
+    "LONGSHORE_TEST_PERTURB",
+    "LONGSHORE_SOAK",
+    "LONGSHORE_SEED",
+];
 
 /// # Errors
 /// `UnknownVariable` for the first one that starts with `LONGSHORE_` and belongs to no flag.

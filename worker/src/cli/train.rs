@@ -187,6 +187,9 @@ pub(super) struct Args {
     /// One JSON object a line on stdout
     #[arg(long, help_heading = "Output")]
     json: bool,
+    /// With --json, on every rank: the checksum of the weights that each step computed with
+    #[arg(long, hide = true, requires = "json", help_heading = "Output")]
+    step_weights: bool,
 
     /// Update threads of an embedded server [default: all cores]
     #[arg(long, help_heading = "Embedded server")]
@@ -273,6 +276,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         resident: args.resident.map_or(0, |size| size.0),
         shm_dir: args.shm_dir,
         json: args.json,
+        step_weights: args.step_weights,
     })
 }
 

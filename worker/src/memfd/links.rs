@@ -2,10 +2,17 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use longshore_proto::{Fault, FaultKind, wire::v1::MemfdOffer};
+use longshore_proto::{
+    Fault, FaultKind,
+    wire::{memfd::STALE, v1::MemfdOffer},
+};
 
 use super::Link;
 use crate::session::{Core, Transport};
+
+/// Of a link that a session must have, before its first push: a server may die once or twice meanwhile, but a host on
+/// which there can be no link is said soon.
+const TRIES: usize = 3;
 
 /// By server.
 pub(crate) struct Links(Vec<Mutex<State>>);
@@ -48,6 +55,26 @@ impl Core {
     /// # Errors
     /// Why there is none, if the session was told to have one.
     pub(crate) async fn relink(&self, server: usize) -> Result<(), Fault> {
+        for _ in 1..TRIES {
+            match self.try_link(server).await {
+                // The server may have died since it was joined. A lane finds that out by itself, and tries again for ever.
+                Err(fault) if fault.field == STALE && self.lanes.get().is_none() => {
+                    self.renew_offer(server).await
+                }
+                other => return other,
+            }
+        }
+        self.try_link(server).await
+    }
+
+    /// Joins a server again that has restarted, for it listens elsewhere then.
+    async fn renew_offer(&self, server: usize) {
+        if let Err(error) = self.rejoin(server).await {
+            tracing::debug!(server = self.peers[server].address, %error, "no link");
+        }
+    }
+
+    async fn try_link(&self, server: usize) -> Result<(), Fault> {
         let wanted = self.options.transport;
         if !matches!(wanted, Transport::Auto | Transport::Memfd) || self.link(server).is_some() {
             return Ok(());

@@ -85,8 +85,11 @@ impl Lane {
                 End::Broken(fault) => fault,
             };
             if answered {
-                broken = None;
                 backoff.reset();
+            }
+            // A lane that no chunk takes hears nothing from a server that is well: what it waits for counts.
+            if answered || !self.core.retained.owes(self.id) {
+                broken = None;
             }
             self.core.troubled(self.id.0, &fault);
             let since = *broken.get_or_insert_with(Instant::now);
@@ -100,6 +103,8 @@ impl Lane {
             }
             match Core::recover(&self.core, self.id.0).await {
                 Ok(()) => {}
+                // Whoever uploads opens the job again: nothing was trained that could be lost.
+                Err(Error::StateLost(_)) if !self.core.has_trained() => {}
                 // Asked for as long as a push may wait: told as what it is the end of, with its step.
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
                     let step = Some(Step(self.core.retained.newest()));

@@ -176,9 +176,19 @@ impl Retained {
     /// restarted has forgotten what it acknowledged. One that has not restarted answers with cheap duplicates. Chunks
     /// that still queue are left to the queue.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
-        let entries = self.lock();
-        let sent = entries.by_key.iter().filter(|(_, entry)| entry.sent && entry.chunk.lane == lane);
-        sent.map(|(key, _)| *key).collect()
+        let mut entries = self.lock();
+        let sent = entries.by_key.iter_mut().filter(|(_, entry)| entry.sent && entry.chunk.lane == lane);
+        let again = |(key, entry): (&ChunkKey, &mut Entry)| {
+            entry.acknowledged = false;
+            *key
+        };
+        sent.map(again).collect()
+    }
+
+    /// Whether a lane's server has yet to acknowledge something that it was sent.
+    pub(crate) fn owes(&self, lane: LaneId) -> bool {
+        let owed = |entry: &Entry| entry.sent && !entry.acknowledged && entry.chunk.lane == lane;
+        self.lock().by_key.values().any(owed)
     }
 
     /// The newest step with a chunk; 0 without one.
@@ -258,7 +268,11 @@ mod tests {
             retained.send(&key(1, index));
         }
         retained.acknowledge(&key(1, 0));
+        assert!(retained.owes((0, 1)) && !retained.owes((1, 0)), "nothing was sent over the last one");
+        retained.acknowledge(&key(1, 2));
+        assert!(!retained.owes((0, 0)));
         assert_eq!(retained.to_resend((0, 0)), [key(1, 0), key(1, 2)]);
+        assert!(retained.owes((0, 0)), "a server that restarted has forgotten both");
         assert_eq!(retained.to_resend((0, 1)), [key(1, 1)], "chunk 3 still queues");
         assert!(retained.to_resend((1, 0)).is_empty());
     }

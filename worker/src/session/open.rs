@@ -39,7 +39,7 @@ impl Core {
         self.judge(&progress)
     }
 
-    async fn open_on(&self, server: usize) -> Result<JobProgress> {
+    pub(super) async fn open_on(&self, server: usize) -> Result<JobProgress> {
         let request = OpenJobRequest {
             spec: Some(self.spec().to_wire()),
             placement: Some(self.placement.to_wire()),

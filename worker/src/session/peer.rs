@@ -31,6 +31,9 @@ const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
 const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
 /// A silent peer (power loss, a cut cable) is found within twice this.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
+const CONNECT: Duration = Duration::from_secs(5);
+/// A call that was under way for longer than this had a server that answered pings.
+const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
 
 /// A data connection, whose large answers may come past HTTP/2. Cheap to clone.
 #[derive(Clone)]
@@ -109,7 +112,7 @@ pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
     }
     Ok(endpoint
         .tcp_nodelay(true)
-        .connect_timeout(Duration::from_secs(5))
+        .connect_timeout(CONNECT)
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_frame_size(FRAME_BYTES)
@@ -157,8 +160,8 @@ fn with_sources(error: &dyn std::error::Error) -> String {
 
 impl Core {
     /// Calls one server until it answers, for at most `deadline`. Transport failures are retried for the session's
-    /// deadline, even in a call that may itself take longer. `call` is the RPC's name, for errors. `request` must be
-    /// idempotent, as all of the protocol's control calls are.
+    /// deadline, even in a call that may itself take longer; one that comes after a server was there for long counts from
+    /// then. `call` is the RPC's name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
     pub(crate) async fn call<T, F, Answer>(
         &self,
         server: usize,
@@ -175,7 +178,7 @@ impl Core {
         let mut backoff = Backoff::new();
         let mut give_up = None;
         loop {
-            let peer = &self.peers[server];
+            let (peer, begun) = (&self.peers[server], Instant::now());
             let fault = match tokio::time::timeout_at(end.into(), request(peer.clone())).await {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
                 Ok(Err(status)) => fault_from_status(&status, &peer.address),
@@ -192,12 +195,21 @@ impl Core {
                 }
             };
             let retry = fault.kind == FaultKind::Unavailable;
+            if begun.elapsed() > SILENCE {
+                give_up = None;
+            }
             let give_up = *give_up.get_or_insert_with(|| end.min(Instant::now() + self.options.deadline));
             if !retry || !backoff.pause(give_up).await {
                 return Err(self.explain(server, call, step, fault));
             }
             tracing::debug!(server = peer.address, call, %fault, "the call failed, trying again");
         }
+    }
+
+    /// Joins a server again as this very process: one that restarted may have forgotten who had joined, and offers links
+    /// elsewhere.
+    pub(crate) async fn rejoin(&self, server: usize) -> Result<()> {
+        self.join_server(server, self.incarnation(), false).await.map(|_| ())
     }
 
     /// A server's fault as the error that says most.

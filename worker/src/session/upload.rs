@@ -7,12 +7,13 @@ use std::{
 };
 
 use bytes::Bytes;
+use futures_util::future::join_all;
 use longshore_proto::{
-    ChunkId, Dtype, FaultKind, ShardId,
+    ChunkId, Dtype, Fault, FaultKind, ShardId,
     checksum::crc32,
     wire::{
         fault_from_status,
-        v1::{Phase, UploadRequest, UploadResponse},
+        v1::{DescribeResponse, Phase, UploadRequest, UploadResponse},
     },
 };
 use tokio::{sync::mpsc, task::JoinHandle};
@@ -30,7 +31,8 @@ const QUEUE_CHUNKS: usize = 8;
 
 type Weights<'a> = &'a dyn Fn(usize) -> Vec<f32>;
 
-/// Streams what is missing until nothing is. A server that broke the stream is asked what it still misses.
+/// Streams what is missing until nothing is. Before each walk every server is asked what it misses, and made ready to take
+/// it: one that restarted has forgotten who had joined, and with the `memory` tier the job.
 pub(super) fn upload(core: &SharedCore, weights: Weights<'_>) -> Result<()> {
     let start = Instant::now();
     let end = start + core.options.slow_deadline;
@@ -38,41 +40,68 @@ pub(super) fn upload(core: &SharedCore, weights: Weights<'_>) -> Result<()> {
     loop {
         let missing = core.block_on(missing_shards(core))?;
         let Some(&first) = missing.first() else { return Ok(()) };
-        let failed = pass(core, weights, &missing, end)?;
-        if failed.is_none() {
-            continue;
-        }
-        let last = failed.map(|status| fault_from_status(&status, "the shard's server"));
+        let Some((server, fault)) = pass(core, weights, &missing, end)? else { continue };
+        let address = &core.peers[server].address;
+        tracing::debug!(server = address, %fault, "an upload broke, looking for what is missing");
         if !core.block_on(async { Ok(backoff.pause(end).await) })? {
             return Err(TimedOut {
                 what: "the upload of the initial weights",
-                server: Some(core.peers[core.owner(first)].address.clone()),
+                server: Some(address.clone()),
                 job: core.job().clone(),
                 step: None,
                 shard: Some(first),
                 version: None,
                 waited: start.elapsed(),
-                last,
+                last: Some(fault),
             }
             .into());
         }
     }
 }
 
-async fn missing_shards(core: &Core) -> Result<BTreeSet<ShardId>> {
-    let answers = core.describe_all(false, core.options.deadline).await?;
-    let progress = answers.into_iter().filter_map(|answer| answer.progress);
-    let loading = progress.filter(|progress| progress.phase() == Phase::Loading);
-    Ok(loading.flat_map(|progress| progress.missing_shards).map(ShardId).collect())
+async fn missing_shards(core: &SharedCore) -> Result<BTreeSet<ShardId>> {
+    let deadline = core.options.deadline;
+    let answers = join_all((0..core.peers.len()).map(|server| core.describe(server, false, deadline))).await;
+    let trained = answers
+        .iter()
+        .flatten()
+        .filter_map(|answer| answer.progress.as_ref())
+        .any(|progress| progress.version > 0);
+    let mut missing = BTreeSet::new();
+    for (server, answer) in answers.into_iter().enumerate() {
+        let answer = match answer {
+            // As long as nothing is trained nothing is lost with it.
+            Err(Error::StateLost(_)) if !trained => {
+                core.open_on(server).await?;
+                core.describe(server, false, deadline).await?
+            }
+            other => other?,
+        };
+        missing.extend(missing_on(core, server, answer).await?);
+    }
+    Ok(missing)
 }
 
-/// One walk over the flat space. Returns the transport failure that cut it short, if it can be tried again.
+/// What one server misses, once this rank has joined there.
+async fn missing_on(core: &SharedCore, server: usize, answer: DescribeResponse) -> Result<Vec<ShardId>> {
+    let progress = answer.progress.unwrap_or_default();
+    if progress.phase() != Phase::Loading {
+        return Ok(Vec::new());
+    }
+    let mine = answer.ranks.iter().find(|rank| rank.rank == core.options.rank.0);
+    if mine.map_or(0, |rank| rank.incarnation) < core.incarnation().0 {
+        core.rejoin(server).await?;
+    }
+    Ok(progress.missing_shards.into_iter().map(ShardId).collect())
+}
+
+/// One walk over the flat space. Returns the failure that cut it short, if it passes, and whose it was.
 fn pass(
     core: &SharedCore,
     weights: Weights<'_>,
     missing: &BTreeSet<ShardId>,
     end: Instant,
-) -> Result<Option<Status>> {
+) -> Result<Option<(usize, Fault)>> {
     let mut streams: Vec<Option<Stream>> = (0..core.peers.len()).map(|_| None).collect();
     let mut walk = Walk { core, weights, param: 0, values: None };
     let mut failed = None;
@@ -98,13 +127,23 @@ fn pass(
         let Some(stream) = stream else { continue };
         if let Err(status) = core.block_on(async { Ok(stream.close(end).await) })? {
             let fault = fault_from_status(&status, &core.peers[server].address);
-            if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
+            if !passes(&fault) {
                 return Err(core.explain(server, "Upload", None, fault));
             }
-            failed = Some(status);
+            failed = Some((server, fault));
         }
     }
     Ok(failed)
+}
+
+/// Whether the next walk may do better: the transport failed, or the server has restarted since it was joined.
+fn passes(fault: &Fault) -> bool {
+    match fault.kind {
+        FaultKind::Unavailable | FaultKind::Deadline => true,
+        FaultKind::Precondition => fault.field == "rank",
+        FaultKind::NotFound => fault.field == "job",
+        _ => false,
+    }
 }
 
 /// One Upload call.

@@ -9,6 +9,7 @@ use super::{
     gpt::{self, BoxError, Gpt, Gradients},
     memory::largest_stage,
     staging::Staging,
+    tested::Noise,
 };
 use crate::{
     convert,
@@ -21,6 +22,7 @@ use crate::{
 pub struct LayerGradients {
     staging: Staging,
     buffer: Buffer,
+    noise: Option<Noise>,
 }
 
 impl LayerGradients {
@@ -28,7 +30,7 @@ impl LayerGradients {
     /// `Shortage` when the device's budget has no room for the largest layer's.
     pub fn allocate(device: Arc<dyn Device>, model: &Gpt) -> Result<LayerGradients> {
         let buffer = device.allocate("fp32 gradients of a layer", largest_stage(model) * 4)?;
-        Ok(LayerGradients { staging: Staging::new(device), buffer })
+        Ok(LayerGradients { staging: Staging::new(device), buffer, noise: Noise::from_environment() })
     }
 }
 
@@ -52,7 +54,7 @@ impl<'a> Sink<'a> {
 
 impl Gradients for Sink<'_> {
     fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
-        let LayerGradients { staging, buffer } = &mut *self.memory;
+        let LayerGradients { staging, buffer, noise } = &mut *self.memory;
         let params = self.model.stages()[stage].params.clone();
         let mut offset = 0;
         let mut places = Vec::with_capacity(gradients.len());
@@ -74,6 +76,7 @@ impl Gradients for Sink<'_> {
                 convert::to_f32(Dtype::F32, host, &mut values);
                 Ok(())
             })?;
+            noise.iter().for_each(|noise| noise.add(&mut values));
             self.assembler.put(param, &values)?;
         }
         Ok(())

@@ -9,6 +9,7 @@ mod rank;
 mod report;
 mod settings;
 mod staging;
+mod tested;
 pub mod text;
 mod weights;
 

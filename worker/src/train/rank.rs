@@ -11,6 +11,7 @@ use super::{
     gpt::{self, Gpt, Weights},
     memory::{Work, activations, plan_stage, with_kept_activations},
     report::{Around, Ending, Opening, Report},
+    tested,
     text::{Batch, Corpus},
 };
 use crate::{
@@ -219,6 +220,10 @@ impl<'a> Run<'a> {
             loss += self.micro_step(pipeline, plan, micro_step, memory)? / self.settings.micro_steps as f32;
         }
         report.loss(plan.step, loss);
+        if self.settings.step_weights {
+            let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
+            report.weights(self.rank, plan, checksum);
+        }
         pipeline.finish(self.trainer_state())?;
         report.decided(pipeline.outcomes());
         Ok(())

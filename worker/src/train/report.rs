@@ -10,7 +10,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use longshore_proto::{Formats, Step};
 use serde_json::json;
 
-use crate::{cli::human, pipeline::StepOutcome};
+use crate::{
+    cli::human,
+    pipeline::{StepOutcome, StepPlan},
+};
 
 /// Plain lines of a whole run, so that a log stays readable.
 const PLAIN_LINES: u64 = 40;
@@ -204,6 +207,14 @@ impl Report {
             Output::Json => self.json(&json!({"event": "validation", "version": version, "loss": loss})),
             _ => self.line(&format!("validation loss at version {version}: {loss:.3} nats per byte")),
         }
+    }
+
+    /// What a step computed with, whichever the rank.
+    pub(super) fn weights(&self, rank: u32, plan: StepPlan, crc32: u32) {
+        let (step, version) = (plan.step.0, plan.reads.0);
+        self.json(
+            &json!({"event": "weights", "rank": rank, "step": step, "version": version, "crc32": crc32}),
+        );
     }
 
     pub(super) fn checkpoint(&mut self, name: &str, version: u64) {

@@ -76,6 +76,8 @@ pub struct Settings {
     /// Where an embedded server keeps the state of tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub json: bool,
+    /// Each step's weights are summed and shown, for tests.
+    pub step_weights: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,0 +1,80 @@
+//! `kill -9` where it hurts: in the middle of a push that lasts, of a takeover, of an operator's call, of a start; three servers,
+//! ranks that outlive each other, a trainer that no two processes run alike.
+//!
+//! Some kills always, a thousand in the soak, `tests/run --soak kills`, which takes about ten minutes on two cores.
+
+mod operators;
+mod pairs;
+mod perturbed;
+mod resume;
+mod slow;
+mod takeover;
+
+use std::{
+    env,
+    time::{Duration, Instant},
+};
+
+use longshore_tests::{
+    server::{self, Longshored, ServerOptions},
+    train::{Run, Train},
+};
+use tempfile::TempDir;
+
+/// How often a test kills, in `tests/run` and in its soak.
+fn kills(few: u64, soak: u64) -> u64 {
+    if env::var_os("LONGSHORE_SOAK").is_some() { soak } else { few }
+}
+
+fn skipped() {
+    eprintln!("skipped: slow (tests/run --soak)");
+}
+
+/// So many kills in runs of at most `each`, so that a run's steps stay few: those of each run.
+fn in_runs(kills: u64, each: u64) -> impl Iterator<Item = u64> {
+    (0..kills.div_ceil(each)).map(move |run| each.min(kills - run * each))
+}
+
+/// Servers that keep what they have on a tier, and in one checkpoint folder.
+struct Bed {
+    /// Before the folders, so that they end first.
+    servers: Vec<Longshored>,
+    checkpoints: TempDir,
+    _root: TempDir,
+}
+
+impl Bed {
+    fn new(tier: &str, count: usize) -> Bed {
+        let root = if tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
+        let root = root.expect("a folder for the servers' state");
+        let checkpoints = TempDir::new().expect("a folder for checkpoints");
+        let options = ServerOptions::new().checkpoint_dir(checkpoints.path());
+        let options = options.allow("a damaged record is replaced").allow("stepping back");
+        let options =
+            if tier == "shm" { options.shm_root(root.path()) } else { options.state_root(root.path()) };
+        Bed { servers: server::servers(count, &options), checkpoints, _root: root }
+    }
+
+    fn addresses(&self) -> Vec<String> {
+        server::addresses(&self.servers)
+    }
+}
+
+/// The run that all others must equal, and how long its parts take.
+struct Undisturbed {
+    hash: String,
+    /// From the start of the process to its first step.
+    startup: Duration,
+    step: Duration,
+}
+
+impl Undisturbed {
+    fn of(train: &Train) -> Undisturbed {
+        let begun = Instant::now();
+        let mut running = train.start();
+        running.until_steps(1);
+        let startup = begun.elapsed();
+        let Run { end, .. } = running.finish();
+        Undisturbed { hash: end.state_hash, startup, step: Duration::from_secs_f64(end.step_ms / 1e3) }
+    }
+}

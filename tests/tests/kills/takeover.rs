@@ -1,0 +1,97 @@
+//! A rank 0 that seems dead and is not: the network between it and the servers stands still while another process takes its place,
+//! and goes on at any moment of that. The new one is killed early, the old one late.
+
+use std::time::Duration;
+
+use longshore_tests::{
+    proxy::Proxy,
+    seed::{Random, spin},
+    train::Train,
+};
+
+use super::{Bed, Undisturbed, in_runs, kills, skipped};
+
+const SERVERS: usize = 3;
+const STEPS: u64 = 300;
+const ROUNDS_A_RUN: u64 = 5;
+/// For a process that was replaced to notice.
+const NOTICE: Duration = Duration::from_secs(45);
+
+/// How long what a worker says is on its way to a server, at most: so that a decision, or a new process's first words, are known
+/// to one server and not to another for a good part of a step.
+const LAG: Duration = Duration::from_millis(30);
+
+fn survives(tier: &str, job: &[&str], kills: u64) {
+    if kills == 0 {
+        return skipped();
+    }
+    let mut random = Random::new();
+    let known = Undisturbed::of(&Train::new(STEPS).args(job));
+    // Each round kills two processes.
+    for rounds in in_runs(kills / 2, ROUNDS_A_RUN) {
+        let bed = Bed::new(tier, SERVERS);
+        let train = Train::new(STEPS).args(job).args(["--tier", tier, "--transport", "tcp"]);
+        let train = train.allow("waiting for a server").servers(&bed.addresses());
+        for _ in 0..rounds {
+            replace(&bed, job, tier, &mut random, &known);
+        }
+        assert_eq!(train.run().end.state_hash, known.hash, "after {rounds} rounds");
+    }
+}
+
+/// Leaves no worker behind.
+fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Undisturbed) {
+    let (far, near) = (Network::of(bed, random), Network::of(bed, random));
+    let train = |network: &Network| {
+        let train = Train::new(STEPS).args(job).args(["--tier", tier, "--transport", "tcp"]);
+        train.allow("waiting for a server").servers(&network.addresses())
+    };
+    let mut old = train(&far).start();
+    old.until_steps(1 + random.below(4));
+    spin(random.part_of(known.step + LAG));
+    far.0.iter().for_each(Proxy::stop);
+    let early = train(&near).start();
+    spin(random.part_of(known.startup));
+    early.kill().check_steps();
+    let mut new = train(&near).start();
+    spin(random.part_of(known.startup));
+    // One server hears of the old one sooner than another.
+    for proxy in &far.0 {
+        proxy.go_on();
+        spin(random.part_of(LAG));
+    }
+    new.until_steps(1);
+    let (stderr, said) = old.fails(NOTICE);
+    assert!(stderr.contains("another process has joined"), "{stderr}");
+    said.check_steps();
+    new.kill().check_steps();
+}
+
+/// One process's way to all servers.
+struct Network(Vec<Proxy>);
+
+impl Network {
+    fn of(bed: &Bed, random: &mut Random) -> Network {
+        let proxies = bed.servers.iter().map(Proxy::before);
+        Network(proxies.inspect(|proxy| proxy.lag(random.part_of(LAG))).collect())
+    }
+
+    fn addresses(&self) -> Vec<String> {
+        self.0.iter().map(|proxy| proxy.address().to_string()).collect()
+    }
+}
+
+#[test]
+fn an_nvme_job_survives_a_rank_zero_that_comes_back() {
+    survives("nvme", &[], kills(0, 100));
+}
+
+#[test]
+fn a_shm_job_survives_a_rank_zero_that_comes_back() {
+    survives("shm", &["--micro-steps", "2"], kills(0, 100));
+}
+
+#[test]
+fn a_delayed_job_in_memory_survives_a_rank_zero_that_comes_back() {
+    survives("memory", &["--delay", "1", "--warmup-steps", "5"], kills(2, 100));
+}
