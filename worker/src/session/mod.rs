@@ -40,7 +40,7 @@ pub(crate) use self::{
 };
 #[cfg(feature = "cli")]
 pub(crate) use self::{
-    peer::endpoint,
+    peer::{endpoint, whole, with_sources},
     version::{TRIES, has_passed, lead},
 };
 use crate::{
@@ -87,7 +87,8 @@ impl Session {
     /// # Errors
     /// `VersionsDiffer` when they do not get there in time; `Misuse` when the session has joined already.
     pub fn join(&mut self) -> Result<Joined> {
-        let joined = self.core.block_on(self.core.join())?;
+        let joined =
+            self.core.block_on(self.core.join())?;
         crate::push::start_lanes(&self.core);
         Ok(joined)
     }

@@ -12,7 +12,10 @@ use longshore_proto::{
     wire::{
         direct::Taps,
         fault_from_status,
-        v1::{admin_client::AdminClient, tensors_client::TensorsClient, training_client::TrainingClient},
+        v1::{
+            DescribeRequest, DescribeResponse, admin_client::AdminClient, tensors_client::TensorsClient,
+            training_client::TrainingClient,
+        },
     },
 };
 use tonic::{
@@ -117,6 +120,19 @@ pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
         .keep_alive_timeout(KEEP_ALIVE))
 }
 
+/// A job's description, however long.
+pub(crate) async fn whole(
+    mut admin: AdminClient<Channel>,
+    request: DescribeRequest,
+) -> Result<Response<DescribeResponse>, Status> {
+    let mut parts = admin.describe_in_parts(request).await?.into_inner();
+    let mut whole = parts.message().await?.unwrap_or_default();
+    while let Some(part) = parts.message().await? {
+        whole.join(part);
+    }
+    Ok(Response::new(whole))
+}
+
 async fn dial<Dialling>(
     address: &str,
     start: Instant,
@@ -142,7 +158,7 @@ where
 }
 
 /// tonic's own message is "transport error"; the reason is in its sources.
-fn with_sources(error: &dyn std::error::Error) -> String {
+pub(crate) fn with_sources(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {
