@@ -23,7 +23,7 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use super::{Core, connector::Connector, retry::Backoff};
+use super::{Core, connector::Connector, retry::Backoff, vigil};
 use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost, Unreachable};
 
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
@@ -142,7 +142,7 @@ async fn dial<Dialling>(
 where
     Dialling: Future<Output = std::result::Result<Channel, tonic::transport::Error>>,
 {
-    let mut backoff = Backoff::new();
+    let (mut backoff, mut said) = (Backoff::new(), false);
     loop {
         let attempt = tokio::time::timeout_at(end.into(), connect()).await;
         let cause = match attempt {
@@ -151,6 +151,14 @@ where
             Err(_) => "no answer".into(),
         };
         tracing::debug!(server = address, cause, "connecting failed, trying again");
+        if start.elapsed() >= vigil::FIRST && !std::mem::replace(&mut said, true) {
+            let left = end.saturating_duration_since(Instant::now()).as_secs_f64();
+            tracing::warn!(
+                server = address,
+                cause,
+                "still waiting for a server, for {left:.0} s more at most"
+            );
+        }
         if !backoff.pause(end).await {
             return Err(Unreachable { server: address.into(), tried: start.elapsed(), cause }.into());
         }
