@@ -15,7 +15,7 @@ use longshore_engine::{
 use longshore_proto::wire::v1::ListJobsRequest;
 use longshore_server::Config;
 use rustix::{
-    fs::{Mode, OFlags, open, statfs},
+    fs::{Mode, OFlags, open, statfs, statvfs},
     process::{Resource, getrlimit},
 };
 use serde_json::json;
@@ -167,7 +167,7 @@ fn tmpfs(dir: &Path) -> Finding {
     const REMEDY: &str = "mount a tmpfs of the size of the jobs' state, and name it with --shm-dir";
     match statfs(dir) {
         Ok(found) if found.f_type as i64 == TMPFS_MAGIC => {
-            let free = found.f_bavail as u64 * found.f_bsize as u64;
+            let free = free_bytes(dir).unwrap_or(0);
             let said = format!("{} free in {} for tier shm", human(free), dir.display());
             if free < 1 << 30 { warning(WHAT, said, REMEDY) } else { good(WHAT, said) }
         }
@@ -194,11 +194,16 @@ fn descriptors() -> Finding {
     good("descriptors", said)
 }
 
+fn free_bytes(dir: &Path) -> rustix::io::Result<u64> {
+    let found = statvfs(dir)?;
+    Ok(found.f_bavail * found.f_frsize)
+}
+
 /// Whether a server could keep jobs of tier nvme there, and how fast.
 fn state_dir(dir: &Path) -> Finding {
     let what = format!("state directory {}", dir.display());
-    let free = match statfs(dir) {
-        Ok(found) => found.f_bavail as u64 * found.f_bsize as u64,
+    let free = match free_bytes(dir) {
+        Ok(free) => free,
         Err(error) => return bad(what, error.to_string(), "mount its drive, or correct the path"),
     };
     let direct = tempfile::NamedTempFile::new_in(dir)
