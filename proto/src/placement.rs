@@ -63,12 +63,27 @@ impl Placement {
         if self.owners == other.owners {
             return Ok(());
         }
-        Err(Fault::new(
-            FaultKind::Conflict,
-            "placement.owners",
-            format!("over {} servers", other.servers.len()),
-            format!("as the job was opened, over {} servers", self.servers.len()),
-            "name the same servers in the same order, or restore a checkpoint onto the new ones",
-        ))
+        let remedy = "name the same servers in the same order, or restore a checkpoint onto the new ones";
+        let conflict =
+            |value, limit| Fault::new(FaultKind::Conflict, "placement.owners", value, limit, remedy);
+        let (ours, theirs) = (self.servers.len(), other.servers.len());
+        let first = self.owners.iter().zip(&other.owners).position(|(ours, theirs)| ours != theirs);
+        Err(match first {
+            Some(shard) if ours == theirs => conflict(
+                format!("shard {shard} on server {}", other.owners[shard].0),
+                format!(
+                    "as the job was opened, over {ours} servers, that shard on server {}",
+                    self.owners[shard].0
+                ),
+            ),
+            None if ours == theirs => conflict(
+                format!("{} shards", other.owners.len()),
+                format!("as the job was opened, over {ours} servers, {} shards", self.owners.len()),
+            ),
+            _ => conflict(
+                format!("over {theirs} servers"),
+                format!("as the job was opened, over {ours} servers"),
+            ),
+        })
     }
 }

@@ -24,15 +24,17 @@ pub(crate) struct Directories {
 impl Directories {
     /// Those that were named must be there. The default folder for the `shm` tier needs a `port` to be found again by.
     pub(crate) fn claim(config: &StorageConfig, port: u16) -> Result<Directories, Fault> {
-        let named = config.state_dirs.iter().chain(&config.shm_dir);
-        let mut claims = named.map(|dir| Claim::take(dir)).collect::<Result<Vec<_>, Fault>>()?;
+        let state_dirs = config.state_dirs.iter().map(|dir| (dir, "state_dir"));
+        let named = state_dirs.chain(config.shm_dir.iter().map(|dir| (dir, "shm_dir")));
+        let mut claims =
+            named.map(|(dir, field)| Claim::take(dir, field)).collect::<Result<Vec<_>, Fault>>()?;
         if config.shm_dir.is_some() || port == 0 {
             return Ok(Directories { shm: config.shm_dir.clone(), _claims: claims });
         }
         let root = Path::new(TMPFS).join(format!("longshore-{}", rustix::process::getuid().as_raw()));
         let dir = root.join(port.to_string());
         match private(&root).and_then(|()| private(&dir)) {
-            Ok(()) => match Claim::take(&dir) {
+            Ok(()) => match Claim::take(&dir, "shm_dir") {
                 Ok(claim) => {
                     claims.push(claim);
                     return Ok(Directories { shm: Some(dir), _claims: claims });

@@ -311,11 +311,15 @@ fn stop_of(stopped: &watch::Receiver<bool>) -> impl Future<Output = ()> + use<> 
 }
 
 fn router(services: Services) -> Result<tonic::transport::server::Router, ServerError> {
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(wire::FILE_DESCRIPTOR_SET)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()
-        .map_err(|error| ServerError::Serve(error.to_string()))?;
+    let descriptors = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(wire::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let failed = |error: tonic_reflection::server::Error| ServerError::Serve(error.to_string());
+    let reflection = descriptors().build_v1().map_err(failed)?;
+    // What Python's client asks for.
+    let older_reflection = descriptors().build_v1alpha().map_err(failed)?;
     let mut builder = tonic::transport::Server::builder()
         .max_frame_size(Some(FRAME_BYTES))
         .initial_stream_window_size(Some(WINDOW_BYTES as u32))
@@ -329,5 +333,6 @@ fn router(services: Services) -> Result<tonic::transport::server::Router, Server
         )
         .add_service(DataPlane::new(services.clone()))
         .add_service(AdminServer::new(services).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES))
-        .add_service(reflection))
+        .add_service(reflection)
+        .add_service(older_reflection))
 }

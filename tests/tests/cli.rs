@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use longshore_proto::wire::v1;
 use longshore_tests::{
     binaries,
     command::{Output, longshore, longshored, run},
@@ -15,6 +16,7 @@ use longshore_tests::{
     status::{job_status, status},
     train::{Running, Train},
 };
+use serde_json::Value;
 use tempfile::TempDir;
 use tokio_stream::StreamExt;
 use tonic_health::pb::{
@@ -61,6 +63,13 @@ fn said(output: &Output, words: &[&str]) {
     }
 }
 
+/// The one JSON object of an answer.
+#[track_caller]
+fn json(output: &Output) -> Value {
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
+    serde_json::from_str(&output.stdout).unwrap_or_else(|error| panic!("{error} in {}", output.stdout))
+}
+
 #[test]
 fn status_of_an_empty_server() {
     let server = ServerOptions::new().start();
@@ -72,6 +81,7 @@ fn status_of_an_empty_server() {
 fn status_of_a_running_job() {
     let (server, _running) = under_way(ServerOptions::new());
     let words = [
+        "loss scale 1, learning rate ",
         "job default",
         "268160 parameters",
         "master weights fp32, state fp32",
@@ -89,9 +99,16 @@ fn status_of_a_running_job() {
     assert!(at.version >= 3 && at.pushed_bytes > 0 && at.pulled_bytes > 0, "{before:?}");
     assert_eq!(before.state_hash.map(|hash| hash.len()), Some(32));
     assert!(job_status(&one(&server)).servers[0].version >= at.version);
+    let status = json(&call("status", &server, &["--json"]));
+    let number = |key: &str| status[key].as_f64().unwrap_or_else(|| panic!("{key} of {status}"));
+    assert!(
+        number("norm") > 0.0 && number("last_step") >= 3.0 && number("parameters") == 268_160.0,
+        "{status}"
+    );
+    assert_eq!((number("loss_scale"), &status["skipped"]), (1.0, &Value::from(false)));
+    assert!(status["learning_rates"][0].as_f64().is_some_and(|rate| rate > 0.0), "{status}");
     let quick = call("status", &server, &["--json", "--no-hash"]);
     said(&quick, &["\"state_hash\":null"]);
-    assert_eq!(call("status", &server, &["--json", "--job", "other"]).stdout, "");
 }
 
 #[test]
@@ -111,6 +128,16 @@ fn checkpoints_of_a_running_job() {
     assert_eq!(list.stdout.lines().count(), 2, "{list:?}");
     said(&list, &["before  version ", "step-0"]);
     refused(&call("checkpoint", &server, &["--name", "../out"]), 1, &["../out", "name"]);
+    let written = json(&call("checkpoint", &server, &["--name", "third", "--json"]));
+    assert_eq!((&written["job"], &written["name"]), (&"default".into(), &"third".into()));
+    assert_eq!(written["manifests"][0]["server"], server.address());
+    let listed = call("checkpoints", &server, &["--json"]).stdout;
+    let last: Value = serde_json::from_str(listed.lines().last().unwrap()).unwrap();
+    assert_eq!((&last["name"], &last["version"]), (&written["name"], &written["version"]));
+    let out = folder.path().join("out");
+    let exported = json(&call("export", &server, &["--json", "--out", &out.display().to_string()]));
+    assert_eq!((&exported["dtype"], &exported["files"][0]), (&"bf16".into(), &"model.safetensors".into()));
+    assert!(exported["bytes"].as_u64().is_some_and(|bytes| bytes >= 268_160 * 2), "{exported}");
     refused(&call("restore", &server, &["--name", "before"]), 1, &[server.address(), "job.phase"]);
 }
 
@@ -121,7 +148,7 @@ fn commands_that_cannot_be_done_say_why() {
     refused(&call("resume", &server, &[]), 1, &[address, "nothing to resume"]);
     refused(&call("checkpoint", &server, &[]), 1, &[address, "--checkpoint-dir"]);
     refused(&call("checkpoints", &server, &[]), 1, &[address, "--checkpoint-dir"]);
-    refused(&call("delete", &server, &[]), 1, &["--job"]);
+    refused(&call("delete", &server, &[]), 2, &["--job"]);
     refused(&call("delete", &server, &["--job", "other"]), 1, &[address, "\"other\""]);
     assert_eq!(status(&one(&server)).len(), 1, "nothing may have changed");
 }
@@ -158,6 +185,131 @@ fn status_names_the_servers_that_lost_a_job() {
     );
     let output = longshore(["status", "--servers", &addresses.join(",")]);
     said(&output, &[&format!("{}  does not hold this job", addresses[1]), "a part of the state is lost"]);
+}
+
+#[test]
+fn a_job_that_is_not_there_is_an_error() {
+    let folder = TempDir::new().unwrap();
+    let (server, _running) = under_way(ServerOptions::new().checkpoint_dir(folder.path()));
+    for command in ["status", "checkpoints"] {
+        let nope = call(command, &server, &["--json", "--job", "nope"]);
+        refused(&nope, 1, &["no job \"nope\"", "there are default"]);
+        assert_eq!(nope.stdout, "");
+        assert_eq!(call(command, &server, &["--job", "default"]).code, 0);
+    }
+}
+
+fn signal(name: &str, process: u32) {
+    assert!(Command::new("kill").args([name, &process.to_string()]).status().unwrap().success());
+}
+
+/// A process that is stopped goes on taking connections.
+#[test]
+fn a_stopped_server_hides_no_other() {
+    let servers = server::servers(3, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let mut running = Train::new(ENDLESS).servers(&addresses).start();
+    running.until_step(3);
+    signal("-STOP", servers[1].process.id());
+    let list = addresses.join(",");
+    let shown = longshore(["status", "--deadline-s", "3", "--no-hash", "--servers", &list]);
+    let asked = longshore(["status", "--deadline-s", "3", "--no-hash", "--json", "--servers", &list]);
+    let doctor = longshore(["doctor", "--servers", &list]);
+    signal("-CONT", servers[1].process.id());
+    refused(&shown, 1, &["1 of 3 servers did not answer", &addresses[1], "silent for 3 s"]);
+    for address in [&addresses[0], &addresses[2]] {
+        assert!(shown.stdout.contains(&format!("{address}  training  version")), "{shown:?}");
+    }
+    assert_eq!(asked.code, 1, "{asked:?}");
+    let job: Value =
+        serde_json::from_str(&asked.stdout).unwrap_or_else(|error| panic!("{error} in {asked:?}"));
+    assert_eq!(job["servers"].as_array().map(Vec::len), Some(2), "{job}");
+    assert_eq!(job["servers_without"], Value::from(vec![addresses[1].clone()]));
+    refused(&doctor, 1, &[&format!("not in order: server {}", addresses[1])]);
+    assert!(doctor.stdout.contains(&format!("ok       server {}: version ", addresses[0])), "{doctor:?}");
+    // None of them is in want of anything: training goes on.
+    running.until_steps(2);
+}
+
+/// Whom a rank waits for is said long before its deadline.
+#[test]
+fn a_rank_says_whom_it_waits_for() {
+    let server = ServerOptions::new().start();
+    let train = Train::new(ENDLESS).args(["--world-size", "2", "--deadline-s", "60"]).servers(&one(&server));
+    let second = train.start_with(["--rank", "1"]);
+    let mut first = train.start_with(["--rank", "0"]);
+    first.until_step(3);
+    signal("-STOP", second.process.id());
+    let start = Instant::now();
+    let said = loop {
+        let stderr = first.process.stderr();
+        if stderr.contains("still waiting") {
+            break stderr;
+        }
+        assert!(start.elapsed() < DEADLINE && first.process.is_running(), "{stderr}");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    signal("-CONT", second.process.id());
+    for word in [server.address(), "shard ", "from rank 1", "step "] {
+        assert!(said.contains(word), "{word:?} is missing: {said}");
+    }
+    first.until_steps(1);
+}
+
+#[test]
+fn a_host_is_looked_over() {
+    let server = ServerOptions::new().start();
+    let folder = TempDir::new().unwrap();
+    let (dir, missing) =
+        (folder.path().display().to_string(), folder.path().join("none").display().to_string());
+    let output = call("doctor", &server, &["--json", "--state-dir", &dir]);
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
+    let found: Vec<Value> = output.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let of =
+        |what: &str| found.iter().find(|found| found["check"].as_str().unwrap().starts_with(what)).unwrap();
+    for what in ["cores", "memory", "huge pages", "io_uring", "tmpfs", "descriptors", "state directory"] {
+        assert_ne!(of(what)["state"], "bad", "{}", of(what));
+    }
+    assert_eq!(of("server")["state"], "ok", "{}", of("server"));
+    refused(&longshore(["doctor", "--state-dir", &missing]), 1, &["not in order", &missing]);
+}
+
+#[test]
+fn what_cannot_be_is_refused_before_it_is_tried() {
+    refused(
+        &longshore(["plan", "--params", "1M", "--servers", "2"]),
+        1,
+        &["--servers is 2", "at most 1, the job's shards"],
+    );
+    let folder = TempDir::new().unwrap();
+    let missing = folder.path().join("none").display().to_string();
+    refused(
+        &longshore(["bench", "storage", "--params", "1M", "--dir", &missing]),
+        1,
+        &[&format!("--dir is {missing}"), "but must be a folder that can be written"],
+    );
+    let output = longshored(["--listen", "127.0.0.1:0", "--shm-dir", &missing]);
+    refused(&output, 1, &[&format!("shm_dir is {missing}"), "but must be present"]);
+    assert!(!output.stderr.contains("state_dir"), "{output:?}");
+}
+
+/// A checkpoint is restored into a job that waits for weights, as one does that rank 1 has opened.
+#[test]
+fn a_restore_says_what_it_did() {
+    let folder = TempDir::new().unwrap();
+    let server = ServerOptions::new().checkpoint_dir(folder.path()).start();
+    let train = two_ranks(4).args(["--checkpoint-every", "3"]).servers(&one(&server));
+    train.run();
+    said(&call("delete", &server, &["--job", "default"]), &["deleted default"]);
+    let waiting = train.start_with(["--rank", "1"]);
+    let start = Instant::now();
+    while !call("status", &server, &["--no-hash"]).stdout.contains("loading") {
+        assert!(start.elapsed() < DEADLINE, "{}", waiting.process.stderr());
+    }
+    let status = call("status", &server, &[]);
+    said(&status, &["state hash: none yet, the job waits for its weights", "waits for the initial weights"]);
+    let restored = json(&call("restore", &server, &["--json", "--name", "step-00000003"]));
+    assert_eq!((&restored["job"], &restored["version"]), (&"default".into(), &3.into()));
 }
 
 #[test]
@@ -238,6 +390,73 @@ async fn health_and_reflection_answer_stock_clients() {
     assert_eq!(health.next().await.unwrap().unwrap().status(), ServingStatus::NotServing);
     drop(health);
     assert_eq!(server.process.code(), 0);
+}
+
+/// Python's client knows this version alone.
+#[tokio::test(flavor = "multi_thread")]
+async fn reflection_answers_clients_of_its_older_version() {
+    use tonic_reflection::pb::v1alpha;
+    let server = ServerOptions::new().start();
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", server.address())).unwrap();
+    let channel = channel.connect().await.unwrap();
+    let symbol = "longshore.v1.Admin".to_string();
+    let request = v1alpha::ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(v1alpha::server_reflection_request::MessageRequest::FileContainingSymbol(
+            symbol,
+        )),
+    };
+    let mut client = v1alpha::server_reflection_client::ServerReflectionClient::new(channel);
+    let answers = client.server_reflection_info(tokio_stream::once(request)).await.unwrap();
+    let answer = answers.into_inner().next().await.unwrap().unwrap();
+    let found = answer.message_response;
+    let Some(v1alpha::server_reflection_response::MessageResponse::FileDescriptorResponse(files)) = found
+    else {
+        panic!("{found:?}")
+    };
+    assert!(!files.file_descriptor_proto.is_empty());
+}
+
+/// A client with the default limit of 4 MiB gets all of a description that is longer.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_description_reaches_a_stock_client() {
+    let server = ServerOptions::new().start();
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", server.address())).unwrap();
+    let channel = channel.connect().await.unwrap();
+    let name = |index: u32| format!("model.layers.{index}.{}", "experts.".repeat(24));
+    let param = |index| v1::Param { name: name(index), shape: vec![], group: 0 };
+    let spec = v1::JobSpec {
+        name: "wide".into(),
+        params: (0..30_000).map(param).collect(),
+        groups: vec!["all".into()],
+        rule: v1::Rule::Adamw.into(),
+        gradient_dtype: v1::Dtype::Bf16.into(),
+        image_dtype: v1::Dtype::Bf16.into(),
+        world_size: 1,
+        micro_steps: 1,
+        shard_elements: 1 << 20,
+        tier: v1::Tier::Memory.into(),
+        ..Default::default()
+    };
+    let placement = v1::Placement { servers: vec!["a".into()], owners: vec![0, 0], ..Default::default() };
+    let open = v1::OpenJobRequest { spec: Some(spec.clone()), placement: Some(placement), server: 0 };
+    v1::training_client::TrainingClient::new(channel.clone()).open_job(open).await.unwrap();
+
+    let mut admin = v1::admin_client::AdminClient::new(channel);
+    let request = v1::DescribeRequest { job: "wide".into(), ..Default::default() };
+    let one = admin.describe(request.clone()).await.unwrap().into_inner();
+    assert!(one.lists_left_out && one.spec.unwrap().params.is_empty());
+    assert_eq!((one.tensors, one.parameters), (30_000, 30_000));
+    let mut parts = admin.describe_in_parts(request.clone()).await.unwrap().into_inner();
+    let mut whole = parts.message().await.unwrap().unwrap();
+    while let Some(part) = parts.message().await.unwrap() {
+        whole.join(part);
+    }
+    assert_eq!(whole.spec, Some(spec));
+    let brief = v1::DescribeRequest { brief: true, ..request };
+    assert_eq!(admin.describe(brief).await.unwrap().into_inner().spec, None);
+    let shown = call("status", &server, &[]);
+    said(&shown, &["30000 parameters in 30000 tensors", "loading"]);
 }
 
 #[test]

@@ -77,7 +77,7 @@ fn stuck_readers(cluster: &Cluster, tier: TierKind) {
         step(&mut pipeline, &gradient);
     }
     // So does one who wants the hash: nobody has a shard.
-    let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true };
+    let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true, brief: false };
     let described = raw.call(raw.admin.clone().describe(request)).expect("a hash");
     let took = begun.elapsed();
     eprintln!("{tier:?}: three steps and a hash beside {} stuck readers took {took:?}", readers.len());

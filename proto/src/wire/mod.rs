@@ -4,6 +4,7 @@ mod convert;
 pub mod direct;
 pub mod frame;
 pub mod memfd;
+mod parts;
 mod status;
 
 pub use convert::{chunk_from_wire, deadline, hyper_from_wire, parse_name};

@@ -2,15 +2,17 @@
 
 use std::{
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, UNIX_EPOCH},
+    vec::IntoIter,
 };
 
 use longshore_engine::{
     checkpoint::Store,
     step::{Phase, RankProgress},
+    tier::Spill,
 };
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, Version,
+    Fault, FaultKind, Incarnation, Param, Version,
     limits::DEFAULT_DEADLINE_MS,
     wire::{
         self,
@@ -39,7 +41,13 @@ impl Admin for Services {
         let jobs = self.jobs.names();
         let budget = self.jobs.budget();
         let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
-        Ok(Response::new(v1::ListJobsResponse { jobs, memory_budget, memory_reserved }))
+        Ok(Response::new(v1::ListJobsResponse {
+            jobs,
+            memory_budget,
+            memory_reserved,
+            release: env!("CARGO_PKG_VERSION").into(),
+            unix_micros: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_micros() as u64),
+        }))
     }
 
     async fn describe(
@@ -47,8 +55,20 @@ impl Admin for Services {
         request: Request<v1::DescribeRequest>,
     ) -> Result<Response<v1::DescribeResponse>, Status> {
         let request = request.into_inner();
-        let answer = self.describe_job(&request).await;
+        let answer = self.describe_job(&request).await.map(v1::DescribeResponse::fit);
         answer.map(Response::new).map_err(|fault| refuse("Describe", &request.job, fault))
+    }
+
+    type DescribeInPartsStream = tokio_stream::Iter<IntoIter<Result<v1::DescribeResponse, Status>>>;
+
+    async fn describe_in_parts(
+        &self,
+        request: Request<v1::DescribeRequest>,
+    ) -> Result<Response<Self::DescribeInPartsStream>, Status> {
+        let request = request.into_inner();
+        let answer = self.describe_job(&request).await.map(v1::DescribeResponse::into_parts);
+        let parts = answer.map_err(|fault| refuse("DescribeInParts", &request.job, fault))?;
+        Ok(Response::new(tokio_stream::iter(parts.into_iter().map(Ok).collect::<Vec<_>>())))
     }
 
     async fn checkpoint(
@@ -144,7 +164,7 @@ impl Admin for Services {
 impl Services {
     async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
-        let mut answer = describe(&handle, &self.links);
+        let mut answer = describe(&handle, &self.links, request.brief);
         answer.drive_endurance_bytes = self.drive_endurance;
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
@@ -233,7 +253,7 @@ impl Services {
     }
 }
 
-fn describe(handle: &Arc<JobHandle>, links: &Links) -> v1::DescribeResponse {
+fn describe(handle: &Arc<JobHandle>, links: &Links, brief: bool) -> v1::DescribeResponse {
     let job = &handle.job;
     let (pushed_bytes, pulled_bytes) = job.traffic();
     let rank = |rank: RankProgress| {
@@ -243,8 +263,8 @@ fn describe(handle: &Arc<JobHandle>, links: &Links) -> v1::DescribeResponse {
     };
     let span = handle.pace.span();
     v1::DescribeResponse {
-        spec: Some(job.spec().to_wire()),
-        placement: Some(job.placement().to_wire()),
+        spec: (!brief).then(|| job.spec().to_wire()),
+        placement: (!brief).then(|| job.placement().to_wire()),
         server: job.server().0,
         progress: Some(convert::progress(job.progress())),
         ranks: job.ranks().into_iter().map(rank).collect(),
@@ -263,5 +283,9 @@ fn describe(handle: &Arc<JobHandle>, links: &Links) -> v1::DescribeResponse {
         paced_seconds: span.time.as_secs_f64(),
         paced_written_bytes: span.written,
         drive_endurance_bytes: 0,
+        lists_left_out: false,
+        tensors: job.spec().params.len() as u32,
+        parameters: job.spec().params.iter().filter_map(Param::elements).sum(),
+        spill: job.spill().map_or("", Spill::name).into(),
     }
 }

@@ -75,7 +75,7 @@ impl Raw {
     }
 
     pub fn find(&self, job: &str) -> Result<v1::DescribeResponse, Fault> {
-        let request = v1::DescribeRequest { job: job.into(), state_hash: false };
+        let request = v1::DescribeRequest { job: job.into(), ..Default::default() };
         self.call(self.admin.clone().describe(request))
     }
 

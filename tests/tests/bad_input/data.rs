@@ -170,10 +170,10 @@ fn an_oversized_message_is_refused_by_its_size() {
     let payload = Bytes::from(vec![0; 5 << 20]);
     let push = v1::PushRequest { crc32: crc32(&payload), payload, ..victim.chunk() };
     assert_fault(server.push(push), Invalid, "message", "5242923 bytes", "at most 1052672 bytes");
-    let describe = v1::DescribeRequest { job: "x".repeat(17 << 20), state_hash: false };
+    let describe = v1::DescribeRequest { job: "x".repeat(17 << 20), ..Default::default() };
     let status = server.status(server.admin.clone().describe(describe));
     assert_eq!(status.code(), Code::OutOfRange, "{status:?}");
-    let long = v1::DescribeRequest { job: "x".repeat(129), state_hash: false };
+    let long = v1::DescribeRequest { job: "x".repeat(129), ..Default::default() };
     let found = server.call(server.admin.clone().describe(long));
     assert_fault(found, Invalid, "job", "xxx", "1 to 128");
     victim.finish();

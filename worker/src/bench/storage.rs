@@ -1,7 +1,7 @@
 //! How near the `nvme` tier comes to its drives: a bare loop of a step's reads and writes, then a step of the store, in
 //! turns. The update in between only touches every byte.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use longshore_engine::{
@@ -14,6 +14,7 @@ use longshore_engine::{
 };
 use longshore_proto::{JobSpec, TierKind};
 use serde_json::json;
+use tempfile::TempDir;
 
 use super::{job, median, param};
 use crate::cli::{human, parse_count};
@@ -68,7 +69,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     for case in cases(&args.resident) {
         // Beside whatever is in the folders, and gone with the case.
-        let folders = args.dir.iter().map(tempfile::tempdir_in).collect::<Result<Vec<_>, _>>()?;
+        let folders = args.dir.iter().map(|dir| folder_in(dir)).collect::<anyhow::Result<Vec<_>>>()?;
         let storage = Storage {
             dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
             engine: case.engine,
@@ -80,6 +81,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         say!("{}", if args.json { json(&case, &figures, args) } else { line(&case, &figures) });
     }
     Ok(())
+}
+
+fn folder_in(dir: &Path) -> anyhow::Result<TempDir> {
+    tempfile::tempdir_in(dir).map_err(|error| {
+        let remedy = "name folders of the drives to measure that are there and writable";
+        anyhow::anyhow!(
+            "--dir is {} ({error}), but must be a folder that can be written: {remedy}",
+            dir.display()
+        )
+    })
 }
 
 /// The engines, then what residency saves: reads where each version is made durable, writes too where nothing is kept.

@@ -4,6 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use longshore_proto::{Fault, wire::v1};
+use serde_json::json;
 
 use super::client::Servers;
 use crate::session::{TRIES, has_passed, lead};
@@ -37,6 +38,27 @@ pub(super) struct CheckpointArgs {
     /// The checkpoint's name [default: from the version; for restore the newest]
     #[arg(long)]
     name: Option<String>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+pub(super) struct CheckpointsArgs {
+    #[command(flatten)]
+    target: JobArgs,
+    /// One JSON object a checkpoint
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+pub(super) struct DeleteArgs {
+    #[command(flatten)]
+    servers: ServersArgs,
+    /// The job: what is deleted must be named
+    #[arg(long)]
+    job: String,
 }
 
 #[derive(clap::Args)]
@@ -81,7 +103,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
         }
     };
     let seal = v1::SealCheckpointRequest {
-        job,
+        job: job.clone(),
         name: name.clone(),
         parts: parts.iter().map(|(_, answer)| answer.part.clone()).collect(),
     };
@@ -90,6 +112,12 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
         async move { admin.seal_checkpoint(seal).await }
     })?;
     let version = parts.first().map_or(0, |(_, answer)| answer.version);
+    if args.json {
+        let manifest = |(address, answer): &(String, v1::SealCheckpointResponse)| json!({"server": address, "manifest": answer.manifest});
+        let manifests: Vec<_> = sealed.iter().map(manifest).collect();
+        say!("{}", json!({"job": job, "name": name, "version": version, "manifests": manifests}));
+        return Ok(());
+    }
     say!("checkpoint {name} of version {version}");
     for (address, answer) in sealed {
         say!("  {address}: {}", answer.manifest);
@@ -97,10 +125,19 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(super) fn checkpoints(args: &JobArgs) -> anyhow::Result<()> {
-    let (mut servers, job) = target(args)?;
-    for (name, version) in common_checkpoints(&mut servers, &job)? {
-        say!("{name}  version {version}");
+pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let found = common_checkpoints(&mut servers, &job)?;
+    if found.is_empty() {
+        // Checkpoints outlive their job, so that one that is not there is no error before.
+        servers.check_job(&job)?;
+    }
+    for (name, version) in found {
+        if args.json {
+            say!("{}", json!({"job": job, "name": name, "version": version}));
+        } else {
+            say!("{name}  version {version}");
+        }
     }
     Ok(())
 }
@@ -139,7 +176,11 @@ pub(super) fn restore(args: &CheckpointArgs) -> anyhow::Result<()> {
         let restored: Vec<String> = restored.into_iter().map(|(address, _)| address).collect();
         return Err(take_back(&mut servers, &job, &restored, failure));
     }
-    say!("restored {name}: version {version}");
+    if args.json {
+        say!("{}", json!({"job": job, "name": name, "version": version}));
+    } else {
+        say!("restored {name}: version {version}");
+    }
     Ok(())
 }
 
@@ -189,9 +230,8 @@ pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(super) fn delete(args: &JobArgs) -> anyhow::Result<()> {
-    // Never the only one there: what is deleted must be named.
-    let job = args.job.clone().context("name the job to delete with --job")?;
+pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
+    let job = &args.job;
     let mut servers = Servers::connect(&args.servers.servers)?;
     let request = v1::DeleteJobRequest { job: job.clone() };
     servers.each(|mut admin| {
@@ -216,8 +256,8 @@ fn target(args: &JobArgs) -> anyhow::Result<(Servers, String)> {
 }
 
 fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::DescribeResponse>> {
-    let request = v1::DescribeRequest { job: job.to_string(), state_hash: false };
-    let answers = servers.each(|mut admin| {
+    let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
+    let answers = servers.each_promptly(|mut admin| {
         let request = request.clone();
         async move { admin.describe(request).await }
     })?;
@@ -227,7 +267,7 @@ fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::Describe
 /// Checkpoints that every server sees, oldest first.
 fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<(String, u64)>> {
     let request = v1::ListCheckpointsRequest { job: job.to_string() };
-    let lists = servers.each(|mut admin| {
+    let lists = servers.each_promptly(|mut admin| {
         let request = request.clone();
         async move { admin.list_checkpoints(request).await }
     })?;

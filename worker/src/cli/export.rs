@@ -5,6 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use anyhow::Context;
 use longshore_proto::Dtype;
 use longshore_server::config::ByteSize;
+use serde_json::json;
 
 use super::{admin::JobArgs, client::Servers, sizes::human};
 use crate::export;
@@ -25,6 +26,9 @@ pub(super) struct Args {
     /// Longest wait, in seconds, for a version that all servers have
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86400))]
     deadline_s: u64,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
@@ -40,6 +44,15 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let from = std::time::Instant::now();
     let exported = export::run(&mut servers, &settings)
         .with_context(|| format!("job {} was not exported to {}", settings.job, args.out.display()))?;
+    let seconds = from.elapsed().as_secs_f64();
+    if args.json {
+        let said = json!({
+            "job": settings.job, "version": exported.version.0, "dtype": args.dtype.to_string(),
+            "out": args.out, "bytes": exported.bytes, "files": exported.files, "seconds": seconds,
+        });
+        say!("{said}");
+        return Ok(());
+    }
     say!(
         "version {} of job {}: {} as {} in {}, {:.1} s",
         exported.version.0,
@@ -47,7 +60,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         human(exported.bytes),
         args.dtype,
         args.out.display(),
-        from.elapsed().as_secs_f64()
+        seconds
     );
     for name in &exported.files {
         say!("  {name}");

@@ -1,10 +1,13 @@
 //! `longshore inspect`: what a state directory holds, and whether it is whole.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
-use longshore_engine::tier::inspect::{Report, VersionReport, folders, inspect};
-use longshore_proto::{Fault, TierKind};
+use longshore_engine::{
+    job::kept_buffers,
+    tier::inspect::{Report, VersionReport, folders, inspect, too_short},
+};
+use longshore_proto::{Fault, FaultKind, TierKind};
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -17,33 +20,83 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// Reads and verifies everything. An error when a folder has no version that is whole.
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut lost = Vec::new();
-    for folder in folders(&args.dir)? {
-        match inspect(&folder) {
-            Ok(report) => {
-                if report.recoverable().is_none() {
-                    lost.push(folder.display().to_string());
-                }
-                let report = if args.json { json(&report).to_string() } else { text(&report) };
-                say!("{report}");
-            }
-            Err(fault) => {
-                let name = folder.display().to_string();
-                let said =
-                    if args.json { refused(&name, &fault).to_string() } else { format!("{name}\n  {fault}") };
-                say!("{said}");
-                lost.push(name);
-            }
-        }
-    }
-    ensure!(lost.is_empty(), "nothing that a server can go on from in {}", lost.join(", "));
-    Ok(())
+/// Folders that a server could not go on from as they are, by the reason.
+#[derive(Default)]
+struct Amiss {
+    lost: Vec<String>,
+    damaged: Vec<String>,
+    in_use: Vec<String>,
 }
 
-fn refused(folder: &str, fault: &Fault) -> serde_json::Value {
-    json!({"folder": folder, "error": fault.to_string()})
+/// Reads and verifies everything. An error when a folder has no version that is whole, when its newest one is damaged, and when
+/// a server uses it.
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let mut amiss = Amiss::default();
+    for folder in folders(&args.dir)? {
+        let name = folder.display().to_string();
+        let said = match look(&folder) {
+            Ok(report) => {
+                let said = if args.json { json(&report).to_string() } else { text(&report) };
+                amiss.count(name, &report);
+                said
+            }
+            Err(fault) => {
+                let in_use = fault.kind == FaultKind::Conflict;
+                let said = if args.json {
+                    refused(&name, &fault, in_use).to_string()
+                } else {
+                    format!("{name}\n  {fault}")
+                };
+                if in_use {
+                    amiss.in_use.push(name)
+                } else {
+                    amiss.lost.push(name)
+                };
+                said
+            }
+        };
+        say!("{said}");
+    }
+    amiss.into_result()
+}
+
+impl Amiss {
+    fn count(&mut self, folder: String, report: &Report) {
+        if report.is_whole() {
+            return;
+        }
+        match report.recoverable() {
+            Some(_) => self.damaged.push(folder),
+            None => self.lost.push(folder),
+        }
+    }
+
+    fn into_result(self) -> anyhow::Result<()> {
+        let reasons = [
+            ("nothing that a server can go on from in", self.lost),
+            ("damage in the newest version, which a server refuses, in", self.damaged),
+            ("a server uses, so that it was not verified,", self.in_use),
+        ];
+        let reasons = reasons.into_iter().filter(|(_, folders)| !folders.is_empty());
+        let reasons: Vec<String> =
+            reasons.map(|(why, folders)| format!("{why} {}", folders.join(", "))).collect();
+        ensure!(reasons.is_empty(), "{}", reasons.join("; "));
+        Ok(())
+    }
+}
+
+/// With what the job itself needs of the folder.
+fn look(folder: &Path) -> Result<Report, Fault> {
+    let mut report = inspect(folder)?;
+    if report.header.tier == TierKind::Shm {
+        let needed = kept_buffers(&report.header)?;
+        report.damage.extend(too_short(&folder.join("buffers"), report.buffers, needed));
+    }
+    Ok(report)
+}
+
+fn refused(folder: &str, fault: &Fault, in_use: bool) -> serde_json::Value {
+    json!({"folder": folder, "error": fault.to_string(), "in_use": in_use})
 }
 
 fn json(report: &Report) -> serde_json::Value {
@@ -60,6 +113,7 @@ fn json(report: &Report) -> serde_json::Value {
         "directories": header.directories, "durable": header.durable,
         "spilled_images": header.spilled_images, "records": report.records,
         "broken_records": report.broken_records, "versions": report.versions.iter().map(version).collect::<Vec<_>>(),
+        "whole": report.is_whole(), "damage": report.damage,
         "recoverable": report.recoverable().map(|version| version.0),
     })
 }
@@ -89,12 +143,27 @@ fn text(report: &Report) -> String {
     for version in &report.versions {
         lines.push(format!("  {}", of_version(version, header.tier, Some(version.version) == newest)));
     }
-    lines.push(match report.recoverable() {
-        Some(version) if header.durable => format!("  a server goes on from version {}", version.0),
-        Some(_) => "  started with --durability nothing: a server starts anew from a checkpoint".to_string(),
-        None => "  a server cannot go on: restore a checkpoint into another folder".to_string(),
-    });
+    lines.extend(report.damage.iter().map(|why| format!("  not as a server needs it: {why}")));
+    lines.push(format!("  {}", outlook(report)));
     lines.join("\n")
+}
+
+/// What becomes of the folder.
+fn outlook(report: &Report) -> String {
+    match (report.recoverable(), report.versions.last()) {
+        _ if report.is_blank() && report.damage.is_empty() => {
+            "nothing was loaded yet: a server waits for the job's weights".to_string()
+        }
+        (Some(_), _) if !report.header.durable => {
+            "started with --durability nothing: a server starts anew from a checkpoint".to_string()
+        }
+        (Some(version), Some(newest)) if version != newest.version => format!(
+            "a server refuses {}: `longshore step-back --version {}` goes on from {version}, or restore a checkpoint",
+            newest.version, version.0
+        ),
+        (Some(version), _) => format!("a server goes on from version {}", version.0),
+        (None, _) => "a server cannot go on: restore a checkpoint into another folder".to_string(),
+    }
 }
 
 fn of_version(version: &VersionReport, tier: TierKind, newest: bool) -> String {

@@ -3,6 +3,7 @@
 mod admin;
 mod bench;
 mod client;
+mod doctor;
 mod environment;
 mod export;
 mod inspect;
@@ -43,11 +44,13 @@ enum Command {
     /// Say what a job will take of its servers: DRAM, drives and their wear
     Plan(plan::Args),
     /// Show the jobs of servers: version, state hash, who waits for whom
+    ///
+    /// A server that does not answer is named, the others are shown, and the exit code is 1.
     Status(status::Args),
     /// Write a checkpoint of a running job
     Checkpoint(admin::CheckpointArgs),
     /// List the checkpoints of a job
-    Checkpoints(admin::JobArgs),
+    Checkpoints(admin::CheckpointsArgs),
     /// Fill a job that waits for weights from a checkpoint
     Restore(admin::CheckpointArgs),
     /// Write a job's weights as Hugging Face style safetensors, while training goes on
@@ -57,11 +60,13 @@ enum Command {
     /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
     StepBack(admin::StepBackArgs),
     /// Forget a job and free its memory; its checkpoints stay
-    Delete(admin::JobArgs),
+    Delete(admin::DeleteArgs),
     /// Finish the step in hand on each server and stop it
     Drain(admin::ServersArgs),
     /// Show what a state directory holds, and verify all of it; no server may be using it
     Inspect(inspect::Args),
+    /// Check this host and servers for what Longshore needs of them
+    Doctor(doctor::Args),
     /// Measure this host
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -95,6 +100,7 @@ impl Cli {
             Command::StepBack(args) => admin::step_back(&args),
             Command::Delete(args) => admin::delete(&args),
             Command::Drain(args) => admin::drain(&args),
+            Command::Doctor(args) => doctor::run(&args),
             Command::Bench(bench) => bench.run(),
         }
     }

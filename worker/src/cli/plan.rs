@@ -178,6 +178,13 @@ impl Plan {
         args.check()?;
         let spec = args.spec()?;
         let layout = spec.validate()?;
+        // As opening the job does.
+        ensure!(
+            args.servers <= layout.shards(),
+            "--servers is {}, but must be at most {}, the job's shards: name fewer servers, or give smaller --shard-elements",
+            args.servers,
+            layout.shards()
+        );
         let servers = (0..args.servers).map(|server| server.to_string()).collect();
         // Shards are dealt in turn: the first server has the most.
         let owned = Placement::striped(servers, layout.shards()).owned(ServerId(0));

@@ -1,13 +1,22 @@
 //! `longshore status`: what servers hold, how far jobs are, and what they wait for.
 
-use longshore_proto::{
-    FaultKind, Formats, JobSpec, Version,
-    checksum::{BlockHash, state_hash},
-    wire::{fault_from_status, v1},
-};
-use tonic::{Response, Status};
+mod gather;
 
-use super::{admin::ServersArgs, client::Servers, sizes::human};
+use std::time::Duration;
+
+use anyhow::ensure;
+use longshore_proto::{
+    Formats, JobSpec, Version,
+    checksum::{BlockHash, state_hash},
+    wire::v1,
+};
+
+use self::gather::{Answers, Found, GONE, Without, hashed};
+use super::{
+    admin::ServersArgs,
+    client::{PROMPTLY, name_silent},
+    sizes::human,
+};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -19,78 +28,51 @@ pub(super) struct Args {
     /// Leave the state hash out: it reads all of the state
     #[arg(long)]
     no_hash: bool,
+    /// Longest wait, in seconds, for a server to say what it holds
+    #[arg(long, default_value_t = PROMPTLY.as_secs(), value_parser = clap::value_parser!(u64).range(1..=3600))]
+    deadline_s: u64,
     /// One JSON object a job
     #[arg(long)]
     json: bool,
 }
 
+/// Prints what the servers that answer say. An error when one does not, or when none holds the job that was named.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut servers = Servers::connect(&args.servers.servers)?;
-    let lists = servers.each(|mut admin| async move { admin.list_jobs(v1::ListJobsRequest {}).await })?;
-    let mut jobs: Vec<String> = lists.iter().flat_map(|(_, list)| list.jobs.clone()).collect();
-    jobs.sort();
-    jobs.dedup();
+    let mut found = Found::ask(&args.servers.servers, Duration::from_secs(args.deadline_s))?;
     if !args.json {
-        for (address, list) in &lists {
+        for (address, list) in &found.lists {
             say!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
         }
+        found.silent.iter().for_each(|(address, why)| say!("{address}  {why}"));
     }
-    for job in jobs.iter().filter(|job| args.job.as_ref().is_none_or(|named| named == *job)) {
-        let request = v1::DescribeRequest { job: job.clone(), state_hash: !args.no_hash };
-        let (answers, without) = describe(&mut servers, &request)?;
+    let jobs = found.jobs(args.job.as_deref())?;
+    for job in &jobs {
+        let (mut answers, without) = found.describe(job);
+        let unhashed =
+            if args.no_hash { Some(LEFT_OUT.to_string()) } else { hashed(&mut found, job, &mut answers) };
         if args.json {
             say!("{}", json(job, &answers, &without));
         } else {
-            print(job, &answers, &without);
+            print(job, &answers, &without, unhashed);
         }
     }
     if jobs.is_empty() && !args.json {
         say!("no jobs");
     }
+    let asked = found.lists.len() + found.silent.len();
+    ensure!(
+        found.silent.is_empty(),
+        "{} of {asked} servers did not answer: {}",
+        found.silent.len(),
+        name_silent(&found.silent)
+    );
     Ok(())
 }
 
-/// Each server's address and answer.
-type Answers = [(String, v1::DescribeResponse)];
-type OwnedAnswers = Vec<(String, v1::DescribeResponse)>;
-/// Addresses of servers that gave no answer, and why.
-type Without = Vec<(String, String)>;
-
-/// The answers of the servers that hold the job, and why the others have none: one that restarted empty, or cannot read
-/// its drives, is when a status is wanted most.
-fn describe(servers: &mut Servers, request: &v1::DescribeRequest) -> anyhow::Result<(OwnedAnswers, Without)> {
-    let found = servers.each(|mut admin| {
-        let request = request.clone();
-        async move {
-            match admin.describe(request).await {
-                Ok(answer) => Ok(Response::new(Ok(answer.into_inner()))),
-                Err(status) => Ok(Response::new(Err(reason(&status)))),
-            }
-        }
-    })?;
-    let (mut answers, mut without) = (Vec::new(), Vec::new());
-    for (address, answer) in found {
-        match answer {
-            Ok(answer) => answers.push((address, answer)),
-            Err(reason) => without.push((address, reason)),
-        }
-    }
-    Ok((answers, without))
-}
-
-const GONE: &str = "does not hold this job: it restarted, or belongs to another one";
-
-/// Why a server has no answer.
-fn reason(status: &Status) -> String {
-    let fault = fault_from_status(status, "the server");
-    if fault.kind == FaultKind::NotFound && fault.field == "job" {
-        return GONE.to_string();
-    }
-    fault.to_string()
-}
+const LEFT_OUT: &str = "left out, as --no-hash says";
 
 /// The hash over all servers; None while they are at different versions, and without a server that owns a part.
-fn combined_hash(answers: &Answers) -> Option<(u64, String)> {
+fn combined_hash(answers: &[(String, v1::DescribeResponse)]) -> Option<(u64, String)> {
     let first = &answers.first()?.1;
     let layout = JobSpec::from_wire(first.spec.clone()).ok()?.validate().ok()?;
     let (version, applied) = (first.hash_version, first.hash_applied);
@@ -121,15 +103,15 @@ fn phase(progress: &v1::JobProgress) -> &'static str {
     }
 }
 
-fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
+fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<String>) {
     say!("\njob {job}");
     let first = answers.first().map(|(_, first)| first);
     if let Some(spec) = first.and_then(|first| first.spec.as_ref()) {
-        let elements: u64 = spec.params.iter().map(|param| param.shape.iter().product::<u64>()).sum();
+        let elements = first.map_or(0, |first| first.parameters);
         say!(
             "  {} parameters in {} tensors, {} ranks, {} micro-steps, {}",
             elements,
-            spec.params.len(),
+            first.map_or(0, |first| first.tensors),
             spec.world_size,
             spec.micro_steps,
             first.and_then(formats).map_or_else(
@@ -154,15 +136,17 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
         if answer.disk_bytes > 0 {
             say!("    {}", drives(answer));
         }
-        if !answer.waiting_for.is_empty() {
-            say!("    waits for {}", answer.waiting_for);
-        }
         if !progress.pause_reason.is_empty() {
-            say!("    paused: {}", progress.pause_reason);
+            say!("    paused: {}{}", progress.pause_reason, way_on(&progress.pause_reason));
+        } else if !answer.waiting_for.is_empty() {
+            say!("    waits for {}", answer.waiting_for);
         }
     }
     for (address, reason) in without {
         say!("  {address}  {reason}");
+    }
+    if let Some(commit) = last_commit(answers) {
+        say!("  {}", decision(commit, first.and_then(|first| first.spec.as_ref())));
     }
     for rank in first.iter().flat_map(|first| &first.ranks) {
         let state = match (rank.incarnation, rank.left) {
@@ -174,14 +158,55 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
     }
     match combined_hash(answers) {
         Some((version, hash)) => say!("  state hash {hash} at version {version}"),
-        None if without.iter().any(|(_, reason)| reason == GONE) => {
-            say!("  state hash: a part of the state is lost");
-        }
-        None if !without.is_empty() => say!("  state hash: a part of the state is not served"),
-        None => {
-            say!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
-        }
+        None => say!("  state hash: {}", unhashed.unwrap_or_else(|| no_hash(answers, without))),
     }
+}
+
+/// What an operator does about a pause whose reason does not say.
+fn way_on(reason: &str) -> &'static str {
+    if reason.contains("longshore resume") { "" } else { ". `longshore resume` lets it go on" }
+}
+
+/// Why the servers' answers make no hash of the whole state.
+fn no_hash(answers: &Answers, without: &Without) -> String {
+    let progress = || answers.iter().filter_map(|(_, answer)| answer.progress.as_ref());
+    let versions: Vec<String> =
+        answers.iter().map(|(address, answer)| format!("{} on {address}", answer.hash_version)).collect();
+    if without.iter().any(|(_, reason)| reason == GONE) {
+        "a part of the state is lost".to_string()
+    } else if !without.is_empty() {
+        "a part of the state is not served".to_string()
+    } else if progress().any(|progress| progress.phase() == v1::Phase::Loading) {
+        "none yet, the job waits for its weights".to_string()
+    } else {
+        format!("the servers were between versions ({}): ask again", versions.join(", "))
+    }
+}
+
+/// The newest decision that any server knows.
+fn last_commit(answers: &Answers) -> Option<&v1::Commit> {
+    let commits = answers.iter().filter_map(|(_, answer)| answer.progress.as_ref()?.last_commit.as_ref());
+    commits.max_by_key(|commit| commit.step)
+}
+
+fn decision(commit: &v1::Commit, spec: Option<&v1::JobSpec>) -> String {
+    let outcome = if commit.skip { "skipped".to_string() } else { format!("norm {:.4}", commit.norm) };
+    let clipped = (!commit.skip && commit.clip_coefficient < 1.0)
+        .then(|| format!(", clipped by {:.4}", commit.clip_coefficient))
+        .unwrap_or_default();
+    let name = |group: usize| spec.and_then(|spec| spec.groups.get(group)).map_or("", String::as_str);
+    let rates: Vec<String> = match commit.groups.as_slice() {
+        [one] => vec![one.lr.to_string()],
+        several => {
+            several.iter().enumerate().map(|(at, hyper)| format!("{} {}", name(at), hyper.lr)).collect()
+        }
+    };
+    format!(
+        "step {}: {outcome}{clipped}, loss scale {}, learning rate {}",
+        commit.step,
+        commit.loss_scale,
+        rates.join(", ")
+    )
 }
 
 fn rank(rank: &v1::RankStatus) -> serde_json::Value {
@@ -222,6 +247,7 @@ fn drives(answer: &v1::DescribeResponse) -> String {
         human(answer.disk_bytes),
         human(answer.disk_written_bytes)
     );
+    let held = if answer.spill.is_empty() { held } else { format!("{held}, spill {}", answer.spill) };
     let Some(wear) = Wear::of(answer) else { return held };
     let pace = format!("{held}: {} a step, {} a day", human(wear.step_bytes), human(wear.day_bytes));
     match wear.days {
@@ -230,7 +256,7 @@ fn drives(answer: &v1::DescribeResponse) -> String {
     }
 }
 
-fn json(job: &str, answers: &Answers, without: &[(String, String)]) -> serde_json::Value {
+fn json(job: &str, answers: &Answers, without: &Without) -> serde_json::Value {
     let servers = answers.iter().map(|(address, answer)| {
         let progress = answer.progress.clone().unwrap_or_default();
         serde_json::json!({
@@ -250,13 +276,26 @@ fn json(job: &str, answers: &Answers, without: &[(String, String)]) -> serde_jso
             "drive_endurance_days": Wear::of(answer).and_then(|wear| wear.days),
             "threads": answer.threads,
             "isa": answer.isa,
+            "spill": (!answer.spill.is_empty()).then_some(&answer.spill),
+            "missing_shards": progress.missing_shards.len(),
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
         })
     });
     let hash = combined_hash(answers);
     let formats = answers.first().and_then(|(_, answer)| formats(answer));
+    let commit = last_commit(answers);
+    let first = answers.first().map(|(_, first)| first);
     serde_json::json!({
         "job": job,
+        "parameters": first.map(|first| first.parameters),
+        "tensors": first.map(|first| first.tensors),
+        "last_step": commit.map(|commit| commit.step),
+        "skipped": commit.map(|commit| commit.skip),
+        // A step that is skipped has none.
+        "norm": commit.filter(|commit| !commit.skip).map(|commit| commit.norm),
+        "clip_coefficient": commit.map(|commit| commit.clip_coefficient),
+        "loss_scale": commit.map(|commit| commit.loss_scale),
+        "learning_rates": commit.map(|commit| commit.groups.iter().map(|hyper| hyper.lr).collect::<Vec<_>>()),
         "state_format": formats.map(|formats| formats.state.name()),
         "master_format": formats.map(|formats| formats.master.name()),
         "servers": servers.collect::<Vec<_>>(),

@@ -37,15 +37,17 @@ pub(super) struct Files {
 }
 
 fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
-    let value = format!("{} ({call})", path.display());
+    let place = format!("{} ({call}", path.display());
     move |error| {
-        let (kind, remedy) = match error.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                (FaultKind::Exhausted, "free space there, or name another folder with --out")
-            }
-            _ => (FaultKind::Precondition, "name a folder that can be written with --out"),
+        let (kind, limit, remedy) = match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => (
+                FaultKind::Exhausted,
+                "large enough for the weights",
+                "free space there, or name another folder with --out",
+            ),
+            _ => (FaultKind::Precondition, "writable", "name a folder that can be written with --out"),
         };
-        Fault::new(kind, "out", value.clone(), error, remedy)
+        Fault::new(kind, "out", format!("{place}: {error})"), limit, remedy)
     }
 }
 
@@ -136,7 +138,8 @@ impl Files {
         let path = self.draft.path().join(&name);
         let refused = |error: &dyn std::fmt::Display| {
             let remedy = "export to smaller files with --max-file-size";
-            Fault::new(FaultKind::Invalid, "out", name.clone(), error, remedy)
+            let value = format!("{name} (its header: {error})");
+            Fault::new(FaultKind::Invalid, "out", value, "a safetensors file", remedy)
         };
         // Hugging Face's loaders demand it. One entry: more would be written in another order each time.
         let about = HashMap::from([("format".to_string(), "pt".to_string())]);

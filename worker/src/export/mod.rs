@@ -11,7 +11,7 @@ use longshore_proto::{Dtype, JobSpec, Layout, Placement, Version, wire::v1};
 use self::{files::Files, receive::receive};
 use crate::{
     cli::Servers,
-    session::{TRIES, has_passed, lead},
+    session::{TRIES, has_passed, lead, whole},
 };
 
 pub(crate) struct Settings {
@@ -30,21 +30,19 @@ pub(crate) struct Exported {
     pub(crate) files: Vec<String>,
 }
 
-/// What the servers say of the job.
+/// What does not change of a job.
 struct Described {
     spec: JobSpec,
     layout: Layout,
     placement: Placement,
-    /// The newest that any server has.
-    version: Version,
 }
 
 pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Exported> {
-    let Described { spec, layout, placement, .. } = describe(servers, &settings.job)?;
+    let Described { spec, layout, placement } = describe(servers, &settings.job)?;
     let files = Files::create(&settings.out, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
     let mut tried = 0;
     let version = loop {
-        let version = Version(describe(servers, &settings.job)?.version.0 + lead(tried));
+        let version = Version(newest(servers, &settings.job)?.0 + lead(tried));
         match receive(servers, settings, version, &layout, &placement, &files) {
             Ok(()) => break version,
             Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
@@ -57,16 +55,23 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
 }
 
 fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {
-    let request = v1::DescribeRequest { job: job.to_string(), state_hash: false };
-    let answers = servers.each(|mut admin| {
-        let request = request.clone();
-        async move { admin.describe(request).await }
-    })?;
-    let version = answers.iter().filter_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).max();
+    let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
+    let answers = servers.each_promptly(|admin| whole(admin, request.clone()))?;
     let Some((_, answer)) = answers.into_iter().next() else { anyhow::bail!("--servers names no server") };
     let spec = JobSpec::from_wire(answer.spec)?;
     let layout = spec.validate()?;
     let placement = Placement::from_wire(answer.placement)?;
     placement.validate(layout.shards())?;
-    Ok(Described { spec, layout, placement, version: Version(version.unwrap_or(0)) })
+    Ok(Described { spec, layout, placement })
+}
+
+/// The newest version that any server has.
+fn newest(servers: &mut Servers, job: &str) -> anyhow::Result<Version> {
+    let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
+    let answers = servers.each_promptly(|mut admin| {
+        let request = request.clone();
+        async move { admin.describe(request).await }
+    })?;
+    let version = answers.iter().filter_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).max();
+    Ok(Version(version.unwrap_or(0)))
 }

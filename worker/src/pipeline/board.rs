@@ -45,7 +45,8 @@ impl Board {
     pub(super) async fn wait(&self, core: &Core, version: Version) -> Result<f64> {
         let mut scales = self.scales.subscribe();
         let known = async { scales.wait_for(|scales| scales.contains_key(&version)).await.map(|_| ()) };
-        match core.patiently(core.options.deadline, known).await {
+        let what = format!("the decision that makes {version}");
+        match core.watched(&what, core.patiently(core.options.deadline, known)).await {
             // The sender is `self`, so the wait ends only with the version known.
             Ok(_) => Ok(self.scale(version).unwrap_or(1.0)),
             Err(Impatience::Failed(error)) => Err(error),

@@ -243,7 +243,9 @@ impl Feed {
             debug_span!(target: "stage", "wait for weights", version = shared.reading.version().0).entered();
         let core = &shared.core;
         let waited = core.block_on(async {
-            match core.patiently(core.options.deadline, shared.whole(segments)).await {
+            let what = format!("the weights of {}", shared.version);
+            let whole = core.patiently(core.options.deadline, shared.whole(segments));
+            match core.watched(&what, whole).await {
                 Ok(result) => result,
                 Err(Impatience::Failed(error)) => Err(error),
                 Err(Impatience::Elapsed(waited)) => Err(shared.late(segments, waited)),

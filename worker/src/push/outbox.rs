@@ -79,7 +79,9 @@ impl Outbox {
         let core = &self.core;
         let lanes = core.lanes.get().ok_or(Misuse("join before pushing"))?;
         let sent = core.block_on(async {
-            match core.patiently(core.options.deadline, lanes.queue(lane).send(key)).await {
+            let what = format!("server {} to take gradients of {}", core.peers[lane.0].address, key.step);
+            let room = core.patiently(core.options.deadline, lanes.queue(lane).send(key));
+            match core.watched(&what, room).await {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(_)) => core.check(),
                 Err(Impatience::Failed(error)) => Err(error),

@@ -21,7 +21,7 @@ use tokio::{
     task::AbortHandle,
 };
 
-use super::{Options, patience::Pause, peer::Peer};
+use super::{Options, patience::Pause, peer::Peer, vigil::Vigil};
 use crate::{
     device::Pool,
     error::{Environment, Error, Misuse, Result},
@@ -54,6 +54,7 @@ pub(crate) struct Core {
     /// Rank 0's newest ones, for a server that restarted behind them.
     commits: Mutex<Vec<Arc<OwnCommit>>>,
     pub(crate) meter: Meter,
+    pub(super) vigil: Vigil,
     /// For each server, why it stopped taking gradients: the cause of what fails after it.
     troubles: Mutex<Vec<Option<Fault>>>,
     tasks: Mutex<Vec<AbortHandle>>,
@@ -161,6 +162,7 @@ impl Core {
             lanes: OnceLock::new(),
             commits: Mutex::default(),
             meter: Meter::default(),
+            vigil: Vigil::default(),
             tasks: Mutex::new(Vec::new()),
             runtime,
             options,

@@ -13,6 +13,7 @@ mod retry;
 mod takeover;
 mod upload;
 mod version;
+mod vigil;
 
 use std::{
     ops::Range,
@@ -40,7 +41,7 @@ pub(crate) use self::{
 };
 #[cfg(feature = "cli")]
 pub(crate) use self::{
-    peer::endpoint,
+    peer::{endpoint, whole, with_sources},
     version::{TRIES, has_passed, lead},
 };
 use crate::{
@@ -87,7 +88,8 @@ impl Session {
     /// # Errors
     /// `VersionsDiffer` when they do not get there in time; `Misuse` when the session has joined already.
     pub fn join(&mut self) -> Result<Joined> {
-        let joined = self.core.block_on(self.core.join())?;
+        let joined =
+            self.core.block_on(self.core.watched("the servers' common version", self.core.join()))?;
         crate::push::start_lanes(&self.core);
         Ok(joined)
     }
@@ -101,7 +103,8 @@ impl Session {
 
     /// Waits until every server trains: rank 0 has uploaded or restored. Bound by `slow_deadline`.
     pub fn wait_training(&self) -> Result<()> {
-        self.core.block_on(self.core.wait_training())
+        let weights = self.core.watched("the initial weights", self.core.wait_training());
+        self.core.block_on(weights)
     }
 
     /// The usual start of any rank: opens the job, joins it, and if it is fresh fills it: rank 0 uploads `weights`, the

@@ -8,7 +8,7 @@ use longshore_proto::{
     wire::v1::{DescribeRequest, DescribeResponse, JobProgress, OpenJobRequest, Phase},
 };
 
-use super::{Core, retry::Backoff};
+use super::{Core, peer::whole, retry::Backoff};
 use crate::error::{Result, StateLost, TimedOut};
 
 /// What `open` found.
@@ -90,10 +90,17 @@ impl Core {
         state_hash: bool,
         deadline: Duration,
     ) -> Result<DescribeResponse> {
-        let request = DescribeRequest { job: self.job().to_string(), state_hash };
+        let request = DescribeRequest { job: self.job().to_string(), state_hash, brief: true };
         self.call(server, "Describe", None, deadline, |peer| {
             let request = request.clone();
-            async move { peer.admin().describe(request).await }
+            async move {
+                // Hashes of a large job exceed one message.
+                if request.state_hash {
+                    whole(peer.admin(), request).await
+                } else {
+                    peer.admin().describe(request).await
+                }
+            }
         })
         .await
     }

@@ -12,7 +12,10 @@ use longshore_proto::{
     wire::{
         direct::Taps,
         fault_from_status,
-        v1::{admin_client::AdminClient, tensors_client::TensorsClient, training_client::TrainingClient},
+        v1::{
+            DescribeRequest, DescribeResponse, admin_client::AdminClient, tensors_client::TensorsClient,
+            training_client::TrainingClient,
+        },
     },
 };
 use tonic::{
@@ -20,7 +23,7 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use super::{Core, connector::Connector, retry::Backoff};
+use super::{Core, connector::Connector, retry::Backoff, vigil};
 use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost, Unreachable};
 
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
@@ -120,6 +123,19 @@ pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
         .keep_alive_timeout(KEEP_ALIVE))
 }
 
+/// A job's description, however long.
+pub(crate) async fn whole(
+    mut admin: AdminClient<Channel>,
+    request: DescribeRequest,
+) -> Result<Response<DescribeResponse>, Status> {
+    let mut parts = admin.describe_in_parts(request).await?.into_inner();
+    let mut whole = parts.message().await?.unwrap_or_default();
+    while let Some(part) = parts.message().await? {
+        whole.join(part);
+    }
+    Ok(Response::new(whole))
+}
+
 async fn dial<Dialling>(
     address: &str,
     start: Instant,
@@ -129,7 +145,7 @@ async fn dial<Dialling>(
 where
     Dialling: Future<Output = std::result::Result<Channel, tonic::transport::Error>>,
 {
-    let mut backoff = Backoff::new();
+    let (mut backoff, mut said) = (Backoff::new(), false);
     loop {
         let attempt = tokio::time::timeout_at(end.into(), connect()).await;
         let cause = match attempt {
@@ -138,6 +154,14 @@ where
             Err(_) => "no answer".into(),
         };
         tracing::debug!(server = address, cause, "connecting failed, trying again");
+        if start.elapsed() >= vigil::FIRST && !std::mem::replace(&mut said, true) {
+            let left = end.saturating_duration_since(Instant::now()).as_secs_f64();
+            tracing::warn!(
+                server = address,
+                cause,
+                "still waiting for a server, for {left:.0} s more at most"
+            );
+        }
         if !backoff.pause(end).await {
             return Err(Unreachable { server: address.into(), tried: start.elapsed(), cause }.into());
         }
@@ -145,7 +169,7 @@ where
 }
 
 /// tonic's own message is "transport error"; the reason is in its sources.
-fn with_sources(error: &dyn std::error::Error) -> String {
+pub(crate) fn with_sources(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {

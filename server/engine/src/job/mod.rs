@@ -38,6 +38,7 @@ use longshore_proto::{
 pub use compute::Compute;
 pub use contribution::Lent;
 pub use load::{LoadedShard, StoredImages};
+pub use open::kept_buffers;
 pub use read::{ImageBytes, ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, Ended, Snapshot, SnapshotInfo};
@@ -55,7 +56,7 @@ use crate::{
     lock,
     memory::SharedFile,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
-    tier::{Record, Tier},
+    tier::{Record, Spill, Tier},
 };
 
 /// Called after every change that somebody may wait for.
@@ -134,6 +135,16 @@ impl Job {
     /// Reserved in the state directories.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
+    }
+
+    /// What of a job of tier `nvme` lives on the drives alone; None on other tiers.
+    pub fn spill(&self) -> Option<Spill> {
+        let spill = match (&self.spilled, self.spills_images()) {
+            (Some(_), _) => Spill::All,
+            (None, true) => Spill::Images,
+            (None, false) => Spill::State,
+        };
+        (self.spec.tier == TierKind::Nvme).then_some(spill)
     }
 
     /// Written to drives since the job was opened here.

@@ -19,7 +19,7 @@ use crate::{
     admission::{Budget, Need},
     memory::AllocationError,
     step::Machine,
-    tier::{Inputs, MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
+    tier::{Header, Inputs, MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
 };
 
 /// What a tier has kept of the job.
@@ -122,6 +122,14 @@ impl Job {
         }
         Ok(job)
     }
+}
+
+/// Bytes that a folder of tier `shm` must hold beside the state: a decided step is updated from them.
+pub fn kept_buffers(header: &Header) -> Result<u64, Fault> {
+    let layout = header.spec.validate()?;
+    let owned = header.placement.owned(header.server);
+    let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+    Ok(Space::bytes(&header.spec, &lengths) as u64)
 }
 
 fn exhausted(error: AllocationError) -> Fault {

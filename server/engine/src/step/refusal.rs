@@ -72,6 +72,13 @@ impl From<Refusal> for Fault {
                 "joined",
                 "call Training.Join first; a restarted server forgets who had joined",
             ),
+            Refusal::Fenced { rank, incarnation, current } if incarnation == current => Fault::new(
+                Fenced,
+                "incarnation",
+                incarnation.0,
+                format!("above {}, which {rank} has joined as before", current.0),
+                "join with a higher incarnation",
+            ),
             Refusal::Fenced { rank, incarnation, current } => Fault::new(
                 Fenced,
                 "incarnation",

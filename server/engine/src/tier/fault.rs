@@ -5,6 +5,8 @@ use std::{fmt, io, path::Path};
 use longshore_proto::{Fault, FaultKind};
 
 pub(super) const FIELD: &str = "state_dir";
+/// Where tier `shm` keeps its folders.
+pub(super) const SHM_FIELD: &str = "shm_dir";
 const DEVICE: &str = "see the kernel's log for the device; then restart the server, which recovers the last durable \
                       version, or restore a checkpoint elsewhere";
 
@@ -19,20 +21,25 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Faul
                 Fault::new(FaultKind::Exhausted, FIELD, value, "large enough for the job's state", remedy)
             }
             io::ErrorKind::NotFound => {
-                let remedy = "check the state directory's path and that its file system is mounted";
+                let remedy = "check its path and that its file system is mounted";
                 Fault::new(FaultKind::NotFound, FIELD, value, "present", remedy)
             }
             io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-                let remedy = "give the server's user the right to read and write the state directory";
+                let remedy = "give the server's user the right to read and write there";
                 Fault::new(FaultKind::Precondition, FIELD, value, "writable", remedy)
             }
             io::ErrorKind::Unsupported => {
-                let remedy = "choose a state directory on another file system";
+                let remedy = "choose a directory on another file system";
                 Fault::new(FaultKind::Precondition, FIELD, value, "on a file system fit for it", remedy)
             }
             _ => Fault::new(FaultKind::Internal, FIELD, value, "done without an I/O error", DEVICE),
         }
     }
+}
+
+/// The same of a folder that another setting names.
+pub(super) fn named(field: &'static str) -> impl Fn(Fault) -> Fault {
+    move |fault| if fault.field == FIELD { Fault { field: field.into(), ..fault } } else { fault }
 }
 
 /// Bytes differ from what was written.

@@ -12,7 +12,7 @@ use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, ServerId, T
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use super::fault::{FIELD, conflict, corrupt, internal, io};
+use super::fault::{FIELD, conflict, corrupt, internal, io, named};
 
 const HEADER_FILE: &str = "header.json";
 const FOLDER: &str = "server-";
@@ -60,7 +60,12 @@ pub struct Claim {
 }
 
 impl Claim {
-    pub fn take(dir: &Path) -> Result<Claim, Fault> {
+    /// `field`: the setting that names the directory.
+    pub fn take(dir: &Path, field: &'static str) -> Result<Claim, Fault> {
+        Claim::lock(dir).map_err(named(field))
+    }
+
+    fn lock(dir: &Path) -> Result<Claim, Fault> {
         let file = File::open(dir).map_err(io("open", dir))?;
         if !dir.is_dir() {
             return Err(io("open", dir)(ErrorKind::NotADirectory.into()));
@@ -144,15 +149,21 @@ impl Header {
             conflict(format!("{place} (of another placement: {fault})"), "this placement's", remedy)
         })?;
         let settings = |header: &Header| {
-            let Header { server, tier, directories, durable, spilled_images, .. } = *header;
-            (server, tier, directories, durable, spilled_images)
+            let durability = if header.durable { "each-version" } else { "nothing" };
+            let spill = if header.spilled_images { "images or all" } else { "state" };
+            [
+                format!("of server {} of the job", header.server.0),
+                format!("of tier {}", header.tier),
+                format!("one of {} directories", header.directories),
+                format!("made with --durability {durability}"),
+                format!("made with --spill {spill}"),
+            ]
         };
-        let (ours, theirs) = (settings(self), settings(wanted));
-        if ours != theirs {
-            let value = format!("{place} (server, tier, directories, durable, spilled images: {ours:?})");
-            return Err(conflict(value, format!("{theirs:?}"), remedy));
+        let differs = settings(self).into_iter().zip(settings(wanted)).find(|(ours, theirs)| ours != theirs);
+        match differs {
+            Some((ours, theirs)) => Err(conflict(format!("{place} ({ours})"), theirs, remedy)),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -182,6 +193,16 @@ impl Folder {
                 let value = format!("{} (in use by another process)", path.display());
                 Err(conflict(value, "used by one server at a time", "stop the other server first"))
             }
+            Err(error) => Err(io("lock", &path)(error.into())),
+        }
+    }
+
+    /// Takes the folder beside others that read it too. None: a server uses it.
+    pub(super) fn take_to_read(path: PathBuf) -> Result<Option<Folder>, Fault> {
+        let file = File::open(&path).map_err(io("open", &path))?;
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => Ok(Some(Folder { path, _lock: file })),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(error) => Err(io("lock", &path)(error.into())),
         }
     }

@@ -1,19 +1,21 @@
 //! What lies in a state directory, whichever tier made it.
 
+mod shm;
+
 use std::{
     fs,
-    io::ErrorKind,
     path::{Path, PathBuf},
 };
 
 use longshore_proto::{Fault, FaultKind, TierKind};
 
+pub use self::shm::too_short;
 pub use super::nvme::{Report, VersionReport};
 use super::{
     Header,
-    fault::{FIELD, corrupt, io},
+    fault::{FIELD, conflict, corrupt, io},
     folder::Folder,
-    nvme, shm,
+    nvme,
 };
 
 /// The folders of jobs at or below `path`, which is a state directory, a job's folder in it, or one server's folder in that.
@@ -49,56 +51,28 @@ pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
     Ok(found)
 }
 
-/// Reads and verifies one server's folder of a job. Refused while that server uses it.
+/// Reads and verifies one server's folder of a job.
+///
+/// # Errors
+/// `Conflict` while a server uses it: what is written meanwhile cannot be told from damage.
 pub fn inspect(path: &Path) -> Result<Report, Fault> {
-    let folder = Folder::take_existing(path.to_path_buf())?;
+    let Some(folder) = Folder::take_to_read(path.to_path_buf())? else {
+        let value = format!("{} (in use by another process)", path.display());
+        let remedy = "ask the server that uses it with `longshore status`, or stop it first";
+        return Err(conflict(value, "used by no server while it is verified", remedy));
+    };
     let Some(header) = Header::read(path)? else {
         let value = format!("{} (no header.json)", path.display());
         let remedy = "name <state-dir>/<job>/server-<i>-of-<n>";
         return Err(corrupt(value, "a job's folder in a state directory", remedy));
     };
     match header.tier {
-        TierKind::Nvme => nvme::inspect(folder, header),
-        TierKind::Shm => shm_records(folder, header),
+        TierKind::Nvme => nvme::inspect(&folder, header),
+        TierKind::Shm => shm::inspect(&folder, header),
         TierKind::Memory => Err(corrupt(
             format!("{} (tier memory)", path.display()),
             "tier nvme or shm",
             "the header is not one that a server wrote: restore a checkpoint",
         )),
     }
-}
-
-/// A tmpfs needs no checksums of blocks, being memory; the records have their own.
-fn shm_records(folder: Folder, header: Header) -> Result<Report, Fault> {
-    let mut report = Report {
-        folder: folder.path.clone(),
-        header,
-        records: 0,
-        broken_records: Vec::new(),
-        versions: Vec::new(),
-    };
-    let path = folder.path.join("progress");
-    let file = match fs::File::open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(report),
-        Err(error) => return Err(io("open", &path)(error)),
-    };
-    for found in shm::records_of(&file, &path)? {
-        match found {
-            Ok(record) => {
-                report.records += 1;
-                report.versions.push(VersionReport {
-                    version: record.version,
-                    applied: record.applied,
-                    epoch: 0,
-                    state_slot: 0,
-                    blocks: 0,
-                    damaged: Vec::new(),
-                });
-            }
-            Err(why) => report.broken_records.push(format!("{} ({why})", path.display())),
-        }
-    }
-    report.versions.sort_by_key(|version| version.version);
-    Ok(report)
 }

@@ -77,6 +77,17 @@ pub enum Spill {
     All,
 }
 
+impl Spill {
+    /// As operators write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Spill::State => "state",
+            Spill::Images => "images",
+            Spill::All => "all",
+        }
+    }
+}
+
 impl Storage {
     /// Whether this job's images live on the drives alone.
     pub(crate) fn spills_images(&self, spec: &JobSpec) -> bool {

@@ -22,7 +22,7 @@ use longshore_proto::{
 
 use super::{
     Guard, ImageAge, Inputs, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
-    fault::{FIELD, internal, io},
+    fault::{FIELD, SHM_FIELD, internal, io, named},
     folder::{Folder, Header},
     record::{Found, RECORD_BYTES, RecordJson, decode, encode},
 };
@@ -34,15 +34,15 @@ use crate::{
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// Blocks that may be in the middle of their update: one a thread. More threads take turns.
-const UNDO_SLOTS: usize = 32;
+pub(super) const UNDO_SLOTS: usize = 32;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 /// Words of a shard: the version begun, the version done, the oldest version an image of it was made or loaded of, and
 /// by parity the step whose contributions are all summed.
-const SHARD_WORDS: usize = 5;
+pub(super) const SHARD_WORDS: usize = 5;
 /// Where those steps start.
 const SUMMED: usize = 3;
 /// Words of an undo slot: 1 + the block (0: unused), and the version that its update makes.
-const UNDO_WORDS: usize = 2;
+pub(super) const UNDO_WORDS: usize = 2;
 
 /// The job's arrays, and the order in which they are changed.
 ///
@@ -100,12 +100,13 @@ pub struct KeptShard {
 }
 
 /// Sizes of the files, and of what `progress` consists of.
-struct Sizes {
-    state: usize,
-    buffers: usize,
-    progress: Vec<usize>,
+pub(super) struct Sizes {
+    pub(super) state: usize,
+    pub(super) buffers: usize,
+    pub(super) progress: Vec<usize>,
     lengths: Vec<usize>,
-    blocks: Vec<usize>,
+    /// Index of each shard's first block; one more at the end.
+    pub(super) blocks: Vec<usize>,
 }
 
 /// Guards the update of one shard.
@@ -121,7 +122,7 @@ pub fn overhead(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> u64 {
 }
 
 impl Sizes {
-    fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], buffers: usize) -> Sizes {
+    pub(super) fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], buffers: usize) -> Sizes {
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let mut blocks = vec![0];
         for length in &lengths {
@@ -144,11 +145,19 @@ impl ShmTier {
         buffers: usize,
         pool: &Pool,
     ) -> Result<(ShmTier, Slab, Option<Kept>), Fault> {
+        ShmTier::open_in_folder(inputs, buffers, pool).map_err(named(SHM_FIELD))
+    }
+
+    fn open_in_folder(
+        inputs: &Inputs<'_>,
+        buffers: usize,
+        pool: &Pool,
+    ) -> Result<(ShmTier, Slab, Option<Kept>), Fault> {
         let Some(dir) = &inputs.storage.shm_dir else {
             let remedy = "start the server with --shm-dir, or open the job with the memory tier";
             return Err(Fault::new(
                 FaultKind::Precondition,
-                "shm_dir",
+                SHM_FIELD,
                 "not set",
                 "set for tier shm",
                 remedy,

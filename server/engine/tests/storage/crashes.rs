@@ -136,6 +136,6 @@ fn a_server_ahead_of_its_peers_steps_back() {
         drop(cluster);
         let storage = Storage { at_most: Some(longshore_proto::Version(1)), ..storage };
         let fault = open(&spec, &storage).err().unwrap();
-        assert_eq!(fault.field, "at_most", "{fault}");
+        assert_eq!(fault.field, "version", "{fault}");
     }
 }

@@ -215,6 +215,6 @@ fn a_store_is_not_opened_with_images_elsewhere() {
     drop(started(&spec, &dirs.storage));
     let fault = open(&spec, &Storage { spill: Spill::Images, ..dirs.storage.clone() }).err().unwrap();
     assert_eq!(fault.kind, FaultKind::Conflict);
-    assert!(fault.to_string().contains("spilled images"), "{fault}");
+    assert!(fault.to_string().contains("made with --spill images or all"), "{fault}");
     assert!(open(&spec, &dirs.storage).is_ok());
 }

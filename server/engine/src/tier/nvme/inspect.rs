@@ -33,6 +33,10 @@ pub struct Report {
     pub broken_records: Vec<String>,
     /// Oldest first.
     pub versions: Vec<VersionReport>,
+    /// What else a server would refuse.
+    pub damage: Vec<String>,
+    /// Of tier `shm`: bytes of the file that holds the job's buffers; None where there is none.
+    pub buffers: Option<u64>,
 }
 
 /// One version that a record tells of.
@@ -49,14 +53,27 @@ pub struct VersionReport {
 }
 
 impl Report {
+    /// Whether a server goes on from here as it is.
+    pub fn is_whole(&self) -> bool {
+        let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
+        // Without any record nothing was loaded yet, unless there were some.
+        newest && self.damage.is_empty() && (!self.versions.is_empty() || self.is_blank())
+    }
+
+    /// Whether nothing was ever loaded.
+    pub fn is_blank(&self) -> bool {
+        self.versions.is_empty() && self.broken_records.is_empty()
+    }
+
     /// The newest version of which all is whole.
     pub fn recoverable(&self) -> Option<Version> {
-        self.versions.iter().rev().find(|version| version.damaged.is_empty()).map(|version| version.version)
+        let whole = self.versions.iter().rev().find(|version| version.damaged.is_empty());
+        whole.filter(|_| self.damage.is_empty()).map(|version| version.version)
     }
 }
 
 /// Reads and verifies a job's folder of an `nvme` store.
-pub(in crate::tier) fn inspect(folder: Folder, header: Header) -> Result<Report, Fault> {
+pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
     let owned = header.placement.owned(header.server);
@@ -81,6 +98,8 @@ fn inspect_disk(path: &Path, header: &Header, plan: &Plan, disk: &dyn Disk) -> R
         records: records.copies,
         broken_records: records.broken,
         versions,
+        damage: Vec::new(),
+        buffers: None,
     })
 }
 

@@ -79,7 +79,7 @@ impl Records {
         if let (Some(oldest), Some(most)) = (self.valid.keys().next(), at_most) {
             let limit = format!("at least {}, the oldest version kept here", oldest.0);
             let remedy = "restore a checkpoint: the servers have no version in common";
-            return Err(Fault::new(FaultKind::NotFound, "at_most", most.0, limit, remedy));
+            return Err(Fault::new(FaultKind::NotFound, "version", most.0, limit, remedy));
         }
         match self.broken.first() {
             None => Ok(None),

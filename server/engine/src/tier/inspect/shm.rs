@@ -1,0 +1,137 @@
+//! Whether a server would go on from a folder of a tmpfs: its files, records and words, as recovery takes them.
+//!
+//! A tmpfs needs no checksums of blocks, being memory; the records have their own.
+
+use std::{
+    fs::{self, File},
+    io::ErrorKind,
+    os::unix::fs::FileExt,
+    path::Path,
+};
+
+use longshore_proto::{Fault, Version};
+
+use super::super::{
+    Header,
+    fault::io,
+    folder::Folder,
+    nvme::{Report, VersionReport},
+    record::RECORD_BYTES,
+    shm::{SHARD_WORDS, Sizes, UNDO_SLOTS, UNDO_WORDS, records_of},
+};
+use crate::memory::Slab;
+
+const WORD: usize = size_of::<u64>();
+
+pub(super) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
+    let layout = header.spec.validate()?;
+    header.placement.validate(layout.shards())?;
+    let owned = header.placement.owned(header.server);
+    let sizes = Sizes::new(&header.spec, &layout, &owned, 0);
+    let progress = Slab::bytes_for(sizes.progress.iter().copied());
+    let mut report = Report {
+        folder: folder.path.clone(),
+        header,
+        records: 0,
+        broken_records: Vec::new(),
+        versions: Vec::new(),
+        damage: Vec::new(),
+        buffers: length(&folder.path.join("buffers"))?,
+    };
+    for (name, needed) in [("state", sizes.state), ("progress", progress)] {
+        let found = length(&folder.path.join(name))?;
+        report.damage.extend(too_short(&folder.path.join(name), found, needed as u64));
+    }
+    if length(&folder.path.join("progress"))?.is_none_or(|found| found < progress as u64) {
+        return Ok(report);
+    }
+    let path = folder.path.join("progress");
+    let file = File::open(&path).map_err(io("open", &path))?;
+    take_records(&mut report, &file, &path)?;
+    if !report.versions.is_empty() {
+        let words = read_words(&file, &path, &sizes)?;
+        report.damage.extend(
+            check_words(&words, &sizes, &report.versions).map(|why| format!("{} ({why})", path.display())),
+        );
+    }
+    Ok(report)
+}
+
+/// Bytes of a file; None where it is not there.
+fn length(path: &Path) -> Result<Option<u64>, Fault> {
+    match fs::metadata(path) {
+        Ok(found) => Ok(Some(found.len())),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(io("look at", path)(error)),
+    }
+}
+
+/// What is wrong with a file that should have at least so many bytes.
+pub fn too_short(path: &Path, found: Option<u64>, needed: u64) -> Option<String> {
+    match found {
+        None => Some(format!("{} (not there, of {needed} bytes)", path.display())),
+        Some(found) if found < needed => Some(format!("{} ({found} of {needed} bytes)", path.display())),
+        Some(_) => None,
+    }
+}
+
+fn take_records(report: &mut Report, file: &File, path: &Path) -> Result<(), Fault> {
+    for found in records_of(file, path)? {
+        match found {
+            Ok(record) => {
+                report.records += 1;
+                report.versions.push(VersionReport {
+                    version: record.version,
+                    applied: record.applied,
+                    epoch: 0,
+                    state_slot: 0,
+                    blocks: 0,
+                    damaged: Vec::new(),
+                });
+            }
+            Err(why) => report.broken_records.push(format!("{} ({why})", path.display())),
+        }
+    }
+    report.versions.sort_by_key(|version| version.version);
+    Ok(())
+}
+
+/// They follow the two records.
+fn read_words(file: &File, path: &Path, sizes: &Sizes) -> Result<Vec<u64>, Fault> {
+    let mut bytes = vec![0; sizes.progress[1]];
+    let start = Slab::bytes_for([2 * RECORD_BYTES]) as u64;
+    file.read_exact_at(&mut bytes, start).map_err(io("read", path))?;
+    Ok(bytes.as_chunks::<WORD>().0.iter().map(|&word| u64::from_ne_bytes(word)).collect())
+}
+
+/// The first word that no order of stores leaves behind.
+fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Option<String> {
+    let shards = sizes.blocks.len() - 1;
+    let blocks = sizes.blocks[shards];
+    let (of_shards, rest) = words.split_at(shards * SHARD_WORDS);
+    let (of_blocks, rest) = rest.split_at(blocks);
+    let newest = versions.last().map_or(0, |version| version.version.0);
+    let known = |version: u64| versions.iter().any(|known| known.version == Version(version));
+    for (owned, shard) in of_shards.chunks_exact(SHARD_WORDS).enumerate() {
+        let (begun, done) = (shard[0], shard[1]);
+        if begun < done || begun > done + 1 || begun > newest {
+            return Some(format!(
+                "shard {owned} of it is at version {done} and began {begun}, of {newest} decided"
+            ));
+        }
+        // What it lacks is updated from the records.
+        if let Some(missing) = (done + 1..=newest).take(versions.len() + 1).find(|&version| !known(version)) {
+            return Some(format!(
+                "shard {owned} of it is at version {done}, and the record of {missing} is gone"
+            ));
+        }
+        let range = sizes.blocks[owned]..sizes.blocks[owned + 1];
+        if let Some(block) = range.clone().find(|&block| of_blocks[block] > begun) {
+            let version = of_blocks[block];
+            return Some(format!("block {block} of it is at version {version}, before its shard began it"));
+        }
+    }
+    let slots = rest.chunks_exact(UNDO_WORDS).take(UNDO_SLOTS).enumerate();
+    let held = slots.map(|(slot, words)| (slot, words[0])).find(|(_, held)| *held > blocks as u64);
+    held.map(|(slot, held)| format!("the copy in slot {slot} is of block {}, of {blocks}", held - 1))
+}

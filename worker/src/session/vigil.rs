@@ -1,0 +1,89 @@
+//! Says whom a rank waits for, while it waits: nobody should have to guess for a whole deadline.
+
+use std::{
+    future::Future,
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use futures_util::future::join_all;
+use longshore_proto::wire::v1::DescribeResponse;
+
+use super::Core;
+use crate::error::{Error, Result};
+
+/// A healthy step is done before.
+pub(super) const FIRST: Duration = Duration::from_secs(5);
+/// From then on.
+const AGAIN: Duration = Duration::from_secs(30);
+/// Longest time to ask a server whom it waits for: one that is stopped is told of, too.
+const ASKING: Duration = Duration::from_secs(2);
+
+/// When it was last said: several threads may wait for the same.
+#[derive(Default)]
+pub(super) struct Vigil {
+    said: Mutex<Option<Instant>>,
+}
+
+impl Vigil {
+    /// Whether nothing was said for a while; from now on something was.
+    fn turn(&self) -> bool {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = said.is_none_or(|said| said.elapsed() >= FIRST);
+        if turn {
+            *said = Some(Instant::now());
+        }
+        turn
+    }
+}
+
+impl Core {
+    /// Awaits `future`, and says meanwhile whom the job waits for. `what`: what the future brings.
+    pub(crate) async fn watched<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
+        let start = Instant::now();
+        let vigil = async {
+            tokio::time::sleep(FIRST).await;
+            loop {
+                self.say_who_is_waited_for(what, start).await;
+                tokio::time::sleep(AGAIN).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            value = future => value,
+            () = vigil => unreachable!("a vigil has no end"),
+        }
+    }
+
+    async fn say_who_is_waited_for(&self, what: &str, start: Instant) {
+        // A pause is said when it begins.
+        if self.pause.borrow().now.is_some() || !self.vigil.turn() {
+            return;
+        }
+        let answers =
+            join_all((0..self.peers.len()).map(|server| self.describe(server, false, ASKING))).await;
+        let reasons = answers.into_iter().enumerate();
+        let reasons = reasons.filter_map(|(server, answer)| Some((server, waits(answer)?)));
+        let said: Vec<String> = reasons
+            .map(|(server, reason)| format!("server {} {reason}", self.peers[server].address))
+            .collect();
+        let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
+        tracing::warn!(
+            job = %self.job(),
+            rank = self.options.rank.0,
+            "still waiting for {what}, for {:.0} s of at most {:.0} s: {reason}",
+            start.elapsed().as_secs_f64(),
+            self.options.deadline.as_secs_f64()
+        );
+    }
+}
+
+/// Why a server does not go on; None when it misses nothing.
+fn waits(answer: Result<DescribeResponse>) -> Option<String> {
+    match answer {
+        Ok(answer) if answer.waiting_for.is_empty() => None,
+        Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
+        Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
+        Err(error) => Some(format!("cannot go on ({error})")),
+    }
+}
