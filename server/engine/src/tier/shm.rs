@@ -21,7 +21,7 @@ use longshore_proto::{
 };
 
 use super::{
-    Guard, ImageAge, Inputs, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
+    Guard, ImageAge, Inputs, Joined, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
     fault::{FIELD, internal, io},
     folder::{Folder, Header},
     record::{Found, RECORD_BYTES, RecordJson, decode, encode},
@@ -56,7 +56,8 @@ const UNDO_WORDS: usize = 2;
 /// progress     record of version parity 0, of parity 1 (tier/record.rs), 4 MiB each;
 ///              words of 8 bytes: 5 for each shard, 1 for each block (its version), 2 for each undo slot,
 ///              1 for each rank (its incarnation);
-///              undo slots: one block's state each
+///              undo slots: one block's state each;
+///              1 word for each rank (twice the version at which that incarnation joined; 1 more while it has only fenced)
 /// ```
 ///
 /// **Deciding** a step writes its record over that of two versions before, and only then is anyone told. **Updating** a
@@ -69,6 +70,7 @@ const UNDO_WORDS: usize = 2;
 pub struct ShmTier {
     memory: MemoryTier,
     words: Words,
+    joined_at: Words,
     records: Mutex<Region>,
     /// Copies that no thread uses, with their slot.
     undo: Mutex<Vec<(usize, Region)>>,
@@ -86,8 +88,6 @@ pub struct Kept {
     /// The last decided steps, oldest first: two where there were two.
     pub records: Vec<Record>,
     pub shards: Vec<KeptShard>,
-    /// Of the ranks that had joined.
-    pub incarnations: Vec<Option<Incarnation>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,6 +132,7 @@ impl Sizes {
         let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS + ranks;
         let mut progress = vec![2 * RECORD_BYTES, words * 8];
         progress.extend(vec![shape.bytes(BLOCK); UNDO_SLOTS]);
+        progress.push(ranks * 8);
         Sizes { state: MemoryTier::bytes(&lengths, shape), buffers, progress, lengths, blocks }
     }
 }
@@ -207,19 +208,26 @@ impl ShmTier {
         pool: &Pool,
         create: bool,
     ) -> Result<(ShmTier, Slab), Fault> {
-        let file = |name: &str, bytes: usize| map_file(&folder.path.join(name), bytes, create);
-        let state = file("state", sizes.state)?;
-        let buffers = file("buffers", sizes.buffers)?;
-        let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()))?;
+        let file = |name: &str, bytes: usize, least: usize| {
+            map_file(&folder.path.join(name), bytes, if create { 0 } else { least })
+        };
+        let state = file("state", sizes.state, sizes.state)?;
+        let buffers = file("buffers", sizes.buffers, sizes.buffers)?;
+        // Earlier versions of this program did not keep when ranks had joined: it reads as version 0.
+        let (_, before) = sizes.progress.split_last().expect("there are always records");
+        let least = Slab::bytes_for(before.iter().copied());
+        let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()), least)?;
         let mut regions = progress.carve_here(&sizes.progress).into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), Words::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
+        let joined_at = Words::new(next());
         let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(spec), pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {
             memory,
             words,
+            joined_at,
             records,
             undo: Mutex::new(undo),
             undo_freed: Condvar::new(),
@@ -282,12 +290,7 @@ impl ShmTier {
             let summed = [Step(even), Step(odd)];
             KeptShard { version: Version(done), older_image: begun == done && done > oldest, summed }
         };
-        let incarnation = |word: &AtomicU64| match word.load(Ordering::Acquire) {
-            0 => None,
-            incarnation => Some(Incarnation(incarnation)),
-        };
-        let incarnations = self.ranks().iter().map(incarnation).collect();
-        Ok(Some(Kept { shards: (0..self.shards()).map(shard).collect(), records, incarnations }))
+        Ok(Some(Kept { shards: (0..self.shards()).map(shard).collect(), records }))
     }
 
     fn undo_blocks(&self) -> Result<(), Fault> {
@@ -408,10 +411,24 @@ impl Tier for ShmTier {
         self.write_record(record)
     }
 
-    fn joined(&self, rank: Rank, incarnation: Incarnation, over: bool) {
+    fn joined(&self, rank: Rank, joined: Joined, over: bool) {
         let summed = (0..self.shards()).flat_map(|owned| &self.shard(owned)[SUMMED..]);
         summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
-        self.ranks()[rank.index()].store(incarnation.0, Ordering::SeqCst);
+        // A version with the incarnation before is too new, of a process that is being replaced.
+        let at = 2 * joined.at.0 + u64::from(joined.fence_only);
+        self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);
+        std::sync::atomic::fence(Ordering::SeqCst);
+        self.ranks()[rank.index()].store(joined.incarnation.0, Ordering::SeqCst);
+    }
+
+    fn who_joined(&self) -> Vec<Option<Joined>> {
+        let ranks = self.ranks().iter().zip(self.joined_at.get());
+        let joined = |(incarnation, at): (&AtomicU64, &AtomicU64)| {
+            let [incarnation, at] = [incarnation, at].map(|word| word.load(Ordering::Acquire));
+            let (incarnation, at, fence_only) = (Incarnation(incarnation), Version(at / 2), at % 2 == 1);
+            (incarnation.0 > 0).then_some(Joined { incarnation, at, fence_only })
+        };
+        ranks.map(joined).collect()
     }
 
     fn complete(&self, owned: usize, step: Step) {
@@ -445,16 +462,18 @@ fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     Err(Fault::new(FaultKind::Precondition, FIELD, dir.display(), "on a tmpfs for tier shm", remedy))
 }
 
-fn map_file(path: &Path, bytes: usize, create: bool) -> Result<Slab, Fault> {
+/// `least`: what it must have already; 0: it is made.
+fn map_file(path: &Path, bytes: usize, least: usize) -> Result<Slab, Fault> {
+    let create = least == 0;
     let opened: Result<File, _> =
         OpenOptions::new().read(true).write(true).create_new(create).mode(0o600).open(path);
     let file = opened.map_err(io("open", path))?;
     let length = file.metadata().map_err(io("look at", path))?.len();
-    if !create && length < bytes as u64 {
+    if length < least as u64 {
         let value = format!("{} ({length} bytes)", path.display());
         return Err(super::fault::corrupt(
             value,
-            format!("{bytes} bytes"),
+            format!("{least} bytes"),
             "remove the folder and restore a checkpoint",
         ));
     }

@@ -17,6 +17,7 @@ use super::{
     images::Readers,
     plan::Plan,
     pool::Pool,
+    ranks::{self, Ranks},
     recover::{Records, read_table, remedy},
     seal::{Roots, Sealer, Sealing, StoredRecord},
 };
@@ -26,6 +27,7 @@ use crate::{
 };
 
 const DATA_FILE: &str = "data";
+const RANKS_FILE: &str = "ranks";
 
 /// The store's memory.
 struct Memory {
@@ -62,6 +64,11 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
         disk: plan.disk_bytes(),
         written: written as u64,
     };
+    if storage.durability == Durability::EachVersion {
+        let (memory, disk) = ranks::need(spec.world_size);
+        need.buffers += memory;
+        need.disk += disk;
+    }
     if storage.spills_gradients(spec) {
         let (disk, written) = gradients::need(spec, layout, owned, storage.dirs.len());
         need.disk += disk;
@@ -140,7 +147,9 @@ impl NvmeTier {
         };
         let store = kept.as_ref().map_or_else(Header::unique_store, |header| header.store);
         let fresh = kept.is_none();
-        let tier = NvmeTier::assemble(inputs, folders, plan, disks, memory, store, notify)?;
+        let ranks = open_ranks(inputs, &folders, store, fresh)
+            .inspect_err(|_| _ = fresh.then(|| remove(&folders)))?;
+        let tier = NvmeTier::assemble(inputs, folders, plan, disks, memory, store, ranks, notify)?;
         if fresh {
             for (directory, folder) in tier.folders.iter().enumerate() {
                 folder
@@ -160,6 +169,7 @@ impl NvmeTier {
         disks: Vec<Arc<dyn Disk>>,
         memory: Memory,
         store: u64,
+        ranks: Option<Ranks>,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<NvmeTier, Fault> {
         let Memory { buffers, resident, meta } = memory;
@@ -172,7 +182,7 @@ impl NvmeTier {
         let sealing = Sealing::start(Arc::clone(&sealer)).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
-        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), readers, folders })
+        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), readers, ranks, folders })
     }
 
     /// The record to go on from, with its tables in place. None: created, and never loaded to the end.
@@ -305,6 +315,23 @@ fn create_disks(
         opener.create(&path, file.bytes(), mapping.as_ref()).map_err(io("reserve space", &path))
     };
     folders.iter().zip(&plan.files).map(create).collect()
+}
+
+/// None where nothing outlives the process.
+fn open_ranks(
+    inputs: &Inputs<'_>,
+    folders: &[Folder],
+    store: u64,
+    fresh: bool,
+) -> Result<Option<Ranks>, Fault> {
+    if inputs.storage.durability == Durability::Nothing {
+        return Ok(None);
+    }
+    let Some(folder) = folders.first() else { return Ok(None) };
+    let (opener, path) = (opener(inputs.storage), folder.path.join(RANKS_FILE));
+    let open = if fresh { ranks::create } else { ranks::find };
+    let disk = open(&*opener, &path, inputs.spec.world_size)?;
+    Ranks::read(disk, store, inputs.spec.world_size).map(Some)
 }
 
 /// After a failed creation nothing stays behind.

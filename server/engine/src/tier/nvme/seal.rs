@@ -223,7 +223,7 @@ impl Sealer {
 }
 
 /// Runs `work` with the buffer. A buffer that did not come back is a disk whose thread is gone.
-fn with_buffer(
+pub(super) fn with_buffer(
     meta: &Mutex<Option<Region>>,
     work: impl FnOnce(Region) -> (Option<Region>, std::io::Result<()>),
 ) -> std::io::Result<()> {
