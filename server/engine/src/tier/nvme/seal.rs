@@ -92,10 +92,14 @@ impl Drop for Sealing {
 
 impl Sealer {
     /// Makes a version durable whose shards are written or being written. An error fails the store. The `first` one
-    /// may bring an older image; later the older one's table is there already and a durable version's: left alone.
+    /// may bring an older image; later the older one's table is there already and a durable version's: left alone. So are
+    /// all of them in a step that was skipped, whose version lies where the one before does.
     pub(super) fn seal(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
+        let skipped = !first && record.commit.as_ref().is_some_and(|commit| commit.skip);
         let sealed = self.pool.wait_for_writes().and_then(|()| {
-            self.each_file(|file| self.write_tables(file, slots, first))?;
+            if !skipped {
+                self.each_file(|file| self.write_tables(file, slots, first))?;
+            }
             self.publish(record, slots, false)
         });
         sealed.map_err(|fault| {
