@@ -109,6 +109,8 @@ impl JobHandle {
             if let Some(value) = check()? {
                 return Ok(value);
             }
+            // Where the store has failed nothing comes any more.
+            self.job.check_alive()?;
             match timeout_at(deadline, changed.changed()).await {
                 Ok(Ok(())) => {}
                 // The observer lives as long as the job, so only the deadline ends the wait.

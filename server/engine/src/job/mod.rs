@@ -371,7 +371,8 @@ impl Job {
         })
     }
 
-    fn check_alive(&self) -> Result<(), Fault> {
+    /// The failure after which nothing is accepted and nothing moves.
+    pub fn check_alive(&self) -> Result<(), Fault> {
         match self.failed.get().cloned().or_else(|| self.tier.failure()) {
             Some(fault) => Err(fault),
             None => Ok(()),
