@@ -57,7 +57,7 @@ enum Command {
     /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
     StepBack(admin::StepBackArgs),
     /// Forget a job and free its memory; its checkpoints stay
-    Delete(admin::JobArgs),
+    Delete(admin::DeleteArgs),
     /// Finish the step in hand on each server and stop it
     Drain(admin::ServersArgs),
     /// Show what a state directory holds, and verify all of it; no server may be using it

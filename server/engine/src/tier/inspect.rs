@@ -12,7 +12,7 @@ pub use super::nvme::{Report, VersionReport};
 use super::{
     Header,
     fault::{FIELD, corrupt, io},
-    folder::Folder,
+    folder::{Folder, name_of},
     nvme, shm,
 };
 
@@ -33,7 +33,8 @@ pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
             }
             for entry in fs::read_dir(&folder).map_err(io("list", &folder))? {
                 let entry = entry.map_err(io("list", &folder))?.path();
-                if entry.is_dir() {
+                // One that is being made or removed holds nothing.
+                if entry.is_dir() && !name_of(&entry).starts_with('~') {
                     next.push(entry);
                 }
             }

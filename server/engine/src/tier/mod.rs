@@ -6,8 +6,10 @@ pub mod inspect;
 mod memory;
 pub mod nvme;
 mod record;
+mod removal;
 pub mod shm;
 mod state;
+mod watch;
 
 use std::{ops::Range, path::PathBuf, sync::Arc};
 
@@ -17,6 +19,7 @@ use longshore_proto::{
 
 pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
+pub use removal::{delete_stored, finish_interrupted};
 pub use state::{Shape, StateMut, StateRef};
 
 use crate::io::{Engine, OpenDisk};

@@ -23,8 +23,10 @@ use longshore_proto::{
 use super::{
     Guard, ImageAge, Inputs, Joined, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
     fault::{FIELD, internal, io},
-    folder::{Folder, Header},
+    folder::{Folder, HEADER_FILE, Header},
     record::{Found, RECORD_BYTES, RecordJson, decode, encode},
+    removal::{finish_job, remove_all},
+    watch::Watch,
 };
 use crate::{
     lock,
@@ -80,6 +82,8 @@ pub struct ShmTier {
     /// Index of each shard's first block; one more at the end.
     blocks: Vec<usize>,
     older_loaded: AtomicBool,
+    /// The job's files.
+    watch: Watch,
     folder: Folder,
 }
 
@@ -157,7 +161,9 @@ impl ShmTier {
         };
         check_tmpfs(dir)?;
         let servers = inputs.placement.servers.len();
-        let folder = Folder::take(Folder::path(dir, &inputs.spec.name, inputs.server, servers))?;
+        finish_job(std::slice::from_ref(dir), &inputs.spec.name);
+        let home = Folder::path(dir, &inputs.spec.name, inputs.server, servers);
+        let folder = Folder::take(home.clone())?;
         let header = Header {
             store: Header::unique_store(),
             tier: TierKind::Shm,
@@ -170,15 +176,18 @@ impl ShmTier {
             spec: inputs.spec.clone(),
         };
         let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);
-        if let Some(found) = Header::read(&folder.path)? {
+        if !folder.is_new()
+            && let Some(found) = Header::read(&folder.path)?
+        {
             found.check_same(&header, &folder.path)?;
             let (mut tier, buffers) = ShmTier::map(folder, inputs.spec, &sizes, pool, false)?;
             if let Some(kept) = tier.recover()? {
                 return Ok((tier, buffers, Some(kept)));
             }
             // Never loaded to the end: nothing to go on from.
-            drop(buffers);
-            return ShmTier::create(tier.folder, &sizes, &header, pool);
+            drop((tier, buffers));
+            remove_all(std::slice::from_ref(&home))?;
+            return ShmTier::create(Folder::take(home)?, &sizes, &header, pool);
         }
         ShmTier::create(folder, &sizes, &header, pool)
     }
@@ -191,8 +200,10 @@ impl ShmTier {
     ) -> Result<(ShmTier, Slab, Option<Kept>), Fault> {
         folder.clear()?;
         let path = folder.path.clone();
-        let made = ShmTier::map(folder, &header.spec, sizes, pool, true).and_then(|(tier, buffers)| {
+        let made = ShmTier::map(folder, &header.spec, sizes, pool, true).and_then(|(mut tier, buffers)| {
             tier.folder.publish(header)?;
+            tier.folder.settle()?;
+            tier.watch = watch(&tier.folder);
             Ok((tier, buffers, None))
         });
         made.inspect_err(|_| {
@@ -234,6 +245,7 @@ impl ShmTier {
             undo_held: (0..UNDO_SLOTS).map(|_| Mutex::new(None)).collect(),
             blocks: sizes.blocks.clone(),
             older_loaded: AtomicBool::new(false),
+            watch: watch(&folder),
             folder,
         };
         Ok((tier, buffers))
@@ -438,6 +450,7 @@ impl Tier for ShmTier {
     }
 
     fn decide(&self, record: &Record) -> Result<(), Fault> {
+        self.watch.check()?;
         self.write_record(record)
     }
 
@@ -448,8 +461,12 @@ impl Tier for ShmTier {
     }
 
     fn discard(&self) -> Result<(), Fault> {
-        self.folder.remove()
+        remove_all(std::slice::from_ref(&self.folder.path))
     }
+}
+
+fn watch(folder: &Folder) -> Watch {
+    Watch::over(std::iter::once(&*folder.path), &[HEADER_FILE, "state", "buffers", "progress"])
 }
 
 /// Elsewhere each step would write the whole state to a disk, in no order that survives a power failure.

@@ -50,16 +50,10 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
         let mut newer = 0;
         for count in recorded.durable[0]..=recorded.events.len() {
             let promised = recorded.durable.iter().filter(|&&events| events <= count).count() as u64 - 1;
-            for (seed, failure) in [
-                Failure::Lost,
-                Failure::Some,
-                Failure::Torn,
-                Failure::Garbled,
-                Failure::Garbled,
-                Failure::Kept,
-            ]
-            .into_iter()
-            .enumerate()
+            for (seed, failure) in
+                [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept]
+                    .into_iter()
+                    .enumerate()
             {
                 let image =
                     crash(&Image::new(), &recorded.events, count, failure, count as u64 * 10 + seed as u64);

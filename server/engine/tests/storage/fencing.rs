@@ -48,13 +48,22 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         run_steps(&mut cluster, 4..=4);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2)), Ok(true));
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);
+        // A third one that has only fenced ends what the second may do for good, and still has to join.
+        cluster.jobs[0].fence(Rank(0), Incarnation(3)).unwrap();
+        cluster.jobs[0].keep_joined().unwrap();
+        drop(cluster);
+        let cluster = open(&spec, &dirs.storage).unwrap();
+        assert_eq!(joined(&cluster), (3, 4), "{tier:?}");
+        is_fenced(&cluster, 2);
+        assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(3)), Ok(true));
+        cluster.jobs[0].keep_joined().unwrap();
         if tier == TierKind::Shm {
             continue;
         }
         drop(cluster);
         let back = Storage { at_most: Some(Version(3)), ..dirs.storage.clone() };
         let cluster = open(&spec, &back).unwrap();
-        assert_eq!((check(&cluster, &references(&spec, 3)), joined(&cluster)), (3, (2, 2)));
+        assert_eq!((check(&cluster, &references(&spec, 3)), joined(&cluster)), (3, (3, 4)));
         is_fenced(&cluster, 1);
     }
 }

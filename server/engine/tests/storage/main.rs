@@ -9,6 +9,7 @@ mod damage;
 mod disk;
 mod faults;
 mod fencing;
+mod removal;
 mod spilled;
 
 use std::{path::PathBuf, sync::Arc};

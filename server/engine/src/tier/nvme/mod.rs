@@ -60,6 +60,7 @@ use super::{
     fault::{corrupt, internal},
     folder::Folder,
     record::crc64,
+    removal::remove_all,
 };
 use crate::lock;
 
@@ -335,7 +336,7 @@ impl Tier for NvmeTier {
         self.pool.quiesce();
         let gone = corrupt("the job's folders (removed)", "there", "open the job again");
         self.pool.fail(gone);
-        self.folders.iter().try_for_each(Folder::remove)
+        remove_all(&self.folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
     }
 }
 

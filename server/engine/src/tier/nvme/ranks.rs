@@ -91,15 +91,22 @@ pub(super) fn find(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Resul
 }
 
 impl Ranks {
-    /// Reads what is kept.
-    pub(super) fn read(disk: Arc<dyn Disk>, store: u64, world_size: u32) -> Result<Ranks, Fault> {
+    /// Reads what is kept, unless the store is `fresh`.
+    pub(super) fn open(
+        disk: Arc<dyn Disk>,
+        store: u64,
+        world_size: u32,
+        fresh: bool,
+    ) -> Result<Ranks, Fault> {
         let area = area(world_size);
         let exhausted = |error: AllocationError| internal(error, "allocated");
         let buffer = Slab::allocate(Slab::bytes_for([area])).map_err(exhausted)?.carve_here(&[area]).pop();
         let ranks = vec![None; world_size as usize];
         let table = Mutex::new(Table { ranks, changes: 0, kept: 0, generation: 0 });
         let found = Ranks { disk, store, area, buffer: Mutex::new(buffer), table, writing: Mutex::new(()) };
-        found.take_newest()?;
+        if !fresh {
+            found.take_newest()?;
+        }
         Ok(found)
     }
 

@@ -13,6 +13,7 @@ use super::{
         Record,
         fault::{internal, io},
         record::{RecordJson, SECTOR, crc64, encode},
+        watch::Watch,
     },
     plan::{FilePlan, RECORD_COPIES},
     pool::Pool,
@@ -51,6 +52,8 @@ pub(super) struct Sealer {
     pub(super) epoch: Mutex<u64>,
     /// By file: a buffer for one table or record.
     pub(super) meta: Vec<Mutex<Option<Region>>>,
+    /// The store's files.
+    pub(super) watch: Watch,
 }
 
 /// The thread that seals.
@@ -123,6 +126,7 @@ impl Sealer {
         let parity = (record.version.0 % 2) as usize;
         let copies = if again { 1 } else { RECORD_COPIES };
         self.each_file(|file| self.write_records(file, parity, &frame, copies))?;
+        self.watch.check()?;
         self.pool.lock().durable = Some(record.version);
         self.pool.tell();
         Ok(())
