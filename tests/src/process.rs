@@ -77,8 +77,21 @@ impl Process {
 
     /// SIGTERM.
     pub fn terminate(&self) {
+        self.signal(Signal::TERM);
+    }
+
+    /// Stopped as by SIGSTOP until it may go on.
+    pub fn stop(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
         let id = Pid::from_child(&self.child);
-        kill_process(id, Signal::TERM).unwrap_or_else(|error| panic!("SIGTERM to {}: {error}", self.name));
+        kill_process(id, signal).unwrap_or_else(|error| panic!("{signal:?} to {}: {error}", self.name));
     }
 
     pub fn is_running(&mut self) -> bool {

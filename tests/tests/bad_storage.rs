@@ -10,6 +10,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use longshore_proto::{
+    Fault,
+    wire::{
+        fault_from_status,
+        v1::{AwaitDurableRequest, training_client::TrainingClient},
+    },
+};
 use longshore_tests::{
     binaries,
     command::{Output, longshore, longshored},
@@ -18,6 +25,7 @@ use longshore_tests::{
     status::job_status,
     train::Train,
 };
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tempfile::TempDir;
 
 const STEPS: u64 = 12;
@@ -147,17 +155,89 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert!(refused.stderr.contains("check the state directory's path"), "{refused:?}");
 }
 
+/// Else it would end well, and nothing would be there.
 #[test]
-fn a_directory_that_vanishes_under_a_running_server_does_not_stop_training() {
-    let expected = hash();
+fn files_that_vanish_under_a_running_server_end_training() {
+    let roots = [TempDir::new().unwrap(), TempDir::new_in("/dev/shm").unwrap()];
+    for (root, tier, flag) in [(&roots[0], "nvme", "--state-dir"), (&roots[1], "shm", "--shm-dir")] {
+        let dir = root.path().to_str().unwrap();
+        let server = drained_soon().args([flag, dir]).allow("under the running server").start();
+        let train = Train::new(1_000_000).args(["--tier", tier]).servers(&[server.address().to_string()]);
+        let mut worker = train.start();
+        worker.until_step(HALFWAY);
+        fs::remove_dir_all(root.path().join("default")).unwrap();
+        let (stderr, _) = worker.fails(PATIENCE);
+        for part in ["under the running server", dir, server.address()] {
+            assert!(stderr.contains(part), "{part} is missing in: {stderr}");
+        }
+        let deleted = longshore(["delete", "--job", "default", "--servers", server.address()]);
+        assert_eq!(deleted.code, 0, "{deleted:?}");
+    }
+}
+
+/// What a server says of a version that it will never make durable.
+fn await_durable(address: &str, deadline: Duration) -> Fault {
+    let request = AwaitDurableRequest {
+        job: "default".to_string(),
+        version: u64::MAX,
+        deadline_ms: deadline.as_millis() as u64,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let answer = runtime.block_on(async {
+        let mut training = TrainingClient::connect(format!("http://{address}")).await.unwrap();
+        training.await_durable(request).await
+    });
+    fault_from_status(&answer.unwrap_err(), address)
+}
+
+/// A limit on files, set while it runs, stands for a drive that fails.
+#[test]
+fn a_failed_store_is_said_at_once_and_not_called_slow() {
     let root = TempDir::new().unwrap();
-    let dir = root.path().join("a");
-    let server = server(std::slice::from_ref(&dir));
-    let train = train().servers(&[server.address().to_string()]);
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "trap '' XFSZ; exec \"$@\"", "sh"]);
+    let (mut process, address) = server_in(shell, "--state-dir", root.path());
+    let train = Train::new(1_000_000).args(["--tier", "nvme"]).servers(std::slice::from_ref(&address));
     let mut worker = train.start();
     worker.until_step(HALFWAY);
-    fs::remove_dir_all(&dir).unwrap();
-    assert_eq!(worker.finish().end.state_hash, expected);
+    let limit = Some(1 << 20);
+    let limit = Rlimit { current: limit, maximum: limit };
+    prlimit(Pid::from_raw(process.id() as i32), Resource::Fsize, limit).unwrap();
+    let (stderr, _) = worker.fails(PATIENCE);
+    assert!(stderr.contains("File too large") && stderr.contains(&address), "{stderr}");
+    let begun = Instant::now();
+    let fault = await_durable(&address, Duration::from_secs(60));
+    assert!(fault.to_string().contains("File too large"), "{fault}");
+    // Nor does a drain wait for what cannot come.
+    process.terminate();
+    assert_eq!(process.code(), 0, "{}", process.stderr());
+    assert!(begun.elapsed() < Duration::from_secs(15), "it took {:?}", begun.elapsed());
+}
+
+/// A drive that is missing may come back: only who says so gives up what cannot be read.
+#[test]
+fn a_job_that_cannot_be_read_is_deleted_on_an_explicit_word_alone() {
+    let expected = hash();
+    let root = TempDir::new().unwrap();
+    let dirs = [root.path().join("a"), root.path().join("b")];
+    let mut server = options(&dirs).allow("not recovered").allow("not a job that can be opened").start();
+    let train = train().servers(&[server.address().to_string()]);
+    train_halfway(&train, &mut server);
+    let header = job_folder(&dirs[0]).join("header.json");
+    fs::remove_file(&header).unwrap();
+    server.restart();
+    let said = status_of(&server);
+    assert!(said.stdout.contains("without header.json"), "{said:?}");
+    let (stderr, _) = train.start().fails(PATIENCE);
+    assert!(stderr.contains("put header.json back"), "{stderr}");
+    let delete = ["delete", "--job", "default", "--servers", server.address()];
+    let refused = longshore(delete);
+    assert!(refused.code != 0 && refused.stderr.contains("--discard-unreadable"), "{refused:?}");
+    assert!(dirs.iter().all(|dir| job_folder(dir).join("data").exists()));
+    let deleted = longshore(delete.into_iter().chain(["--discard-unreadable"]));
+    assert_eq!(deleted.code, 0, "{deleted:?}");
+    assert!(dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
+    assert_eq!(train.run().end.state_hash, expected);
 }
 
 #[test]

@@ -115,7 +115,7 @@ fn an_export_of_a_version_to_come_holds_no_deleted_job() {
     drop(gone);
     eventually("room for a reader", || export(&raw, 1_000_000).ok());
     drop(pipeline);
-    let request = v1::DeleteJobRequest { job: JOB.to_string() };
+    let request = v1::DeleteJobRequest { job: JOB.to_string(), discard_unreadable: false };
     raw.call(raw.admin.clone().delete_job(request)).expect("deleted");
     eventually("the job's memory to be free", || {
         let jobs = raw.call(raw.admin.clone().list_jobs(v1::ListJobsRequest {})).expect("a list");

@@ -186,6 +186,37 @@ fn a_server_that_restarted_shares_memory_again() {
     worker.kill();
 }
 
+/// A worker that was stopped, and replaced meanwhile, goes on when both its successor and its server have died, and is the
+/// first to reach the next server.
+#[test]
+fn a_replaced_worker_is_fenced_by_a_server_that_restarted() {
+    for tier in ["nvme", "shm"] {
+        let root = if tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
+        let root = root.expect("a folder for the server's state");
+        let options = ServerOptions::new();
+        let options =
+            if tier == "shm" { options.shm_root(root.path()) } else { options.state_root(root.path()) };
+        let mut servers = server::servers(1, &options);
+        let train = Train::new(1_000_000).args(["--tier", tier, "--transport", "tcp"]);
+        let train = train.allow("waiting for a server").servers(&server::addresses(&servers));
+        let mut old = train.start();
+        old.until_step(5);
+        old.process.stop();
+        let mut new = train.start();
+        new.until_steps(3);
+        new.kill();
+        servers[0].kill_and_restart();
+        old.process.go_on();
+        // What it sees first, that it is fenced or that its weights are gone, depends on where it was stopped.
+        old.fails(Duration::from_secs(30));
+        let joined = |line: &serde_json::Value| line.to_string().contains("rank joined");
+        assert!(!servers[0].log().iter().any(joined), "it took the rank again: {:?}", servers[0].log());
+        let mut next = train.start();
+        next.until_steps(3);
+        next.kill();
+    }
+}
+
 #[test]
 fn an_exact_nvme_job_survives_kills_of_either_server() {
     survives(&Case { tier: "nvme", victims: Victims::OneServer, job: &[], server: &[] });

@@ -86,6 +86,12 @@ impl JobHandle {
         Ok(handle)
     }
 
+    /// What its tier keeps it as.
+    pub(super) fn stored(&self) -> StoredJob {
+        let job = &self.job;
+        StoredJob { spec: job.spec().clone(), placement: job.placement().clone(), server: job.server() }
+    }
+
     /// Hands work to the compute thread. It is gone only once the job failed, which every later call reports.
     pub(crate) fn perform(&self, work: Option<Work>) {
         if let Some(work) = work {
@@ -109,6 +115,8 @@ impl JobHandle {
             if let Some(value) = check()? {
                 return Ok(value);
             }
+            // Where the store has failed nothing comes any more.
+            self.job.check_alive()?;
             match timeout_at(deadline, changed.changed()).await {
                 Ok(Ok(())) => {}
                 // The observer lives as long as the job, so only the deadline ends the wait.

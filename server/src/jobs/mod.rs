@@ -6,6 +6,7 @@ mod pace;
 
 use std::{
     collections::BTreeMap,
+    path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -13,7 +14,7 @@ use std::{
 use longshore_engine::{
     admission::Budget,
     job::Compute,
-    tier::{Storage, StoredJob, stored_jobs},
+    tier::{Storage, StoredJob, delete_stored, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
 use tokio::{runtime::Handle, sync::watch, time::timeout};
@@ -73,8 +74,8 @@ fn recovering(name: &JobName) -> Fault {
 impl Jobs {
     /// Also looks for the jobs that an earlier process kept: until `recover` has opened them they are away.
     pub(crate) fn new(budget: Budget, storage: Storage, compute: Arc<Compute>) -> (Jobs, Vec<StoredJob>) {
-        let mut dirs = storage.dirs.clone();
-        dirs.extend(storage.shm_dir.clone());
+        let dirs = directories(&storage);
+        finish_interrupted(&dirs);
         let stored = stored_jobs(&dirs);
         let mut jobs = BTreeMap::new();
         for job in &stored.jobs {
@@ -174,12 +175,42 @@ impl Jobs {
         Ok((false, handle))
     }
 
-    /// Forgets a job and removes what its tier keeps of it.
-    pub(crate) fn delete(&self, name: &str) -> Result<(), Fault> {
-        let handle = self.get(name)?;
-        self.lock().remove(&handle.job.spec().name);
+    /// Forgets a job and removes what its tier keeps of it. One that is kept here and cannot be read is removed only where
+    /// the caller says so: a drive that is missing now may come back.
+    pub(crate) fn delete(&self, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
+        let handle = match self.get(name) {
+            Ok(handle) => handle,
+            Err(fault) => return self.delete_away(&JobName::parse("job", name)?, fault, discard_unreadable),
+        };
+        let stored = handle.stored();
+        self.lock().remove(&stored.spec.name);
         handle.close(not_found(name));
-        handle.job.discard()
+        handle.job.discard().inspect_err(|fault| {
+            // What is left can be deleted again.
+            self.lock().insert(stored.spec.name.clone(), Place::away(fault.clone(), Some(stored)));
+        })
+    }
+
+    /// `fault`: why it is not open.
+    fn delete_away(&self, name: &JobName, fault: Fault, discard_unreadable: bool) -> Result<(), Fault> {
+        if !self.lock().contains_key(name) || fault.kind == FaultKind::Unavailable {
+            return Err(fault);
+        }
+        if !discard_unreadable {
+            let value = format!("{name}, kept here and not readable ({fault})");
+            let remedy = "put that right first; or give up what is kept, here and on the job's other servers, with `longshore \
+                          delete --discard-unreadable`";
+            return Err(Fault::new(FaultKind::Precondition, "job", value, "readable", remedy));
+        }
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Ok(handle) = self.get(name.as_str()) {
+            // Opened meanwhile, so readable after all.
+            drop(handle);
+            return self.delete(name.as_str(), false);
+        }
+        delete_stored(&directories(&self.storage), name)?;
+        self.lock().remove(name);
+        Ok(())
     }
 
     /// Opens a job anew at the version before its newest. Blocks until its users have let go of it and its state is read.
@@ -214,9 +245,7 @@ impl Jobs {
 
     /// Ends the service of a job, to open it again.
     fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
-        let job = &handle.job;
-        let stored =
-            StoredJob { spec: job.spec().clone(), placement: job.placement().clone(), server: job.server() };
+        let stored = handle.stored();
         let name = stored.spec.name.clone();
         self.lock().insert(name.clone(), Place::away(recovering(&name), Some(stored.clone())));
         handle.close(recovering(&name));
@@ -234,6 +263,11 @@ impl Jobs {
             Place::Open(_) => None,
         }
     }
+}
+
+/// Wherever jobs are kept.
+fn directories(storage: &Storage) -> Vec<PathBuf> {
+    storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
 }
 
 /// Ends when the job is dropped, and with it the sender of its changes.

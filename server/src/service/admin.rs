@@ -144,9 +144,9 @@ impl Admin for Services {
         &self,
         request: Request<v1::DeleteJobRequest>,
     ) -> Result<Response<v1::DeleteJobResponse>, Status> {
-        let job = request.into_inner().job;
+        let v1::DeleteJobRequest { job, discard_unreadable } = request.into_inner();
         let (jobs, name) = (self.jobs.clone(), job.clone());
-        let deleted = blocking(move || jobs.delete(&name)).await;
+        let deleted = blocking(move || jobs.delete(&name, discard_unreadable)).await;
         deleted.map_err(|fault| refuse("DeleteJob", &job, fault))?;
         tracing::info!(job, "job deleted");
         Ok(Response::new(v1::DeleteJobResponse {}))

@@ -1,5 +1,7 @@
 //! Training: open, join, commit, pause, leave; statistics and watch are streams of their own.
 
+use std::sync::Arc;
+
 use longshore_engine::tier::StoredJob;
 use longshore_proto::{
     Commit, Fault, Incarnation, JobSpec, Origin, Placement, Rank, ServerId, Version,
@@ -115,6 +117,8 @@ impl Services {
         let (rank, incarnation) = (Rank(request.rank), Incarnation(request.incarnation));
         if request.fence_only {
             handle.job.fence(rank, incarnation)?;
+            let job = Arc::clone(&handle.job);
+            blocking(move || job.keep_joined()).await?;
             let progress = handle.job.progress();
             tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
             return Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: None });
@@ -122,6 +126,8 @@ impl Services {
         // Busy only while a last chunk of the process before is copied: microseconds.
         let join = || Ok(handle.job.join(rank, incarnation)?.then_some(()));
         handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
+        let job = Arc::clone(&handle.job);
+        blocking(move || job.keep_joined()).await?;
         let progress = handle.job.progress();
         handle.came_by(rank, self.transport);
         let (version, transport) = (progress.version.0, self.transport);

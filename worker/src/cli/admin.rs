@@ -3,7 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
-use longshore_proto::{Fault, wire::v1};
+use longshore_proto::{Fault, FaultKind, wire::v1};
 use serde_json::json;
 
 use super::client::Servers;
@@ -59,6 +59,9 @@ pub(super) struct DeleteArgs {
     /// The job: what is deleted must be named
     #[arg(long)]
     job: String,
+    /// Also what a server keeps of it and cannot read, as when a drive is missing or damaged: it is lost for good then
+    #[arg(long)]
+    discard_unreadable: bool,
 }
 
 #[derive(clap::Args)]
@@ -190,7 +193,7 @@ fn take_back(servers: &mut Servers, job: &str, restored: &[String], failure: any
     if restored.is_empty() {
         return failure;
     }
-    let request = v1::DeleteJobRequest { job: job.to_string() };
+    let request = v1::DeleteJobRequest { job: job.to_string(), discard_unreadable: false };
     let deleted = servers.answers_of(restored, |mut admin| {
         let request = request.clone();
         async move { admin.delete_job(request).await }
@@ -233,11 +236,19 @@ pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
 pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
     let job = &args.job;
     let mut servers = Servers::connect(&args.servers.servers)?;
-    let request = v1::DeleteJobRequest { job: job.clone() };
-    servers.each(|mut admin| {
+    let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
+    let answers = servers.answers(|mut admin| {
         let request = request.clone();
         async move { admin.delete_job(request).await }
-    })?;
+    });
+    let any = answers.iter().any(|(_, answer)| answer.is_ok());
+    for (address, answer) in answers {
+        match answer {
+            // Deleted there before, by a call that did not reach all of them.
+            Err(fault) if any && fault.kind == FaultKind::NotFound && fault.field == "job" => {}
+            answer => answer.map(|_| ()).context(address)?,
+        }
+    }
     say!("deleted {job}");
     Ok(())
 }

@@ -2,12 +2,13 @@
 
 use std::{
     future::Future,
+    sync::atomic::{AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
-    JobName, Version,
+    FaultKind, JobName, Version,
     checksum::{BlockHash, state_hash},
     limits::MAX_PAUSE_REASON_BYTES,
     wire::v1::{
@@ -227,13 +228,22 @@ impl Core {
     }
 
     async fn delete_job_on(&self, server: usize) -> Result<()> {
-        let request = DeleteJobRequest { job: self.job().to_string() };
-        self.call(server, "DeleteJob", None, self.options.deadline, |peer| {
+        let request = DeleteJobRequest { job: self.job().to_string(), discard_unreadable: false };
+        let attempts = AtomicUsize::new(0);
+        let deleted = self.call(server, "DeleteJob", None, self.options.deadline, |peer| {
             let request = request.clone();
+            attempts.fetch_add(1, Ordering::Relaxed);
             async move { peer.admin().delete_job(request).await }
-        })
-        .await?;
-        Ok(())
+        });
+        match deleted.await {
+            // Gone with an attempt whose answer was lost.
+            Err(Error::Call(failed))
+                if failed.fault.kind == FaultKind::NotFound && attempts.load(Ordering::Relaxed) > 1 =>
+            {
+                Ok(())
+            }
+            deleted => deleted.map(|_| ()),
+        }
     }
 
     pub(crate) async fn pause_all(&self, reason: &str) -> Result<()> {

@@ -15,7 +15,7 @@ use crate::error::{Error, Outdated, Result, StateLost};
 const PAUSE_POLL: Duration = Duration::from_millis(200);
 
 impl Core {
-    /// Joins again a server that restarted, and brings it to the newest decision.
+    /// Joins a server again that may have restarted, and brings it to the newest decision.
     pub(crate) async fn recover(core: &SharedCore, server: usize) -> Result<()> {
         let answer = core.describe(server, false, core.options.deadline).await?;
         let progress = answer.progress.unwrap_or_default();
@@ -29,11 +29,9 @@ impl Core {
             .into());
         }
         core.check_reach(server, Version(progress.version))?;
-        let mine = answer.ranks.iter().find(|rank| rank.rank == core.options.rank.0);
-        if mine.map_or(0, |rank| rank.incarnation) < core.incarnation().0 {
-            core.join_server(server, core.incarnation(), false).await?;
-            tracing::info!(server = core.peers[server].address, "joined again after the server restarted");
-        }
+        // Also where the server remembers the rank: a new process offers another link.
+        core.join_server(server, core.incarnation(), false).await?;
+        tracing::debug!(server = core.peers[server].address, "joined again");
         let missed = core.commits_after(Step(progress.version));
         if !missed.is_empty() {
             let task = resend_commits(core.clone(), server, missed);

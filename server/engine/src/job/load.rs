@@ -310,7 +310,7 @@ impl Job {
         lock(&self.load).finish();
         let mut machine = lock(&self.machine);
         let shards = kept.shards.iter().map(|shard| (shard.version, shard.summed)).collect::<Vec<_>>();
-        let work = machine.resume_updates(kept.records, &shards, &kept.incarnations)?;
+        let work = machine.resume_updates(kept.records, &shards)?;
         let version = machine.version();
         for (owned, shard) in kept.shards.iter().enumerate() {
             let undecided = |step: &Step| step.version() > version && machine.is_complete(owned, *step);

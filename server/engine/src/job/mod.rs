@@ -56,7 +56,7 @@ use crate::{
     lock,
     memory::SharedFile,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Work},
-    tier::{Record, Spill, Tier},
+    tier::{Joined, Record, Spill, Tier},
 };
 
 /// Called after every change that somebody may wait for.
@@ -236,19 +236,22 @@ impl Job {
         lock(&self.machine).pauses()
     }
 
-    /// Ends what earlier processes of a rank may do, before what the new one reads here can be acted on.
+    /// Ends what earlier processes of a rank may do, before what the new one reads here can be acted on. The rank may be told
+    /// once [`Job::keep_joined`] has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
         let mut machine = lock(&self.machine);
         if machine.fence(rank, incarnation)? {
-            self.tier.joined(rank, incarnation, false);
+            let joined = Joined { incarnation, at: machine.version(), fence_only: true };
+            self.tier.joined(rank, joined, false);
         }
         drop(machine);
         self.notify();
         Ok(())
     }
 
-    /// False while the rank's earlier process is still being written for; ask again after a change.
+    /// False while the rank's earlier process is still being written for; ask again after a change. The rank may be told
+    /// once [`Job::keep_joined`] has returned.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = lock(&self.machine);
@@ -256,12 +259,18 @@ impl Job {
         let joined = machine.join(rank, incarnation)? != Admission::Busy;
         if joined && !before {
             // Under the lock: what is sent again is written over what was there.
-            self.tier.joined(rank, incarnation, self.spec.world_size == 1);
+            let joined = Joined { incarnation, at: machine.version(), fence_only: false };
+            self.tier.joined(rank, joined, self.spec.world_size == 1);
             self.give_back_unneeded(&machine, rank);
         }
         drop(machine);
         self.notify();
         Ok(joined)
+    }
+
+    /// Returns once no crash of this server makes it forget who has joined. Waits for a drive where the tier has one.
+    pub fn keep_joined(&self) -> Result<(), Fault> {
+        self.tier.keep_joined()
     }
 
     /// Checks that a caller is the rank's living process.
@@ -373,7 +382,8 @@ impl Job {
         })
     }
 
-    fn check_alive(&self) -> Result<(), Fault> {
+    /// The failure after which nothing is accepted and nothing moves.
+    pub fn check_alive(&self) -> Result<(), Fault> {
         match self.failed.get().cloned().or_else(|| self.tier.failure()) {
             Some(fault) => Err(fault),
             None => Ok(()),

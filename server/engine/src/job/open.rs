@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     admission::{Budget, Need},
+    lock,
     memory::AllocationError,
     step::Machine,
     tier::{Header, Inputs, MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
@@ -115,6 +116,7 @@ impl Job {
             unfinished: Mutex::default(),
             owed: AtomicBool::new(false),
         };
+        lock(&job.machine).had_joined(&job.tier.who_joined());
         match kept {
             Kept::Nothing => {}
             Kept::Nvme(record) => job.recover(record)?,

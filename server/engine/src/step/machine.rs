@@ -15,7 +15,7 @@ use super::{
     refusal::Refusal,
     shard::{Place, ShardProgress},
 };
-use crate::tier::Record;
+use crate::tier::{Joined, Record};
 
 /// Commits kept for ranks that ask late. A rank is at most two steps behind while it is alive; one that joins again
 /// needs the last one only.
@@ -158,22 +158,17 @@ impl Machine {
     }
 
     /// After a restart, with state and contributions as they were: the last decided steps, oldest first; the version that
-    /// each shard has reached, and the last steps that are all summed there; who had joined. Returns the updates that
-    /// remain.
+    /// each shard has reached, and the last steps that are all summed there. Returns the updates that remain.
     pub fn resume_updates(
         &mut self,
         records: Vec<Record>,
         shards: &[(Version, [Step; 2])],
-        incarnations: &[Option<Incarnation>],
     ) -> Result<Vec<Work>, Refusal> {
         self.check_loading()?;
         self.phase = Phase::Training;
         for Record { version, applied, commit } in records {
             (self.version, self.applied) = (version, applied);
             self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale: None }));
-        }
-        for (rank, incarnation) in self.ranks.iter_mut().zip(incarnations) {
-            rank.incarnation = *incarnation;
         }
         let oldest = shards.iter().map(|(version, _)| version.0).min().unwrap_or(self.version.0);
         let newest = self.version.0 + self.spec.gradient_slots() as u64;
@@ -188,6 +183,15 @@ impl Machine {
         let first = |step: Step| self.shards.iter().position(|shard| shard.version < step.version());
         let steps = (oldest + 1..=self.version.0).map(Step);
         Ok(steps.filter_map(|step| first(step).map(|owned| Work::Update { owned, step })).collect())
+    }
+
+    /// After a restart: who had joined takes part as before, and who was replaced stays so.
+    pub fn had_joined(&mut self, ranks: &[Option<Joined>]) {
+        for (rank, joined) in self.ranks.iter_mut().zip(ranks) {
+            if let Some(Joined { incarnation, at, fence_only }) = *joined {
+                (rank.incarnation, rank.joined_at, rank.fence_only) = (Some(incarnation), at, fence_only);
+            }
+        }
     }
 
     pub fn check_loading(&self) -> Result<(), Refusal> {

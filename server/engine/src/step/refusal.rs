@@ -65,13 +65,9 @@ impl From<Refusal> for Fault {
                 format!("below the world size, {world_size}"),
                 "start as many workers as the job was opened for",
             ),
-            Refusal::NotJoined { rank } => Fault::new(
-                Precondition,
-                "rank",
-                rank.0,
-                "joined",
-                "call Training.Join first; a restarted server forgets who had joined",
-            ),
+            Refusal::NotJoined { rank } => {
+                Fault::new(Precondition, "rank", rank.0, "joined", "call Training.Join first")
+            }
             Refusal::Fenced { rank, incarnation, current } if incarnation == current => Fault::new(
                 Fenced,
                 "incarnation",

@@ -14,15 +14,19 @@ use serde::{Deserialize, Serialize};
 
 use super::fault::{FIELD, conflict, corrupt, internal, io, named};
 
-const HEADER_FILE: &str = "header.json";
-const FOLDER: &str = "server-";
+pub(super) const HEADER_FILE: &str = "header.json";
+pub(super) const FOLDER: &str = "server-";
+/// Before the name of a folder that is being made.
+pub(super) const NEW: &str = "~new-";
+/// Before the store and the name of a folder that is being removed.
+pub(super) const DELETED: &str = "~deleted-";
 const FORMAT: &str = "longshore-state";
 const FORMAT_VERSION: u32 = 1;
 const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
 
 /// `header.json`: two lines of JSON. The first says what this is and has the BLAKE3 of the second, the header proper;
 /// a reader can tell the format and that it is whole before it understands the rest. Written once, when the folder's
-/// files are complete and their space is reserved: a folder without one holds nothing.
+/// files are complete and their space is reserved, and before the folder gets its name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     /// The same in all folders of one store, and in its records: files of another are never taken for its own.
@@ -50,7 +54,9 @@ struct Envelope {
 
 /// A folder that no other process may use while this lives.
 pub(super) struct Folder {
+    /// Where it is now.
     pub(super) path: PathBuf,
+    home: PathBuf,
     _lock: File,
 }
 
@@ -173,22 +179,35 @@ impl Folder {
         dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
-    /// Makes the folder if need be and takes it.
-    pub(super) fn take(path: PathBuf) -> Result<Folder, Fault> {
+    /// Takes the job's folder, or where there is none makes one under another name, which holds nothing until it is
+    /// [settled](Folder::settle).
+    ///
+    /// # Errors
+    /// `Corrupt` where there are files and no header: they were somebody's.
+    pub(super) fn take(home: PathBuf) -> Result<Folder, Fault> {
         // The state directory itself is never made: a missing one is a disk that is not mounted.
-        let root = path.parent().and_then(Path::parent).unwrap_or(Path::new("."));
+        let root = home.parent().and_then(Path::parent).unwrap_or(Path::new("."));
         if !root.is_dir() {
             return Err(io("open", root)(ErrorKind::NotFound.into()));
         }
+        if holds_files(&home)? {
+            let folder = Folder::take_existing(home)?;
+            return if folder.path.join(HEADER_FILE).exists() {
+                Ok(folder)
+            } else {
+                Err(headless(&folder.path))
+            };
+        }
+        let path = beside(&home, NEW);
         let made = fs::create_dir_all(&path);
         made.map_err(io("create folder", &path))?;
-        Folder::take_existing(path)
+        Ok(Folder { home, ..Folder::take_existing(path)? })
     }
 
     pub(super) fn take_existing(path: PathBuf) -> Result<Folder, Fault> {
         let file = File::open(&path).map_err(io("open", &path))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Folder { path, _lock: file }),
+            Ok(()) => Ok(Folder { home: path.clone(), path, _lock: file }),
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 let value = format!("{} (in use by another process)", path.display());
                 Err(conflict(value, "used by one server at a time", "stop the other server first"))
@@ -201,34 +220,40 @@ impl Folder {
     pub(super) fn take_to_read(path: PathBuf) -> Result<Option<Folder>, Fault> {
         let file = File::open(&path).map_err(io("open", &path))?;
         match flock(&file, FlockOperation::NonBlockingLockShared) {
-            Ok(()) => Ok(Some(Folder { path, _lock: file })),
+            Ok(()) => Ok(Some(Folder { home: path.clone(), path, _lock: file })),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(error) => Err(io("lock", &path)(error.into())),
         }
     }
 
     /// Writes the header: from now on the folder counts.
+    /// Whether it is being made.
+    pub(super) fn is_new(&self) -> bool {
+        self.path != self.home
+    }
+
+    /// Where the job's folder belongs.
+    pub(super) fn home(&self) -> &Path {
+        &self.home
+    }
+
+    /// Writes the header of a folder whose files are complete.
     pub(super) fn publish(&self, header: &Header) -> Result<(), Fault> {
         let bytes = header.encode().map_err(|error| internal(error, "encodable"))?;
-        let (draft, target) = (self.path.join("header.tmp"), self.path.join(HEADER_FILE));
-        let _ = fs::remove_file(&draft);
+        let target = self.path.join(HEADER_FILE);
         let written = || {
-            let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft)?;
+            let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&target)?;
             file.write_all(&bytes)?;
             file.sync_all()?;
-            fs::rename(&draft, &target)?;
-            // The names of the folder, of its files, and of the folders above it.
-            self.path.ancestors().take(3).try_for_each(|folder| File::open(folder)?.sync_all())
+            sync(&self.path)
         };
         written().map_err(io("write", &target))
     }
 
-    /// Removes the folder with all in it, and the job's folder above if that is empty then.
-    pub(super) fn remove(&self) -> Result<(), Fault> {
-        fs::remove_dir_all(&self.path).map_err(io("remove", &self.path))?;
-        if let Some(job) = self.path.parent() {
-            let _ = fs::remove_dir(job);
-        }
+    /// Puts a folder that is complete where it belongs: from now on it counts.
+    pub(super) fn settle(&mut self) -> Result<(), Fault> {
+        settle(&self.path, &self.home)?;
+        self.path = self.home.clone();
         Ok(())
     }
 
@@ -239,6 +264,50 @@ impl Folder {
         }
         Ok(())
     }
+}
+
+/// A folder of the same job with a name that no server and no job has.
+pub(super) fn beside(home: &Path, mark: &str) -> PathBuf {
+    home.with_file_name(format!("{mark}{}", name_of(home)))
+}
+
+pub(super) fn sync(folder: &Path) -> std::io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+/// Whether there is a folder that is not empty.
+pub(super) fn holds_files(folder: &Path) -> Result<bool, Fault> {
+    match fs::read_dir(folder) {
+        Ok(mut entries) => Ok(entries.next().is_some()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(io("list", folder)(error)),
+    }
+}
+
+fn headless(folder: &Path) -> Fault {
+    let value = format!("{} (files without {HEADER_FILE})", folder.display());
+    let remedy = format!(
+        "put {HEADER_FILE} back; or give up what lies there, with `longshore delete --discard-unreadable`"
+    );
+    corrupt(value, "a job's folder with its header", remedy)
+}
+
+pub(super) fn settle(path: &Path, home: &Path) -> Result<(), Fault> {
+    let settled = || {
+        fs::rename(path, home)?;
+        // The names of the folder and of the one above it.
+        home.ancestors().skip(1).take(2).try_for_each(sync)
+    };
+    settled().map_err(io("rename", path))
+}
+
+/// What lies in a folder; nothing where it cannot be listed.
+pub(super) fn entries(folder: &Path) -> Vec<PathBuf> {
+    fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+}
+
+pub(super) fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// What state directories hold for a server that starts.
@@ -252,22 +321,21 @@ pub struct Stored {
 /// The jobs that a restarted server should open again.
 pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
     let mut stored = Stored::default();
-    let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
     for job in dirs.iter().flat_map(|dir| entries(dir)) {
         let name = job.file_name().and_then(|name| JobName::parse("job", &name.to_string_lossy()).ok());
         // Anything else is not ours.
         let Some(name) = name else { continue };
-        let ours = |folder: &PathBuf| {
-            folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(FOLDER))
-                && folder.is_dir()
-        };
-        for folder in entries(&job).filter(ours) {
+        let ours = |folder: &PathBuf| name_of(folder).starts_with(FOLDER) && folder.is_dir();
+        for folder in entries(&job).into_iter().filter(ours) {
             match Header::read(&folder) {
                 Ok(Some(Header { spec, placement, server, durable: true, .. })) => {
                     let job = StoredJob { spec, placement, server };
                     if !stored.jobs.contains(&job) {
                         stored.jobs.push(job);
                     }
+                }
+                Ok(None) if holds_files(&folder).unwrap_or(true) => {
+                    stored.unreadable.push((name.clone(), headless(&folder)));
                 }
                 Ok(_) => {}
                 Err(fault) => stored.unreadable.push((name.clone(), fault)),

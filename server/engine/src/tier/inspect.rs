@@ -14,7 +14,7 @@ pub use super::nvme::{Report, VersionReport};
 use super::{
     Header,
     fault::{FIELD, conflict, corrupt, io},
-    folder::Folder,
+    folder::{Folder, name_of},
     nvme,
 };
 
@@ -35,7 +35,8 @@ pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
             }
             for entry in fs::read_dir(&folder).map_err(io("list", &folder))? {
                 let entry = entry.map_err(io("list", &folder))?.path();
-                if entry.is_dir() {
+                // One that is being made or removed holds nothing.
+                if entry.is_dir() && !name_of(&entry).starts_with('~') {
                     next.push(entry);
                 }
             }

@@ -6,8 +6,10 @@ pub mod inspect;
 mod memory;
 pub mod nvme;
 mod record;
+mod removal;
 pub mod shm;
 mod state;
+mod watch;
 
 use std::{ops::Range, path::PathBuf, sync::Arc};
 
@@ -17,6 +19,7 @@ use longshore_proto::{
 
 pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use memory::MemoryTier;
+pub use removal::{delete_stored, finish_interrupted};
 pub use state::{Shape, StateMut, StateRef};
 
 use crate::io::{Engine, OpenDisk};
@@ -127,6 +130,16 @@ pub struct Record {
     pub commit: Option<Commit>,
 }
 
+/// A rank's process that has joined, as a tier keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Joined {
+    pub incarnation: Incarnation,
+    /// The job's version then.
+    pub at: Version,
+    /// It has only ended what an earlier process may do.
+    pub fence_only: bool,
+}
+
 /// What a guard says to the update of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
@@ -204,7 +217,17 @@ pub trait Tier: Send + Sync {
     }
 
     /// A rank has joined. `over`: it sends again what no decided step needs.
-    fn joined(&self, _rank: Rank, _incarnation: Incarnation, _over: bool) {}
+    fn joined(&self, _rank: Rank, _joined: Joined, _over: bool) {}
+
+    /// Returns once whoever has joined is known to the next process too. May wait for a drive.
+    fn keep_joined(&self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// By rank: who had joined an earlier process.
+    fn who_joined(&self) -> Vec<Option<Joined>> {
+        Vec::new()
+    }
 
     /// Whether contributions must lie in the job's memory, since a process killed after the decision finishes with them.
     fn keeps_contributions(&self) -> bool {

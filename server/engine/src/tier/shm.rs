@@ -21,10 +21,12 @@ use longshore_proto::{
 };
 
 use super::{
-    Guard, ImageAge, Inputs, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
+    Guard, ImageAge, Inputs, Joined, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
     fault::{FIELD, SHM_FIELD, internal, io, named},
-    folder::{Folder, Header},
+    folder::{Folder, HEADER_FILE, Header},
     record::{Found, RECORD_BYTES, RecordJson, decode, encode},
+    removal::{finish_job, remove_all},
+    watch::Watch,
 };
 use crate::{
     lock,
@@ -56,7 +58,8 @@ pub(super) const UNDO_WORDS: usize = 2;
 /// progress     record of version parity 0, of parity 1 (tier/record.rs), 4 MiB each;
 ///              words of 8 bytes: 5 for each shard, 1 for each block (its version), 2 for each undo slot,
 ///              1 for each rank (its incarnation);
-///              undo slots: one block's state each
+///              undo slots: one block's state each;
+///              1 word for each rank (twice the version at which that incarnation joined; 1 more while it has only fenced)
 /// ```
 ///
 /// **Deciding** a step writes its record over that of two versions before, and only then is anyone told. **Updating** a
@@ -69,6 +72,7 @@ pub(super) const UNDO_WORDS: usize = 2;
 pub struct ShmTier {
     memory: MemoryTier,
     words: Words,
+    joined_at: Words,
     records: Mutex<Region>,
     /// Copies that no thread uses, with their slot.
     undo: Mutex<Vec<(usize, Region)>>,
@@ -78,6 +82,8 @@ pub struct ShmTier {
     /// Index of each shard's first block; one more at the end.
     blocks: Vec<usize>,
     older_loaded: AtomicBool,
+    /// The job's files.
+    watch: Watch,
     folder: Folder,
 }
 
@@ -86,8 +92,6 @@ pub struct Kept {
     /// The last decided steps, oldest first: two where there were two.
     pub records: Vec<Record>,
     pub shards: Vec<KeptShard>,
-    /// Of the ranks that had joined.
-    pub incarnations: Vec<Option<Incarnation>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,6 +137,7 @@ impl Sizes {
         let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS + ranks;
         let mut progress = vec![2 * RECORD_BYTES, words * 8];
         progress.extend(vec![shape.bytes(BLOCK); UNDO_SLOTS]);
+        progress.push(ranks * 8);
         Sizes { state: MemoryTier::bytes(&lengths, shape), buffers, progress, lengths, blocks }
     }
 }
@@ -165,7 +170,9 @@ impl ShmTier {
         };
         check_tmpfs(dir)?;
         let servers = inputs.placement.servers.len();
-        let folder = Folder::take(Folder::path(dir, &inputs.spec.name, inputs.server, servers))?;
+        finish_job(std::slice::from_ref(dir), &inputs.spec.name);
+        let home = Folder::path(dir, &inputs.spec.name, inputs.server, servers);
+        let folder = Folder::take(home.clone())?;
         let header = Header {
             store: Header::unique_store(),
             tier: TierKind::Shm,
@@ -178,15 +185,18 @@ impl ShmTier {
             spec: inputs.spec.clone(),
         };
         let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);
-        if let Some(found) = Header::read(&folder.path)? {
+        if !folder.is_new()
+            && let Some(found) = Header::read(&folder.path)?
+        {
             found.check_same(&header, &folder.path)?;
             let (mut tier, buffers) = ShmTier::map(folder, inputs.spec, &sizes, pool, false)?;
             if let Some(kept) = tier.recover()? {
                 return Ok((tier, buffers, Some(kept)));
             }
             // Never loaded to the end: nothing to go on from.
-            drop(buffers);
-            return ShmTier::create(tier.folder, &sizes, &header, pool);
+            drop((tier, buffers));
+            remove_all(std::slice::from_ref(&home))?;
+            return ShmTier::create(Folder::take(home)?, &sizes, &header, pool);
         }
         ShmTier::create(folder, &sizes, &header, pool)
     }
@@ -199,8 +209,10 @@ impl ShmTier {
     ) -> Result<(ShmTier, Slab, Option<Kept>), Fault> {
         folder.clear()?;
         let path = folder.path.clone();
-        let made = ShmTier::map(folder, &header.spec, sizes, pool, true).and_then(|(tier, buffers)| {
+        let made = ShmTier::map(folder, &header.spec, sizes, pool, true).and_then(|(mut tier, buffers)| {
             tier.folder.publish(header)?;
+            tier.folder.settle()?;
+            tier.watch = watch(&tier.folder);
             Ok((tier, buffers, None))
         });
         made.inspect_err(|_| {
@@ -216,25 +228,33 @@ impl ShmTier {
         pool: &Pool,
         create: bool,
     ) -> Result<(ShmTier, Slab), Fault> {
-        let file = |name: &str, bytes: usize| map_file(&folder.path.join(name), bytes, create);
-        let state = file("state", sizes.state)?;
-        let buffers = file("buffers", sizes.buffers)?;
-        let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()))?;
+        let file = |name: &str, bytes: usize, least: usize| {
+            map_file(&folder.path.join(name), bytes, if create { 0 } else { least })
+        };
+        let state = file("state", sizes.state, sizes.state)?;
+        let buffers = file("buffers", sizes.buffers, sizes.buffers)?;
+        // Earlier versions of this program did not keep when ranks had joined: it reads as version 0.
+        let (_, before) = sizes.progress.split_last().expect("there are always records");
+        let least = Slab::bytes_for(before.iter().copied());
+        let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()), least)?;
         let mut regions = progress.carve_here(&sizes.progress).into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), Words::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
+        let joined_at = Words::new(next());
         let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(spec), pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {
             memory,
             words,
+            joined_at,
             records,
             undo: Mutex::new(undo),
             undo_freed: Condvar::new(),
             undo_held: (0..UNDO_SLOTS).map(|_| Mutex::new(None)).collect(),
             blocks: sizes.blocks.clone(),
             older_loaded: AtomicBool::new(false),
+            watch: watch(&folder),
             folder,
         };
         Ok((tier, buffers))
@@ -291,12 +311,7 @@ impl ShmTier {
             let summed = [Step(even), Step(odd)];
             KeptShard { version: Version(done), older_image: begun == done && done > oldest, summed }
         };
-        let incarnation = |word: &AtomicU64| match word.load(Ordering::Acquire) {
-            0 => None,
-            incarnation => Some(Incarnation(incarnation)),
-        };
-        let incarnations = self.ranks().iter().map(incarnation).collect();
-        Ok(Some(Kept { shards: (0..self.shards()).map(shard).collect(), records, incarnations }))
+        Ok(Some(Kept { shards: (0..self.shards()).map(shard).collect(), records }))
     }
 
     fn undo_blocks(&self) -> Result<(), Fault> {
@@ -417,10 +432,24 @@ impl Tier for ShmTier {
         self.write_record(record)
     }
 
-    fn joined(&self, rank: Rank, incarnation: Incarnation, over: bool) {
+    fn joined(&self, rank: Rank, joined: Joined, over: bool) {
         let summed = (0..self.shards()).flat_map(|owned| &self.shard(owned)[SUMMED..]);
         summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
-        self.ranks()[rank.index()].store(incarnation.0, Ordering::SeqCst);
+        // A version with the incarnation before is too new, of a process that is being replaced.
+        let at = 2 * joined.at.0 + u64::from(joined.fence_only);
+        self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);
+        std::sync::atomic::fence(Ordering::SeqCst);
+        self.ranks()[rank.index()].store(joined.incarnation.0, Ordering::SeqCst);
+    }
+
+    fn who_joined(&self) -> Vec<Option<Joined>> {
+        let ranks = self.ranks().iter().zip(self.joined_at.get());
+        let joined = |(incarnation, at): (&AtomicU64, &AtomicU64)| {
+            let [incarnation, at] = [incarnation, at].map(|word| word.load(Ordering::Acquire));
+            let (incarnation, at, fence_only) = (Incarnation(incarnation), Version(at / 2), at % 2 == 1);
+            (incarnation.0 > 0).then_some(Joined { incarnation, at, fence_only })
+        };
+        ranks.map(joined).collect()
     }
 
     fn complete(&self, owned: usize, step: Step) {
@@ -430,6 +459,7 @@ impl Tier for ShmTier {
     }
 
     fn decide(&self, record: &Record) -> Result<(), Fault> {
+        self.watch.check()?;
         self.write_record(record)
     }
 
@@ -440,8 +470,12 @@ impl Tier for ShmTier {
     }
 
     fn discard(&self) -> Result<(), Fault> {
-        self.folder.remove()
+        remove_all(std::slice::from_ref(&self.folder.path))
     }
+}
+
+fn watch(folder: &Folder) -> Watch {
+    Watch::over(std::iter::once(&*folder.path), &[HEADER_FILE, "state", "buffers", "progress"])
 }
 
 /// Elsewhere each step would write the whole state to a disk, in no order that survives a power failure.
@@ -454,16 +488,18 @@ fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     Err(Fault::new(FaultKind::Precondition, FIELD, dir.display(), "on a tmpfs for tier shm", remedy))
 }
 
-fn map_file(path: &Path, bytes: usize, create: bool) -> Result<Slab, Fault> {
+/// `least`: what it must have already; 0: it is made.
+fn map_file(path: &Path, bytes: usize, least: usize) -> Result<Slab, Fault> {
+    let create = least == 0;
     let opened: Result<File, _> =
         OpenOptions::new().read(true).write(true).create_new(create).mode(0o600).open(path);
     let file = opened.map_err(io("open", path))?;
     let length = file.metadata().map_err(io("look at", path))?.len();
-    if !create && length < bytes as u64 {
+    if length < least as u64 {
         let value = format!("{} ({length} bytes)", path.display());
         return Err(super::fault::corrupt(
             value,
-            format!("{bytes} bytes"),
+            format!("{least} bytes"),
             "remove the folder and restore a checkpoint",
         ));
     }

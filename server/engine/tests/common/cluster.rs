@@ -118,6 +118,7 @@ impl Cluster {
         incarnation.0 += 1;
         for job in &self.jobs {
             assert_eq!(job.join(Rank(rank), *incarnation), Ok(true));
+            job.keep_joined().unwrap();
         }
     }
 

@@ -50,9 +50,10 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
         let mut newer = 0;
         for count in recorded.durable[0]..=recorded.events.len() {
             let promised = recorded.durable.iter().filter(|&&events| events <= count).count() as u64 - 1;
-            for (seed, failure) in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Torn, Failure::Kept]
-                .into_iter()
-                .enumerate()
+            for (seed, failure) in
+                [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept]
+                    .into_iter()
+                    .enumerate()
             {
                 let image =
                     crash(&Image::new(), &recorded.events, count, failure, count as u64 * 10 + seed as u64);
@@ -93,7 +94,7 @@ fn a_crash_during_recovery_loses_nothing() {
     assert!(events.len() >= 8, "two copies and two flushes on each of two disks");
     for count in 0..=events.len() {
         for seed in 0..4 {
-            for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Kept] {
+            for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept] {
                 let image = crash(&image, &events, count, failure, seed);
                 let cluster = open(&spec, &with(Disks::with(image))).unwrap();
                 assert_eq!(check(&cluster, &references), STEPS, "{failure:?} at {count}");

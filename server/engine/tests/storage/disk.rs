@@ -177,6 +177,8 @@ pub(crate) enum Failure {
     Some,
     /// Of each any of its sectors.
     Torn,
+    /// As torn, and the sectors being written just then hold neither the old bytes nor the new ones.
+    Garbled,
     Kept,
 }
 
@@ -206,12 +208,16 @@ pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Fai
             Failure::Kept => bytes.to_vec(),
             Failure::Some if noise.one_in(2) => continue,
             Failure::Some => bytes.to_vec(),
-            Failure::Torn => {
+            Failure::Torn | Failure::Garbled => {
                 let mut under = vec![0; bytes.len()];
                 look(&image, path, offset, &mut under);
                 for (target, source) in under.chunks_mut(SECTOR).zip(bytes.chunks(SECTOR)) {
-                    if noise.one_in(2) {
-                        target.copy_from_slice(source);
+                    match noise.below(3) {
+                        0 => target.copy_from_slice(source),
+                        1 if matches!(failure, Failure::Garbled) => {
+                            target.iter_mut().for_each(|byte| *byte = noise.next() as u8);
+                        }
+                        _ => {}
                     }
                 }
                 under

@@ -8,6 +8,8 @@ mod crashes;
 mod damage;
 mod disk;
 mod faults;
+mod fencing;
+mod removal;
 mod spilled;
 
 use std::{path::PathBuf, sync::Arc};

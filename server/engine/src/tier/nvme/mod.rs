@@ -24,6 +24,7 @@ mod inspect;
 mod open;
 mod plan;
 mod pool;
+mod ranks;
 mod recover;
 mod seal;
 mod slots;
@@ -36,7 +37,7 @@ use std::{
     },
 };
 
-use longshore_proto::{Fault, TierKind, Version};
+use longshore_proto::{Fault, Rank, TierKind, Version};
 
 pub(super) use self::inspect::inspect;
 pub use self::{
@@ -50,14 +51,16 @@ use self::{
     inspect::check_version,
     plan::Plan,
     pool::{Pool, Seals},
+    ranks::Ranks,
     recover::{damaged, remedy},
     seal::{Sealer, Sealing},
 };
 use super::{
-    Durability, Guard, ImageAge, Inputs, Record, StateMut, StateRef, Tier, Turn,
+    Durability, Guard, ImageAge, Inputs, Joined, Record, StateMut, StateRef, Tier, Turn,
     fault::{corrupt, internal},
     folder::Folder,
     record::crc64,
+    removal::remove_all,
 };
 use crate::lock;
 
@@ -71,6 +74,8 @@ pub struct NvmeTier {
     pool: Arc<Pool>,
     recovery: Mutex<Option<Recovery>>,
     readers: Readers,
+    /// None where nothing is kept.
+    ranks: Option<Ranks>,
     folders: Vec<Folder>,
 }
 
@@ -243,6 +248,23 @@ impl Tier for NvmeTier {
         Ok(())
     }
 
+    fn joined(&self, rank: Rank, joined: Joined, _over: bool) {
+        if let Some(ranks) = &self.ranks {
+            ranks.joined(rank.index(), joined);
+        }
+    }
+
+    fn keep_joined(&self) -> Result<(), Fault> {
+        let Some(ranks) = &self.ranks else { return Ok(()) };
+        let written = ranks.keep().map_err(|fault| self.pool.fail(fault))?;
+        self.pool.written.fetch_add(written, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn who_joined(&self) -> Vec<Option<Joined>> {
+        self.ranks.as_ref().map(Ranks::all).unwrap_or_default()
+    }
+
     fn finish(&self, record: &Record) -> Result<(), Fault> {
         let skip = record.commit.as_ref().is_some_and(|commit| commit.skip);
         let before = self.pool.lock().slots;
@@ -314,7 +336,7 @@ impl Tier for NvmeTier {
         self.pool.quiesce();
         let gone = corrupt("the job's folders (removed)", "there", "open the job again");
         self.pool.fail(gone);
-        self.folders.iter().try_for_each(Folder::remove)
+        remove_all(&self.folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
     }
 }
 

@@ -11,12 +11,15 @@ use super::{
     super::{
         Durability, Inputs, Record, Storage,
         fault::{conflict, io},
-        folder::{Folder, Header, vanished},
+        folder::{Folder, HEADER_FILE, Header, vanished},
+        removal::{finish_job, remove_all},
+        watch::Watch,
     },
     NvmeTier, Recovery, gradients,
     images::Readers,
     plan::Plan,
     pool::Pool,
+    ranks::{self, Ranks},
     recover::{Records, read_table, remedy},
     seal::{Roots, Sealer, Sealing, StoredRecord},
 };
@@ -26,6 +29,7 @@ use crate::{
 };
 
 const DATA_FILE: &str = "data";
+const RANKS_FILE: &str = "ranks";
 
 /// The store's memory.
 struct Memory {
@@ -62,6 +66,11 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
         disk: plan.disk_bytes(),
         written: written as u64,
     };
+    if storage.durability == Durability::EachVersion {
+        let (memory, disk) = ranks::need(spec.world_size);
+        need.buffers += memory;
+        need.disk += disk;
+    }
     if storage.spills_gradients(spec) {
         let (disk, written) = gradients::need(spec, layout, owned, storage.dirs.len());
         need.disk += disk;
@@ -121,58 +130,55 @@ impl NvmeTier {
                 remedy,
             ));
         }
-        let servers = inputs.placement.servers.len();
-        let paths =
-            storage.dirs.iter().map(|dir| Folder::path(dir, &inputs.spec.name, inputs.server, servers));
-        let mut folders = Vec::with_capacity(storage.dirs.len());
-        for path in paths {
-            folders.push(Folder::take(path).inspect_err(|_| remove_empty(&folders))?);
+        finish_job(&storage.dirs, &inputs.spec.name);
+        let mut folders = take(inputs)?;
+        let mut existing = in_order(&mut folders, &header(inputs, 0))?;
+        if existing.as_ref().is_some_and(|header| !header.durable) {
+            // What was never made durable is nothing to go on from.
+            remove(&folders)?;
+            folders = take(inputs)?;
+            existing = None;
         }
-        let existing = in_order(&mut folders, &header(inputs, 0))?;
         let spilled = storage.spills_images(inputs.spec);
         let plan = Plan::new(inputs.spec, inputs.layout, inputs.owned, folders.len(), spilled);
         let memory = Memory::allocate(&plan, storage).map_err(exhausted)?;
-        // What was never made durable is nothing to go on from.
-        let kept = existing.filter(|header| header.durable);
-        let disks = match &kept {
-            Some(_) => open_disks(inputs, &folders, &memory)?,
-            None => create_disks(inputs, &folders, &plan, &memory).inspect_err(|_| remove(&folders))?,
-        };
-        let store = kept.as_ref().map_or_else(Header::unique_store, |header| header.store);
-        let fresh = kept.is_none();
-        let tier = NvmeTier::assemble(inputs, folders, plan, disks, memory, store, notify)?;
-        if fresh {
-            for (directory, folder) in tier.folders.iter().enumerate() {
-                folder
-                    .publish(&Header { store, directory, ..header(inputs, store) })
-                    .inspect_err(|_| remove(&tier.folders))?;
-            }
+        let Some(Header { store, .. }) = existing else {
+            let store = create(inputs, &mut folders, &plan)?;
+            let homes: Vec<PathBuf> = folders.iter().map(|folder| folder.path.clone()).collect();
+            let tier = NvmeTier::assemble(inputs, folders, plan, memory, store, true, notify);
+            let tier = tier.inspect_err(|_| left_behind(remove_all(&homes)))?;
             return Ok((tier, None));
-        }
+        };
+        let tier = NvmeTier::assemble(inputs, folders, plan, memory, store, false, notify)?;
         let record = tier.find(storage)?;
         Ok((tier, record))
     }
 
+    /// `fresh`: made a moment ago.
     fn assemble(
         inputs: &Inputs<'_>,
         folders: Vec<Folder>,
         plan: Plan,
-        disks: Vec<Arc<dyn Disk>>,
         memory: Memory,
         store: u64,
+        fresh: bool,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<NvmeTier, Fault> {
+        let disks = open_disks(inputs, &folders, &memory)?;
+        let ranks = open_ranks(inputs, &folders, store, fresh)?;
+        let watched: &[&str] = if ranks.is_some() { &[HEADER_FILE, DATA_FILE, RANKS_FILE] } else { &[] };
+        let watch = Watch::over(folders.iter().map(|folder| &*folder.path), watched);
         let Memory { buffers, resident, meta } = memory;
         let spilled = inputs.storage.spills_images(inputs.spec);
         let readers = Readers::allocate(if spilled { plan.image_block() } else { 0 }).map_err(exhausted)?;
         let durability = inputs.storage.durability;
         let pool = Arc::new(Pool::new(plan, disks, durability, buffers, resident, notify));
         let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();
-        let sealer = Arc::new(Sealer { pool: Arc::clone(&pool), store, epoch: Mutex::new(1), meta });
+        let sealer = Arc::new(Sealer { pool: Arc::clone(&pool), store, epoch: Mutex::new(1), meta, watch });
         let sealing = Sealing::start(Arc::clone(&sealer)).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
-        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), readers, folders })
+        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), readers, ranks, folders })
     }
 
     /// The record to go on from, with its tables in place. None: created, and never loaded to the end.
@@ -245,9 +251,22 @@ fn header(inputs: &Inputs<'_>, store: u64) -> Header {
     }
 }
 
+fn take(inputs: &Inputs<'_>) -> Result<Vec<Folder>, Fault> {
+    let (dirs, servers) = (&inputs.storage.dirs, inputs.placement.servers.len());
+    let mut folders = Vec::with_capacity(dirs.len());
+    for dir in dirs {
+        let home = Folder::path(dir, &inputs.spec.name, inputs.server, servers);
+        folders.push(Folder::take(home).inspect_err(|_| remove_empty(&folders))?);
+    }
+    Ok(folders)
+}
+
 /// Puts the folders into the order they were made in, however the directories are named this time. None: all are new.
 fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>, Fault> {
     let read = |folder: &Folder| {
+        if folder.is_new() {
+            return Ok(None);
+        }
         let header = Header::read(&folder.path)?;
         header.as_ref().map_or(Ok(()), |header| header.check_same(wanted, &folder.path))?;
         Ok(header)
@@ -256,7 +275,7 @@ fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>
     let headers = read.inspect_err(|_| remove_empty(folders))?;
     let Some(first) = headers.iter().flatten().next().cloned() else { return Ok(None) };
     if let Some(missing) = headers.iter().position(Option::is_none) {
-        let fault = vanished(&folders[missing].path);
+        let fault = vanished(folders[missing].home());
         remove_empty(folders);
         return Err(fault);
     }
@@ -291,28 +310,52 @@ fn open_disks(inputs: &Inputs<'_>, folders: &[Folder], memory: &Memory) -> Resul
     folders.iter().map(open).collect()
 }
 
-fn create_disks(
+/// Makes a store under other names, which become the job's once all of it is there.
+fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &Plan) -> Result<u64, Fault> {
+    let store = Header::unique_store();
+    let made =
+        fill(inputs, folders, plan, store).and_then(|()| folders.iter_mut().try_for_each(Folder::settle));
+    made.inspect_err(|_| left_behind(remove(folders))).map(|()| store)
+}
+
+fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &Plan, store: u64) -> Result<(), Fault> {
+    let opener = opener(inputs.storage);
+    for (directory, (folder, file)) in folders.iter().zip(&plan.files).enumerate() {
+        folder.clear()?;
+        let path = folder.path.join(DATA_FILE);
+        opener.create(&path, file.bytes(), None).map_err(io("reserve space", &path))?;
+        if directory == 0 && inputs.storage.durability == Durability::EachVersion {
+            ranks::create(&*opener, &folder.path.join(RANKS_FILE), inputs.spec.world_size)?;
+        }
+        folder.publish(&Header { store, directory, ..header(inputs, store) })?;
+    }
+    Ok(())
+}
+
+/// None where nothing outlives the process.
+fn open_ranks(
     inputs: &Inputs<'_>,
     folders: &[Folder],
-    plan: &Plan,
-    memory: &Memory,
-) -> Result<Vec<Arc<dyn Disk>>, Fault> {
-    let opener = opener(inputs.storage);
-    let mapping = memory.meta.first().map(Region::mapping);
-    let create = |(folder, file): (&Folder, &super::plan::FilePlan)| {
-        folder.clear()?;
-        let path: PathBuf = folder.path.join(DATA_FILE);
-        opener.create(&path, file.bytes(), mapping.as_ref()).map_err(io("reserve space", &path))
-    };
-    folders.iter().zip(&plan.files).map(create).collect()
+    store: u64,
+    fresh: bool,
+) -> Result<Option<Ranks>, Fault> {
+    if inputs.storage.durability == Durability::Nothing {
+        return Ok(None);
+    }
+    let Some(folder) = folders.first() else { return Ok(None) };
+    let (opener, path) = (opener(inputs.storage), folder.path.join(RANKS_FILE));
+    let disk = ranks::find(&*opener, &path, inputs.spec.world_size)?;
+    Ranks::open(disk, store, inputs.spec.world_size, fresh).map(Some)
 }
 
 /// After a failed creation nothing stays behind.
-fn remove(folders: &[Folder]) {
-    for folder in folders {
-        if let Err(fault) = folder.remove() {
-            tracing::warn!(%fault, "left behind");
-        }
+fn remove(folders: &[Folder]) -> Result<(), Fault> {
+    remove_all(&folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
+}
+
+fn left_behind(removed: Result<(), Fault>) {
+    if let Err(fault) = removed {
+        tracing::warn!(%fault, "left behind");
     }
 }
 

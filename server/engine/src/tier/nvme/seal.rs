@@ -13,6 +13,7 @@ use super::{
         Record,
         fault::{internal, io},
         record::{RecordJson, SECTOR, crc64, encode},
+        watch::Watch,
     },
     plan::{FilePlan, RECORD_COPIES},
     pool::Pool,
@@ -51,6 +52,8 @@ pub(super) struct Sealer {
     pub(super) epoch: Mutex<u64>,
     /// By file: a buffer for one table or record.
     pub(super) meta: Vec<Mutex<Option<Region>>>,
+    /// The store's files.
+    pub(super) watch: Watch,
 }
 
 /// The thread that seals.
@@ -92,10 +95,14 @@ impl Drop for Sealing {
 
 impl Sealer {
     /// Makes a version durable whose shards are written or being written. An error fails the store. The `first` one
-    /// may bring an older image; later the older one's table is there already and a durable version's: left alone.
+    /// may bring an older image; later the older one's table is there already and a durable version's: left alone. So are
+    /// all of them in a step that was skipped, whose version lies where the one before does.
     pub(super) fn seal(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
+        let skipped = !first && record.commit.as_ref().is_some_and(|commit| commit.skip);
         let sealed = self.pool.wait_for_writes().and_then(|()| {
-            self.each_file(|file| self.write_tables(file, slots, first))?;
+            if !skipped {
+                self.each_file(|file| self.write_tables(file, slots, first))?;
+            }
             self.publish(record, slots, false)
         });
         sealed.map_err(|fault| {
@@ -119,6 +126,7 @@ impl Sealer {
         let parity = (record.version.0 % 2) as usize;
         let copies = if again { 1 } else { RECORD_COPIES };
         self.each_file(|file| self.write_records(file, parity, &frame, copies))?;
+        self.watch.check()?;
         self.pool.lock().durable = Some(record.version);
         self.pool.tell();
         Ok(())
@@ -223,7 +231,7 @@ impl Sealer {
 }
 
 /// Runs `work` with the buffer. A buffer that did not come back is a disk whose thread is gone.
-fn with_buffer(
+pub(super) fn with_buffer(
     meta: &Mutex<Option<Region>>,
     work: impl FnOnce(Region) -> (Option<Region>, std::io::Result<()>),
 ) -> std::io::Result<()> {

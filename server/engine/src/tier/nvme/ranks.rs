@@ -1,0 +1,188 @@
+//! Who has joined, kept beside the state: a process that was replaced stays fenced whatever restarts.
+
+use std::{
+    io::ErrorKind,
+    path::Path,
+    sync::{Arc, Mutex},
+};
+
+use longshore_proto::{Fault, Incarnation, Version};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    super::{
+        Joined,
+        fault::{corrupt, internal, io},
+        record::{Found, SECTOR, decode, encode},
+    },
+    seal::{get, with_buffer},
+};
+use crate::{
+    io::{Direction, Disk, OpenDisk, Part, transfer},
+    lock,
+    memory::{AllocationError, Region, Slab},
+};
+
+/// By parity of the write, so that the one before is whole whatever happens to this one, and each twice, so that a damaged
+/// sector costs nothing.
+const PARITIES: u64 = 2;
+const COPIES: u64 = 2;
+/// Of a rank's numbers as JSON, at most.
+const RANK_BYTES: usize = 56;
+
+/// The file `ranks` of a store's first folder, written when somebody joins:
+///
+/// ```text
+/// [parity 0: copy, copy] [parity 1: copy, copy]     framed as records are (tier/record.rs)
+/// ```
+pub(super) struct Ranks {
+    disk: Arc<dyn Disk>,
+    store: u64,
+    area: usize,
+    buffer: Mutex<Option<Region>>,
+    table: Mutex<Table>,
+    /// One writer at a time. Who waited for it finds his own rank written with the others.
+    writing: Mutex<()>,
+}
+
+struct Table {
+    ranks: Vec<Option<Joined>>,
+    /// Changes of `ranks`, and how many of them are kept.
+    changes: u64,
+    kept: u64,
+    /// Of the last table written.
+    generation: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StoredRanks {
+    store: u64,
+    /// Rises with each write.
+    generation: u64,
+    /// Incarnation, version at which it joined, whether it has only fenced.
+    ranks: Vec<Option<(Incarnation, Version, bool)>>,
+}
+
+fn area(world_size: u32) -> usize {
+    (256 + RANK_BYTES * world_size as usize).next_multiple_of(SECTOR)
+}
+
+/// What the file takes of DRAM and of the drive.
+pub(super) fn need(world_size: u32) -> (u64, u64) {
+    let area = area(world_size) as u64;
+    (area, area * PARITIES * COPIES)
+}
+
+/// Makes the file, with its space.
+pub(super) fn create(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<Arc<dyn Disk>, Fault> {
+    opener.create(path, need(world_size).1, None).map_err(io("reserve space", path))
+}
+
+/// Opens the file of a store that is kept. Stores made before there was one get it now.
+pub(super) fn find(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<Arc<dyn Disk>, Fault> {
+    match opener.open(path, None) {
+        Ok(disk) => Ok(disk),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            tracing::warn!(path = %path.display(), "not there: processes replaced before now are not known");
+            create(opener, path, world_size)
+        }
+        Err(error) => Err(io("open", path)(error)),
+    }
+}
+
+impl Ranks {
+    /// Reads what is kept, unless the store is `fresh`.
+    pub(super) fn open(
+        disk: Arc<dyn Disk>,
+        store: u64,
+        world_size: u32,
+        fresh: bool,
+    ) -> Result<Ranks, Fault> {
+        let area = area(world_size);
+        let exhausted = |error: AllocationError| internal(error, "allocated");
+        let buffer = Slab::allocate(Slab::bytes_for([area])).map_err(exhausted)?.carve_here(&[area]).pop();
+        let ranks = vec![None; world_size as usize];
+        let table = Mutex::new(Table { ranks, changes: 0, kept: 0, generation: 0 });
+        let found = Ranks { disk, store, area, buffer: Mutex::new(buffer), table, writing: Mutex::new(()) };
+        if !fresh {
+            found.take_newest()?;
+        }
+        Ok(found)
+    }
+
+    fn take_newest(&self) -> Result<(), Fault> {
+        let (mut newest, mut broken, mut written) = (None::<StoredRanks>, None, [false; PARITIES as usize]);
+        let world_size = lock(&self.table).ranks.len();
+        for index in 0..PARITIES * COPIES {
+            let bytes = get(&*self.disk, &self.buffer, index * self.area as u64, self.area)?;
+            let found = decode::<StoredRanks>(&bytes);
+            written[(index / COPIES) as usize] |= !matches!(found, Found::Blank);
+            match found {
+                Found::Blank => {}
+                Found::Valid(found) if found.store == self.store && found.ranks.len() == world_size => {
+                    let newer = newest.as_ref().is_none_or(|known| known.generation < found.generation);
+                    newest = if newer { Some(found) } else { newest };
+                }
+                Found::Valid(_) => broken = Some("of another store".to_string()),
+                Found::Broken(why) => broken = Some(why),
+            }
+        }
+        if let Some(StoredRanks { generation, ranks, .. }) = newest {
+            let joined = |(incarnation, at, fence_only)| Joined { incarnation, at, fence_only };
+            let ranks = ranks.into_iter().map(|rank| rank.map(joined)).collect();
+            *lock(&self.table) = Table { ranks, changes: 0, kept: 0, generation };
+            return Ok(());
+        }
+        match broken {
+            // With one parity alone it was the first table, torn as it was written: nobody was told that he had joined.
+            Some(why) if written.iter().all(|&written| written) => {
+                let value = format!("{} ({why})", self.disk.path().display());
+                let remedy =
+                    "stop every worker of the job and remove this file: who had joined is not known then";
+                Err(corrupt(value, "whole, or its copies", remedy))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn all(&self) -> Vec<Option<Joined>> {
+        lock(&self.table).ranks.clone()
+    }
+
+    pub(super) fn joined(&self, rank: usize, joined: Joined) {
+        let mut table = lock(&self.table);
+        table.ranks[rank] = Some(joined);
+        table.changes += 1;
+    }
+
+    /// Returns once all who have joined are kept, and how many bytes were written for it.
+    pub(super) fn keep(&self) -> Result<u64, Fault> {
+        let _writing = lock(&self.writing);
+        let (changes, stored) = {
+            let table = lock(&self.table);
+            if table.kept == table.changes {
+                return Ok(0);
+            }
+            let joined = |rank: Joined| (rank.incarnation, rank.at, rank.fence_only);
+            let ranks = table.ranks.iter().map(|rank| rank.map(joined)).collect();
+            (table.changes, StoredRanks { store: self.store, generation: table.generation + 1, ranks })
+        };
+        let frame = encode(&stored).map_err(|why| internal(why, "encodable"))?;
+        let written = self.write(stored.generation, &frame).map_err(io("write", self.disk.path()))?;
+        let mut table = lock(&self.table);
+        (table.kept, table.generation) = (changes, stored.generation);
+        Ok(written)
+    }
+
+    fn write(&self, generation: u64, frame: &[u8]) -> std::io::Result<u64> {
+        let first = generation % PARITIES * COPIES;
+        let offsets = (first..first + COPIES).map(|index| index * self.area as u64);
+        with_buffer(&self.buffer, |mut buffer| {
+            buffer.bytes_mut()[..frame.len()].copy_from_slice(frame);
+            let parts = offsets.map(|offset| Part { offset, range: 0..frame.len() }).collect();
+            transfer(&*self.disk, Direction::Write, parts, buffer)
+        })?;
+        self.disk.flush()?;
+        Ok(COPIES * frame.len() as u64)
+    }
+}

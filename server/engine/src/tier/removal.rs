@@ -1,0 +1,138 @@
+//! How a job's folders go: all of a store or none, whatever interrupts it. And how what an earlier process began is finished.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    io::ErrorKind,
+    path::{Path, PathBuf},
+};
+
+use longshore_proto::{Fault, JobName};
+
+use super::{
+    fault::io,
+    folder::{DELETED, FOLDER, Folder, Header, NEW, beside, entries, holds_files, name_of, settle, sync},
+};
+
+/// A folder that was renamed to be removed.
+struct Grave {
+    path: PathBuf,
+    store: u64,
+    /// Its name before.
+    name: String,
+}
+
+impl Grave {
+    fn parse(path: &Path) -> Option<Grave> {
+        let name = name_of(path);
+        let (store, name) = name.strip_prefix(DELETED)?.split_once('-')?;
+        let store = u64::from_str_radix(store, 16).ok()?;
+        Some(Grave { path: path.to_path_buf(), store, name: name.to_string() })
+    }
+
+    fn is_of(&self, home: &Path) -> bool {
+        let store = Header::read(home).ok().flatten().map(|header| header.store);
+        name_of(home) == self.name && store == Some(self.store)
+    }
+}
+
+/// Removes folders of one store with all in them. From the first rename on the store is deleted: [`finish_job`] does the
+/// rest if need be.
+pub(super) fn remove_all(folders: &[PathBuf]) -> Result<(), Fault> {
+    let store = folders.iter().find_map(|folder| Header::read(folder).ok().flatten());
+    let store = store.map_or_else(Header::unique_store, |header| header.store);
+    let graves = folders.iter().map(|folder| bury(folder, store)).collect::<Result<Vec<_>, Fault>>()?;
+    graves.iter().try_for_each(|grave| remove(grave))
+}
+
+/// Renames a folder, so that it is nobody's any more.
+fn bury(folder: &Path, store: u64) -> Result<PathBuf, Fault> {
+    let grave = beside(folder, &format!("{DELETED}{store:016x}-"));
+    let buried = fs::rename(folder, &grave).and_then(|()| folder.parent().map_or(Ok(()), sync));
+    match buried {
+        // Somebody has removed it by hand.
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(grave),
+        buried => buried.map_err(io("rename", folder)).map(|()| grave),
+    }
+}
+
+/// Removes a folder, and the job's folder above if that is empty then.
+fn remove(folder: &Path) -> Result<(), Fault> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(io("remove", folder)(error)),
+        _ => {}
+    }
+    let _ = folder.parent().map(fs::remove_dir);
+    Ok(())
+}
+
+/// Deletes all that these directories keep of a job that is not open, whether or not it can be read.
+///
+/// # Errors
+/// `Conflict` while somebody uses a folder of it.
+pub fn delete_stored(dirs: &[PathBuf], job: &JobName) -> Result<(), Fault> {
+    let homes: Vec<PathBuf> =
+        folders_of(dirs, job).filter(|path| name_of(path).starts_with(FOLDER)).collect();
+    let _taken =
+        homes.iter().map(|home| Folder::take_existing(home.clone())).collect::<Result<Vec<_>, Fault>>()?;
+    let mut stores = BTreeMap::<String, Vec<PathBuf>>::new();
+    for home in &homes {
+        stores.entry(name_of(home)).or_default().push(home.clone());
+    }
+    stores.values().try_for_each(|homes| remove_all(homes))?;
+    finish_job(dirs, job);
+    Ok(())
+}
+
+/// Finishes what an earlier process had begun to create or to delete.
+pub fn finish_interrupted(dirs: &[PathBuf]) {
+    let names = dirs.iter().flat_map(|dir| entries(dir)).map(|job| name_of(&job));
+    let jobs: BTreeSet<JobName> = names.filter_map(|name| JobName::parse("job", &name).ok()).collect();
+    jobs.iter().for_each(|job| finish_job(dirs, job));
+}
+
+/// As [`finish_interrupted`], of one job. What cannot be done now is left for the next time.
+pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
+    let folders: Vec<PathBuf> = folders_of(dirs, job).collect();
+    let mut graves: Vec<Grave> = folders.iter().filter_map(|path| Grave::parse(path)).collect();
+    let homes = folders.iter().filter(|path| name_of(path).starts_with(FOLDER));
+    let (deleted, kept): (Vec<&PathBuf>, Vec<&PathBuf>) =
+        homes.partition(|home| graves.iter().any(|grave| grave.is_of(home)));
+    for home in deleted {
+        let of = graves.iter().find(|grave| grave.is_of(home)).map(|grave| (grave.store, grave.name.clone()));
+        if let Some((store, name)) = of
+            && let Some(path) = said(bury(home, store))
+        {
+            graves.push(Grave { path, store, name });
+        }
+    }
+    let stores: Vec<u64> =
+        kept.iter().filter_map(|home| Header::read(home).ok().flatten()).map(|header| header.store).collect();
+    for new in folders.iter().filter(|path| name_of(path).starts_with(NEW)) {
+        said(finish_creation(new, &stores));
+    }
+    for grave in graves {
+        tracing::info!(%job, folder = %grave.path.display(), "removing a deleted job's folder");
+        said(remove(&grave.path));
+    }
+}
+
+/// A folder that was complete when another one of its store was settled is settled too. The others were nothing yet.
+fn finish_creation(new: &Path, settled: &[u64]) -> Result<(), Fault> {
+    // In use: somebody is making it.
+    let Ok(_lock) = Folder::take_existing(new.to_path_buf()) else { return Ok(()) };
+    let home = new.with_file_name(name_of(new).trim_start_matches(NEW));
+    match Header::read(new) {
+        Ok(Some(header)) if settled.contains(&header.store) && !holds_files(&home)? => settle(new, &home),
+        _ => remove(new),
+    }
+}
+
+fn folders_of(dirs: &[PathBuf], job: &JobName) -> impl Iterator<Item = PathBuf> {
+    let folders = dirs.iter().flat_map(|dir| entries(&dir.join(job.as_str())));
+    folders.filter(|path| path.is_dir()).collect::<Vec<_>>().into_iter()
+}
+
+fn said<T>(result: Result<T, Fault>) -> Option<T> {
+    result.inspect_err(|fault| tracing::warn!(%fault, "left behind")).ok()
+}

@@ -1,0 +1,119 @@
+//! Who has joined outlives the server: a process that was replaced stays so after a restart and a step back, whatever a crash
+//! does to the writes.
+
+use std::sync::Arc;
+
+use longshore_engine::tier::Storage;
+use longshore_proto::{FaultKind, Incarnation, Rank, TierKind, Version};
+
+use super::{
+    Dirs, check,
+    common::cluster::Cluster,
+    disk::{Disks, Failure, Image, crash},
+    open, references, run_steps, small, started, step_of,
+};
+
+/// The rank's (incarnation, version at which it joined).
+fn joined(cluster: &Cluster) -> (u64, u64) {
+    let rank = &cluster.jobs[0].ranks()[0];
+    (rank.incarnation.map_or(0, |incarnation| incarnation.0), rank.joined_at.0)
+}
+
+/// What a process that was replaced is told.
+fn is_fenced(cluster: &Cluster, old: u64) {
+    let job = &cluster.jobs[0];
+    let next = job.progress().version.0 + 1;
+    let fault = job.join(Rank(0), Incarnation(old)).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Fenced, "incarnation"), "{fault}");
+    let fault = job.commit(Incarnation(old), step_of(&cluster.spec, next).1).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Fenced, "{fault}");
+}
+
+#[test]
+fn a_replaced_process_stays_fenced_after_a_restart() {
+    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
+    for tier in [TierKind::Nvme, TierKind::Shm] {
+        let spec = longshore_proto::JobSpec { tier, ..small(0) };
+        let mut dirs = Dirs::new(2);
+        dirs.storage.shm_dir = Some(shm.path().to_path_buf());
+        let mut cluster = started(&spec, &dirs.storage);
+        run_steps(&mut cluster, 1..=2);
+        cluster.join(0);
+        run_steps(&mut cluster, 3..=3);
+        drop(cluster);
+        let mut cluster = open(&spec, &dirs.storage).unwrap();
+        assert_eq!(joined(&cluster), (2, 2), "{tier:?}");
+        is_fenced(&cluster, 1);
+        // Its successor takes part as before, and may say again that it joins.
+        run_steps(&mut cluster, 4..=4);
+        assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2)), Ok(true));
+        assert_eq!(check(&cluster, &references(&spec, 4)), 4);
+        // A third one that has only fenced ends what the second may do for good, and still has to join.
+        cluster.jobs[0].fence(Rank(0), Incarnation(3)).unwrap();
+        cluster.jobs[0].keep_joined().unwrap();
+        drop(cluster);
+        let cluster = open(&spec, &dirs.storage).unwrap();
+        assert_eq!(joined(&cluster), (3, 4), "{tier:?}");
+        is_fenced(&cluster, 2);
+        assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(3)), Ok(true));
+        cluster.jobs[0].keep_joined().unwrap();
+        if tier == TierKind::Shm {
+            continue;
+        }
+        drop(cluster);
+        let back = Storage { at_most: Some(Version(3)), ..dirs.storage.clone() };
+        let cluster = open(&spec, &back).unwrap();
+        assert_eq!((check(&cluster, &references(&spec, 3)), joined(&cluster)), (3, (3, 4)));
+        is_fenced(&cluster, 1);
+    }
+}
+
+#[test]
+fn a_crash_anywhere_forgets_no_join_that_was_answered() {
+    let spec = small(0);
+    let mut dirs = Dirs::new(2);
+    let disks = Disks::default();
+    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let mut cluster = started(&spec, &dirs.storage);
+    let mut answered = vec![(disks.events().len(), joined(&cluster))];
+    for step in 1..=3 {
+        run_steps(&mut cluster, step..=step);
+        cluster.join(0);
+        answered.push((disks.events().len(), joined(&cluster)));
+        assert_eq!(joined(&cluster), (step + 1, step));
+    }
+    drop(cluster);
+    let events = disks.events();
+    for count in answered[0].0..=events.len() {
+        let promised = answered.iter().rposition(|(before, _)| *before <= count).unwrap();
+        let allowed = [promised, (promised + 1).min(3)].map(|index| answered[index].1);
+        for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept] {
+            let image = crash(&Image::new(), &events, count, failure, count as u64);
+            let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..dirs.storage.clone() };
+            let found = joined(&open(&spec, &storage).unwrap());
+            assert!(allowed.contains(&found), "{failure:?} at {count}: {found:?}, not of {allowed:?}");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_table_of_ranks_is_read_from_its_copy_or_named() {
+    let spec = small(0);
+    let mut dirs = Dirs::new(1);
+    let disks = Disks::default();
+    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let mut cluster = started(&spec, &dirs.storage);
+    cluster.join(0);
+    run_steps(&mut cluster, 1..=1);
+    drop(cluster);
+    // Two tables of two copies, of a sector each: the second table went to the first place.
+    let flip = |copy: u64| disks.flip("ranks", copy * 4096 + 70, 3);
+    flip(0);
+    assert_eq!(joined(&open(&spec, &dirs.storage).unwrap()), (2, 0));
+    (1..4).for_each(flip);
+    let fault = open(&spec, &dirs.storage).err().unwrap();
+    assert_eq!(fault.kind, FaultKind::Corrupt);
+    for word in ["server-0-of-1/ranks", "stop every worker"] {
+        assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+    }
+}
