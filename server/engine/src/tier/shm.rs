@@ -430,6 +430,10 @@ impl Tier for ShmTier {
         Ok(())
     }
 
+    fn forget_images(&self) {
+        self.older_loaded.store(false, Ordering::Relaxed);
+    }
+
     fn discard(&self) -> Result<(), Fault> {
         self.folder.remove()
     }
