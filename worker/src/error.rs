@@ -238,7 +238,10 @@ impl fmt::Display for Word<'_> {
         if !lost.is_empty() {
             write!(f, "{}. ", Regain(*tier))?;
         }
-        write!(f, "With --discard-state it goes back to checkpoint {checkpoint} of {version}, and steps after that are lost")
+        write!(
+            f,
+            "With --discard-state it goes back to checkpoint {checkpoint} of {version}, and steps after that are lost"
+        )
     }
 }
 
@@ -393,9 +396,7 @@ struct Left<'a>(&'a [(String, Error)]);
 
 impl fmt::Display for Left<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0
-            .iter()
-            .try_for_each(|(server, error)| write!(f, ", and not on {server} ({error})"))
+        self.0.iter().try_for_each(|(server, error)| write!(f, ", and not on {server} ({error})"))
     }
 }
 

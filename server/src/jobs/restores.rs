@@ -60,7 +60,9 @@ impl Restores {
         let mut work = Some(work);
         loop {
             match self.turn(&act, &mut work)? {
-                Turn::Mine(outcome) => return wait(&act, outcome, deadline).await?.unwrap_or_else(|| Err(lost())),
+                Turn::Mine(outcome) => {
+                    return wait(&act, outcome, deadline).await?.unwrap_or_else(|| Err(lost()));
+                }
                 Turn::Before(outcome) => _ = wait(&act, outcome, deadline).await?,
             }
         }
@@ -166,7 +168,10 @@ mod tests {
         let start = restores.run(act("a", Stage::Start), soon(), || Ok(info(8)));
         go.send(()).expect("the one that waits");
         let (again, start) = tokio::join!(again, start);
-        assert_eq!((again.expect("joined").version, start.expect("after it").version), (Version(7), Version(8)));
+        assert_eq!(
+            (again.expect("joined").version, start.expect("after it").version),
+            (Version(7), Version(8))
+        );
         restores.end(&act("a", Stage::Hold), soon()).await.expect("nothing is under way");
     }
 }

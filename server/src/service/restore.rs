@@ -21,7 +21,10 @@ struct Restore {
 }
 
 impl Services {
-    pub(super) async fn restore_job(&self, request: &v1::RestoreRequest) -> Result<v1::RestoreResponse, Fault> {
+    pub(super) async fn restore_job(
+        &self,
+        request: &v1::RestoreRequest,
+    ) -> Result<v1::RestoreResponse, Fault> {
         let restore = Restore {
             store: self.store()?,
             job: wire::parse_name("job", &request.job)?,

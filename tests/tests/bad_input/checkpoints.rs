@@ -119,9 +119,16 @@ fn another_jobs_checkpoint_is_refused_with_what_differs() {
         assert_eq!(server.progress(&name).phase(), Phase::Loading);
     }
     let mut victim = victim;
-    run::steps(&mut victim.pipeline, &Synthetic::default(), &plan(), BEFORE + 1, &mut victim.seen).expect("a step");
+    run::steps(&mut victim.pipeline, &Synthetic::default(), &plan(), BEFORE + 1, &mut victim.seen)
+        .expect("a step");
     victim.pipeline.drain().expect("a drain");
-    assert_fault(victim.servers[0].restore("original", "two"), Precondition, "job.phase", "training", "loading");
+    assert_fault(
+        victim.servers[0].restore("original", "two"),
+        Precondition,
+        "job.phase",
+        "training",
+        "loading",
+    );
     victim.finish();
 }
 

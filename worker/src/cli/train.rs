@@ -313,7 +313,12 @@ fn resume(args: &Args) -> Result<Option<GoBack>, Fault> {
     }
     if args.discard_state {
         let remedy = "say which checkpoint to go back to, or leave --discard-state out";
-        return Err(Fault::invalid("--discard-state", "given", "given with --resume or --resume-from", remedy));
+        return Err(Fault::invalid(
+            "--discard-state",
+            "given",
+            "given with --resume or --resume-from",
+            remedy,
+        ));
     }
     Ok(None)
 }

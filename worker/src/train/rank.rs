@@ -178,7 +178,9 @@ impl<'a> Run<'a> {
         match opened {
             Ok(Opened::Running { version, .. }) => {
                 if let Some(name) = asked.and_then(|how| how.checkpoint) {
-                    report.note(&format!("the servers hold {version}: going on from there, and not from checkpoint {name}"));
+                    report.note(&format!(
+                        "the servers hold {version}: going on from there, and not from checkpoint {name}"
+                    ));
                 }
                 None
             }

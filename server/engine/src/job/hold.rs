@@ -76,7 +76,8 @@ impl Job {
     /// Whether the job was started from these contents and has decided no step since. `version`: theirs.
     pub fn started_from(&self, id: &str, version: Version) -> bool {
         let load = lock(&self.load);
-        let same = load.source == Source::Complete && load.origin.as_ref().is_some_and(|origin| origin.id == id);
+        let same =
+            load.source == Source::Complete && load.origin.as_ref().is_some_and(|origin| origin.id == id);
         drop(load);
         same && lock(&self.machine).version() == version
     }

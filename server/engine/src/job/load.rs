@@ -1,8 +1,6 @@
 //! A job's first weights: uploaded by rank 0, or read from a checkpoint.
 
-use longshore_proto::{
-    ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Step, Version,
-};
+use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Step, Version};
 
 use super::{Job, buffers::image_blocks, compute::BLOCK};
 use crate::{
