@@ -236,7 +236,7 @@ impl fmt::Display for Word<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let StateKept { tier, checkpoint, version, lost, .. } = self.0;
         if !lost.is_empty() {
-            write!(f, "{}. ", Regain(*tier))?;
+            return write!(f, "{}, {checkpoint} of {version}", Regain(*tier));
         }
         write!(
             f,

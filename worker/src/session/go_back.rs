@@ -149,18 +149,20 @@ impl Core {
             let request = request.clone();
             async move { peer.admin().list_checkpoints(request).await }
         });
-        let lists = answers.await?.into_iter().map(|answer| answer.checkpoints);
-        Ok(merge(lists).into_iter().rev().map(|checkpoint| checkpoint.name).collect())
+        let known = |info: CheckpointInfo| (info.name, info.version);
+        let lists = answers.await?.into_iter();
+        let lists = lists.map(|answer| answer.checkpoints.into_iter().map(known).collect());
+        Ok(merge(lists).into_iter().rev().map(|(name, _)| name).collect())
     }
 }
 
-/// One list, oldest first, of lists that are: in the order of the first, and what it lacks by version.
-fn merge(mut lists: impl Iterator<Item = Vec<CheckpointInfo>>) -> Vec<CheckpointInfo> {
+/// One list of names and versions, oldest first, of lists that are: in the order of the first, and what it lacks by version.
+fn merge(mut lists: impl Iterator<Item = Vec<(String, u64)>>) -> Vec<(String, u64)> {
     let mut merged = lists.next().unwrap_or_default();
-    for checkpoint in lists.flatten() {
-        if merged.iter().all(|known| known.name != checkpoint.name) {
-            let at = merged.iter().position(|known| known.version > checkpoint.version);
-            merged.insert(at.unwrap_or(merged.len()), checkpoint);
+    for (name, version) in lists.flatten() {
+        if merged.iter().all(|(known, _)| *known != name) {
+            let at = merged.iter().position(|(_, known)| *known > version);
+            merged.insert(at.unwrap_or(merged.len()), (name, version));
         }
     }
     merged
@@ -196,13 +198,12 @@ mod tests {
 
     #[test]
     fn what_one_server_lacks_is_in_the_list_all_the_same() {
-        let list = |names: &[(&str, u64)]| -> Vec<CheckpointInfo> {
-            let info = |&(name, version): &(&str, u64)| CheckpointInfo { name: name.into(), version };
-            names.iter().map(info).collect()
+        let list = |names: &[(&str, u64)]| -> Vec<(String, u64)> {
+            names.iter().map(|&(name, version)| (name.to_string(), version)).collect()
         };
         // Sealed in this order, after a rollback: the first list's order stands.
         let lists = [list(&[("a", 10), ("c", 30), ("b", 20)]), list(&[("a", 10), ("d", 40), ("0", 5)])];
-        let names: Vec<_> = merge(lists.into_iter()).into_iter().map(|info| info.name).collect();
+        let names: Vec<_> = merge(lists.into_iter()).into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["0", "a", "c", "b", "d"]);
     }
 }

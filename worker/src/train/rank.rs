@@ -153,12 +153,11 @@ impl<'a> Run<'a> {
             return Ok((session, joined));
         }
         let opened = session.open();
-        let lost_a_part = matches!(opened, Err(Error::StateLost(_)));
         if let Some(how) = self.goes_back(&opened, report) {
-            if lost_a_part && let Err(lost) = &opened {
-                report.note(&format!("{lost}"));
-            }
             let restored = session.go_back(&how)?;
+            if let Err(Error::StateLost(lost)) = &opened {
+                report.note(&format!("server {} lost its part of the job: {}", lost.server, lost.detail));
+            }
             report.note(&format!("restored checkpoint {} of {}", restored.name, restored.version));
             return Ok(session.join().map(|joined| (session, joined))?);
         }

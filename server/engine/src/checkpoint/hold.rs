@@ -15,7 +15,7 @@ use super::{
     restore::{RestoreInfo, Source},
 };
 use crate::{
-    job::{Job, LoadedShard, Origin, StoredImages},
+    job::{CheckpointId, Job, LoadedShard, StoredImages},
     step::Phase,
     tier::{Record, Shape, StateMut},
 };
@@ -69,7 +69,7 @@ impl Store {
             return Ok(info);
         }
         if !job.holds(&info.id) {
-            let origin = Origin { name: name.to_string(), id: info.id.clone() };
+            let origin = CheckpointId { name: name.to_string(), id: info.id.clone() };
             let RestoreInfo { version, applied, commit, .. } = info.clone();
             let record = Record { version, applied, commit };
             job.load(origin, record, source.images, &mut |shard, loaded| source.fill(job, shard, loaded))?;

@@ -5,7 +5,7 @@ use longshore_proto::{Fault, FaultKind, ShardId, Version};
 
 use super::{
     Job,
-    load::{Load, LoadedShard, Origin, Source, StoredImages},
+    load::{CheckpointId, Load, LoadedShard, Source, StoredImages},
 };
 use crate::{
     lock,
@@ -18,7 +18,7 @@ impl Job {
     /// the job waits for weights as if it had just been opened.
     pub fn load(
         &self,
-        origin: Origin,
+        origin: CheckpointId,
         record: Record,
         images: StoredImages,
         read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,

@@ -15,7 +15,7 @@ pub(super) struct Load {
     pub(super) seals: Vec<Vec<Option<u32>>>,
     pub(super) source: Source,
     /// What is being loaded, is held, or was started from.
-    pub(super) origin: Option<Origin>,
+    pub(super) origin: Option<CheckpointId>,
     /// Shards loaded from it so far.
     pub(super) shards: u32,
     /// The load under way is to end before its next shard.
@@ -35,7 +35,7 @@ pub(super) enum Source {
 
 /// The checkpoint that a job is filled from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Origin {
+pub struct CheckpointId {
     pub name: String,
     /// The same for the same contents, wherever they lie and whichever server reads them.
     pub id: String,
@@ -74,7 +74,7 @@ impl Load {
     }
 
     /// Chunks uploaded before are forgotten, and so is another checkpoint that was held: the restore overwrites them.
-    pub(super) fn begin_restore(&mut self, origin: Origin) -> Result<(), Fault> {
+    pub(super) fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
         if !matches!(self.source, Source::Upload | Source::Held(_)) {
             let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
             return Err(Fault::new(

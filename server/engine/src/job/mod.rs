@@ -38,7 +38,7 @@ use longshore_proto::{
 
 pub use compute::Compute;
 pub use contribution::Lent;
-pub use load::{LoadedShard, Origin, StoredImages};
+pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use read::{ImageBytes, ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
 pub use snapshot::{Captured, Ended, Snapshot, SnapshotInfo};

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    job::{Origin, StoredImages},
+    job::{CheckpointId, StoredImages},
     tier::{Record, Spill},
 };
 
@@ -148,7 +148,7 @@ fn weights_may_be_uploaded_after_a_failed_restore() {
 fn a_failed_load_leaves_neither_images_nor_moments() {
     let target = Cluster::open(&spec(3, 1), 1);
     let job = &target.jobs[0];
-    let origin = Origin { name: "a".to_string(), id: "a".to_string() };
+    let origin = CheckpointId { name: "a".to_string(), id: "a".to_string() };
     let record = Record { version: Version(0), applied: 0, commit: None };
     let failed = job.load(origin, record, StoredImages::Current, &mut |shard, loaded| {
         loaded.state.arrays.into_iter().for_each(|array| array.fill(7));

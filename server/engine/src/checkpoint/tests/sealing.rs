@@ -6,7 +6,7 @@ use longshore_proto::FaultKind;
 
 use super::*;
 use crate::{
-    job::{Origin, StoredImages},
+    job::{CheckpointId, StoredImages},
     tier::Record,
 };
 
@@ -152,12 +152,12 @@ fn a_job_is_filled_from_one_source() {
     let cluster = Cluster::open(&spec(5, 0), 1);
     let job = &cluster.jobs[0];
     let payload = vec![0; 1 << 20];
-    let origin = |name: &str| Origin { name: name.to_string(), id: name.to_string() };
+    let from = |name: &str| CheckpointId { name: name.to_string(), id: name.to_string() };
     let record = || Record { version: Version(1), applied: 1, commit: None };
-    job.load(origin("a"), record(), StoredImages::None, &mut |shard, _| {
+    job.load(from("a"), record(), StoredImages::None, &mut |shard, _| {
         let upload = job.upload(RANK, shard, ChunkId(0), crc32(&payload), &payload).unwrap_err();
         assert_eq!((upload.kind, &*upload.value), (FaultKind::Precondition, "being restored"));
-        let load = job.load(origin("b"), record(), StoredImages::None, &mut |_, _| Ok(())).unwrap_err();
+        let load = job.load(from("b"), record(), StoredImages::None, &mut |_, _| Ok(())).unwrap_err();
         assert_eq!((load.kind, &*load.value), (FaultKind::Precondition, "being restored"));
         Ok(())
     })
