@@ -5,7 +5,6 @@ use std::{
     fs::{self, OpenOptions},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::Command,
     thread,
     time::Duration,
 };
