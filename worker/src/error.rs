@@ -4,7 +4,7 @@
 
 use std::{fmt, time::Duration};
 
-use longshore_proto::{ChunkId, Contribution, Fault, FaultKind, JobName, ShardId, Step, Version};
+use longshore_proto::{ChunkId, Contribution, Fault, FaultKind, JobName, ShardId, Step, TierKind, Version};
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -29,6 +29,12 @@ pub enum Error {
     VersionsDiffer(#[from] VersionsDiffer),
     #[error(transparent)]
     NotRestored(Box<NotRestored>),
+    #[error(transparent)]
+    StateKept(Box<StateKept>),
+    #[error(transparent)]
+    NoCheckpoint(#[from] NoCheckpoint),
+    #[error(transparent)]
+    OtherCheckpoints(#[from] OtherCheckpoints),
     #[error(transparent)]
     TimedOut(Box<TimedOut>),
     #[error(transparent)]
@@ -63,6 +69,7 @@ boxed!(
     Fenced(Fenced),
     Outdated(Outdated),
     NotRestored(NotRestored),
+    StateKept(StateKept),
     TimedOut(TimedOut)
 );
 
@@ -111,16 +118,40 @@ pub struct ChunkRefused {
     pub fault: Fault,
 }
 
-/// A server no longer holds the job, as after a restart with the `memory` tier.
+/// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders that its state is in.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error(
-    "server {server} lost the state of job {job}: {detail}. Restore the last checkpoint (`longshore restore`), or \
-     delete the job and start again; the tiers `shm` and `nvme` survive a restart of the server"
-)]
+#[error("server {server} lost the state of job {job}: {detail}. {}", Regain(*.tier))]
 pub struct StateLost {
     pub server: String,
     pub job: JobName,
+    pub tier: TierKind,
     pub detail: String,
+}
+
+/// What brings lost state back. Where it may still lie somewhere, nothing that would give up a step comes first.
+struct Regain(TierKind);
+
+impl fmt::Display for Regain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let where_it_was = match self.0 {
+            TierKind::Memory => {
+                return f.write_str(
+                    "Restore the last checkpoint (`longshore train --resume` or `longshore restore`), or delete the job \
+                     and start again; the tiers `shm` and `nvme` survive a restart of the server",
+                );
+            }
+            TierKind::Shm => "has it the --shm-dir that it had, and has its host stayed up",
+            TierKind::Nvme => "is the drive of its --state-dir mounted",
+        };
+        write!(
+            f,
+            "Tier {} outlives the server's process: {where_it_was}, and is it the server that had this place in --servers? \
+             Start it again where its state is, and the job goes on. Only if that state is gone for good: --resume with \
+             --discard-state, or `longshore restore --discard-state`, deletes what the other servers hold and goes back \
+             to the last checkpoint",
+            self.0
+        )
+    }
 }
 
 /// A newer process has taken this rank.
@@ -157,20 +188,85 @@ pub struct VersionsDiffer {
     pub waited: Duration,
 }
 
-/// A restore that some servers had done and not all, taken back where it was done: a job with a part of its state would
-/// stand in the way of the next one.
+/// A restore that some servers could do and not all: nothing has started, and those wait for weights as before.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
-    "the restore of job {job} was taken back on {}, where the job was deleted again{}: {cause}. Put that right, then open \
-     the job and restore it again, as the workers' command with --resume does", .undone.join(", "), Left(.left)
+    "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \
+     restore it again, as the workers' command with --resume does, or name another checkpoint with --resume-from",
+    .undone.join(", "), Left(.left)
 )]
 pub struct NotRestored {
     pub job: JobName,
-    /// Servers that had restored their part.
+    /// Servers that had loaded their part.
     pub undone: Vec<String>,
     /// Servers that hold their part still, and why.
     pub left: Vec<(String, Error)>,
     pub cause: Error,
+}
+
+/// Going back to a checkpoint would delete state that servers hold, and nobody has said that it may.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "{}nothing was deleted: job {job} holds state, {}. {}", Lacking(.lost), Listed(.holders), Word(self)
+)]
+pub struct StateKept {
+    pub job: JobName,
+    pub tier: TierKind,
+    /// What it would go back to.
+    pub checkpoint: String,
+    pub version: Version,
+    pub holders: Vec<(String, Version)>,
+    pub lost: Vec<String>,
+}
+
+struct Lacking<'a>(&'a [String]);
+
+impl fmt::Display for Lacking<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => Ok(()),
+            lost => write!(f, "server {} lost its part, or never had it, and ", lost.join(" and server ")),
+        }
+    }
+}
+
+struct Word<'a>(&'a StateKept);
+
+impl fmt::Display for Word<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StateKept { tier, checkpoint, version, lost, .. } = self.0;
+        if !lost.is_empty() {
+            return write!(f, "{}, {checkpoint} of {version}", Regain(*tier));
+        }
+        write!(
+            f,
+            "With --discard-state it goes back to checkpoint {checkpoint} of {version}, and steps after that are lost"
+        )
+    }
+}
+
+/// A job whose state is gone, or was to be given up, and no checkpoint to go back to. Nothing was deleted.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "there is no checkpoint to resume from: leave --resume out to start afresh{}",
+    if *.kept { ", once the job is deleted (`longshore delete`): some servers hold state of it, and nothing was deleted" } else { "" }
+)]
+pub struct NoCheckpoint {
+    pub job: JobName,
+    /// Whether a server holds state of the job.
+    pub kept: bool,
+}
+
+/// Servers read different contents under one checkpoint's name.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "checkpoint {checkpoint} of job {job} is not the same everywhere: {}. Nothing has started. Let the servers share one \
+     checkpoint folder, or name another checkpoint", Listed(.versions)
+)]
+pub struct OtherCheckpoints {
+    pub job: JobName,
+    pub checkpoint: String,
+    pub versions: Vec<(String, Version)>,
 }
 
 /// A wait reached its deadline.
@@ -300,9 +396,7 @@ struct Left<'a>(&'a [(String, Error)]);
 
 impl fmt::Display for Left<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0
-            .iter()
-            .try_for_each(|(server, error)| write!(f, ", and not on {server} ({error}): delete it there"))
+        self.0.iter().try_for_each(|(server, error)| write!(f, ", and not on {server} ({error})"))
     }
 }
 

@@ -47,7 +47,7 @@ pub use pipeline::{Pipeline, PipelineOptions, StepOutcome, StepPlan};
 pub use pull::Feed;
 pub use push::Assembler;
 pub use schedule::Schedule;
-pub use session::{Joined, Opened, Options, Session, StateHash, Transport};
+pub use session::{GoBack, Joined, Opened, Options, Session, StateHash, Transport};
 
 #[cfg(feature = "cli")]
 mod bench;

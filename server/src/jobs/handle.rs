@@ -22,7 +22,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-use super::{Hashes, hashing::Hashing, pace::Pace};
+use super::{Hashes, hashing::Hashing, pace::Pace, restores::Restores};
 
 /// What the compute thread is asked to do.
 enum Task {
@@ -44,6 +44,7 @@ pub(crate) struct JobHandle {
     transports: Mutex<BTreeMap<Rank, &'static str>>,
     pub(crate) pace: Pace,
     hashing: Hashing,
+    pub(crate) restores: Restores,
 }
 
 impl JobHandle {
@@ -81,6 +82,7 @@ impl JobHandle {
             transports: Mutex::default(),
             pace: Pace::default(),
             hashing: Hashing::default(),
+            restores: Restores::default(),
         };
         unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
         Ok(handle)
@@ -191,6 +193,7 @@ impl JobHandle {
     pub(super) fn close(&self, fault: Fault) {
         self.job.end_snapshots(&fault);
         self.closed.send_if_modified(|closed| closed.is_none() && closed.replace(fault).is_none());
+        self.job.cancel_load();
         // They look again, find the job closed and let go of it.
         self.job.nudge();
     }

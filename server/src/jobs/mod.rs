@@ -3,6 +3,7 @@
 mod handle;
 mod hashing;
 mod pace;
+mod restores;
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +20,11 @@ use longshore_engine::{
 use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
 use tokio::{runtime::Handle, sync::watch, time::timeout};
 
-pub(crate) use self::{handle::JobHandle, hashing::Hashes};
+pub(crate) use self::{
+    handle::JobHandle,
+    hashing::Hashes,
+    restores::{Act, Stage},
+};
 
 /// Longest wait for the users of a job that is opened anew: a chunk on its way may be silent for 10 s, and an update runs
 /// to its end.

@@ -187,7 +187,7 @@ impl Services {
         Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }
 
-    fn store(&self) -> Result<Arc<Store>, Fault> {
+    pub(super) fn store(&self) -> Result<Arc<Store>, Fault> {
         self.checkpoints.clone().ok_or_else(|| {
             let remedy = "start the server with --checkpoint-dir";
             Fault::new(FaultKind::Precondition, "checkpoint_dir", "not set", "a folder", remedy)
@@ -234,22 +234,6 @@ impl Services {
         let found = blocking(move || store.list(&job)).await?;
         let info = |(name, version): (String, Version)| v1::CheckpointInfo { name, version: version.0 };
         Ok(v1::ListCheckpointsResponse { checkpoints: found.into_iter().map(info).collect() })
-    }
-
-    async fn restore_job(&self, request: &v1::RestoreRequest) -> Result<v1::RestoreResponse, Fault> {
-        let store = self.store()?;
-        let name = wire::parse_name("name", &request.name)?;
-        let handle = self.jobs.get(&request.job)?;
-        let job = Arc::clone(&handle.job);
-        blocking(move || store.restore(&job, &job.spec().name, name.as_str())).await?;
-        let progress = handle.job.progress();
-        tracing::info!(
-            job = request.job,
-            name = request.name,
-            version = progress.version.0,
-            "checkpoint restored"
-        );
-        Ok(v1::RestoreResponse { progress: Some(convert::progress(progress)) })
     }
 }
 

@@ -1,6 +1,6 @@
 //! Engine types to wire messages.
 
-use longshore_engine::step::{Phase, Progress, RankProgress};
+use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
 use longshore_proto::wire::v1;
 
 pub(super) fn progress(progress: Progress) -> v1::JobProgress {
@@ -17,6 +17,11 @@ pub(super) fn progress(progress: Progress) -> v1::JobProgress {
         last_commit: progress.last_commit.map(|commit| commit.to_wire()),
         pause_reason,
         missing_shards: progress.missing.into_iter().filter(|_| loading).map(|shard| shard.0).collect(),
+        restore: progress.restoring.map(|Restoring { checkpoint, shards, held }| v1::RestoreProgress {
+            name: checkpoint,
+            shards,
+            held,
+        }),
     }
 }
 

@@ -5,6 +5,7 @@ mod convert;
 mod export;
 mod pull;
 mod push;
+mod restore;
 mod stats;
 mod tensors;
 mod training;

@@ -108,7 +108,18 @@ impl Raw {
     }
 
     pub fn restore(&self, job: &str, name: &str) -> Result<v1::RestoreResponse, Fault> {
-        let request = v1::RestoreRequest { job: job.into(), name: name.into() };
+        self.restore_in(job, name, v1::RestoreMode::Whole)
+    }
+
+    /// One act of a restore.
+    pub fn restore_in(
+        &self,
+        job: &str,
+        name: &str,
+        mode: v1::RestoreMode,
+    ) -> Result<v1::RestoreResponse, Fault> {
+        let request =
+            v1::RestoreRequest { job: job.into(), name: name.into(), mode: mode.into(), deadline_ms: 0 };
         self.call(self.admin.clone().restore(request))
     }
 

@@ -69,7 +69,9 @@ fn a_damaged_checkpoint_is_refused_and_a_whole_one_still_restores() {
     assert_fault(server.restore("restored", "../whole"), Invalid, "name", "../whole", "A-Z");
     let restored = server.restore("restored", "whole").expect("the whole one");
     assert_eq!(restored.progress.expect("a progress").version, BEFORE);
-    assert_fault(server.restore("restored", "whole"), Precondition, "job.phase", "training", "loading");
+    // Its answer may have been lost: asked again, the same is true.
+    let again = server.restore("restored", "whole").expect("it is so already");
+    assert_eq!((again.id, again.version), (restored.id, BEFORE));
     let pipeline = run::enter(cluster.options(&spec, 0), &Synthetic::default(), &plan());
     seen.outcomes.retain(|outcome| outcome.step.0 <= BEFORE);
     finish(&cluster, "restored", pipeline, seen);
@@ -116,11 +118,21 @@ fn another_jobs_checkpoint_is_refused_with_what_differs() {
         assert_fault(server.restore(&name, "two"), Conflict, field, value, limit);
         assert_eq!(server.progress(&name).phase(), Phase::Loading);
     }
-    assert_fault(server.restore("original", "two"), Precondition, "job.phase", "training", "loading");
+    let mut victim = victim;
+    run::steps(&mut victim.pipeline, &Synthetic::default(), &plan(), BEFORE + 1, &mut victim.seen)
+        .expect("a step");
+    victim.pipeline.drain().expect("a drain");
+    assert_fault(
+        victim.servers[0].restore("original", "two"),
+        Precondition,
+        "job.phase",
+        "training",
+        "loading",
+    );
     victim.finish();
 }
 
-/// One of two servers cannot read its part: the other one must not be left with the only half of a job.
+/// One of two servers cannot read its part: the other one must not be left with the only half of a job, nor without the job.
 #[test]
 fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
     const SECOND: &str = "server-00002-of-00002.safetensors";
@@ -142,8 +154,11 @@ fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
         for words in [SECOND, "BLAKE3", "taken back", "restore it again", &addresses[0]] {
             assert!(said.contains(words), "{words:?} is missing in: {said}");
         }
-        assert_eq!(cluster.raw(0).find("halved").expect_err("no job").kind, NotFound);
-        assert_eq!(cluster.raw(1).progress("halved").phase(), Phase::Loading);
+        for server in 0..2 {
+            let progress = cluster.raw(server).progress("halved");
+            assert_eq!((progress.phase(), progress.restore.clone()), (Phase::Loading, None), "{progress:?}");
+            assert!(!progress.missing_shards.is_empty(), "{progress:?}");
+        }
     };
     let error = opened().restore("two").expect_err("a part is damaged");
     assert!(matches!(error, Error::NotRestored(_)), "{error:?}");

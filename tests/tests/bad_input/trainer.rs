@@ -49,7 +49,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         stage: None,
         checkpoint_dir: None,
         checkpoint_every: 0,
-        resume: false,
+        resume: None,
         eval_every: 2,
         eval_batches: 1,
         sample_bytes: 1,

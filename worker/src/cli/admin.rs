@@ -1,4 +1,4 @@
-//! Commands that call every server of a job: checkpoint, restore, resume, delete, drain.
+//! Commands that call every server of a job: checkpoint, resume, delete, drain.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -35,7 +35,7 @@ pub(super) struct JobArgs {
 pub(super) struct CheckpointArgs {
     #[command(flatten)]
     pub(super) target: JobArgs,
-    /// The checkpoint's name [default: from the version; for restore the newest]
+    /// The checkpoint's name [default: from the version]
     #[arg(long)]
     name: Option<String>,
     /// One JSON object
@@ -145,71 +145,6 @@ pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(super) fn restore(args: &CheckpointArgs) -> anyhow::Result<()> {
-    let (mut servers, job) = target(&args.target)?;
-    let name = match &args.name {
-        Some(name) => name.clone(),
-        None => {
-            let found = common_checkpoints(&mut servers, &job)?;
-            found.last().map(|(name, _)| name.clone()).with_context(|| {
-                format!("no checkpoint of job {job} is visible to every server: name one with --name, or look with `longshore checkpoints`")
-            })?
-        }
-    };
-    let request = v1::RestoreRequest { job: job.clone(), name: name.clone() };
-    let answers = servers.answers(|mut admin| {
-        let request = request.clone();
-        async move { admin.restore(request).await }
-    });
-    let (mut restored, mut failure) = (Vec::new(), None);
-    for (address, answer) in answers {
-        match answer {
-            Ok(answer) => restored.push((address, answer.progress.map_or(0, |progress| progress.version))),
-            Err(fault) => failure = failure.or(Some(anyhow::Error::from(fault).context(address))),
-        }
-    }
-    let version = restored.first().map_or(0, |(_, version)| *version);
-    if failure.is_none() && restored.iter().any(|(_, other)| *other != version) {
-        let versions: Vec<_> =
-            restored.iter().map(|(at, version)| format!("{at} at version {version}")).collect();
-        failure =
-            Some(anyhow::anyhow!("checkpoint {name} is not the same everywhere: {}", versions.join(", ")));
-    }
-    if let Some(failure) = failure {
-        let restored: Vec<String> = restored.into_iter().map(|(address, _)| address).collect();
-        return Err(take_back(&mut servers, &job, &restored, failure));
-    }
-    if args.json {
-        say!("{}", json!({"job": job, "name": name, "version": version}));
-    } else {
-        say!("restored {name}: version {version}");
-    }
-    Ok(())
-}
-
-/// Deletes the job where a restore was done that failed elsewhere: a job with a part of its state would stand in the way of
-/// the next one.
-fn take_back(servers: &mut Servers, job: &str, restored: &[String], failure: anyhow::Error) -> anyhow::Error {
-    if restored.is_empty() {
-        return failure;
-    }
-    let request = v1::DeleteJobRequest { job: job.to_string(), discard_unreadable: false };
-    let deleted = servers.answers_of(restored, |mut admin| {
-        let request = request.clone();
-        async move { admin.delete_job(request).await }
-    });
-    let say = |(address, deleted): (String, Result<_, Fault>)| match deleted {
-        Ok(_) => address,
-        Err(fault) => format!("{address} (which failed: {fault}; delete it there)"),
-    };
-    let undone: Vec<String> = deleted.into_iter().map(say).collect();
-    failure.context(format!(
-        "the restore of job {job} was taken back, and the job deleted again, on {}. Put the cause right, then open the job \
-         (the workers' command does) and restore it again. The cause",
-        undone.join(", ")
-    ))
-}
-
 pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     let request = v1::ResumeRequest { job, loss_scale: args.loss_scale.unwrap_or(0.0) };
@@ -260,7 +195,7 @@ pub(super) fn drain(args: &ServersArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn target(args: &JobArgs) -> anyhow::Result<(Servers, String)> {
+pub(super) fn target(args: &JobArgs) -> anyhow::Result<(Servers, String)> {
     let mut servers = Servers::connect(&args.servers.servers)?;
     let job = servers.job(args.job.as_ref())?;
     Ok((servers, job))

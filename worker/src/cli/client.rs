@@ -132,32 +132,18 @@ impl Servers {
     /// One call on every server at once, with what each says.
     pub(super) fn answers<T, F>(
         &mut self,
-        call: impl FnMut(AdminClient<Channel>) -> F,
-    ) -> Vec<(String, Result<T, Fault>)>
-    where
-        F: Future<Output = Result<tonic::Response<T>, Status>>,
-    {
-        let all: Vec<String> = self.servers.iter().map(|server| server.address.clone()).collect();
-        self.answers_of(&all, call)
-    }
-
-    /// As `answers`, of some servers.
-    pub(super) fn answers_of<T, F>(
-        &mut self,
-        addresses: &[String],
         mut call: impl FnMut(AdminClient<Channel>) -> F,
     ) -> Vec<(String, Result<T, Fault>)>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        let asked: Vec<_> =
-            self.servers.iter().filter(|server| addresses.contains(&server.address)).collect();
-        let answers = self.runtime.block_on(join_all(asked.iter().map(|server| call(server.admin.clone()))));
+        let answers =
+            self.runtime.block_on(join_all(self.servers.iter().map(|server| call(server.admin.clone()))));
         let answer = |(server, answer): (&Server, Result<tonic::Response<T>, Status>)| {
             let answer = answer.map_err(|status| fault_from_status(&status, &server.address));
             (server.address.clone(), answer.map(tonic::Response::into_inner))
         };
-        asked.into_iter().zip(answers).map(answer).collect()
+        self.servers.iter().zip(answers).map(answer).collect()
     }
 
     /// The job to act on: the one named, or the only one there is.

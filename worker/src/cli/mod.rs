@@ -8,6 +8,7 @@ mod environment;
 mod export;
 mod inspect;
 mod plan;
+mod restore;
 mod sizes;
 mod status;
 mod trace;
@@ -51,8 +52,11 @@ enum Command {
     Checkpoint(admin::CheckpointArgs),
     /// List the checkpoints of a job
     Checkpoints(admin::CheckpointsArgs),
-    /// Fill a job that waits for weights from a checkpoint
-    Restore(admin::CheckpointArgs),
+    /// Fill a job from a checkpoint, and open it first where it is not open
+    ///
+    /// All servers or none: a job starts once every one has loaded its part. Asking again after an error or a lost connection
+    /// goes on from there. State that servers hold is left alone unless --discard-state is given.
+    Restore(restore::Args),
     /// Write a job's weights as Hugging Face style safetensors, while training goes on
     Export(export::Args),
     /// Let a paused job go on
@@ -93,7 +97,7 @@ impl Cli {
             Command::Status(args) => status::run(&args),
             Command::Checkpoint(args) => admin::checkpoint(&args),
             Command::Checkpoints(args) => admin::checkpoints(&args),
-            Command::Restore(args) => admin::restore(&args),
+            Command::Restore(args) => restore::run(&args),
             Command::Export(args) => export::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Resume(args) => admin::resume(&args),

@@ -13,7 +13,7 @@ use super::trace::TraceFlag;
 use crate::{
     DeviceChoice,
     loss_scale::LossScalerOptions,
-    session::Transport,
+    session::{GoBack, Transport},
     train::{self, LossScale, LossScaleMode, Settings, gpt},
 };
 
@@ -166,9 +166,15 @@ pub(super) struct Args {
     /// Folder for an embedded server's checkpoints
     #[arg(long, value_name = "DIR", help_heading = "Checkpoints")]
     checkpoint_dir: Option<PathBuf>,
-    /// Start from the newest checkpoint when the servers have no weights
+    /// Go back to the newest checkpoint when servers have nothing of the job; when they all have, go on from there
     #[arg(long, help_heading = "Checkpoints")]
     resume: bool,
+    /// As --resume, but to this checkpoint, such as an older one
+    #[arg(long, value_name = "NAME", help_heading = "Checkpoints")]
+    resume_from: Option<String>,
+    /// With --resume, when a server has lost its part of a job of tier shm or nvme for good: delete what the others hold
+    #[arg(long, help_heading = "Checkpoints")]
+    discard_state: bool,
 
     /// Validate every so many steps; 0 only at the start and the end
     #[arg(long, default_value_t = 0, help_heading = "Output")]
@@ -224,6 +230,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
     let formats = formats(&args);
     Ok(Settings {
         job: JobName::parse("--job", &args.job)?,
+        resume: resume(&args)?,
         loss_scale: loss_scale(&args)?,
         servers: args.servers,
         data: args.data,
@@ -261,7 +268,6 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         stage: args.stage,
         checkpoint_dir: args.checkpoint_dir,
         checkpoint_every: args.checkpoint_every,
-        resume: args.resume,
         eval_every: args.eval_every,
         eval_batches: args.eval_batches,
         sample_bytes: args.sample_bytes,
@@ -301,6 +307,24 @@ fn model(args: &Args) -> anyhow::Result<gpt::Config> {
     };
     config.validate()?;
     Ok(config)
+}
+
+fn resume(args: &Args) -> Result<Option<GoBack>, Fault> {
+    let checkpoint = args.resume_from.clone();
+    checkpoint.as_ref().map(|name| JobName::parse("--resume-from", name)).transpose()?;
+    if args.resume || checkpoint.is_some() {
+        return Ok(Some(GoBack { checkpoint, discard_state: args.discard_state }));
+    }
+    if args.discard_state {
+        let remedy = "say which checkpoint to go back to, or leave --discard-state out";
+        return Err(Fault::invalid(
+            "--discard-state",
+            "given",
+            "given with --resume or --resume-from",
+            remedy,
+        ));
+    }
+    Ok(None)
 }
 
 /// What no later check would name by its flag.

@@ -1,4 +1,4 @@
-//! Operators' calls over all servers of a job: checkpoint, restore, hash, pause, delete.
+//! Operators' calls over all servers of a job: checkpoint, hash, pause, delete.
 
 use std::{
     future::Future,
@@ -6,20 +6,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures_util::future::{join_all, try_join_all};
+use futures_util::future::try_join_all;
 use longshore_proto::{
     FaultKind, JobName, Version,
     checksum::{BlockHash, state_hash},
     limits::MAX_PAUSE_REASON_BYTES,
     wire::v1::{
         CheckpointRequest, CheckpointResponse, DeleteJobRequest, DescribeResponse, ListCheckpointsRequest,
-        PauseRequest, RestoreRequest, ResumeRequest, SealCheckpointRequest,
+        PauseRequest, ResumeRequest, SealCheckpointRequest,
     },
 };
 use tonic::{Response, Status};
 
 use super::{Core, TRIES, has_passed, lead, peer::Peer, retry::Backoff};
-use crate::error::{Error, MissingBlock, NotRestored, Result, TimedOut, VersionsDiffer};
+use crate::error::{Error, MissingBlock, Result, TimedOut, VersionsDiffer};
 
 /// The hash of all state of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub struct Checkpoint {
 
 impl Core {
     /// One call to every server at once.
-    async fn everywhere<T, F, Answer>(
+    pub(super) async fn everywhere<T, F, Answer>(
         &self,
         call: &'static str,
         deadline: Duration,
@@ -173,61 +173,12 @@ impl Core {
         .into()
     }
 
-    /// All servers' parts, or none: after a failure those that were restored are deleted again.
-    pub(super) async fn restore(&self, name: &str) -> Result<Version> {
-        let start = Instant::now();
-        let request = RestoreRequest { job: self.job().to_string(), name: name.into() };
-        // To the end everywhere: a server goes on restoring whether it is listened to or not.
-        let answers = join_all((0..self.peers.len()).map(|server| {
-            self.call(server, "Restore", None, self.options.slow_deadline, |peer| {
-                let request = request.clone();
-                async move { peer.admin().restore(request).await }
-            })
-        }));
-        let (mut restored, mut failure) = (Vec::new(), None);
-        for (server, answer) in answers.await.into_iter().enumerate() {
-            match answer {
-                Ok(answer) => restored.push((server, Version(answer.progress.unwrap_or_default().version))),
-                Err(error) => failure = failure.or(Some(error)),
-            }
-        }
-        let differ = restored.iter().any(|(_, version)| *version != restored[0].1);
-        let cause = match failure {
-            Some(error) => error,
-            None if differ => {
-                let address =
-                    |&(server, version): &(usize, Version)| (self.peers[server].address.clone(), version);
-                let versions = restored.iter().map(address).collect();
-                VersionsDiffer { job: self.job().clone(), versions, waited: start.elapsed() }.into()
-            }
-            None => return Ok(restored[0].1),
-        };
-        Err(self.take_back(restored.into_iter().map(|(server, _)| server).collect(), cause).await)
-    }
-
-    /// Deletes the job on the servers that had restored it.
-    async fn take_back(&self, restored: Vec<usize>, cause: Error) -> Error {
-        let deleted = join_all(restored.iter().map(|&server| self.delete_job_on(server))).await;
-        let (mut undone, mut left) = (Vec::new(), Vec::new());
-        for (server, deleted) in restored.into_iter().zip(deleted) {
-            let address = self.peers[server].address.clone();
-            match deleted {
-                Ok(()) => undone.push(address),
-                Err(error) => left.push((address, error)),
-            }
-        }
-        if undone.is_empty() && left.is_empty() {
-            return cause;
-        }
-        NotRestored { job: self.job().clone(), undone, left, cause }.into()
-    }
-
     pub(super) async fn delete_job(&self) -> Result<()> {
         try_join_all((0..self.peers.len()).map(|server| self.delete_job_on(server))).await?;
         Ok(())
     }
 
-    async fn delete_job_on(&self, server: usize) -> Result<()> {
+    pub(super) async fn delete_job_on(&self, server: usize) -> Result<()> {
         let request = DeleteJobRequest { job: self.job().to_string(), discard_unreadable: false };
         let attempts = AtomicUsize::new(0);
         let deleted = self.call(server, "DeleteJob", None, self.options.deadline, |peer| {

@@ -3,12 +3,14 @@
 mod admin;
 mod connector;
 mod core;
+mod go_back;
 mod join;
 mod open;
 mod options;
 mod patience;
 mod peer;
 mod recover;
+mod restore;
 mod retry;
 mod takeover;
 mod upload;
@@ -29,6 +31,7 @@ use longshore_proto::{
 
 pub use self::{
     admin::{Checkpoint, StateHash},
+    go_back::GoBack,
     join::Joined,
     open::Opened,
     options::{Options, Transport},
@@ -74,11 +77,12 @@ impl Session {
         Ok(Session { core: Arc::new(Core::new(options, layout, placement, peers, runtime)) })
     }
 
-    /// Creates the job on every server, or finds it there. Idempotent.
+    /// Creates the job on every server, or finds it there. Idempotent. Where a server has trained and another has nothing, the
+    /// job is not created on the other one.
     ///
     /// # Errors
-    /// `Call` when a server refuses, as for a differing spec or too little memory; `StateLost` when some servers train
-    /// and others have nothing.
+    /// `Call` when a server refuses, as for a differing spec or too little memory; to rank 0 `StateLost` when some servers have
+    /// trained and others have nothing.
     pub fn open(&self) -> Result<Opened> {
         self.core.block_on(self.core.open())
     }
@@ -101,26 +105,31 @@ impl Session {
         upload::upload(&self.core, weights)
     }
 
-    /// Waits until every server trains: rank 0 has uploaded or restored. Bound by `slow_deadline`.
+    /// Waits until every server trains: rank 0 has opened the job, and uploaded or restored. Bound by `slow_deadline`.
     pub fn wait_training(&self) -> Result<()> {
         let weights = self.core.watched("the initial weights", self.core.wait_training());
         self.core.block_on(weights)
     }
 
     /// The usual start of any rank: opens the job, joins it, and if it is fresh fills it: rank 0 uploads `weights`, the
-    /// others wait for that. To start from a checkpoint, rank 0 calls `open` and `restore` before this.
+    /// others wait for that. A restore that was begun and cut off is brought to its end. To start from a checkpoint, rank 0
+    /// calls `open` and `restore` before this.
     pub fn start(&mut self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<Joined> {
-        let fresh = self.open()?.is_fresh();
         if self.core.options.rank == Rank(0) {
+            let opened = self.open()?;
+            if let Opened::Restoring { checkpoint } = &opened {
+                self.restore(checkpoint)?;
+            }
             let joined = self.join()?;
-            if fresh {
+            if opened.is_fresh() {
                 self.upload(weights)?;
                 self.wait_training()?;
             }
             return Ok(joined);
         }
-        // Joined first, it would not see what a restore brings.
+        // Joined first, it would not see what a restore brings. Opened after that, the job is compared and never created.
         self.wait_training()?;
+        self.open()?;
         self.join()
     }
 
@@ -152,9 +161,19 @@ impl Session {
         self.core.block_on(self.core.checkpoint(name))
     }
 
-    /// Fills a job that waits for weights from a sealed checkpoint, made by any number of servers.
+    /// Fills a job that waits for weights from a sealed checkpoint, made by any number of servers: all servers or none. One
+    /// that is at the checkpoint's state already is left as it is, so that a restore may be repeated.
     pub fn restore(&self, name: &str) -> Result<Version> {
         self.core.block_on(self.core.restore(name))
+    }
+
+    /// Opens the job and fills it from a checkpoint, whatever a part of its servers has lost. State that servers hold is only
+    /// given up where that is said, or where the `memory` tier has lost the rest of it.
+    ///
+    /// # Errors
+    /// `StateKept` when something would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.
+    pub fn go_back(&self, how: &GoBack) -> Result<Checkpoint> {
+        self.core.block_on(self.core.go_back(how))
     }
 
     /// Forgets the job on every server and frees its memory. Checkpoints stay.

@@ -249,7 +249,7 @@ impl Core {
         match fault.kind {
             // Other things may be missing on their own: a checkpoint, a version.
             FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
-                StateLost { server, job, detail: fault.to_string() }.into()
+                StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
             }
             FaultKind::Fenced => Fenced { server, job, fault }.into(),
             FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {

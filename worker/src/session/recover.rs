@@ -24,6 +24,7 @@ impl Core {
             return Err(StateLost {
                 server: core.peers[server].address.clone(),
                 job: core.job().clone(),
+                tier: core.spec().tier,
                 detail,
             }
             .into());

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use anyhow::Context;
 use candle_core::Device as Compute;
 use longshore_proto::{Layout, Rank, Step, Version};
 
@@ -20,7 +19,7 @@ use crate::{
     error::Error,
     pipeline::{Pipeline, PipelineOptions, StepPlan, Weights as Pulled},
     pull::Feed,
-    session::{Joined, Opened, Options, Session},
+    session::{GoBack, Joined, Opened, Options, Session},
 };
 
 /// Sequences of one validation batch; small ones keep the activations of an evaluation below those of a step.
@@ -150,32 +149,48 @@ impl<'a> Run<'a> {
     /// Connects, creates or finds the job, gives it weights if it has none, and takes the rank.
     fn enter(&self, options: Options, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
         let mut session = Session::connect(options)?;
-        let opened = match session.open() {
-            Err(Error::StateLost(lost)) if self.settings.resume && self.rank == 0 => {
-                report.note(&format!("{lost}; starting over from the newest checkpoint"));
-                session.delete_job()?;
-                session.open()?
-            }
-            opened => opened?,
-        };
         if self.rank != 0 {
-            session.wait_training()?;
+            let joined = session.start(&|_| Vec::new())?;
+            return Ok((session, joined));
+        }
+        let opened = session.open();
+        if let Some(how) = self.goes_back(&opened, report) {
+            let restored = session.go_back(&how)?;
+            if let Err(Error::StateLost(lost)) = &opened {
+                report.note(&format!("server {} lost its part of the job: {}", lost.server, lost.detail));
+            }
+            report.note(&format!("restored checkpoint {} of {}", restored.name, restored.version));
             return Ok(session.join().map(|joined| (session, joined))?);
         }
-        if opened == Opened::Fresh && self.settings.resume {
-            let newest = session.list_checkpoints()?.pop();
-            let newest = newest
-                .context("there is no checkpoint to resume from: leave --resume out to start afresh")?;
-            let version = session.restore(&newest.name)?;
-            report.note(&format!("restored checkpoint {} of {version}", newest.name));
-            return Ok(session.join().map(|joined| (session, joined))?);
-        }
+        let fresh = opened?.is_fresh();
         let joined = session.join()?;
-        if opened.is_fresh() {
+        if fresh {
             session.upload(&|param| self.model.init(self.settings.seed, param))?;
             session.wait_training()?;
         }
         Ok((session, joined))
+    }
+
+    /// Whether the job is to be filled from a checkpoint, and how. A restore that was begun is brought to its end, whoever
+    /// began it; a job that has its state goes on from there.
+    fn goes_back(&self, opened: &Result<Opened, Error>, report: &Report) -> Option<GoBack> {
+        let asked = self.settings.resume.clone();
+        match opened {
+            Ok(Opened::Running { version, .. }) => {
+                if let Some(name) = asked.and_then(|how| how.checkpoint) {
+                    report.note(&format!(
+                        "the servers hold {version}: going on from there, and not from checkpoint {name}"
+                    ));
+                }
+                None
+            }
+            Ok(Opened::Restoring { checkpoint }) => {
+                let how = asked.unwrap_or_default();
+                Some(GoBack { checkpoint: how.checkpoint.or_else(|| Some(checkpoint.clone())), ..how })
+            }
+            Ok(Opened::Fresh) | Err(Error::StateLost(_)) => asked,
+            Err(_) => None,
+        }
     }
 
     fn allocate(&self) -> anyhow::Result<Memory> {

@@ -12,7 +12,7 @@ use crate::{
     device::DeviceChoice,
     loss_scale::{LossScaler, LossScalerOptions},
     schedule::Schedule,
-    session::Transport,
+    session::{GoBack, Transport},
 };
 
 /// Where servers are, what to train on, and how.
@@ -56,7 +56,8 @@ pub struct Settings {
     pub stage: Option<u32>,
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_every: u64,
-    pub resume: bool,
+    /// Where servers have nothing of the job, to which checkpoint it goes back. None: it starts afresh.
+    pub resume: Option<GoBack>,
     pub eval_every: u64,
     pub eval_batches: usize,
     pub sample_bytes: usize,

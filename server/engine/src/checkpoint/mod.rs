@@ -13,6 +13,7 @@
 pub(crate) mod exact;
 mod fault;
 mod files;
+mod hold;
 mod list;
 mod manifest;
 mod part;

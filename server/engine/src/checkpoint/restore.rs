@@ -1,4 +1,4 @@
-//! A job filled from a checkpoint made by any number of servers, with shards of any size, on any tier.
+//! A sealed checkpoint as what a job is filled from, made by any number of servers, with shards of any size, on any tier.
 //!
 //! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes the element
 //! ranges it needs from the old shards that have them. Both are whole blocks, and blocks are what is hashed: each byte
@@ -7,22 +7,18 @@
 use std::path::Path;
 
 use longshore_proto::{
-    Commit, Fault, FaultKind, Formats, JobName, JobSpec, Layout, ShardId, Slice, Version,
-    checksum::BlockHash, limits::BLOCK_ELEMENTS,
+    Commit, Fault, Formats, JobSpec, Layout, ShardId, Slice, Version, checksum::BlockHash,
+    limits::BLOCK_ELEMENTS,
 };
 
 use super::{
-    Store,
-    fault::corrupt,
+    fault::{corrupt, defect},
     manifest::{self, Manifest},
     part::{Array, Table},
     read::PartReader,
     seal::{check_images, check_shards},
 };
-use crate::{
-    job::{Captured, Job, LoadedShard, StoredImages},
-    step::Phase,
-};
+use crate::job::{Captured, Job, LoadedShard, StoredImages};
 
 /// What a job was restored to.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,49 +31,22 @@ pub struct RestoreInfo {
     /// What was read beside the state. Less than `Both` means for a delayed job that the version before cannot be
     /// pulled: its first step must be an exact one.
     pub images: StoredImages,
+    /// The same for the same contents, wherever they lie: what servers compare before any of them starts.
+    pub id: String,
 }
 
 /// A checkpoint with all its parts open.
-struct Source {
-    manifest: Manifest,
-    layout: Layout,
+pub(super) struct Source {
+    pub(super) manifest: Manifest,
+    pub(super) layout: Layout,
     readers: Vec<PartReader>,
     /// By old shard, the part that has it.
     owners: Vec<usize>,
-    images: StoredImages,
-}
-
-impl Store {
-    /// Fills a job that is still loading with this server's shards of the sealed checkpoint `name` of the job `from`
-    /// (most often its own name), and opens it for steps.
-    ///
-    /// All that can be checked without reading tensors is checked before anything changes. After an error the job is
-    /// still loading, and may be restored from another checkpoint.
-    ///
-    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's; all else (name, world size, micro-steps, gradient dtype,
-    /// shard size, tier) may differ. Images are read when the job is a delayed one and the checkpoint has them, and then
-    /// their dtype must be the job's too. From a checkpoint of an exact job a delayed one gets the current image only,
-    /// rounded from the master weights: exact to the bit for an exact step, while the version before is gone.
-    pub fn restore(&self, job: &Job, from: &JobName, name: &str) -> Result<RestoreInfo, Fault> {
-        let folder = self.folder(from, name)?;
-        if job.progress().phase != Phase::Loading {
-            let remedy = "weights may be loaded only before the first step; delete the job to start over";
-            return Err(Fault::new(FaultKind::Precondition, "job.phase", "training", "loading", remedy));
-        }
-        let source = Source::open(&folder, job.spec())?;
-        let manifest = &source.manifest;
-        let (version, applied, commit) = (manifest.version, manifest.applied, manifest.commit.clone());
-        job.load(version, applied, commit.clone(), source.images, &mut |shard, loaded| {
-            source.fill(job, shard, loaded)
-        })?;
-        let state_hash = manifest.state_hash.clone();
-        tracing::info!(job = %job.spec().name, name, %version, state_hash = ?state_hash, "restored");
-        Ok(RestoreInfo { version, applied, commit, state_hash, images: source.images })
-    }
+    pub(super) images: StoredImages,
 }
 
 impl Source {
-    fn open(folder: &Path, job: &JobSpec) -> Result<Source, Fault> {
+    pub(super) fn open(folder: &Path, job: &JobSpec) -> Result<Source, Fault> {
         let manifest = Manifest::read(folder)?;
         let unfit = |fault: Fault| {
             corrupt(
@@ -106,12 +75,26 @@ impl Source {
         Ok(Source { manifest, layout, readers, owners, images })
     }
 
+    pub(super) fn info(&self) -> Result<RestoreInfo, Fault> {
+        let Manifest { version, applied, commit, state_hash, parts, .. } = &self.manifest;
+        // Each part's entry has the digests of all that is in it.
+        let parts = serde_json::to_vec(parts).map_err(|error| defect(Path::new(manifest::FILE), error))?;
+        Ok(RestoreInfo {
+            version: *version,
+            applied: *applied,
+            commit: commit.clone(),
+            state_hash: state_hash.clone(),
+            images: self.images,
+            id: blake3::hash(&parts).to_hex().to_string(),
+        })
+    }
+
     fn reader(&self, shard: ShardId) -> &PartReader {
         &self.readers[self.owners[shard.index()]]
     }
 
     /// One new shard: read into its own memory, hashed there, compared with what was written.
-    fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
+    pub(super) fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
         let LoadedShard { mut state, older_image, image } = loaded;
         let slices = self.layout.slices(job.layout().shard_range(shard));
         let arrays = [Array::Master, Array::First, Array::Second];
@@ -145,7 +128,7 @@ impl Source {
         Ok(())
     }
 
-    fn compare(
+    pub(super) fn compare(
         &self,
         table: Table,
         slices: &[Slice],

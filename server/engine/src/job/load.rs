@@ -1,8 +1,6 @@
 //! A job's first weights: uploaded by rank 0, or read from a checkpoint.
 
-use longshore_proto::{
-    ChunkId, Commit, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Step, Version,
-};
+use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Step, Version};
 
 use super::{Job, buffers::image_blocks, compute::BLOCK};
 use crate::{
@@ -14,17 +12,33 @@ use crate::{
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
 pub(super) struct Load {
-    seals: Vec<Vec<Option<u32>>>,
-    source: Source,
+    pub(super) seals: Vec<Vec<Option<u32>>>,
+    pub(super) source: Source,
+    /// What is being loaded, is held, or was started from.
+    pub(super) origin: Option<CheckpointId>,
+    /// Shards loaded from it so far.
+    pub(super) shards: u32,
+    /// The load under way is to end before its next shard.
+    pub(super) cancelled: bool,
 }
 
 /// Where the weights come from. Decided under `Load`'s lock, so that an upload never writes into a shard that a restore
 /// has filled, nor into a job that has started since it was admitted.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Source {
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Source {
     Upload,
     Restore,
+    /// All is loaded from a checkpoint: what the job will start with.
+    Held(Record),
     Complete,
+}
+
+/// The checkpoint that a job is filled from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckpointId {
+    pub name: String,
+    /// The same for the same contents, wherever they lie and whichever server reads them.
+    pub id: String,
 }
 
 /// Which images of a delayed job's shards are stored beside their state.
@@ -50,12 +64,18 @@ pub struct LoadedShard<'a> {
 impl Load {
     pub(super) fn new(layout: &Layout, owned: &[ShardId]) -> Load {
         let chunks = |&shard: &ShardId| vec![None; layout.chunks(shard, Dtype::F32) as usize];
-        Load { seals: owned.iter().map(chunks).collect(), source: Source::Upload }
+        Load {
+            seals: owned.iter().map(chunks).collect(),
+            source: Source::Upload,
+            origin: None,
+            shards: 0,
+            cancelled: false,
+        }
     }
 
-    /// Chunks uploaded before are forgotten: the restore overwrites them.
-    fn begin_restore(&mut self) -> Result<(), Fault> {
-        if self.source != Source::Upload {
+    /// Chunks uploaded before are forgotten, and so is another checkpoint that was held: the restore overwrites them.
+    pub(super) fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
+        if !matches!(self.source, Source::Upload | Source::Held(_)) {
             let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
             return Err(Fault::new(
                 FaultKind::Precondition,
@@ -66,6 +86,7 @@ impl Load {
             ));
         }
         self.source = Source::Restore;
+        (self.origin, self.shards, self.cancelled) = (Some(origin), 0, false);
         self.seals.iter_mut().for_each(|seals| seals.fill(None));
         Ok(())
     }
@@ -74,19 +95,27 @@ impl Load {
         match self.source {
             Source::Upload => Ok(()),
             Source::Complete => Err(Refusal::NotLoading { version }.into()),
-            Source::Restore => {
-                let remedy = "wait for the restore in progress, then continue from the job's version";
+            Source::Restore | Source::Held(_) => {
+                let remedy = "finish the restore that was begun (Describe names its checkpoint) and continue from the \
+                              job's version, or delete the job to start afresh";
                 Err(Fault::new(FaultKind::Precondition, "job.phase", "being restored", "loading", remedy))
             }
         }
     }
 
     pub(super) fn missing(&self, owned: &[ShardId]) -> Vec<ShardId> {
-        let shards = owned.iter().zip(&self.seals);
-        shards.filter(|(_, seals)| seals.iter().any(Option::is_none)).map(|(&shard, _)| shard).collect()
+        match self.source {
+            Source::Upload => {
+                let shards = owned.iter().zip(&self.seals);
+                let missing = shards.filter(|(_, seals)| seals.iter().any(Option::is_none));
+                missing.map(|(&shard, _)| shard).collect()
+            }
+            Source::Restore => owned.iter().copied().skip(self.shards as usize).collect(),
+            Source::Held(_) | Source::Complete => Vec::new(),
+        }
     }
 
-    fn finish(&mut self) {
+    pub(super) fn finish(&mut self) {
         self.seals.iter_mut().for_each(Vec::clear);
         self.source = Source::Complete;
     }
@@ -131,7 +160,8 @@ impl Job {
         if load.missing(&self.owned).is_empty() {
             load.finish();
             drop(load);
-            return self.start(Version(0), 0, None, StoredImages::None);
+            self.make_images(Version(0), StoredImages::None)?;
+            return self.start(&Record { version: Version(0), applied: 0, commit: None });
         }
         Ok(())
     }
@@ -152,30 +182,7 @@ impl Job {
         }
     }
 
-    /// Fills every shard through `read` and starts at a checkpoint's version. After an error the job is still loading
-    /// and may be loaded again.
-    pub fn load(
-        &self,
-        version: Version,
-        applied: u64,
-        commit: Option<Commit>,
-        images: StoredImages,
-        read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
-        lock(&self.machine).check_loading()?;
-        lock(&self.load).begin_restore()?;
-        let result = self.load_shards(version, images, read).and_then(|()| {
-            lock(&self.load).finish();
-            self.start(version, applied, commit, images)
-        });
-        if result.is_err() {
-            self.forget();
-            *lock(&self.load) = Load::new(&self.layout, &self.owned);
-        }
-        result
-    }
-
-    fn load_shards(
+    pub(super) fn load_shards(
         &self,
         version: Version,
         images: StoredImages,
@@ -183,6 +190,7 @@ impl Job {
     ) -> Result<(), Fault> {
         let with_older = images == StoredImages::Both && version.0 > 0;
         for (owned, &shard) in self.owned.iter().enumerate() {
+            self.check_cancelled()?;
             let mut current = self.image_to_make(owned, version);
             // At version 0 there is none before: the other place of the pair.
             let mut older = self.image_to_make(owned, Version(version.0 + 1));
@@ -202,13 +210,15 @@ impl Job {
                 // They do not stay here until the start.
                 self.store_images(owned, version)?;
             }
+            lock(&self.load).shards += 1;
+            self.notify();
         }
         Ok(())
     }
 
-    /// Undoes a failed load: neither its images nor its moments may pass for those of what is loaded next, and an
+    /// Undoes a load: neither its images nor its moments may pass for those of what is loaded next, and an
     /// upload writes master weights alone.
-    fn forget(&self) {
+    pub(super) fn forget(&self) {
         self.forget_images();
         for owned in 0..self.owned.len() {
             let cleared = self.tier.load(owned, &mut |state| {
@@ -221,20 +231,20 @@ impl Job {
         }
     }
 
-    /// Makes the current image where none was loaded, has the tier keep it all, and opens the job for steps.
-    fn start(
-        &self,
-        version: Version,
-        applied: u64,
-        commit: Option<Commit>,
-        loaded: StoredImages,
-    ) -> Result<(), Fault> {
+    /// Makes the current image of every shard where none was loaded.
+    pub(super) fn make_images(&self, version: Version, loaded: StoredImages) -> Result<(), Fault> {
         let stored = self.spills_images() && loaded != StoredImages::None;
         for owned in (0..self.owned.len()).filter(|_| !stored) {
             self.make_image(owned, version)?;
             self.store_images(owned, version)?;
         }
-        self.tier.start(&Record { version, applied, commit: commit.clone() })?;
+        Ok(())
+    }
+
+    /// Has the tier keep what is loaded, and opens the job for steps.
+    pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
+        self.tier.start(record)?;
+        let Record { version, applied, commit } = record.clone();
         let started = lock(&self.machine).loaded(version, applied, commit);
         self.notify();
         started.map_err(|refusal| {

@@ -8,6 +8,7 @@ mod compute;
 mod contribution;
 mod export;
 mod hash;
+mod hold;
 mod load;
 mod open;
 mod purpose;
@@ -37,7 +38,7 @@ use longshore_proto::{
 
 pub use compute::Compute;
 pub use contribution::Lent;
-pub use load::{LoadedShard, StoredImages};
+pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::kept_buffers;
 pub use read::{ImageBytes, ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
@@ -204,6 +205,7 @@ impl Job {
     pub fn progress(&self) -> Progress {
         let mut progress = lock(&self.machine).progress();
         progress.missing = lock(&self.load).missing(&self.owned);
+        progress.restoring = self.restoring(&progress.phase);
         progress
     }
 

@@ -8,5 +8,5 @@ mod shard;
 mod view;
 
 pub use machine::{Admission, Machine, Phase, Sum, Ticket, Work};
-pub use progress::{Progress, RankProgress};
+pub use progress::{Progress, RankProgress, Restoring};
 pub use refusal::Refusal;

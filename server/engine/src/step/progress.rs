@@ -14,6 +14,18 @@ pub struct Progress {
     pub last_commit: Option<Commit>,
     /// While loading: shards without all their weights.
     pub missing: Vec<ShardId>,
+    /// While loading: the checkpoint that it is filled from.
+    pub restoring: Option<Restoring>,
+}
+
+/// A restore that has begun and not started the job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Restoring {
+    pub checkpoint: String,
+    /// Loaded so far.
+    pub shards: u32,
+    /// Wholly loaded: waits for the word to start.
+    pub held: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -66,6 +66,7 @@ impl Machine {
             applied: self.applied,
             last_commit: self.commits.back().map(Decided::current),
             missing: Vec::new(),
+            restoring: None,
         }
     }
 

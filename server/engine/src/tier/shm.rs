@@ -469,6 +469,10 @@ impl Tier for ShmTier {
         Ok(())
     }
 
+    fn forget_images(&self) {
+        self.older_loaded.store(false, Ordering::Relaxed);
+    }
+
     fn discard(&self) -> Result<(), Fault> {
         remove_all(std::slice::from_ref(&self.folder.path))
     }

@@ -6,7 +6,10 @@ use longshore_proto::FaultKind;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{job::StoredImages, tier::Spill};
+use crate::{
+    job::{CheckpointId, StoredImages},
+    tier::{Record, Spill},
+};
 
 /// A good delayed checkpoint of two servers, and a target that stays loading as long as restores fail.
 struct Fixture {
@@ -145,7 +148,9 @@ fn weights_may_be_uploaded_after_a_failed_restore() {
 fn a_failed_load_leaves_neither_images_nor_moments() {
     let target = Cluster::open(&spec(3, 1), 1);
     let job = &target.jobs[0];
-    let failed = job.load(Version(0), 0, None, StoredImages::Current, &mut |shard, loaded| {
+    let origin = CheckpointId { name: "a".to_string(), id: "a".to_string() };
+    let record = Record { version: Version(0), applied: 0, commit: None };
+    let failed = job.load(origin, record, StoredImages::Current, &mut |shard, loaded| {
         loaded.state.arrays.into_iter().for_each(|array| array.fill(7));
         loaded.image.unwrap().fill(7);
         if shard.0 == 0 { Ok(()) } else { Err(Fault::invalid("test", "failing", "whole", "none")) }

@@ -177,7 +177,7 @@ impl Cluster {
     }
 
     fn restore(&self, store: &Store, name: &str) -> Result<Vec<RestoreInfo>, Fault> {
-        self.jobs.iter().map(|job| store.restore(job, &run(), name)).collect()
+        self.jobs.iter().map(|job| store.restore(job, &run(), name, soon())).collect()
     }
 
     fn is_loading(&self) -> bool {

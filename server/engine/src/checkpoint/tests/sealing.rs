@@ -5,7 +5,10 @@ use std::fs;
 use longshore_proto::FaultKind;
 
 use super::*;
-use crate::job::StoredImages;
+use crate::{
+    job::{CheckpointId, StoredImages},
+    tier::Record,
+};
 
 #[test]
 fn only_all_parts_of_one_version_are_sealed() {
@@ -132,7 +135,10 @@ fn a_job_that_trains_is_not_restored_and_one_that_loads_is_not_written() {
     let (root, store) = store();
     let cluster = Cluster::trained(&spec(1, 0), 1, 1);
     cluster.save(&store, "a");
-    assert_eq!(cluster.restore(&store, "a").unwrap_err().field, "job.phase");
+    // It is there already, which is what was asked for; a version on it is not.
+    assert_eq!(cluster.restore(&store, "a").unwrap()[0].version, Version(1));
+    let ahead = Cluster::trained(&spec(1, 0), 1, 2);
+    assert_eq!(ahead.restore(&store, "a").unwrap_err().field, "job.phase");
     let loading = Cluster::open(&spec(1, 0), 1);
     let fault = store.write(&loading.jobs[0], "b", None, soon()).unwrap_err();
     assert_eq!((fault.kind, &*fault.field), (FaultKind::Precondition, "job.phase"));
@@ -146,15 +152,84 @@ fn a_job_is_filled_from_one_source() {
     let cluster = Cluster::open(&spec(5, 0), 1);
     let job = &cluster.jobs[0];
     let payload = vec![0; 1 << 20];
-    job.load(Version(1), 1, None, StoredImages::None, &mut |shard, _| {
+    let from = |name: &str| CheckpointId { name: name.to_string(), id: name.to_string() };
+    let record = || Record { version: Version(1), applied: 1, commit: None };
+    job.load(from("a"), record(), StoredImages::None, &mut |shard, _| {
         let upload = job.upload(RANK, shard, ChunkId(0), crc32(&payload), &payload).unwrap_err();
         assert_eq!((upload.kind, &*upload.value), (FaultKind::Precondition, "being restored"));
-        let load = job.load(Version(1), 1, None, StoredImages::None, &mut |_, _| Ok(())).unwrap_err();
+        let load = job.load(from("b"), record(), StoredImages::None, &mut |_, _| Ok(())).unwrap_err();
         assert_eq!((load.kind, &*load.value), (FaultKind::Precondition, "being restored"));
         Ok(())
     })
     .unwrap();
+    let upload = job.upload(RANK, ShardId(0), ChunkId(0), crc32(&payload), &payload).unwrap_err();
+    assert_eq!((upload.kind, &*upload.value), (FaultKind::Precondition, "being restored"));
+    job.start_held("a").unwrap();
     assert_eq!(cluster.version(), Version(1));
+}
+
+#[test]
+fn a_checkpoint_is_held_given_up_and_held_again_before_it_starts() {
+    let (_root, store) = store();
+    let spec = spec(3, 1);
+    let trained = Cluster::trained(&spec, 2, 2);
+    trained.save(&store, "two");
+    let cluster = Cluster::open(&spec, 3);
+    let hold = |name: &str| -> Vec<String> {
+        let hold = |job| store.hold(job, &run(), name, soon()).unwrap().id;
+        cluster.jobs.iter().map(hold).collect()
+    };
+    let ids = hold("two");
+    assert_eq!(ids, hold("two"));
+    let job = &cluster.jobs[0];
+    let restoring = job.progress().restoring.expect("what is held");
+    assert!(restoring.held && restoring.checkpoint == "two", "{restoring:?}");
+    assert_eq!((restoring.shards, job.progress().missing.len()), (job.owned().len() as u32, 0));
+    assert!(cluster.is_loading());
+    job.release().unwrap();
+    job.release().unwrap();
+    assert_eq!((job.progress().restoring, job.progress().missing.len()), (None, job.owned().len()));
+    assert_eq!(job.start_held(&ids[0]).unwrap_err().field, "restore");
+    hold("two");
+    assert_eq!(job.start_held("another").unwrap_err().field, "restore");
+    for _ in 0..2 {
+        cluster.jobs.iter().try_for_each(|job| job.start_held(&ids[0])).unwrap();
+        assert_eq!(hold("two"), ids);
+    }
+    assert_eq!(cluster.state_hash(), trained.state_hash());
+    assert_eq!(job.release().unwrap_err().field, "job.phase");
+}
+
+#[test]
+fn a_job_is_taken_for_its_checkpoint_only_when_every_bit_is_the_same() {
+    let (_root, store) = store();
+    let spec = spec(2, 0);
+    let cluster = Cluster::trained(&spec, 2, 3);
+    cluster.save(&store, "three");
+    // The same state, reached in another way and on another number of servers.
+    Cluster::trained(&spec, 1, 3).restore(&store, "three").unwrap();
+    for (cluster, steps) in [(Cluster::trained(&spec, 1, 2), 2), (Cluster::trained(&spec, 1, 4), 4)] {
+        let fault = cluster.restore(&store, "three").unwrap_err();
+        assert!(fault.field == "job.phase" && fault.value.contains(&steps.to_string()), "{fault}");
+    }
+}
+
+#[test]
+fn what_is_verified_is_every_byte_and_changes_nothing() {
+    let (root, store) = store();
+    let cluster = Cluster::trained(&spec(2, 1), 1, 2);
+    cluster.save(&store, "two");
+    let job = &cluster.jobs[0];
+    let hash = cluster.state_hash();
+    let info = store.verify(job, &run(), "two").unwrap();
+    assert_eq!(store.check(None, &run(), "two").unwrap().0, info);
+    let part = root.path().join("run/two/server-00001-of-00001.safetensors");
+    let mut bytes = std::fs::read(&part).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&part, bytes).unwrap();
+    assert_eq!(store.verify(job, &run(), "two").unwrap_err().kind, FaultKind::Corrupt);
+    assert_eq!(cluster.state_hash(), hash);
 }
 
 #[test]
@@ -164,7 +239,7 @@ fn names_stay_inside_the_store() {
     for name in ["../a", "", ".", "..", "a/b", ".hidden"] {
         assert_eq!(store.write(&cluster.jobs[0], name, None, soon()).unwrap_err().field, "name");
         assert_eq!(store.seal(&run(), name, &[]).unwrap_err().field, "name");
-        assert_eq!(store.restore(&cluster.jobs[0], &run(), name).unwrap_err().field, "name");
+        assert_eq!(store.restore(&cluster.jobs[0], &run(), name, soon()).unwrap_err().field, "name");
     }
 }
 

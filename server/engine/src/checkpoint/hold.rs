@@ -1,0 +1,147 @@
+//! A restore in acts that may each be repeated: look whether it can be done, load and hold, start.
+//!
+//! A client of several servers has all of them hold before it has any of them start. Whatever is asked again, because an
+//! answer was lost or the one who asked has died, is answered with success where it is so already: a job that holds the
+//! checkpoint, one that was started from it, and one that has come to its very state in any other way.
+
+use std::{sync::Arc, time::Instant};
+
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, ShardId};
+
+use super::{
+    Store,
+    manifest::{Manifest, commit_json},
+    part::Table,
+    restore::{RestoreInfo, Source},
+};
+use crate::{
+    job::{CheckpointId, Job, LoadedShard, StoredImages},
+    step::Phase,
+    tier::{Record, Shape, StateMut},
+};
+
+impl Store {
+    /// What the sealed checkpoint `name` of the job `from` is, and whose. Reads no tensors and changes nothing; with `job`
+    /// it is also checked that it fits there, otherwise it must fit itself.
+    pub fn check(
+        &self,
+        job: Option<&Job>,
+        from: &JobName,
+        name: &str,
+    ) -> Result<(RestoreInfo, JobSpec), Fault> {
+        let folder = self.folder(from, name)?;
+        let source = match job {
+            Some(job) => Source::open(&folder, job.spec())?,
+            None => Source::open(&folder, &Manifest::read(&folder)?.spec)?,
+        };
+        Ok((source.info()?, source.manifest.spec))
+    }
+
+    /// As `check`, and reads and compares every byte that this server's shards need.
+    pub fn verify(&self, job: &Job, from: &JobName, name: &str) -> Result<RestoreInfo, Fault> {
+        let source = Source::open(&self.folder(from, name)?, job.spec())?;
+        job.owned().iter().try_for_each(|&shard| source.verify(job, shard))?;
+        source.info()
+    }
+
+    /// Fills a job that is still loading with this server's shards of the sealed checkpoint `name` of the job `from`
+    /// (most often its own name), and holds it back until [`Job::start_held`]. `deadline`: for reading the state of a job
+    /// that trains already, to see whether it is the checkpoint's.
+    ///
+    /// All that can be checked without reading tensors is checked before anything changes. After an error the job is
+    /// still loading, and may be restored from another checkpoint.
+    ///
+    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's; all else (name, world size, micro-steps, gradient dtype,
+    /// shard size, tier) may differ. Images are read when the job is a delayed one and the checkpoint has them, and then
+    /// their dtype must be the job's too. From a checkpoint of an exact job a delayed one gets the current image only,
+    /// rounded from the master weights: exact to the bit for an exact step, while the version before is gone.
+    pub fn hold(
+        &self,
+        job: &Arc<Job>,
+        from: &JobName,
+        name: &str,
+        deadline: Instant,
+    ) -> Result<RestoreInfo, Fault> {
+        let source = Source::open(&self.folder(from, name)?, job.spec())?;
+        let info = source.info()?;
+        if job.progress().phase != Phase::Loading {
+            source.check_same_state(job, &info, deadline)?;
+            return Ok(info);
+        }
+        if !job.holds(&info.id) {
+            let origin = CheckpointId { name: name.to_string(), id: info.id.clone() };
+            let RestoreInfo { version, applied, commit, .. } = info.clone();
+            let record = Record { version, applied, commit };
+            job.load(origin, record, source.images, &mut |shard, loaded| source.fill(job, shard, loaded))?;
+            tracing::info!(job = %job.spec().name, name, %version, state_hash = ?info.state_hash, "loaded and held");
+        }
+        Ok(info)
+    }
+
+    /// Both acts at once, where there is no other server to wait for.
+    pub fn restore(
+        &self,
+        job: &Arc<Job>,
+        from: &JobName,
+        name: &str,
+        deadline: Instant,
+    ) -> Result<RestoreInfo, Fault> {
+        let info = self.hold(job, from, name, deadline)?;
+        job.start_held(&info.id)?;
+        Ok(info)
+    }
+}
+
+impl Source {
+    /// One shard read into memory that nobody else sees.
+    fn verify(&self, job: &Job, shard: ShardId) -> Result<(), Fault> {
+        let elements = job.layout().shard_len(shard);
+        let shape = Shape::of(job.spec());
+        let mut arrays = shape.arrays(elements as usize).map(|bytes| vec![0; bytes]);
+        let image = || vec![0; (elements * job.spec().image_dtype.bytes()) as usize];
+        let with_older = self.images == StoredImages::Both && self.manifest.version.0 > 0;
+        let mut current = (self.images != StoredImages::None).then(image);
+        let mut older = with_older.then(image);
+        let loaded = LoadedShard {
+            state: StateMut::new(shape, arrays.each_mut().map(Vec::as_mut_slice)),
+            older_image: older.as_deref_mut(),
+            image: current.as_deref_mut(),
+        };
+        self.fill(job, shard, loaded)
+    }
+
+    /// Refuses a job that has begun, unless its state is this checkpoint's to the last bit.
+    fn check_same_state(&self, job: &Arc<Job>, info: &RestoreInfo, deadline: Instant) -> Result<(), Fault> {
+        let progress = job.progress();
+        let other = || {
+            let value = format!("training, at {}", progress.version);
+            let limit = format!("loading, or at the state of the checkpoint, {}", info.version);
+            let remedy = "weights may be loaded only before the first step; delete the job to start over";
+            Fault::new(FaultKind::Precondition, "job.phase", value, limit, remedy)
+        };
+        if (progress.version, progress.applied) != (info.version, info.applied) {
+            return Err(other());
+        }
+        if job.started_from(&info.id, info.version) {
+            return Ok(());
+        }
+        // As bits: the norm of a skipped step is NaN.
+        let commits = [&progress.last_commit, &info.commit].map(|commit| commit_json(commit).ok());
+        if commits[0] != commits[1] {
+            return Err(other());
+        }
+        let (found, hashes) = job.state_hashes(deadline)?;
+        if found.version != info.version {
+            return Err(other());
+        }
+        // Blocks of a shard follow one another, and shards in forward order, as they are owned.
+        let mut hashes = hashes.into_iter().map(|(_, hash)| hash);
+        for &shard in job.owned() {
+            let slices = self.layout.slices(job.layout().shard_range(shard));
+            let blocks = job.layout().shard_blocks(shard).len();
+            let of_shard: Vec<_> = hashes.by_ref().take(blocks).collect();
+            self.compare(Table::State, &slices, of_shard).map_err(|_| other())?;
+        }
+        Ok(())
+    }
+}

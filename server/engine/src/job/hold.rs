@@ -1,0 +1,131 @@
+//! A job filled from a checkpoint in two acts: it is loaded and held back, and started once every other server holds its own
+//! part too. So nothing that goes wrong on one server leaves a job that trains on another.
+
+use longshore_proto::{Fault, FaultKind, ShardId, Version};
+
+use super::{
+    Job,
+    load::{CheckpointId, Load, LoadedShard, Source, StoredImages},
+};
+use crate::{
+    lock,
+    step::{Phase, Restoring},
+    tier::Record,
+};
+
+impl Job {
+    /// Fills every shard through `read`, and keeps the job from starting. What was held before is given up. After an error
+    /// the job waits for weights as if it had just been opened.
+    pub fn load(
+        &self,
+        origin: CheckpointId,
+        record: Record,
+        images: StoredImages,
+        read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        lock(&self.machine).check_loading()?;
+        lock(&self.load).begin_restore(origin)?;
+        // Images that were held are of another checkpoint.
+        self.forget_images();
+        let version = record.version;
+        let loaded = self
+            .load_shards(version, images, read)
+            .and_then(|()| self.make_images(version, images))
+            .and_then(|()| self.check_cancelled());
+        match loaded {
+            Ok(()) => lock(&self.load).source = Source::Held(record),
+            Err(fault) => {
+                self.unload();
+                return Err(fault);
+            }
+        }
+        self.notify();
+        Ok(())
+    }
+
+    /// Starts the job from the checkpoint that it holds. No error when it has started from it already.
+    pub fn start_held(&self, id: &str) -> Result<(), Fault> {
+        let record = {
+            let mut load = lock(&self.load);
+            let held = load.origin.as_ref().is_some_and(|origin| origin.id == id);
+            match (&load.source, held) {
+                (Source::Complete, _) => return Ok(()),
+                (Source::Held(record), true) => {
+                    let record = record.clone();
+                    // Until it has started it is neither held nor to be uploaded to.
+                    load.source = Source::Restore;
+                    record
+                }
+                _ => return Err(not_held()),
+            }
+        };
+        let started = self.start(&record);
+        match &started {
+            Ok(()) => lock(&self.load).finish(),
+            Err(_) => self.unload(),
+        }
+        started
+    }
+
+    /// Whether the job is filled from these contents, and waits for its start.
+    pub fn holds(&self, id: &str) -> bool {
+        let load = lock(&self.load);
+        matches!(load.source, Source::Held(_)) && load.origin.as_ref().is_some_and(|origin| origin.id == id)
+    }
+
+    /// Whether the job was started from these contents and has decided no step since. `version`: theirs.
+    pub fn started_from(&self, id: &str, version: Version) -> bool {
+        let load = lock(&self.load);
+        let same =
+            load.source == Source::Complete && load.origin.as_ref().is_some_and(|origin| origin.id == id);
+        drop(load);
+        same && lock(&self.machine).version() == version
+    }
+
+    /// Gives up what is held: the job waits for weights as if it had just been opened.
+    pub fn release(&self) -> Result<(), Fault> {
+        lock(&self.machine).check_loading()?;
+        {
+            let mut load = lock(&self.load);
+            match load.source {
+                Source::Upload => return Ok(()),
+                Source::Held(_) => load.source = Source::Restore,
+                Source::Restore | Source::Complete => return Err(not_held()),
+            }
+        }
+        self.unload();
+        Ok(())
+    }
+
+    /// Ends a load that is under way before its next shard.
+    pub fn cancel_load(&self) {
+        lock(&self.load).cancelled = true;
+    }
+
+    pub(super) fn check_cancelled(&self) -> Result<(), Fault> {
+        if !lock(&self.load).cancelled {
+            return Ok(());
+        }
+        let remedy = "restore the checkpoint again where it is still wanted";
+        Err(Fault::new(FaultKind::Precondition, "restore", "given up by an operator", "wanted", remedy))
+    }
+
+    /// What is being loaded, or is held.
+    pub(super) fn restoring(&self, phase: &Phase) -> Option<Restoring> {
+        let load = lock(&self.load);
+        let held = matches!(load.source, Source::Held(_));
+        let origin = load.origin.as_ref().filter(|_| *phase == Phase::Loading)?;
+        Some(Restoring { checkpoint: origin.name.clone(), shards: load.shards, held })
+    }
+
+    fn unload(&self) {
+        self.forget();
+        *lock(&self.load) = Load::new(&self.layout, &self.owned);
+        self.notify();
+    }
+}
+
+fn not_held() -> Fault {
+    let remedy = "restore the checkpoint again: another restore or a release came between";
+    Fault::new(FaultKind::Precondition, "restore", "not held", "loaded and held", remedy)
+}

@@ -1,0 +1,177 @@
+//! Restores of one job: one at a time, and whoever asks for the one under way waits for it instead of being refused. So an
+//! answer that was lost, or a deadline that came first, costs nothing but asking again.
+
+use std::sync::{Mutex, PoisonError};
+
+use longshore_engine::checkpoint::RestoreInfo;
+use longshore_proto::{Fault, FaultKind};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout_at},
+};
+
+/// What is done to the job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Verify,
+    Hold,
+    Start,
+}
+
+/// A stage of the restore from one checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Act {
+    pub(crate) checkpoint: String,
+    pub(crate) stage: Stage,
+}
+
+type Outcome = Option<Result<RestoreInfo, Fault>>;
+
+struct Run {
+    act: Act,
+    outcome: watch::Receiver<Outcome>,
+}
+
+impl Run {
+    fn is_under_way(&self) -> bool {
+        self.outcome.borrow().is_none() && self.outcome.has_changed().is_ok()
+    }
+}
+
+#[derive(Default)]
+pub(crate) struct Restores(Mutex<Option<Run>>);
+
+/// What a caller waits for.
+enum Turn {
+    /// His own act, begun by him or by somebody before him.
+    Mine(watch::Receiver<Outcome>),
+    /// Another act on the same checkpoint.
+    Before(watch::Receiver<Outcome>),
+}
+
+impl Restores {
+    /// Has `work` done on a blocking thread, unless it is being done, and waits for its end. It goes on after `deadline`.
+    pub(crate) async fn run(
+        &self,
+        act: Act,
+        deadline: Instant,
+        work: impl FnOnce() -> Result<RestoreInfo, Fault> + Send + 'static,
+    ) -> Result<RestoreInfo, Fault> {
+        let mut work = Some(work);
+        loop {
+            match self.turn(&act, &mut work)? {
+                Turn::Mine(outcome) => {
+                    return wait(&act, outcome, deadline).await?.unwrap_or_else(|| Err(lost()));
+                }
+                Turn::Before(outcome) => _ = wait(&act, outcome, deadline).await?,
+            }
+        }
+    }
+
+    /// Waits until nothing is under way.
+    pub(crate) async fn end(&self, act: &Act, deadline: Instant) -> Result<(), Fault> {
+        let under_way = {
+            let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            last.as_ref().filter(|run| run.is_under_way()).map(|run| run.outcome.clone())
+        };
+        match under_way {
+            Some(outcome) => wait(act, outcome, deadline).await.map(|_| ()),
+            None => Ok(()),
+        }
+    }
+
+    fn turn<Work>(&self, act: &Act, work: &mut Option<Work>) -> Result<Turn, Fault>
+    where
+        Work: FnOnce() -> Result<RestoreInfo, Fault> + Send + 'static,
+    {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(run) = last.as_ref().filter(|run| run.is_under_way()) {
+            return match () {
+                () if run.act == *act => Ok(Turn::Mine(run.outcome.clone())),
+                () if run.act.checkpoint == act.checkpoint => Ok(Turn::Before(run.outcome.clone())),
+                () => Err(busy(&run.act)),
+            };
+        }
+        let work = work.take().ok_or_else(lost)?;
+        let (done, outcome) = watch::channel(None);
+        tokio::task::spawn_blocking(move || done.send_replace(Some(work())));
+        *last = Some(Run { act: act.clone(), outcome: outcome.clone() });
+        Ok(Turn::Mine(outcome))
+    }
+}
+
+/// None: the thread that did it has panicked.
+async fn wait(act: &Act, mut outcome: watch::Receiver<Outcome>, deadline: Instant) -> Result<Outcome, Fault> {
+    match timeout_at(deadline, outcome.wait_for(Option::is_some)).await {
+        Ok(outcome) => Ok(outcome.ok().and_then(|outcome| outcome.clone())),
+        Err(_) => Err(late(act)),
+    }
+}
+
+fn late(act: &Act) -> Fault {
+    let value = format!("{}, being read", act.checkpoint);
+    let remedy = "ask again, and the call goes on waiting; Admin.Describe counts the shards loaded";
+    Fault::new(FaultKind::Deadline, "restore", value, "done in time", remedy)
+}
+
+fn busy(other: &Act) -> Fault {
+    let value = format!("of checkpoint {}, under way", other.checkpoint);
+    let remedy = "wait for its end, or give it up with RESTORE_MODE_RELEASE";
+    Fault::new(FaultKind::Precondition, "restore", value, "the only one of its job", remedy)
+}
+
+fn lost() -> Fault {
+    let remedy = "see the server's log; this is a defect";
+    Fault::new(FaultKind::Internal, "restore", "without a result", "finished", remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, time::Duration};
+
+    use longshore_engine::job::StoredImages;
+    use longshore_proto::Version;
+
+    use super::*;
+
+    fn act(checkpoint: &str, stage: Stage) -> Act {
+        Act { checkpoint: checkpoint.to_string(), stage }
+    }
+
+    fn info(version: u64) -> RestoreInfo {
+        RestoreInfo {
+            version: Version(version),
+            applied: version,
+            commit: None,
+            state_hash: None,
+            images: StoredImages::None,
+            id: String::new(),
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn who_asks_again_joins_what_is_under_way_and_others_are_refused_or_wait_their_turn() {
+        let restores = Restores::default();
+        let soon = || Instant::now() + Duration::from_secs(20);
+        let (go, gate) = mpsc::channel::<()>();
+        let held = move || {
+            gate.recv().expect("the word to go on");
+            Ok(info(7))
+        };
+        let never = || panic!("it is done already");
+        let hold = act("a", Stage::Hold);
+        let late = restores.run(hold.clone(), Instant::now(), held).await.expect_err("it waits for the word");
+        assert_eq!((late.kind, &*late.field), (FaultKind::Deadline, "restore"));
+        let busy = restores.run(act("b", Stage::Hold), soon(), never).await.expect_err("another one");
+        assert_eq!((busy.kind, &*busy.field), (FaultKind::Precondition, "restore"));
+        let again = restores.run(hold, soon(), never);
+        let start = restores.run(act("a", Stage::Start), soon(), || Ok(info(8)));
+        go.send(()).expect("the one that waits");
+        let (again, start) = tokio::join!(again, start);
+        assert_eq!(
+            (again.expect("joined").version, start.expect("after it").version),
+            (Version(7), Version(8))
+        );
+        restores.end(&act("a", Stage::Hold), soon()).await.expect("nothing is under way");
+    }
+}

@@ -1,0 +1,460 @@
+//! Going back to a checkpoint, on paths that nobody walks every day: a drive that is not mounted, a restore that is cut off, a
+//! damaged checkpoint, and ranks that start at any moment of it.
+
+use std::{
+    fs::{self, OpenOptions},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use longshore_proto::wire::v1::{Phase, RestoreMode};
+use longshore_tests::{
+    binaries,
+    command::{Output, longshore},
+    conformance::{cluster::Cluster, plan::Plan, raw::placement, run, synthetic::Synthetic},
+    process::{DEADLINE, Process},
+    seed::Random,
+    server::{self, Longshored, ServerOptions},
+    status::job_status,
+    train::Train,
+};
+use longshore_worker::{Error, Opened, Options, Session};
+use tempfile::TempDir;
+
+const STEPS: u64 = 30;
+const CHECKPOINT_EVERY: u64 = 8;
+/// Where training is cut off: after the second checkpoint.
+const CUT_AT: u64 = 17;
+
+fn train(tier: &str) -> Train {
+    Train::new(STEPS).args(["--tier", tier, "--checkpoint-every", &CHECKPOINT_EVERY.to_string()])
+}
+
+fn hash() -> String {
+    Train::new(STEPS).run().end.state_hash
+}
+
+/// Trains some steps past a checkpoint, then kills the worker.
+fn train_until_cut(train: &Train) {
+    let mut running = train.start();
+    running.until_step(CUT_AT);
+    running.kill();
+}
+
+/// The versions of the sealed checkpoints, oldest first. A worker may have made one more before it was killed.
+fn sealed(checkpoints: &Path) -> Vec<u64> {
+    let entries = fs::read_dir(checkpoints.join("default")).unwrap().map(|entry| entry.unwrap().path());
+    let sealed = entries.filter(|folder| folder.join("manifest.json").exists());
+    let version = |folder: PathBuf| folder.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok();
+    let mut versions: Vec<u64> = sealed.filter_map(version).collect();
+    versions.sort_unstable();
+    assert!(versions.len() >= 2 && versions[0] == CHECKPOINT_EVERY, "{versions:?}");
+    versions
+}
+
+fn newest(checkpoints: &Path) -> (String, u64) {
+    let version = sealed(checkpoints).pop().unwrap();
+    (name(version), version)
+}
+
+fn name(version: u64) -> String {
+    format!("step-{version:08}")
+}
+
+/// What `longshore restore` says.
+fn restored(version: u64) -> String {
+    format!("restored {}: version {version}\n", name(version))
+}
+
+fn restore(servers: &[Longshored], more: &[&str]) -> Output {
+    let servers = server::addresses(servers).join(",");
+    longshore([&["restore", "--job", "default", "--servers", &servers], more].concat())
+}
+
+#[track_caller]
+fn says(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "{word:?} is missing in: {text}");
+    }
+}
+
+/// A server's state folder as it is when its drive is not mounted: empty. What was there lies elsewhere meanwhile.
+struct Unmounted {
+    folder: PathBuf,
+    aside: PathBuf,
+}
+
+impl Unmounted {
+    fn swap(root: &Path, server: &Longshored) -> Unmounted {
+        let host = server.address().split(':').next().unwrap();
+        let (folder, aside) = (root.join(host), root.join(format!("{host}-aside")));
+        fs::rename(&folder, &aside).unwrap();
+        fs::create_dir(&folder).unwrap();
+        Unmounted { folder, aside }
+    }
+
+    fn mount(self) {
+        fs::remove_dir_all(&self.folder).unwrap();
+        fs::rename(&self.aside, &self.folder).unwrap();
+    }
+}
+
+/// Two servers of three are healthy and durable, the third comes back with an empty folder.
+fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
+    let expected = hash();
+    let checkpoints = TempDir::new().unwrap();
+    let mut servers = server::servers(3, &options.checkpoint_dir(checkpoints.path()));
+    let addresses = server::addresses(&servers);
+    let train = train(tier).servers(&addresses);
+    train_until_cut(&train);
+    let before = job_status(&addresses);
+    servers[2].process.kill();
+    let unmounted = Unmounted::swap(root, &servers[2]);
+    servers[2].restart();
+    let (newest, _) = newest(checkpoints.path());
+    for more in [&["--resume"][..], &["--resume-from", &name(CHECKPOINT_EVERY)], &[]] {
+        let (stderr, _) = train.start_with(more).fails(DEADLINE);
+        says(
+            &stderr,
+            &[&addresses[2], "lost", &addresses[0], "at version ", "Start it again where its state is"],
+        );
+        says(&stderr, &["--discard-state", if tier == "nvme" { "mounted" } else { "--shm-dir" }]);
+    }
+    let refused = restore(&servers, &[]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    says(&refused.stderr, &["nothing was deleted", &addresses[0], &addresses[1], &addresses[2], &newest]);
+    let healthy = job_status(&addresses[..2]);
+    for (now, then) in healthy.servers.iter().zip(&before.servers) {
+        assert_eq!((now.version, now.applied), (then.version, then.applied), "nothing may be deleted");
+    }
+    // Its drive is back: nothing was lost but time.
+    servers[2].process.kill();
+    unmounted.mount();
+    servers[2].restart();
+    let run = train.run();
+    assert!(run.start.first_step > CUT_AT, "{:?}", run.start);
+    assert_eq!(run.end.state_hash, expected);
+}
+
+/// The same, and the drive will not come back.
+fn is_given_up_for_a_word(tier: &str, root: &Path, options: ServerOptions) {
+    let expected = hash();
+    let checkpoints = TempDir::new().unwrap();
+    let mut servers = server::servers(2, &options.checkpoint_dir(checkpoints.path()));
+    let train = train(tier).servers(&server::addresses(&servers));
+    train_until_cut(&train);
+    servers[0].process.kill();
+    Unmounted::swap(root, &servers[0]);
+    servers[0].restart();
+    // A checkpoint that cannot be read is noticed before anything is given up for it.
+    let (newest, version) = newest(checkpoints.path());
+    let part = checkpoints.path().join("default").join(&newest).join("server-00002-of-00002.safetensors");
+    flip(&part);
+    let (stderr, _) = train.start_with(["--resume-from", &newest, "--discard-state"]).fails(DEADLINE);
+    says(&stderr, &["server-00002-of-00002.safetensors", "BLAKE3"]);
+    assert!(job_status(&server::addresses(&servers)).servers[1].version >= CUT_AT, "nothing may be deleted");
+    flip(&part);
+    let train = train.args(["--checkpoint-every", "0"]);
+    let run = train.start_with(["--resume", "--discard-state"]).finish();
+    assert_eq!(run.start.first_step, version + 1);
+    assert_eq!(run.end.state_hash, expected);
+}
+
+/// Inverts a byte amid the tensors.
+fn flip(path: &Path) {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let at = file.metadata().unwrap().len() / 2;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[!byte[0]], at).unwrap();
+}
+
+fn on_tmpfs() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap()
+}
+
+#[test]
+fn healthy_nvme_state_is_not_deleted_because_another_drive_is_missing() {
+    let root = TempDir::new().unwrap();
+    is_not_deleted_on_a_guess("nvme", root.path(), ServerOptions::new().state_root(root.path()));
+}
+
+#[test]
+fn healthy_shm_state_is_not_deleted_because_another_folder_is_missing() {
+    let root = on_tmpfs();
+    is_not_deleted_on_a_guess("shm", root.path(), ServerOptions::new().shm_root(root.path()));
+}
+
+#[test]
+fn nvme_state_is_given_up_for_an_explicit_word() {
+    let root = TempDir::new().unwrap();
+    is_given_up_for_a_word("nvme", root.path(), ServerOptions::new().state_root(root.path()));
+}
+
+#[test]
+fn without_a_checkpoint_nothing_is_deleted() {
+    let root = TempDir::new().unwrap();
+    let checkpoints = TempDir::new().unwrap();
+    let options = ServerOptions::new().state_root(root.path()).checkpoint_dir(checkpoints.path());
+    let mut servers = server::servers(2, &options);
+    let addresses = server::addresses(&servers);
+    let train = Train::new(STEPS).args(["--tier", "nvme"]).servers(&addresses);
+    train_until_cut(&train);
+    servers[1].process.kill();
+    let unmounted = Unmounted::swap(root.path(), &servers[1]);
+    servers[1].restart();
+    let (stderr, _) = train.start_with(["--resume", "--discard-state"]).fails(DEADLINE);
+    says(&stderr, &[&addresses[1], "no checkpoint to resume from", "nothing was deleted"]);
+    servers[1].process.kill();
+    unmounted.mount();
+    servers[1].restart();
+    assert!(train.run().start.first_step > CUT_AT);
+}
+
+/// A job of the memory tier with checkpoints, whose servers have all restarted: they have nothing.
+fn forgotten(count: usize, checkpoints: &Path) -> (Train, Vec<Longshored>) {
+    let mut servers = server::servers(count, &ServerOptions::new().checkpoint_dir(checkpoints));
+    let train = train("memory").servers(&server::addresses(&servers));
+    train_until_cut(&train);
+    servers.iter_mut().for_each(Longshored::kill_and_restart);
+    (train, servers)
+}
+
+/// More of them where slow tests are wanted.
+fn rounds(quick: u64, soak: u64) -> u64 {
+    if std::env::var_os("LONGSHORE_SOAK").is_some() { soak } else { quick }
+}
+
+#[test]
+fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
+    let expected = hash();
+    let checkpoints = TempDir::new().unwrap();
+    let (train, mut servers) = forgotten(3, checkpoints.path());
+    let train = train.args(["--checkpoint-every", "0"]);
+    let mut random = Random::new();
+    let addresses = server::addresses(&servers).join(",");
+    let (version, name) = (CHECKPOINT_EVERY, &name(CHECKPOINT_EVERY));
+    for round in 0..rounds(6, 200) {
+        let mut command = binaries::command("longshore");
+        command.args(["restore", "--job", "default", "--name", name, "--servers", &addresses]);
+        let mut client = Process::start("longshore restore", &mut command);
+        // At any moment of its life.
+        thread::sleep(Duration::from_millis(random.below(80)));
+        client.kill();
+        if round % 2 == 0 {
+            let done = restore(&servers, &["--name", name]);
+            assert_eq!((done.code, done.stdout.as_str()), (0, restored(version).as_str()), "{done:?}");
+            assert_eq!(
+                restore(&servers, &["--name", name]).stdout,
+                done.stdout,
+                "asked again, it is so already"
+            );
+            assert_eq!(job_status(&server::addresses(&servers)).servers[2].version, version);
+        } else {
+            // By the workers, which have no other word: what was asked for is that checkpoint.
+            let run = train.start_with(["--resume-from", name]).finish();
+            assert_eq!(
+                (run.start.first_step, &run.end.state_hash),
+                (version + 1, &expected),
+                "round {round}"
+            );
+        }
+        servers.iter_mut().for_each(Longshored::kill_and_restart);
+    }
+}
+
+/// Rank 1 may look at any moment while rank 0 opens, deletes and restores.
+#[test]
+fn ranks_that_resume_together_wait_for_rank_0() {
+    let two = |train: Train| train.args(["--world-size", "2"]);
+    let expected = two(Train::new(STEPS)).run().end.state_hash;
+    let checkpoints = TempDir::new().unwrap();
+    let mut servers = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
+    let train = two(train("memory")).servers(&server::addresses(&servers));
+    let mut first = train.start();
+    first.until_step(CUT_AT);
+    first.kill();
+    let (newest, version) = newest(checkpoints.path());
+    // Their names are sealed already.
+    let train = train.args(["--checkpoint-every", "0"]);
+    let start = |rank: &str| train.start_with(["--resume-from", &newest, "--rank", rank]);
+    for round in 0..rounds(4, 80) {
+        // All of them lost it, or one did and the others hold what is past the checkpoint.
+        let lost = if round % 2 == 0 { 0..3 } else { 1..2 };
+        lost.for_each(|server| servers[server].kill_and_restart());
+        let (rank_0, mut rank_1) = match round % 4 {
+            0 | 1 => {
+                let rank_1 = start("1");
+                (start("0"), rank_1)
+            }
+            _ => (start("0"), start("1")),
+        };
+        let run = rank_0.finish();
+        assert_eq!((run.start.first_step, &run.end.state_hash), (version + 1, &expected), "round {round}");
+        assert_eq!(rank_1.process.code(), 0, "round {round}: {}", rank_1.process.stderr());
+    }
+}
+
+#[test]
+fn a_damaged_checkpoint_is_passed_over_aloud_and_an_older_one_can_be_named() {
+    let expected = hash();
+    let checkpoints = TempDir::new().unwrap();
+    let (train, mut servers) = forgotten(2, checkpoints.path());
+    let versions = sealed(checkpoints.path());
+    let [.., older, newest] = versions[..] else { unreachable!("there are two at least") };
+    let (older_name, newest) = (name(older), name(newest));
+    let part = "server-00002-of-00002.safetensors";
+    flip(&checkpoints.path().join("default").join(&newest).join(part));
+    let (stderr, _) = train.start_with(["--resume-from", &newest]).fails(DEADLINE);
+    says(&stderr, &[&newest, part, "BLAKE3", "--resume-from"]);
+    let word = "A CHECKPOINT CANNOT BE RESTORED";
+    let resuming = Train::allow(train, word).args(["--checkpoint-every", "0"]);
+    let mut running = resuming.start_with(["--resume"]);
+    running.until_started();
+    says(&running.process.stderr(), &[word, "WARN", &newest, &older_name, part]);
+    let run = running.finish();
+    assert_eq!((run.start.first_step, &run.end.state_hash), (older + 1, &expected));
+    servers.iter_mut().for_each(Longshored::kill_and_restart);
+    let first = name(CHECKPOINT_EVERY);
+    let run = resuming.start_with(["--resume-from", &first]).finish();
+    assert_eq!((run.start.first_step, &run.end.state_hash), (CHECKPOINT_EVERY + 1, &expected));
+}
+
+#[test]
+fn restore_opens_the_job_on_any_number_of_servers() {
+    let expected = hash();
+    let checkpoints = TempDir::new().unwrap();
+    let (train, servers) = forgotten(2, checkpoints.path());
+    drop(servers);
+    let servers = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
+    let unnamed = longshore(["restore", "--servers", servers[0].address()]);
+    says(&unnamed.stderr, &["--job"]);
+    let (version, older) = (newest(checkpoints.path()).1, &name(CHECKPOINT_EVERY));
+    let done = restore(&servers, &[]);
+    assert_eq!((done.code, &done.stdout), (0, &restored(version)), "{done:?}");
+    let train = train.servers(&server::addresses(&servers)).args(["--checkpoint-every", "0"]);
+    let mut running = train.start();
+    assert_eq!(running.until_started_at(), version + 1);
+    running.until_steps(1);
+    running.kill();
+    let kept = restore(&servers, &["--name", older]);
+    assert_eq!(kept.code, 1, "{kept:?}");
+    says(&kept.stderr, &["nothing was deleted", older, "--discard-state"]);
+    let back = restore(&servers, &["--name", older, "--discard-state"]);
+    assert_eq!((back.code, &back.stdout), (0, &restored(CHECKPOINT_EVERY)), "{back:?}");
+    let run = train.run();
+    assert_eq!((run.start.first_step, &run.end.state_hash), (CHECKPOINT_EVERY + 1, &expected));
+}
+
+/// A job of three servers with a checkpoint of version 2, deleted again: its spec and its hash.
+fn deleted(cluster: &Cluster, plan: &Plan) -> longshore_worker::StateHash {
+    let model = Synthetic::default();
+    let mut pipeline = run::enter(cluster.options(&plan.spec("job", &model), 0), &model, plan);
+    run::steps(&mut pipeline, &model, plan, 2, &mut run::Rank::default()).expect("steps");
+    pipeline.drain().expect("a drain");
+    let session = pipeline.session();
+    session.checkpoint("two").expect("a checkpoint");
+    let hash = session.state_hash().expect("a hash");
+    session.delete_job().expect("a deletion");
+    hash
+}
+
+#[test]
+fn what_a_dead_client_left_of_a_restore_is_brought_to_its_end() {
+    let cluster = Cluster::start(3);
+    let (plan, model) = (Plan::exact(4), Synthetic::default());
+    let expected = deleted(&cluster, &plan);
+    let spec = plan.spec("job", &model);
+    let servers: Vec<_> = (0..3).map(|server| cluster.raw(server)).collect();
+    let placed = placement(&cluster.addresses(), &spec.validate().expect("a spec"));
+    // It died while servers loaded, between the two acts, or while they started.
+    let left: [&[(usize, RestoreMode)]; 3] = [
+        &[(0, RestoreMode::Hold), (1, RestoreMode::Hold)],
+        &[(0, RestoreMode::Hold), (1, RestoreMode::Hold), (2, RestoreMode::Hold)],
+        &[(0, RestoreMode::Hold), (1, RestoreMode::Hold), (2, RestoreMode::Hold), (1, RestoreMode::Whole)],
+    ];
+    for acts in left {
+        for (server, raw) in servers.iter().enumerate() {
+            raw.open(spec.to_wire(), &placed, server as u32).expect("an open");
+        }
+        for &(server, mode) in acts {
+            servers[server].restore_in("job", "two", mode).expect("an act");
+        }
+        let held = servers[0].progress("job");
+        assert_eq!(held.phase(), Phase::Loading);
+        let restore = held.restore.expect("what is held");
+        assert!(restore.held && restore.name == "two" && restore.shards > 0, "{restore:?}");
+        let mut session = Session::connect(cluster.options(&spec, 0)).expect("a session");
+        assert_eq!(session.open().expect("an open"), Opened::Restoring { checkpoint: "two".into() });
+        let joined = session.start(&|_| panic!("nothing may be uploaded over a restore")).expect("a start");
+        assert_eq!(joined.version.0, 2);
+        assert_eq!(session.state_hash().expect("a hash"), expected);
+        session.delete_job().expect("a deletion");
+    }
+}
+
+#[test]
+fn a_held_restore_can_be_given_up_and_the_job_then_starts_afresh() {
+    let cluster = Cluster::start(2);
+    let (plan, model) = (Plan::exact(4), Synthetic::default());
+    deleted(&cluster, &plan);
+    let spec = plan.spec("job", &model);
+    let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
+    assert!(session.open().expect("an open").is_fresh());
+    for server in 0..2 {
+        let raw = cluster.raw(server);
+        raw.restore_in("job", "two", RestoreMode::Hold).expect("a hold");
+        raw.restore_in("job", "two", RestoreMode::Release).expect("a release");
+        raw.restore_in("job", "two", RestoreMode::Release).expect("a release, asked again");
+        assert_eq!(raw.progress("job").restore, None);
+    }
+    assert!(session.open().expect("an open").is_fresh());
+    drop(session);
+    let trace = run::train(&cluster, &model, &plan, "job");
+    let reference = longshore_tests::conformance::reference::train(&model, &plan);
+    run::assert_trace(&trace, &reference, &model, &plan, "job");
+}
+
+/// Two servers train, one has nothing yet: rank 0 knows what that means, the others do not.
+#[test]
+fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
+    let cluster = Cluster::start(3);
+    let (plan, model) = (Plan { world: 2, ..Plan::exact(4) }, Synthetic::default());
+    let one = Plan::exact(4);
+    deleted(&cluster, &one);
+    let spec = plan.spec("job", &model);
+    let placed = placement(&cluster.addresses(), &spec.validate().expect("a spec"));
+    let servers: Vec<_> = (0..3).map(|server| cluster.raw(server)).collect();
+    let options =
+        |rank| Options { slow_deadline: Duration::from_millis(300), ..cluster.options(&spec, rank) };
+    let impatient = |what: &str| {
+        let mut session = Session::connect(options(1)).expect("a session");
+        let error = session.start(&|_| Vec::new()).expect_err("it waits for rank 0");
+        assert!(matches!(error, Error::TimedOut(_)), "{what}: {error}");
+        assert!(error.to_string().contains("rank 0 to open the job"), "{error}");
+    };
+    impatient("nowhere open");
+    assert!(servers.iter().all(|server| server.find("job").is_err()), "only rank 0 opens the job");
+    for (server, raw) in servers.iter().enumerate().take(2) {
+        raw.open(spec.to_wire(), &placed, server as u32).expect("an open");
+        raw.restore("job", "two").expect("a restore");
+    }
+    impatient("restored on two servers and not open on the third");
+    let lost = Session::connect(options(0)).expect("a session").open().expect_err("rank 0 knows");
+    assert!(matches!(lost, Error::StateLost(_)), "{lost}");
+    assert!(servers[2].find("job").is_err(), "nothing is created beside what is missing");
+    servers[2].open(spec.to_wire(), &placed, 2).expect("an open");
+    impatient("restored on two servers and open on the third");
+    let patient = thread::scope(|scope| {
+        let patient = scope
+            .spawn(|| Session::connect(cluster.options(&spec, 1)).expect("a session").start(&|_| Vec::new()));
+        // The part that was missing: what the others hold is the checkpoint's state, and nothing need be deleted.
+        let how = longshore_worker::GoBack::default();
+        let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
+        assert_eq!(session.go_back(&how).expect("the third one's part").version.0, 2);
+        patient.join().expect("no panic")
+    });
+    assert_eq!(patient.expect("a start").version.0, 2);
+}
