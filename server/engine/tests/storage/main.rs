@@ -8,6 +8,7 @@ mod crashes;
 mod damage;
 mod disk;
 mod faults;
+mod pauses;
 mod spilled;
 
 use std::{path::PathBuf, sync::Arc};
