@@ -5,7 +5,7 @@ use crate::{
     hyper::Hyper,
     ids::{Incarnation, Step},
     job::JobSpec,
-    limits::{MAX_DELAY, MAX_TRAINER_STATE_BYTES},
+    limits::{MAX_DELAY, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
 };
 
 /// Apply or skip, and everything the update of one step needs. The same on every server of a job.
@@ -30,6 +30,8 @@ pub struct Commit {
     /// The rank 0 that made the decision: with the step it names a version for good. 0 where the client did not say.
     #[serde(default)]
     pub decided_by: Incarnation,
+    /// Not empty: the job is paused with this decision, and why.
+    pub pause_reason: String,
 }
 
 impl Commit {
@@ -70,6 +72,17 @@ impl Commit {
             let remedy = "keep tensors out of the trainer's state";
             return Err(Fault::invalid("commit.trainer_state", self.trainer_state.len(), limit, remedy));
         }
+        check_pause_reason("commit.pause_reason", &self.pause_reason)?;
         self.groups.iter().enumerate().try_for_each(|(index, hyper)| hyper.validate(index))
     }
+}
+
+/// Checks the reason of a pause, with a decision or without.
+pub fn check_pause_reason(field: &str, reason: &str) -> Result<(), Fault> {
+    if reason.len() <= MAX_PAUSE_REASON_BYTES {
+        return Ok(());
+    }
+    let (value, limit) =
+        (format!("{} bytes", reason.len()), format!("at most {MAX_PAUSE_REASON_BYTES} bytes"));
+    Err(Fault::invalid(field, value, limit, "shorten it"))
 }

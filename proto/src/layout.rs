@@ -124,6 +124,24 @@ impl Layout {
         self.placed[param].range.clone()
     }
 
+    /// What of a flat range is padding, in order.
+    pub fn padding(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
+        let first = self.placed.partition_point(|placed| placed.range.end <= range.start);
+        let mut params = self.placed[first..].iter();
+        let Range { start: mut at, end } = range;
+        std::iter::from_fn(move || {
+            while at < end {
+                let next = params.next().map_or(end..end, |placed| placed.range.clone());
+                let gap = at..next.start.min(end);
+                at = next.end;
+                if !gap.is_empty() {
+                    return Some(gap);
+                }
+            }
+            None
+        })
+    }
+
     /// The parameter holding a flat element, if it is not padding.
     pub fn param_at(&self, element: u64) -> Option<usize> {
         let after = self.placed.partition_point(|placed| placed.range.start <= element);
@@ -238,6 +256,16 @@ mod tests {
                 for slice in slices {
                     prop_assert!(slice.offset + slice.elements <= layout.shard_len(slice.shard));
                 }
+            }
+            let padding: Vec<_> = layout.padding(0..layout.elements()).collect();
+            let padded: u64 = padding.iter().map(|gap| gap.end - gap.start).sum();
+            prop_assert_eq!(padded + sizes.iter().map(|(size, _)| size).sum::<u64>(), layout.elements());
+            prop_assert!(padding.iter().flat_map(|gap| [gap.start, gap.end - 1]).all(|at| layout.param_at(at).is_none()));
+            for shard in (0..layout.shards()).map(ShardId) {
+                let within = layout.shard_range(shard);
+                let cut = padding.iter().map(|gap| gap.start.max(within.start)..gap.end.min(within.end));
+                let cut = cut.filter(|gap| !gap.is_empty()).collect::<Vec<_>>();
+                prop_assert_eq!(layout.padding(within).collect::<Vec<_>>(), cut);
             }
             let total: u64 = (0..layout.shards()).map(|shard| layout.shard_len(ShardId(shard))).sum();
             prop_assert_eq!(total, layout.elements());

@@ -55,7 +55,19 @@ impl Placement {
                 return Err(Fault::invalid(field, owner.0, limit, "name an existing server"));
             }
         }
-        Ok(())
+        self.check_all_own()
+    }
+
+    /// A server without a shard would wait for weights that nobody sends.
+    fn check_all_own(&self) -> Result<(), Fault> {
+        let mut owns = vec![false; self.servers.len()];
+        self.owners.iter().for_each(|owner| owns[owner.0 as usize] = true);
+        let Some(idle) = owns.iter().position(|owns| !owns) else { return Ok(()) };
+        let value =
+            format!("{} servers, of which server {idle} ({}) owns no shard", owns.len(), self.servers[idle]);
+        let limit = format!("servers that each own at least one of the {} shards", self.owners.len());
+        let remedy = "name fewer servers, or open the job with smaller shards (spec.shard_elements)";
+        Err(Fault::invalid("placement.servers", value, limit, remedy))
     }
 
     /// Checks a second open of a job. Addresses may change (a restarted server elsewhere), ownership may not.
@@ -85,5 +97,26 @@ impl Placement {
                 format!("as the job was opened, over {ours} servers"),
             ),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_without_a_shard_is_refused_by_name() {
+        let servers = |count: u32| (0..count).map(|server| format!("host{server}:7070")).collect();
+        assert_eq!(Placement::striped(servers(3), 3).validate(3), Ok(()));
+        let fault = Placement::striped(servers(3), 2).validate(2).unwrap_err();
+        assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Invalid, "placement.servers"));
+        assert!(
+            fault.to_string().contains("3 servers, of which server 2 (host2:7070) owns no shard"),
+            "{fault}"
+        );
+        // Also where a later one owns shards.
+        let owners = vec![ServerId(0), ServerId(2)];
+        let fault = Placement { owners, ..Placement::striped(servers(3), 2) }.validate(2).unwrap_err();
+        assert!(fault.value.contains("server 1 (host1:7070)"), "{fault}");
     }
 }

@@ -34,7 +34,8 @@ impl Tensors for Echo {
         let answers = request.into_inner().map(|request| {
             let PushRequest { step, micro_step, shard, payload, .. } = request?;
             let chunk = longshore_proto::checksum::crc32(&payload);
-            let result = PushResult { step, micro_step, shard, chunk, duplicate: true, refusal: None };
+            let result =
+                PushResult { step, micro_step, shard, chunk, duplicate: true, ..PushResult::default() };
             Ok(PushResponse { results: vec![result] })
         });
         Ok(Response::new(Box::pin(answers)))

@@ -149,7 +149,8 @@ impl Client {
     async fn push(&mut self, request: PushRequest) -> Result<bool, longshore_proto::Fault> {
         let mut answers = self.tensors.push(tokio_stream::iter([request])).await.unwrap().into_inner();
         let result = answers.message().await.unwrap().unwrap().results.remove(0);
-        result.refusal.map_or(Ok(result.duplicate), |fault| Err(fault_from_wire(fault)))
+        let held = result.duplicate || result.superseded || result.decided;
+        result.refusal.map_or(Ok(held), |fault| Err(fault_from_wire(fault)))
     }
 }
 

@@ -6,10 +6,15 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Dtype, limits::BLOCK_ELEMENTS, wire::v1::Phase};
+use longshore_proto::{
+    Commit, Dtype, FaultKind, Incarnation, JobSpec,
+    limits::BLOCK_ELEMENTS,
+    wire::v1::{self, Phase},
+};
 use longshore_tests::conformance::{
     cluster::{Cluster, DEADLINE, eventually},
     plan::{Model, Plan, Scale},
+    raw::{self, At, assert_fault},
     reference::{self, Reference, Trace},
     run::{self, Rank, assert_trace},
     synthetic::{Spike, Synthetic},
@@ -285,4 +290,113 @@ fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mu
         _ => panic!("not a pause that was too long: {error:?}"),
     }
     assert_eq!(cluster.raw(1).progress(job).phase(), Phase::Paused, "the job is still there");
+}
+
+// ---- decisions and resumes that reach one server only ---------------------------------------------------------------
+
+/// Whoever decided it died between two servers: the pause goes where its decision goes.
+#[test]
+fn a_decision_that_reached_one_server_pauses_the_other_as_well() {
+    let (cluster, model, job) = (Cluster::start(2), model(), "half-decided");
+    let plan = plan(STEPS, FLOOR);
+    let spec = plan.spec(job, &model);
+    let mut pipeline = run::enter(cluster.options(&spec, 0), &model, &plan);
+    let mut seen = Rank::default();
+    run::steps(&mut pipeline, &model, &plan, PAUSED_AT - 1, &mut seen).expect("steps");
+    drop(pipeline);
+    decide_on_first(&cluster, &spec, "step 3 overflowed");
+    // What does not look is held, on either server, as soon as it has the decision.
+    let early = cluster.raw(0).push(next_chunk(&cluster, &spec, 0, PAUSED_AT + 1));
+    assert_fault(early, FaultKind::Precondition, "job.phase", "paused", "training");
+    std::thread::scope(|scope| {
+        let training = scope.spawn(|| {
+            let mut pipeline = run::enter(cluster.options(&spec, 0), &model, &plan);
+            run::steps(&mut pipeline, &model, &plan, STEPS, &mut seen).expect("steps after the resume");
+        });
+        for server in 0..2 {
+            let progress = eventually("a pause", || {
+                let progress = cluster.raw(server).progress(job);
+                (progress.phase() == Phase::Paused && progress.version == PAUSED_AT).then_some(progress)
+            });
+            assert_eq!(progress.pause_reason, "step 3 overflowed");
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!training.is_finished() && cluster.raw(0).progress(job).version == PAUSED_AT);
+        resume(&cluster, job, 0.0);
+    });
+    assert_eq!(cluster.raw(1).progress(job).version, STEPS);
+}
+
+/// A right chunk of zeros.
+fn next_chunk(cluster: &Cluster, spec: &JobSpec, shard: u32, step: u64) -> v1::PushRequest {
+    let described = cluster.raw(0).describe(spec.name.as_str());
+    let incarnation = Incarnation(described.ranks[0].incarnation);
+    let layout = spec.validate().expect("a spec");
+    let loss_scale =
+        described.progress.and_then(|progress| progress.last_commit).expect("a commit").loss_scale;
+    v1::PushRequest { loss_scale, ..raw::chunk(spec, &layout, shard, At { step, rank: 0, incarnation }) }
+}
+
+/// Pushes step 3 everywhere, and decides it on the first server alone.
+fn decide_on_first(cluster: &Cluster, spec: &JobSpec, reason: &str) {
+    let job = spec.name.as_str();
+    for shard in 0..spec.validate().expect("a spec").shards() {
+        let server = cluster.raw(shard as usize % 2);
+        assert_eq!(server.push(next_chunk(cluster, spec, shard, PAUSED_AT)), Ok(false));
+    }
+    let server = cluster.raw(0);
+    (0..2).for_each(|server| cluster.raw(server).await_stats(job, PAUSED_AT));
+    let described = server.describe(job);
+    let before = described.progress.and_then(|progress| progress.last_commit).expect("a commit");
+    let decided = Commit {
+        skip: true,
+        gradient_scale: before.loss_scale,
+        loss_scale: before.loss_scale,
+        trainer_state: before.trainer_state.to_vec(),
+        pause_reason: reason.into(),
+        ..raw::decision(spec, PAUSED_AT)
+    };
+    let incarnation = Incarnation(described.ranks[0].incarnation);
+    assert_eq!(server.commit(job, incarnation, &decided), Ok(false));
+}
+
+/// An operator's command that died half-way: rank 0, or its successor, brings it to the other server.
+#[test]
+fn a_resume_that_reached_one_server_reaches_the_other() {
+    let cluster = Cluster::start(2);
+    for (job, rank_0_dies, resumed) in
+        [("live", false, 0), ("after-first", true, 0), ("after-second", true, 1)]
+    {
+        let (model, plan) = (too_hot(), floor_plan());
+        let told = std::sync::Barrier::new(2);
+        let mut ranks: Vec<Rank> = std::thread::scope(|scope| {
+            let (told, model, plan, cluster) = (&told, &model, &plan, &cluster);
+            let life = move |rank: u32| {
+                let mut seen = Rank::default();
+                if rank == 0 && rank_0_dies {
+                    give_up(cluster, model, job, rank, &mut seen);
+                    told.wait();
+                    told.wait();
+                }
+                let mut pipeline = run::enter(cluster.options(&plan.spec(job, model), rank), model, plan);
+                run::steps(&mut pipeline, model, plan, STEPS, &mut seen).expect("steps after the resume");
+                run::finish(pipeline, plan, seen)
+            };
+            let ranks: Vec<_> = (0..2).map(|rank| scope.spawn(move || life(rank))).collect();
+            await_pause(cluster, job);
+            if rank_0_dies {
+                told.wait();
+            }
+            cluster.raw(resumed).resume(job, 0.5).expect("a resume");
+            if rank_0_dies {
+                told.wait();
+            }
+            ranks.into_iter().map(|rank| rank.join().expect("a rank")).collect()
+        });
+        ranks.iter_mut().for_each(|rank| rank.outcomes.retain(|outcome| outcome.step.0 != PAUSED_AT));
+        let trace = run::collect(&cluster, &model, &plan, job, ranks);
+        let mut expected = expected(&model, 0.5);
+        expected.steps.remove(PAUSED_AT as usize - 1);
+        assert_trace(&trace, &expected, &model, &plan, job);
+    }
 }

@@ -238,6 +238,7 @@ impl Commit {
             loss_scale: commit.loss_scale,
             trainer_state: commit.trainer_state.into(),
             decided_by: Incarnation(commit.decided_by),
+            pause_reason: commit.pause_reason,
         })
     }
 
@@ -253,7 +254,21 @@ impl Commit {
             loss_scale: self.loss_scale,
             trainer_state: self.trainer_state.clone().into(),
             decided_by: self.decided_by.0,
+            pause_reason: self.pause_reason.clone(),
         }
+    }
+}
+
+/// Of a process that has joined or wants to. 0 stands for none that ever has.
+pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
+    match value {
+        0 => Err(Fault::invalid(
+            "incarnation",
+            0,
+            "at least 1",
+            "choose one above the rank's last: see Admin.Describe",
+        )),
+        value => Ok(Incarnation(value)),
     }
 }
 
@@ -266,7 +281,7 @@ pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<Contribu
             rank: Rank(request.rank),
             shard: ShardId(request.shard),
         },
-        incarnation: Incarnation(request.incarnation),
+        incarnation: incarnation_from_wire(request.incarnation)?,
         chunk: ChunkId(request.chunk),
         loss_scale: request.loss_scale,
         dtype: Dtype::from_wire("push.dtype", request.dtype)?,

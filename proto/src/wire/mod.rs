@@ -7,7 +7,7 @@ pub mod memfd;
 mod parts;
 mod status;
 
-pub use convert::{chunk_from_wire, deadline, hyper_from_wire, parse_name};
+pub use convert::{chunk_from_wire, deadline, hyper_from_wire, incarnation_from_wire, parse_name};
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 
 #[allow(clippy::all, unreachable_pub)]

@@ -26,7 +26,7 @@ proptest! {
             pair.finish_honestly();
         }
         if matches!(pair.machine.phase(), Phase::Paused { .. }) {
-            pair.machine.resume(0.0).unwrap();
+            pair.machine.resume(None, 0.0).unwrap();
         }
         prop_assert_eq!(pair.machine.phase(), &Phase::Training);
     }
@@ -45,6 +45,7 @@ fn the_events_reach_every_answer() {
     }
     let refusals = [
         "Loading",
+        "Paused",
         "NotLoading",
         "UnknownRank",
         "NotJoined",
@@ -56,18 +57,26 @@ fn the_events_reach_every_answer() {
         "UnknownChunk",
         "UnknownMicroStep",
         "BadLossScale",
+        "WrongLossScale",
         "OtherLossScale",
+        "MicroStepTooEarly",
         "StepTooEarly",
         "StepZero",
         "OtherChecksum",
         "CommitTooEarly",
         "CommitTooOld",
         "CommitIncomplete",
+        "WrongGradientScale",
+        "NotFinite",
         "OtherCommit",
         "NotRankZero",
         "NotPaused",
+        "PauseTooNew",
+        "LossScaleInUse",
+        "OtherResume",
     ];
-    let accepted = ["Write", "Duplicate", "Busy", "Decided", "Done"].map(str::to_string);
+    let accepted =
+        ["Write", "Duplicate", "Superseded", "Stale", "Busy", "Decided", "Done"].map(str::to_string);
     for answer in refusals.iter().map(|name| format!("Refused({name:?})")).chain(accepted) {
         assert!(answers.get(&answer).is_some_and(|&count| count >= 5), "{answer} is too rare: {answers:#?}");
     }

@@ -160,7 +160,7 @@ fn a_worker_that_missed_the_commits_answer_goes_on() {
         // Resent chunks of the decided step are acknowledged, before and after its update.
         for _ in 0..2 {
             for (chunk, payload) in all_chunks(&cluster, 1, &first) {
-                assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Duplicate));
+                assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Decided));
             }
             cluster.work();
         }

@@ -123,7 +123,8 @@ impl Run {
                 .map(|index| contribution(&mut noise, &spec, bad == Some(index)))
                 .collect();
             let of_blocks = block_squares(&sum(&of_step, spec.gradient_dtype));
-            let commit = decide(&mut noise, &spec, step, &of_blocks, clips);
+            let loss_scale = scale_of(&spec, &commits, step);
+            let commit = decide(&mut noise, &spec, step, loss_scale, &of_blocks, clips);
             end.step(&of_step, &commit);
             images.push(end.image.clone());
             gradients.push(of_step);
@@ -134,24 +135,37 @@ impl Run {
     }
 }
 
-/// As rank 0 does it; sometimes it applies what is not finite (no overflow checks), or skips without need.
-fn decide(noise: &mut Noise, spec: &JobSpec, step: u64, squares: &[f64], clips: bool) -> Commit {
-    let loss_scale = noise.pick(&[1.0, 1024.0, 3.0]);
+/// What the gradients of a step are multiplied by: as the version says that was decided when they were made.
+fn scale_of(spec: &JobSpec, commits: &[Commit], step: u64) -> f64 {
+    let reads = step.saturating_sub(1 + u64::from(spec.max_delay));
+    reads.checked_sub(1).map_or(3.0, |index| commits[index as usize].loss_scale)
+}
+
+/// As rank 0 does it; sometimes it applies what is not finite (of a job without overflow checks), or skips without need.
+fn decide(
+    noise: &mut Noise,
+    spec: &JobSpec,
+    step: u64,
+    loss_scale: f64,
+    squares: &[f64],
+    clips: bool,
+) -> Commit {
     let gradient_scale = loss_scale * spec.contributions() as f64;
     let norm = squares.iter().sum::<f64>().sqrt() / gradient_scale;
     let clip_coefficient = if clips && norm.is_finite() { (0.7 / (norm + 1e-6)).min(1.0) } else { 1.0 };
     let compensates = spec.max_delay > 0 && noise.one_in(2);
     Commit {
         step: Step(step),
-        skip: if norm.is_finite() { noise.one_in(8) } else { !noise.one_in(4) },
+        skip: if norm.is_finite() { noise.one_in(8) } else { !(spec.unchecked && noise.one_in(4)) },
         gradient_scale,
         clip_coefficient,
         compensation: if compensates { noise.between(0.0, 1.0) } else { 0.0 },
         groups: spec.groups.iter().map(|_| random_hyper(noise)).collect(),
         norm,
-        loss_scale: 1.0,
+        loss_scale: noise.pick(&[1.0, 1024.0, 3.0]),
         trainer_state: vec![step as u8],
         decided_by: Default::default(),
+        pause_reason: String::new(),
     }
 }
 
@@ -254,7 +268,10 @@ impl<'a> Traffic<'a> {
             let (micro_step, rank) = (index / run.spec.world_size, index % run.spec.world_size);
             // A shard's gradient comes in chunks, or lies in the worker's memory.
             let cut = if self.noise.one_in(3) { Cluster::lent } else { Cluster::chunks };
-            self.pending.extend(cut(&self.cluster, self.pushed_to, micro_step, rank, flat));
+            let loss_scale = scale_of(&run.spec, &run.commits, self.pushed_to);
+            let chunks = cut(&self.cluster, self.pushed_to, micro_step, rank, flat).into_iter();
+            self.pending
+                .extend(chunks.map(|(chunk, part)| (ContributionChunk { loss_scale, ..chunk }, part)));
         }
     }
 
@@ -264,19 +281,30 @@ impl<'a> Traffic<'a> {
         }
         let index = self.noise.below(self.pending.len());
         let (chunk, payload) = self.pending[index];
-        match self.cluster.store(&chunk, payload).unwrap() {
-            Stored::New(_) => self.stored.push(self.pending.swap_remove(index)),
-            Stored::Busy => {}
+        match self.cluster.store(&chunk, payload) {
+            Ok(Stored::New(_)) => self.stored.push(self.pending.swap_remove(index)),
+            Ok(Stored::Busy) => {}
             // What was summed before the restart stays so.
-            Stored::Duplicate if self.restarted => self.stored.push(self.pending.swap_remove(index)),
-            Stored::Duplicate => panic!("{chunk:?} was never stored"),
+            Ok(Stored::Superseded) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
+            // Before the same chunk of the micro-step before it.
+            Err(fault) if fault.field == "micro_step" => {}
+            other => panic!("{chunk:?} was never stored: {other:?}"),
         }
     }
 
     fn resend(&mut self) {
         if !self.stored.is_empty() {
             let (chunk, payload) = self.stored[self.noise.below(self.stored.len())];
-            assert_eq!(self.cluster.store(&chunk, payload).unwrap(), Stored::Duplicate, "{chunk:?}");
+            let expected = match chunk.contribution.step.0 <= self.decided {
+                true => Stored::Decided,
+                false if chunk.lent || self.restarted => Stored::Superseded,
+                false => Stored::Duplicate,
+            };
+            let found = self.cluster.store(&chunk, payload).unwrap();
+            assert!(
+                found == expected || (self.restarted && found == Stored::Duplicate),
+                "{chunk:?}: {found:?}"
+            );
         }
     }
 

@@ -92,7 +92,7 @@ fn push(
                         break;
                     }
                     Stored::Busy => patience.wait(),
-                    Stored::Duplicate => panic!("{chunk:?} was never stored"),
+                    _ => panic!("{chunk:?} was never stored"),
                 }
             }
         }

@@ -12,7 +12,7 @@ use longshore_engine::{
     tier::Spill,
 };
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, Param, Version,
+    Fault, FaultKind, Param, Version,
     limits::DEFAULT_DEADLINE_MS,
     wire::{
         self,
@@ -21,7 +21,7 @@ use longshore_proto::{
 };
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, default_deadline, export, refuse};
+use super::{Services, blocking, convert, default_deadline, export, refuse, stand};
 use crate::{
     jobs::{Hashes, JobHandle},
     memfd::Links,
@@ -125,8 +125,8 @@ impl Admin for Services {
         request: Request<v1::ResumeRequest>,
     ) -> Result<Response<v1::ResumeResponse>, Status> {
         let request = request.into_inner();
-        let resume = || self.jobs.get(&request.job)?.job.resume(request.loss_scale);
-        resume().map_err(|fault| refuse("Resume", &request.job, fault))?;
+        let answer = self.resume_job(&request).await;
+        answer.map_err(|fault| refuse("Resume", &request.job, fault))?;
         tracing::info!(job = request.job, loss_scale = request.loss_scale, "job resumed");
         Ok(Response::new(v1::ResumeResponse {}))
     }
@@ -179,10 +179,17 @@ impl Services {
         Ok(answer)
     }
 
+    async fn resume_job(&self, request: &v1::ResumeRequest) -> Result<(), Fault> {
+        let handle = self.jobs.get(&request.job)?;
+        let (version, loss_scale) = (request.version.map(Version), request.loss_scale);
+        stand(&handle, move |job| job.resume(version, loss_scale)).await
+    }
+
     async fn step_job_back(&self, request: &v1::StepBackRequest) -> Result<v1::StepBackResponse, Fault> {
         self.draining.refuse()?;
         let (jobs, name) = (self.jobs.clone(), request.job.clone());
-        let (incarnation, version) = (Incarnation(request.incarnation), Version(request.version));
+        let (incarnation, version) =
+            (wire::incarnation_from_wire(request.incarnation)?, Version(request.version));
         let handle = blocking(move || jobs.step_back(&name, incarnation, version)).await?;
         Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }

@@ -14,13 +14,17 @@ mod watch;
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_engine::checkpoint::Store;
+use longshore_engine::{checkpoint::Store, job::Job};
 use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS, wire};
 use tokio::time::Instant;
 use tonic::Status;
 
 pub(crate) use self::tensors::DataPlane;
-use crate::{jobs::Jobs, lifecycle::Draining, memfd::Links};
+use crate::{
+    jobs::{JobHandle, Jobs},
+    lifecycle::Draining,
+    memfd::Links,
+};
 
 /// What every service works on. Cheap to clone.
 #[derive(Clone)]
@@ -46,6 +50,22 @@ fn refuse(call: &'static str, job: &str, fault: Fault) -> Status {
 /// The deadline of a wait for which the caller named none.
 fn default_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
+}
+
+/// Pauses or resumes a job, which its tier keeps with the version that it is at, once that is durable.
+async fn stand(
+    handle: &Arc<JobHandle>,
+    change: impl Fn(&Job) -> Result<bool, Fault> + Send + Sync + 'static,
+) -> Result<(), Fault> {
+    let (deadline, change) = (default_deadline(), Arc::new(change));
+    loop {
+        let (job, change) = (Arc::clone(&handle.job), Arc::clone(&change));
+        // It may flush drives.
+        if blocking(move || change(&job)).await? {
+            return Ok(());
+        }
+        handle.until_durable(handle.job.progress().version, deadline).await?;
+    }
 }
 
 /// Runs engine work that may take long away from the network threads.

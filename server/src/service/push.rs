@@ -19,7 +19,7 @@ use http::Response;
 use http_body::Body as _;
 use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
-    ContributionChunk, Fault,
+    ContributionChunk, Fault, FaultKind,
     checksum::{Crc32, TILE_BYTES},
     wire::{
         self,
@@ -34,7 +34,7 @@ use tokio::{
 };
 use tonic::{Status, body::Body};
 
-use super::{Services, default_deadline, refuse};
+use super::{Services, refuse};
 use crate::{jobs::JobHandle, memfd::Payload};
 
 /// Acknowledgements in one message. Many small messages would be taken for abuse by HTTP/2 peers, and each costs a
@@ -50,7 +50,7 @@ const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
     let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
-    let receiving = Receiving { services, held, closing, chunk, waiting, results };
+    let receiving = Receiving { services, held, closing, chunk, waiting, last: None, results };
     let stream = Stream {
         intake: Shared::new(receiving),
         body,
@@ -94,6 +94,8 @@ struct Receiving {
     chunk: Option<(PushRequest, Result<Place, Fault>)>,
     /// A chunk whose place is busy.
     waiting: Option<(PushRequest, Waiting)>,
+    /// The last chunk that was given a place.
+    last: Option<ContributionChunk>,
     /// Not yet acknowledged.
     results: Vec<PushResult>,
 }
@@ -102,13 +104,23 @@ struct Waiting {
     handle: Arc<JobHandle>,
     chunk: ContributionChunk,
     payload: Option<Payload>,
+    patience: Duration,
 }
 
 /// Where a payload goes.
 enum Place {
     Slot(Arc<JobHandle>, Writing<Arc<Job>>),
-    /// It is here already: its checksum is compared, and that is all.
-    Nowhere(Crc32),
+    /// It is not wanted: its own checksum is compared, and that is all.
+    Nowhere(Fate, Crc32),
+}
+
+/// What became of a chunk that was not refused.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Stored,
+    Duplicate,
+    Superseded,
+    Decided,
 }
 
 /// The call is over, and its caller knows or is gone.
@@ -138,8 +150,13 @@ impl Stream {
                 self.due.get_or_insert_with(|| Instant::now() + RESULTS_DELAY);
             }
             if let Some((request, waiting)) = waiting {
+                let chunk = waiting.chunk;
                 let place = self.place(waiting).await?;
-                self.intake.lock().land.chunk = Some((request, place));
+                {
+                    let mut intake = self.intake.lock();
+                    intake.land.placed(&place, &chunk);
+                    intake.land.chunk = Some((request, place));
+                }
                 self.intake.go_on();
                 self.claim.iter().for_each(Claim::resume);
             } else if !self.rest.is_empty() {
@@ -214,12 +231,12 @@ impl Stream {
 
     /// The place of a chunk once it is free.
     async fn place(&mut self, waiting: Waiting) -> Result<Result<Place, Fault>, Over> {
-        let Waiting { handle, chunk, payload } = waiting;
+        let Waiting { handle, chunk, payload, patience } = waiting;
         // It may take a step: let the worker know of what came before.
         self.acknowledge().await?;
         let late = || handle.late("push", chunk.contribution);
         tokio::select! {
-            place = handle.until(default_deadline(), || place_now(&handle, &chunk), late) => {
+            place = handle.until(Instant::now() + patience, || place_now(&handle, &chunk), late) => {
                 Ok(place.and_then(|place| place.holding(payload, chunk.lent)))
             }
             () = self.answers.closed() => Err(Over),
@@ -230,13 +247,21 @@ impl Stream {
 impl Land<PushRequest> for Receiving {
     fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
         let place = self.identify(&request, bytes).and_then(|waiting| {
-            Ok(match place_now(&waiting.handle, &waiting.chunk)? {
-                Some(place) => Ok(place.holding(waiting.payload, waiting.chunk.lent)?),
+            let place = place_now(&waiting.handle, &waiting.chunk)?;
+            if !matches!(place, Some(Place::Nowhere(..))) {
+                self.check_order(&waiting.chunk)?;
+            }
+            Ok(match place {
+                Some(place) => Ok((waiting.chunk, place.holding(waiting.payload, waiting.chunk.lent)?)),
                 None => Err(waiting),
             })
         });
         match place {
-            Ok(Ok(place)) => self.chunk = Some((request, Ok(place))),
+            Ok(Ok((chunk, place))) => {
+                let place = Ok(place);
+                self.placed(&place, &chunk);
+                self.chunk = Some((request, place));
+            }
             Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
             // A refused one is read to its end too: the next one follows it.
             Err(fault) => self.chunk = Some((request, Err(fault))),
@@ -256,7 +281,7 @@ impl Land<PushRequest> for Receiving {
                     *place = Err(fault);
                 }
             }
-            Ok(Place::Nowhere(sum)) => sum.update(slice),
+            Ok(Place::Nowhere(_, sum)) => sum.update(slice),
             Err(_) => {}
         }
     }
@@ -285,20 +310,46 @@ impl Receiving {
             Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,
             _ => {
                 let handle = self.services.jobs.get(&request.job)?;
+                self.last = None;
                 self.closing = Some(handle.closing());
                 handle
             }
         };
         self.held = Arc::downgrade(&handle);
         handle.check_step(chunk.contribution.step)?;
-        let Some(place) = &request.place else { return Ok(Waiting { handle, chunk, payload: None }) };
+        let patience = wire::deadline(request.deadline_ms)?;
+        let Some(place) = &request.place else {
+            return Ok(Waiting { handle, chunk, payload: None, patience });
+        };
         if bytes > 0 {
             let remedy = "send one of them";
             return Err(Fault::invalid("push.place", "beside a payload", "instead of one", remedy));
         }
         let payload = self.services.links.find(place.link, &handle)?.payload(place, &chunk)?;
         chunk.bytes = payload.bytes();
-        Ok(Waiting { handle, chunk, payload: Some(payload) })
+        Ok(Waiting { handle, chunk, payload: Some(payload), patience })
+    }
+
+    /// Micro-steps of a step ascend on a stream: two streams on which they did not might wait for each other.
+    fn check_order(&self, chunk: &ContributionChunk) -> Result<(), Fault> {
+        let now = chunk.contribution;
+        let ahead = |last: &ContributionChunk| {
+            let before = last.contribution;
+            let same =
+                (last.incarnation, before.rank, before.step) == (chunk.incarnation, now.rank, now.step);
+            (same && before.micro_step > now.micro_step).then_some(before.micro_step)
+        };
+        let Some(ahead) = self.last.as_ref().and_then(ahead) else { return Ok(()) };
+        let value = format!("{} ({now})", now.micro_step.0);
+        let limit = format!("at least {}, which came before on this stream", ahead.0);
+        let remedy = "send a step's micro-steps in ascending order on a stream, and what must be sent again on a new one";
+        Err(Fault::new(FaultKind::Precondition, "micro_step", value, limit, remedy))
+    }
+
+    fn placed(&mut self, place: &Result<Place, Fault>, chunk: &ContributionChunk) {
+        if let Ok(Place::Slot(..)) = place {
+            self.last = Some(*chunk);
+        }
     }
 }
 
@@ -309,7 +360,7 @@ impl Place {
             (None, _) => {}
             (Some(payload), Place::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
             // Held already, and nothing was moved that could be damaged.
-            (Some(_), Place::Nowhere(_)) if lent => {}
+            (Some(_), Place::Nowhere(..)) if lent => {}
             (Some(payload), place) => place.fetch(&payload),
         }
         Ok(self)
@@ -319,7 +370,7 @@ impl Place {
     fn fetch(&mut self, payload: &Payload) {
         match self {
             Place::Slot(_, writing) => writing.fetch(&mut |from, target| payload.copy(from, target)),
-            Place::Nowhere(sum) => {
+            Place::Nowhere(_, sum) => {
                 let mut tile = [0; TILE_BYTES];
                 let bytes = payload.bytes() as usize;
                 for from in (0..bytes).step_by(TILE_BYTES) {
@@ -336,28 +387,34 @@ impl Place {
 fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Option<Place>, Fault> {
     Ok(match Job::admit(Arc::clone(&handle.job), chunk)? {
         Admitted::Busy => None,
-        Admitted::Duplicate => Some(Place::Nowhere(Crc32::new())),
+        Admitted::Duplicate => Some(Place::Nowhere(Fate::Duplicate, Crc32::new())),
+        Admitted::Superseded => Some(Place::Nowhere(Fate::Superseded, Crc32::new())),
+        Admitted::Decided => Some(Place::Nowhere(Fate::Decided, Crc32::new())),
         Admitted::Write(writing) => Some(Place::Slot(Arc::clone(handle), writing)),
     })
 }
 
-/// True when the chunk was held already. `crc32`: None for what is lent.
-fn finish(place: Place, crc32: Option<u32>) -> Result<bool, Fault> {
+/// `crc32`: None for what is lent.
+fn finish(place: Place, crc32: Option<u32>) -> Result<Fate, Fault> {
     match place {
         Place::Slot(handle, writing) => {
             handle.perform(writing.finish()?);
-            Ok(false)
+            Ok(Fate::Stored)
         }
-        Place::Nowhere(sum) => crc32.map_or(Ok(()), |claimed| check_sum(claimed, sum.value())).map(|()| true),
+        Place::Nowhere(fate, sum) => {
+            crc32.map_or(Ok(()), |claimed| check_sum(claimed, sum.value())).map(|()| fate)
+        }
     }
 }
 
-fn result(request: PushRequest, outcome: Result<bool, Fault>) -> PushResult {
+fn result(request: PushRequest, outcome: Result<Fate, Fault>) -> PushResult {
     let PushRequest { step, micro_step, shard, chunk, .. } = request;
-    let duplicate = *outcome.as_ref().unwrap_or(&false);
+    let fate = outcome.as_ref().ok().copied();
+    let [duplicate, superseded, decided] =
+        [Fate::Duplicate, Fate::Superseded, Fate::Decided].map(|wanted| fate == Some(wanted));
     let refusal = outcome.err().map(|fault| {
         tracing::debug!(job = request.job, rank = request.rank, step, shard, %fault, "chunk refused");
         wire::fault_to_wire(&fault)
     });
-    PushResult { step, micro_step, shard, chunk, duplicate, refusal }
+    PushResult { step, micro_step, shard, chunk, duplicate, refusal, decided, superseded }
 }

@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use longshore_engine::tier::StoredJob;
 use longshore_proto::{
-    Commit, Fault, Incarnation, JobSpec, Origin, Placement, Rank, ServerId, Version,
-    limits::MAX_PAUSE_REASON_BYTES,
+    Commit, Fault, JobSpec, Origin, Placement, Rank, ServerId, Version,
     wire::{
         self,
         v1::{self, training_server::Training},
@@ -15,7 +14,7 @@ use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, default_deadline, refuse, stats, watch};
+use super::{Services, blocking, convert, default_deadline, refuse, stand, stats, watch};
 
 #[tonic::async_trait]
 impl Training for Services {
@@ -73,7 +72,7 @@ impl Training for Services {
 
     async fn pause(&self, request: Request<v1::PauseRequest>) -> Result<Response<v1::PauseResponse>, Status> {
         let request = request.into_inner();
-        let answer = self.pause_job(&request);
+        let answer = self.pause_job(&request).await;
         answer.map(Response::new).map_err(|fault| refuse("Pause", &request.job, fault))
     }
 
@@ -81,7 +80,7 @@ impl Training for Services {
         let request = request.into_inner();
         let leave = || -> Result<(), Fault> {
             let handle = self.jobs.get(&request.job)?;
-            handle.job.leave(Rank(request.rank), Incarnation(request.incarnation))
+            handle.job.leave(Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?)
         };
         leave().map_err(|fault| refuse("Leave", &request.job, fault))?;
         tracing::info!(job = request.job, rank = request.rank, "rank left");
@@ -114,7 +113,7 @@ impl Services {
 
     async fn join_job(&self, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
-        let (rank, incarnation) = (Rank(request.rank), Incarnation(request.incarnation));
+        let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
         if request.fence_only {
             handle.job.fence(rank, incarnation)?;
             let job = Arc::clone(&handle.job);
@@ -137,17 +136,21 @@ impl Services {
 
     async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
         let commit = Commit::from_wire(request.commit)?;
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
-        let (step, skip) = (commit.step, commit.skip);
+        let (step, skip, pause) = (commit.step, commit.skip, commit.pause_reason.clone());
         // Else it would be refused, since its update would overwrite the last version that no crash can take back.
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
         let (duplicate, work) =
-            handle.job.commit_from(Incarnation(request.incarnation), commit, Origin(request.origin))?;
+            handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         handle.perform(work);
         if !duplicate {
             handle.pace.decided(step.0, written);
+            if !pause.is_empty() {
+                tracing::warn!(job = request.job, %step, reason = pause, "job paused");
+            }
         }
         tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
         Ok(v1::CommitResponse { duplicate })
@@ -159,13 +162,11 @@ impl Services {
         handle.until_durable(Version(request.version), deadline).await
     }
 
-    fn pause_job(&self, request: &v1::PauseRequest) -> Result<v1::PauseResponse, Fault> {
-        if request.reason.len() > MAX_PAUSE_REASON_BYTES {
-            let limit = format!("at most {MAX_PAUSE_REASON_BYTES} bytes");
-            return Err(Fault::invalid("reason", request.reason.len(), limit, "shorten it"));
-        }
+    async fn pause_job(&self, request: &v1::PauseRequest) -> Result<v1::PauseResponse, Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
-        handle.job.pause(Incarnation(request.incarnation), request.reason.clone())?;
+        let reason = request.reason.clone();
+        stand(&handle, move |job| job.pause(incarnation, &reason)).await?;
         tracing::warn!(job = request.job, reason = request.reason, "job paused");
         Ok(v1::PauseResponse {})
     }

@@ -1,6 +1,10 @@
 //! Initial weights in.
 
-use longshore_proto::{ChunkId, Fault, FaultKind, Incarnation, ShardId, checksum::crc32, wire::v1};
+use longshore_proto::{
+    ChunkId, Fault, FaultKind, ShardId,
+    checksum::crc32,
+    wire::{self, v1},
+};
 use tonic::{Status, Streaming};
 
 use super::{Services, blocking, refuse};
@@ -26,10 +30,11 @@ async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fa
         let limit = format!("{found:08x}, the CRC-32 of the payload received");
         return Err(Fault::new(FaultKind::Corrupt, "upload.crc32", value, limit, "send the chunk again"));
     }
+    let incarnation = wire::incarnation_from_wire(request.incarnation)?;
     let handle = services.jobs.get(&request.job)?;
     // The last chunk also makes the first image of every shard.
     blocking(move || {
-        let (incarnation, shard) = (Incarnation(request.incarnation), ShardId(request.shard));
+        let shard = ShardId(request.shard);
         handle.job.upload(incarnation, shard, ChunkId(request.chunk), request.crc32, &request.payload)
     })
     .await

@@ -33,7 +33,7 @@ pub struct At {
 }
 
 impl Raw {
-    pub(super) fn connect(runtime: Handle, address: SocketAddr) -> Raw {
+    pub fn connect(runtime: Handle, address: SocketAddr) -> Raw {
         let endpoint = Channel::from_shared(format!("http://{address}")).expect("an address");
         let channel = runtime.block_on(endpoint.connect()).expect("a server that listens");
         Raw {
@@ -88,7 +88,7 @@ impl Raw {
     }
 
     pub fn resume(&self, job: &str, loss_scale: f64) -> Result<(), Fault> {
-        let request = v1::ResumeRequest { job: job.into(), loss_scale };
+        let request = v1::ResumeRequest { job: job.into(), loss_scale, version: None };
         self.call(self.admin.clone().resume(request)).map(|_| ())
     }
 
@@ -125,13 +125,21 @@ impl Raw {
 
     /// One chunk on a stream of its own; true when it was held already.
     pub fn push(&self, request: v1::PushRequest) -> Result<bool, Fault> {
+        let result = self.push_all(vec![request])?.pop().expect("a result in the answer");
+        result.refusal.map_or(Ok(result.duplicate), |refusal| Err(fault_from_wire(refusal)))
+    }
+
+    /// Chunks on one stream, and what became of each.
+    pub fn push_all(&self, requests: Vec<v1::PushRequest>) -> Result<Vec<v1::PushResult>, Fault> {
         self.runtime.block_on(async {
             let fault = |status: Status| fault_from_status(&status, "the server");
             let mut client = self.tensors.clone();
-            let mut answers = client.push(tokio_stream::iter([request])).await.map_err(fault)?.into_inner();
-            let response = answers.message().await.map_err(fault)?.expect("an answer to the chunk");
-            let result = response.results.into_iter().next().expect("a result in the answer");
-            result.refusal.map_or(Ok(result.duplicate), |refusal| Err(fault_from_wire(refusal)))
+            let mut answers = client.push(tokio_stream::iter(requests)).await.map_err(fault)?.into_inner();
+            let mut results = Vec::new();
+            while let Some(answer) = answers.message().await.map_err(fault)? {
+                results.extend(answer.results);
+            }
+            Ok(results)
         })
     }
 
@@ -174,10 +182,8 @@ pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushReq
         loss_scale: 1.0,
         dtype: spec.gradient_dtype.to_wire(),
         crc32: crc32(&payload),
-        place: None,
-        reads_version: 0,
-        reads_decided_by: 0,
         payload,
+        ..v1::PushRequest::default()
     }
 }
 
@@ -194,6 +200,7 @@ pub fn decision(spec: &JobSpec, step: u64) -> Commit {
         loss_scale: 1.0,
         trainer_state: Vec::new(),
         decided_by: Default::default(),
+        pause_reason: String::new(),
     }
 }
 

@@ -45,6 +45,21 @@ fn a_wrong_chunk_is_refused_and_settles_nothing() {
         (Invalid, "chunk", "1", "below 1", v1::PushRequest { chunk: 1, ..right() }),
         (Invalid, "loss_scale", "NaN", "finite", v1::PushRequest { loss_scale: f64::NAN, ..right() }),
         (Invalid, "loss_scale", "0", "above 0", v1::PushRequest { loss_scale: 0.0, ..right() }),
+        (
+            Conflict,
+            "loss_scale",
+            "2 (step 3",
+            "1, that of the version",
+            v1::PushRequest { loss_scale: 2.0, ..right() },
+        ),
+        (
+            Invalid,
+            "deadline_ms",
+            "86400001",
+            "at most",
+            v1::PushRequest { deadline_ms: 86_400_001, ..right() },
+        ),
+        (Invalid, "incarnation", "0", "at least 1", v1::PushRequest { incarnation: 0, ..right() }),
         (Fenced, "incarnation", &old.to_string(), "", v1::PushRequest { incarnation: old, ..right() }),
         (Precondition, "rank", "0", "joined", v1::PushRequest { incarnation: old + 2, ..right() }),
         (NotFound, "job", "nobody", "open", v1::PushRequest { job: "nobody".into(), ..right() }),
@@ -69,13 +84,67 @@ fn a_second_gradient_for_the_same_chunk_is_refused_with_both_checksums() {
     let payload = Bytes::from(vec![1; first.payload.len()]);
     let second = v1::PushRequest { crc32: crc32(&payload), payload, ..first.clone() };
     let sums = [first.crc32, second.crc32].map(|sum| format!("{sum:08x}"));
+    let place = "01 00 at element 65535 of the flat space";
+    assert_fault(server.push(padded(first.clone())), Invalid, "payload", place, "0 there");
     assert_eq!(server.push(first.clone()), Ok(false));
     assert_fault(server.push(second.clone()), Conflict, "crc32", &sums[1], &sums[0]);
     assert_eq!(server.push(first.clone()), Ok(true), "the same chunk again is acknowledged");
     server.await_stats("conflict", 1);
     server.commit("conflict", at.incarnation, &decision(&spec, 1)).expect("the set is complete");
-    assert_eq!(server.push(first), Ok(true), "even after its step is decided");
+    // After that there is nothing left to compare it with, and it says so.
+    for late in [first, second] {
+        let result = server.push_all(vec![late]).expect("an answer").pop().expect("a result");
+        assert!(result.decided && !result.duplicate && result.refusal.is_none(), "{result:?}");
+    }
     assert_eq!(server.progress("conflict").version, 1);
+}
+
+/// The same with something in its last element.
+fn padded(chunk: v1::PushRequest) -> v1::PushRequest {
+    let mut payload = chunk.payload.to_vec();
+    let last = payload.len() - 2;
+    payload[last] = 1;
+    v1::PushRequest { crc32: crc32(&payload), payload: payload.into(), ..chunk }
+}
+
+/// In reverse order a chunk would wait for one behind it on its own stream: said at once, not after a minute.
+#[test]
+fn micro_steps_out_of_order_are_refused_at_once_and_waits_end_when_asked_to() {
+    let cluster = Cluster::start(1);
+    let (spec, _) = one_block("micro-steps");
+    let params = vec![Param { name: "w".into(), shape: vec![12 * 65536], group: 0 }];
+    let spec = JobSpec { params, micro_steps: 2, shard_elements: 12 * 65536, ..spec };
+    let layout = spec.validate().expect("a spec");
+    let server = loaded(&cluster, &spec, &layout);
+    let at = At { step: 1, rank: 0, incarnation: Incarnation(7) };
+    let first = chunk(&spec, &layout, 0, at);
+    let make = |micro_step: u32, chunk: u32| {
+        let payload = Bytes::from(vec![0; if chunk == 0 { 1 << 20 } else { 1 << 19 }]);
+        v1::PushRequest { micro_step, chunk, crc32: crc32(&payload), payload, ..first.clone() }
+    };
+    let begun = std::time::Instant::now();
+    let order = vec![make(1, 0), make(1, 1), make(0, 0), make(0, 1)];
+    let results = server.push_all(order).expect("answers");
+    let refused: Vec<Option<String>> =
+        results.iter().map(|result| result.refusal.as_ref().map(|fault| fault.field.clone())).collect();
+    let micro_step = || Some("micro_step".to_string());
+    assert_eq!(refused, [micro_step(), micro_step(), None, None]);
+    assert!(begun.elapsed() < Duration::from_secs(20), "it waited for {:?}", begun.elapsed());
+    // Step 1 is whole but for its second micro-step, which comes as it should; a lower one behind it does not.
+    let results = server.push_all(vec![make(1, 0), make(0, 0), make(1, 1)]).expect("answers");
+    assert!(results.iter().all(|result| result.refusal.is_none()), "{results:?}");
+    server.await_stats("micro-steps", 1);
+    let decided = Commit { gradient_scale: 2.0, ..decision(&spec, 1) };
+    server.commit("micro-steps", at.incarnation, &decided).expect("the set is complete");
+
+    let later = |request: v1::PushRequest| v1::PushRequest { step: 2, ..request };
+    let hasty = v1::PushRequest { deadline_ms: 100, ..later(make(1, 0)) };
+    let results = server.push_all(vec![later(make(0, 0)), hasty, later(make(0, 1))]).expect("answers");
+    let kinds: Vec<Option<&str>> =
+        results.iter().map(|result| result.refusal.as_ref().map(|fault| fault.kind.as_str())).collect();
+    assert_eq!(kinds, [None, Some("DEADLINE"), None], "the one between waits for the one behind it");
+    let fault = results[1].refusal.as_ref().expect("a refusal");
+    assert!(fault.remedy.contains("step 2, micro-step 0, shard 0 from rank 0"), "{fault:?}");
 }
 
 #[test]
@@ -192,21 +261,38 @@ fn loaded(cluster: &Cluster, spec: &JobSpec, layout: &Layout) -> Raw {
     let opened = server.open(spec.to_wire(), &placement(&cluster.addresses(), layout), 0).expect("an open");
     assert!(opened.created);
     server.join(job, 0, 7).expect("a join");
-    let payload = Bytes::from(vec![0; layout.elements() as usize * 4]);
+    let whole = Bytes::from(vec![0; layout.elements() as usize * 4]);
+    let payload = whole.slice(..whole.len().min(1 << 20));
     let upload = v1::UploadRequest {
         job: job.into(),
         incarnation: 7,
         shard: 0,
         chunk: 0,
         crc32: crc32(&payload),
-        payload,
+        payload: payload.clone(),
     };
     let early = server.push(chunk(spec, layout, 0, At { step: 1, rank: 0, incarnation: Incarnation(7) }));
     assert_fault(early, Precondition, "job.phase", "loading", "training");
     let torn = v1::UploadRequest { crc32: 0, ..upload.clone() };
     let found = server.call(server.tensors.clone().upload(tokio_stream::iter([torn])));
     assert_fault(found, Corrupt, "upload.crc32", "00000000", &format!("{:08x}", upload.crc32));
-    let chunks = server.call(server.tensors.clone().upload(tokio_stream::iter([upload])));
-    assert_eq!(chunks.expect("an upload").chunks, 1);
+    let infinite = Bytes::from([&f32::INFINITY.to_le_bytes()[..], &payload[4..]].concat());
+    let found = v1::UploadRequest { crc32: crc32(&infinite), payload: infinite, ..upload.clone() };
+    let found = server.call(server.tensors.clone().upload(tokio_stream::iter([found])));
+    assert_fault(found, Invalid, "payload", "inf at element 0 of the flat space", "finite");
+    let nobody = v1::UploadRequest { incarnation: 0, ..upload.clone() };
+    let found = server.call(server.tensors.clone().upload(tokio_stream::iter([nobody])));
+    assert_fault(found, Invalid, "incarnation", "0", "at least 1");
+    assert_fault(server.join(job, 0, 0), Invalid, "incarnation", "0", "at least 1");
+    let uploads: Vec<_> = (0..layout.chunks(longshore_proto::ShardId(0), Dtype::F32))
+        .map(|chunk| {
+            let start = chunk as usize * (1 << 20);
+            let payload = whole.slice(start..whole.len().min(start + (1 << 20)));
+            v1::UploadRequest { chunk, crc32: crc32(&payload), payload, ..upload.clone() }
+        })
+        .collect();
+    let count = uploads.len() as u64;
+    let chunks = server.call(server.tensors.clone().upload(tokio_stream::iter(uploads)));
+    assert_eq!(chunks.expect("an upload").chunks, count);
     server
 }

@@ -120,3 +120,25 @@ fn a_job_beyond_the_servers_memory_is_refused_with_the_shortage() {
     assert!(fault.remedy.contains(&format!("short of {short} bytes")), "{fault:?}");
     victim.finish();
 }
+
+/// It would wait for weights that nobody sends, and end the job at the first decision.
+#[test]
+fn a_server_without_a_shard_is_refused_before_it_is_opened() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "crowded");
+    let spec = JobSpec {
+        name: longshore_proto::JobName::parse("name", "idle").expect("a name"),
+        ..victim.spec.clone()
+    };
+    let shards = victim.layout.shards() as usize;
+    let addresses: Vec<String> = (0..=shards).map(|server| format!("10.0.0.{server}:7070")).collect();
+    let crowded = placement(&addresses, &victim.layout);
+    for server in [0, shards as u32] {
+        let found = victim.servers[0].open(spec.to_wire(), &crowded, server);
+        let idle =
+            format!("{} servers, of which server {shards} (10.0.0.{shards}:7070) owns no shard", shards + 1);
+        assert_fault(found, Invalid, "placement.servers", &idle, "at least one of the 4 shards");
+    }
+    assert!(victim.servers[0].find("idle").is_err(), "it was not opened");
+    victim.finish();
+}

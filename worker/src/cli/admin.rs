@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, wire::v1};
 use serde_json::json;
 
 use super::client::Servers;
-use crate::session::{TRIES, has_passed, lead};
+use crate::session::{TRIES, has_passed, lead, paused_at};
 
 #[derive(clap::Args)]
 pub(super) struct ServersArgs {
@@ -147,7 +147,10 @@ pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
 
 pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
-    let request = v1::ResumeRequest { job, loss_scale: args.loss_scale.unwrap_or(0.0) };
+    // Named, so that a server which a first try has reached does not refuse the second.
+    let version =
+        paused_at(describe(&mut servers, &job)?.iter().filter_map(|answer| answer.progress.as_ref()));
+    let request = v1::ResumeRequest { job, loss_scale: args.loss_scale.unwrap_or(0.0), version };
     servers.each(|mut admin| {
         let request = request.clone();
         async move { admin.resume(request).await }

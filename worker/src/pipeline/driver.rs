@@ -6,7 +6,7 @@ use std::{
 };
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Commit, FaultKind, Step, TierKind, Version};
+use longshore_proto::{Commit, FaultKind, Step, TierKind, Version, limits::MAX_PAUSE_REASON_BYTES};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinHandle,
@@ -82,7 +82,13 @@ impl Driver {
         let gradient_scale = work.loss_scale * self.core.spec().contributions() as f64;
         let decision = decide(&blocks, self.options.clip, gradient_scale);
         let event = self.scaler.update(decision.skip);
-        let commit = self.commit(step, gradient_scale, &decision, event, trainer);
+        let overflow =
+            decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
+        let mut commit = self.commit(step, gradient_scale, &decision, trainer);
+        if event == Event::AtFloor {
+            commit.pause_reason =
+                at_floor(step, commit.loss_scale, overflow.as_deref().unwrap_or("the gradient's norm"));
+        }
         if let Some(durable) = self.durable.take() {
             self.patiently("a version to be durable", step, durable).await?;
         }
@@ -91,13 +97,9 @@ impl Driver {
         self.core.remember(own.clone());
         try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &own))).await?;
         self.durable = Some(self.core.spawn_joined(durable_everywhere(self.core.clone(), step.version())));
-        let overflow =
-            decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
-        let loss_scale = match event {
-            Event::AtFloor => {
-                self.pause_at_floor(step, overflow.as_deref().unwrap_or("the gradient's norm")).await?
-            }
-            _ => own.commit.loss_scale,
+        let loss_scale = match own.commit.pause_reason.is_empty() {
+            true => own.commit.loss_scale,
+            false => self.await_resume(&own.commit).await?,
         };
         self.shared.outcomes.decided(
             step,
@@ -150,18 +152,10 @@ impl Driver {
         }
     }
 
-    fn commit(
-        &self,
-        step: Step,
-        gradient_scale: f64,
-        decision: &Decision,
-        event: Event,
-        trainer: Vec<u8>,
-    ) -> Commit {
+    fn commit(&self, step: Step, gradient_scale: f64, decision: &Decision, trainer: Vec<u8>) -> Commit {
         let before = Version(step.0 - 1);
         let envelope = Envelope {
             scaler: self.scaler.clone(),
-            at_floor: event == Event::AtFloor,
             // Known: this rank decided it, or joined at it.
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
             trainer,
@@ -178,6 +172,7 @@ impl Driver {
             loss_scale: self.scaler.scale(),
             trainer_state: envelope.encode(),
             decided_by: self.core.incarnation(),
+            pause_reason: String::new(),
         }
     }
 
@@ -207,16 +202,27 @@ impl Driver {
         }
     }
 
-    /// A smaller scale would not help: a person must look, while the job keeps its place. Returns the loss scale to go
-    /// on with.
-    async fn pause_at_floor(&mut self, step: Step, tensor: &str) -> Result<f64> {
-        let scale = self.scaler.scale();
-        let reason = format!(
-            "{step} overflowed at the smallest loss scale, {scale}: first in {tensor}. The step was skipped and nothing \
-             is lost. Look at the data of this step and at that tensor; lower the learning rate, use bf16 gradients, or \
-             restore an earlier checkpoint; then `longshore resume`, with --loss-scale to change it"
-        );
-        self.core.pause_all(&reason).await?;
-        self.shared.resumed.wait(&self.core, step.version()).await
+    /// Until the pause that came with a commit ends. Returns the loss scale to go on with. Whoever resumed the first server
+    /// meant them all.
+    async fn await_resume(&mut self, commit: &Commit) -> Result<f64> {
+        self.core.paused(&commit.pause_reason);
+        let version = commit.step.version();
+        let loss_scale = self.shared.resumed.wait(&self.core, version).await?;
+        let servers = 0..self.core.peers.len();
+        try_join_all(servers.map(|server| self.core.resume_on(server, Some(version), loss_scale))).await?;
+        self.core.resumed();
+        Ok(loss_scale)
     }
+}
+
+/// Why a job is paused at the loss scale's floor. A smaller scale would not help: a person must look, while the job keeps
+/// its place.
+fn at_floor(step: Step, scale: f64, tensor: &str) -> String {
+    let mut reason = format!(
+        "{step} overflowed at the smallest loss scale, {scale}: first in {tensor}. The step was skipped and nothing is lost. \
+         Look at the data of this step and at that tensor; lower the learning rate, use bf16 gradients, or restore an \
+         earlier checkpoint; then `longshore resume`, with --loss-scale to change it"
+    );
+    reason.truncate(reason.floor_char_boundary(MAX_PAUSE_REASON_BYTES));
+    reason
 }

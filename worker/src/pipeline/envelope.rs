@@ -11,7 +11,7 @@ use crate::loss_scale::{LossScaler, LossScalerOptions};
 /// |---|---|
 /// | 4 | magic `LSTS` |
 /// | 1 | format version, 1 |
-/// | 1 | flags: 1 at the floor, 2 dynamic, 4 consecutive hysteresis |
+/// | 1 | flags: 2 dynamic, 4 consecutive hysteresis (1 is ignored: it was of a pause, which the commit has) |
 /// | 3 x 8 | f64 scale, initial, min |
 /// | 8, 4, 4 | window, hysteresis, hysteresis left |
 /// | 8, 8 | updates, last overflow (i64) |
@@ -22,8 +22,6 @@ use crate::loss_scale::{LossScaler, LossScalerOptions};
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Envelope {
     pub(crate) scaler: LossScaler,
-    /// The commit skipped at the smallest scale: the job is paused, or about to be, until an operator resumes it.
-    pub(crate) at_floor: bool,
     pub(crate) previous_loss_scale: f64,
     pub(crate) trainer: Vec<u8>,
 }
@@ -34,7 +32,6 @@ const HEADER_BYTES: usize = 4 + 1 + 1 + 3 * 8 + 8 + 4 + 4 + 8 + 8 + 8;
 /// What is left for the trainer.
 pub(crate) const MAX_TRAINER_BYTES: usize = MAX_TRAINER_STATE_BYTES - HEADER_BYTES;
 
-const AT_FLOOR: u8 = 1;
 const DYNAMIC: u8 = 2;
 const CONSECUTIVE: u8 = 4;
 
@@ -42,9 +39,7 @@ impl Envelope {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let LossScaler { options, dynamic, scale, hysteresis_left, updates, last_overflow } = &self.scaler;
         let flag = |set: bool, bit: u8| if set { bit } else { 0 };
-        let flags = flag(self.at_floor, AT_FLOOR)
-            | flag(*dynamic, DYNAMIC)
-            | flag(options.consecutive_hysteresis, CONSECUTIVE);
+        let flags = flag(*dynamic, DYNAMIC) | flag(options.consecutive_hysteresis, CONSECUTIVE);
         let mut bytes = Vec::with_capacity(HEADER_BYTES + self.trainer.len());
         bytes.extend(MAGIC);
         bytes.extend([FORMAT, flags]);
@@ -91,12 +86,7 @@ impl Envelope {
         let options = LossScalerOptions { initial, window, hysteresis, consecutive_hysteresis, min };
         let dynamic = flags & DYNAMIC != 0;
         let scaler = LossScaler { options, dynamic, scale, hysteresis_left, updates, last_overflow };
-        Some(Envelope {
-            scaler,
-            at_floor: flags & AT_FLOOR != 0,
-            previous_loss_scale,
-            trainer: reader.0.to_vec(),
-        })
+        Some(Envelope { scaler, previous_loss_scale, trainer: reader.0.to_vec() })
     }
 
     /// Values that no scaler can reach would divide by zero or never end.
@@ -132,7 +122,7 @@ mod tests {
         let mut scaler = LossScaler::dynamic(LossScalerOptions { window: 7, ..Default::default() }).unwrap();
         scaler.update(true);
         scaler.update(true);
-        Envelope { scaler, at_floor: true, previous_loss_scale: 4.0, trainer: b"epoch 3".to_vec() }
+        Envelope { scaler, previous_loss_scale: 4.0, trainer: b"epoch 3".to_vec() }
     }
 
     #[test]

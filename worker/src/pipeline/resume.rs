@@ -21,15 +21,14 @@ impl Resume {
             let scales = vec![(joined.version, scaler.scale())];
             return Ok(Resume { scaler, scales, floor: None, trainer: None });
         };
-        let Envelope { mut scaler, at_floor, previous_loss_scale, trainer } =
-            Envelope::decode(&commit.trainer_state)?;
+        let Envelope { mut scaler, previous_loss_scale, trainer } = Envelope::decode(&commit.trainer_state)?;
         // The server's word: an operator may have resumed with another scale.
         if scaler.scale() != commit.loss_scale {
             scaler.set_scale(commit.loss_scale)?;
         }
         let mut scales = vec![(Version(joined.version.0 - 1), previous_loss_scale)];
         let now = (joined.version, commit.loss_scale);
-        let floor = (at_floor && joined.paused.is_some()).then_some(now);
+        let floor = (!commit.pause_reason.is_empty()).then_some(now);
         if floor.is_none() {
             scales.push(now);
         }
@@ -44,13 +43,13 @@ mod tests {
     use super::*;
     use crate::loss_scale::LossScalerOptions;
 
-    fn joined(at_floor: bool, loss_scale: f64, paused: Option<String>) -> Joined {
+    fn joined(loss_scale: f64, paused: Option<&str>) -> Joined {
         let options = LossScalerOptions { initial: 8.0, min: 8.0, ..Default::default() };
         let scaler = LossScaler::dynamic(options).unwrap();
-        let envelope = Envelope { scaler, at_floor, previous_loss_scale: 16.0, trainer: b"loader".to_vec() };
+        let envelope = Envelope { scaler, previous_loss_scale: 16.0, trainer: b"loader".to_vec() };
         let commit = Commit {
             step: Step(3),
-            skip: at_floor,
+            skip: paused.is_some(),
             gradient_scale: 1.0,
             clip_coefficient: 1.0,
             compensation: 0.0,
@@ -59,8 +58,10 @@ mod tests {
             loss_scale,
             trainer_state: envelope.encode(),
             decided_by: Incarnation(1),
+            pause_reason: paused.unwrap_or_default().to_string(),
         };
         let (incarnation, version) = (Incarnation(1), Version(3));
+        let paused = paused.map(str::to_string);
         Joined { incarnation, version, applied: 3, last_commit: Some(commit), paused }
     }
 
@@ -71,7 +72,7 @@ mod tests {
 
     #[test]
     fn scaler_scales_and_trainer_come_from_the_commit() {
-        let resume = resume(&joined(false, 8.0, None));
+        let resume = resume(&joined(8.0, None));
         assert_eq!(resume.scaler.scale(), 8.0);
         assert_eq!(resume.scales, [(Version(2), 16.0), (Version(3), 8.0)]);
         assert_eq!(resume.trainer.as_deref(), Some(&b"loader"[..]));
@@ -79,14 +80,14 @@ mod tests {
 
     #[test]
     fn an_operators_scale_counts() {
-        let resume = resume(&joined(true, 0.5, None));
+        let resume = resume(&joined(0.5, None));
         assert_eq!((resume.scaler.scale(), resume.floor), (0.5, None));
         assert_eq!(resume.scales[1], (Version(3), 0.5));
     }
 
     #[test]
     fn paused_at_the_floor_the_version_waits_for_an_operator() {
-        let resume = resume(&joined(true, 8.0, Some("overflow".into())));
+        let resume = resume(&joined(8.0, Some("overflow")));
         assert_eq!(resume.floor, Some((Version(3), 8.0)));
         assert_eq!(resume.scales, [(Version(2), 16.0)]);
     }

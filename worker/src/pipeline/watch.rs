@@ -29,7 +29,7 @@ pub(super) struct Watcher {
     pub(super) seen: Step,
     /// The newest commits seen, and which decision each was: one that comes again after a step back is another one.
     pub(super) decided: BTreeMap<Step, Incarnation>,
-    /// A commit at the loss scale's floor: its version is known only when the job goes on, maybe with another scale.
+    /// A commit that paused the job: its version is known only when the job goes on, maybe with another scale.
     pub(super) floor: Option<(Version, f64)>,
     /// What became of the step that made it, told with that scale. None on rank 0, which decided it.
     pub(super) held: Option<Decided>,
@@ -87,10 +87,23 @@ impl Watcher {
         self.seen = self.seen.min(Step(progress.version));
         match progress.phase() {
             Phase::Paused => self.core.paused(&progress.pause_reason),
-            _ if was_paused => self.resumed(progress.last_commit.map_or(0.0, |commit| commit.loss_scale)),
+            _ if was_paused || self.floor.is_some() => {
+                let scale = progress.last_commit.map(|commit| self.scale_after_pause(&commit)).transpose()?;
+                self.resumed(scale.unwrap_or(0.0));
+            }
             _ => {}
         }
         Ok(())
+    }
+
+    /// A delayed job may have decided a step more since the pause ended: that commit tells what counted before it.
+    fn scale_after_pause(&self, last: &v1::Commit) -> Result<f64> {
+        let after = self.floor.is_some_and(|(version, _)| last.step == version.0 + 1);
+        if after {
+            Ok(Envelope::decode(&last.trainer_state)?.previous_loss_scale)
+        } else {
+            Ok(last.loss_scale)
+        }
     }
 
     /// A server that restarted knows its last commit only. It says what counted before it; and a step is decided once
@@ -132,12 +145,17 @@ impl Watcher {
             return Ok(());
         }
         self.note(&commit);
-        let envelope = Envelope::decode(&commit.trainer_state)?;
-        if envelope.at_floor {
+        let paused = !commit.pause_reason.is_empty();
+        if paused {
+            self.core.paused(&commit.pause_reason);
             self.floor = Some((commit.step.version(), commit.loss_scale));
         }
         if self.core.options.rank == Rank(0) {
-            return Ok(()); // rank 0 made it
+            // It made it, and waits for the end of a pause, which may have come before this was heard.
+            if !paused {
+                self.shared.resumed.post(commit.step.version(), commit.loss_scale);
+            }
+            return Ok(());
         }
         let decided = Decided {
             skip: commit.skip,
@@ -148,7 +166,7 @@ impl Watcher {
             scaler: None,
         };
         self.shared.release(&self.core, commit.step);
-        if envelope.at_floor {
+        if paused {
             self.held = Some(decided);
         } else {
             self.shared.outcomes.decided(commit.step, decided);
@@ -177,8 +195,8 @@ impl Watcher {
         Err(self.core.explain(SERVER, "Watch", Some(commit.step), fault))
     }
 
-    /// `loss_scale` 0 keeps the old one. Outside a pause at the floor it would reach the ranks at different steps, so it
-    /// counts only there.
+    /// `loss_scale` 0 keeps the old one. Servers take another only in a pause that came with a decision: else it would reach
+    /// the ranks at different steps.
     fn resumed(&mut self, loss_scale: f64) {
         if let Some((version, old)) = self.floor.take() {
             let scale = if loss_scale > 0.0 { loss_scale } else { old };

@@ -52,6 +52,8 @@ pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault
         }
         // It has restarted since it was joined.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
+        // An earlier micro-step's chunk was overtaken: over a new stream they go in order.
+        FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(core, server, key, fault).await,
         FaultKind::Conflict if fault.field == READS => {
             Err(core.explain(server, "Push", Some(key.step), fault))
@@ -80,8 +82,9 @@ async fn await_turn(core: &SharedCore, server: usize, key: ChunkKey, fault: Faul
             backoff.pause(Instant::now() + core.options.deadline).await;
             version = core.version_when_running(server).await?;
         }
-        // A server that was behind has caught up by now, maybe before it was asked: then `field` tells.
-        Ok((version, version > first || fault.field == "step"))
+        // A server that was behind has caught up by now, or its pause has ended, maybe before it was asked: then the fault tells.
+        let paused = fault.field == "job.phase" && fault.value == "paused";
+        Ok((version, version > first || paused || fault.field == "step"))
     };
     match core.patiently(core.options.deadline, ready).await {
         Ok(Ok((version, _))) if version >= key.step.version() => Ok(Verdict::Decided),

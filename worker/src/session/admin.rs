@@ -13,7 +13,7 @@ use longshore_proto::{
     limits::MAX_PAUSE_REASON_BYTES,
     wire::v1::{
         CheckpointRequest, CheckpointResponse, DeleteJobRequest, DescribeResponse, ListCheckpointsRequest,
-        PauseRequest, ResumeRequest, SealCheckpointRequest,
+        PauseRequest, SealCheckpointRequest,
     },
 };
 use tonic::{Response, Status};
@@ -197,23 +197,13 @@ impl Core {
         }
     }
 
-    pub(crate) async fn pause_all(&self, reason: &str) -> Result<()> {
+    pub(super) async fn pause_all(&self, reason: &str) -> Result<()> {
         let mut reason = reason.to_string();
         reason.truncate(reason.floor_char_boundary(MAX_PAUSE_REASON_BYTES));
         let request = PauseRequest { job: self.job().to_string(), incarnation: self.incarnation().0, reason };
         self.everywhere("Pause", self.options.deadline, |peer| {
             let request = request.clone();
             async move { peer.training().pause(request).await }
-        })
-        .await?;
-        Ok(())
-    }
-
-    pub(super) async fn resume_all(&self, loss_scale: Option<f64>) -> Result<()> {
-        let request = ResumeRequest { job: self.job().to_string(), loss_scale: loss_scale.unwrap_or(0.0) };
-        self.everywhere("Resume", self.options.deadline, |peer| {
-            let request = request.clone();
-            async move { peer.admin().resume(request).await }
         })
         .await?;
         Ok(())

@@ -43,7 +43,10 @@ impl Core {
         for server in 0..self.peers.len() {
             self.relink(server).await.map_err(|fault| self.explain(server, "Link", None, fault))?;
         }
-        let progress = self.align(progress).await?;
+        let mut progress = self.align(progress).await?;
+        if self.options.rank == Rank(0) {
+            progress = self.spread_resume(progress).await?;
+        }
         let first = &progress[0];
         self.set_joined_at(Version(first.version));
         let last_commit = first.last_commit.clone();

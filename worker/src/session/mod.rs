@@ -11,6 +11,7 @@ mod patience;
 mod peer;
 mod recover;
 mod restore;
+mod resume;
 mod retry;
 mod takeover;
 mod upload;
@@ -45,6 +46,7 @@ pub(crate) use self::{
 #[cfg(feature = "cli")]
 pub(crate) use self::{
     peer::{endpoint, whole, with_sources},
+    resume::paused_at,
     version::{TRIES, has_passed, lead},
 };
 use crate::{
@@ -186,7 +188,8 @@ impl Session {
         self.core.block_on(self.core.pause_all(reason))
     }
 
-    /// Lets a paused job go on; with `loss_scale`, from that scale.
+    /// Lets a paused job go on; with `loss_scale`, from that scale, which only a pause that came with a decision allows. May
+    /// be called again where not every server was reached.
     pub fn resume(&self, loss_scale: Option<f64>) -> Result<()> {
         self.core.block_on(self.core.resume_all(loss_scale))
     }

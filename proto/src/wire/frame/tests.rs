@@ -38,6 +38,7 @@ fn request() -> impl Strategy<Value = PushRequest> {
                 place,
                 reads_version: step / 3,
                 reads_decided_by: incarnation / 2,
+                deadline_ms: shard.into(),
                 payload,
             }
         },

@@ -4,6 +4,8 @@
 use longshore_proto::{Commit, Hyper, Incarnation, Step};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
+use crate::tier::Standing;
+
 /// As Rust prints it: the shortest decimal that reads back as the same bits.
 #[derive(Clone, Copy)]
 struct Exact(f64);
@@ -36,6 +38,14 @@ struct CommitRecord {
     /// Older records do not have it.
     #[serde(default)]
     decided_by: Incarnation,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pause_reason: String,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StandingRecord {
+    paused: Option<String>,
+    loss_scale: Option<Exact>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -113,6 +123,33 @@ pub(crate) mod commit {
             loss_scale: record.loss_scale.0,
             trainer_state,
             decided_by: record.decided_by,
+            pause_reason: record.pause_reason,
+        }))
+    }
+}
+
+/// For `#[serde(with = "exact::standing")]`.
+pub(crate) mod standing {
+    use super::*;
+
+    pub(crate) fn serialize<S: Serializer>(
+        standing: &Option<Standing>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let record = standing.clone().map(|Standing { paused, loss_scale }| StandingRecord {
+            paused,
+            loss_scale: loss_scale.map(Exact),
+        });
+        record.serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Standing>, D::Error> {
+        let record = Option::<StandingRecord>::deserialize(deserializer)?;
+        Ok(record.map(|StandingRecord { paused, loss_scale }| Standing {
+            paused,
+            loss_scale: loss_scale.map(|Exact(scale)| scale),
         }))
     }
 }
@@ -129,6 +166,7 @@ fn record(commit: &Commit) -> CommitRecord {
         loss_scale,
         trainer_state,
         decided_by,
+        pause_reason,
     } = commit;
     CommitRecord {
         step: *step,
@@ -141,6 +179,7 @@ fn record(commit: &Commit) -> CommitRecord {
         groups: groups.iter().map(HyperRecord::from).collect(),
         trainer_state: hex(trainer_state),
         decided_by: *decided_by,
+        pause_reason: pause_reason.clone(),
     }
 }
 
@@ -165,6 +204,22 @@ mod tests {
     struct Holder {
         #[serde(with = "commit")]
         commit: Option<Commit>,
+        #[serde(default, with = "standing", skip_serializing_if = "Option::is_none")]
+        standing: Option<Standing>,
+    }
+
+    /// As programs wrote it that knew no pause on a commit.
+    #[test]
+    fn an_older_record_is_of_a_job_that_is_not_paused() {
+        let text = r#"{"commit":{"step":3,"skip":true,"gradient_scale":"2.0","clip_coefficient":"1.0",
+            "compensation":"0.0","norm":"0.0","loss_scale":"1.0","groups":[],"trainer_state":"00ff"}}"#;
+        let holder = serde_json::from_str::<Holder>(text).unwrap();
+        let commit = holder.commit.unwrap();
+        assert_eq!((commit.pause_reason.as_str(), commit.trainer_state), ("", vec![0, 255]));
+        assert_eq!(holder.standing, None);
+        assert!(
+            !serde_json::to_string(&Holder { commit: None, standing: None }).unwrap().contains("standing")
+        );
     }
 
     proptest! {
@@ -185,14 +240,19 @@ mod tests {
                 loss_scale,
                 trainer_state: state.clone(),
                 decided_by: Incarnation(9),
+                pause_reason: "overflowed \"hot\"".into(),
             };
-            let text = serde_json::to_string(&Holder { commit: Some(commit) }).unwrap();
-            let back = serde_json::from_str::<Holder>(&text).unwrap().commit.unwrap();
+            let standing = Standing { paused: Some("why".into()), loss_scale: Some(loss_scale) };
+            let text = serde_json::to_string(&Holder { commit: Some(commit), standing: Some(standing) }).unwrap();
+            let holder = serde_json::from_str::<Holder>(&text).unwrap();
+            let (back, standing) = (holder.commit.unwrap(), holder.standing.unwrap());
             let same = |a: f64, b: f64| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
             prop_assert!(same(back.gradient_scale, scale) && same(back.clip_coefficient, clip));
             prop_assert!(same(back.norm, norm) && same(back.loss_scale, loss_scale));
             prop_assert!(same(back.groups[0].lr, lr) && same(back.compensation, 0.1));
             prop_assert_eq!(back.trainer_state, state);
+            prop_assert_eq!(back.pause_reason, "overflowed \"hot\"");
+            prop_assert!(standing.paused.as_deref() == Some("why") && same(standing.loss_scale.unwrap(), loss_scale));
         }
     }
 }

@@ -71,7 +71,7 @@ impl Store {
         if !job.holds(&info.id) {
             let origin = CheckpointId { name: name.to_string(), id: info.id.clone() };
             let RestoreInfo { version, applied, commit, .. } = info.clone();
-            let record = Record { version, applied, commit };
+            let record = Record::new(version, applied, commit);
             job.load(origin, record, source.images, &mut |shard, loaded| source.fill(job, shard, loaded))?;
             tracing::info!(job = %job.spec().name, name, %version, state_hash = ?info.state_hash, "loaded and held");
         }

@@ -1,8 +1,8 @@
 //! A job's first weights: uploaded by rank 0, or read from a checkpoint.
 
-use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Step, Version};
+use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Version};
 
-use super::{Job, buffers::image_blocks, compute::BLOCK};
+use super::{Job, buffers::image_blocks, compute::BLOCK, padding::check_padding};
 use crate::{
     kernels::{ImageMut, MasterMut, cast},
     lock,
@@ -153,6 +153,7 @@ impl Job {
             Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
             None => {}
         }
+        self.check_weights(shard, range.start, payload)?;
         self.tier.load(owned, &mut |mut state| {
             self.store_weights(&mut state, range.start as usize / size_of::<f32>(), payload);
         })?;
@@ -161,9 +162,25 @@ impl Job {
             load.finish();
             drop(load);
             self.make_images(Version(0), StoredImages::None)?;
-            return self.start(&Record { version: Version(0), applied: 0, commit: None });
+            return self.start(&Record::new(Version(0), 0, None));
         }
         Ok(())
+    }
+
+    /// Checks that uploaded weights, from byte `at` of their shard, are numbers and that padding is 0.
+    fn check_weights(&self, shard: ShardId, at: u64, payload: &[u8]) -> Result<(), Fault> {
+        let first = self.layout.shard_range(shard).start + at / size_of::<f32>() as u64;
+        check_padding(&self.layout, first, payload, Dtype::F32)?;
+        let weights = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+        match weights.enumerate().find(|(_, weight)| !weight.is_finite()) {
+            Some((index, weight)) => {
+                let value = format!("{weight} at element {} of the flat space", first + index as u64);
+                let remedy =
+                    "initial weights that are not numbers spoil the model: look at how they were made";
+                Err(Fault::invalid("payload", value, "finite", remedy))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Puts fp32 weights, as they came, at element `at` of a shard: rounded to nearest where the master weights are fewer bits.
@@ -244,7 +261,7 @@ impl Job {
     /// Has the tier keep what is loaded, and opens the job for steps.
     pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
         self.tier.start(record)?;
-        let Record { version, applied, commit } = record.clone();
+        let Record { version, applied, commit, .. } = record.clone();
         let started = lock(&self.machine).loaded(version, applied, commit);
         self.notify();
         started.map_err(|refusal| {
@@ -285,7 +302,7 @@ impl Job {
 
     /// Goes on from a version that the tier has kept. Every block of it is read and compared on the way.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
-        let Record { version, applied, commit } = record;
+        let version = record.version;
         for owned in 0..self.owned.len() {
             let length = self.image_len(owned);
             for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
@@ -299,7 +316,7 @@ impl Job {
         }
         self.tier.adopt()?;
         lock(&self.load).finish();
-        lock(&self.machine).loaded(version, applied, commit)?;
+        lock(&self.machine).recovered(record)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
         Ok(())
     }
@@ -323,8 +340,13 @@ impl Job {
         let work = machine.resume_updates(kept.records, &shards)?;
         let version = machine.version();
         for (owned, shard) in kept.shards.iter().enumerate() {
-            let undecided = |step: &Step| step.version() > version && machine.is_complete(owned, *step);
-            shard.summed.into_iter().filter(undecided).for_each(|step| self.form_figures_again(owned, step));
+            for step in shard.summed {
+                if step.version() <= version || !machine.is_complete(owned, step) {
+                    continue;
+                }
+                let nonfinite = self.form_figures_again(owned, step);
+                machine.summed_before(owned, step, nonfinite);
+            }
         }
         drop(machine);
         tracing::info!(job = %self.spec.name, %version, unfinished = work.len(), "recovered");

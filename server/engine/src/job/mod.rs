@@ -11,6 +11,7 @@ mod hash;
 mod hold;
 mod load;
 mod open;
+mod padding;
 mod purpose;
 mod read;
 mod receive;
@@ -33,7 +34,7 @@ use std::{
 
 use longshore_proto::{
     Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Origin, Placement, Rank, ServerId, ShardId, Step,
-    TierKind, Version,
+    TierKind, Version, commit::check_pause_reason,
 };
 
 pub use compute::Compute;
@@ -286,16 +287,33 @@ impl Job {
         Ok(())
     }
 
-    pub fn pause(&self, incarnation: Incarnation, reason: String) -> Result<(), Fault> {
-        lock(&self.machine).pause(incarnation, reason)?;
-        self.notify();
-        Ok(())
+    /// Pauses the job, and has its tier keep that. False while the version is not durable; ask again once it is.
+    pub fn pause(&self, incarnation: Incarnation, reason: &str) -> Result<bool, Fault> {
+        check_pause_reason("reason", reason)?;
+        self.stand(|machine| machine.pause(incarnation, reason.to_string()))
     }
 
-    pub fn resume(&self, loss_scale: f64) -> Result<(), Fault> {
-        lock(&self.machine).resume(loss_scale)?;
+    /// Ends the pause that began at `version`, or the one in force, and has its tier keep that. False as of [`Job::pause`].
+    pub fn resume(&self, version: Option<Version>, loss_scale: f64) -> Result<bool, Fault> {
+        self.stand(|machine| machine.resume(version, loss_scale))
+    }
+
+    /// Changes what is said of the current version, once its record is there to be written again.
+    fn stand(&self, change: impl FnOnce(&mut Machine) -> Result<bool, Refusal>) -> Result<bool, Fault> {
+        self.check_alive()?;
+        let mut machine = lock(&self.machine);
+        if self.tier.durable().is_some_and(|durable| durable < machine.version()) {
+            return Ok(false);
+        }
+        if change(&mut machine)? {
+            // Under the lock: nobody may learn of it before the tier has it, and no decision come between.
+            self.tier.stand(&machine.record()).inspect_err(|fault| {
+                let _ = self.failed.set(fault.clone());
+            })?;
+        }
+        drop(machine);
         self.notify();
-        Ok(())
+        Ok(true)
     }
 
     /// Decides a step, whatever contributions it was made from. The flag says that it was decided so before.
@@ -378,7 +396,7 @@ impl Job {
         keep: impl FnOnce(&Record) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
         let (commit, applied) = machine.decision(step).expect("a commit is kept until its updates are done");
-        let kept = keep(&Record { version: step.version(), applied, commit: Some(commit.clone()) });
+        let kept = keep(&Record::new(step.version(), applied, Some(commit.clone())));
         kept.inspect_err(|fault| {
             let _ = self.failed.set(fault.clone());
         })

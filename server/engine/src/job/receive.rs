@@ -18,6 +18,7 @@ use super::{
     Job,
     compute::BLOCK,
     contribution::{LENT_ALIGNMENT, Lent, figures_within},
+    padding::check_padding,
     spilled::Staged,
 };
 use crate::{
@@ -35,6 +36,10 @@ pub enum Stored {
     New(Option<Work>),
     /// Held already, with the same checksum.
     Duplicate,
+    /// Held already, and not compared: as an earlier process of its rank sent it, or as it was lent.
+    Superseded,
+    /// Its step is decided: compared with nothing.
+    Decided,
     /// Its buffer is not free yet; nothing was stored. Ask again after a change.
     Busy,
 }
@@ -44,6 +49,8 @@ pub enum Stored {
 pub enum Admitted<J: Deref<Target = Job>> {
     Write(Writing<J>),
     Duplicate,
+    Superseded,
+    Decided,
     Busy,
 }
 
@@ -162,7 +169,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// Uses a lent payload where it lies, or where the tier must have it, a copy.
     ///
     /// # Errors
-    /// `Invalid` unless it is as long as was announced, and aligned.
+    /// `Invalid` unless it is as long as was announced, and aligned, and padding is 0.
     pub fn lend(&mut self, lent: Arc<dyn Lent>) -> Result<(), Fault> {
         let Ticket { owned, slot, chunk } = self.ticket;
         let bytes = lent.bytes();
@@ -171,6 +178,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             let limit = format!("{} bytes, aligned to {LENT_ALIGNMENT}", self.left.len());
             return Err(Fault::invalid("push.place", value, limit, "lend a shard's whole gradient"));
         }
+        self.check_padding(0, bytes)?;
         let mut contribution =
             lock(&self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
         if self.job.tier.keeps_contributions() {
@@ -186,7 +194,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// [collected](Job::collect).
     ///
     /// # Errors
-    /// `Invalid` for a short payload, `Corrupt` for a damaged one: then nothing was stored.
+    /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one: then nothing was stored.
     pub fn finish(mut self) -> Result<Option<Work>, Fault> {
         self.job.check_alive()?;
         if !self.left.is_empty() {
@@ -195,6 +203,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         }
         if !self.ticket.chunk.lent {
             check_sum(self.ticket.chunk.crc32, self.sum.value())?;
+            self.check_arrived_padding()?;
         }
         self.finished = true;
         self.job.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
@@ -205,6 +214,28 @@ impl<J: Deref<Target = Job>> Writing<J> {
         let work = lock(&self.job.machine).stored(self.ticket);
         self.job.notify();
         Ok(work)
+    }
+}
+
+impl<J: Deref<Target = Job>> Writing<J> {
+    fn check_arrived_padding(&self) -> Result<(), Fault> {
+        let Ticket { owned, slot, chunk } = self.ticket;
+        let start = chunk.chunk.0 as usize * CHUNK_BYTES;
+        let length = chunk.bytes as usize;
+        if let Some(staged) = &self.staged {
+            return self.check_padding(start, &staged.region.bytes()[..length]);
+        }
+        let rank = chunk.contribution.rank.index();
+        let mut contribution = lock(&self.job.buffers.shards[owned].contributions[slot][rank]);
+        self.check_padding(start, &contribution.own()[start..start + length])
+    }
+
+    /// Of the shard's bytes from `start` on.
+    fn check_padding(&self, start: usize, bytes: &[u8]) -> Result<(), Fault> {
+        let chunk = &self.ticket.chunk;
+        let shard = self.job.layout.shard_range(chunk.contribution.shard);
+        let first = shard.start + start as u64 / chunk.dtype.bytes();
+        check_padding(&self.job.layout, first, bytes, chunk.dtype)
     }
 }
 
@@ -237,6 +268,8 @@ impl Job {
         let admission = lock(&job.machine).admit(chunk)?;
         let ticket = match admission {
             Admission::Duplicate => return Ok(Admitted::Duplicate),
+            Admission::Superseded => return Ok(Admitted::Superseded),
+            Admission::Decided => return Ok(Admitted::Decided),
             Admission::Busy => return Ok(Admitted::Busy),
             Admission::Write(ticket) => ticket,
         };
@@ -258,6 +291,8 @@ impl Job {
     pub fn store(&self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
         match Job::admit(self, chunk)? {
             Admitted::Duplicate => Ok(Stored::Duplicate),
+            Admitted::Superseded => Ok(Stored::Superseded),
+            Admitted::Decided => Ok(Stored::Decided),
             Admitted::Busy => Ok(Stored::Busy),
             Admitted::Write(mut writing) => {
                 writing.write(payload)?;

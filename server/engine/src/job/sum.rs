@@ -26,6 +26,14 @@ struct Part<'a> {
     checked: bool,
 }
 
+/// In a shard, from its blocks' figures.
+fn first_nonfinite(figures: &[Figures]) -> Option<u64> {
+    let element = |(block, figures): (usize, &Figures)| {
+        Some(block as u64 * BLOCK as u64 + u64::from(figures.first_nonfinite?))
+    };
+    figures.iter().enumerate().find_map(element)
+}
+
 /// The sums that a queue begins with, as many as are formed as one.
 pub(super) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
     let mut sums = Vec::new();
@@ -58,11 +66,13 @@ impl Job {
             }
         };
         for (&Sum { owned, slot, step, micro_step }, figures) in sums.iter().zip(figures) {
+            let mut nonfinite = None;
             if self.is_last(micro_step) {
+                nonfinite = first_nonfinite(&figures);
                 *lock(&self.buffers.shards[owned].figures[slot]) = figures;
                 self.tier.complete(owned, step);
             }
-            let complete = lock(&self.machine).summed(owned, slot);
+            let complete = lock(&self.machine).summed(owned, slot, nonfinite);
             tracing::trace!(job = %self.spec.name, %step, %micro_step, shard = %self.owned[owned], complete, "summed");
         }
         Ok(())
@@ -76,8 +86,8 @@ impl Job {
         self.is_last(sum.micro_step) && !self.spec.unchecked
     }
 
-    /// The figures of a sum that an earlier process had formed.
-    pub(super) fn form_figures_again(&self, owned: usize, step: Step) {
+    /// The figures of a sum that an earlier process had formed. Gives the first element that is inf or NaN.
+    pub(super) fn form_figures_again(&self, owned: usize, step: Step) -> Option<u64> {
         let buffers = &self.buffers.shards[owned];
         let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
         let formed = match &buffers.accumulators[slot] {
@@ -89,7 +99,9 @@ impl Job {
                 self.compute.blocks(blocks, |block| figures(self.compute.isa(), Gradient::F32(block)))
             }
         };
+        let nonfinite = first_nonfinite(&formed);
         *lock(&buffers.figures[slot]) = formed;
+        nonfinite
     }
 
     /// What is told of gradients that nobody looks at.

@@ -15,7 +15,7 @@ use super::{
     refusal::Refusal,
     shard::{Place, ShardProgress},
 };
-use crate::tier::{Joined, Record};
+use crate::tier::{Joined, Record, Standing};
 
 /// Commits kept for ranks that ask late. A rank is at most two steps behind while it is alive; one that joins again
 /// needs the last one only.
@@ -43,6 +43,10 @@ pub struct Ticket {
 pub enum Admission {
     Write(Ticket),
     Duplicate,
+    /// Held already, and not compared: as an earlier process sent it, or as it was lent.
+    Superseded,
+    /// Its step is decided: compared with nothing.
+    Decided,
     /// Ask again once the job has moved.
     Busy,
 }
@@ -75,15 +79,26 @@ pub(super) struct Decided {
     pub(super) applied: u64,
     /// An operator's loss scale for the steps after it, given when a pause ended. Kept beside the commit, so that a
     /// late repeat of the commit is still the same one.
-    resumed_loss_scale: Option<f64>,
+    pub(super) resumed_loss_scale: Option<f64>,
 }
 
 impl Decided {
-    /// The commit as a worker that joins now should go on from it.
-    pub(super) fn current(&self) -> Commit {
-        let mut commit = self.commit.clone();
-        commit.loss_scale = self.resumed_loss_scale.unwrap_or(commit.loss_scale);
+    pub(super) fn new(commit: Commit, applied: u64) -> Decided {
+        Decided { commit, applied, resumed_loss_scale: None }
+    }
+
+    /// The commit as a worker that joins now should go on from it. `resumed`: the pause that came with it has ended.
+    pub(super) fn current(&self, resumed: bool) -> Commit {
+        let mut commit = Commit { loss_scale: self.loss_scale(), ..self.commit.clone() };
+        if resumed {
+            commit.pause_reason.clear();
+        }
         commit
+    }
+
+    /// What steps that read this version multiply their loss by.
+    pub(super) fn loss_scale(&self) -> f64 {
+        self.resumed_loss_scale.unwrap_or(self.commit.loss_scale)
     }
 }
 
@@ -109,6 +124,10 @@ pub struct Machine {
     pub(super) shards: Vec<ShardProgress>,
     /// Index among the owned shards by shard.
     pub(super) owned: Vec<Option<u32>>,
+    /// What was said on pausing since the version was decided.
+    pub(super) standing: Option<Standing>,
+    /// Of the undecided steps that anything is held of: what their losses were multiplied by, on every shard.
+    pub(super) scales: Vec<(Step, f64)>,
     /// Pauses and resumes so far, so that a watcher misses neither.
     pub(super) pauses: u64,
     pub(super) resumes: u64,
@@ -136,6 +155,8 @@ impl Machine {
             ranks,
             shards,
             owned,
+            standing: None,
+            scales: Vec::new(),
             pauses: 0,
             resumes: 0,
             resumed_loss_scale: 0.0,
@@ -147,14 +168,45 @@ impl Machine {
     /// All weights are there: version 0, or the one of a checkpoint.
     pub fn loaded(&mut self, version: Version, applied: u64, commit: Option<Commit>) -> Result<(), Refusal> {
         self.check_loading()?;
-        self.phase = Phase::Training;
-        self.version = version;
-        self.applied = applied;
-        self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale: None }));
+        self.begin(vec![Record::new(version, applied, commit)]);
         for shard in &mut self.shards {
             shard.version = version;
         }
         Ok(())
+    }
+
+    /// As [`Machine::loaded`], with what its tier has kept.
+    pub fn recovered(&mut self, record: Record) -> Result<(), Refusal> {
+        self.check_loading()?;
+        let version = record.version;
+        self.begin(vec![record]);
+        self.shards.iter_mut().for_each(|shard| shard.version = version);
+        Ok(())
+    }
+
+    /// Stands where the last of these records was made, paused if it was.
+    fn begin(&mut self, records: Vec<Record>) {
+        self.phase = Phase::Training;
+        for Record { version, applied, commit, standing } in records {
+            (self.version, self.applied) = (version, applied);
+            let resumed_loss_scale = standing.as_ref().and_then(|standing| standing.loss_scale);
+            self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale }));
+            self.standing = standing;
+        }
+        if let Some(reason) = self.reason() {
+            (self.phase, self.pauses) = (Phase::Paused { reason }, 1);
+        }
+    }
+
+    /// Why the job is paused, as the last word on it is.
+    fn reason(&self) -> Option<String> {
+        match &self.standing {
+            Some(standing) => standing.paused.clone(),
+            None => {
+                let last = self.commits.back()?;
+                Some(last.commit.pause_reason.clone()).filter(|reason| !reason.is_empty())
+            }
+        }
     }
 
     /// After a restart, with state and contributions as they were: the last decided steps, oldest first; the version that
@@ -165,11 +217,7 @@ impl Machine {
         shards: &[(Version, [Step; 2])],
     ) -> Result<Vec<Work>, Refusal> {
         self.check_loading()?;
-        self.phase = Phase::Training;
-        for Record { version, applied, commit } in records {
-            (self.version, self.applied) = (version, applied);
-            self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale: None }));
-        }
+        self.begin(records);
         let oldest = shards.iter().map(|(version, _)| version.0).min().unwrap_or(self.version.0);
         let newest = self.version.0 + self.spec.gradient_slots() as u64;
         for (shard, (version, summed)) in self.shards.iter_mut().zip(shards) {
@@ -240,6 +288,7 @@ impl Machine {
             }
         }
         let joined_at = self.version;
+        self.unsettle();
         self.ranks[rank.index()] =
             RankState { incarnation: Some(incarnation), joined_at, ..RankState::default() };
         Ok(Admission::Duplicate)
@@ -306,34 +355,6 @@ impl Machine {
         }
     }
 
-    pub fn pause(&mut self, incarnation: Incarnation, reason: String) -> Result<(), Refusal> {
-        self.check_not_loading()?;
-        self.check_rank_zero(incarnation)?;
-        if self.phase == Phase::Training {
-            self.pauses += 1;
-        }
-        self.phase = Phase::Paused { reason };
-        Ok(())
-    }
-
-    pub fn resume(&mut self, loss_scale: f64) -> Result<(), Refusal> {
-        if loss_scale != 0.0 && !(loss_scale.is_finite() && loss_scale > 0.0) {
-            return Err(Refusal::BadLossScale { loss_scale });
-        }
-        match self.phase {
-            Phase::Paused { .. } => {
-                self.phase = Phase::Training;
-                self.resumes += 1;
-                self.resumed_loss_scale = loss_scale;
-                if let Some(decided) = self.commits.back_mut().filter(|_| loss_scale != 0.0) {
-                    decided.resumed_loss_scale = Some(loss_scale);
-                }
-                Ok(())
-            }
-            _ => Err(Refusal::NotPaused),
-        }
-    }
-
     // ---- contributions ----------------------------------------------------------------------------------------
 
     /// Decides on one chunk. After `Write` the caller stores the bytes and reports back.
@@ -348,19 +369,27 @@ impl Machine {
         let step = contribution.step;
         if step.0 <= self.version.0 {
             // Its step is decided, so it was complete: the worker missed an acknowledgement.
-            return Ok(Admission::Duplicate);
+            return Ok(Admission::Decided);
         }
+        self.check_running()?;
         let newest = Step(self.version.0 + self.spec.gradient_slots() as u64);
         if step > newest {
             return Err(Refusal::StepTooEarly { step, newest });
         }
         self.check_reads(chunk.reads)?;
+        if !self.check_scale(chunk)? {
+            return Ok(Admission::Busy);
+        }
         let shard = &mut self.shards[owned];
         let (slot, chunks) = (shard.slot_of(step), shard.chunks);
         match shard.slot_mut(step).place(chunk, chunks)? {
             Place::Duplicate => Ok(Admission::Duplicate),
+            Place::Superseded => Ok(Admission::Superseded),
             Place::Busy => Ok(Admission::Busy),
-            Place::Write => Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk })),
+            Place::Write => {
+                self.settle(step, chunk.loss_scale);
+                Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk }))
+            }
         }
     }
 
@@ -426,11 +455,18 @@ impl Machine {
     /// The ticket's bytes did not arrive.
     pub fn abandoned(&mut self, ticket: Ticket) {
         self.shards[ticket.owned].slots[ticket.slot].abandoned(&ticket.chunk);
+        self.unsettle();
     }
 
-    /// A [`Work::Sum`] is done. True when the shard's gradient of the step is complete.
-    pub fn summed(&mut self, owned: usize, slot: usize) -> bool {
-        self.shards[owned].slots[slot].summed(self.spec.micro_steps)
+    /// A [`Work::Sum`] is done. True when the shard's gradient of the step is complete: `nonfinite` is the shard's first
+    /// element then that is inf or NaN.
+    pub fn summed(&mut self, owned: usize, slot: usize, nonfinite: Option<u64>) -> bool {
+        self.shards[owned].slots[slot].summed(self.spec.micro_steps, nonfinite)
+    }
+
+    /// As [`Machine::summed`], of a gradient that an earlier process had summed.
+    pub fn summed_before(&mut self, owned: usize, step: Step, nonfinite: Option<u64>) {
+        self.shards[owned].slot_mut(step).nonfinite = nonfinite;
     }
 
     // ---- decision and update ----------------------------------------------------------------------------------
@@ -471,6 +507,7 @@ impl Machine {
         if step > next {
             return Err(Refusal::CommitTooEarly { step, next });
         }
+        self.check_running()?;
         if let Some(shard) = self.shards.iter().find(|shard| !shard.is_complete(step)) {
             let missing = self.waiting_for().unwrap_or_else(|| format!("the sum of {}", shard.shard));
             return Err(Refusal::CommitIncomplete { step, missing });
@@ -479,13 +516,31 @@ impl Machine {
         if let Some(found) = found.filter(|found| found.differs(origin)) {
             return Err(Refusal::OtherOrigin { step, origin, found });
         }
+        self.check_gradient(&commit)?;
         self.version = step.version();
         self.applied += u64::from(!commit.skip);
-        self.commits.push_back(Decided { commit, applied: self.applied, resumed_loss_scale: None });
+        self.commits.push_back(Decided::new(commit, self.applied));
         if self.commits.len() > COMMITS_KEPT {
             self.commits.pop_front();
         }
+        self.scales.retain(|(held, _)| *held > step);
+        self.standing = None;
+        if let Some(reason) = self.reason() {
+            self.phase = Phase::Paused { reason };
+            self.pauses += 1;
+        }
         Ok(self.next_update(0, step))
+    }
+
+    /// Whether a decision fits the gradient that it is about.
+    fn check_gradient(&self, commit: &Commit) -> Result<(), Refusal> {
+        self.check_gradient_scale(commit)?;
+        let step = commit.step;
+        let nonfinite = |shard: &ShardProgress| Some((shard.shard, shard.slot(step).nonfinite?));
+        match self.shards.iter().find_map(nonfinite).filter(|_| !commit.skip) {
+            Some((shard, element)) => Err(Refusal::NotFinite { step, shard, element }),
+            None => Ok(()),
+        }
     }
 
     /// The update after the one of `owned`. Shards a server does not reach yet, because the step before is still
@@ -533,6 +588,8 @@ fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
         Some("trainer_state")
     } else if earlier.decided_by != later.decided_by {
         Some("decided_by")
+    } else if earlier.pause_reason != later.pause_reason {
+        Some("pause_reason")
     } else {
         None
     }

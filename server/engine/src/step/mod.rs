@@ -2,8 +2,10 @@
 
 mod bitmap;
 mod machine;
+mod pause;
 mod progress;
 mod refusal;
+mod scale;
 mod shard;
 mod view;
 

@@ -10,6 +10,7 @@ use longshore_proto::{
 #[derive(Clone, Debug, PartialEq)]
 pub enum Refusal {
     Loading { missing: usize },
+    Paused { reason: String },
     NotLoading { version: Version },
     UnknownRank { rank: Rank, world_size: u32 },
     NotJoined { rank: Rank },
@@ -21,13 +22,17 @@ pub enum Refusal {
     UnknownChunk { shard: ShardId, chunk: ChunkId, chunks: u32 },
     UnknownMicroStep { micro_step: MicroStep, micro_steps: u32 },
     BadLossScale { loss_scale: f64 },
+    WrongLossScale { contribution: Contribution, loss_scale: f64, expected: Vec<f64> },
     OtherLossScale { contribution: Contribution, loss_scale: f64, earlier: f64 },
+    MicroStepTooEarly { contribution: Contribution, missing: ChunkId },
     StepTooEarly { step: Step, newest: Step },
     StepZero,
     OtherChecksum { contribution: Contribution, chunk: ChunkId, crc32: u32, earlier: u32 },
     CommitTooEarly { step: Step, next: Step },
     CommitTooOld { step: Step, version: Version },
     CommitIncomplete { step: Step, missing: String },
+    WrongGradientScale { step: Step, gradient_scale: f64, scales: Vec<f64>, contributions: u64 },
+    NotFinite { step: Step, shard: ShardId, element: u64 },
     OtherCommit { step: Step, field: &'static str },
     OtherOrigin { step: Step, origin: Origin, found: Origin },
     Withdrawn { reads: Reads, decided_by: Incarnation },
@@ -36,6 +41,9 @@ pub enum Refusal {
     VersionGone { version: Version, kept: Vec<Version> },
     StepDecided { step: Step, version: Version },
     NotPaused,
+    PauseTooNew { version: Version, current: Version },
+    LossScaleInUse { loss_scale: f64, version: Version },
+    OtherResume { loss_scale: f64, earlier: f64 },
     NotDurable { step: Step, durable: Version },
     OtherUpload { shard: ShardId, chunk: ChunkId, crc32: u32, earlier: u32 },
 }
@@ -50,6 +58,15 @@ impl From<Refusal> for Fault {
                 format!("loading, {missing} shards missing"),
                 "training",
                 "upload the initial weights or restore a checkpoint first",
+            ),
+            Refusal::Paused { reason } => Fault::new(
+                Precondition,
+                "job.phase",
+                "paused",
+                "training",
+                format!(
+                    "wait until an operator resumes the job (`longshore resume`), which is paused because: {reason}"
+                ),
             ),
             Refusal::NotLoading { version } => Fault::new(
                 Precondition,
@@ -131,12 +148,28 @@ impl From<Refusal> for Fault {
                 "finite and above 0",
                 "send 1 when the loss is not scaled",
             ),
+            Refusal::WrongLossScale { contribution, loss_scale, expected } => Fault::new(
+                Conflict,
+                "loss_scale",
+                format!("{loss_scale} ({contribution})"),
+                format!("{}, that of the version which the step reads", one_of(&expected)),
+                "use Commit.loss_scale of that version, or what the operator chose who resumed it",
+            ),
             Refusal::OtherLossScale { contribution, loss_scale, earlier } => Fault::new(
                 Conflict,
                 "loss_scale",
                 format!("{loss_scale} ({contribution})"),
                 format!("{earlier}, as the step's first contribution"),
-                "use the loss scale of the version the step reads, on every rank",
+                "use the loss scale of the version the step reads, on every rank; if the first one is wrong, the rank that \
+                 sent it must join again",
+            ),
+            Refusal::MicroStepTooEarly { contribution, missing } => Fault::new(
+                Precondition,
+                "micro_step",
+                format!("{} ({contribution})", contribution.micro_step.0),
+                format!("sent after {missing} of the micro-step before"),
+                "send a step's micro-steps in ascending order, a chunk of each on the same stream, or wait for the earlier \
+                 one's acknowledgement",
             ),
             Refusal::StepTooEarly { step, newest } => Fault::new(
                 Precondition,
@@ -174,6 +207,23 @@ impl From<Refusal> for Fault {
                 step.0,
                 format!("complete; missing: {missing}"),
                 "wait for Training.Stats of every shard before committing",
+            ),
+            Refusal::WrongGradientScale { step, gradient_scale, scales, contributions } => Fault::new(
+                Conflict,
+                "commit.gradient_scale",
+                format!("{gradient_scale} ({step})"),
+                format!(
+                    "{} x {contributions}, the step's loss scale x world size x micro-steps",
+                    one_of(&scales)
+                ),
+                "divide by the scale that the step's gradients have",
+            ),
+            Refusal::NotFinite { step, shard, element } => Fault::new(
+                Conflict,
+                "commit.skip",
+                format!("false ({step})"),
+                format!("true, since element {element} of {shard}'s gradient is inf or NaN"),
+                "skip a step that overflowed: see first_nonfinite in Training.Stats",
             ),
             Refusal::OtherCommit { step, field } => Fault::new(
                 Conflict,
@@ -234,6 +284,29 @@ impl From<Refusal> for Fault {
             Refusal::NotPaused => {
                 Fault::new(Precondition, "job.phase", "training", "paused", "there is nothing to resume")
             }
+            Refusal::PauseTooNew { version, current } => Fault::new(
+                Precondition,
+                "version",
+                version.0,
+                format!("at most {}, this server's", current.0),
+                "wait until rank 0 has brought this server to the others' version, then resume again",
+            ),
+            Refusal::LossScaleInUse { loss_scale, version } => Fault::new(
+                Precondition,
+                "loss_scale",
+                loss_scale,
+                "0 (kept) where a pause did not come with a decision",
+                format!(
+                    "ranks may have begun a step with the scale of {version}: resume without a loss scale"
+                ),
+            ),
+            Refusal::OtherResume { loss_scale, earlier } => Fault::new(
+                Conflict,
+                "loss_scale",
+                loss_scale,
+                format!("{earlier}, with which the job was resumed already"),
+                "resume with the same scale, or without one, where the pause still lasts",
+            ),
             Refusal::OtherUpload { shard, chunk, crc32, earlier } => Fault::new(
                 Conflict,
                 "crc32",
@@ -250,4 +323,8 @@ fn join(versions: &[Version]) -> String {
         return "none yet".to_string();
     }
     versions.iter().map(|version| version.0.to_string()).collect::<Vec<_>>().join(" and ")
+}
+
+fn one_of(scales: &[f64]) -> String {
+    scales.iter().map(|scale| scale.to_string()).collect::<Vec<_>>().join(" or ")
 }

@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use longshore_proto::{ContributionChunk, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version};
+use longshore_proto::{
+    ChunkId, ContributionChunk, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version,
+};
 
 use super::{bitmap::Bitmap, refusal::Refusal};
 
@@ -12,6 +14,8 @@ pub(super) enum Place {
     Write,
     /// Stored already with the same checksum.
     Duplicate,
+    /// Held already, and not compared: as an earlier process sent it, or as it was lent.
+    Superseded,
     /// Its buffer still holds something else; ask again when the job has moved.
     Busy,
 }
@@ -43,9 +47,10 @@ pub(super) struct StepSlot {
     /// All contributions of the current micro-step are in, and their sum is being formed.
     pub(super) summing: bool,
     pub(super) complete: bool,
-    loss_scale: Option<f64>,
     /// Of what was summed so far; not known where an earlier process summed it.
     origin: Origin,
+    /// The first element of the complete gradient that is inf or NaN, where that is looked at.
+    pub(super) nonfinite: Option<u64>,
     ranks: Vec<RankSlot>,
 }
 
@@ -97,8 +102,19 @@ impl RankSlot {
                 let (chunk, crc32) = (chunk.chunk, chunk.crc32);
                 Err(Refusal::OtherChecksum { contribution, chunk, crc32, earlier })
             }
-            _ => Ok(Place::Duplicate),
+            Some(_) => Ok(Place::Duplicate),
+            None => Ok(Place::Superseded),
         }
+    }
+
+    /// The first of the chunks it brings that is neither held nor on its way for the micro-step before its own, while
+    /// `current` is being received. What waits on the same stream as that one would wait for ever.
+    fn overtaken(&self, chunk: &ContributionChunk, current: u32) -> Option<ChunkId> {
+        let before = chunk.contribution.micro_step.0.checked_sub(1).filter(|&before| before >= current)?;
+        let here = |index: u32| {
+            self.seal(MicroStep(before), index).is_some() || (before == current && self.writing.get(index))
+        };
+        self.covered(chunk).find(|&index| !here(index)).map(ChunkId)
     }
 
     /// The chunks it brings.
@@ -114,8 +130,8 @@ impl StepSlot {
             summed: 0,
             summing: false,
             complete: false,
-            loss_scale: None,
             origin: Origin::UNKNOWN,
+            nonfinite: None,
             ranks: (0..world_size).map(|_| RankSlot::new(chunks)).collect(),
         }
     }
@@ -127,11 +143,6 @@ impl StepSlot {
             Some(step) if step != contribution.step => return Ok(Place::Busy),
             _ => {}
         }
-        if let Some(earlier) = self.loss_scale
-            && earlier.to_bits() != chunk.loss_scale.to_bits()
-        {
-            return Err(Refusal::OtherLossScale { contribution, loss_scale: chunk.loss_scale, earlier });
-        }
         let rank = &mut self.ranks[contribution.rank.index()];
         // Of several chunks at once all are held or the rest counts too: they are one process's gradient.
         let unsealed = rank.covered(chunk).find(|&index| rank.seal(contribution.micro_step, index).is_none());
@@ -140,13 +151,15 @@ impl StepSlot {
         }
         if self.complete {
             // All of it was summed by an earlier process, which knew the seals.
-            return Ok(Place::Duplicate);
+            return Ok(Place::Superseded);
+        }
+        if let Some(missing) = rank.overtaken(chunk, self.summed) {
+            return Err(Refusal::MicroStepTooEarly { contribution, missing });
         }
         if self.summing || contribution.micro_step.0 != self.summed || rank.is_writing(chunk) {
             return Ok(Place::Busy);
         }
         self.step = Some(contribution.step);
-        self.loss_scale = Some(chunk.loss_scale);
         rank.set_writing(chunk, true);
         let micro_step = contribution.micro_step.0 as usize;
         if rank.seals.len() <= micro_step {
@@ -183,8 +196,8 @@ impl StepSlot {
         }
     }
 
-    /// The sum of the current micro-step is formed. True when it was the step's last.
-    pub(super) fn summed(&mut self, micro_steps: u32) -> bool {
+    /// The sum of the current micro-step is formed. True when it was the step's last: then `nonfinite` tells of it.
+    pub(super) fn summed(&mut self, micro_steps: u32, nonfinite: Option<u64>) -> bool {
         self.summing = false;
         for (rank, slot) in self.ranks.iter().enumerate() {
             let sender = slot.sender(self.summed).0;
@@ -192,6 +205,7 @@ impl StepSlot {
         }
         self.summed += 1;
         self.complete = self.summed == micro_steps;
+        self.nonfinite = nonfinite.filter(|_| self.complete);
         for rank in &mut self.ranks {
             rank.stored.clear();
         }
@@ -209,8 +223,8 @@ impl StepSlot {
         self.step = None;
         self.summed = 0;
         self.complete = false;
-        self.loss_scale = None;
         self.origin = Origin::UNKNOWN;
+        self.nonfinite = None;
         for rank in &mut self.ranks {
             rank.seals.clear();
         }

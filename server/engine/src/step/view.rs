@@ -56,7 +56,8 @@ impl Machine {
     /// Whether any contribution to the next undecided step is here.
     pub fn is_step_begun(&self) -> bool {
         let step = self.version.next_step();
-        self.shards.iter().any(|shard| shard.slot(step).step == Some(step))
+        // The rest of a step would not be accepted in a pause.
+        self.phase == Phase::Training && self.shards.iter().any(|shard| shard.slot(step).step == Some(step))
     }
 
     pub fn progress(&self) -> Progress {
@@ -64,7 +65,7 @@ impl Machine {
             phase: self.phase.clone(),
             version: self.version,
             applied: self.applied,
-            last_commit: self.commits.back().map(Decided::current),
+            last_commit: self.commits.back().map(|decided| decided.current(self.is_resumed())),
             missing: Vec::new(),
             restoring: None,
         }
@@ -83,10 +84,14 @@ impl Machine {
             .collect()
     }
 
-    /// Commits after a step, oldest first; None when some are no longer kept.
+    /// Commits after a step as they count now, oldest first; None when some are no longer kept.
     pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
-        let commits = self.commits.iter().map(|decided| &decided.commit);
-        let kept = commits.filter(|commit| commit.step > step).cloned().collect::<Vec<_>>();
+        let kept = self.commits.iter().filter(|decided| decided.commit.step > step);
+        let current = |decided: &Decided| {
+            // A pause that came with an earlier one has ended, or there would be no later one.
+            decided.current(decided.commit.step.version() < self.version || self.is_resumed())
+        };
+        let kept = kept.map(current).collect::<Vec<_>>();
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 

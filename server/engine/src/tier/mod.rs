@@ -128,6 +128,24 @@ pub struct Record {
     pub applied: u64,
     /// None at version 0.
     pub commit: Option<Commit>,
+    /// What was said since.
+    pub standing: Option<Standing>,
+}
+
+impl Record {
+    /// Of a version that was reached a moment ago.
+    pub fn new(version: Version, applied: u64, commit: Option<Commit>) -> Record {
+        Record { version, applied, commit, standing: None }
+    }
+}
+
+/// The last word on pausing since a version was decided. Without one what its commit says holds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Standing {
+    /// Why the job is paused; None once it was resumed.
+    pub paused: Option<String>,
+    /// The loss scale that an operator chose with the resume, for steps that read this version.
+    pub loss_scale: Option<f64>,
 }
 
 /// A rank's process that has joined, as a tier keeps it.
@@ -239,6 +257,11 @@ pub trait Tier: Send + Sync {
 
     /// A step is decided; called before anyone is told so.
     fn decide(&self, _record: &Record) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// A pause of the durable version has begun or ended: keeps its record with that before it returns.
+    fn stand(&self, _record: &Record) -> Result<(), Fault> {
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use longshore_proto::{Commit, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::Record;
+use super::{Record, Standing};
 use crate::checkpoint::exact;
 
 /// Frames are padded to whole sectors of any known device.
@@ -21,17 +21,21 @@ pub(super) struct RecordJson {
     pub(super) applied: u64,
     #[serde(with = "exact::commit")]
     pub(super) commit: Option<Commit>,
+    #[serde(default, with = "exact::standing", skip_serializing_if = "Option::is_none")]
+    pub(super) standing: Option<Standing>,
 }
 
 impl From<&Record> for RecordJson {
     fn from(record: &Record) -> RecordJson {
-        RecordJson { version: record.version, applied: record.applied, commit: record.commit.clone() }
+        let Record { version, applied, commit, standing } = record.clone();
+        RecordJson { version, applied, commit, standing }
     }
 }
 
 impl From<RecordJson> for Record {
     fn from(json: RecordJson) -> Record {
-        Record { version: json.version, applied: json.applied, commit: json.commit }
+        let RecordJson { version, applied, commit, standing } = json;
+        Record { version, applied, commit, standing }
     }
 }
 

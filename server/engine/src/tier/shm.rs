@@ -20,8 +20,10 @@ use longshore_proto::{
     limits::BLOCK_ELEMENTS,
 };
 
+use serde::{Deserialize, Serialize};
+
 use super::{
-    Guard, ImageAge, Inputs, Joined, MemoryTier, Record, Shape, StateMut, StateRef, Tier, Turn,
+    Guard, ImageAge, Inputs, Joined, MemoryTier, Record, Shape, Standing, StateMut, StateRef, Tier, Turn,
     fault::{FIELD, SHM_FIELD, internal, io, named},
     folder::{Folder, HEADER_FILE, Header},
     record::{Found, RECORD_BYTES, RecordJson, decode, encode},
@@ -29,11 +31,15 @@ use super::{
     watch::Watch,
 };
 use crate::{
+    checkpoint::exact,
     lock,
     memory::{Region, Slab, Words},
     threads::Pool,
 };
 
+/// At the end of each record's area: two places for what was said of the version since, one whole at any instant.
+const NOTE_BYTES: usize = 32 * 1024;
+const NOTES: usize = 2;
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// Blocks that may be in the middle of their update: one a thread. More threads take turns.
 pub(super) const UNDO_SLOTS: usize = 32;
@@ -55,7 +61,8 @@ pub(super) const UNDO_WORDS: usize = 2;
 /// state        each shard's master weights, first and second moments
 /// buffers      images, contributions and sums: a decided step is updated from them after a restart; then the images'
 ///              words, of no use to another process
-/// progress     record of version parity 0, of parity 1 (tier/record.rs), 4 MiB each;
+/// progress     record of version parity 0, of parity 1 (tier/record.rs), 4 MiB each, with two notes of 32 KiB on pauses at
+///              their ends;
 ///              words of 8 bytes: 5 for each shard, 1 for each block (its version), 2 for each undo slot,
 ///              1 for each rank (its incarnation);
 ///              undo slots: one block's state each;
@@ -286,6 +293,9 @@ impl ShmTier {
 
     fn write_record(&self, record: &Record) -> Result<(), Fault> {
         let frame = encode(&RecordJson::from(record)).map_err(|why| internal(why, "encodable"))?;
+        if frame.len() > RECORD_BYTES - NOTES * NOTE_BYTES {
+            return Err(internal(format!("{} bytes of record", frame.len()), "in its place"));
+        }
         let start = (record.version.0 % 2) as usize * RECORD_BYTES;
         lock(&self.records).bytes_mut()[start..start + frame.len()].copy_from_slice(&frame);
         Ok(())
@@ -297,7 +307,9 @@ impl ShmTier {
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
             // A broken one was being written when the process died: nobody was told of it.
             if let Found::Valid(json) = decode::<RecordJson>(area) {
-                records.push(json.into());
+                let record = Record::from(json);
+                let standing = newest_note(area, record.version).and_then(|note| note.standing);
+                records.push(Record { standing, ..record });
             }
         }
         records.sort_by_key(|record| record.version);
@@ -463,6 +475,21 @@ impl Tier for ShmTier {
         self.write_record(record)
     }
 
+    fn stand(&self, record: &Record) -> Result<(), Fault> {
+        let start = (record.version.0 % 2) as usize * RECORD_BYTES;
+        let mut records = lock(&self.records);
+        let area = &mut records.bytes_mut()[start..start + RECORD_BYTES];
+        let number = newest_note(area, record.version).map_or(0, |note| note.number + 1);
+        let note = Note { version: record.version, number, standing: record.standing.clone() };
+        let frame = encode(&note).map_err(|why| internal(why, "encodable"))?;
+        if frame.len() > NOTE_BYTES {
+            return Err(internal(format!("{} bytes of note", frame.len()), "in its place"));
+        }
+        let place = note_at((number % NOTES as u64) as usize);
+        area[place..place + frame.len()].copy_from_slice(&frame);
+        Ok(())
+    }
+
     fn store_image(&self, _: usize, age: ImageAge, _: &[u8]) -> Result<(), Fault> {
         // It lies in the job's buffers, which are files here.
         self.older_loaded.fetch_or(age == ImageAge::Older, Ordering::Relaxed);
@@ -480,6 +507,29 @@ impl Tier for ShmTier {
 
 fn watch(folder: &Folder) -> Watch {
     Watch::over(std::iter::once(&*folder.path), &[HEADER_FILE, "state", "buffers", "progress"])
+}
+
+/// What was said of a version since its record was written. The one before stays whole while the next is written.
+#[derive(Serialize, Deserialize)]
+struct Note {
+    version: Version,
+    number: u64,
+    #[serde(default, with = "exact::standing")]
+    standing: Option<Standing>,
+}
+
+/// From the start of a record's area.
+fn note_at(place: usize) -> usize {
+    RECORD_BYTES - (NOTES - place) * NOTE_BYTES
+}
+
+fn newest_note(area: &[u8], version: Version) -> Option<Note> {
+    let notes = (0..NOTES).filter_map(|place| match decode::<Note>(&area[note_at(place)..][..NOTE_BYTES]) {
+        Found::Valid(note) if note.version == version => Some(note),
+        // Another version's, or torn: nobody was told of it.
+        _ => None,
+    });
+    notes.max_by_key(|note| note.number)
 }
 
 /// Elsewhere each step would write the whole state to a disk, in no order that survives a power failure.

@@ -350,6 +350,8 @@ impl Cluster {
 fn lend(job: &Job, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
     Ok(match Job::admit(job, chunk)? {
         Admitted::Duplicate => Stored::Duplicate,
+        Admitted::Superseded => Stored::Superseded,
+        Admitted::Decided => Stored::Decided,
         Admitted::Busy => Stored::Busy,
         Admitted::Write(mut writing) => {
             writing.lend(Arc::new(Aligned::new(payload)))?;

@@ -86,6 +86,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
         loss_scale: 1.0,
         trainer_state: Vec::new(),
         decided_by: Default::default(),
+        pause_reason: String::new(),
     }
 }
 

@@ -12,6 +12,10 @@ use longshore_proto::{
 pub(crate) enum Answer {
     Write,
     Duplicate,
+    /// Held, and not compared.
+    Superseded,
+    /// Of a decided step.
+    Stale,
     Busy,
     Decided,
     Done,
@@ -35,6 +39,15 @@ struct Gradient {
     summed: u32,
     summing: bool,
     loss_scale: Option<f64>,
+    /// Of the whole sum.
+    nonfinite: bool,
+}
+
+/// How a pause began.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Pause {
+    Decision,
+    Word,
 }
 
 pub(crate) struct Model {
@@ -43,13 +56,15 @@ pub(crate) struct Model {
     /// Bytes of each chunk of each owned shard.
     chunks: Vec<Vec<u64>>,
     pub(crate) loading: bool,
-    paused: bool,
+    pub(crate) paused: Option<Pause>,
+    /// Something was said on pausing since the last decision.
+    stood: bool,
     pub(crate) version: u64,
     pub(crate) applied: u64,
     /// Newest last; the machine keeps eight.
     pub(crate) commits: Vec<Commit>,
-    /// What the last commit's loss scale reads as since a resume.
-    pub(crate) resumed_loss_scale: Option<f64>,
+    /// What steps that read versions 1, 2, ... multiply their losses by.
+    scales: Vec<f64>,
     /// (incarnation, left)
     pub(crate) ranks: Vec<Option<(u64, bool)>>,
     /// Ranks whose process has fenced the one before and not joined yet.
@@ -68,11 +83,12 @@ impl Model {
             chunks: owned.iter().map(chunks).collect(),
             owned: owned.to_vec(),
             loading: true,
-            paused: false,
+            paused: None,
+            stood: false,
             version: 0,
             applied: 0,
             commits: Vec::new(),
-            resumed_loss_scale: None,
+            scales: Vec::new(),
             ranks: vec![None; spec.world_size as usize],
             fence_only: vec![false; spec.world_size as usize],
             shard_versions: vec![0; owned.len()],
@@ -137,7 +153,7 @@ impl Model {
             contribution,
             incarnation,
             chunk,
-            loss_scale: 8.0,
+            loss_scale: self.scale_for(step.0),
             dtype: Dtype::F32,
             bytes,
             crc32,
@@ -238,10 +254,16 @@ impl Model {
             Err(answer) => return answer,
         };
         if step.0 <= self.version {
-            return Answer::Duplicate;
+            return Answer::Stale;
+        }
+        if self.paused.is_some() {
+            return refused("Paused");
         }
         if step.0 > self.ahead() {
             return refused("StepTooEarly");
+        }
+        if let Some(answer) = self.check_scale(step.0, chunk.loss_scale) {
+            return answer;
         }
         // There is room for as many steps of a shard as the job may be ahead; the one before may still be in it.
         if self.shard_versions[owned] + 1 + u64::from(self.spec.max_delay) < step.0 {
@@ -249,16 +271,29 @@ impl Model {
         }
         let keys = self.brought(chunk);
         let gradient = self.gradients.entry((owned, step.0)).or_default();
-        if gradient.loss_scale.is_some_and(|earlier| earlier != chunk.loss_scale) {
-            return refused("OtherLossScale");
-        }
         if keys.iter().all(|key| gradient.stored.contains_key(key)) {
             let conflict = |key| {
                 let (crc32, sender) = gradient.stored[key];
                 sender == chunk.incarnation.0 && crc32.is_some_and(|crc32| crc32 != chunk.crc32)
             };
             let other = !chunk.lent && keys.iter().any(conflict);
-            return if other { refused("OtherChecksum") } else { Answer::Duplicate };
+            let compared = |key| {
+                let (crc32, sender) = gradient.stored[key];
+                sender == chunk.incarnation.0 && crc32.is_some()
+            };
+            let compared = !chunk.lent && keys.iter().all(compared);
+            return match (other, compared) {
+                (true, _) => refused("OtherChecksum"),
+                (false, true) => Answer::Duplicate,
+                (false, false) => Answer::Superseded,
+            };
+        }
+        let here = |&(micro, rank, chunk): &Key| {
+            let before = (micro.wrapping_sub(1), rank, chunk);
+            gradient.stored.contains_key(&before) || gradient.writing.contains(&before)
+        };
+        if micro_step.0 > gradient.summed && !keys.iter().all(here) {
+            return refused("MicroStepTooEarly");
         }
         let writing = keys.iter().any(|key| gradient.writing.contains(key));
         if gradient.summing || micro_step.0 != gradient.summed || writing {
@@ -308,12 +343,13 @@ impl Model {
         }
     }
 
-    pub(crate) fn summed(&mut self, owned: usize, step: u64) -> bool {
+    pub(crate) fn summed(&mut self, owned: usize, step: u64, nonfinite: bool) -> bool {
         let micro_steps = self.spec.micro_steps;
         let gradient = self.gradient(owned, step);
         assert!(gradient.summing);
         gradient.summing = false;
         gradient.summed += 1;
+        gradient.nonfinite = nonfinite && gradient.summed == micro_steps;
         gradient.summed == micro_steps
     }
 
@@ -338,13 +374,27 @@ impl Model {
         if step > self.version + 1 {
             return refused("CommitTooEarly");
         }
+        if self.paused.is_some() {
+            return refused("Paused");
+        }
         if !(0..self.owned.len()).all(|owned| self.complete(owned, step)) {
             return refused("CommitIncomplete");
+        }
+        let contributions = f64::from(self.spec.world_size * self.spec.micro_steps);
+        let allowed = self.settled(step).map_or_else(|| self.known(step).0, |scale| Some(vec![scale]));
+        let fits = |scale: &f64| scale * contributions == commit.gradient_scale;
+        if allowed.is_some_and(|allowed| !allowed.iter().any(fits)) {
+            return refused("WrongGradientScale");
+        }
+        if self.is_nonfinite(step) && !commit.skip {
+            return refused("NotFinite");
         }
         self.version = step;
         self.applied += u64::from(!commit.skip);
         self.commits.push(commit.clone());
-        self.resumed_loss_scale = None;
+        self.scales.push(commit.loss_scale);
+        self.stood = false;
+        self.paused = (!commit.pause_reason.is_empty()).then_some(Pause::Decision);
         Answer::Decided
     }
 
@@ -418,27 +468,82 @@ impl Model {
         }
         let answer = self.check_zero(incarnation);
         answer.unwrap_or_else(|| {
-            self.paused = true;
+            self.stood |= self.paused.is_none();
+            self.paused = self.paused.or(Some(Pause::Word));
             Answer::Done
         })
     }
 
-    pub(crate) fn resume(&mut self, loss_scale: f64) -> Answer {
+    pub(crate) fn resume(&mut self, version: Option<u64>, loss_scale: f64) -> Answer {
         if loss_scale.is_nan() || loss_scale < 0.0 {
             return refused("BadLossScale");
         }
-        if !std::mem::take(&mut self.paused) {
-            return refused("NotPaused");
+        let version = version.unwrap_or(self.version);
+        if version > self.version {
+            return refused("PauseTooNew");
         }
-        self.resumed_loss_scale =
-            (loss_scale > 0.0 && !self.commits.is_empty()).then_some(loss_scale).or(self.resumed_loss_scale);
-        Answer::Done
+        if version < self.version {
+            return Answer::Done;
+        }
+        let chosen = loss_scale != 0.0;
+        match self.paused {
+            None if !self.stood => refused("NotPaused"),
+            None if chosen && self.scales.last().is_some_and(|scale| *scale != loss_scale) => {
+                refused("OtherResume")
+            }
+            None => Answer::Done,
+            Some(Pause::Word) if chosen => refused("LossScaleInUse"),
+            Some(_) => {
+                if chosen {
+                    *self.scales.last_mut().unwrap() = loss_scale;
+                }
+                (self.paused, self.stood) = (None, true);
+                Answer::Done
+            }
+        }
     }
 
     pub(crate) fn last_commit(&self) -> Option<Commit> {
         let mut commit = self.commits.last()?.clone();
-        commit.loss_scale = self.resumed_loss_scale.unwrap_or(commit.loss_scale);
+        commit.loss_scale = *self.scales.last()?;
+        if self.stood {
+            commit.pause_reason.clear();
+        }
         Some(commit)
+    }
+
+    /// The loss scale of what is held of an undecided step.
+    fn settled(&self, step: u64) -> Option<f64> {
+        self.gradients.iter().find_map(|((_, of), gradient)| gradient.loss_scale.filter(|_| *of == step))
+    }
+
+    /// The loss scales of the versions that a step may read, None when one of them is not known to anyone; and whether one
+    /// is undecided.
+    fn known(&self, step: u64) -> (Option<Vec<f64>>, bool) {
+        let reads = step.saturating_sub(1 + u64::from(self.spec.max_delay))..step;
+        let decided = reads.clone().filter(|version| *version <= self.version);
+        let scales = decided.map(|version| Some(self.scales[version.checked_sub(1)? as usize])).collect();
+        (scales, reads.end > self.version + 1)
+    }
+
+    fn check_scale(&self, step: u64, scale: f64) -> Option<Answer> {
+        match (self.settled(step), self.known(step)) {
+            (Some(settled), _) => (settled != scale).then(|| refused("OtherLossScale")),
+            (None, (None, _)) => None,
+            (None, (Some(known), _)) if known.contains(&scale) => None,
+            (None, (_, true)) => Some(Answer::Busy),
+            (None, _) => Some(refused("WrongLossScale")),
+        }
+    }
+
+    /// What an honest worker multiplies by.
+    pub(crate) fn scale_for(&self, step: u64) -> f64 {
+        let known = self.known(step).0.and_then(|known| known.first().copied());
+        self.settled(step).or(known).unwrap_or(8.0)
+    }
+
+    pub(crate) fn is_nonfinite(&self, step: u64) -> bool {
+        self.gradients.iter().any(|((_, of), gradient)| *of == step && gradient.nonfinite)
     }
 
     pub(crate) fn loaded(&mut self) -> Answer {

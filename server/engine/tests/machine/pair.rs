@@ -65,6 +65,10 @@ impl Pair {
     }
 
     pub(crate) fn event(&mut self) {
+        // Little else happens in a pause.
+        if self.model.paused.is_some() && self.noise.one_in(10) {
+            self.resume();
+        }
         match self.noise.below(80) {
             0..36 => self.admit(),
             36..56 => self.finish_ticket(),
@@ -184,6 +188,8 @@ impl Pair {
             |admission| match admission {
                 Admission::Write(_) => Answer::Write,
                 Admission::Duplicate => Answer::Duplicate,
+                Admission::Superseded => Answer::Superseded,
+                Admission::Decided => Answer::Stale,
                 Admission::Busy => Answer::Busy,
             },
         );
@@ -230,7 +236,9 @@ impl Pair {
         }
         match self.works.remove(index) {
             Work::Sum(Sum { owned, slot, step, .. }) => {
-                assert_eq!(self.machine.summed(owned, slot), self.model.summed(owned, step.0));
+                let nonfinite = self.noise.one_in(6).then_some(77);
+                let complete = self.machine.summed(owned, slot, nonfinite);
+                assert_eq!(complete, self.model.summed(owned, step.0, nonfinite.is_some()));
             }
             Work::Update { owned, step } => {
                 let next = self.machine.updated(owned, step);
@@ -243,8 +251,15 @@ impl Pair {
     }
 
     fn commit(&mut self) {
-        let mut decision = commit(&self.spec, self.model.version + 1);
-        decision.skip = self.noise.one_in(4);
+        let mut decision = self.decision(self.model.version + 1);
+        if self.noise.one_in(6) {
+            decision.pause_reason = "the floor".into();
+        }
+        match self.noise.below(12) {
+            0 => decision.skip = false,
+            1 => decision.gradient_scale += 1.0,
+            _ => {}
+        }
         match self.noise.below(6) {
             0 => decision.step.0 += 1,
             3 if self.noise.one_in(2) => decision.step.0 = 0,
@@ -261,6 +276,15 @@ impl Pair {
             incarnation = if self.noise.one_in(2) { incarnation + 1 } else { incarnation.saturating_sub(1) };
         }
         self.decide(incarnation, decision);
+    }
+
+    /// A right one, with any loss scale to go on with.
+    fn decision(&mut self, step: u64) -> longshore_proto::Commit {
+        let mut decision = commit(&self.spec, step);
+        decision.skip = self.model.is_nonfinite(step) || self.noise.one_in(6);
+        decision.gradient_scale *= self.model.scale_for(step);
+        decision.loss_scale = self.noise.pick(&[8.0, 8.0, 4.0]);
+        decision
     }
 
     fn decide(&mut self, incarnation: u64, decision: longshore_proto::Commit) {
@@ -333,15 +357,20 @@ impl Pair {
                 let expected = self.model.pause(incarnation);
                 let event =
                     |machine: &mut Machine| machine.pause(Incarnation(incarnation), "overflow".into());
-                self.check(&expected, event, |()| Answer::Done);
+                self.check(&expected, event, |_| Answer::Done);
             }
-            2..4 => {
-                let scale = self.noise.pick(&[0.0, 8.0, f64::NAN, -1.0]);
-                let expected = self.model.resume(scale);
-                self.check(&expected, |machine| machine.resume(scale), |()| Answer::Done);
-            }
+            2..4 => self.resume(),
             _ => self.life_loaded(),
         }
+    }
+
+    fn resume(&mut self) {
+        let scale = self.noise.pick(&[0.0, 8.0, 4.0, f64::NAN, -1.0]);
+        let near = [self.model.version, self.model.version + 1, self.model.version.saturating_sub(1)];
+        let version = self.noise.one_in(2).then(|| self.noise.pick(&near));
+        let expected = self.model.resume(version, scale);
+        let event = |machine: &mut Machine| machine.resume(version.map(Version), scale);
+        self.check(&expected, event, |_| Answer::Done);
     }
 
     fn life_loaded(&mut self) {
@@ -355,6 +384,10 @@ impl Pair {
             self.life_loaded();
         }
         self.drain();
+        if self.model.paused.is_some() {
+            let expected = self.model.resume(None, 0.0);
+            self.check(&expected, |machine| machine.resume(None, 0.0), |_| Answer::Done);
+        }
         for rank in 0..self.spec.world_size {
             let now = self.model.ranks[rank as usize].map_or(0, |(incarnation, _)| incarnation);
             if now == 0 || self.model.ranks[rank as usize].unwrap().1 || self.noise.one_in(2) {
@@ -366,7 +399,8 @@ impl Pair {
         let step = self.model.version + 1;
         for chunk in self.model.honest_step(step) {
             let expected = self.model.admit(&chunk);
-            assert!(matches!(expected, Answer::Write | Answer::Duplicate), "{expected:?} {chunk:?}");
+            let held = matches!(expected, Answer::Duplicate | Answer::Superseded);
+            assert!(held || expected == Answer::Write, "{expected:?} {chunk:?}");
             if let Some(ticket) = self.admit_expecting(&chunk, &expected) {
                 self.store(ticket);
                 self.drain();
@@ -374,7 +408,8 @@ impl Pair {
             self.compare();
         }
         assert_eq!(self.machine.waiting_for(), None);
-        self.decide(self.model.ranks[0].unwrap().0, commit(&self.spec, step));
+        let decision = self.decision(step);
+        self.decide(self.model.ranks[0].unwrap().0, decision);
         self.drain();
         assert_eq!(self.machine.version(), Version(step));
         assert!(self.machine.is_settled());

@@ -1,6 +1,6 @@
 //! Decisions that must not be taken.
 
-use longshore_proto::{Commit, FaultKind, Hyper, Incarnation, ShardId, Step};
+use longshore_proto::{Commit, FaultKind, Hyper, Incarnation, ShardId, Step, Version};
 
 use super::{Cluster, Expected, Midway, check, commit, small, weights};
 
@@ -36,6 +36,10 @@ const CASES: &[Case] = &[
     (
         |c| c.trainer_state = vec![0; (1 << 20) + 1],
         (Invalid, "commit.trainer_state", &["1048577", "at most 1048576"]),
+    ),
+    (
+        |c| c.pause_reason = "x".repeat(4097),
+        (Invalid, "commit.pause_reason", &["4097 bytes", "at most 4096 bytes"]),
     ),
     (|c| c.groups[0].lr = f64::NAN, (Invalid, "commit.groups[0].lr", AT_LEAST_0)),
     (|c| c.groups[1].lr = -1e-3, (Invalid, "commit.groups[1].lr", &["-0.001", "at least 0"])),
@@ -106,13 +110,14 @@ fn a_step_is_decided_once() {
     let hash = cluster.hash();
     assert_eq!(cluster.commit(&decision), Ok(vec![true, true]));
     assert_eq!(cluster.commit(&Commit { norm: 3.0, ..decision.clone() }), Ok(vec![true, true]));
-    let others: [Change; 6] = [
+    let others: [Change; 7] = [
         ("commit.skip", |c| c.skip = true),
         ("commit.gradient_scale", |c| c.gradient_scale = 8.0),
         ("commit.clip_coefficient", |c| c.clip_coefficient = 0.5),
         ("commit.groups", |c| c.groups[1].lr = 1.0),
         ("commit.loss_scale", |c| c.loss_scale = 2.0),
         ("commit.trainer_state", |c| c.trainer_state = vec![2]),
+        ("commit.pause_reason", |c| c.pause_reason = "why".into()),
     ];
     for (field, change) in others {
         let mut other = decision.clone();
@@ -131,23 +136,118 @@ fn a_step_is_decided_once() {
     check(&fault, (Precondition, "step", &["is 11", "at most 10"]));
 }
 
+/// Whoever decides must look at what the servers found, and divide by what the losses were multiplied by.
 #[test]
-fn resume_needs_a_pause_and_a_loss_scale_that_is_one() {
+fn a_decision_must_fit_its_gradient() {
+    for spec in [small(), longshore_proto::JobSpec { world_size: 1, micro_steps: 1, ..small() }] {
+        let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+        let contributions = spec.contributions();
+        let mut flats: Vec<_> = (0..contributions).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
+        cluster.step(&flats, &Commit { loss_scale: 1.0, ..commit(&spec, 1) });
+        // Element 100 of the flat space, in shard 0.
+        flats[0][400..404].copy_from_slice(&f32::NAN.to_le_bytes());
+        cluster.push(2, &flats);
+        let hash = cluster.hash();
+        let sound = Commit { skip: true, ..commit(&spec, 2) };
+        let owner = cluster.owner(ShardId(0));
+        let decide = |decision: &Commit| {
+            cluster.jobs[owner].commit(cluster.incarnations[0], decision.clone()).unwrap_err()
+        };
+        let applied = decide(&Commit { skip: false, ..sound.clone() });
+        check(
+            &applied,
+            (Conflict, "commit.skip", &["true, since element 100 of shard 0", "first_nonfinite"]),
+        );
+        for wrong in [1.0 + contributions as f64, contributions as f64 * 1024.0] {
+            let fault = decide(&Commit { gradient_scale: wrong, ..sound.clone() });
+            let limit = format!("1 x {contributions}, the step's loss scale x world size");
+            check(&fault, (Conflict, "commit.gradient_scale", &["step 2"]));
+            assert!(fault.limit.starts_with(&limit), "{fault}");
+        }
+        assert_eq!(cluster.hash(), hash);
+        cluster.commit(&sound).unwrap();
+        cluster.work();
+        assert_eq!(cluster.jobs[owner].progress().applied, 1);
+    }
+    // A job that asked for no checks gets what it sent.
+    let unchecked = longshore_proto::JobSpec { unchecked: true, ..small() };
+    let mut cluster = Cluster::started(&unchecked, 2, &weights(&unchecked, 1));
+    let mut flats: Vec<_> = (0..4).map(|seed| super::gradient(&unchecked, seed, 1.0)).collect();
+    flats[0][400..404].copy_from_slice(&f32::NAN.to_le_bytes());
+    cluster.step(&flats, &commit(&unchecked, 1));
+}
+
+#[test]
+fn resume_needs_a_pause_and_a_loss_scale_that_may_change() {
     let midway = Midway::new();
     let job = &midway.cluster.jobs[0];
     check(
-        &job.resume(0.0).unwrap_err(),
+        &job.resume(None, 0.0).unwrap_err(),
         (Precondition, "job.phase", &["training", "paused", "nothing to resume"]),
     );
     for (incarnation, kind) in [(0, Fenced), (1, Precondition)] {
-        let result = job.pause(Incarnation(incarnation), "overflow 20 times".into());
+        let result = job.pause(Incarnation(incarnation), "overflow 20 times");
         assert_eq!(result.is_err(), kind == Fenced);
     }
+    check(
+        &job.pause(Incarnation(1), &"x".repeat(4097)).unwrap_err(),
+        (Invalid, "reason", &["4097 bytes", "at most 4096"]),
+    );
     for bad in [f64::NAN, -1.0, f64::INFINITY] {
-        check(&job.resume(bad).unwrap_err(), (Invalid, "loss_scale", &["finite and above 0"]));
+        check(&job.resume(None, bad).unwrap_err(), (Invalid, "loss_scale", &["finite and above 0"]));
     }
-    job.resume(4.0).unwrap();
-    assert_eq!(job.pauses(), (1, 1, 4.0));
-    assert_eq!(job.progress().last_commit.unwrap().loss_scale, 4.0);
+    // The pause came without a decision: somebody may compute with version 1's scale.
+    let fault = job.resume(None, 4.0).unwrap_err();
+    check(&fault, (Precondition, "loss_scale", &["is 4", "must be 0", "version 1", "without a loss scale"]));
+    let fault = job.resume(Some(Version(2)), 0.0).unwrap_err();
+    check(&fault, (Precondition, "version", &["is 2", "at most 1", "resume again"]));
+    assert_eq!(job.resume(Some(Version(0)), 0.0), Ok(true), "that one has ended");
+    assert_eq!(job.pauses(), (1, 0, 0.0));
+    for _ in 0..2 {
+        assert_eq!(job.resume(Some(Version(1)), 0.0), Ok(true));
+    }
+    assert_eq!(job.pauses(), (1, 1, 0.0));
     midway.finish();
+}
+
+/// A client that does not look is held all the same, and what it is refused it may send again later.
+#[test]
+fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
+    let midway = Midway::new();
+    let spec = midway.cluster.spec.clone();
+    let (first, second) = (midway.first.clone(), midway.second.clone());
+    let mut reference = super::Reference::new(&spec, &weights(&spec, 1));
+    reference.step(&first, &commit(&spec, 1));
+    let mut cluster = midway.cluster;
+    let pausing = Commit { pause_reason: "step 2 overflowed".into(), ..commit(&spec, 2) };
+    cluster.step(&second, &pausing);
+    reference.step(&second, &pausing);
+    let chunk = |cluster: &Cluster, step| {
+        let (chunk, payload) = cluster.chunks(step, 0, 0, &first)[0];
+        cluster.jobs[0].store(&chunk, payload)
+    };
+    let paused: Expected =
+        (Precondition, "job.phase", &["is paused", "must be training", "step 2 overflowed"]);
+    let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].pauses());
+    check(&chunk(&cluster, 3).unwrap_err(), paused);
+    assert_eq!(chunk(&cluster, 2), Ok(longshore_engine::job::Stored::Decided));
+    check(&cluster.commit(&commit(&spec, 3)).unwrap_err(), paused);
+    assert_eq!(cluster.commit(&pausing), Ok(vec![true, true]), "what paused it, once more");
+    assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].pauses()), before);
+    assert_eq!(cluster.hash(), reference.hash());
+    assert!(cluster.image(ShardId(0), 2).unwrap().is_some());
+    assert!(cluster.jobs[0].figures(ShardId(0), Step(3)).unwrap().is_none());
+    for job in &cluster.jobs {
+        assert_eq!(job.resume(Some(Version(2)), 8.0), Ok(true));
+        assert_eq!(job.resume(Some(Version(2)), 8.0), Ok(true), "the same again");
+        assert_eq!(job.resume(Some(Version(2)), 0.0), Ok(true), "or with what counts");
+        let fault = job.resume(Some(Version(2)), 4.0).unwrap_err();
+        check(&fault, (Conflict, "loss_scale", &["is 4", "8, with which the job was resumed already"]));
+        let last = job.progress().last_commit.unwrap();
+        assert_eq!((last.loss_scale, last.pause_reason.as_str()), (8.0, ""));
+        assert_eq!(job.commits_after(Step(1)), Some(vec![last]));
+    }
+    let fault = chunk(&cluster, 3).unwrap_err();
+    check(&fault, (Conflict, "loss_scale", &["is 1 (step 3", "must be 8, that of the version"]));
+    assert_eq!(cluster.commit(&pausing), Ok(vec![true, true]), "a late copy is still the same one");
 }

@@ -9,6 +9,7 @@ mod damage;
 mod disk;
 mod faults;
 mod fencing;
+mod pauses;
 mod removal;
 mod spilled;
 

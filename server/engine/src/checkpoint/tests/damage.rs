@@ -149,7 +149,7 @@ fn a_failed_load_leaves_neither_images_nor_moments() {
     let target = Cluster::open(&spec(3, 1), 1);
     let job = &target.jobs[0];
     let origin = CheckpointId { name: "a".to_string(), id: "a".to_string() };
-    let record = Record { version: Version(0), applied: 0, commit: None };
+    let record = Record::new(Version(0), 0, None);
     let failed = job.load(origin, record, StoredImages::Current, &mut |shard, loaded| {
         loaded.state.arrays.into_iter().for_each(|array| array.fill(7));
         loaded.image.unwrap().fill(7);

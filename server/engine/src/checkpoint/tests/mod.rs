@@ -87,7 +87,8 @@ impl Cluster {
 
     fn upload(&self) {
         self.chunks(Dtype::F32, |job, shard, chunk, elements| {
-            let payload: Vec<u8> = elements.flat_map(|element| value(element, 0).to_le_bytes()).collect();
+            let weight = |element| self.layout.param_at(element).map_or(0.0, |_| value(element, 0));
+            let payload: Vec<u8> = elements.flat_map(|element| weight(element).to_le_bytes()).collect();
             job.upload(RANK, shard, chunk, crc32(&payload), &payload).unwrap();
         });
     }
@@ -109,7 +110,8 @@ impl Cluster {
     /// One whole step. Every third one overflows.
     fn step(&self, step: u64) {
         self.chunks(Dtype::Bf16, |job, shard, chunk, elements| {
-            let bits = |element| half::bf16::from_f32(value(element, step)).to_le_bytes();
+            let of_param = |element| self.layout.param_at(element).map_or(0.0, |_| value(element, step));
+            let bits = |element| half::bf16::from_f32(of_param(element)).to_le_bytes();
             let payload: Vec<u8> = elements.flat_map(bits).collect();
             let contribution =
                 Contribution { step: Step(step), micro_step: MicroStep(0), rank: Rank(0), shard };
@@ -117,7 +119,7 @@ impl Cluster {
                 contribution,
                 incarnation: RANK,
                 chunk,
-                loss_scale: 1.0,
+                loss_scale: loss_scale(step),
                 dtype: Dtype::Bf16,
                 bytes: payload.len() as u64,
                 crc32: crc32(&payload),
@@ -197,16 +199,22 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
     Commit {
         step: Step(step),
         skip,
-        gradient_scale: 1.0,
+        gradient_scale: loss_scale(step),
         clip_coefficient: 0.9,
         // The image then is not the rounded master weights, and must come from the checkpoint.
         compensation: f64::from(spec.max_delay) / 2.0,
         groups: vec![Hyper { weight_decay: 0.1, ..Hyper::default() }, Hyper::default()],
         norm: if skip { f64::NAN } else { 0.1 * step as f64 },
-        loss_scale: 1.0 / 3.0,
+        loss_scale: loss_scale(step + 1),
         trainer_state: format!("after {step}").into_bytes(),
         decided_by: RANK,
+        pause_reason: String::new(),
     }
+}
+
+/// One that decimals do not hold, for all steps but the first.
+fn loss_scale(step: u64) -> f64 {
+    if step == 1 { 1.0 } else { 1.0 / 3.0 }
 }
 
 /// Anything deterministic in [-0.5, 0.5): weights for step 0, gradients else.

@@ -153,7 +153,7 @@ fn a_job_is_filled_from_one_source() {
     let job = &cluster.jobs[0];
     let payload = vec![0; 1 << 20];
     let from = |name: &str| CheckpointId { name: name.to_string(), id: name.to_string() };
-    let record = || Record { version: Version(1), applied: 1, commit: None };
+    let record = || Record::new(Version(1), 1, None);
     job.load(from("a"), record(), StoredImages::None, &mut |shard, _| {
         let upload = job.upload(RANK, shard, ChunkId(0), crc32(&payload), &payload).unwrap_err();
         assert_eq!((upload.kind, &*upload.value), (FaultKind::Precondition, "being restored"));

@@ -86,7 +86,7 @@ fn run(
     for owned in 0..shards {
         tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
     }
-    tier.start(&Record { version: Version(0), applied: 0, commit: None })?;
+    tier.start(&Record::new(Version(0), 0, None))?;
     let mut figures = Vec::new();
     // Two steps first: blocks that were reserved and never written cost the file system more.
     for version in 1..=rounds + 2 {
@@ -138,8 +138,9 @@ fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Ve
         loss_scale: 1.0,
         trainer_state: Vec::new(),
         decided_by: Default::default(),
+        pause_reason: String::new(),
     };
-    tier.finish(&Record { version, applied: version.0, commit: Some(commit) })?;
+    tier.finish(&Record::new(version, version.0, Some(commit)))?;
     tier.pool.until(|state| state.durable >= Some(version))
 }
 

@@ -279,6 +279,20 @@ impl Tier for NvmeTier {
         Ok(())
     }
 
+    fn stand(&self, record: &Record) -> Result<(), Fault> {
+        if self.pool.durability == Durability::Nothing {
+            return Ok(());
+        }
+        let (slots, durable) = {
+            let state = self.pool.lock();
+            (state.slots, state.durable)
+        };
+        if durable != Some(record.version) {
+            return Err(internal(record.version, "the durable version"));
+        }
+        self.sealer.publish(record, slots, true).map_err(|fault| self.pool.fail(fault))
+    }
+
     fn durable(&self) -> Option<Version> {
         Some(self.pool.lock().durable.unwrap_or(Version(0)))
     }

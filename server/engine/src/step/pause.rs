@@ -1,0 +1,95 @@
+//! Pauses: they begin with a decision, or because rank 0 says so, and end by an operator's word. While one lasts nothing
+//! later is accepted.
+
+use longshore_proto::{Incarnation, Version};
+
+use super::{
+    machine::{Machine, Phase},
+    refusal::Refusal,
+};
+use crate::tier::{Record, Standing};
+
+impl Machine {
+    /// Pauses the job. A paused one keeps its reason. True when that is to be kept by its tier.
+    pub fn pause(&mut self, incarnation: Incarnation, reason: String) -> Result<bool, Refusal> {
+        self.check_not_loading()?;
+        self.check_rank_zero(incarnation)?;
+        let begins = self.phase == Phase::Training;
+        if begins {
+            self.pauses += 1;
+            self.phase = Phase::Paused { reason: reason.clone() };
+            // A scale that was chosen for this version stays.
+            let loss_scale = self.standing.take().and_then(|standing| standing.loss_scale);
+            self.standing = Some(Standing { paused: Some(reason), loss_scale });
+        }
+        Ok(begins)
+    }
+
+    /// Ends the pause that began at `version`, or the one in force. True when that is to be kept by its tier; false when it
+    /// has ended before.
+    pub fn resume(&mut self, version: Option<Version>, loss_scale: f64) -> Result<bool, Refusal> {
+        if loss_scale != 0.0 && !(loss_scale.is_finite() && loss_scale > 0.0) {
+            return Err(Refusal::BadLossScale { loss_scale });
+        }
+        match version {
+            Some(version) if version > self.version => {
+                return Err(Refusal::PauseTooNew { version, current: self.version });
+            }
+            Some(version) if version < self.version => return Ok(false),
+            _ => {}
+        }
+        let Phase::Paused { .. } = self.phase else { return self.check_resumed(loss_scale).map(|()| false) };
+        if loss_scale != 0.0 && !self.is_paused_by_commit() {
+            return Err(Refusal::LossScaleInUse { loss_scale, version: self.version });
+        }
+        let chosen = Some(loss_scale).filter(|&scale| scale != 0.0);
+        if let (Some(decided), Some(_)) = (self.commits.back_mut(), chosen) {
+            decided.resumed_loss_scale = chosen;
+        }
+        let before = self.standing.take().and_then(|standing| standing.loss_scale);
+        self.standing = Some(Standing { paused: None, loss_scale: chosen.or(before) });
+        self.phase = Phase::Training;
+        self.resumes += 1;
+        self.resumed_loss_scale = loss_scale;
+        Ok(true)
+    }
+
+    /// Whether the pause came with the decision: then no rank has begun a step that reads its version.
+    fn is_paused_by_commit(&self) -> bool {
+        self.standing.is_none()
+    }
+
+    /// Whether a pause that came with the last decision has ended.
+    pub(super) fn is_resumed(&self) -> bool {
+        self.standing.is_some()
+    }
+
+    /// A resume of a job that is not paused: the same again, or a mistake.
+    fn check_resumed(&self, loss_scale: f64) -> Result<(), Refusal> {
+        self.check_not_loading().map_err(|_| Refusal::NotPaused)?;
+        if self.standing.is_none() {
+            return Err(Refusal::NotPaused);
+        }
+        match self.commits.back().map(|decided| decided.loss_scale()) {
+            Some(earlier) if loss_scale != 0.0 && loss_scale != earlier => {
+                Err(Refusal::OtherResume { loss_scale, earlier })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses what comes after a pause, until it ends.
+    pub(super) fn check_running(&self) -> Result<(), Refusal> {
+        match &self.phase {
+            Phase::Paused { reason } => Err(Refusal::Paused { reason: reason.clone() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The current version as a tier keeps it.
+    pub fn record(&self) -> Record {
+        let commit = self.commits.back().map(|decided| decided.commit.clone());
+        let (version, applied) = (self.version, self.applied);
+        Record { version, applied, commit, standing: self.standing.clone() }
+    }
+}

@@ -1,0 +1,89 @@
+//! Loss scales: one a step, on every rank and shard, that of a version which the step may read.
+
+use longshore_proto::{Commit, ContributionChunk, Step, Version};
+
+use super::{machine::Machine, refusal::Refusal};
+
+/// By how much a gradient scale may differ from the product, for clients that multiply in another order.
+const ROUNDING: f64 = 1e-12;
+
+/// What is known of the loss scale that a step must have.
+enum Known {
+    /// One of these, once; `open` while a version that the step may read is undecided here.
+    OneOf { scales: Vec<f64>, open: bool },
+    /// It may read version 0, or one whose commit this server does not have.
+    Anything,
+}
+
+impl Machine {
+    /// Checks a contribution's loss scale. False: the version that it reads may be one that is undecided here.
+    pub(super) fn check_scale(&self, chunk: &ContributionChunk) -> Result<bool, Refusal> {
+        let (contribution, loss_scale) = (chunk.contribution, chunk.loss_scale);
+        let same = |scale: &f64| scale.to_bits() == loss_scale.to_bits();
+        if let Some(earlier) = self.settled(contribution.step) {
+            return match same(&earlier) {
+                true => Ok(true),
+                false => Err(Refusal::OtherLossScale { contribution, loss_scale, earlier }),
+            };
+        }
+        match self.known_scales(contribution.step) {
+            Known::Anything => Ok(true),
+            Known::OneOf { scales, .. } if scales.iter().any(same) => Ok(true),
+            Known::OneOf { open: true, .. } => Ok(false),
+            Known::OneOf { scales, .. } => {
+                Err(Refusal::WrongLossScale { contribution, loss_scale, expected: scales })
+            }
+        }
+    }
+
+    /// Checks that a decision divides by the scale of the gradient that it is about.
+    pub(super) fn check_gradient_scale(&self, commit: &Commit) -> Result<(), Refusal> {
+        let scales = match (self.settled(commit.step), self.known_scales(commit.step)) {
+            (Some(settled), _) => vec![settled],
+            (None, Known::OneOf { scales, .. }) => scales,
+            (None, Known::Anything) => return Ok(()),
+        };
+        let contributions = self.spec.contributions();
+        let fits = |scale: &f64| {
+            let expected = scale * contributions as f64;
+            (commit.gradient_scale - expected).abs() <= expected * ROUNDING
+        };
+        match scales.iter().any(fits) {
+            true => Ok(()),
+            false => {
+                let (step, gradient_scale) = (commit.step, commit.gradient_scale);
+                Err(Refusal::WrongGradientScale { step, gradient_scale, scales, contributions })
+            }
+        }
+    }
+
+    fn known_scales(&self, step: Step) -> Known {
+        let newest = step.0.saturating_sub(1);
+        let oldest = newest.saturating_sub(self.spec.max_delay.into());
+        let mut scales = Vec::new();
+        for version in (oldest..=newest.min(self.version.0)).rev() {
+            match self.commits.iter().find(|decided| decided.commit.step.version() == Version(version)) {
+                Some(decided) => scales.push(decided.loss_scale()),
+                None => return Known::Anything,
+            }
+        }
+        Known::OneOf { scales, open: newest > self.version.0 }
+    }
+
+    fn settled(&self, step: Step) -> Option<f64> {
+        self.scales.iter().find(|(held, _)| *held == step).map(|&(_, scale)| scale)
+    }
+
+    /// The first contribution's loss scale is its step's.
+    pub(super) fn settle(&mut self, step: Step, loss_scale: f64) {
+        if self.settled(step).is_none() {
+            self.scales.push((step, loss_scale));
+        }
+    }
+
+    /// Steps of which nothing is held any more may come with another.
+    pub(super) fn unsettle(&mut self) {
+        let Machine { scales, shards, .. } = self;
+        scales.retain(|(step, _)| shards.iter().any(|shard| shard.slot(*step).step == Some(*step)));
+    }
+}

@@ -1,0 +1,119 @@
+//! Pauses and their ends on tiers that outlive the server: told once, they hold through every crash.
+
+use std::sync::Arc;
+
+use longshore_engine::{step::Phase, tier::Storage};
+use longshore_proto::{Commit, JobSpec, TierKind, Version};
+
+use super::{
+    Dirs,
+    common::cluster::Cluster,
+    disk::{Disks, Failure, Image, crash},
+    open, references, small, started, step_of,
+};
+
+const REASON: &str = "step 2 overflowed at the smallest loss scale";
+
+/// At version 2, paused with its decision.
+fn paused(spec: &JobSpec, storage: &Storage) -> Cluster {
+    let mut cluster = started(spec, storage);
+    for step in 1..=2 {
+        let (flats, commit) = step_of(spec, step);
+        let pause_reason = if step == 2 { REASON.to_string() } else { String::new() };
+        cluster.step(&flats, &Commit { pause_reason, ..commit });
+    }
+    cluster.settle().unwrap();
+    cluster
+}
+
+fn paused_for(reason: &str) -> Phase {
+    Phase::Paused { reason: reason.into() }
+}
+
+/// What the job says of itself: phase, and the last commit's loss scale and reason.
+fn found(cluster: &Cluster) -> (Phase, f64, String) {
+    let progress = cluster.jobs[0].progress();
+    let commit = progress.last_commit.expect("a decided version");
+    (progress.phase, commit.loss_scale, commit.pause_reason)
+}
+
+#[test]
+fn a_pause_and_its_end_survive_every_power_failure() {
+    for directories in [1, 2] {
+        let spec = small(0);
+        let mut dirs = Dirs::new(directories);
+        let disks = Disks::default();
+        dirs.storage.disks = Some(Arc::new(disks.clone()));
+        let cluster = paused(&spec, &dirs.storage);
+        let before = disks.events().len();
+        assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true));
+        let events = disks.events();
+        assert!(events.len() > before, "a resume is kept before it is answered");
+        drop(cluster);
+        let expected = references(&spec, 2).remove(2).hash();
+        for count in before..=events.len() {
+            for (seed, failure) in
+                [Failure::Lost, Failure::Some, Failure::Torn, Failure::Kept].into_iter().enumerate()
+            {
+                let image = crash(&Image::new(), &events, count, failure, count as u64 * 10 + seed as u64);
+                let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..dirs.storage.clone() };
+                let cluster = open(&spec, &storage).unwrap();
+                let (still, over) =
+                    ((paused_for(REASON), 1.0, REASON.to_string()), (Phase::Training, 0.5, String::new()));
+                let found = found(&cluster);
+                assert!(found == still || found == over, "{failure:?} at {count}: {found:?}");
+                assert!(count > before || found == still, "{failure:?}: nobody has resumed it");
+                assert!(count < events.len() || found == over, "{failure:?}: the resume was answered");
+                assert_eq!(cluster.hash(), expected);
+                // Said again it changes nothing, or brings it about.
+                assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true));
+                assert_eq!(self::found(&cluster), over);
+            }
+        }
+    }
+}
+
+#[test]
+fn pauses_survive_a_killed_process_on_both_tiers() {
+    let tmpfs = tempfile::tempdir_in("/dev/shm").unwrap();
+    let shm = Storage { shm_dir: Some(tmpfs.path().to_path_buf()), ..Storage::default() };
+    let dirs = Dirs::new(1);
+    for (tier, storage) in [(TierKind::Shm, &shm), (TierKind::Nvme, &dirs.storage)] {
+        let spec = JobSpec { tier, ..small(0) };
+        let mut cluster = paused(&spec, storage);
+        let mut killed = |cluster: Cluster| {
+            drop(cluster);
+            open(&spec, storage).unwrap()
+        };
+        cluster = killed(cluster);
+        assert_eq!(found(&cluster), (paused_for(REASON), 1.0, REASON.to_string()));
+        assert_eq!(cluster.jobs[0].pauses(), (1, 0, 0.0), "whoever watches is told");
+        cluster.jobs[0].resume(None, 0.5).unwrap();
+        cluster = killed(cluster);
+        assert_eq!(found(&cluster), (Phase::Training, 0.5, String::new()));
+        assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true), "a late copy of the call");
+        // By rank 0's word alone, at the same version, and again.
+        for round in 0..3 {
+            cluster.join(0);
+            let reason = format!("the data of round {round}");
+            assert_eq!(cluster.jobs[0].pause(cluster.incarnations[0], &reason), Ok(true));
+            assert_eq!(
+                cluster.jobs[0].pause(cluster.incarnations[0], "another"),
+                Ok(true),
+                "it keeps its reason"
+            );
+            cluster = killed(cluster);
+            assert_eq!(found(&cluster), (paused_for(&reason), 0.5, String::new()));
+            cluster.jobs[0].resume(None, 0.0).unwrap();
+            cluster = killed(cluster);
+            assert_eq!(found(&cluster), (Phase::Training, 0.5, String::new()));
+        }
+        // And what an operator chose is what the next step must come with.
+        cluster.join(0);
+        let (flats, _) = step_of(&spec, 3);
+        let (mut chunk, payload) = cluster.chunks(3, 0, 0, &flats[0])[0];
+        assert_eq!(cluster.store(&chunk, payload).unwrap_err().field, "loss_scale");
+        chunk.loss_scale = 0.5;
+        cluster.store(&chunk, payload).unwrap();
+    }
+}
