@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Longest time a snapshot waits for updates already decided.
-fn snapshot_deadline() -> Instant {
+pub(super) fn snapshot_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }
 
@@ -68,6 +68,16 @@ impl Admin for Services {
         let job = request.job.clone();
         let answer = self.seal(request).await;
         answer.map(Response::new).map_err(|fault| refuse("SealCheckpoint", &job, fault))
+    }
+
+    async fn discard_checkpoint(
+        &self,
+        request: Request<v1::DiscardCheckpointRequest>,
+    ) -> Result<Response<v1::DiscardCheckpointResponse>, Status> {
+        let request = request.into_inner();
+        let job = request.job.clone();
+        let answer = self.discard(request).await;
+        answer.map(Response::new).map_err(|fault| refuse("DiscardCheckpoint", &job, fault))
     }
 
     async fn list_checkpoints(
@@ -146,6 +156,7 @@ impl Services {
         let handle = self.jobs.get(&request.job)?;
         let mut answer = describe(&handle, &self.links);
         answer.drive_endurance_bytes = self.drive_endurance;
+        answer.checkpoints = self.checkpoint_log.of(&request.job);
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
             let Hashes { info, blocks } = handle.hashes(default_deadline()).await?;
@@ -167,53 +178,11 @@ impl Services {
         Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }
 
-    fn store(&self) -> Result<Arc<Store>, Fault> {
+    pub(super) fn store(&self) -> Result<Arc<Store>, Fault> {
         self.checkpoints.clone().ok_or_else(|| {
             let remedy = "start the server with --checkpoint-dir";
             Fault::new(FaultKind::Precondition, "checkpoint_dir", "not set", "a folder", remedy)
         })
-    }
-
-    async fn write_checkpoint(
-        &self,
-        request: &v1::CheckpointRequest,
-    ) -> Result<v1::CheckpointResponse, Fault> {
-        let store = self.store()?;
-        let name = wire::parse_name("name", &request.name)?;
-        let handle = self.jobs.get(&request.job)?;
-        let expected = (request.version > 0).then_some(Version(request.version));
-        let part =
-            blocking(move || store.write(&handle.job, name.as_str(), expected, snapshot_deadline())).await?;
-        tracing::info!(
-            job = request.job,
-            name = request.name,
-            version = part.version.0,
-            "checkpoint part written"
-        );
-        Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
-    }
-
-    async fn seal(&self, request: v1::SealCheckpointRequest) -> Result<v1::SealCheckpointResponse, Fault> {
-        let store = self.store()?;
-        let job = wire::parse_name("job", &request.job)?;
-        let name = wire::parse_name("name", &request.name)?;
-        let keep = self.checkpoint_keep;
-        let manifest = blocking(move || {
-            let manifest = store.seal(&job, name.as_str(), &request.parts)?;
-            store.prune(&job, keep)?;
-            Ok(manifest)
-        });
-        let manifest = manifest.await?.display().to_string();
-        tracing::info!(job = request.job, name = request.name, manifest, "checkpoint sealed");
-        Ok(v1::SealCheckpointResponse { manifest })
-    }
-
-    async fn list(&self, job: &str) -> Result<v1::ListCheckpointsResponse, Fault> {
-        let store = self.store()?;
-        let job = wire::parse_name("job", job)?;
-        let found = blocking(move || store.list(&job)).await?;
-        let info = |(name, version): (String, Version)| v1::CheckpointInfo { name, version: version.0 };
-        Ok(v1::ListCheckpointsResponse { checkpoints: found.into_iter().map(info).collect() })
     }
 
     async fn restore_job(&self, request: &v1::RestoreRequest) -> Result<v1::RestoreResponse, Fault> {
@@ -263,5 +232,6 @@ fn describe(handle: &Arc<JobHandle>, links: &Links) -> v1::DescribeResponse {
         paced_seconds: span.time.as_secs_f64(),
         paced_written_bytes: span.written,
         drive_endurance_bytes: 0,
+        checkpoints: None,
     }
 }

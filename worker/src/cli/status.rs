@@ -1,5 +1,7 @@
 //! `longshore status`: what servers hold, how far jobs are, and what they wait for.
 
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
 use longshore_proto::{
     FaultKind, Formats, JobSpec, Version,
     checksum::{BlockHash, state_hash},
@@ -154,6 +156,9 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
         if answer.disk_bytes > 0 {
             say!("    {}", drives(answer));
         }
+        if let Some(checkpoints) = &answer.checkpoints {
+            say!("    {}", last_checkpoint(checkpoints));
+        }
         if !answer.waiting_for.is_empty() {
             say!("    waits for {}", answer.waiting_for);
         }
@@ -182,6 +187,45 @@ fn print(job: &str, answers: &Answers, without: &[(String, String)]) {
             say!("  state hash: the servers are between versions, ask again (or --no-hash was given)")
         }
     }
+}
+
+fn last_checkpoint(status: &v1::CheckpointStatus) -> String {
+    let sealed = match status.name.as_str() {
+        "" => "no checkpoint since the server started".to_string(),
+        name => {
+            format!(
+                "last checkpoint {name} of version {}, {} ago",
+                status.version,
+                ago(status.sealed_unix_ms)
+            )
+        }
+    };
+    match status.failure.as_str() {
+        "" => sealed,
+        failure => format!("{sealed}; the next one FAILED {} ago: {failure}", ago(status.failed_unix_ms)),
+    }
+}
+
+/// As this host's clock has it, which need not be the server's.
+fn ago(unix_ms: u64) -> String {
+    let then = UNIX_EPOCH + Duration::from_millis(unix_ms);
+    let seconds = SystemTime::now().duration_since(then).unwrap_or_default().as_secs();
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        _ => format!("{} h", seconds / 3600),
+    }
+}
+
+fn checkpoints(status: &v1::CheckpointStatus) -> serde_json::Value {
+    let some = |text: &String| (!text.is_empty()).then(|| text.clone());
+    serde_json::json!({
+        "name": some(&status.name),
+        "version": status.version,
+        "sealed_unix_ms": status.sealed_unix_ms,
+        "failure": some(&status.failure),
+        "failed_unix_ms": status.failed_unix_ms,
+    })
 }
 
 fn rank(rank: &v1::RankStatus) -> serde_json::Value {
@@ -250,6 +294,7 @@ fn json(job: &str, answers: &Answers, without: &[(String, String)]) -> serde_jso
             "drive_endurance_days": Wear::of(answer).and_then(|wear| wear.days),
             "threads": answer.threads,
             "isa": answer.isa,
+            "checkpoints": answer.checkpoints.as_ref().map(checkpoints),
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
         })
     });

@@ -41,7 +41,8 @@ pub struct RestoreInfo {
 struct Source {
     manifest: Manifest,
     layout: Layout,
-    readers: Vec<PartReader>,
+    /// Why a part is not in this folder: it may be another host's, and of no use here.
+    readers: Vec<Result<PartReader, Fault>>,
     /// By old shard, the part that has it.
     owners: Vec<usize>,
     images: StoredImages,
@@ -65,6 +66,7 @@ impl Store {
             return Err(Fault::new(FaultKind::Precondition, "job.phase", "training", "loading", remedy));
         }
         let source = Source::open(&folder, job.spec())?;
+        source.check_visible(job)?;
         let manifest = &source.manifest;
         let (version, applied, commit) = (manifest.version, manifest.applied, manifest.commit.clone());
         job.load(version, applied, commit.clone(), source.images, &mut |shard, loaded| {
@@ -94,9 +96,13 @@ impl Source {
         let mut readers = Vec::with_capacity(manifest.parts.len());
         let mut owners = vec![0; layout.shards() as usize];
         for (index, part) in manifest.parts.iter().enumerate() {
-            let reader = PartReader::open(folder, part)?;
+            let reader = match PartReader::open(folder, part) {
+                Err(fault) if fault.kind != FaultKind::NotFound => return Err(fault),
+                found => found,
+            };
             for entry in &part.shards {
                 for &array in Array::state(&manifest.spec).iter().chain(image_arrays(images)) {
+                    let Ok(reader) = &reader else { break };
                     reader.check(&manifest.spec, entry.shard, array, entry.elements)?;
                 }
                 owners[entry.shard.index()] = index;
@@ -106,8 +112,15 @@ impl Source {
         Ok(Source { manifest, layout, readers, owners, images })
     }
 
-    fn reader(&self, shard: ShardId) -> &PartReader {
-        &self.readers[self.owners[shard.index()]]
+    fn reader(&self, shard: ShardId) -> Result<&PartReader, Fault> {
+        self.readers[self.owners[shard.index()]].as_ref().map_err(Fault::clone)
+    }
+
+    /// Whether all that the job's server needs lies in this folder.
+    fn check_visible(&self, job: &Job) -> Result<(), Fault> {
+        let ranges = job.owned().iter().map(|&shard| job.layout().shard_range(shard));
+        let mut needed = ranges.flat_map(|range| self.layout.slices(range));
+        needed.try_for_each(|slice| self.reader(slice.shard).map(drop))
     }
 
     /// One new shard: read into its own memory, hashed there, compared with what was written.
@@ -139,7 +152,7 @@ impl Source {
         let bytes = |elements: u64| array.bytes(&self.manifest.spec, elements);
         for slice in slices {
             let (part, rest) = target.split_at_mut(bytes(slice.elements) as usize);
-            self.reader(slice.shard).read(array, slice.shard, bytes(slice.offset), part)?;
+            self.reader(slice.shard)?.read(array, slice.shard, bytes(slice.offset), part)?;
             target = rest;
         }
         Ok(())
@@ -153,7 +166,7 @@ impl Source {
     ) -> Result<(), Fault> {
         let mut hashes = hashes.into_iter();
         for slice in slices {
-            let reader = self.reader(slice.shard);
+            let reader = self.reader(slice.shard)?;
             let first = slice.offset / BLOCK_ELEMENTS;
             for (block, found) in
                 (first..).zip(hashes.by_ref().take((slice.elements / BLOCK_ELEMENTS) as usize))

@@ -108,8 +108,13 @@ impl Cluster {
 
     /// One whole step. Every third one overflows.
     fn step(&self, step: u64) {
+        self.step_with(step, step);
+    }
+
+    /// As `step`, with another step's gradients.
+    fn step_with(&self, step: u64, gradients: u64) {
         self.chunks(Dtype::Bf16, |job, shard, chunk, elements| {
-            let bits = |element| half::bf16::from_f32(value(element, step)).to_le_bytes();
+            let bits = |element| half::bf16::from_f32(value(element, gradients)).to_le_bytes();
             let payload: Vec<u8> = elements.flat_map(bits).collect();
             let contribution =
                 Contribution { step: Step(step), micro_step: MicroStep(0), rank: Rank(0), shard };
