@@ -32,7 +32,7 @@ pub(crate) struct Servers {
 
 impl Servers {
     /// Connects to every server; an unreachable one is an error that names it.
-    pub(super) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
+    pub(crate) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let mut servers = Vec::new();
         for address in addresses {

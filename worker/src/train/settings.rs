@@ -21,6 +21,8 @@ pub struct Settings {
     pub job: JobName,
     /// Empty: a server is embedded in the process.
     pub servers: Vec<String>,
+    /// The server is embedded in the process that started this one, and ends with it.
+    pub embedded: bool,
     pub data: PathBuf,
     pub model: Config,
     pub steps: u64,
@@ -57,6 +59,9 @@ pub struct Settings {
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_every: u64,
     pub resume: bool,
+    /// Where the weights are written at the end.
+    pub export: Option<PathBuf>,
+    pub export_dtype: Dtype,
     pub eval_every: u64,
     pub eval_batches: usize,
     pub sample_bytes: usize,
