@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod checkpoints;
 pub mod config;
 mod directories;
 mod jobs;

@@ -6,7 +6,7 @@
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, TryStreamExt, future::OptionFuture};
-use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa};
+use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa, step::Phase};
 use longshore_proto::{
     Fault, FaultKind,
     limits::{MAX_CONTROL_MESSAGE_BYTES, WINDOW_BYTES},
@@ -41,6 +41,8 @@ use crate::{
 pub(crate) const FRAME_BYTES: u32 = 1024 * 1024;
 /// A dead peer is noticed after this plus as much again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
+/// Of checkpoints that would have one name.
+const MOST_NAMES: u32 = 100;
 /// How long open streams may finish once a drain is over.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
@@ -144,6 +146,7 @@ impl Server {
         let compute = Compute::new(threads, isa)
             .map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
         let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
+        checkpoints.as_deref().map(check_checkpoints).transpose()?;
         let directories =
             Directories::claim(&config.storage, config.listen.port()).map_err(ServerError::StateDir)?;
         let storage = config.storage.to_engine(directories.shm.clone(), !config.no_memfd);
@@ -155,6 +158,7 @@ impl Server {
             drive_endurance: config.storage.drive_endurance,
             draining: Draining::new(),
             checkpoints,
+            checkpoint_log: Arc::default(),
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             links,
             transport: "tcp",
@@ -257,15 +261,21 @@ impl Server {
     async fn checkpoint(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
         let Some(store) = self.services.checkpoints.clone() else { return Ok(()) };
         let (job, keep) = (Arc::clone(&handle.job), self.services.checkpoint_keep);
+        if job.progress().phase == Phase::Loading {
+            return Ok(());
+        }
         let deadline = std::time::Instant::now() + self.config.drain_deadline;
         let written = tokio::task::spawn_blocking(move || {
             let version = job.progress().version;
-            let name = format!("drain-{:08}", version.0);
-            let part = store.write(&job, &name, Some(version), deadline)?;
+            let (name, part) = first_free(&format!("drain-{:08}", version.0), |name| {
+                store.write(&job, name, Some(version), deadline)
+            })?;
             let job = &job.spec().name;
             // The last of several servers to stop finds all parts, where they share the folder.
             let sealed = store.seal_if_whole(job, &name, part.servers)?;
-            store.prune(job, keep)?;
+            if sealed {
+                store.prune(job, keep, &name)?;
+            }
             tracing::info!(%job, %version, name, sealed, servers = part.servers, "checkpoint written on drain");
             Ok(())
         });
@@ -278,6 +288,35 @@ impl Server {
                 "see the server's log; this is a defect",
             ))
         })
+    }
+}
+
+/// Writes under the name, or where it is taken by another state, as after a rollback, under the first of name.2, name.3, ...
+/// that is not. Servers that share a folder find the same names taken.
+fn first_free<T>(name: &str, mut write: impl FnMut(&str) -> Result<T, Fault>) -> Result<(String, T), Fault> {
+    let mut number = 1;
+    loop {
+        let numbered = if number == 1 { name.to_string() } else { format!("{name}.{number}") };
+        number += 1;
+        match write(&numbered) {
+            Err(fault) if fault.kind == FaultKind::Conflict && number <= MOST_NAMES => {}
+            written => return written.map(|written| (numbered, written)),
+        }
+    }
+}
+
+/// A folder that cannot be used is an operator's mistake, best told at once; a full one may be emptied while the server runs.
+fn check_checkpoints(store: &Store) -> Result<(), Fault> {
+    match store.check() {
+        Ok(free) => {
+            tracing::info!(dir = %store.dir().display(), free, "checkpoint folder is ready");
+            Ok(())
+        }
+        Err(fault) if fault.kind == FaultKind::Exhausted => {
+            tracing::warn!(%fault, "the checkpoint folder takes no checkpoint now");
+            Ok(())
+        }
+        Err(fault) => Err(fault),
     }
 }
 

@@ -65,4 +65,7 @@ pub struct End {
     pub step_ms: f64,
     pub device_peak_bytes: u64,
     pub sample: String,
+    pub export: Option<String>,
+    pub checkpoint: Option<String>,
+    pub weights_gone: bool,
 }

@@ -33,7 +33,16 @@ pub struct ServerStatus {
     pub drive_endurance_days: Option<f64>,
     pub threads: u32,
     pub isa: String,
+    pub checkpoints: Option<CheckpointStatus>,
     pub ranks: Vec<RankStatus>,
+}
+
+/// What became of a server's checkpoints of the job.
+#[derive(Clone, Debug, Deserialize)]
+pub struct CheckpointStatus {
+    pub name: Option<String>,
+    pub version: u64,
+    pub failure: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -56,7 +56,7 @@ pub struct Flags {
     /// logs out (RemoveIPC) [default: /dev/shm/longshore-UID/PORT]
     #[arg(long, env = "LONGSHORED_SHM_DIR", value_name = "DIR")]
     pub shm_dir: Option<PathBuf>,
-    /// Folder for checkpoints; without it Checkpoint is refused
+    /// Folder for checkpoints, best one that all servers share; without it Checkpoint is refused
     #[arg(long, env = "LONGSHORED_CHECKPOINT_DIR", value_name = "DIR")]
     pub checkpoint_dir: Option<PathBuf>,
     /// Write a checkpoint of every job when told to stop

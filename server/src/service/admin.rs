@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// Longest time a snapshot waits for updates already decided.
-fn snapshot_deadline() -> Instant {
+pub(super) fn snapshot_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }
 
@@ -88,6 +88,16 @@ impl Admin for Services {
         let job = request.job.clone();
         let answer = self.seal(request).await;
         answer.map(Response::new).map_err(|fault| refuse("SealCheckpoint", &job, fault))
+    }
+
+    async fn discard_checkpoint(
+        &self,
+        request: Request<v1::DiscardCheckpointRequest>,
+    ) -> Result<Response<v1::DiscardCheckpointResponse>, Status> {
+        let request = request.into_inner();
+        let job = request.job.clone();
+        let answer = self.discard(request).await;
+        answer.map(Response::new).map_err(|fault| refuse("DiscardCheckpoint", &job, fault))
     }
 
     async fn list_checkpoints(
@@ -166,6 +176,7 @@ impl Services {
         let handle = self.jobs.get(&request.job)?;
         let mut answer = describe(&handle, &self.links, request.brief);
         answer.drive_endurance_bytes = self.drive_endurance;
+        answer.checkpoints = self.checkpoint_log.of(&request.job);
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
             let Hashes { info, blocks } = handle.hashes(default_deadline()).await?;
@@ -201,46 +212,6 @@ impl Services {
         })
     }
 
-    async fn write_checkpoint(
-        &self,
-        request: &v1::CheckpointRequest,
-    ) -> Result<v1::CheckpointResponse, Fault> {
-        let store = self.store()?;
-        let name = wire::parse_name("name", &request.name)?;
-        let handle = self.jobs.get(&request.job)?;
-        let expected = (request.version > 0).then_some(Version(request.version));
-        let part =
-            blocking(move || store.write(&handle.job, name.as_str(), expected, snapshot_deadline())).await?;
-        tracing::info!(
-            job = request.job,
-            name = request.name,
-            version = part.version.0,
-            "checkpoint part written"
-        );
-        Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
-    }
-
-    async fn seal(&self, request: v1::SealCheckpointRequest) -> Result<v1::SealCheckpointResponse, Fault> {
-        let store = self.store()?;
-        let job = wire::parse_name("job", &request.job)?;
-        let name = wire::parse_name("name", &request.name)?;
-        let keep = self.checkpoint_keep;
-        let manifest = blocking(move || {
-            let manifest = store.seal(&job, name.as_str(), &request.parts)?;
-            store.prune(&job, keep)?;
-            Ok(manifest)
-        });
-        let manifest = manifest.await?.display().to_string();
-        tracing::info!(job = request.job, name = request.name, manifest, "checkpoint sealed");
-        Ok(v1::SealCheckpointResponse { manifest })
-    }
-
-    async fn list(&self, job: &str) -> Result<v1::ListCheckpointsResponse, Fault> {
-        let store = self.store()?;
-        let job = wire::parse_name("job", job)?;
-        let found = blocking(move || store.list(&job)).await?;
-        let info = |(name, version): (String, Version)| v1::CheckpointInfo { name, version: version.0 };
-        Ok(v1::ListCheckpointsResponse { checkpoints: found.into_iter().map(info).collect() })
     }
 }
 
@@ -278,5 +249,6 @@ fn describe(handle: &Arc<JobHandle>, links: &Links, brief: bool) -> v1::Describe
         tensors: job.spec().params.len() as u32,
         parameters: job.spec().params.iter().filter_map(Param::elements).sum(),
         spill: job.spill().map_or("", Spill::name).into(),
+        checkpoints: None,
     }
 }

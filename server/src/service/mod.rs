@@ -1,6 +1,7 @@
 //! The gRPC services: messages in, domain calls, messages out. No decision is made here.
 
 mod admin;
+mod checkpoint;
 mod convert;
 mod export;
 mod pull;
@@ -21,6 +22,7 @@ use tonic::Status;
 
 pub(crate) use self::tensors::DataPlane;
 use crate::{
+    checkpoints::CheckpointLog,
     jobs::{JobHandle, Jobs},
     lifecycle::Draining,
     memfd::Links,
@@ -32,6 +34,7 @@ pub(crate) struct Services {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
+    pub(crate) checkpoint_log: Arc<CheckpointLog>,
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,

@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, wire::v1};
 use serde_json::json;
 
 use super::client::Servers;
-use crate::session::{TRIES, has_passed, lead, paused_at};
+use crate::session::{Checkpoint, TRIES, common, has_passed, is_taken, lead, numbered, paused_at};
 
 #[derive(clap::Args)]
 pub(super) struct ServersArgs {
@@ -89,20 +89,29 @@ pub(crate) fn checkpoint_name(version: u64) -> String {
 
 pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
-    let mut tried = 0;
+    let (mut tried, mut taken) = (0, 0);
     let (name, parts) = loop {
         let described = describe(&mut servers, &job)?;
         let newest = described.iter().filter_map(|d| Some(d.progress.as_ref()?.version)).max().unwrap_or(0);
         let version = newest + lead(tried);
-        let name = args.name.clone().unwrap_or_else(|| checkpoint_name(version));
-        let request = v1::CheckpointRequest { job: job.clone(), name: name.clone(), version };
+        let free = || numbered(&checkpoint_name(version)).nth(taken);
+        let Some(name) = args.name.clone().or_else(free) else {
+            anyhow::bail!("every name for a checkpoint of version {version} is taken: choose one with --name")
+        };
+        let request =
+            v1::CheckpointRequest { job: job.clone(), name: name.clone(), version, ..Default::default() };
         let parts = servers.each(|mut admin| {
             let request = request.clone();
             async move { admin.checkpoint(request).await }
         });
         match parts {
             Err(error) if tried < TRIES && error.downcast_ref().is_some_and(has_passed) => tried += 1,
-            parts => break (name, parts?),
+            Err(error) if args.name.is_none() && error.downcast_ref().is_some_and(is_taken) => taken += 1,
+            Err(error) => {
+                discard(&mut servers, &job, &name);
+                return Err(error);
+            }
+            Ok(parts) => break (name, parts),
         }
     };
     let seal = v1::SealCheckpointRequest {
@@ -113,7 +122,14 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
     let sealed = servers.each(|mut admin| {
         let seal = seal.clone();
         async move { admin.seal_checkpoint(seal).await }
-    })?;
+    });
+    let sealed = match sealed {
+        Ok(sealed) => sealed,
+        Err(error) => {
+            discard(&mut servers, &job, &name);
+            return Err(error);
+        }
+    };
     let version = parts.first().map_or(0, |(_, answer)| answer.version);
     if args.json {
         let manifest = |(address, answer): &(String, v1::SealCheckpointResponse)| json!({"server": address, "manifest": answer.manifest});
@@ -124,8 +140,24 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
     say!("checkpoint {name} of version {version}");
     for (address, answer) in sealed {
         say!("  {address}: {}", answer.manifest);
+        if answer.visible_parts < answer.parts {
+            say!(
+                "    with {} of {} parts: restored by the same servers only",
+                answer.visible_parts,
+                answer.parts
+            );
+        }
     }
     Ok(())
+}
+
+/// Gives back the room of the parts that were written. Where that fails the next checkpoint does it.
+fn discard(servers: &mut Servers, job: &str, name: &str) {
+    let request = v1::DiscardCheckpointRequest { job: job.to_string(), name: name.to_string() };
+    let _ = servers.answers(|mut admin| {
+        let request = request.clone();
+        async move { admin.discard_checkpoint(request).await }
+    });
 }
 
 pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
@@ -135,11 +167,14 @@ pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
         // Checkpoints outlive their job, so that one that is not there is no error before.
         servers.check_job(&job)?;
     }
-    for (name, version) in found {
+    for Checkpoint { name, version, stale, damage, .. } in found {
         if args.json {
-            say!("{}", json!({"job": job, "name": name, "version": version}));
+            let version = version.0;
+            say!("{}", json!({"job": job, "name": name, "version": version, "stale": stale, "damage": damage}));
         } else {
-            say!("{name}  version {version}");
+            let stale = if stale { "  stale: left behind when the job went back" } else { "" };
+            let damage = damage.map(|damage| format!("  DAMAGED {damage}")).unwrap_or_default();
+            say!("{name}  version {}{stale}{damage}", version.0);
         }
     }
     Ok(())
@@ -213,17 +248,12 @@ fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::Describe
     Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
-/// Checkpoints that every server sees, oldest first.
-fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<(String, u64)>> {
+/// What the servers list, in the order in which it was sealed.
+fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<Checkpoint>> {
     let request = v1::ListCheckpointsRequest { job: job.to_string() };
     let lists = servers.each_promptly(|mut admin| {
         let request = request.clone();
         async move { admin.list_checkpoints(request).await }
     })?;
-    let mut lists = lists.into_iter().map(|(_, list)| list.checkpoints);
-    let mut common = lists.next().unwrap_or_default();
-    for list in lists {
-        common.retain(|checkpoint| list.contains(checkpoint));
-    }
-    Ok(common.into_iter().map(|checkpoint| (checkpoint.name, checkpoint.version)).collect())
+    Ok(common(lists.into_iter().map(|(address, list)| (address, list.checkpoints)).collect()))
 }

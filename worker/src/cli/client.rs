@@ -40,7 +40,7 @@ pub(crate) type Silent = Vec<(String, String)>;
 
 impl Servers {
     /// Connects to every server; those that cannot be reached are an error that names them.
-    pub(super) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
+    pub(crate) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
         let (servers, silent) = Servers::reach(addresses)?;
         anyhow::ensure!(silent.is_empty(), "{}", name_silent(&silent));
         Ok(servers)

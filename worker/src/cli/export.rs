@@ -40,6 +40,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         dtype: args.dtype,
         max_file_bytes: args.max_file_size.0,
         deadline: Duration::from_secs(args.deadline_s),
+        replace: false,
     };
     let from = std::time::Instant::now();
     let exported = export::run(&mut servers, &settings)

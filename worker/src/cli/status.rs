@@ -2,7 +2,7 @@
 
 mod gather;
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::ensure;
 use longshore_proto::{
@@ -136,6 +136,9 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
         if answer.disk_bytes > 0 {
             say!("    {}", drives(answer));
         }
+        if let Some(checkpoints) = &answer.checkpoints {
+            say!("    {}", last_checkpoint(checkpoints));
+        }
         if !progress.pause_reason.is_empty() {
             say!("    paused: {}{}", progress.pause_reason, way_on(&progress.pause_reason));
         } else if !answer.waiting_for.is_empty() {
@@ -209,6 +212,45 @@ fn decision(commit: &v1::Commit, spec: Option<&v1::JobSpec>) -> String {
     )
 }
 
+fn last_checkpoint(status: &v1::CheckpointStatus) -> String {
+    let sealed = match status.name.as_str() {
+        "" => "no checkpoint since the server started".to_string(),
+        name => {
+            format!(
+                "last checkpoint {name} of version {}, {} ago",
+                status.version,
+                ago(status.sealed_unix_ms)
+            )
+        }
+    };
+    match status.failure.as_str() {
+        "" => sealed,
+        failure => format!("{sealed}; the next one FAILED {} ago: {failure}", ago(status.failed_unix_ms)),
+    }
+}
+
+/// As this host's clock has it, which need not be the server's.
+fn ago(unix_ms: u64) -> String {
+    let then = UNIX_EPOCH + Duration::from_millis(unix_ms);
+    let seconds = SystemTime::now().duration_since(then).unwrap_or_default().as_secs();
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        _ => format!("{} h", seconds / 3600),
+    }
+}
+
+fn checkpoints(status: &v1::CheckpointStatus) -> serde_json::Value {
+    let some = |text: &String| (!text.is_empty()).then(|| text.clone());
+    serde_json::json!({
+        "name": some(&status.name),
+        "version": status.version,
+        "sealed_unix_ms": status.sealed_unix_ms,
+        "failure": some(&status.failure),
+        "failed_unix_ms": status.failed_unix_ms,
+    })
+}
+
 fn rank(rank: &v1::RankStatus) -> serde_json::Value {
     serde_json::json!({
         "rank": rank.rank,
@@ -278,6 +320,7 @@ fn json(job: &str, answers: &Answers, without: &Without) -> serde_json::Value {
             "isa": answer.isa,
             "spill": (!answer.spill.is_empty()).then_some(&answer.spill),
             "missing_shards": progress.missing_shards.len(),
+            "checkpoints": answer.checkpoints.as_ref().map(checkpoints),
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
         })
     });

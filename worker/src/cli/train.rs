@@ -24,6 +24,9 @@ pub(super) struct Args {
     /// Optimizer servers, the same and in the same order on every rank [default: one embedded in this process]
     #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
     servers: Vec<String>,
+    /// The server that --servers names is embedded in the process that started this one
+    #[arg(long, hide = true)]
+    embedded: bool,
     /// Name of the job on the servers; the same command continues it
     #[arg(long, default_value = "default")]
     job: String,
@@ -160,10 +163,10 @@ pub(super) struct Args {
     #[arg(long, default_value_t = 3600, help_heading = "Ranks")]
     pause_deadline_s: u64,
 
-    /// Write a checkpoint every so many steps; 0 writes none
+    /// Write a checkpoint every so many steps, and at the end; 0 writes none
     #[arg(long, default_value_t = 0, help_heading = "Checkpoints")]
     checkpoint_every: u64,
-    /// Folder for an embedded server's checkpoints
+    /// Folder for an embedded server's checkpoints; one is written at the end
     #[arg(long, value_name = "DIR", help_heading = "Checkpoints")]
     checkpoint_dir: Option<PathBuf>,
     /// Go back to the newest checkpoint when servers have nothing of the job; when they all have, go on from there
@@ -175,6 +178,12 @@ pub(super) struct Args {
     /// With --resume, when a server has lost its part of a job of tier shm or nvme for good: delete what the others hold
     #[arg(long, help_heading = "Checkpoints")]
     discard_state: bool,
+    /// Write the trained weights as safetensors to this folder at the end; an earlier export there is replaced
+    #[arg(long, value_name = "DIR", help_heading = "Checkpoints")]
+    export: Option<PathBuf>,
+    /// What they are rounded to: bf16, f16 or f32
+    #[arg(long, default_value = "bf16", value_name = "DTYPE", help_heading = "Checkpoints")]
+    export_dtype: Dtype,
 
     /// Validate every so many steps; 0 only at the start and the end
     #[arg(long, default_value_t = 0, help_heading = "Output")]
@@ -233,6 +242,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         resume: resume(&args)?,
         loss_scale: loss_scale(&args)?,
         servers: args.servers,
+        embedded: args.embedded,
         data: args.data,
         model,
         steps: args.steps,
@@ -268,6 +278,8 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         stage: args.stage,
         checkpoint_dir: args.checkpoint_dir,
         checkpoint_every: args.checkpoint_every,
+        export: args.export,
+        export_dtype: args.export_dtype,
         eval_every: args.eval_every,
         eval_batches: args.eval_batches,
         sample_bytes: args.sample_bytes,

@@ -10,8 +10,17 @@ use std::{
 };
 
 use longshore_proto::{Dtype, Fault, FaultKind, JobSpec, Layout};
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{CWD, FallocateFlags, RenameFlags, fallocate};
 use safetensors::tensor::{Metadata, TensorInfo};
+
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Where an export goes.
+pub(super) struct Target {
+    pub(super) folder: PathBuf,
+    /// It may hold an earlier export.
+    pub(super) replace: bool,
+}
 
 /// Where one parameter lies.
 struct Place {
@@ -25,7 +34,7 @@ struct Place {
 /// The files of one export: `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. They are written in a
 /// folder beside the target, which takes its place when all is there: an export that fails leaves nothing behind.
 pub(super) struct Files {
-    target: PathBuf,
+    target: Target,
     draft: tempfile::TempDir,
     files: Vec<File>,
     names: Vec<String>,
@@ -72,23 +81,16 @@ impl Files {
     /// # Errors
     /// `Io` when `target` holds something, cannot be written, or has no room.
     pub(super) fn create(
-        target: &Path,
+        target: Target,
         spec: &JobSpec,
         layout: &Layout,
         dtype: Dtype,
         limit: u64,
     ) -> Result<Files, Fault> {
-        check_empty(target)?;
-        let parent =
-            target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        fs::create_dir_all(parent).map_err(failed("create", parent))?;
-        let draft = tempfile::Builder::new()
-            .prefix(".export-")
-            .tempdir_in(parent)
-            .map_err(failed("create", parent))?;
+        let draft = target.draft()?;
         let ranges = split(spec, dtype, limit);
         let mut files = Files {
-            target: target.to_path_buf(),
+            target,
             draft,
             files: Vec::new(),
             names: Vec::new(),
@@ -196,19 +198,16 @@ impl Files {
             file.sync_all().map_err(failed("sync", &folder.join(name)))?;
         }
         if self.names.len() > 1 {
-            let path = folder.join("model.safetensors.index.json");
+            let path = folder.join(INDEX);
             let text = format!("{:#}\n", self.index);
             fs::write(&path, text).map_err(failed("write", &path))?;
             File::open(&path).and_then(|file| file.sync_all()).map_err(failed("sync", &path))?;
         }
-        check_empty(&self.target)?;
-        // A folder replaces an empty one in one operation. The draft's own mode is 0700, for its time as a draft.
+        // The draft's own mode is 0700, for its time as a draft.
         set_mode(folder).map_err(failed("chmod", folder))?;
-        fs::rename(folder, &self.target).map_err(failed("rename", &self.target))?;
-        let _ = self.draft.keep();
-        let parent = self.target.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let parent = parent.unwrap_or(Path::new("."));
-        File::open(parent).and_then(|folder| folder.sync_all()).map_err(failed("sync", parent))
+        let parent = self.target.parent().to_path_buf();
+        self.target.take(self.draft)?;
+        File::open(&parent).and_then(|folder| folder.sync_all()).map_err(failed("sync", &parent))
     }
 }
 
@@ -217,19 +216,67 @@ fn set_mode(folder: &Path) -> io::Result<()> {
     fs::set_permissions(folder, fs::Permissions::from_mode(0o755))
 }
 
-/// Nothing of anyone's is overwritten.
-fn check_empty(target: &Path) -> Result<(), Fault> {
-    let found = match fs::read_dir(target) {
-        Ok(mut entries) => entries.next().transpose(),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
-    };
-    match found.map_err(failed("read", target))? {
-        None => Ok(()),
-        Some(entry) => {
-            let value = entry.path().display().to_string();
-            let remedy = "name another folder with --out, or empty this one";
-            Err(Fault::new(FaultKind::Conflict, "out", value, "an empty folder, or none yet", remedy))
-        }
+impl Target {
+    /// Whether it could be written now.
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        self.draft().map(drop)
     }
+
+    /// A folder beside it.
+    fn draft(&self) -> Result<tempfile::TempDir, Fault> {
+        self.holds_export()?;
+        let parent = self.parent();
+        fs::create_dir_all(parent).map_err(failed("create", parent))?;
+        let draft = tempfile::Builder::new().prefix(".export-").tempdir_in(parent);
+        draft.map_err(failed("create", parent))
+    }
+
+    fn parent(&self) -> &Path {
+        let parent = self.folder.parent().filter(|parent| !parent.as_os_str().is_empty());
+        parent.unwrap_or(Path::new("."))
+    }
+
+    /// Gives the draft its place, in one operation: there is the earlier export or this one, and both whole.
+    fn take(&self, draft: tempfile::TempDir) -> Result<(), Fault> {
+        if self.holds_export()? {
+            // What the draft's name then leads to is the earlier export, and goes with it.
+            return rustix::fs::renameat_with(CWD, draft.path(), CWD, &self.folder, RenameFlags::EXCHANGE)
+                .map_err(|error| failed("rename", &self.folder)(error.into()));
+        }
+        fs::rename(draft.path(), &self.folder).map_err(failed("rename", &self.folder))?;
+        let _ = draft.keep();
+        Ok(())
+    }
+
+    /// Nothing of anyone's is overwritten: what may be there is nothing, or an export.
+    fn holds_export(&self) -> Result<bool, Fault> {
+        let entries = match fs::read_dir(&self.folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(failed("read", &self.folder)(error)),
+        };
+        let mut holds = false;
+        for entry in entries {
+            let entry = entry.map_err(failed("read", &self.folder))?;
+            if !self.replace || !is_exported(&entry.file_name().to_string_lossy()) {
+                let value = entry.path().display().to_string();
+                let (limit, remedy) = match self.replace {
+                    false => {
+                        ("an empty folder, or none yet", "name another folder with --out, or empty this one")
+                    }
+                    true => (
+                        "an empty folder, an earlier export, or none yet",
+                        "name another folder, or empty this one",
+                    ),
+                };
+                return Err(Fault::new(FaultKind::Conflict, "out", value, limit, remedy));
+            }
+            holds = true;
+        }
+        Ok(holds)
+    }
+}
+
+fn is_exported(name: &str) -> bool {
+    name == INDEX || name.starts_with("model") && name.ends_with(".safetensors")
 }

@@ -4,11 +4,17 @@
 mod files;
 mod receive;
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
-use longshore_proto::{Dtype, JobSpec, Layout, Placement, Version, wire::v1};
+use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Version, wire::v1};
 
-use self::{files::Files, receive::receive};
+use self::{
+    files::{Files, Target},
+    receive::receive,
+};
 use crate::{
     cli::Servers,
     session::{TRIES, has_passed, lead, whole},
@@ -22,6 +28,8 @@ pub(crate) struct Settings {
     pub(crate) max_file_bytes: u64,
     /// Longest wait for a version that all servers can give.
     pub(crate) deadline: Duration,
+    /// Put it in the place of an earlier export.
+    pub(crate) replace: bool,
 }
 
 pub(crate) struct Exported {
@@ -39,7 +47,8 @@ struct Described {
 
 pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Exported> {
     let Described { spec, layout, placement } = describe(servers, &settings.job)?;
-    let files = Files::create(&settings.out, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
+    let target = Target { folder: settings.out.clone(), replace: settings.replace };
+    let files = Files::create(target, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
     let mut tried = 0;
     let version = loop {
         let version = Version(newest(servers, &settings.job)?.0 + lead(tried));
@@ -52,6 +61,11 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     let (bytes, names) = (files.bytes(), files.names().to_vec());
     files.publish()?;
     Ok(Exported { version, bytes, files: names })
+}
+
+/// Whether an export that replaces an earlier one could be written to `out` now.
+pub(crate) fn check_target(out: &Path) -> Result<(), Fault> {
+    Target { folder: out.to_path_buf(), replace: true }.check()
 }
 
 fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {

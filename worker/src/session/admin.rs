@@ -1,4 +1,4 @@
-//! Operators' calls over all servers of a job: checkpoint, hash, pause, delete.
+//! Operators' calls over all servers of a job: hash, pause, delete.
 
 use std::{
     future::Future,
@@ -8,18 +8,15 @@ use std::{
 
 use futures_util::future::try_join_all;
 use longshore_proto::{
-    FaultKind, JobName, Version,
+    FaultKind, Version,
     checksum::{BlockHash, state_hash},
     limits::MAX_PAUSE_REASON_BYTES,
-    wire::v1::{
-        CheckpointRequest, CheckpointResponse, DeleteJobRequest, DescribeResponse, ListCheckpointsRequest,
-        PauseRequest, SealCheckpointRequest,
-    },
+    wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest},
 };
 use tonic::{Response, Status};
 
-use super::{Core, TRIES, has_passed, lead, peer::Peer, retry::Backoff};
-use crate::error::{Error, MissingBlock, Result, TimedOut, VersionsDiffer};
+use super::{Core, peer::Peer, retry::Backoff};
+use crate::error::{Error, MissingBlock, Result, VersionsDiffer};
 
 /// The hash of all state of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,13 +26,6 @@ pub struct StateHash {
     pub applied: u64,
     /// 32 hexadecimal digits.
     pub hash: String,
-}
-
-/// A sealed checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Checkpoint {
-    pub name: String,
-    pub version: Version,
 }
 
 impl Core {
@@ -95,82 +85,6 @@ impl Core {
         Ok(StateHash { version, applied, hash })
     }
 
-    pub(super) async fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
-        let request = ListCheckpointsRequest { job: self.job().to_string() };
-        let answers = self.everywhere("ListCheckpoints", self.options.deadline, |peer| {
-            let request = request.clone();
-            async move { peer.admin().list_checkpoints(request).await }
-        });
-        let mut lists = answers.await?.into_iter().map(|answer| answer.checkpoints);
-        let mut common = lists.next().unwrap_or_default();
-        for list in lists {
-            common.retain(|checkpoint| list.contains(checkpoint));
-        }
-        let known = |info: longshore_proto::wire::v1::CheckpointInfo| Checkpoint {
-            name: info.name,
-            version: Version(info.version),
-        };
-        Ok(common.into_iter().map(known).collect())
-    }
-
-    pub(super) async fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
-        let name = JobName::parse("checkpoint.name", name)?;
-        let start = Instant::now();
-        let end = start + self.options.slow_deadline;
-        let mut tried = 0;
-        let parts = loop {
-            match self.parts(name.as_str(), lead(tried)).await {
-                // A commit came between: the version named is no longer the current one.
-                Err(Error::Call(failed)) if has_passed(&failed.fault) => {
-                    tried += 1;
-                    if tried == TRIES || Instant::now() > end {
-                        return Err(self.moving_target(start, failed.fault));
-                    }
-                }
-                other => break other?,
-            }
-        };
-        let version = Version(parts.first().map_or(0, |part| part.version));
-        let parts: Vec<String> = parts.into_iter().map(|part| part.part).collect();
-        let request = SealCheckpointRequest { job: self.job().to_string(), name: name.to_string(), parts };
-        self.everywhere("SealCheckpoint", self.options.slow_deadline, |peer| {
-            let request = request.clone();
-            async move { peer.admin().seal_checkpoint(request).await }
-        })
-        .await?;
-        Ok(Checkpoint { name: name.to_string(), version })
-    }
-
-    /// Every server's part, all of one version: the newest, or one so many steps on.
-    async fn parts(&self, name: &str, lead: u64) -> Result<Vec<CheckpointResponse>> {
-        let answers = self.describe_all(false, self.options.deadline).await?;
-        let version = answers
-            .iter()
-            .filter_map(|answer| answer.progress.as_ref())
-            .map(|progress| progress.version)
-            .max()
-            .unwrap_or(0);
-        let request =
-            CheckpointRequest { job: self.job().to_string(), name: name.into(), version: version + lead };
-        self.everywhere("Checkpoint", self.options.slow_deadline, |peer| {
-            let request = request.clone();
-            async move { peer.admin().checkpoint(request).await }
-        })
-        .await
-    }
-
-    fn moving_target(&self, start: Instant, fault: longshore_proto::Fault) -> Error {
-        TimedOut {
-            what: "a version that all servers can checkpoint",
-            server: None,
-            job: self.job().clone(),
-            step: None,
-            shard: None,
-            version: None,
-            waited: start.elapsed(),
-            last: Some(fault),
-        }
-        .into()
     }
 
     pub(super) async fn delete_job(&self) -> Result<()> {

@@ -1,6 +1,8 @@
 //! One rank's session with all servers of its job: connect, open, join, and the operators' calls.
 
 mod admin;
+mod checkpoint;
+mod checkpoints;
 mod connector;
 mod core;
 mod go_back;
@@ -31,22 +33,25 @@ use longshore_proto::{
 };
 
 pub use self::{
-    admin::{Checkpoint, StateHash},
+    admin::StateHash,
+    checkpoints::Checkpoint,
     go_back::GoBack,
     join::Joined,
     open::Opened,
     options::{Options, Transport},
+};
+#[cfg(feature = "cli")]
+pub(crate) use self::{
+    checkpoint::is_taken,
+    checkpoints::{common, numbered},
+    peer::{endpoint, whole, with_sources},
+    resume::paused_at,
 };
 use self::{core::Engine, peer::Peer};
 pub(crate) use self::{
     core::{Core, Meter, OwnCommit, SharedCore},
     patience::Impatience,
     retry::Backoff,
-};
-#[cfg(feature = "cli")]
-pub(crate) use self::{
-    peer::{endpoint, whole, with_sources},
-    resume::paused_at,
     version::{TRIES, has_passed, lead},
 };
 use crate::{
@@ -153,12 +158,29 @@ impl Session {
         self.core.block_on(self.core.state_hash())
     }
 
-    /// Sealed checkpoints that every server lists, oldest first.
+    /// Sealed checkpoints in the order in which they were sealed, which is not that of their versions once the job went back.
+    /// Those that cannot be restored are among them, and say why.
     pub fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
         self.core.block_on(self.core.list_checkpoints())
     }
 
-    /// Writes a checkpoint of the current version: every server its part, then the manifest beside each part.
+    /// Whether every server could write its part of a checkpoint now: to be asked before the first step of a run that wants
+    /// some.
+    pub fn check_checkpoint(&self) -> Result<()> {
+        self.core.block_on(self.core.check_checkpoint())
+    }
+
+    /// As `checkpoint`. Where the name is taken by another state, as after a rollback, the first of name.2, name.3, ... that
+    /// is not is taken instead.
+    pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
+        self.core.block_on(self.core.checkpoint_numbered(name))
+    }
+
+    /// Writes a checkpoint of the current version: every server its part, then the manifest beside each part. A sealed one
+    /// of that name is the answer when it is of this very state.
+    ///
+    /// # Errors
+    /// `Call`, of a `Conflict` of `name`, when it is taken by another state.
     pub fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
         self.core.block_on(self.core.checkpoint(name))
     }

@@ -25,7 +25,9 @@ pub fn run(settings: &Settings) -> anyhow::Result<()> {
     };
     match settings.rank {
         None if settings.world_size > 1 => start_ranks(settings, &servers),
-        _ => rank::run(settings, settings.rank.unwrap_or(0), &servers, embedded.is_some()),
+        _ => {
+            rank::run(settings, settings.rank.unwrap_or(0), &servers, embedded.is_some() || settings.embedded)
+        }
     }
 }
 
@@ -66,7 +68,7 @@ fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
         let mut command = Command::new(program);
         command.args(std::env::args_os().skip(1)).arg("--rank").arg(rank.to_string());
         if settings.servers.is_empty() {
-            command.arg("--servers").arg(servers.join(","));
+            command.arg("--servers").arg(servers.join(",")).arg("--embedded");
         }
         if rank > 0 {
             command.stdout(Stdio::null());

@@ -3,6 +3,7 @@
 pub mod gpt;
 mod gradients;
 mod images;
+mod keep;
 mod launch;
 mod memory;
 mod rank;

@@ -8,13 +8,13 @@ use longshore_proto::{Layout, Rank, Step, Version};
 use super::{
     LayerGradients, LayerImages, PullLayer, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
     gpt::{self, Gpt, Weights},
+    keep::Keeper,
     memory::{Work, activations, plan_stage, with_kept_activations},
     report::{Around, Ending, Opening, Report},
     tested,
     text::{Batch, Corpus},
 };
 use crate::{
-    cli::checkpoint_name,
     device::{Budget, Device},
     error::Error,
     pipeline::{Pipeline, PipelineOptions, StepPlan, Weights as Pulled},
@@ -58,7 +58,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let place = Place { servers, embedded };
     loop {
         match run.train(place, &mut report) {
-            Err(error) if is_outdated(&error) => report.note(&format!("{error}. Starting over")),
+            Err(error) if is_withdrawn(&error) => report.note(&format!("{error}: starting over from there")),
             ended => return ended,
         }
     }
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
     /// From where the servers are to the last step.
     ///
     /// # Errors
-    /// `Outdated`: then nothing is lost, and it may be called again.
+    /// `Withdrawn` when a step was taken back: then nothing is lost, and it may be called again.
     fn train(&self, Place { servers, embedded }: Place<'_>, report: &mut Report) -> anyhow::Result<()> {
         let settings = self.settings;
         let host = Budget::unlimited("host memory of the worker");
@@ -107,6 +107,10 @@ impl<'a> Run<'a> {
             ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
         };
         let (session, joined) = self.enter(options, report)?;
+        let mut keeper = Keeper::new(settings, servers, embedded);
+        if self.rank == 0 {
+            keeper.check(&session, joined.version, report)?;
+        }
         let mut memory = self.allocate()?;
         let summary = self.corpus.summary();
         report.opening(&Opening {
@@ -127,10 +131,11 @@ impl<'a> Run<'a> {
         self.check_resumed(&pipeline, report);
         while pipeline.last_step().0 < settings.steps {
             self.step(&mut pipeline, &mut memory, report)?;
-            self.after_step(&mut pipeline, &mut memory, report)?;
+            self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;
         }
         let version = pipeline.drain()?;
         report.decided(pipeline.outcomes());
+        let mut failure = None;
         if self.rank == 0 {
             let around = Around {
                 first_loss,
@@ -139,11 +144,14 @@ impl<'a> Run<'a> {
                 host_peak: host.peak(),
                 formats: settings.formats,
             };
-            report.ending(&self.end(&pipeline, version, &mut memory, around)?);
+            let ending = self.end(&pipeline, version, &mut memory, around)?;
+            let kept = keeper.finish(pipeline.session(), version, report)?;
+            report.ending(&ending, &kept);
+            failure = kept.failure;
         }
         drop(memory);
         pipeline.close()?.leave()?;
-        Ok(())
+        failure.map_or(Ok(()), Err)
     }
 
     /// Connects, creates or finds the job, gives it weights if it has none, and takes the rank.
@@ -291,6 +299,7 @@ impl<'a> Run<'a> {
         &self,
         pipeline: &mut Pipeline,
         memory: &mut Memory,
+        keeper: &mut Keeper<'_>,
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let step = pipeline.last_step().0;
@@ -300,10 +309,9 @@ impl<'a> Run<'a> {
             report.decided(pipeline.outcomes());
             self.evaluate_at(pipeline.session(), version, memory, report)?;
         }
-        if due(self.settings.checkpoint_every) && self.rank == 0 {
+        if self.rank == 0 && keeper.is_due(step) {
             pipeline.drain()?;
-            let written = pipeline.session().checkpoint(&checkpoint_name(step))?;
-            report.checkpoint(&written.name, written.version.0);
+            keeper.checkpoint(pipeline.session(), step, report)?;
         }
         Ok(())
     }
@@ -411,7 +419,7 @@ fn unwrap_library(error: gpt::Error) -> anyhow::Error {
     }
 }
 
-/// Whether the run can go on by joining again.
-fn is_outdated(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(Error::Outdated(_)))
+/// Whether a step that this process had built on was taken back.
+fn is_withdrawn(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(Error::Withdrawn(_)))
 }

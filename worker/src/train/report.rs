@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use longshore_proto::{Formats, Step};
 use serde_json::json;
 
+use super::keep::Kept;
 use crate::{
     cli::human,
     pipeline::{StepOutcome, StepPlan},
@@ -232,7 +233,7 @@ impl Report {
         }
     }
 
-    pub(super) fn ending(&mut self, ending: &Ending) {
+    pub(super) fn ending(&mut self, ending: &Ending, left: &Kept) {
         if let Output::Bar(bar) = &self.output {
             bar.finish_and_clear();
         }
@@ -251,6 +252,7 @@ impl Report {
                 "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
                 "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
                 "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
+                "export": left.export, "checkpoint": left.checkpoint, "weights_gone": left.gone,
             }));
             return;
         }
@@ -301,6 +303,7 @@ impl Report {
             human(per_step(self.pulled))
         ));
         self.line(&format!("state hash        {} at version {}", ending.state_hash, ending.version));
+        left.lines.iter().for_each(|line| self.line(line));
         if ending.around.embedded {
             self.line("");
             self.line("next: start `longshored` on each node, and train with --servers HOST:PORT,... to keep the job when workers die");

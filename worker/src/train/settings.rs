@@ -21,6 +21,8 @@ pub struct Settings {
     pub job: JobName,
     /// Empty: a server is embedded in the process.
     pub servers: Vec<String>,
+    /// The server is embedded in the process that started this one, and ends with it.
+    pub embedded: bool,
     pub data: PathBuf,
     pub model: Config,
     pub steps: u64,
@@ -58,6 +60,9 @@ pub struct Settings {
     pub checkpoint_every: u64,
     /// Where servers have nothing of the job, to which checkpoint it goes back. None: it starts afresh.
     pub resume: Option<GoBack>,
+    /// Where the weights are written at the end.
+    pub export: Option<PathBuf>,
+    pub export_dtype: Dtype,
     pub eval_every: u64,
     pub eval_batches: usize,
     pub sample_bytes: usize,

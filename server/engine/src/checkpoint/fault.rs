@@ -27,6 +27,10 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> 
                 let remedy = "give the server's user the right to read and write the checkpoint folder";
                 Fault::new(FaultKind::Precondition, FIELD, value, "accessible", remedy)
             }
+            io::ErrorKind::NotADirectory => {
+                let remedy = "check the checkpoint folder's path: a file is where a folder should be";
+                Fault::new(FaultKind::Precondition, FIELD, value, "a folder", remedy)
+            }
             _ => {
                 let remedy = "see the kernel's log for the device, or choose another checkpoint folder";
                 Fault::new(FaultKind::Internal, FIELD, value, "done without an I/O error", remedy)

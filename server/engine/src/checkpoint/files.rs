@@ -88,9 +88,7 @@ impl Draft {
         if let Err(error) = fs::remove_file(&self.temporary) {
             tracing::warn!(path = %self.temporary.display(), %error, "could not remove an unfinished file");
         }
-        // Refused by the system unless they are empty.
-        let folder = parent(&self.target);
-        let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
+        remove_empty(parent(&self.target));
     }
 }
 
@@ -105,6 +103,12 @@ pub(super) fn publish(target: PathBuf, bytes: &[u8]) -> Result<(), Fault> {
     let draft = Draft::create(target)?;
     (&*draft.file).write_all(bytes).map_err(io("write", draft.path()))?;
     draft.publish()
+}
+
+/// A folder and the one above it, each if nothing is in it.
+pub(super) fn remove_empty(folder: &Path) {
+    // Refused by the system unless they are empty.
+    let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
 }
 
 /// What a killed server left of earlier attempts at this file. Only this file's writer may call it.

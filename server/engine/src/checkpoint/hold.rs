@@ -34,6 +34,9 @@ impl Store {
             Some(job) => Source::open(&folder, job.spec())?,
             None => Source::open(&folder, &Manifest::read(&folder)?.spec)?,
         };
+        if let Some(job) = job {
+            source.check_visible(job)?;
+        }
         Ok((source.info()?, source.manifest.spec))
     }
 
@@ -69,6 +72,7 @@ impl Store {
             return Ok(info);
         }
         if !job.holds(&info.id) {
+            source.check_visible(job)?;
             let origin = CheckpointId { name: name.to_string(), id: info.id.clone() };
             let RestoreInfo { version, applied, commit, .. } = info.clone();
             let record = Record::new(version, applied, commit);

@@ -1,20 +1,46 @@
-//! Which checkpoints there are, and how old ones go.
+//! Which checkpoints there are, in which order they were made, and what is wrong with them.
 
-use std::{fs, io::ErrorKind, path::Path};
+use std::{
+    fs,
+    io::ErrorKind,
+    path::Path,
+    time::{Duration, SystemTime},
+};
 
-use longshore_proto::{Fault, JobName, Version};
+use longshore_proto::{Fault, FaultKind, JobName, Version};
 
 use super::{
     Store,
-    fault::io,
-    files::sync_folder,
-    manifest::{self, Manifest},
+    fault::{corrupt, io},
+    manifest::{self, Hints, Manifest},
+    part::Part,
 };
 
+/// A sealed checkpoint.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Listed {
+    pub name: String,
+    /// Of a damaged one, what its manifest still seems to say.
+    pub version: Version,
+    /// See [`Manifest::sequence`]; 0 for one from before there was one.
+    pub sequence: u64,
+    pub state_hash: Option<String>,
+    /// How many servers wrote it.
+    pub parts: u32,
+    /// Servers whose parts lie in this folder.
+    pub visible: Vec<u32>,
+    /// A checkpoint sealed later is of no later version and of another state: the job went back since.
+    pub stale: bool,
+    /// Why it cannot be restored from this folder.
+    pub damage: Option<Fault>,
+    /// Of the manifest, by the file system's clock.
+    sealed_at: Duration,
+}
+
 impl Store {
-    /// Sealed checkpoints of a job, by version and then name: oldest first. One whose manifest is damaged is left out,
-    /// with a warning, so that it hides no other.
-    pub fn list(&self, job: &JobName) -> Result<Vec<(String, Version)>, Fault> {
+    /// Sealed checkpoints of a job in the order in which they were sealed, which is not that of their versions once a job
+    /// went back. Damaged ones are among them: who takes an older one must be able to say so.
+    pub fn list(&self, job: &JobName) -> Result<Vec<Listed>, Fault> {
         let folder = self.dir().join(job.as_str());
         let entries = match fs::read_dir(&folder) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -27,57 +53,110 @@ impl Store {
             let Some(name) = name.to_str().filter(|name| JobName::parse("name", name).is_ok()) else {
                 continue;
             };
-            if !entry.path().join(manifest::FILE).exists() {
-                continue;
-            }
-            match Manifest::read(&entry.path()) {
-                Ok(manifest) => found.push((name.to_string(), manifest.version)),
-                Err(fault) => tracing::warn!(%job, name, %fault, "a checkpoint is left out of the list"),
-            }
+            found.extend(look(&entry.path(), name));
         }
-        found.sort_by(|(name, version), (other_name, other)| {
-            version.cmp(other).then_with(|| name.cmp(other_name))
-        });
+        sort(&mut found);
+        mark_stale(&mut found);
         Ok(found)
     }
 
-    /// The newest sealed checkpoint.
+    /// The checkpoint sealed last, of those that can be restored.
     pub fn latest(&self, job: &JobName) -> Result<Option<(String, Version)>, Fault> {
-        Ok(self.list(job)?.pop())
+        let sound = self.list(job)?.into_iter().rfind(|listed| listed.damage.is_none());
+        Ok(sound.map(|listed| (listed.name, listed.version)))
     }
+}
 
-    /// Removes the oldest sealed checkpoints beyond `keep` (None keeps all), never the newest. Returns what it removed.
-    /// Unsealed ones are left alone: a server may be writing them.
-    pub fn prune(&self, job: &JobName, keep: Option<usize>) -> Result<Vec<String>, Fault> {
-        let Some(keep) = keep else { return Ok(Vec::new()) };
-        let listed = self.list(job)?;
-        let excess = listed.len().saturating_sub(keep.max(1));
-        let mut removed = Vec::with_capacity(excess);
-        for (name, version) in listed.into_iter().take(excess) {
-            let folder = self.folder(job, &name)?;
-            remove(&folder)?;
-            tracing::info!(%job, name, %version, "old checkpoint removed");
-            removed.push(name);
+/// None: not sealed, or removed at this moment by a server that shares the folder.
+fn look(folder: &Path, name: &str) -> Option<Listed> {
+    let path = folder.join(manifest::FILE);
+    let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).ok()?;
+    let sealed_at = modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let listed = Listed {
+        name: name.to_string(),
+        version: Version(0),
+        sequence: 0,
+        state_hash: None,
+        parts: 0,
+        visible: Vec::new(),
+        stale: false,
+        damage: None,
+        sealed_at,
+    };
+    match Manifest::read(folder) {
+        Ok(manifest) => Some(whole(listed, folder, &manifest)),
+        Err(fault) if fault.kind == FaultKind::NotFound => None,
+        Err(fault) => {
+            let Hints { version, sequence } = Hints::read(folder);
+            Some(Listed { version, sequence, damage: Some(fault), ..listed })
         }
-        Ok(removed)
     }
 }
 
-/// The manifest first: a crash in between leaves something unsealed and never a sealed checkpoint without its parts.
-fn remove(folder: &Path) -> Result<(), Fault> {
-    let manifest = folder.join(manifest::FILE);
-    gone(fs::remove_file(&manifest)).map_err(io("remove", &manifest))?;
-    match sync_folder(folder) {
-        Err(fault) if fault.kind == longshore_proto::FaultKind::NotFound => return Ok(()),
-        other => other?,
+/// With what a look at the parts' lengths tells. Their bytes are compared with their hashes when they are restored.
+fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
+    let (mut visible, mut damage) = (Vec::new(), None);
+    for part in &manifest.parts {
+        match check_length(folder, part) {
+            Ok(true) => visible.push(part.server),
+            Ok(false) => {}
+            Err(fault) => damage = damage.or(Some(fault)),
+        }
     }
-    gone(fs::remove_dir_all(folder)).map_err(io("remove", folder))
+    Listed {
+        version: manifest.version,
+        sequence: manifest.sequence,
+        state_hash: manifest.state_hash.clone(),
+        parts: manifest.parts.len() as u32,
+        visible,
+        damage,
+        ..listed
+    }
 }
 
-/// Servers that share a folder prune it at the same time.
-fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
-    match result {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        other => other,
+/// False: it does not lie in this folder.
+fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
+    let path = folder.join(&part.file);
+    match fs::metadata(&path) {
+        Ok(metadata) if metadata.len() == part.bytes => Ok(true),
+        Ok(metadata) => Err(corrupt(
+            format!("{} ({} bytes)", path.display(), metadata.len()),
+            format!("{} bytes", part.bytes),
+        )),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(io("look at", &path)(error)),
+    }
+}
+
+/// By sequence. Those without one are older than all others, and were sealed in the order of their files' times; a manifest
+/// that tells nothing any more takes its place by its time alone.
+fn sort(found: &mut Vec<Listed>) {
+    let lost = |listed: &mut Listed| listed.damage.is_some() && listed.sequence == 0;
+    let unplaced: Vec<Listed> = found.extract_if(.., lost).collect();
+    let time = |listed: &Listed| if listed.sequence == 0 { listed.sealed_at } else { Duration::ZERO };
+    found.sort_by(|one, other| {
+        let key = |listed: &Listed| (listed.sequence, time(listed), listed.version);
+        key(one).cmp(&key(other)).then_with(|| one.name.cmp(&other.name))
+    });
+    for mut listed in unplaced {
+        let before = found.iter().rposition(|other| other.sealed_at <= listed.sealed_at);
+        listed.sequence = before.map_or(0, |at| found[at].sequence);
+        found.insert(before.map_or(0, |at| at + 1), listed);
+    }
+}
+
+/// Along one lineage versions rise: one that a later checkpoint does not exceed was left behind by a rollback.
+fn mark_stale(found: &mut [Listed]) {
+    let mut later: Option<(Version, Option<String>)> = None;
+    for listed in found.iter_mut().rev().filter(|listed| listed.damage.is_none()) {
+        let Some((least, hash)) = &later else {
+            later = Some((listed.version, listed.state_hash.clone()));
+            continue;
+        };
+        let same = listed.state_hash.is_some() && listed.state_hash == *hash;
+        listed.stale = listed.version > *least || listed.version == *least && !same;
+        if listed.version < *least {
+            later = Some((listed.version, listed.state_hash.clone()));
+        }
     }
 }

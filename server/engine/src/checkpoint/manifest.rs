@@ -37,6 +37,10 @@ pub struct Manifest {
     /// Of the whole version, as `longshore status` prints it. None when it was sealed where not all parts were visible;
     /// the blocks are verified all the same.
     pub state_hash: Option<String>,
+    /// The highest of the parts': checkpoints are kept and listed in this order, not in that of their versions, which a
+    /// rollback takes back.
+    #[serde(default)]
+    pub sequence: u64,
     pub images: StoredImages,
     /// In the order of the servers.
     pub parts: Vec<Part>,
@@ -69,6 +73,21 @@ pub(super) fn parse_commit(json: &[u8]) -> serde_json::Result<Option<Commit>> {
     Ok(serde_json::from_slice::<CommitJson>(json)?.commit)
 }
 
+/// What a damaged manifest still seems to say: enough to put it in its place in a list, and for nothing else.
+#[derive(Deserialize)]
+pub(super) struct Hints {
+    pub(super) version: Version,
+    #[serde(default)]
+    pub(super) sequence: u64,
+}
+
+impl Hints {
+    pub(super) fn read(folder: &Path) -> Hints {
+        let bytes = read_file(&folder.join(FILE)).unwrap_or_default();
+        serde_json::from_slice(&bytes).unwrap_or(Hints { version: Version(0), sequence: 0 })
+    }
+}
+
 impl Manifest {
     pub(super) fn new(
         first: &Part,
@@ -84,6 +103,7 @@ impl Manifest {
             version: first.version,
             applied: first.applied,
             state_hash: None,
+            sequence: parts.iter().map(|part| part.sequence).max().unwrap_or(0),
             images,
             parts,
             commit,

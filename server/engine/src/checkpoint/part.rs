@@ -23,6 +23,10 @@ pub struct Part {
     pub servers: u32,
     pub version: Version,
     pub applied: u64,
+    /// One more than the highest of the sealed checkpoints that the writer saw. It says in which order checkpoints were
+    /// made, whatever clocks and versions say. 0 in parts from before there was one.
+    #[serde(default)]
+    pub sequence: u64,
     pub images: StoredImages,
     /// Of the job's spec, as JSON: the same in every part.
     pub spec: String,

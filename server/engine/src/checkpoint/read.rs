@@ -164,7 +164,8 @@ fn open(path: &Path, part: &Part) -> Result<File, Fault> {
         std::io::ErrorKind::NotFound => {
             let value =
                 format!("{} (the part of server {} of {})", path.display(), part.server + 1, part.servers);
-            let remedy = "copy the parts of all servers into this folder, or let the servers share one";
+            let remedy = "this server needs it: restore onto the servers that wrote the checkpoint, in their order, or copy \
+                          their parts into this folder, or let the servers share one";
             Fault::new(FaultKind::NotFound, FIELD, value, "beside the manifest", remedy)
         }
         _ => io("open", path)(error),

@@ -39,7 +39,8 @@ pub struct RestoreInfo {
 pub(super) struct Source {
     pub(super) manifest: Manifest,
     pub(super) layout: Layout,
-    readers: Vec<PartReader>,
+    /// Why a part is not in this folder: it may be another host's, and of no use here.
+    readers: Vec<Result<PartReader, Fault>>,
     /// By old shard, the part that has it.
     owners: Vec<usize>,
     pub(super) images: StoredImages,
@@ -63,9 +64,13 @@ impl Source {
         let mut readers = Vec::with_capacity(manifest.parts.len());
         let mut owners = vec![0; layout.shards() as usize];
         for (index, part) in manifest.parts.iter().enumerate() {
-            let reader = PartReader::open(folder, part)?;
+            let reader = match PartReader::open(folder, part) {
+                Err(fault) if fault.kind != FaultKind::NotFound => return Err(fault),
+                found => found,
+            };
             for entry in &part.shards {
                 for &array in Array::state(&manifest.spec).iter().chain(image_arrays(images)) {
+                    let Ok(reader) = &reader else { break };
                     reader.check(&manifest.spec, entry.shard, array, entry.elements)?;
                 }
                 owners[entry.shard.index()] = index;
@@ -89,8 +94,15 @@ impl Source {
         })
     }
 
-    fn reader(&self, shard: ShardId) -> &PartReader {
-        &self.readers[self.owners[shard.index()]]
+    fn reader(&self, shard: ShardId) -> Result<&PartReader, Fault> {
+        self.readers[self.owners[shard.index()]].as_ref().map_err(Fault::clone)
+    }
+
+    /// Whether all that the job's server needs lies in this folder.
+    pub(super) fn check_visible(&self, job: &Job) -> Result<(), Fault> {
+        let ranges = job.owned().iter().map(|&shard| job.layout().shard_range(shard));
+        let mut needed = ranges.flat_map(|range| self.layout.slices(range));
+        needed.try_for_each(|slice| self.reader(slice.shard).map(drop))
     }
 
     /// One new shard: read into its own memory, hashed there, compared with what was written.
@@ -122,7 +134,7 @@ impl Source {
         let bytes = |elements: u64| array.bytes(&self.manifest.spec, elements);
         for slice in slices {
             let (part, rest) = target.split_at_mut(bytes(slice.elements) as usize);
-            self.reader(slice.shard).read(array, slice.shard, bytes(slice.offset), part)?;
+            self.reader(slice.shard)?.read(array, slice.shard, bytes(slice.offset), part)?;
             target = rest;
         }
         Ok(())
@@ -136,7 +148,7 @@ impl Source {
     ) -> Result<(), Fault> {
         let mut hashes = hashes.into_iter();
         for slice in slices {
-            let reader = self.reader(slice.shard);
+            let reader = self.reader(slice.shard)?;
             let first = slice.offset / BLOCK_ELEMENTS;
             for (block, found) in
                 (first..).zip(hashes.by_ref().take((slice.elements / BLOCK_ELEMENTS) as usize))

@@ -6,7 +6,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, JobName, JobSpec, Layout, ShardId,
+    Fault, FaultKind, JobName, JobSpec, Layout, ShardId, Version,
     checksum::{BlockHash, state_hash},
     limits::BLOCK_ELEMENTS,
 };
@@ -22,17 +22,30 @@ use super::{
 };
 use crate::job::StoredImages;
 
+/// A checkpoint that is sealed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sealed {
+    /// Of the manifest.
+    pub path: PathBuf,
+    pub version: Version,
+    /// How many servers wrote it.
+    pub parts: u32,
+    /// How many of its parts lie in this server's folder: all, where the servers share one.
+    pub visible: u32,
+}
+
 impl Store {
     /// Checks that `parts`, what every server's [`Store::write`] returned, are one whole version, and writes the
-    /// manifest. Returns its path. Sealing again with the same parts is no error, so that a lost reply may be retried
+    /// manifest. Sealing again with the same parts is no error, so that a lost reply may be retried
     /// and servers that share the folder may all do it.
-    pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<PathBuf, Fault> {
+    pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
         let folder = self.folder(job, name)?;
         let parts = parse(job, parts)?;
         let Some(first) = parts.first() else {
             return Err(invalid("parts", 0, "one for each server"));
         };
         let readers = visible(&folder, &parts)?;
+        let visible = readers.iter().flatten().count() as u32;
         let own = readers.iter().flatten().next().ok_or_else(|| no_part(&folder))?;
         let (spec, commit) = job_of(own)?;
         let layout = spec.validate()?;
@@ -45,7 +58,7 @@ impl Store {
         if path.exists() {
             let sealed = Manifest::read(&folder)?;
             if sealed.parts == manifest.parts {
-                return Ok(path);
+                return Ok(sealed_at(path, &manifest, visible));
             }
             let remedy = "choose another name; sealed checkpoints are never overwritten";
             return Err(Fault::new(FaultKind::Conflict, "name", name, "not sealed with other parts", remedy));
@@ -56,8 +69,12 @@ impl Store {
             let _ = fs::remove_file(whole::entry_path(&folder.join(&part.file)));
         }
         tracing::info!(%job, name, version = %manifest.version, state_hash = ?manifest.state_hash, "checkpoint sealed");
-        Ok(path)
+        Ok(sealed_at(path, &manifest, visible))
     }
+}
+
+fn sealed_at(path: PathBuf, manifest: &Manifest, visible: u32) -> Sealed {
+    Sealed { path, version: manifest.version, parts: manifest.parts.len() as u32, visible }
 }
 
 fn invalid(field: impl Into<String>, value: impl std::fmt::Display, limit: impl std::fmt::Display) -> Fault {
@@ -132,7 +149,8 @@ fn visible(folder: &Path, parts: &[Part]) -> Result<Vec<Option<PartReader>>, Fau
 
 fn no_part(folder: &Path) -> Fault {
     let limit = "a folder with at least this server's part";
-    let remedy = "call Checkpoint on this server first, with the same name";
+    let remedy = "call Checkpoint on this server first, with the same name; where that was done, another checkpoint sealed \
+                  since has had this one removed: keep more of them (--checkpoint-keep)";
     Fault::new(FaultKind::NotFound, FIELD, folder.display(), limit, remedy)
 }
 

@@ -8,18 +8,25 @@ use std::{
 
 use longshore_proto::{Fault, JobName};
 
-use super::{Store, fault::io, part::Part};
+use super::{Store, fault::io, manifest, part::Part};
 
 /// Where a part's own entry of the manifest lies until the manifest has it.
 pub(super) fn entry_path(part: &Path) -> PathBuf {
     part.with_extension("part.json")
 }
 
+pub(super) fn is_entry(path: &Path) -> bool {
+    path.to_str().is_some_and(|path| path.ends_with(".part.json"))
+}
+
 impl Store {
-    /// Seals checkpoint `name` if the parts of all its servers are in this folder. False when some are missing, as
-    /// with a folder for each host.
+    /// Seals checkpoint `name` if the parts of all its servers are in this folder, and it is not sealed. False when some are
+    /// missing, as with a folder for each host.
     pub fn seal_if_whole(&self, job: &JobName, name: &str, servers: u32) -> Result<bool, Fault> {
         let folder = self.folder(job, name)?;
+        if folder.join(manifest::FILE).exists() {
+            return Ok(true);
+        }
         let mut parts = Vec::new();
         for server in 0..servers {
             let path = entry_path(&folder.join(Part::file_name(server, servers)));

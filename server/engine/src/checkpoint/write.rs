@@ -1,11 +1,16 @@
 //! One server's part, written shard by shard as the snapshot visits them.
 
-use std::{os::unix::fs::FileExt, path::PathBuf, sync::Arc, time::Instant};
+use std::{
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
 
 use longshore_proto::{Fault, FaultKind, Version, checksum::BlockHash};
 
 use super::{
-    Store,
+    Store, again,
     fault::{FIELD, defect, io},
     files::{self, Draft, remove_drafts},
     manifest,
@@ -21,6 +26,7 @@ use crate::{
 struct Sink {
     job: Arc<Job>,
     draft: Draft,
+    sequence: u64,
     data_start: u64,
     /// Data offsets of all arrays a shard may have, by owned shard.
     places: Vec<Vec<(Array, u64)>>,
@@ -38,6 +44,7 @@ struct Hashes {
 impl Store {
     /// Writes this server's part of checkpoint `name` of the current version (which must be `expected` unless that is
     /// None), while training goes on. Blocks until it is on disk; until [`Store::seal`] it is not yet a checkpoint.
+    /// Where the name is sealed already with this very state, that checkpoint's part is the answer.
     /// After an error nothing is left behind. The deadline bounds the wait for updates in progress, not the disk.
     pub fn write(
         &self,
@@ -52,15 +59,15 @@ impl Store {
             return Err(Fault::new(FaultKind::Precondition, "job.phase", "loading", "training", remedy));
         }
         if folder.join(manifest::FILE).exists() {
-            let remedy = "choose another name; sealed checkpoints are never overwritten";
-            return Err(Fault::new(FaultKind::Conflict, "name", name, "not a sealed checkpoint's", remedy));
+            return again::sealed_part(job, &folder, name, expected, deadline);
         }
         let servers = job.placement().servers.len() as u32;
+        let sequence = self.make_way(&job.spec().name)?;
         let target = folder.join(Part::file_name(job.server().0, servers));
         remove_drafts(&target);
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
         let plan = plan(job, &spec);
-        let sink = Sink::prepare(job, &plan, target)?;
+        let sink = Sink::prepare(job, &plan, target, sequence)?;
         let written = sink.record(&plan, &spec, expected, deadline);
         if written.is_err() {
             sink.draft.discard();
@@ -71,7 +78,7 @@ impl Store {
     }
 }
 
-fn plan<'a>(job: &'a Job, spec: &[u8]) -> Plan<'a> {
+pub(super) fn plan<'a>(job: &'a Job, spec: &[u8]) -> Plan<'a> {
     Plan {
         spec: job.spec(),
         layout: job.layout(),
@@ -82,25 +89,36 @@ fn plan<'a>(job: &'a Job, spec: &[u8]) -> Plan<'a> {
     }
 }
 
+/// What a part takes at most.
+pub(super) struct Room {
+    data_start: u64,
+    pub(super) bytes: u64,
+}
+
+pub(super) fn room(plan: &Plan<'_>, target: &Path) -> Result<Room, Fault> {
+    let header = plan.header(plan.largest()).map_err(|error| defect(target, error))?;
+    let data_start = header.data_start();
+    if data_start > MAX_HEADER_BYTES {
+        let value = format!("{data_start} bytes of header in {}", target.display());
+        let limit = format!("at most {MAX_HEADER_BYTES}, as safetensors readers accept");
+        let remedy = "open the job with larger shards or more servers";
+        return Err(Fault::new(FaultKind::Exhausted, FIELD, value, limit, remedy));
+    }
+    Ok(Room { data_start, bytes: data_start + header.data })
+}
+
 impl Sink {
-    fn prepare(job: &Arc<Job>, plan: &Plan<'_>, target: PathBuf) -> Result<Sink, Fault> {
+    fn prepare(job: &Arc<Job>, plan: &Plan<'_>, target: PathBuf, sequence: u64) -> Result<Sink, Fault> {
         let largest = plan.largest();
-        let header = plan.header(largest).map_err(|error| defect(&target, error))?;
-        let data_start = header.data_start();
-        if data_start > MAX_HEADER_BYTES {
-            let value = format!("{data_start} bytes of header in {}", target.display());
-            let limit = format!("at most {MAX_HEADER_BYTES}, as safetensors readers accept");
-            let remedy = "open the job with larger shards or more servers";
-            return Err(Fault::new(FaultKind::Exhausted, FIELD, value, limit, remedy));
-        }
+        let Room { data_start, bytes } = room(plan, &target)?;
         let mut places = vec![Vec::new(); plan.shards.len()];
         let index = |shard| plan.shards.binary_search(&shard).unwrap_or_default();
         for (shard, array, offset) in plan.arrays(largest.images) {
             places[index(shard)].push((array, offset));
         }
         let draft = Draft::create(target)?;
-        draft.reserve(data_start + header.data)?;
-        Ok(Sink { job: Arc::clone(job), draft, data_start, places })
+        draft.reserve(bytes)?;
+        Ok(Sink { job: Arc::clone(job), draft, sequence, data_start, places })
     }
 
     /// Captures, completes and publishes the part.
@@ -216,6 +234,7 @@ impl Sink {
             servers: plan.servers,
             version: info.version,
             applied: info.applied,
+            sequence: self.sequence,
             images,
             spec,
             commit,

@@ -109,8 +109,13 @@ impl Cluster {
 
     /// One whole step. Every third one overflows.
     fn step(&self, step: u64) {
+        self.step_with(step, step);
+    }
+
+    /// As `step`, with another step's gradients.
+    fn step_with(&self, step: u64, gradients: u64) {
         self.chunks(Dtype::Bf16, |job, shard, chunk, elements| {
-            let of_param = |element| self.layout.param_at(element).map_or(0.0, |_| value(element, step));
+            let of_param = |element| self.layout.param_at(element).map_or(0.0, |_| value(element, gradients));
             let bits = |element| half::bf16::from_f32(of_param(element)).to_le_bytes();
             let payload: Vec<u8> = elements.flat_map(bits).collect();
             let contribution =

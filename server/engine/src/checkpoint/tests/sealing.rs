@@ -40,9 +40,14 @@ fn only_all_parts_of_one_version_are_sealed() {
     assert_eq!(other.field, "parts[0].job");
 
     assert_eq!(store.list(&run()).unwrap(), []);
-    let path = store.seal(&run(), "a", &late).unwrap();
-    assert_eq!(store.seal(&run(), "a", &late).unwrap(), path, "sealing may be repeated");
-    assert_eq!(store.list(&run()).unwrap(), [("a".to_string(), Version(2))]);
+    let sealed = store.seal(&run(), "a", &late).unwrap();
+    assert_eq!(store.seal(&run(), "a", &late).unwrap(), sealed, "sealing may be repeated");
+    let listed = store.list(&run()).unwrap().remove(0);
+    assert_eq!(
+        (&*listed.name, listed.version, listed.parts, listed.visible),
+        ("a", Version(2), 2, vec![0, 1])
+    );
+    cluster.step(3);
     let fault = store.write(&cluster.jobs[0], "a", None, soon()).unwrap_err();
     assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, "name"));
 }
@@ -82,7 +87,7 @@ fn parts_of_several_hosts_may_be_collected() {
         .map(|(job, (_, store))| store.write(job, "a", None, soon()).unwrap().to_json().unwrap())
         .collect();
     let manifests =
-        hosts.each_ref().map(|(_, store)| fs::read(store.seal(&run(), "a", &parts).unwrap()).unwrap());
+        hosts.each_ref().map(|(_, store)| fs::read(store.seal(&run(), "a", &parts).unwrap().path).unwrap());
     assert_eq!(manifests[0], manifests[1]);
     let file = "run/a/server-00002-of-00002.safetensors";
     fs::copy(hosts[1].0.path().join(file), hosts[0].0.path().join(file)).unwrap();
@@ -244,7 +249,7 @@ fn names_stay_inside_the_store() {
 }
 
 #[test]
-fn the_oldest_go_first_and_the_newest_never() {
+fn the_first_sealed_go_first_and_the_one_just_sealed_never() {
     let (root, store) = store();
     let cluster = Cluster::trained(&spec(5, 0), 1, 0);
     cluster.save(&store, "z");
@@ -254,14 +259,145 @@ fn the_oldest_go_first_and_the_newest_never() {
         cluster.save(&store, name);
     }
     cluster.write(&store, "unsealed");
-    let names = |list: Vec<(String, Version)>| list.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
-    assert_eq!(names(store.list(&run()).unwrap()), ["y", "z", "x", "w"]);
-    assert_eq!(store.prune(&run(), None).unwrap(), Vec::<String>::new());
-    assert_eq!(store.prune(&run(), Some(3)).unwrap(), ["y"]);
-    // A damaged one is neither listed nor counted.
-    fs::write(root.path().join("run/z/manifest.json"), b"{").unwrap();
-    assert_eq!(names(store.list(&run()).unwrap()), ["x", "w"]);
-    assert_eq!(store.prune(&run(), Some(0)).unwrap(), ["x"]);
+    assert_eq!(names(&store), ["z", "y", "x", "w"]);
+    assert_eq!(store.prune(&run(), None, "w").unwrap(), Vec::<String>::new());
+    assert_eq!(store.prune(&run(), Some(3), "w").unwrap(), ["z"]);
+    // A damaged one is listed as such, and neither counted nor removed.
+    fs::write(root.path().join("run/y/manifest.json"), b"{").unwrap();
+    let damaged = store.list(&run()).unwrap().into_iter().filter(|listed| listed.damage.is_some());
+    assert_eq!(damaged.map(|listed| listed.name).collect::<Vec<_>>(), ["y"]);
+    assert_eq!(store.prune(&run(), Some(0), "w").unwrap(), ["x"]);
     assert_eq!(store.latest(&run()).unwrap(), Some(("w".to_string(), Version(2))));
-    assert_eq!(files(&root.path().join("run")), ["unsealed", "w", "z"]);
+    assert_eq!(files(&root.path().join("run")), ["unsealed", "w", "y"]);
+}
+
+/// A job that went back to an older checkpoint: what it seals then is the newest, whatever its version.
+#[test]
+fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_stale() {
+    let (_root, store) = store();
+    let before = Cluster::trained(&spec(1, 0), 2, 1);
+    before.save(&store, "one");
+    for (step, name) in [(2, "two"), (4, "four")] {
+        (before.version().0 + 1..=step).for_each(|step| before.step(step));
+        before.save(&store, name);
+    }
+    let back = Cluster::open(&spec(1, 0), 2);
+    back.restore(&store, "one").unwrap();
+    back.step(2);
+    let parts = back.write(&store, "two-again");
+    store.seal(&run(), "two-again", &parts).unwrap();
+    let stale = |store: &Store| {
+        let list = store.list(&run()).unwrap().into_iter();
+        list.map(|listed| (listed.name, listed.stale)).collect::<Vec<_>>()
+    };
+    // The gradients are the same, so that "two" is the same state again, and "four" beyond it.
+    let expected = [("one", false), ("two", false), ("four", true), ("two-again", false)];
+    assert_eq!(stale(&store), expected.map(|(name, stale)| (name.to_string(), stale)));
+    assert_eq!(store.prune(&run(), Some(1), "two-again").unwrap(), ["one", "two", "four"]);
+    // A second server seals the same checkpoint after the first one has removed the others.
+    store.seal(&run(), "two-again", &parts).unwrap();
+    assert_eq!(names(&store), ["two-again"]);
+}
+
+/// Step N comes again after a rollback, and its checkpoint is asked for under the same name.
+#[test]
+fn a_sealed_name_asked_for_again_is_the_same_checkpoint_only_with_the_same_state() {
+    let (root, store) = store();
+    let first = Cluster::trained(&spec(2, 1), 2, 1);
+    first.save(&store, "one");
+    first.step(2);
+    let parts = first.write(&store, "two");
+    store.seal(&run(), "two", &parts).unwrap();
+    let manifest = fs::read(root.path().join("run/two/manifest.json")).unwrap();
+
+    let again = Cluster::open(&spec(2, 1), 2);
+    again.restore(&store, "one").unwrap();
+    again.step(2);
+    assert_eq!(again.write(&store, "two"), parts);
+    store.seal(&run(), "two", &parts).unwrap();
+    let fault = store.write(&again.jobs[0], "two", Some(Version(3)), soon()).unwrap_err();
+    assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, "name"), "{fault}");
+
+    let other = Cluster::open(&spec(2, 1), 2);
+    other.restore(&store, "one").unwrap();
+    other.step_with(2, 77);
+    for job in &other.jobs {
+        let fault = store.write(job, "two", None, soon()).unwrap_err();
+        assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, "name"), "{fault}");
+    }
+    assert_eq!(fs::read(root.path().join("run/two/manifest.json")).unwrap(), manifest);
+    other.save(&store, "two.2");
+    let stale: Vec<_> = store.list(&run()).unwrap().into_iter().filter(|listed| listed.stale).collect();
+    assert_eq!(stale.iter().map(|listed| &*listed.name).collect::<Vec<_>>(), ["two"]);
+}
+
+/// Parts that nobody will seal take as much room as a checkpoint.
+#[test]
+fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
+    let (root, store) = store();
+    let cluster = Cluster::trained(&spec(1, 0), 2, 1);
+    cluster.write(&store, "given-up");
+    for server in 0..2 {
+        store.discard(&run(), "given-up", server, 2).unwrap();
+        store.discard(&run(), "given-up", server, 2).unwrap();
+    }
+    assert!(!root.path().join("run").exists(), "nothing is left behind");
+    cluster.write(&store, "forgotten");
+    cluster.save(&store, "sealed");
+    cluster.step(2);
+    cluster.save(&store, "next");
+    // It may have been written beside the first one that was sealed, and be sealed yet.
+    assert_eq!(files(&root.path().join("run")), ["forgotten", "next", "sealed"]);
+    cluster.step(3);
+    cluster.save(&store, "last");
+    assert_eq!(files(&root.path().join("run")), ["last", "next", "sealed"]);
+    store.discard(&run(), "next", 0, 2).unwrap();
+    Cluster::open(&spec(1, 0), 1).restore(&store, "next").unwrap();
+}
+
+/// Hosts with a folder each: the same servers need nothing of each other, and others are told which part they lack.
+#[test]
+fn each_server_restores_from_a_folder_of_its_own() {
+    let cluster = Cluster::trained(&spec(1, 1), 2, 2);
+    let hosts = [store(), store()];
+    let parts: Vec<String> = (cluster.jobs.iter().zip(&hosts))
+        .map(|(job, (_, store))| store.write(job, "a", None, soon()).unwrap().to_json().unwrap())
+        .collect();
+    for (server, (_, store)) in hosts.iter().enumerate() {
+        assert_eq!(store.seal(&run(), "a", &parts).unwrap().visible, 1);
+        assert_eq!(store.list(&run()).unwrap()[0].visible, [server as u32]);
+    }
+    let same = Cluster::open(&spec(1, 1), 2);
+    for (job, (_, store)) in same.jobs.iter().zip(&hosts) {
+        store.restore(job, &run(), "a").unwrap();
+    }
+    assert_eq!(same.state_hash(), cluster.state_hash());
+    let swapped = Cluster::open(&spec(1, 1), 2);
+    for (job, (_, store)) in swapped.jobs.iter().zip(hosts.iter().rev()) {
+        let fault = store.restore(job, &run(), "a").unwrap_err();
+        assert_eq!(fault.kind, FaultKind::NotFound, "{fault}");
+        assert!(fault.remedy.contains("in their order") && fault.remedy.contains("share"), "{fault}");
+    }
+    assert!(swapped.is_loading());
+}
+
+#[test]
+fn a_folder_that_takes_no_checkpoint_is_found_before_one_is_wanted() {
+    let (root, store) = store();
+    let cluster = Cluster::open(&spec(1, 0), 1);
+    assert!(store.check().unwrap() > 0);
+    store.check_room(&cluster.jobs[0]).unwrap();
+    assert!(files(root.path()).is_empty(), "a check leaves nothing behind");
+    let made = Store::new(root.path().join("made"));
+    made.check().unwrap();
+    assert!(made.dir().is_dir());
+    let fault = Store::new(root.path().join("not/there")).check().unwrap_err();
+    assert_eq!(fault.kind, FaultKind::NotFound, "{fault}");
+    let file = root.path().join("file");
+    fs::write(&file, b"").unwrap();
+    assert_eq!(Store::new(file).check().unwrap_err().limit, "a folder");
+}
+
+fn names(store: &Store) -> Vec<String> {
+    store.list(&run()).unwrap().into_iter().map(|listed| listed.name).collect()
 }

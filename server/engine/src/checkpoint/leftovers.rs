@@ -1,0 +1,82 @@
+//! Parts that were written and never sealed: another server had no room, or their caller died. They take as much room as a
+//! checkpoint and are none.
+
+use std::{fs, path::Path};
+
+use longshore_proto::{Fault, JobName};
+
+use super::{Store, fault::io, files, manifest, part::Part, prune::gone, whole};
+
+impl Store {
+    /// Removes this server's part of a checkpoint that will not be sealed, as when another server could not write its own.
+    /// A sealed one stays as it is, and one that is not there is no error.
+    pub fn discard(&self, job: &JobName, name: &str, server: u32, servers: u32) -> Result<(), Fault> {
+        let folder = self.folder(job, name)?;
+        if folder.join(manifest::FILE).exists() {
+            return Ok(());
+        }
+        let part = folder.join(Part::file_name(server, servers));
+        for path in [whole::entry_path(&part), part] {
+            gone(fs::remove_file(&path)).map_err(io("remove", &path))?;
+        }
+        files::remove_empty(&folder);
+        tracing::info!(%job, name, "part removed: the checkpoint was not sealed");
+        Ok(())
+    }
+
+    /// Names and parts of what lies in this folder and nobody has sealed. Servers with a folder each that were
+    /// drained cannot tell each other theirs: whoever sees all of them can seal them.
+    pub fn unsealed(&self, job: &JobName) -> Vec<(String, Part)> {
+        let mut found = Vec::new();
+        for folder in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
+            let name = folder.file_name().into_string().unwrap_or_default();
+            if JobName::parse("name", &name).is_err() || folder.path().join(manifest::FILE).exists() {
+                continue;
+            }
+            for file in fs::read_dir(folder.path()).into_iter().flatten().flatten() {
+                if whole::is_entry(&file.path()) {
+                    found.extend(read_entry(&file.path()).map(|part| (name.clone(), part)));
+                }
+            }
+        }
+        found
+    }
+
+    /// The sequence of the next checkpoint. Before that removes unsealed ones that are older than a sealed one: their callers
+    /// have gone on to others. One as old as the newest may have been written beside it, and be sealed at this moment.
+    pub(super) fn make_way(&self, job: &JobName) -> Result<u64, Fault> {
+        let newest = self.list(job)?.iter().map(|listed| listed.sequence).max().unwrap_or(0);
+        for entry in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
+            let folder = entry.path();
+            if is_leftover(&folder, newest) {
+                gone(fs::remove_dir_all(&folder)).map_err(io("remove", &folder))?;
+                tracing::info!(%job, folder = %folder.display(), "unsealed parts removed: a later checkpoint is sealed");
+            }
+        }
+        Ok(newest + 1)
+    }
+}
+
+/// Whether all that is in the folder are parts, each with its entry, and all older than `newest`. Whatever else is there may
+/// be a server's work in hand.
+fn is_leftover(folder: &Path, newest: u64) -> bool {
+    let Ok(entries) = fs::read_dir(folder) else { return false };
+    let mut parts = 0;
+    for entry in entries {
+        let Ok(path) = entry.map(|entry| entry.path()) else { return false };
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            let part = read_entry(&whole::entry_path(&path));
+            if part.is_none_or(|part| part.sequence >= newest) {
+                return false;
+            }
+            parts += 1;
+        } else if !whole::is_entry(&path) {
+            return false;
+        }
+    }
+    parts > 0
+}
+
+fn read_entry(path: &Path) -> Option<Part> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}

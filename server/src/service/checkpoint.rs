@@ -1,0 +1,106 @@
+//! Checkpoint, SealCheckpoint, DiscardCheckpoint and ListCheckpoints.
+
+use longshore_engine::{
+    checkpoint::{Listed, Part},
+    step::Phase,
+};
+use longshore_proto::{
+    Fault, Version,
+    wire::{self, v1},
+};
+
+use super::{Services, admin::snapshot_deadline, blocking};
+
+impl Services {
+    pub(super) async fn write_checkpoint(
+        &self,
+        request: &v1::CheckpointRequest,
+    ) -> Result<v1::CheckpointResponse, Fault> {
+        let store = self.store()?;
+        let handle = self.jobs.get(&request.job)?;
+        if request.check {
+            blocking(move || store.check_room(&handle.job)).await?;
+            return Ok(v1::CheckpointResponse::default());
+        }
+        let name = wire::parse_name("name", &request.name)?;
+        let expected = (request.version > 0).then_some(Version(request.version));
+        let written =
+            blocking(move || store.write(&handle.job, name.as_str(), expected, snapshot_deadline()));
+        let part = written.await.inspect_err(|fault| {
+            self.checkpoint_log.failed(&request.job, &request.name, fault);
+        })?;
+        Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
+    }
+
+    pub(super) async fn seal(
+        &self,
+        request: v1::SealCheckpointRequest,
+    ) -> Result<v1::SealCheckpointResponse, Fault> {
+        let store = self.store()?;
+        let job = wire::parse_name("job", &request.job)?;
+        let name = wire::parse_name("name", &request.name)?;
+        let keep = self.checkpoint_keep;
+        let sealed = blocking(move || {
+            let sealed = store.seal(&job, name.as_str(), &request.parts)?;
+            store.prune(&job, keep, name.as_str())?;
+            Ok(sealed)
+        });
+        let sealed = sealed.await.inspect_err(|fault| {
+            self.checkpoint_log.failed(&request.job, &request.name, fault);
+        })?;
+        self.checkpoint_log.sealed(&request.job, &request.name, sealed.version);
+        Ok(v1::SealCheckpointResponse {
+            manifest: sealed.path.display().to_string(),
+            parts: sealed.parts,
+            visible_parts: sealed.visible,
+        })
+    }
+
+    pub(super) async fn discard(
+        &self,
+        request: v1::DiscardCheckpointRequest,
+    ) -> Result<v1::DiscardCheckpointResponse, Fault> {
+        let store = self.store()?;
+        let name = wire::parse_name("name", &request.name)?;
+        let handle = self.jobs.get(&request.job)?;
+        blocking(move || {
+            let job = &handle.job;
+            let servers = job.placement().servers.len() as u32;
+            store.discard(&job.spec().name, name.as_str(), job.server().0, servers)
+        })
+        .await?;
+        Ok(v1::DiscardCheckpointResponse {})
+    }
+
+    pub(super) async fn list(&self, job: &str) -> Result<v1::ListCheckpointsResponse, Fault> {
+        let store = self.store()?;
+        let name = wire::parse_name("job", job)?;
+        let (found, parts) = blocking(move || Ok((store.list(&name)?, store.unsealed(&name)))).await?;
+        let progress = self.jobs.get(job).ok().map(|handle| handle.job.progress());
+        let reached = progress.filter(|progress| progress.phase != Phase::Loading);
+        let reached = reached.map(|progress| progress.version);
+        let checkpoints = found.into_iter().map(|listed| info(listed, reached)).collect();
+        let unsealed = parts.into_iter().map(|(name, part)| unsealed(name, &part));
+        Ok(v1::ListCheckpointsResponse { checkpoints, unsealed: unsealed.collect::<Result<_, _>>()? })
+    }
+}
+
+fn unsealed(name: String, part: &Part) -> Result<v1::UnsealedPart, Fault> {
+    let (server, servers, version) = (part.server, part.servers, part.version.0);
+    Ok(v1::UnsealedPart { name, part: part.to_json()?, server, servers, version })
+}
+
+/// `reached`: the job's version. What lies beyond it was left behind when the job went back.
+fn info(listed: Listed, reached: Option<Version>) -> v1::CheckpointInfo {
+    let beyond = reached.is_some_and(|version| listed.version > version);
+    v1::CheckpointInfo {
+        name: listed.name,
+        version: listed.version.0,
+        sequence: listed.sequence,
+        parts: listed.parts,
+        visible_parts: listed.visible,
+        stale: listed.damage.is_none() && (listed.stale || beyond),
+        damage: listed.damage.map(|fault| fault.to_string()).unwrap_or_default(),
+        state_hash: listed.state_hash.unwrap_or_default(),
+    }
+}

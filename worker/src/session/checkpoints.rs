@@ -1,0 +1,163 @@
+//! What several servers list as one list, and names of checkpoints.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use longshore_proto::{
+    Version,
+    wire::v1::{CheckpointInfo, UnsealedPart},
+};
+
+/// A sealed checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checkpoint {
+    pub name: String,
+    /// Of a damaged one, what its manifest still seems to say.
+    pub version: Version,
+    /// Every server sees all parts. Where servers have folders of their own, the same servers can restore it, and others only
+    /// once the parts are brought together.
+    pub shared: bool,
+    /// Left behind when the job went back to an older one.
+    pub stale: bool,
+    /// Why it cannot be restored, and on which server. None: nothing is known against it.
+    pub damage: Option<String>,
+}
+
+/// Of checkpoints that would have one name.
+const MOST_NAMES: u32 = 100;
+
+/// The name, and then those to take where it is another state's.
+pub(crate) fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
+    let name = name.to_string();
+    (1..=MOST_NAMES).map(move |number| match number {
+        1 => name.clone(),
+        _ => format!("{name}.{number}"),
+    })
+}
+
+/// Names, and the parts in the order of their servers, of what no one has sealed and of which every server's part is there.
+pub(crate) fn unsealed_but_whole<'a>(
+    parts: impl Iterator<Item = &'a UnsealedPart>,
+) -> Vec<(String, Vec<String>)> {
+    let mut found: BTreeMap<(&str, u64, u32), BTreeMap<u32, &str>> = BTreeMap::new();
+    for unsealed in parts {
+        let of = (unsealed.name.as_str(), unsealed.version, unsealed.servers);
+        found.entry(of).or_default().insert(unsealed.server, &unsealed.part);
+    }
+    let whole = found.into_iter().filter(|((.., servers), parts)| parts.len() as u32 == *servers);
+    let owned = |((name, ..), parts): ((&str, u64, u32), BTreeMap<u32, &str>)| {
+        (name.to_string(), parts.into_values().map(str::to_string).collect())
+    };
+    whole.map(owned).collect()
+}
+
+/// In the order in which they were sealed. One that a server does not list, or lists otherwise, is damaged: who leaves it out
+/// must be able to say so.
+pub(crate) fn common(lists: Vec<(String, Vec<CheckpointInfo>)>) -> Vec<Checkpoint> {
+    let mut found: Vec<&CheckpointInfo> = Vec::new();
+    for info in lists.iter().flat_map(|(_, list)| list) {
+        if found.iter().all(|known| known.name != info.name) {
+            found.push(info);
+        }
+    }
+    found.sort_by_key(|info| info.sequence);
+    found.into_iter().map(|info| one(&info.name, &lists)).collect()
+}
+
+fn one(name: &str, lists: &[(String, Vec<CheckpointInfo>)]) -> Checkpoint {
+    let named = |list: &'_ Vec<CheckpointInfo>| list.iter().position(|info| info.name == name);
+    let seen: Vec<(&str, Option<&CheckpointInfo>)> =
+        (lists.iter()).map(|(server, list)| (server.as_str(), named(list).map(|at| &list[at]))).collect();
+    let infos = || seen.iter().filter_map(|(_, info)| *info);
+    let sound = infos().find(|info| info.damage.is_empty());
+    Checkpoint {
+        name: name.to_string(),
+        version: Version(sound.or(infos().next()).map_or(0, |info| info.version)),
+        shared: seen.iter().all(|(_, info)| info.is_some_and(|info| sees_all(info))),
+        stale: infos().any(|info| info.stale),
+        damage: damage(&seen),
+    }
+}
+
+fn sees_all(info: &CheckpointInfo) -> bool {
+    info.visible_parts.len() == info.parts as usize
+}
+
+fn damage(seen: &[(&str, Option<&CheckpointInfo>)]) -> Option<String> {
+    let broken = |(server, info): &(&str, Option<&CheckpointInfo>)| {
+        let damage = &info.filter(|info| !info.damage.is_empty())?.damage;
+        Some(format!("on {server}: {damage}"))
+    };
+    if let Some(broken) = seen.iter().find_map(broken) {
+        return Some(broken);
+    }
+    if let Some((server, _)) = seen.iter().find(|(_, info)| info.is_none()) {
+        return Some(format!(
+            "it is not in the checkpoint folder of {server}: let the servers share one folder, or copy it there"
+        ));
+    }
+    let (first, info) = seen.first().and_then(|(server, info)| Some((*server, (*info)?)))?;
+    let hash = |info: &CheckpointInfo| (!info.state_hash.is_empty()).then(|| info.state_hash.clone());
+    let differs = |other: &CheckpointInfo| {
+        let hashes = hash(info).zip(hash(other));
+        (other.version, other.parts) != (info.version, info.parts)
+            || hashes.is_some_and(|(one, other)| one != other)
+    };
+    if let Some((server, _)) = seen.iter().find(|(_, other)| other.is_some_and(differs)) {
+        return Some(format!("{first} and {server} have different ones of this name"));
+    }
+    let visible: BTreeSet<u32> =
+        seen.iter().filter_map(|(_, info)| *info).flat_map(|info| info.visible_parts.clone()).collect();
+    let lost = (0..info.parts).find(|part| !visible.contains(part))?;
+    Some(format!("the part of server {} of {} is in no server's folder", lost + 1, info.parts))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(name: &str, sequence: u64, visible: &[u32]) -> CheckpointInfo {
+        CheckpointInfo {
+            name: name.into(),
+            version: 10 * sequence,
+            sequence,
+            parts: 2,
+            visible_parts: visible.to_vec(),
+            ..Default::default()
+        }
+    }
+
+    fn of(lists: [Vec<CheckpointInfo>; 2]) -> Vec<Checkpoint> {
+        common(["a:1".to_string(), "b:1".to_string()].into_iter().zip(lists).collect())
+    }
+
+    #[test]
+    fn folders_of_each_host_make_one_list() {
+        let list =
+            of([vec![info("x", 1, &[0]), info("y", 2, &[0])], vec![info("x", 1, &[1]), info("y", 2, &[1])]]);
+        assert_eq!(list.iter().map(|known| &*known.name).collect::<Vec<_>>(), ["x", "y"]);
+        assert!(list.iter().all(|known| known.damage.is_none() && !known.shared), "{list:?}");
+        let shared = of([vec![info("x", 1, &[0, 1])], vec![info("x", 1, &[0, 1])]]);
+        assert!(shared[0].shared && shared[0].damage.is_none());
+    }
+
+    #[test]
+    fn what_one_server_lacks_is_damaged_and_says_where() {
+        let damaged = CheckpointInfo { damage: "cut short".into(), ..info("x", 1, &[]) };
+        let list = of([vec![info("x", 1, &[0, 1]), info("z", 3, &[0])], vec![damaged, info("y", 2, &[1])]]);
+        let said: Vec<_> =
+            list.iter().map(|known| (&*known.name, known.damage.as_deref().unwrap_or_default())).collect();
+        assert_eq!(said[0], ("x", "on b:1: cut short"));
+        assert!(said[1].0 == "y" && said[1].1.contains("of a:1"), "{said:?}");
+        assert!(said[2].0 == "z" && said[2].1.contains("of b:1"), "{said:?}");
+        let lost = of([vec![info("x", 1, &[0])], vec![info("x", 1, &[0])]]);
+        assert!(lost[0].damage.as_ref().is_some_and(|said| said.contains("server 2 of 2")), "{lost:?}");
+        let other = CheckpointInfo { version: 11, ..info("x", 1, &[1]) };
+        let differ = of([vec![info("x", 1, &[0])], vec![other]]);
+        assert!(differ[0].damage.as_ref().is_some_and(|said| said.contains("different")), "{differ:?}");
+    }
+
+    #[test]
+    fn a_name_that_is_taken_gets_a_number() {
+        assert_eq!(numbered("step").take(3).collect::<Vec<_>>(), ["step", "step.2", "step.3"]);
+    }
+}
