@@ -307,7 +307,7 @@ fn first_free<T>(name: &str, mut write: impl FnMut(&str) -> Result<T, Fault>) ->
 
 /// A folder that cannot be used is an operator's mistake, best told at once; a full one may be emptied while the server runs.
 fn check_checkpoints(store: &Store) -> Result<(), Fault> {
-    match store.check() {
+    match store.check_folder() {
         Ok(free) => {
             tracing::info!(dir = %store.dir().display(), free, "checkpoint folder is ready");
             Ok(())

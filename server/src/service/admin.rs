@@ -211,8 +211,6 @@ impl Services {
             Fault::new(FaultKind::Precondition, "checkpoint_dir", "not set", "a folder", remedy)
         })
     }
-
-    }
 }
 
 fn describe(handle: &Arc<JobHandle>, links: &Links, brief: bool) -> v1::DescribeResponse {

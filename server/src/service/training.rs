@@ -143,8 +143,7 @@ impl Services {
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
-        let (duplicate, work) =
-            handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
+        let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         handle.perform(work);
         if !duplicate {
             handle.pace.decided(step.0, written);

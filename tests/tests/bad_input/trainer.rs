@@ -50,6 +50,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         checkpoint_dir: None,
         checkpoint_every: 0,
         embedded: false,
+        step_weights: false,
         export: None,
         export_dtype: Dtype::Bf16,
         resume: None,

@@ -3,7 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
-use longshore_proto::{Fault, FaultKind, wire::v1};
+use longshore_proto::{FaultKind, wire::v1};
 use serde_json::json;
 
 use super::client::Servers;
@@ -170,7 +170,10 @@ pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
     for Checkpoint { name, version, stale, damage, .. } in found {
         if args.json {
             let version = version.0;
-            say!("{}", json!({"job": job, "name": name, "version": version, "stale": stale, "damage": damage}));
+            say!(
+                "{}",
+                json!({"job": job, "name": name, "version": version, "stale": stale, "damage": damage})
+            );
         } else {
             let stale = if stale { "  stale: left behind when the job went back" } else { "" };
             let damage = damage.map(|damage| format!("  DAMAGED {damage}")).unwrap_or_default();

@@ -243,7 +243,7 @@ impl Feed {
             debug_span!(target: "stage", "wait for weights", version = shared.reading.version().0).entered();
         let core = &shared.core;
         let waited = core.block_on(async {
-            let what = format!("the weights of {}", shared.version);
+            let what = format!("the weights of {}", shared.reading.version());
             let whole = core.patiently(core.options.deadline, shared.whole(segments));
             match core.watched(&what, whole).await {
                 Ok(result) => result,

@@ -85,8 +85,6 @@ impl Core {
         Ok(StateHash { version, applied, hash })
     }
 
-    }
-
     pub(super) async fn delete_job(&self) -> Result<()> {
         try_join_all((0..self.peers.len()).map(|server| self.delete_job_on(server))).await?;
         Ok(())

@@ -49,7 +49,7 @@ impl Core {
     }
 
     /// Whether every server could write its part now.
-    pub(super) async fn check_checkpoint(&self) -> Result<()> {
+    pub(super) async fn check_room(&self) -> Result<()> {
         let request = CheckpointRequest { job: self.job().to_string(), check: true, ..Default::default() };
         self.parts_of(&request).await?;
         Ok(())

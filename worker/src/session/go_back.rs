@@ -6,7 +6,7 @@ use std::time::Instant;
 use futures_util::future::try_join_all;
 use longshore_proto::{
     FaultKind, JobName, TierKind, Version,
-    wire::v1::{CheckpointInfo, JobProgress, ListCheckpointsRequest, Phase},
+    wire::v1::{JobProgress, Phase},
 };
 
 use super::{Checkpoint, Core, retry::Backoff};
@@ -75,7 +75,8 @@ impl Core {
 
     async fn go_back_to(&self, name: &str, there: &Whereabouts, discard: bool) -> Result<Checkpoint> {
         let known = self.check_checkpoint(name).await?;
-        let checkpoint = Checkpoint { name: name.into(), version: Version(known.version) };
+        let version = Version(known.version);
+        let checkpoint = Checkpoint { name: name.into(), version, shared: true, stale: false, damage: None };
         let holders = there.holders();
         // A restore that was cut off, or a part lost at the checkpoint's very version: nothing need be given up.
         if holders.iter().all(|&server| there.version(server) == checkpoint.version) {
@@ -143,29 +144,11 @@ impl Core {
     }
 
     /// Every checkpoint that any server lists: one that only some can read is not passed over in silence.
+    /// The one sealed last first: after a job went back, versions do not say which is newer.
     async fn names_newest_first(&self) -> Result<Vec<String>> {
-        let request = ListCheckpointsRequest { job: self.job().to_string() };
-        let answers = self.everywhere("ListCheckpoints", self.options.deadline, |peer| {
-            let request = request.clone();
-            async move { peer.admin().list_checkpoints(request).await }
-        });
-        let known = |info: CheckpointInfo| (info.name, info.version);
-        let lists = answers.await?.into_iter();
-        let lists = lists.map(|answer| answer.checkpoints.into_iter().map(known).collect());
-        Ok(merge(lists).into_iter().rev().map(|(name, _)| name).collect())
+        let listed = self.list_checkpoints().await?;
+        Ok(listed.into_iter().rev().map(|checkpoint| checkpoint.name).collect())
     }
-}
-
-/// One list of names and versions, oldest first, of lists that are: in the order of the first, and what it lacks by version.
-fn merge(mut lists: impl Iterator<Item = Vec<(String, u64)>>) -> Vec<(String, u64)> {
-    let mut merged = lists.next().unwrap_or_default();
-    for (name, version) in lists.flatten() {
-        if merged.iter().all(|(known, _)| *known != name) {
-            let at = merged.iter().position(|(_, known)| *known > version);
-            merged.insert(at.unwrap_or(merged.len()), (name, version));
-        }
-    }
-    merged
 }
 
 /// Whether it is the checkpoint that is at fault, and an older one may be whole.
@@ -189,21 +172,5 @@ fn is_other_state(error: &Error) -> bool {
         }
         Error::NotRestored(failed) => is_other_state(&failed.cause),
         _ => false,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_one_server_lacks_is_in_the_list_all_the_same() {
-        let list = |names: &[(&str, u64)]| -> Vec<(String, u64)> {
-            names.iter().map(|&(name, version)| (name.to_string(), version)).collect()
-        };
-        // Sealed in this order, after a rollback: the first list's order stands.
-        let lists = [list(&[("a", 10), ("c", 30), ("b", 20)]), list(&[("a", 10), ("d", 40), ("0", 5)])];
-        let names: Vec<_> = merge(lists.into_iter()).into_iter().map(|(name, _)| name).collect();
-        assert_eq!(names, ["0", "a", "c", "b", "d"]);
     }
 }

@@ -167,7 +167,7 @@ impl Session {
     /// Whether every server could write its part of a checkpoint now: to be asked before the first step of a run that wants
     /// some.
     pub fn check_checkpoint(&self) -> Result<()> {
-        self.core.block_on(self.core.check_checkpoint())
+        self.core.block_on(self.core.check_room())
     }
 
     /// As `checkpoint`. Where the name is taken by another state, as after a rollback, the first of name.2, name.3, ... that

@@ -58,7 +58,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let place = Place { servers, embedded };
     loop {
         match run.train(place, &mut report) {
-            Err(error) if is_withdrawn(&error) => report.note(&format!("{error}: starting over from there")),
+            Err(error) if is_outdated(&error) => report.note(&format!("{error}. Starting over")),
             ended => return ended,
         }
     }
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
     /// From where the servers are to the last step.
     ///
     /// # Errors
-    /// `Withdrawn` when a step was taken back: then nothing is lost, and it may be called again.
+    /// `Outdated`: then nothing is lost, and it may be called again.
     fn train(&self, Place { servers, embedded }: Place<'_>, report: &mut Report) -> anyhow::Result<()> {
         let settings = self.settings;
         let host = Budget::unlimited("host memory of the worker");
@@ -419,7 +419,7 @@ fn unwrap_library(error: gpt::Error) -> anyhow::Error {
     }
 }
 
-/// Whether a step that this process had built on was taken back.
-fn is_withdrawn(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(Error::Withdrawn(_)))
+/// Whether the run can go on by joining again.
+fn is_outdated(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(Error::Outdated(_)))
 }

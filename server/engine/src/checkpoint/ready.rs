@@ -24,7 +24,7 @@ const PROBE_BYTES: [u8; 4096] = [0; 4096];
 
 impl Store {
     /// Makes the folder where only that is missing, and writes a file into it and removes it again. Returns the free bytes.
-    pub fn check(&self) -> Result<u64, Fault> {
+    pub fn check_folder(&self) -> Result<u64, Fault> {
         match fs::create_dir(self.dir()) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             created => created.map_err(io("create folder", self.dir()))?,
@@ -41,7 +41,7 @@ impl Store {
 
     /// Reserves the room that this server's part of the job takes, and gives it back.
     pub fn check_room(&self, job: &Job) -> Result<(), Fault> {
-        self.check()?;
+        self.check_folder()?;
         let target = self.probe();
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
         let bytes = room(&plan(job, &spec), &target)?.bytes;

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use longshore_proto::{
-    Commit, Fault, Formats, JobSpec, Layout, ShardId, Slice, Version, checksum::BlockHash,
+    Commit, Fault, FaultKind, Formats, JobSpec, Layout, ShardId, Slice, Version, checksum::BlockHash,
     limits::BLOCK_ELEMENTS,
 };
 

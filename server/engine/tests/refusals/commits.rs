@@ -223,7 +223,7 @@ fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     cluster.step(&second, &pausing);
     reference.step(&second, &pausing);
     let chunk = |cluster: &Cluster, step| {
-        let (chunk, payload) = cluster.chunks(step, 0, 0, &first)[0];
+        let (chunk, payload) = cluster.chunks(step, 0, 0, &first[0])[0];
         cluster.jobs[0].store(&chunk, payload)
     };
     let paused: Expected =

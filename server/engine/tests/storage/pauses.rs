@@ -81,7 +81,7 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
     for (tier, storage) in [(TierKind::Shm, &shm), (TierKind::Nvme, &dirs.storage)] {
         let spec = JobSpec { tier, ..small(0) };
         let mut cluster = paused(&spec, storage);
-        let mut killed = |cluster: Cluster| {
+        let killed = |cluster: Cluster| {
             drop(cluster);
             open(&spec, storage).unwrap()
         };

@@ -369,12 +369,12 @@ fn each_server_restores_from_a_folder_of_its_own() {
     }
     let same = Cluster::open(&spec(1, 1), 2);
     for (job, (_, store)) in same.jobs.iter().zip(&hosts) {
-        store.restore(job, &run(), "a").unwrap();
+        store.restore(job, &run(), "a", soon()).unwrap();
     }
     assert_eq!(same.state_hash(), cluster.state_hash());
     let swapped = Cluster::open(&spec(1, 1), 2);
     for (job, (_, store)) in swapped.jobs.iter().zip(hosts.iter().rev()) {
-        let fault = store.restore(job, &run(), "a").unwrap_err();
+        let fault = store.restore(job, &run(), "a", soon()).unwrap_err();
         assert_eq!(fault.kind, FaultKind::NotFound, "{fault}");
         assert!(fault.remedy.contains("in their order") && fault.remedy.contains("share"), "{fault}");
     }
@@ -385,17 +385,17 @@ fn each_server_restores_from_a_folder_of_its_own() {
 fn a_folder_that_takes_no_checkpoint_is_found_before_one_is_wanted() {
     let (root, store) = store();
     let cluster = Cluster::open(&spec(1, 0), 1);
-    assert!(store.check().unwrap() > 0);
+    assert!(store.check_folder().unwrap() > 0);
     store.check_room(&cluster.jobs[0]).unwrap();
     assert!(files(root.path()).is_empty(), "a check leaves nothing behind");
     let made = Store::new(root.path().join("made"));
-    made.check().unwrap();
+    made.check_folder().unwrap();
     assert!(made.dir().is_dir());
-    let fault = Store::new(root.path().join("not/there")).check().unwrap_err();
+    let fault = Store::new(root.path().join("not/there")).check_folder().unwrap_err();
     assert_eq!(fault.kind, FaultKind::NotFound, "{fault}");
     let file = root.path().join("file");
     fs::write(&file, b"").unwrap();
-    assert_eq!(Store::new(file).check().unwrap_err().limit, "a folder");
+    assert_eq!(Store::new(file).check_folder().unwrap_err().limit, "a folder");
 }
 
 fn names(store: &Store) -> Vec<String> {
