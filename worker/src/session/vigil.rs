@@ -83,6 +83,8 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
     match answer {
         Ok(answer) if answer.waiting_for.is_empty() => None,
         Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
+        // It has not been opened yet, or was given up: rank 0 sees to that.
+        Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
         Err(error) => Some(format!("cannot go on ({error})")),
     }

@@ -226,7 +226,6 @@ impl Folder {
         }
     }
 
-    /// Writes the header: from now on the folder counts.
     /// Whether it is being made.
     pub(super) fn is_new(&self) -> bool {
         self.path != self.home
