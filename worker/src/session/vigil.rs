@@ -84,6 +84,7 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
         Ok(answer) if answer.waiting_for.is_empty() => None,
         Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
+        Err(Error::StateLost(_)) => Some("does not hold the job, which rank 0 opens".to_string()),
         Err(error) => Some(format!("cannot go on ({error})")),
     }
 }
