@@ -105,7 +105,7 @@ impl Unmounted {
 fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
     let expected = hash();
     let checkpoints = TempDir::new().unwrap();
-    let mut servers = server::servers(3, &options.checkpoint_dir(checkpoints.path()));
+    let mut servers = server::servers(3, &options.checkpoint_dir(checkpoints.path()).allow("stepping back"));
     let addresses = server::addresses(&servers);
     let train = train(tier).servers(&addresses);
     train_until_cut(&train);
@@ -134,7 +134,8 @@ fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
     unmounted.mount();
     servers[2].restart();
     let run = train.run();
-    assert!(run.start.first_step > CUT_AT, "{:?}", run.start);
+    // All but a step that had not reached every drive when the server was killed.
+    assert!(run.start.first_step >= CUT_AT, "{:?}", run.start);
     assert_eq!(run.end.state_hash, expected);
 }
 
@@ -198,6 +199,7 @@ fn without_a_checkpoint_nothing_is_deleted() {
     let root = TempDir::new().unwrap();
     let checkpoints = TempDir::new().unwrap();
     let options = ServerOptions::new().state_root(root.path()).checkpoint_dir(checkpoints.path());
+    let options = options.allow("stepping back");
     let mut servers = server::servers(2, &options);
     let addresses = server::addresses(&servers);
     let train = Train::new(STEPS).args(["--tier", "nvme"]).servers(&addresses);
@@ -210,7 +212,7 @@ fn without_a_checkpoint_nothing_is_deleted() {
     servers[1].process.kill();
     unmounted.mount();
     servers[1].restart();
-    assert!(train.run().start.first_step > CUT_AT);
+    assert!(train.run().start.first_step >= CUT_AT);
 }
 
 /// A job of the memory tier with checkpoints, whose servers have all restarted: they have nothing.

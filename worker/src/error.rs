@@ -133,22 +133,35 @@ struct Regain(TierKind);
 
 impl fmt::Display for Regain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let where_it_was = match self.0 {
-            TierKind::Memory => {
-                return f.write_str(
-                    "Restore the last checkpoint (`longshore train --resume` or `longshore restore`), or delete the job \
-                     and start again; the tiers `shm` and `nvme` survive a restart of the server",
-                );
-            }
+        if self.0 == TierKind::Memory {
+            return f.write_str(
+                "Restore the last checkpoint (`longshore train --resume` or `longshore restore`), or delete the job and \
+                 start again; the tiers `shm` and `nvme` survive a restart of the server",
+            );
+        }
+        write!(
+            f,
+            "{}Only if that state is gone for good: --resume with --discard-state, or `longshore restore --discard-state`, \
+             deletes what the other servers hold and goes back to the last checkpoint",
+            Whereabouts(self.0)
+        )
+    }
+}
+
+/// Where state that outlives a process may be; empty for the tier that does not.
+struct Whereabouts(TierKind);
+
+impl fmt::Display for Whereabouts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let question = match self.0 {
+            TierKind::Memory => return Ok(()),
             TierKind::Shm => "has it the --shm-dir that it had, and has its host stayed up",
             TierKind::Nvme => "is the drive of its --state-dir mounted",
         };
         write!(
             f,
-            "Tier {} outlives the server's process: {where_it_was}, and is it the server that had this place in --servers? \
-             Start it again where its state is, and the job goes on. Only if that state is gone for good: --resume with \
-             --discard-state, or `longshore restore --discard-state`, deletes what the other servers hold and goes back \
-             to the last checkpoint",
+            "Tier {} outlives the server's process: {question}, and is it the server that had this place in --servers? \
+             Start it again where its state is, and the job goes on. ",
             self.0
         )
     }
@@ -247,14 +260,29 @@ impl fmt::Display for Word<'_> {
 
 /// A job whose state is gone, or was to be given up, and no checkpoint to go back to. Nothing was deleted.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error(
-    "there is no checkpoint to resume from: leave --resume out to start afresh{}",
-    if *.kept { ", once the job is deleted (`longshore delete`): some servers hold state of it, and nothing was deleted" } else { "" }
-)]
+#[error("{}there is no checkpoint to resume from: {}", Lacking(.lost), Instead(self))]
 pub struct NoCheckpoint {
     pub job: JobName,
-    /// Whether a server holds state of the job.
-    pub kept: bool,
+    pub tier: TierKind,
+    /// Servers that have nothing of the job, where others hold state of it.
+    pub lost: Vec<String>,
+    pub holders: Vec<(String, Version)>,
+}
+
+struct Instead<'a>(&'a NoCheckpoint);
+
+impl fmt::Display for Instead<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let NoCheckpoint { job, tier, lost, holders } = self.0;
+        if holders.is_empty() {
+            return f.write_str("leave --resume out to start afresh");
+        }
+        write!(f, "nothing was deleted, and job {job} holds state, {}. ", Listed(holders))?;
+        if !lost.is_empty() {
+            write!(f, "{}", Whereabouts(*tier))?;
+        }
+        f.write_str("To give it up and start afresh: `longshore delete`, and leave --resume out")
+    }
 }
 
 /// Servers read different contents under one checkpoint's name.

@@ -286,6 +286,8 @@ impl<'a> Traffic<'a> {
             Ok(Stored::Busy) => {}
             // What was summed before the restart stays so.
             Ok(Stored::Superseded) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
+            // Its step was decided before the restart.
+            Ok(Stored::Decided) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
             // Before the same chunk of the micro-step before it.
             Err(fault) if fault.field == "micro_step" => {}
             other => panic!("{chunk:?} was never stored: {other:?}"),

@@ -166,8 +166,9 @@ mod tests {
         assert_eq!((busy.kind, &*busy.field), (FaultKind::Precondition, "restore"));
         let again = restores.run(hold, soon(), never);
         let start = restores.run(act("a", Stage::Start), soon(), || Ok(info(8)));
-        go.send(()).expect("the one that waits");
-        let (again, start) = tokio::join!(again, start);
+        // The word is given once both have asked: what is done is not there to be joined.
+        let word = async { go.send(()).expect("the one that waits") };
+        let (again, start, ()) = tokio::join!(again, start, word);
         assert_eq!(
             (again.expect("joined").version, start.expect("after it").version),
             (Version(7), Version(8))

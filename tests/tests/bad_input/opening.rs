@@ -47,7 +47,7 @@ fn another_spec_under_the_same_name_is_refused_with_the_field() {
     swapped.owners.reverse();
     swapped.owners[0] = swapped.owners[1];
     let found = victim.servers[0].open(spec().to_wire(), &swapped, 0);
-    assert_fault(found, Conflict, "placement.owners", "over 2 servers", "as the job was opened");
+    assert_fault(found, Conflict, "placement.owners", "shard 1 on server 0", "as the job was opened");
     let again = victim.servers[0].open(spec().to_wire(), &placement, 0).expect("the same spec");
     assert!(!again.created && again.progress.is_some_and(|progress| progress.version == BEFORE));
     victim.finish();

@@ -154,7 +154,9 @@ impl Servers {
         let jobs = self.jobs()?;
         match jobs.as_slice() {
             [job] => Ok(job.clone()),
-            [] => anyhow::bail!("no job on these servers: start one with `longshore train --servers ...`"),
+            [] => anyhow::bail!(
+                "no job on these servers: start one with `longshore train --servers ...`, or name the job of a checkpoint with --job"
+            ),
             several => {
                 anyhow::bail!("several jobs on these servers, name one with --job: {}", several.join(", "))
             }

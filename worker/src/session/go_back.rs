@@ -69,8 +69,11 @@ impl Core {
                 other => return other,
             }
         }
-        let kept = !there.holders().is_empty();
-        Err(newest.unwrap_or_else(|| NoCheckpoint { job: self.job().clone(), kept }.into()))
+        Err(newest.unwrap_or_else(|| {
+            let (holders, lost) = self.holders_and_lost(&there);
+            let lost = if holders.is_empty() { Vec::new() } else { lost };
+            NoCheckpoint { job: self.job().clone(), tier: self.spec().tier, lost, holders }.into()
+        }))
     }
 
     async fn go_back_to(&self, name: &str, there: &Whereabouts, discard: bool) -> Result<Checkpoint> {
@@ -129,18 +132,25 @@ impl Core {
     }
 
     fn kept(&self, checkpoint: &Checkpoint, there: &Whereabouts) -> Error {
-        let address = |server: usize| self.peers[server].address.clone();
-        let holders = there.holders();
-        let lost = (0..self.peers.len()).filter(|server| !holders.contains(server));
+        let (holders, lost) = self.holders_and_lost(there);
         StateKept {
             job: self.job().clone(),
             tier: self.spec().tier,
             checkpoint: checkpoint.name.clone(),
             version: checkpoint.version,
-            lost: lost.map(address).collect(),
-            holders: holders.iter().map(|&server| (address(server), there.version(server))).collect(),
+            holders,
+            lost,
         }
         .into()
+    }
+
+    /// The servers that hold state and its version, and those that have nothing.
+    fn holders_and_lost(&self, there: &Whereabouts) -> (Vec<(String, Version)>, Vec<String>) {
+        let address = |server: usize| self.peers[server].address.clone();
+        let holders = there.holders();
+        let lost = (0..self.peers.len()).filter(|server| !holders.contains(server));
+        let lost = lost.map(address).collect();
+        (holders.into_iter().map(|server| (address(server), there.version(server))).collect(), lost)
     }
 
     /// Every checkpoint that any server lists: one that only some can read is not passed over in silence.

@@ -37,6 +37,7 @@ impl Store {
         if let Some(job) = job {
             source.check_visible(job)?;
         }
+        job.map_or(Ok(()), |job| source.check_visible(job))?;
         Ok((source.info()?, source.manifest.spec))
     }
 

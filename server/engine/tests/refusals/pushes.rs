@@ -107,8 +107,7 @@ fn a_payload_shorter_than_its_chunk_is_refused_and_leaves_no_trace() {
     let mut fresh = Midway::new();
     let flats = fresh.second.clone();
     fresh.cluster.step(&flats, &super::commit(&fresh.cluster.spec, 2));
-    let (mut chunk, payload) = fresh.cluster.chunks(3, 0, 0, &flats[0])[0];
-    chunk.loss_scale = 512.0;
+    let (chunk, payload) = fresh.cluster.chunks(3, 0, 0, &flats[0])[0];
     let before = fresh.view();
     assert_eq!(push(&fresh, &chunk, &payload[4..]).unwrap_err().kind, Invalid);
     assert_eq!(fresh.view(), before);

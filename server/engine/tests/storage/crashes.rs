@@ -7,7 +7,7 @@ use longshore_engine::tier::{Spill, Storage};
 use super::{
     Dirs, check,
     disk::{Disks, Event, Failure, Image, crash},
-    open, references, run_steps, small, started,
+    references, reopen, run_steps, small, started,
 };
 
 /// How many events there were when each version was durable, from version 0.
@@ -60,7 +60,7 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
                 let disks: Storage =
                     Storage { disks: Some(Arc::new(Disks::with(image))), ..recorded.dirs.storage.clone() };
                 let mut cluster =
-                    open(&spec, &disks).unwrap_or_else(|fault| panic!("{failure:?} at {count}: {fault}"));
+                    reopen(&spec, &disks).unwrap_or_else(|fault| panic!("{failure:?} at {count}: {fault}"));
                 let version = check(&cluster, &references);
                 assert!(
                     version == promised || version == promised + 1,
@@ -89,14 +89,14 @@ fn a_crash_during_recovery_loses_nothing() {
     let image = crash(&Image::new(), &recorded.events, recorded.events.len(), Failure::Lost, 1);
     let disks = Disks::with(image.clone());
     let with = |disks: Disks| Storage { disks: Some(Arc::new(disks)), ..recorded.dirs.storage.clone() };
-    assert_eq!(check(&open(&spec, &with(disks.clone())).unwrap(), &references), STEPS);
+    assert_eq!(check(&reopen(&spec, &with(disks.clone())).unwrap(), &references), STEPS);
     let events = disks.events();
     assert!(events.len() >= 8, "two copies and two flushes on each of two disks");
     for count in 0..=events.len() {
         for seed in 0..4 {
             for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept] {
                 let image = crash(&image, &events, count, failure, seed);
-                let cluster = open(&spec, &with(Disks::with(image))).unwrap();
+                let cluster = reopen(&spec, &with(Disks::with(image))).unwrap();
                 assert_eq!(check(&cluster, &references), STEPS, "{failure:?} at {count}");
             }
         }
@@ -126,17 +126,17 @@ fn a_server_ahead_of_its_peers_steps_back() {
         let disks: Arc<Disks> = Arc::new(Disks::with(image));
         let at_most = Some(longshore_proto::Version(STEPS - 1));
         let storage = Storage { disks: Some(disks), at_most, ..recorded.dirs.storage.clone() };
-        assert_eq!(check(&open(&spec, &storage).unwrap(), &references), STEPS - 1);
+        assert_eq!(check(&reopen(&spec, &storage).unwrap(), &references), STEPS - 1);
         // The version given up is gone for good, also without being told again.
         let storage = Storage { at_most: None, ..storage };
-        let mut cluster = open(&spec, &storage).unwrap();
+        let mut cluster = reopen(&spec, &storage).unwrap();
         assert_eq!(check(&cluster, &references), STEPS - 1);
         cluster.join(0);
         run_steps(&mut cluster, STEPS..=STEPS);
         assert_eq!(check(&cluster, &references), STEPS);
         drop(cluster);
         let storage = Storage { at_most: Some(longshore_proto::Version(1)), ..storage };
-        let fault = open(&spec, &storage).err().unwrap();
+        let fault = reopen(&spec, &storage).err().unwrap();
         assert_eq!(fault.field, "version", "{fault}");
     }
 }

@@ -13,7 +13,11 @@ mod pauses;
 mod removal;
 mod spilled;
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use common::{
     BLOCK,
@@ -57,6 +61,19 @@ fn host() -> Arc<Compute> {
 
 fn open(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
     Cluster::try_open(spec, 1, &host(), storage)
+}
+
+/// Opens a job that this process held a moment ago: the thread of a snapshot may hold its folder for that moment.
+fn reopen(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        match open(spec, storage) {
+            Err(fault) if fault.value.contains("in use by another process") && Instant::now() < until => {
+                std::thread::yield_now();
+            }
+            opened => return opened,
+        }
+    }
 }
 
 fn started(spec: &JobSpec, storage: &Storage) -> Cluster {

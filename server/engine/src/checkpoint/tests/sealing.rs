@@ -179,7 +179,7 @@ fn a_checkpoint_is_held_given_up_and_held_again_before_it_starts() {
     let spec = spec(3, 1);
     let trained = Cluster::trained(&spec, 2, 2);
     trained.save(&store, "two");
-    let cluster = Cluster::open(&spec, 3);
+    let cluster = Cluster::open(&spec, 2);
     let hold = |name: &str| -> Vec<String> {
         let hold = |job| store.hold(job, &run(), name, soon()).unwrap().id;
         cluster.jobs.iter().map(hold).collect()
