@@ -4,12 +4,16 @@
 
 #![forbid(unsafe_code)]
 
+mod accept;
 pub mod config;
+mod connections;
+mod descriptors;
 mod directories;
 mod jobs;
 pub mod lifecycle;
 pub mod log;
 mod memfd;
+mod requests;
 mod service;
 mod unix;
 

@@ -18,7 +18,7 @@ use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS, wire};
 use tokio::time::Instant;
 use tonic::Status;
 
-pub(crate) use self::tensors::DataPlane;
+pub(crate) use self::tensors::{DataPlane, PUSH};
 use crate::{jobs::Jobs, lifecycle::Draining, memfd::Links};
 
 /// What every service works on. Cheap to clone.
