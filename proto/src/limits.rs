@@ -1,5 +1,7 @@
 //! Every limit of the protocol, with the reason for its value. Relations between them are checked at compile time.
 
+use std::time::Duration;
+
 /// Elements of a block: the unit of norms, checksums and parallel update. At 14 bytes of state and gradient an element
 /// a block is 900 KiB, so one block's working set stays in a core's 1 MiB L2.
 pub const BLOCK_ELEMENTS: u64 = 64 * 1024;
@@ -32,6 +34,43 @@ pub const MAX_EXPORTS_AT_ONCE: usize = 4;
 pub const MAX_CHECKPOINTS_AT_ONCE: usize = 2;
 /// Memory of a snapshot (an export, a checkpoint, a state hash) beside what the server's budget lends it while training goes on.
 pub const SNAPSHOT_BYTES: usize = 8 * 1024 * 1024;
+/// A worker's connections to a server: control, data, and one that is made anew while the old one is not yet found dead.
+pub const CONNECTIONS_PER_RANK: usize = DATA_CONNECTIONS + 2;
+
+// What strangers can make a server hold: docs/limits.md adds it up.
+
+/// Connections that a server takes beside those of its jobs' ranks.
+pub const SPARE_CONNECTIONS: usize = 1024;
+/// Calls open at once on a connection. A worker has a dozen; gRPC's own guidance is 100.
+pub const MAX_CONNECTION_CALLS: u32 = 128;
+/// Calls open at once on all connections. With more, a connection that has more than [`CALLS_SHARE`] is ended.
+pub const MAX_CALLS: usize = 4096;
+/// Calls that a connection may always have open: those of a worker, whatever strangers do.
+pub const CALLS_SHARE: usize = 4;
+/// Headers of a call as they are sent, ended or not. HTTP/2 alone allows them a frame and as much again in five more.
+pub const MAX_HEADER_BLOCK_BYTES: usize = 32 * 1024;
+/// Headers of a call once they are unpacked; gRPC libraries allow 8 to 16 KiB.
+pub const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
+/// What strangers' connections may hold together of frames and messages that have not ended, beyond
+/// [`UNFINISHED_SHARE_BYTES`] a connection and [`SMALL_MESSAGE_BYTES`] a call. Four of the largest control messages.
+pub const MAX_UNFINISHED_BYTES: usize = 4 * MAX_CONTROL_MESSAGE_BYTES;
+pub const UNFINISHED_SHARE_BYTES: usize = 64 * 1024;
+/// Larger than any control message but a job's description, a commit with a trainer's state, and uploads.
+pub const SMALL_MESSAGE_BYTES: usize = 4 * 1024;
+/// What a connection without a call costs a server, and what a call that waits costs it: tasks, HTTP/2's state, buffers.
+pub const IDLE_CONNECTION_BYTES: usize = 48 * 1024;
+pub const IDLE_CALL_BYTES: usize = 10 * 1024;
+/// So this is the most that strangers can make a server hold, whatever they send.
+pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + UNFINISHED_SHARE_BYTES)
+    + (MAX_CALLS + SPARE_CONNECTIONS * CALLS_SHARE) * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES)
+    + MAX_UNFINISHED_BYTES;
+/// A client sends its preface and its settings as soon as it is connected.
+pub const PREFACE_DEADLINE: Duration = Duration::from_secs(10);
+/// A worker's data connections wait for their first call while the job is opened and its weights are uploaded.
+pub const FIRST_CALL_DEADLINE: Duration = Duration::from_secs(600);
+/// A message once it has begun: the largest one at 3 Mbit/s.
+pub const MESSAGE_DEADLINE: Duration = Duration::from_secs(60);
+
 /// What stock gRPC clients accept unless told otherwise.
 pub const STOCK_MESSAGE_BYTES: usize = 4 * 1024 * 1024;
 /// Room for the fields beside a chunk's payload: ids and the job's name.
@@ -70,6 +109,10 @@ const _: () = {
     assert!(
         CHUNK_BYTES + CHUNK_HEADROOM_BYTES <= STOCK_MESSAGE_BYTES,
         "stock clients must be able to pull a chunk"
+    );
+    assert!(
+        MAX_HEADER_BLOCK_BYTES >= MAX_HEADER_LIST_BYTES as usize,
+        "headers that are small enough must fit their block"
     );
     assert!(CHUNK_BYTES.is_multiple_of(4096), "chunks must stay page aligned inside a shard");
     assert!(BLOCK_ELEMENTS.is_multiple_of(ALIGN_ELEMENTS), "blocks must start on aligned elements");

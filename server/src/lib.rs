@@ -4,13 +4,17 @@
 
 #![forbid(unsafe_code)]
 
+mod accept;
 mod checkpoints;
 pub mod config;
+mod connections;
+mod descriptors;
 mod directories;
 mod jobs;
 pub mod lifecycle;
 pub mod log;
 mod memfd;
+mod requests;
 mod service;
 mod unix;
 

@@ -5,14 +5,17 @@
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
-use futures_util::{FutureExt, TryStreamExt, future::OptionFuture};
+use futures_util::{FutureExt, future::OptionFuture};
 use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa, step::Phase};
 use longshore_proto::{
     Fault, FaultKind,
-    limits::{MAX_CONTROL_MESSAGE_BYTES, WINDOW_BYTES},
+    limits::{
+        MAX_CONNECTION_CALLS, MAX_CONTROL_MESSAGE_BYTES, MAX_HEADER_LIST_BYTES, SPARE_CONNECTIONS,
+        WINDOW_BYTES,
+    },
     wire::{
         self,
-        direct::{Direct, Side, Taps},
+        direct::Bounds,
         v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
     },
 };
@@ -23,14 +26,16 @@ use tokio::{
     task::JoinHandle,
     time::{Instant, timeout},
 };
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::transport::server::TcpIncoming;
 
 use crate::{
-    config::Config,
+    accept,
+    config::{Config, total_memory},
+    connections::Connections,
+    descriptors,
     directories::Directories,
     jobs::{JobHandle, Jobs},
     memfd::{self, Links},
+    requests::Metered,
     service::{DataPlane, Services},
     unix::{self, SocketFile},
 };
@@ -43,6 +48,8 @@ pub(crate) const FRAME_BYTES: u32 = 1024 * 1024;
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// Of checkpoints that would have one name.
 const MOST_NAMES: u32 = 100;
+/// Calls that a peer opens beyond its number or against the protocol before its connection is ended.
+const MAX_REFUSED_CALLS: usize = 1024;
 /// How long open streams may finish once a drain is over.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
@@ -64,6 +71,8 @@ pub enum ServerError {
     Signals(std::io::Error),
     #[error("serving ended: {0}")]
     Serve(String),
+    #[error("told to stop a second time: the drain was broken off")]
+    BrokenOff,
 }
 
 /// Says that a drain has begun. Cheap to clone.
@@ -141,6 +150,8 @@ impl Server {
     /// Binds, starts the update threads and serves. Must be called inside a tokio runtime.
     pub async fn start(config: Config) -> Result<Server, ServerError> {
         wire::frame::keep_buffers();
+        let descriptors = descriptors::raise();
+        warn_of_limits(&config, descriptors);
         let isa = Isa::from_env()?;
         let threads = config.threads;
         let compute = Compute::new(threads, isa)
@@ -175,22 +186,19 @@ impl Server {
         health.set_serving::<TensorsServer<Services>>().await;
         health.set_serving::<AdminServer<Services>>().await;
         let (stop, stopped) = watch::channel(false);
+        let bounds = Arc::new(Bounds::default());
+        let most = descriptors::for_connections(descriptors);
+        let connections = Connections::new(&bounds, config.max_connections, most, Arc::clone(&jobs));
         let routes = |transport: &'static str| {
             let services = Services { transport, ..services.clone() };
-            Ok::<_, ServerError>(router(services)?.add_service(health_service.clone()))
+            let health = Metered::new(health_service.clone(), &bounds);
+            Ok::<_, ServerError>(router(services, &bounds)?.add_service(health))
         };
-        // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let incoming =
-            incoming.map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
+        let incoming = accept::incoming(listener, Arc::clone(&connections));
         let tcp = routes("tcp")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
         let (socket, socket_file) = local.unzip();
-        let unix = match socket.map(UnixListenerStream::new) {
-            Some(incoming) => {
-                let incoming = incoming
-                    .map_ok(|socket| Direct::new(socket, Side::Server, WINDOW_BYTES, Taps::default()));
-                Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped)))
-            }
+        let unix = match socket.map(|socket| accept::incoming(socket, connections)) {
+            Some(incoming) => Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped))),
             None => None,
         };
         let unix = OptionFuture::from(unix).map(Option::transpose);
@@ -221,6 +229,9 @@ impl Server {
     }
 
     /// Serves until a signal or Admin.Drain, then drains.
+    ///
+    /// # Errors
+    /// When serving or the drain fails, and at once when a signal comes during the drain: some of it may still run then.
     pub async fn run_until(mut self, mut signals: StopSignals) -> Result<(), ServerError> {
         let draining = self.services.draining.clone();
         tokio::select! {
@@ -228,7 +239,12 @@ impl Server {
             () = draining.wait() => {}
             ended = &mut self.serving => return Err(ServerError::Serve(format!("{ended:?}"))),
         }
-        self.drain().await
+        // A task of its own: dropped here, it would wait for what it drains.
+        let drain = tokio::spawn(self.drain());
+        tokio::select! {
+            drained = drain => drained.unwrap_or_else(|error| Err(ServerError::Serve(error.to_string()))),
+            () = signals.any() => Err(ServerError::BrokenOff),
+        }
     }
 
     /// Finishes the step in hand, writes checkpoints if configured, and stops.
@@ -349,7 +365,25 @@ fn stop_of(stopped: &watch::Receiver<bool>) -> impl Future<Output = ()> + use<> 
     }
 }
 
-fn router(services: Services) -> Result<tonic::transport::server::Router, ServerError> {
+/// Says at start what would only be noticed when it is needed.
+fn warn_of_limits(config: &Config, descriptors: usize) {
+    if let Some(total) = total_memory().filter(|&total| config.memory > total) {
+        let memory = config.memory;
+        tracing::warn!(memory, total, "--memory is more than this host or its cgroup has: lower it");
+    }
+    let (most, wanted) =
+        (descriptors::for_connections(descriptors), config.max_connections.unwrap_or(SPARE_CONNECTIONS));
+    if most < wanted {
+        tracing::warn!(
+            descriptors,
+            most,
+            wanted,
+            "few descriptors: there cannot be as many connections as wanted. Raise the limit with ulimit -n or LimitNOFILE"
+        );
+    }
+}
+
+fn router(services: Services, bounds: &Arc<Bounds>) -> Result<tonic::transport::server::Router, ServerError> {
     let descriptors = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(wire::FILE_DESCRIPTOR_SET)
@@ -363,15 +397,18 @@ fn router(services: Services) -> Result<tonic::transport::server::Router, Server
         .max_frame_size(Some(FRAME_BYTES))
         .initial_stream_window_size(Some(WINDOW_BYTES as u32))
         .initial_connection_window_size(Some(WINDOW_BYTES as u32))
+        .max_concurrent_streams(Some(MAX_CONNECTION_CALLS))
+        .http2_max_header_list_size(Some(MAX_HEADER_LIST_BYTES))
+        .http2_max_local_error_reset_streams(Some(MAX_REFUSED_CALLS))
         .http2_keepalive_interval(Some(KEEPALIVE));
+    let training = TrainingServer::new(services.clone())
+        .max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
+    let admin = AdminServer::new(services.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
     Ok(builder
-        .add_service(
-            TrainingServer::new(services.clone())
-                .max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
-                .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES),
-        )
-        .add_service(DataPlane::new(services.clone()))
-        .add_service(AdminServer::new(services).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES))
-        .add_service(reflection)
-        .add_service(older_reflection))
+        .add_service(Metered::new(training, bounds))
+        .add_service(Metered::new(DataPlane::new(services), bounds))
+        .add_service(Metered::new(admin, bounds))
+        .add_service(Metered::new(reflection, bounds))
+        .add_service(Metered::new(older_reflection, bounds)))
 }

@@ -3,7 +3,11 @@
 //! Levels: `error`, a job or the server cannot go on; `warn`, an operator should act; `info`, life of servers and jobs;
 //! `debug`, each refused request; `trace`, each shard's work.
 
-use std::io::{self, IsTerminal};
+use std::{
+    io::{self, IsTerminal},
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
 
 use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
@@ -17,6 +21,24 @@ pub enum LogFormat {
 
 /// Another reader of what is logged.
 pub type Reader = Box<dyn Layer<Registry> + Send + Sync>;
+
+/// What happens again and again is said once in this time.
+const PERIOD: Duration = Duration::from_secs(10);
+
+/// Says something at most once a period.
+#[derive(Default)]
+pub(crate) struct Seldom(Mutex<Option<Instant>>);
+
+impl Seldom {
+    pub(crate) fn say(&self, something: impl FnOnce()) {
+        let now = Instant::now();
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.is_none_or(|last| now - last >= PERIOD) {
+            *last = Some(now);
+            something();
+        }
+    }
+}
 
 /// Installs the process's subscriber; a second call does nothing. `filter` is an env-filter directive; `other` has its own.
 pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {

@@ -1,6 +1,6 @@
 //! `longshored`: parse, log, serve, drain.
 //!
-//! Exit codes: 0 after a drain, 1 when it cannot serve, 2 for a wrong flag, variable or configuration key.
+//! Exit codes: 0 after a drain, 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
 
 #![forbid(unsafe_code)]
 
@@ -31,12 +31,17 @@ fn main() -> ExitCode {
 
 fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = longshore_server::runtime("network")?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         let signals = StopSignals::catch()?;
         let server = Server::start(config).await?;
         // The one line on stdout: scripts wait for it and read the port when 0 was asked for.
         println!("longshored listening on {}", server.address());
         server.run_until(signals).await?;
         Ok(())
-    })
+    });
+    if served.is_err() {
+        // What still runs is not waited for.
+        runtime.shutdown_background();
+    }
+    served
 }

@@ -4,6 +4,8 @@ use std::{path::Path, time::Duration};
 
 use longshore_tests::{
     command::longshore,
+    conformance::cluster::eventually,
+    peer::{END_HEADERS, HEADERS, Peer, call, frame},
     server::{Longshored, ServerOptions},
     train::Train,
 };
@@ -95,6 +97,20 @@ fn an_empty_server_stops_at_once() {
         let last = server.log().pop().unwrap_or_default();
         assert_eq!(last["fields"]["message"], "stopped");
     }
+}
+
+/// A call that is still open holds the drain up for two seconds: time enough to be told again.
+#[test]
+fn a_second_signal_stops_at_once() {
+    let mut server = ServerOptions::new().allow("told to stop a second time").start();
+    let mut peer = Peer::connect(server.address()).unwrap();
+    peer.send(&frame(HEADERS, END_HEADERS, 1, &call("/longshore.v1.Tensors/Push"))).unwrap();
+    assert!(peer.is_alive());
+    tell(&server, Told::Signal);
+    eventually("the drain to begin", || server.process.stderr().contains("draining").then_some(()));
+    tell(&server, Told::Signal);
+    assert_eq!(server.process.code(), 1, "{}", server.process.stderr());
+    assert!(server.process.stderr().contains("told to stop a second time"), "{}", server.process.stderr());
 }
 
 /// A job whose worker is gone has no step in hand that anybody would finish.

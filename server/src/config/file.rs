@@ -28,6 +28,7 @@ pub(super) struct File {
     pub(super) checkpoint_on_drain: Option<bool>,
     pub(super) checkpoint_keep: Option<usize>,
     pub(super) drain_deadline_s: Option<u64>,
+    pub(super) max_connections: Option<usize>,
     pub(super) insecure: Option<bool>,
     pub(super) no_memfd: Option<bool>,
     pub(super) log: Option<String>,
@@ -35,7 +36,7 @@ pub(super) struct File {
 }
 
 /// The keys above, for the nearest right one.
-const KEYS: [&str; 20] = [
+const KEYS: [&str; 21] = [
     "listen",
     "listen_unix",
     "memory",
@@ -52,6 +53,7 @@ const KEYS: [&str; 20] = [
     "checkpoint_on_drain",
     "checkpoint_keep",
     "drain_deadline_s",
+    "max_connections",
     "insecure",
     "no_memfd",
     "log",

@@ -68,6 +68,9 @@ pub struct Flags {
     /// Longest wait for the step in hand when told to stop, in seconds [default: 30]
     #[arg(long, env = "LONGSHORED_DRAIN_DEADLINE_S", value_name = "SECONDS")]
     pub drain_deadline_s: Option<u64>,
+    /// Most connections at once [default: 1024, and 4 more for each rank of its jobs]
+    #[arg(long, env = "LONGSHORED_MAX_CONNECTIONS", value_name = "N")]
+    pub max_connections: Option<usize>,
     /// Allow an address that is not loopback: anyone who can reach it can read and change the jobs
     #[arg(long, env = "LONGSHORED_INSECURE")]
     pub insecure: bool,
@@ -84,7 +87,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 21] = [
+const VARIABLES: [&str; 22] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
@@ -102,6 +105,7 @@ const VARIABLES: [&str; 21] = [
     "LONGSHORED_CHECKPOINT_ON_DRAIN",
     "LONGSHORED_CHECKPOINT_KEEP",
     "LONGSHORED_DRAIN_DEADLINE_S",
+    "LONGSHORED_MAX_CONNECTIONS",
     "LONGSHORED_INSECURE",
     "LONGSHORED_NO_MEMFD",
     "LONGSHORED_LOG",

@@ -8,7 +8,7 @@ mod storage;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use flags::Flags;
-pub use size::{ByteSize, SizeError, available_memory};
+pub use size::{ByteSize, SizeError, available_memory, total_memory};
 pub use storage::{Durability, Spill, StorageConfig, StorageIo};
 
 use crate::log::LogFormat;
@@ -31,6 +31,8 @@ pub struct Config {
     pub checkpoint_keep: usize,
     /// Longest time a drain waits for the step in hand.
     pub drain_deadline: Duration,
+    /// Connections at once; None: as many as its jobs' ranks need, and some.
+    pub max_connections: Option<usize>,
     /// Serve beyond loopback without encryption or authentication.
     pub insecure: bool,
     /// Share no memory with workers of this host.
@@ -73,6 +75,7 @@ impl Config {
             checkpoint_on_drain: false,
             checkpoint_keep: 0,
             drain_deadline: Duration::from_secs(30),
+            max_connections: None,
             insecure: false,
             no_memfd: false,
             log: "info".to_string(),
@@ -102,6 +105,7 @@ impl Config {
                 .drain_deadline_s
                 .or(file.drain_deadline_s)
                 .map_or(defaults.drain_deadline, Duration::from_secs),
+            max_connections: flags.max_connections.or(file.max_connections),
             insecure: flags.insecure || file.insecure.unwrap_or(false),
             no_memfd: flags.no_memfd || file.no_memfd.unwrap_or(false),
             log: flags.log.or(file.log).unwrap_or(defaults.log),
@@ -122,6 +126,10 @@ impl Config {
         if self.memory < 1 << 20 {
             let value = self.memory.to_string();
             return Err(ConfigError::Value { field: "memory", value, limit: "at least 1MiB" });
+        }
+        if self.max_connections.is_some_and(|most| !(8..=1 << 20).contains(&most)) {
+            let value = self.max_connections.unwrap_or_default().to_string();
+            return Err(ConfigError::Value { field: "max_connections", value, limit: "in 8..=1048576" });
         }
         if !(1..=1024).contains(&self.storage.buffers) {
             let value = self.storage.buffers.to_string();

@@ -1,6 +1,6 @@
 //! Byte sizes as people write them, and how much memory this process may use.
 
-use std::{fs, str::FromStr};
+use std::{fs, path::Path, str::FromStr};
 
 /// Bytes; written `512GiB`, `10GB`, `4096`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
@@ -52,20 +52,44 @@ impl TryFrom<String> for ByteSize {
     }
 }
 
+fn meminfo(field: &str) -> Option<u64> {
+    let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
+    let rest = meminfo.lines().find_map(|line| line.strip_prefix(field))?;
+    rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
 /// Bytes this process may use: the smaller of the host's available memory and the cgroup's limit.
 pub fn available_memory() -> u64 {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = available.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
-    let host = kib.map_or(1 << 30, |kib| kib * 1024);
-    let group =
-        fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse::<u64>().ok());
-    group.map_or(host, |group| group.min(host))
+    let host = meminfo("MemAvailable:").unwrap_or(1 << 30);
+    group_memory().map_or(host, |group| group.min(host))
+}
+
+/// Bytes that there are: the host's memory, or the cgroup's limit. None where the kernel does not say.
+pub fn total_memory() -> Option<u64> {
+    let host = meminfo("MemTotal:");
+    host.into_iter().chain(group_memory()).min()
+}
+
+/// The lowest limit of this process's cgroup and of those around it.
+fn group_memory() -> Option<u64> {
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let own = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
+    let root = Path::new("/sys/fs/cgroup");
+    let groups = root.join(own);
+    let second = groups.ancestors().filter(|path| path.starts_with(root)).map(|path| path.join("memory.max"));
+    // Where cgroups are of the first version.
+    let first = root.join("memory/memory.limit_in_bytes");
+    second.chain([first]).filter_map(|path| fs::read_to_string(path).ok()?.trim().parse().ok()).min()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn there_is_at_least_as_much_as_is_available() {
+        assert!(total_memory().unwrap() >= available_memory());
+    }
 
     #[test]
     fn sizes_are_read_as_written() {

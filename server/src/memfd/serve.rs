@@ -16,7 +16,10 @@ use longshore_proto::{
 use tokio::{sync::Semaphore, task::JoinSet, time::timeout};
 
 use super::{Link, Links};
-use crate::jobs::{JobHandle, Jobs};
+use crate::{
+    jobs::{JobHandle, Jobs},
+    log::Seldom,
+};
 
 /// Sockets at once: each costs a descriptor, and a process has some thousands. More are closed at once.
 const MAX_SOCKETS: usize = 512;
@@ -29,18 +32,19 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub(crate) async fn serve(listener: Listener, links: Arc<Links>, jobs: Arc<Jobs>) {
     let places = Arc::new(Semaphore::new(MAX_SOCKETS));
     let mut sockets = JoinSet::new();
+    let (short, full) = (Seldom::default(), Seldom::default());
     loop {
         let socket = match listener.accept().await {
             Ok(socket) => socket,
             Err(error) => {
-                tracing::warn!(%error, "could not accept a link");
+                short.say(|| tracing::warn!(%error, "could not accept a link"));
                 tokio::time::sleep(PAUSE).await;
                 continue;
             }
         };
         while sockets.try_join_next().is_some() {}
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
-            tracing::warn!(MAX_SOCKETS, "too many links at once");
+            full.say(|| tracing::warn!(MAX_SOCKETS, "too many links at once"));
             continue;
         };
         let (links, jobs) = (Arc::clone(&links), Arc::clone(&jobs));

@@ -20,7 +20,7 @@ use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS, wire};
 use tokio::time::Instant;
 use tonic::Status;
 
-pub(crate) use self::tensors::DataPlane;
+pub(crate) use self::tensors::{DataPlane, PUSH};
 use crate::{
     checkpoints::CheckpointLog,
     jobs::{JobHandle, Jobs},

@@ -50,7 +50,8 @@ const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
     let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
-    let receiving = Receiving { services, held, closing, chunk, waiting, last: None, results };
+    let stranger = taps.clone();
+    let receiving = Receiving { services, stranger, held, closing, chunk, waiting, last: None, results };
     let stream = Stream {
         intake: Shared::new(receiving),
         body,
@@ -86,6 +87,8 @@ struct Stream {
 /// Chunks to their places, on whichever task they come.
 struct Receiving {
     services: Services,
+    /// The connection, until a rank's chunk has come on it.
+    stranger: Option<Taps>,
     /// The job of the last chunk: mostly the next one's too. Weak: an idle stream keeps no job alive.
     held: Weak<JobHandle>,
     /// Why that job is not served any more: a worker that has nothing to send must learn of it, too, since what it had sent
@@ -256,6 +259,9 @@ impl Land<PushRequest> for Receiving {
                 None => Err(waiting),
             })
         });
+        if place.is_ok() {
+            self.stranger.take().iter().for_each(Taps::vouch);
+        }
         match place {
             Ok(Ok((chunk, place))) => {
                 let place = Ok(place);

@@ -7,6 +7,7 @@ use longshore_proto::{
     Commit, Fault, JobSpec, Origin, Placement, Rank, ServerId, Version,
     wire::{
         self,
+        direct::Taps,
         v1::{self, training_server::Training},
     },
 };
@@ -29,8 +30,9 @@ impl Training for Services {
     }
 
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
+        let connection = request.extensions().get::<Taps>().cloned();
         let request = request.into_inner();
-        let answer = self.join_job(&request).await;
+        let answer = self.join_job(&request).await.inspect(|_| connection.iter().for_each(Taps::vouch));
         answer.map(Response::new).map_err(|fault| refuse("Join", &request.job, fault))
     }
 

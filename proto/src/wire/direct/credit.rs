@@ -23,16 +23,26 @@ impl Credit {
         self.owed >= self.step
     }
 
-    /// Makes WINDOW_UPDATE frames of all that is owed: of the connection, and of these streams.
-    pub(super) fn make(&mut self, streams: impl Iterator<Item = (u32, usize)>) {
+    /// Makes WINDOW_UPDATE frames of all that is owed: of the connection, and of these streams. Returns the connection's.
+    pub(super) fn make(&mut self, streams: impl Iterator<Item = (u32, usize)>) -> usize {
         self.frames.clear();
         self.written = 0;
-        let connection = (0, std::mem::take(&mut self.owed));
+        let owed = std::mem::take(&mut self.owed);
+        let connection = (0, owed);
         for (stream, bytes) in std::iter::once(connection).chain(streams) {
             let header = Header { len: 4, kind: Header::WINDOW_UPDATE, flags: 0, stream };
             self.frames.extend_from_slice(&header.write());
             self.frames.extend_from_slice(&(bytes as u32).to_be_bytes());
         }
+        owed
+    }
+
+    /// Behind what is on its way, the frame that ends a connection.
+    pub(super) fn end(&mut self, last: u32, code: u32) {
+        let header = Header { len: 8, kind: Header::GO_AWAY, flags: 0, stream: 0 };
+        self.frames.extend_from_slice(&header.write());
+        self.frames.extend_from_slice(&last.to_be_bytes());
+        self.frames.extend_from_slice(&code.to_be_bytes());
     }
 
     /// Of the frames, what is not written yet.

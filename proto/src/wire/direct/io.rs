@@ -1,6 +1,7 @@
 //! The socket as h2 sees it, without the DATA frames of tapped streams.
 
 mod divert;
+mod patience;
 #[cfg(test)]
 mod tests;
 mod traits;
@@ -14,13 +15,17 @@ use std::{
 
 use tokio::io::ReadBuf;
 
+use self::patience::Patience;
 use super::{
+    bounds::{Bounds, Guest, Standing},
+    conduct::{Breach, Conduct},
     credit::Credit,
     mark::{Mark, START_BYTES},
     outward::{HEADER_BYTES, Header, Outward, PREFACE},
     socket::Socket,
     tap::{Line, Tap, Taps},
 };
+use crate::limits::{UNFINISHED_SHARE_BYTES, WINDOW_BYTES};
 
 /// Where frames' headers and what else is copied arrive.
 const BUFFER_BYTES: usize = 16 * 1024;
@@ -29,6 +34,10 @@ const BUFFER_BYTES: usize = 16 * 1024;
 const GAP_BYTES: usize = 256;
 /// Read for taps before others get their turn on this thread.
 const TURN_BYTES: usize = 4 * 1024 * 1024;
+/// And of a connection that nobody has vouched for: after each turn it is looked at what it holds.
+const STRANGER_TURN_BYTES: usize = UNFINISHED_SHARE_BYTES;
+/// What a frame takes of a turn beside its bytes.
+const FRAME_TURN_BYTES: usize = 512;
 /// Taps of one connection; further streams pass through h2.
 const TAPS_MOST: usize = 64;
 
@@ -45,13 +54,17 @@ pub enum Side {
 pub struct Direct<S> {
     socket: S,
     side: Side,
-    /// Most that a peer which keeps to its windows has under way.
-    window: usize,
     taps: Taps,
     line: Arc<Line>,
     streams: Vec<Stream>,
     inward: Inward,
+    /// Bytes of the frame that goes to h2.
+    passing: usize,
     outward: Outward,
+    conduct: Conduct,
+    /// On a server.
+    guest: Option<Guest>,
+    patience: Patience,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
@@ -73,6 +86,8 @@ struct Stream {
 enum Inward {
     Preface,
     Header,
+    /// A header that may come, and where its frame goes is still to be found out.
+    Frame(Header),
     /// Goes to h2.
     Pass {
         left: usize,
@@ -84,9 +99,21 @@ enum Inward {
         left: usize,
         padding: usize,
     },
+    /// Nothing more is read.
+    Over,
 }
 
 impl<S: Socket> Direct<S> {
+    /// A server's end of a connection, held to what one may take; and what the server knows of it.
+    pub fn serve(socket: S, bounds: &Arc<Bounds>) -> (Direct<S>, Arc<Standing>) {
+        let guest = Guest::new(bounds);
+        let standing = Arc::clone(&guest.standing);
+        let mut direct = Direct::new(socket, Side::Server, WINDOW_BYTES, standing.taps.clone());
+        direct.line = Arc::clone(&standing.line);
+        direct.guest = Some(guest);
+        (direct, standing)
+    }
+
     /// `window`: the larger of the windows that h2 has been told to give.
     pub fn new(socket: S, side: Side, window: usize, taps: Taps) -> Direct<S> {
         socket.size_buffers();
@@ -97,12 +124,15 @@ impl<S: Socket> Direct<S> {
         Direct {
             socket,
             side,
-            window,
             taps,
             line: Arc::default(),
             streams: Vec::new(),
             inward,
+            passing: 0,
             outward,
+            conduct: Conduct::new(),
+            guest: None,
+            patience: Patience::default(),
             buffer: vec![0; BUFFER_BYTES].into(),
             start: 0,
             end: 0,
@@ -134,7 +164,7 @@ impl<S: Socket> Direct<S> {
 
     /// Reads on until something for h2 has come.
     fn poll_inward(&mut self, context: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let mut turn = TURN_BYTES;
+        let mut turn = if self.is_stranger() { STRANGER_TURN_BYTES } else { TURN_BYTES };
         loop {
             if !self.made.is_empty() {
                 let now = self.made.len().min(out.remaining());
@@ -149,10 +179,18 @@ impl<S: Socket> Direct<S> {
                     self.inward = if is_http2 { Inward::Pass { left: PREFACE.len() } } else { Inward::Raw };
                 }
                 Inward::Header => {
-                    if !ready!(self.header(context))? {
+                    self.inward = match ready!(self.header(context))? {
+                        Some(header) => Inward::Frame(header),
+                        None => Inward::Raw,
+                    };
+                    turn = turn.saturating_sub(FRAME_TURN_BYTES);
+                }
+                Inward::Frame(header) => {
+                    if !ready!(self.frame(context, header))? {
                         self.inward = Inward::Raw;
                     }
                 }
+                Inward::Over => return Poll::Ready(Ok(())),
                 Inward::Pass { left: 0 } => self.inward = Inward::Header,
                 Inward::Pass { left } => {
                     let now = ready!(self.pass(context, out, left))?;
@@ -192,15 +230,49 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Decides on the next frame; false when there is none.
-    fn header(&mut self, context: &mut Context<'_>) -> Poll<io::Result<bool>> {
+    /// The next frame's header; none at the end.
+    fn header(&mut self, context: &mut Context<'_>) -> Poll<io::Result<Option<Header>>> {
         if !ready!(self.fill(context, HEADER_BYTES))? {
-            return Poll::Ready(Ok(false));
+            return Poll::Ready(Ok(None));
         }
-        let Some(bytes) = self.buffered().first_chunk() else { return Poll::Ready(Ok(false)) };
+        let Some(bytes) = self.buffered().first_chunk() else { return Poll::Ready(Ok(None)) };
         let header = Header::read(bytes);
+        self.patience.greeted = true;
+        let mut conduct = self.conduct.follow(&header);
+        if let Some(guest) = &mut self.guest {
+            match header.kind {
+                Header::HEADERS if !guest.call(header.stream) => conduct = Err(Breach::Excess),
+                Header::RESET => guest.hang_up(header.stream),
+                _ => {}
+            }
+        }
+        match conduct {
+            Ok(()) => Poll::Ready(Ok(Some(header))),
+            Err(breach) => Poll::Ready(Err(self.cut_off(context, breach))),
+        }
+    }
+
+    /// Says why, and gives h2 the error that ends the connection.
+    fn cut_off(&mut self, context: &mut Context<'_>, breach: Breach) -> io::Error {
+        tracing::debug!(?breach, "connection cut off");
+        self.say_good_bye(context, breach as u32);
+        io::Error::other(breach.text())
+    }
+
+    /// Sends GOAWAY with this code, unless one of h2's frames is on its way or the peer takes nothing.
+    fn say_good_bye(&mut self, context: &mut Context<'_>, code: u32) {
+        self.inward = Inward::Over;
+        if self.outward.is_between_frames() {
+            self.credit.end(self.guest.as_ref().map_or(0, |guest| guest.last), code);
+            let _ = self.poll_updates(context);
+        }
+    }
+
+    /// Decides where a frame goes; false where the stream ends inside it.
+    fn frame(&mut self, context: &mut Context<'_>, header: Header) -> Poll<io::Result<bool>> {
         let stream = self.streams.iter().position(|stream| stream.id == header.stream);
         let pass = Inward::Pass { left: HEADER_BYTES + header.len };
+        self.passing = HEADER_BYTES + header.len;
         let Some(stream) = stream else {
             let may_begin = self.side == Side::Server
                 && header.kind == Header::DATA
@@ -268,7 +340,8 @@ impl<S: Socket> Direct<S> {
         out: &mut ReadBuf<'_>,
         left: usize,
     ) -> Poll<io::Result<usize>> {
-        let room = out.remaining().min(left);
+        let most = if self.is_stranger() { STRANGER_TURN_BYTES } else { usize::MAX };
+        let room = out.remaining().min(left).min(most);
         if self.start == self.end {
             if room >= BUFFER_BYTES {
                 let count = ready!(poll_read(&self.socket, context, out.initialize_unfilled_to(room)))?;
@@ -322,7 +395,8 @@ impl<S: Socket> Direct<S> {
             }
             let taken = |stream: &mut Stream| (stream.id, std::mem::take(&mut stream.owed));
             let open = self.streams.iter_mut().filter(|stream| stream.owed > 0 && !stream.ended);
-            self.credit.make(open.map(taken));
+            let granted = self.credit.make(open.map(taken));
+            self.conduct.grant(granted);
         }
         while !self.credit.rest().is_empty() {
             let write = Pin::new(&mut self.socket).poll_write(context, self.credit.rest());

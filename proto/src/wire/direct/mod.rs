@@ -10,6 +10,8 @@
 //! of those that come in, on a server, for calls with large requests; of those that go out, on a client, for calls with
 //! large answers. Who sends no mark has nothing but HTTP/2 at the other end.
 
+mod bounds;
+mod conduct;
 mod credit;
 mod io;
 mod mark;
@@ -17,6 +19,7 @@ mod outward;
 mod socket;
 mod tap;
 
+pub use bounds::{Bounds, Held, Standing};
 pub use io::{Direct, Side};
 pub use mark::Mark;
 pub use socket::{Dialled, LOOPBACK_BYTES, Socket, UNIX_BYTES};

@@ -1,4 +1,5 @@
-//! Follows the frames that go out: where one ends, and how the first message of a call begins.
+//! Follows the frames that go out: where one ends, how the first message of a call begins, which calls end, and what is
+//! granted of the connection's window.
 
 use super::mark::{Mark, START_BYTES};
 
@@ -17,9 +18,17 @@ pub(super) struct Header {
 
 impl Header {
     pub(super) const DATA: u8 = 0;
+    pub(super) const HEADERS: u8 = 1;
+    pub(super) const PRIORITY: u8 = 2;
     pub(super) const RESET: u8 = 3;
+    pub(super) const SETTINGS: u8 = 4;
+    pub(super) const PING: u8 = 6;
+    pub(super) const GO_AWAY: u8 = 7;
     pub(super) const WINDOW_UPDATE: u8 = 8;
+    pub(super) const CONTINUATION: u8 = 9;
     pub(super) const END_STREAM: u8 = 1;
+    pub(super) const ACK: u8 = 1;
+    pub(super) const END_HEADERS: u8 = 4;
     pub(super) const PADDED: u8 = 8;
 
     pub(super) fn read(bytes: &[u8; HEADER_BYTES]) -> Header {
@@ -35,6 +44,17 @@ impl Header {
     }
 }
 
+/// What is seen among the frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Seen {
+    /// The first message of the call on this stream begins with a mark.
+    Marked(u32, Mark),
+    /// So much more of the connection's window.
+    Granted(usize),
+    /// This end has nothing more to say on this stream.
+    Ended(u32),
+}
+
 /// Where in the frames the written bytes end.
 #[derive(Default)]
 pub(super) struct Outward {
@@ -43,14 +63,16 @@ pub(super) struct Outward {
     header: [u8; HEADER_BYTES],
     /// Bytes of the header that were written.
     have: usize,
-    /// The start of a DATA frame's payload, where it may have a mark.
+    /// The start of a payload that says something.
     start: Option<Start>,
 }
 
 struct Start {
     stream: u32,
+    kind: u8,
     bytes: [u8; START_BYTES],
     have: usize,
+    want: usize,
 }
 
 impl Outward {
@@ -63,16 +85,14 @@ impl Outward {
         self.left == 0 && self.have == 0
     }
 
-    /// Follows bytes that were written. `marks`: whether to look for them; found ones are told with their stream.
-    pub(super) fn follow(&mut self, mut bytes: &[u8], marks: bool, mut found: impl FnMut(u32, Mark)) {
+    /// Follows bytes that were written. `marks`: whether to look for them.
+    pub(super) fn follow(&mut self, mut bytes: &[u8], marks: bool, mut seen: impl FnMut(Seen)) {
         while !bytes.is_empty() {
             if self.left > 0 {
                 let (now, later) = bytes.split_at(bytes.len().min(self.left));
                 self.left -= now.len();
                 bytes = later;
-                if let Some((stream, mark)) = self.gather(now) {
-                    found(stream, mark);
-                }
+                self.gather(now).into_iter().for_each(&mut seen);
                 continue;
             }
             let now = bytes.len().min(HEADER_BYTES - self.have);
@@ -80,23 +100,40 @@ impl Outward {
             self.have += now;
             bytes = &bytes[now..];
             if self.have == HEADER_BYTES {
-                let Header { len, kind, stream, .. } = Header::read(&self.header);
-                (self.have, self.left) = (0, len);
-                let may_begin = marks && kind == Header::DATA && len >= START_BYTES;
-                self.start = may_begin.then_some(Start { stream, bytes: [0; START_BYTES], have: 0 });
+                self.have = 0;
+                self.begin(Header::read(&self.header), marks).into_iter().for_each(&mut seen);
             }
         }
     }
 
-    fn gather(&mut self, bytes: &[u8]) -> Option<(u32, Mark)> {
+    fn begin(&mut self, Header { len, kind, flags, stream }: Header, marks: bool) -> Option<Seen> {
+        self.left = len;
+        let want = match kind {
+            Header::DATA if marks && len >= START_BYTES => START_BYTES,
+            Header::WINDOW_UPDATE if stream == 0 && len == 4 => 4,
+            _ => 0,
+        };
+        self.start = (want > 0).then_some(Start { stream, kind, bytes: [0; START_BYTES], have: 0, want });
+        let ends = match kind {
+            Header::DATA | Header::HEADERS => flags & Header::END_STREAM != 0,
+            kind => kind == Header::RESET,
+        };
+        ends.then_some(Seen::Ended(stream))
+    }
+
+    fn gather(&mut self, bytes: &[u8]) -> Option<Seen> {
         let start = self.start.as_mut()?;
-        let now = bytes.len().min(START_BYTES - start.have);
+        let now = bytes.len().min(start.want - start.have);
         start.bytes[start.have..start.have + now].copy_from_slice(&bytes[..now]);
         start.have += now;
-        if start.have < START_BYTES {
+        if start.have < start.want {
             return None;
         }
-        let Start { stream, bytes, .. } = self.start.take()?;
-        Mark::find(&bytes).map(|mark| (stream, mark))
+        let Start { stream, kind, bytes, .. } = self.start.take()?;
+        if kind == Header::WINDOW_UPDATE {
+            let granted = u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) & 0x7FFF_FFFF;
+            return Some(Seen::Granted(granted as usize));
+        }
+        Mark::find(&bytes).map(|mark| Seen::Marked(stream, mark))
     }
 }

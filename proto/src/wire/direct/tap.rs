@@ -69,7 +69,7 @@ impl Line {
         self.changed.store(true, Ordering::Release);
     }
 
-    fn wake(&self) {
+    pub(super) fn wake(&self) {
         self.note();
         if let Some(waker) = lock(&self.waker).as_ref() {
             waker.wake_by_ref();
@@ -210,7 +210,13 @@ impl Tap {
 
 /// Taps of a connection (on a server) or a channel (on a client) that one side has made and the other not yet met.
 #[derive(Clone, Default)]
-pub struct Taps(Arc<Mutex<HashMap<Mark, Arc<Tap>>>>);
+pub struct Taps(Arc<Meeting>);
+
+#[derive(Default)]
+struct Meeting {
+    waiting: Mutex<HashMap<Mark, Arc<Tap>>>,
+    vouched: AtomicBool,
+}
 
 impl Taps {
     /// On a client, before the call with this mark is made.
@@ -226,13 +232,22 @@ impl Taps {
         self.meet(mark).map(|tap| Claim { tap, taps: self.clone(), mark })
     }
 
+    /// On a server: the connection is that of a rank which was admitted, and so is what it may have under way.
+    pub fn vouch(&self) {
+        self.0.vouched.store(true, Ordering::Relaxed);
+    }
+
+    pub fn is_vouched(&self) -> bool {
+        self.0.vouched.load(Ordering::Relaxed)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
-        lock(&self.0).is_empty()
+        lock(&self.0.waiting).is_empty()
     }
 
     /// False when the mark is taken.
     pub(super) fn offer(&self, mark: Mark, tap: Arc<Tap>) -> bool {
-        let mut waiting = lock(&self.0);
+        let mut waiting = lock(&self.0.waiting);
         let free = !waiting.contains_key(&mark);
         if free {
             waiting.insert(mark, tap);
@@ -241,7 +256,7 @@ impl Taps {
     }
 
     pub(super) fn meet(&self, mark: Mark) -> Option<Arc<Tap>> {
-        lock(&self.0).remove(&mark)
+        lock(&self.0.waiting).remove(&mark)
     }
 }
 

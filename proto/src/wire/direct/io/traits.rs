@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
 use super::{Direct, Side, Stream};
-use crate::wire::direct::{socket::Socket, tap::Taps};
+use crate::wire::direct::{outward::Seen, socket::Socket, tap::Taps};
 
 impl<S: Socket> AsyncRead for Direct<S> {
     fn poll_read(
@@ -20,8 +20,14 @@ impl<S: Socket> AsyncRead for Direct<S> {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         this.line.register(context.waker());
+        // A peer that sends without end does not keep the others waiting.
+        let turn = ready!(tokio::task::coop::poll_proceed(context));
         this.collect();
+        ready!(this.poll_patience(context))?;
         let polled = this.poll_inward(context, out);
+        if polled.is_ready() {
+            turn.made_progress();
+        }
         this.give_back(context)?;
         polled
     }
@@ -41,16 +47,21 @@ impl<S: Socket> AsyncWrite for Direct<S> {
         ready!(this.poll_updates(context))?;
         let count = ready!(Pin::new(&mut this.socket).poll_write_vectored(context, slices))?;
         let marks = this.side == Side::Client && !this.taps.is_empty();
+        let Direct { outward, taps, streams, line, conduct, guest, .. } = this;
+        conduct.sent(count);
         let mut left = count;
         for slice in slices {
             let now = left.min(slice.len());
             left -= now;
-            let Direct { outward, taps, streams, line, .. } = this;
-            outward.follow(&slice[..now], marks, |id, mark| {
-                if let Some(tap) = taps.meet(mark) {
-                    tap.join(line);
-                    streams.push(Stream { id, mark, tap, owed: 0, ended: false });
+            outward.follow(&slice[..now], marks, |seen| match seen {
+                Seen::Marked(id, mark) => {
+                    if let Some(tap) = taps.meet(mark) {
+                        tap.join(line);
+                        streams.push(Stream { id, mark, tap, owed: 0, ended: false });
+                    }
                 }
+                Seen::Granted(bytes) => conduct.grant(bytes),
+                Seen::Ended(id) => guest.iter_mut().for_each(|guest| guest.hang_up(id)),
             });
         }
         Poll::Ready(Ok(count))

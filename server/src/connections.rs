@@ -1,0 +1,164 @@
+//! The connections of a server: how many there may be, and which of them goes when there is no place for the next.
+
+use std::{
+    cmp::Reverse,
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError, Weak},
+    time::Duration,
+};
+
+use longshore_proto::{
+    limits::{CONNECTIONS_PER_RANK, SPARE_CONNECTIONS},
+    wire::direct::{Bounds, Direct, Socket, Standing},
+};
+
+use crate::{jobs::Jobs, log::Seldom};
+
+/// Where a connection comes from. Who has the most is the first to lose some.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Origin {
+    Host(IpAddr),
+    /// The Unix socket.
+    Local,
+}
+
+/// A connection is left alone for so long, to make its first call, and after each.
+const SETTLED: Duration = Duration::from_secs(1);
+/// A call is left alone for so long where all places are taken by strangers' calls.
+const CALL: Duration = Duration::from_secs(10);
+/// One in so many goes at a time: looking for them costs as much as for one.
+const SHARE_ENDED: usize = 16;
+
+/// See the module.
+pub(crate) struct Connections {
+    bounds: Arc<Bounds>,
+    configured: Option<usize>,
+    /// What descriptors allow.
+    possible: usize,
+    jobs: Arc<Jobs>,
+    entries: Mutex<Vec<Entry>>,
+    full: Seldom,
+    short: Seldom,
+}
+
+struct Entry {
+    origin: Origin,
+    standing: Weak<Standing>,
+}
+
+impl Connections {
+    pub(crate) fn new(
+        bounds: &Arc<Bounds>,
+        configured: Option<usize>,
+        possible: usize,
+        jobs: Arc<Jobs>,
+    ) -> Arc<Connections> {
+        Arc::new(Connections {
+            bounds: Arc::clone(bounds),
+            configured,
+            possible,
+            jobs,
+            entries: Mutex::default(),
+            full: Seldom::default(),
+            short: Seldom::default(),
+        })
+    }
+
+    /// A place for a new connection; None where there is none.
+    pub(crate) fn welcome<S: Socket>(&self, socket: S, origin: Origin) -> Option<Direct<S>> {
+        let (now, most) = (self.bounds.connections(), self.most());
+        if now >= most {
+            let ended = self.make_room(most);
+            self.full.say(|| {
+                tracing::warn!(
+                    most,
+                    ended,
+                    "all connections are taken, and those without a call are ended. See who connects, or raise \
+                     --max-connections and the limit of descriptors"
+                );
+            });
+            // Those that were ended before may not be gone yet.
+            if ended == 0 || now >= most + (most / SHARE_ENDED).max(1) {
+                return None;
+            }
+        }
+        let (direct, standing) = Direct::serve(socket, &self.bounds);
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        if entries.len() >= 2 * now + 64 {
+            entries.retain(|entry| entry.standing.strong_count() > 0);
+        }
+        entries.push(Entry { origin, standing: Arc::downgrade(&standing) });
+        Some(direct)
+    }
+
+    /// The host has no descriptor or no memory for one more.
+    pub(crate) fn run_short(&self, error: &std::io::Error) {
+        let connections = self.bounds.connections();
+        let ended = self.make_room(connections);
+        self.short.say(|| {
+            tracing::warn!(
+                %error,
+                connections,
+                ended,
+                "cannot accept connections, and those without a call are ended. Raise the limit of descriptors with \
+                 ulimit -n or LimitNOFILE"
+            );
+        });
+    }
+
+    fn most(&self) -> usize {
+        let ranks =
+            || -> usize { self.jobs.all().iter().map(|handle| handle.job.spec().world_size as usize).sum() };
+        let wanted = self.configured.unwrap_or_else(|| SPARE_CONNECTIONS + CONNECTIONS_PER_RANK * ranks());
+        wanted.min(self.possible)
+    }
+
+    /// Ends some connections, of `all`; returns how many.
+    fn make_room(&self, all: usize) -> usize {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.retain(|entry| entry.standing.strong_count() > 0);
+        let mut of_origin = HashMap::new();
+        let mut found = Vec::new();
+        for Entry { origin, standing } in &*entries {
+            *of_origin.entry(*origin).or_insert(0_usize) += 1;
+            if let Some(standing) = standing.upgrade()
+                && let Some(turn) = turn(&standing)
+            {
+                found.push((*origin, turn, standing));
+            }
+        }
+        // Calls are broken off only where nothing else can go.
+        if found.iter().any(|(_, turn, _)| *turn < Turn::Calling) {
+            found.retain(|(_, turn, _)| *turn < Turn::Calling);
+        }
+        found.sort_by_cached_key(|(origin, turn, standing)| {
+            (Reverse(of_origin[origin]), *turn, Reverse(standing.quiet_for()))
+        });
+        found.truncate((all / SHARE_ENDED).max(1));
+        for (_, turn, standing) in &found {
+            if *turn == Turn::Calling { standing.cut() } else { standing.end() }
+        }
+        found.len()
+    }
+}
+
+/// In which order connections go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Turn {
+    Unused,
+    Quiet,
+    Calling,
+}
+
+/// None: it stays.
+fn turn(standing: &Standing) -> Option<Turn> {
+    let turn = match (standing.has_calls(), standing.has_called()) {
+        (true, _) => Turn::Calling,
+        (false, true) => Turn::Quiet,
+        (false, false) => Turn::Unused,
+    };
+    let patience = if turn == Turn::Calling { CALL } else { SETTLED };
+    let waited = if turn == Turn::Calling { standing.age() } else { standing.quiet_for() };
+    (!standing.is_vouched() && waited >= patience).then_some(turn)
+}

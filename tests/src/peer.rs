@@ -1,0 +1,182 @@
+//! A peer that speaks HTTP/2 frame by frame, as no library would: for what a server must bear.
+
+use std::{
+    io::{self, ErrorKind, Read, Write},
+    net::{SocketAddr, TcpStream},
+    time::{Duration, Instant},
+};
+
+use crate::process::DEADLINE;
+
+pub const DATA: u8 = 0;
+pub const HEADERS: u8 = 1;
+pub const RESET: u8 = 3;
+pub const SETTINGS: u8 = 4;
+pub const PING: u8 = 6;
+pub const GO_AWAY: u8 = 7;
+pub const CONTINUATION: u8 = 9;
+
+pub const END_STREAM: u8 = 1;
+pub const ACK: u8 = 1;
+pub const END_HEADERS: u8 = 4;
+
+/// Why a connection was ended.
+pub const NO_ERROR: u32 = 0;
+pub const FLOW_CONTROL_ERROR: u32 = 3;
+pub const FRAME_SIZE_ERROR: u32 = 6;
+pub const ENHANCE_YOUR_CALM: u32 = 11;
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// A server that does not read for so long is taken for one that holds the peer back.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A frame as it came.
+#[derive(Debug)]
+pub struct Frame {
+    pub kind: u8,
+    pub flags: u8,
+    pub stream: u32,
+    pub payload: Vec<u8>,
+}
+
+/// One connection.
+pub struct Peer {
+    pub socket: TcpStream,
+}
+
+/// The bytes of a frame; `len` may differ from what the payload has.
+pub fn frame_of(len: usize, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = (len as u32).to_be_bytes()[1..].to_vec();
+    bytes.extend_from_slice(&[kind, flags]);
+    bytes.extend_from_slice(&stream.to_be_bytes());
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    frame_of(payload.len(), kind, flags, stream, payload)
+}
+
+/// The headers of a call, packed.
+pub fn call(path: &str) -> Vec<u8> {
+    // POST and http are in HTTP/2's table, as are the names of path, authority and content type.
+    let mut bytes = vec![0x83, 0x86];
+    let mut literal = |name: &[u8], value: &str| {
+        bytes.extend_from_slice(name);
+        bytes.push(value.len() as u8);
+        bytes.extend_from_slice(value.as_bytes());
+    };
+    literal(&[0x04], path);
+    literal(&[0x01], "peer");
+    literal(&[0x0F, 0x10], "application/grpc");
+    literal(b"\x00\x02te", "trailers");
+    bytes
+}
+
+impl Peer {
+    /// A connection on which nothing was said.
+    pub fn silent(address: &str) -> io::Result<Peer> {
+        let address: SocketAddr = address.parse().expect("a server's address");
+        let socket = TcpStream::connect_timeout(&address, DEADLINE)?;
+        socket.set_nodelay(true)?;
+        socket.set_write_timeout(Some(PATIENCE))?;
+        socket.set_read_timeout(Some(DEADLINE))?;
+        Ok(Peer { socket })
+    }
+
+    pub fn connect(address: &str) -> io::Result<Peer> {
+        let mut peer = Peer::silent(address)?;
+        peer.send(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat())?;
+        Ok(peer)
+    }
+
+    pub fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.socket.write_all(bytes)
+    }
+
+    /// The next frame; None where the connection has ended.
+    pub fn next(&mut self) -> io::Result<Option<Frame>> {
+        let mut header = [0; 9];
+        match self.socket.read_exact(&mut header) {
+            Err(error) if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) => {
+                return Ok(None);
+            }
+            other => other?,
+        }
+        let [a, b, c, kind, flags, stream @ ..] = header;
+        let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
+        self.socket.read_exact(&mut payload)?;
+        Ok(Some(Frame { kind, flags, stream: u32::from_be_bytes(stream), payload }))
+    }
+
+    /// Reads until the connection ends; the code of its GOAWAY, if one came.
+    ///
+    /// # Panics
+    /// When it does not end.
+    pub fn end(mut self) -> Option<u32> {
+        let mut code = None;
+        loop {
+            match self.next() {
+                Ok(Some(frame)) if frame.kind == GO_AWAY => code = Some(code_of(&frame)),
+                Ok(Some(_)) => {}
+                Ok(None) => return code,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => panic!("the connection does not end"),
+                Err(_) => return code,
+            }
+        }
+    }
+
+    /// Sends pieces one after another until the server ends the connection, or all were sent; says how many bytes went
+    /// out.
+    pub fn flood(&mut self, pieces: impl Iterator<Item = Vec<u8>>) -> usize {
+        let mut sent = 0;
+        for piece in pieces {
+            if self.send(&piece).is_err() {
+                break;
+            }
+            sent += piece.len();
+        }
+        sent
+    }
+
+    /// Until the server has taken all that was sent before; false where it ended the connection instead.
+    pub fn is_alive(&mut self) -> bool {
+        if self.send(&frame(PING, 0, 0, b"are you?")).is_err() {
+            return false;
+        }
+        let start = Instant::now();
+        while start.elapsed() < DEADLINE {
+            match self.next() {
+                Ok(Some(frame)) if frame.kind == PING && frame.flags & ACK != 0 => return true,
+                Ok(Some(frame)) if frame.kind == GO_AWAY => return false,
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => return false,
+            }
+        }
+        false
+    }
+
+    /// Lists the server's jobs: whether that was answered.
+    pub fn lists_jobs(&mut self) -> bool {
+        let headers = call("/longshore.v1.Admin/ListJobs");
+        let request =
+            [frame(HEADERS, END_HEADERS, 1, &headers), frame(DATA, END_STREAM, 1, &[0; 5])].concat();
+        if self.send(&request).is_err() {
+            return false;
+        }
+        loop {
+            match self.next() {
+                Ok(Some(frame)) if frame.stream == 1 && frame.flags & END_STREAM != 0 => {
+                    return frame.kind == HEADERS;
+                }
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => return false,
+            }
+        }
+    }
+}
+
+/// Why a GOAWAY frame was sent.
+pub fn code_of(frame: &Frame) -> u32 {
+    frame.payload.get(4..8).and_then(|code| code.try_into().ok()).map_or(u32::MAX, u32::from_be_bytes)
+}

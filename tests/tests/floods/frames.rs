@@ -1,0 +1,183 @@
+//! Frames that take memory or time: of one connection, and of many.
+
+use longshore_proto::{
+    limits::{
+        CALLS_SHARE, IDLE_CALL_BYTES, IDLE_CONNECTION_BYTES, MAX_CALLS, MAX_CONNECTION_CALLS,
+        MAX_UNFINISHED_BYTES, SMALL_MESSAGE_BYTES, UNFINISHED_SHARE_BYTES, WINDOW_BYTES,
+    },
+    wire::{direct::Mark, frame::encode, v1::PushRequest},
+};
+use longshore_tests::{
+    peer::{
+        ACK, CONTINUATION, DATA, END_HEADERS, ENHANCE_YOUR_CALM, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR,
+        HEADERS, PING, Peer, SETTINGS, call, frame, frame_of,
+    },
+    server::ServerOptions,
+};
+
+use super::{growth, many};
+
+const PUSH: &str = "/longshore.v1.Tensors/Push";
+const OPEN: &str = "/longshore.v1.Training/Open";
+
+/// The numbers of a client's streams.
+fn streams(count: usize) -> impl Iterator<Item = u32> {
+    (0..count as u32).map(|index| 2 * index + 1)
+}
+
+/// The largest flood of one connection: its window, the frames around it, and what the allocator makes of them.
+const ONE_CONNECTION: u64 = 16 << 20;
+
+#[test]
+fn marked_streams_share_the_window_of_their_connection() {
+    let server = ServerOptions::new().start();
+    let (most, _) = growth(&server, || {
+        let mut peer = Peer::connect(server.address()).unwrap();
+        for stream in streams(64) {
+            let first = PushRequest { job: "nobody's".into(), ..PushRequest::default() };
+            let message = Mark::of_request().put(encode(&first)).head;
+            peer.send(&frame(HEADERS, END_HEADERS, stream, &call(PUSH))).unwrap();
+            peer.send(&frame(DATA, 0, stream, &message)).unwrap();
+        }
+        assert!(peer.is_alive());
+        // Two windows of each stream, without a look at what is given back.
+        let payload = vec![0; 512 * 1024];
+        let pieces = (0..8).flat_map(|_| streams(64)).map(|stream| frame(DATA, 0, stream, &payload));
+        let sent = peer.flood(pieces);
+        assert!(sent < 64 * 2 * WINDOW_BYTES, "{sent} bytes were taken");
+        assert_eq!(peer.end(), Some(FLOW_CONTROL_ERROR));
+    });
+    assert!(most < ONE_CONNECTION, "{most}");
+    assert!(Peer::connect(server.address()).unwrap().lists_jobs());
+}
+
+#[test]
+fn headers_that_never_end_end_their_connection() {
+    let server = ServerOptions::new().start();
+    let connections = many(200, 1000);
+    let (most, _) = growth(&server, || {
+        // Names and values that are literally there, so that unpacking them takes as much again.
+        let mut fields = Vec::new();
+        for index in 0..200 {
+            fields.extend_from_slice(format!("\0\x06name{index:02x}\x0evalue of {index:05}").as_bytes());
+        }
+        let mut peers: Vec<Peer> = Vec::new();
+        for _ in 0..connections {
+            let mut peer = Peer::connect(server.address()).unwrap();
+            peer.send(&frame(HEADERS, 0, 1, &call(PUSH))).unwrap();
+            peer.send(&frame(CONTINUATION, 0, 1, &fields)).unwrap();
+            peers.push(peer);
+        }
+        let mut last = peers.pop().unwrap();
+        last.flood((0..10_000).map(|_| frame(CONTINUATION, 0, 1, &fields)));
+        assert_eq!(last.end(), Some(ENHANCE_YOUR_CALM));
+    });
+    let each = (IDLE_CONNECTION_BYTES + IDLE_CALL_BYTES + UNFINISHED_SHARE_BYTES) as u64;
+    assert!(most < connections as u64 * each + ONE_CONNECTION, "{most}");
+    assert!(Peer::connect(server.address()).unwrap().lists_jobs());
+}
+
+#[test]
+fn streams_without_end_are_refused_and_their_connection_ended() {
+    let server = ServerOptions::new().start();
+    let (most, after) = growth(&server, || {
+        let mut peer = Peer::connect(server.address()).unwrap();
+        let mut reader = Peer { socket: peer.socket.try_clone().unwrap() };
+        let code = std::thread::scope(|scope| {
+            let reading = scope.spawn(move || reader.end());
+            peer.flood(
+                streams(many(50_000, 800_000)).map(|stream| frame(HEADERS, END_HEADERS, stream, &call(PUSH))),
+            );
+            reading.join().unwrap()
+        });
+        assert_eq!(code, Some(ENHANCE_YOUR_CALM));
+    });
+    assert!(most < ONE_CONNECTION && after < ONE_CONNECTION, "{most}, {after}");
+    assert!(Peer::connect(server.address()).unwrap().lists_jobs());
+}
+
+#[test]
+fn calls_of_many_connections_are_bounded_together() {
+    let server = ServerOptions::new().start();
+    let connections = many(100, 1000);
+    let (most, _) = growth(&server, || {
+        let mut peers = Vec::new();
+        for _ in 0..connections {
+            let mut peer = Peer::connect(server.address()).unwrap();
+            peer.flood(
+                streams(MAX_CONNECTION_CALLS as usize)
+                    .map(|stream| frame(HEADERS, END_HEADERS, stream, &call(PUSH))),
+            );
+            peers.push(peer);
+        }
+        let alive = peers.iter_mut().filter_map(|peer| peer.is_alive().then_some(())).count();
+        let calls = alive * MAX_CONNECTION_CALLS as usize;
+        eprintln!("{alive} of {connections} connections are left, with {calls} calls");
+        assert!(calls <= MAX_CALLS, "{calls} calls");
+        // Who asks for little is served all the same.
+        assert!(Peer::connect(server.address()).unwrap().lists_jobs());
+    });
+    let bound = connections * IDLE_CONNECTION_BYTES
+        + (MAX_CALLS + connections * CALLS_SHARE) * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES);
+    assert!(most < bound as u64 + ONE_CONNECTION, "{most}");
+}
+
+#[test]
+fn messages_and_frames_that_never_end_share_their_room() {
+    let server = ServerOptions::new().start();
+    let connections = many(300, 1000);
+    let half = vec![0; 512 * 1024];
+    let (most, _) = growth(&server, || {
+        let mut peers = Vec::new();
+        for index in 0..connections {
+            let mut peer = Peer::connect(server.address()).unwrap();
+            peer.send(&frame(HEADERS, END_HEADERS, 1, &call(if index % 2 == 0 { OPEN } else { PUSH })))
+                .unwrap();
+            // A message of 16 MB of which a part comes, and half of a frame.
+            peer.flood(
+                [frame(DATA, 0, 1, &[0, 0, 0xF0, 0, 0]), frame_of(2 * half.len(), DATA, 0, 1, &half)]
+                    .into_iter(),
+            );
+            peers.push(peer);
+        }
+        assert!(Peer::connect(server.address()).unwrap().lists_jobs());
+    });
+    let each = IDLE_CONNECTION_BYTES + IDLE_CALL_BYTES + UNFINISHED_SHARE_BYTES + SMALL_MESSAGE_BYTES;
+    // What lies here and at h2, and the pieces that were read last.
+    let bound = connections * each + 2 * MAX_UNFINISHED_BYTES;
+    assert!(most < bound as u64, "{most} of {bound}");
+}
+
+#[test]
+fn frames_of_a_wrong_size_are_called_so() {
+    let server = ServerOptions::new().start();
+    let wrong = [
+        frame_of(1024 * 1024 + 1, DATA, 0, 1, &[0; 100]),
+        frame_of(1024 * 1024 + 1, HEADERS, END_HEADERS, 1, &[0; 100]),
+        frame(SETTINGS, 0, 0, &[0; 5]),
+        frame(SETTINGS, ACK, 0, &[0; 6]),
+        frame(PING, 0, 0, &[0; 7]),
+        frame(8, 0, 0, &[0; 3]),
+        frame(2, 0, 1, &[0; 4]),
+        frame(3, 0, 1, &[0; 5]),
+    ];
+    for bytes in wrong {
+        let mut peer = Peer::connect(server.address()).unwrap();
+        peer.send(&bytes).unwrap();
+        assert_eq!(peer.end(), Some(FRAME_SIZE_ERROR), "{:?}", &bytes[..9]);
+    }
+}
+
+#[test]
+fn pings_without_end_end_their_connection() {
+    let server = ServerOptions::new().start();
+    let mut peer = Peer::connect(server.address()).unwrap();
+    let mut reader = Peer { socket: peer.socket.try_clone().unwrap() };
+    let pings = frame(PING, 0, 0, &[0; 8]).repeat(1000);
+    let code = std::thread::scope(|scope| {
+        let reading = scope.spawn(move || reader.end());
+        peer.flood((0..10_000).map(|_| pings.clone()));
+        reading.join().unwrap()
+    });
+    assert_eq!(code, Some(ENHANCE_YOUR_CALM));
+}
