@@ -86,7 +86,6 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
         // It has not been opened yet, or was given up: rank 0 sees to that.
         Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
-        Err(Error::StateLost(_)) => Some("does not hold the job, which rank 0 opens".to_string()),
         Err(error) => Some(format!("cannot go on ({error})")),
     }
 }
