@@ -12,7 +12,7 @@ use std::{
 
 use bytes::Bytes;
 use http::Request;
-use http_body::{Body as _, Frame};
+use http_body::Frame;
 use longshore_proto::{
     Fault, FaultKind,
     limits::{MAX_UNFINISHED_BYTES, MESSAGE_DEADLINE, SMALL_MESSAGE_BYTES},

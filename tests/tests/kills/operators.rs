@@ -103,7 +103,7 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
 /// Deleted with a kill inside, and restored with another.
 #[test]
 fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_restored() {
-    let kills = kills(0, 60);
+    let kills = kills(2, 60);
     if kills == 0 {
         return skipped();
     }
@@ -129,7 +129,7 @@ fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_rest
 
 #[test]
 fn a_kill_inside_a_step_back_leaves_one_version_or_the_other() {
-    let kills = kills(0, 40);
+    let kills = kills(2, 40);
     if kills == 0 {
         return skipped();
     }

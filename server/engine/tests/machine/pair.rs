@@ -256,8 +256,8 @@ impl Pair {
             decision.pause_reason = "the floor".into();
         }
         match self.noise.below(12) {
-            0 => decision.skip = false,
-            1 => decision.gradient_scale += 1.0,
+            0..=2 => decision.skip = false,
+            3 => decision.gradient_scale += 1.0,
             _ => {}
         }
         match self.noise.below(6) {
@@ -281,10 +281,7 @@ impl Pair {
     /// A right one, with any loss scale to go on with.
     fn decision(&mut self, step: u64) -> longshore_proto::Commit {
         let mut decision = commit(&self.spec, step);
-        decision.skip = match self.model.is_nonfinite(step) {
-            true => !self.noise.one_in(4),
-            false => self.noise.one_in(6),
-        };
+        decision.skip = self.model.is_nonfinite(step) || self.noise.one_in(6);
         decision.gradient_scale *= self.model.scale_for(step);
         decision.loss_scale = self.noise.pick(&[8.0, 8.0, 4.0]);
         decision
