@@ -95,7 +95,7 @@ impl Peer {
     }
 
     /// The next frame; None where the connection has ended.
-    pub fn next(&mut self) -> io::Result<Option<Frame>> {
+    pub fn next_frame(&mut self) -> io::Result<Option<Frame>> {
         let mut header = [0; 9];
         match self.socket.read_exact(&mut header) {
             Err(error) if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) => {
@@ -116,7 +116,7 @@ impl Peer {
     pub fn end(mut self) -> Option<u32> {
         let mut code = None;
         loop {
-            match self.next() {
+            match self.next_frame() {
                 Ok(Some(frame)) if frame.kind == GO_AWAY => code = Some(code_of(&frame)),
                 Ok(Some(_)) => {}
                 Ok(None) => return code,
@@ -146,7 +146,7 @@ impl Peer {
         }
         let start = Instant::now();
         while start.elapsed() < DEADLINE {
-            match self.next() {
+            match self.next_frame() {
                 Ok(Some(frame)) if frame.kind == PING && frame.flags & ACK != 0 => return true,
                 Ok(Some(frame)) if frame.kind == GO_AWAY => return false,
                 Ok(Some(_)) => {}
@@ -165,7 +165,7 @@ impl Peer {
             return false;
         }
         loop {
-            match self.next() {
+            match self.next_frame() {
                 Ok(Some(frame)) if frame.stream == 1 && frame.flags & END_STREAM != 0 => {
                     return frame.kind == HEADERS;
                 }

@@ -166,7 +166,7 @@ fn tmpfs(dir: &Path) -> Finding {
     const WHAT: &str = "tmpfs";
     const REMEDY: &str = "mount a tmpfs of the size of the jobs' state, and name it with --shm-dir";
     match statfs(dir) {
-        Ok(found) if found.f_type as i64 == TMPFS_MAGIC => {
+        Ok(found) if found.f_type == TMPFS_MAGIC => {
             let free = free_bytes(dir).unwrap_or(0);
             let said = format!("{} free in {} for tier shm", human(free), dir.display());
             if free < 1 << 30 { warning(WHAT, said, REMEDY) } else { good(WHAT, said) }

@@ -194,9 +194,11 @@ fn last_commit(answers: &Answers) -> Option<&v1::Commit> {
 
 fn decision(commit: &v1::Commit, spec: Option<&v1::JobSpec>) -> String {
     let outcome = if commit.skip { "skipped".to_string() } else { format!("norm {:.4}", commit.norm) };
-    let clipped = (!commit.skip && commit.clip_coefficient < 1.0)
-        .then(|| format!(", clipped by {:.4}", commit.clip_coefficient))
-        .unwrap_or_default();
+    let clipped = if !commit.skip && commit.clip_coefficient < 1.0 {
+        format!(", clipped by {:.4}", commit.clip_coefficient)
+    } else {
+        String::new()
+    };
     let name = |group: usize| spec.and_then(|spec| spec.groups.get(group)).map_or("", String::as_str);
     let rates: Vec<String> = match commit.groups.as_slice() {
         [one] => vec![one.lr.to_string()],

@@ -72,7 +72,7 @@ fn one(name: &str, lists: &[(String, Vec<CheckpointInfo>)]) -> Checkpoint {
     Checkpoint {
         name: name.to_string(),
         version: Version(sound.or(infos().next()).map_or(0, |info| info.version)),
-        shared: seen.iter().all(|(_, info)| info.is_some_and(|info| sees_all(info))),
+        shared: seen.iter().all(|(_, info)| info.is_some_and(sees_all)),
         stale: infos().any(|info| info.stale),
         damage: damage(&seen),
     }
