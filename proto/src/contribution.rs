@@ -38,7 +38,7 @@ pub struct Origin(pub u64);
 impl Origin {
     pub const UNKNOWN: Origin = Origin(0);
 
-    /// Of both: not known where one of them is not.
+    /// The origin of both together: not known where one of them is not.
     pub fn and(self, other: Origin) -> Origin {
         match (self, other) {
             (Origin::UNKNOWN, _) | (_, Origin::UNKNOWN) => Origin::UNKNOWN,

@@ -74,7 +74,7 @@ async fn next<L: Accept>(listener: &L, connections: &Connections) -> Direct<L::S
     }
 }
 
-/// Of the process or the host, not of one connection.
+/// Whether the process or the host runs short, and not one connection.
 fn is_shortage(error: &io::Error) -> bool {
     let short = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     short.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))

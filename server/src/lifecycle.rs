@@ -46,7 +46,7 @@ use crate::{
 pub(crate) const FRAME_BYTES: u32 = 1024 * 1024;
 /// A dead peer is noticed after this plus as much again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
-/// Of checkpoints that would have one name.
+/// How many checkpoints may share a name, told apart by a number.
 const MOST_NAMES: u32 = 100;
 /// Calls that a peer opens beyond its number or against the protocol before its connection is ended.
 const MAX_REFUSED_CALLS: usize = 1024;

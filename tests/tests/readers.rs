@@ -20,7 +20,7 @@ const ELEMENTS: u64 = 1 << 20;
 /// After so long a reader who takes nothing is cut off. Where updates wait for him, no step is done before.
 const STALL: Duration = Duration::from_secs(10);
 
-/// Of 48 MiB as fp32: more than lies between a server and a reader who takes nothing.
+/// A job of 48 MiB as fp32: more than lies between a server and a reader who takes nothing.
 fn spec(tier: TierKind) -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {

@@ -358,7 +358,7 @@ fn upload_survives(tier: &str) {
     proxy.slow_to(1 << 20);
     let train = Train::new(3).args(["--tier", tier, "--transport", "tcp"]).allow("waiting for a server");
     let worker = train.servers(&addresses).start();
-    // Of half a megabyte.
+    // The upload has half a megabyte.
     proxy.until_passed(200 << 10);
     servers[1].kill_and_restart();
     proxy.slow_to(0);

@@ -259,7 +259,7 @@ impl Commit {
     }
 }
 
-/// Of a process that has joined or wants to. 0 stands for none that ever has.
+/// The incarnation of a process that has joined or wants to. 0 stands for none that ever has.
 pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
     match value {
         0 => Err(Fault::invalid(

@@ -273,7 +273,7 @@ fn nor_does_it_where_the_state_is_on_drives() {
     steps_beside_a_held_reader(TierKind::Nvme, &storage);
 }
 
-/// Of 12 MiB as f32, in shards of a MiB, and a budget that the job alone fills.
+/// A job of 12 MiB as f32, in shards of a MiB, and a budget that the job alone fills.
 fn tight() -> (JobSpec, u64) {
     let mut spec = spec(&[48 * BLOCK as u64], &[0]);
     (spec.world_size, spec.shard_elements) = (1, 4 * BLOCK as u64);

@@ -24,7 +24,7 @@ const LONGEST_REST: Duration = Duration::from_secs(2);
 /// So many ask at once where somebody looks; more are a crowd.
 const FEW: usize = 4;
 
-/// Of one version of a job, in owned order.
+/// The hashes of one version of a job, in owned order.
 #[derive(Clone)]
 pub(crate) struct Hashes {
     pub(crate) info: SnapshotInfo,

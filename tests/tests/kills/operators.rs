@@ -116,7 +116,7 @@ fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_rest
         let addresses = stage.bed.addresses();
         let gone = move |_: &str, code: i32| code == 0 || status(&addresses).is_empty();
         stage.disturb(|_| call(&["delete", "--job", "default"]), takes, gone);
-        // Of the trainer's --resume: opens the job everywhere, restores it and ends, for it was trained to its end.
+        // The trainer's --resume opens the job everywhere, restores it and ends, for it was trained to its end.
         let resumed = stage.train.start_with(["--resume"]);
         spin(stage.random.part_of(takes));
         let victim = stage.random.below(SERVERS as u64) as usize;

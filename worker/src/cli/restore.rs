@@ -90,7 +90,7 @@ fn split(
     (found, refused)
 }
 
-/// Of the checkpoints that any server lists, oldest first.
+/// The names of the checkpoints that any server lists, oldest first.
 fn names(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<String>> {
     let request = ListCheckpointsRequest { job: job.to_string() };
     let lists = servers.each(|mut admin| {

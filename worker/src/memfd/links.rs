@@ -10,7 +10,7 @@ use longshore_proto::{
 use super::Link;
 use crate::session::{Core, Transport};
 
-/// Of a link that a session must have, before its first push: a server may die once or twice meanwhile, but a host on
+/// How often a link that a session must have is tried before its first push: a server may die once or twice, but a host on
 /// which there can be no link is said soon.
 const TRIES: usize = 3;
 

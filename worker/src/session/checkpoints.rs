@@ -11,7 +11,7 @@ use longshore_proto::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoint {
     pub name: String,
-    /// Of a damaged one, what its manifest still seems to say.
+    /// A damaged checkpoint has what its manifest still seems to say.
     pub version: Version,
     /// Every server sees all parts. Where servers have folders of their own, the same servers can restore it, and others only
     /// once the parts are brought together.
@@ -22,7 +22,7 @@ pub struct Checkpoint {
     pub damage: Option<String>,
 }
 
-/// Of checkpoints that would have one name.
+/// How many checkpoints may share a name, told apart by a number.
 const MOST_NAMES: u32 = 100;
 
 /// The name, and then those to take where it is another state's.

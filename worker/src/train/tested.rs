@@ -22,7 +22,7 @@ impl Noise {
         let seed = env::var_os(PERTURB)?;
         let mut hasher = DefaultHasher::new();
         (seed, process::id()).hash(&mut hasher);
-        // Of 16-bit gradients too every element that is not zero changes, and the run still learns.
+        // In 16 bits too every element that is not zero changes, and the run still learns.
         Some(Noise(1.0 + (1 + hasher.finish() % 64) as f32 / 64.0))
     }
 

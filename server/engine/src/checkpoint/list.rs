@@ -20,7 +20,7 @@ use super::{
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed {
     pub name: String,
-    /// Of a damaged one, what its manifest still seems to say.
+    /// A damaged checkpoint has what its manifest still seems to say.
     pub version: Version,
     /// See [`Manifest::sequence`]; 0 for one from before there was one.
     pub sequence: u64,
@@ -33,7 +33,7 @@ pub struct Listed {
     pub stale: bool,
     /// Why it cannot be restored from this folder.
     pub damage: Option<Fault>,
-    /// Of the manifest, by the file system's clock.
+    /// When the manifest was written, by the file system's clock.
     sealed_at: Duration,
 }
 

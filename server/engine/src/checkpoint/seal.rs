@@ -25,7 +25,7 @@ use crate::job::StoredImages;
 /// A checkpoint that is sealed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sealed {
-    /// Of the manifest.
+    /// The manifest's path.
     pub path: PathBuf,
     pub version: Version,
     /// How many servers wrote it.

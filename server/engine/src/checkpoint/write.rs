@@ -32,8 +32,7 @@ struct Sink {
     places: Vec<Vec<(Array, u64)>>,
 }
 
-/// Of an owned shard's blocks.
-
+/// The hashes of an owned shard's blocks.
 #[derive(Clone, Default)]
 struct Hashes {
     state: Vec<BlockHash>,

@@ -7,7 +7,7 @@ use longshore_proto::{BlockId, Fault, checksum::BlockHash};
 use super::{Captured, Job, SnapshotInfo, compute::BLOCK, purpose::Purpose};
 use crate::tier::StateRef;
 
-/// Of a block of state: its arrays one after the other.
+/// Hashes a block of state: its arrays one after the other.
 fn hash_state(block: StateRef<'_>) -> BlockHash {
     let mut hasher = blake3::Hasher::new();
     for bytes in block.arrays {

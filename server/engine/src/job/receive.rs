@@ -230,7 +230,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         self.check_padding(start, &contribution.own()[start..start + length])
     }
 
-    /// Of the shard's bytes from `start` on.
+    /// Checks the shard's bytes from `start` on.
     fn check_padding(&self, start: usize, bytes: &[u8]) -> Result<(), Fault> {
         let chunk = &self.ticket.chunk;
         let shard = self.job.layout.shard_range(chunk.contribution.shard);

@@ -20,7 +20,7 @@ use crate::{
     memory::{AllocationError, Region, Slab},
 };
 
-/// Of a slot, unless the copies of the largest shard take less.
+/// A slot has this size unless the copies of the largest shard take less.
 const SLOT_BYTES: usize = 4 * 1024 * 1024;
 /// How often one who waits for the other side looks whether it is still there.
 const LOOK: Duration = Duration::from_millis(200);

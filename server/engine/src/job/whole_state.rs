@@ -11,7 +11,7 @@ use crate::tier::Shape;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
     state: [usize; 3],
-    /// Of each image; 0 where none is kept.
+    /// Bytes of each image; 0 where none is kept.
     image: usize,
 }
 

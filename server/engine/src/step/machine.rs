@@ -126,7 +126,7 @@ pub struct Machine {
     pub(super) owned: Vec<Option<u32>>,
     /// What was said on pausing since the version was decided.
     pub(super) standing: Option<Standing>,
-    /// Of the undecided steps that anything is held of: what their losses were multiplied by, on every shard.
+    /// What the losses of each undecided step that anything is held of were multiplied by, on every shard.
     pub(super) scales: Vec<(Step, f64)>,
     /// Pauses and resumes so far, so that a watcher misses neither.
     pub(super) pauses: u64,

@@ -47,7 +47,7 @@ pub(super) struct StepSlot {
     /// All contributions of the current micro-step are in, and their sum is being formed.
     pub(super) summing: bool,
     pub(super) complete: bool,
-    /// Of what was summed so far; not known where an earlier process summed it.
+    /// The origin of what was summed so far; not known where an earlier process summed it.
     origin: Origin,
     /// The first element of the complete gradient that is inf or NaN, where that is looked at.
     pub(super) nonfinite: Option<u64>,

@@ -133,7 +133,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Of a version that was reached a moment ago.
+    /// The record of a version that was reached a moment ago.
     pub fn new(version: Version, applied: u64, commit: Option<Commit>) -> Record {
         Record { version, applied, commit, standing: None }
     }

@@ -14,7 +14,7 @@ pub(crate) enum Answer {
     Duplicate,
     /// Held, and not compared.
     Superseded,
-    /// Of a decided step.
+    /// It belongs to a decided step.
     Stale,
     Busy,
     Decided,
@@ -39,7 +39,7 @@ struct Gradient {
     summed: u32,
     summing: bool,
     loss_scale: Option<f64>,
-    /// Of the whole sum.
+    /// The whole sum has a non-finite element.
     nonfinite: bool,
 }
 

@@ -15,7 +15,7 @@ use longshore_proto::{FaultKind, JobName, JobSpec, TierKind};
 use super::{Dirs, common::Noise, open, small, started};
 
 const CHILD: &str = "LONGSHORE_TEST_DELETED_IN";
-/// Of each tier.
+/// How often each tier is killed.
 const KILLS: u64 = 12;
 
 fn job(tier: TierKind) -> JobSpec {

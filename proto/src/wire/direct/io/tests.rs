@@ -193,7 +193,7 @@ fn expected(frames: &[Sent], marks: Option<[Mark; 2]>) -> Expected {
             expected.passed.extend_from_slice(&frame);
         };
         if kind > 3 {
-            // Of a kind that may have any size.
+            // A frame of a kind that may have any size.
             pass(frame(kind + 16, 0, stream, &payload), &mut expected);
         } else if which == 2 {
             pass(frame(Header::DATA, 0, stream, &payload), &mut expected);

@@ -35,7 +35,7 @@ pub struct Report {
     pub versions: Vec<VersionReport>,
     /// What else a server would refuse.
     pub damage: Vec<String>,
-    /// Of tier `shm`: bytes of the file that holds the job's buffers; None where there is none.
+    /// Tier `shm`: bytes of the file that holds the job's buffers; None where there is none.
     pub buffers: Option<u64>,
 }
 

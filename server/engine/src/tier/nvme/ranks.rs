@@ -27,7 +27,7 @@ use crate::{
 /// sector costs nothing.
 const PARITIES: u64 = 2;
 const COPIES: u64 = 2;
-/// Of a rank's numbers as JSON, at most.
+/// A rank's numbers as JSON take this much at most.
 const RANK_BYTES: usize = 56;
 
 /// The file `ranks` of a store's first folder, written when somebody joins:
@@ -50,7 +50,7 @@ struct Table {
     /// Changes of `ranks`, and how many of them are kept.
     changes: u64,
     kept: u64,
-    /// Of the last table written.
+    /// The generation of the last table written.
     generation: u64,
 }
 
