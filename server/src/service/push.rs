@@ -40,6 +40,8 @@ use crate::{jobs::JobHandle, memfd::Payload};
 /// Acknowledgements in one message. Many small messages would be taken for abuse by HTTP/2 peers, and each costs a
 /// write of 5 to 10 microseconds at both ends, against 200 for a chunk.
 const RESULTS_BATCHED: usize = 16;
+/// Results that have not left, on one stream: of 300 bytes each, so that the 128 streams of a connection hold 10 MB.
+const RESULTS_MOST: usize = 256;
 /// Longest time an acknowledgement waits for others. No worker waits for one: a commit frees what it retains.
 const RESULTS_DELAY: Duration = Duration::from_millis(1);
 /// Silence in the middle of a chunk is noticed after this to twice as much. Until it ends its rank cannot be taken by a
@@ -51,7 +53,8 @@ pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Resp
     let (answers, pieces) = mpsc::channel(2);
     let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
     let stranger = taps.clone();
-    let receiving = Receiving { services, stranger, held, closing, chunk, waiting, last: None, results };
+    let receiving =
+        Receiving { services, stranger, held, closing, chunk, waiting, held_back: None, last: None, results };
     let stream = Stream {
         intake: Shared::new(receiving),
         body,
@@ -97,6 +100,8 @@ struct Receiving {
     chunk: Option<(PushRequest, Result<Place, Fault>)>,
     /// A chunk whose place is busy.
     waiting: Option<(PushRequest, Waiting)>,
+    /// A chunk that came while too many results had not left, and its payload's bytes.
+    held_back: Option<(PushRequest, usize)>,
     /// The last chunk that was given a place.
     last: Option<ContributionChunk>,
     /// Not yet acknowledged.
@@ -152,6 +157,9 @@ impl Stream {
             } else {
                 self.due.get_or_insert_with(|| Instant::now() + RESULTS_DELAY);
             }
+            if self.take_held_back() {
+                continue;
+            }
             if let Some((request, waiting)) = waiting {
                 let chunk = waiting.chunk;
                 let place = self.place(waiting).await?;
@@ -174,6 +182,20 @@ impl Stream {
                 self.more().await?;
             }
         }
+    }
+
+    /// Begins with the chunk that was held back, once the results before it have left.
+    fn take_held_back(&self) -> bool {
+        let has_place = {
+            let mut intake = self.intake.lock();
+            let Some((request, bytes)) = intake.land.held_back.take() else { return false };
+            intake.land.start(request, bytes)
+        };
+        if has_place {
+            self.intake.go_on();
+            self.claim.iter().for_each(Claim::resume);
+        }
+        true
     }
 
     /// Until something has come, or it is time.
@@ -249,30 +271,12 @@ impl Stream {
 
 impl Land<PushRequest> for Receiving {
     fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
-        let place = self.identify(&request, bytes).and_then(|waiting| {
-            let place = place_now(&waiting.handle, &waiting.chunk)?;
-            if !matches!(place, Some(Place::Nowhere(..))) {
-                self.check_order(&waiting.chunk)?;
-            }
-            Ok(match place {
-                Some(place) => Ok((waiting.chunk, place.holding(waiting.payload, waiting.chunk.lent)?)),
-                None => Err(waiting),
-            })
-        });
-        if place.is_ok() {
-            self.stranger.take().iter().for_each(Taps::vouch);
+        // What a peer sends who takes no answers stays on its connection.
+        if self.results.len() >= RESULTS_MOST {
+            self.held_back = Some((request, bytes));
+            return Ok(false);
         }
-        match place {
-            Ok(Ok((chunk, place))) => {
-                let place = Ok(place);
-                self.placed(&place, &chunk);
-                self.chunk = Some((request, place));
-            }
-            Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
-            // A refused one is read to its end too: the next one follows it.
-            Err(fault) => self.chunk = Some((request, Err(fault))),
-        }
-        Ok(self.waiting.is_none())
+        Ok(self.start(request, bytes))
     }
 
     fn is_direct(&self) -> bool {
@@ -310,6 +314,34 @@ impl Land<PushRequest> for Receiving {
 }
 
 impl Receiving {
+    /// Finds the chunk's place; false while that is busy.
+    fn start(&mut self, request: PushRequest, bytes: usize) -> bool {
+        let place = self.identify(&request, bytes).and_then(|waiting| {
+            let place = place_now(&waiting.handle, &waiting.chunk)?;
+            if !matches!(place, Some(Place::Nowhere(..))) {
+                self.check_order(&waiting.chunk)?;
+            }
+            Ok(match place {
+                Some(place) => Ok((waiting.chunk, place.holding(waiting.payload, waiting.chunk.lent)?)),
+                None => Err(waiting),
+            })
+        });
+        if place.is_ok() {
+            self.stranger.take().iter().for_each(Taps::vouch);
+        }
+        match place {
+            Ok(Ok((chunk, place))) => {
+                let place = Ok(place);
+                self.placed(&place, &chunk);
+                self.chunk = Some((request, place));
+            }
+            Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
+            // A refused one is read to its end too: the next one follows it.
+            Err(fault) => self.chunk = Some((request, Err(fault))),
+        }
+        self.waiting.is_none()
+    }
+
     fn identify(&mut self, request: &PushRequest, bytes: usize) -> Result<Waiting, Fault> {
         let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
         let handle = match self.held.upgrade() {

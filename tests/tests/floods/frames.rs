@@ -10,7 +10,7 @@ use longshore_proto::{
 use longshore_tests::{
     peer::{
         ACK, CONTINUATION, DATA, END_HEADERS, ENHANCE_YOUR_CALM, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR,
-        HEADERS, NO_ERROR, PING, Peer, SETTINGS, call, frame, frame_of,
+        HEADERS, PING, Peer, SETTINGS, call, frame, frame_of,
     },
     server::ServerOptions,
 };
@@ -51,9 +51,9 @@ fn marked_streams_share_the_window_of_their_connection() {
         let pieces = (0..8).flat_map(|_| streams(64)).map(|stream| frame(DATA, 0, stream, &payload));
         let sent = peer.flood(pieces);
         assert!(sent < 64 * 2 * WINDOW_BYTES, "{sent} bytes were taken");
-        // What fills its share is held back until the first call is due; what goes past the window is an error.
+        // The code may be lost where the socket is closed with unread bytes.
         let code = peer.end();
-        assert!(matches!(code, None | Some(NO_ERROR | FLOW_CONTROL_ERROR | ENHANCE_YOUR_CALM)), "{code:?}");
+        assert!(matches!(code, None | Some(FLOW_CONTROL_ERROR | ENHANCE_YOUR_CALM)), "{code:?}");
     });
     assert!(most < ONE_CONNECTION, "{most}");
     assert!(Peer::connect(server.address()).unwrap().lists_jobs());

@@ -485,7 +485,7 @@ fn what_nobody_wants_any_more_goes_to_h2_from_the_next_frame_on() {
 
 #[test]
 fn a_peer_that_ignores_its_window_is_cut_off() {
-    let (mut run, _) = begun(&frame(Header::DATA, 0, 1, &bytes((1 << 20) + 5000, 1)));
+    let (mut run, _) = begun(&frame(Header::DATA, 0, 1, &bytes(600_000, 1)).repeat(2));
     let error = loop {
         match run.turn() {
             Ok(over) => assert!(!over),
