@@ -1,5 +1,5 @@
-//! A checkpoint that is asked for under a name sealed before: as when a job went back and has come to that step again.
-//! With the same state it is that checkpoint; with another state the name is taken.
+//! A checkpoint that is asked for under a name that is sealed already, as when a job went back and has come to that
+//! step again. With the same state it is that checkpoint; with another state the name is taken.
 
 use std::{path::Path, sync::Arc, time::Instant};
 
@@ -20,7 +20,7 @@ pub(super) fn sealed_part(
     expected: Option<Version>,
     deadline: Instant,
 ) -> Result<Part, Fault> {
-    // A damaged one is nobody's to overwrite either.
+    // A damaged checkpoint may not be overwritten either.
     let found = Manifest::read(folder).ok().and_then(|manifest| own_part(job, manifest));
     let part = found.filter(|part| expected.is_none_or(|version| version == part.version));
     let Some(part) = part else { return Err(taken(name)) };
@@ -30,7 +30,7 @@ pub(super) fn sealed_part(
         .shards
         .iter()
         .flat_map(|entry| (0..entry.elements / BLOCK_ELEMENTS).map(move |block| (entry.shard, block)));
-    // Both in the order of the flat space.
+    // Both lists are in the order of the flat space.
     let same = (info.version, info.applied) == (part.version, part.applied)
         && blocks.zip(&hashes).all(|((shard, block), (_, hash))| {
             reader.hash(Table::State, shard, block).is_ok_and(|sealed| sealed == *hash)
@@ -42,14 +42,14 @@ pub(super) fn sealed_part(
     Ok(part)
 }
 
-/// The part that this server would write, had nothing changed since.
+/// The part that this server would write, if nothing had changed since.
 fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
     let servers = job.placement().servers.len() as u32;
     let mine = |part: &Part| {
         (part.server, part.servers) == (job.server().0, servers)
             && part.shards.iter().map(|entry| entry.shard).eq(job.owned().iter().copied())
     };
-    // A job that was opened otherwise writes another spec, whatever its state.
+    // A job that was opened with another spec would write another part, whatever its state.
     if manifest.spec != *job.spec() {
         return None;
     }

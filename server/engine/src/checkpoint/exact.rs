@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 use crate::tier::Standing;
 
-/// As Rust prints it: the shortest decimal that reads back as the same bits.
+/// An f64 as Rust prints it: the shortest decimal that reads back as the same bits.
 #[derive(Clone, Copy)]
 struct Exact(f64);
 
@@ -33,7 +33,7 @@ struct CommitRecord {
     norm: Exact,
     loss_scale: Exact,
     groups: Vec<HyperRecord>,
-    /// Hex: as a JSON array each byte would take a line.
+    /// As hex, since each byte of a JSON array would take a line.
     trainer_state: String,
     /// Older records do not have it.
     #[serde(default)]
@@ -63,7 +63,7 @@ struct HyperRecord {
 
 impl From<&Hyper> for HyperRecord {
     fn from(hyper: &Hyper) -> HyperRecord {
-        // Taken apart field by field, so that a new one cannot be forgotten here.
+        // The fields are taken apart one by one, so that a new one cannot be forgotten here.
         let Hyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay } = *hyper;
         HyperRecord {
             lr: Exact(lr),
@@ -95,7 +95,7 @@ impl From<HyperRecord> for Hyper {
     }
 }
 
-/// For `#[serde(with = "exact::commit")]`.
+/// Used by `#[serde(with = "exact::commit")]`.
 pub(crate) mod commit {
     use super::*;
 
@@ -128,7 +128,7 @@ pub(crate) mod commit {
     }
 }
 
-/// For `#[serde(with = "exact::standing")]`.
+/// Used by `#[serde(with = "exact::standing")]`.
 pub(crate) mod standing {
     use super::*;
 
@@ -208,7 +208,7 @@ mod tests {
         standing: Option<Standing>,
     }
 
-    /// As programs wrote it that knew no pause on a commit.
+    /// A record of earlier versions of this program, in which a commit carried no pause.
     #[test]
     fn an_older_record_is_of_a_job_that_is_not_paused() {
         let text = r#"{"commit":{"step":3,"skip":true,"gradient_scale":"2.0","clip_coefficient":"1.0",

@@ -8,7 +8,7 @@ pub(super) const FIELD: &str = "checkpoint";
 const ANOTHER: &str =
     "restore another checkpoint (ListCheckpoints names them), or copy this file again from its source";
 
-/// For `map_err`: an I/O error with its path and what was being done.
+/// Made for `map_err`: an I/O error with its path and what was being done.
 pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Fault {
     let path = path.display().to_string();
     move |error| {
@@ -39,12 +39,12 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> 
     }
 }
 
-/// Bytes differ from what was written.
+/// The fault of bytes that differ from what was written.
 pub(super) fn corrupt(value: impl fmt::Display, limit: impl fmt::Display) -> Fault {
     Fault::new(FaultKind::Corrupt, FIELD, value, limit, ANOTHER)
 }
 
-/// A defect: something the writer makes cannot be encoded.
+/// The fault of a defect: something that the writer makes cannot be encoded.
 pub(super) fn defect(path: &Path, error: impl fmt::Display) -> Fault {
     let value = format!("{} ({error})", path.display());
     Fault::new(FaultKind::Internal, FIELD, value, "encodable", "report this as a defect of Longshore")

@@ -19,16 +19,16 @@ use rustix::{
 
 use super::fault::io;
 
-/// Between the final name and what makes a temporary one unique.
+/// Stands between the final name and what makes a temporary one unique.
 const TEMPORARY: &str = ".tmp-";
 
-/// A file under a temporary name. Dropped without [`Draft::publish`] it leaves nothing behind, its folder included if
-/// that is empty.
+/// A file under a temporary name. Dropped without [`Draft::publish`] it leaves nothing behind, and takes its folder
+/// with it if that is empty.
 pub(super) struct Draft {
     pub(super) file: Arc<File>,
     temporary: PathBuf,
     target: PathBuf,
-    /// Published or discarded.
+    /// It was published or discarded.
     settled: AtomicBool,
 }
 
@@ -80,7 +80,8 @@ impl Draft {
         sync_folder(parent(&self.target))
     }
 
-    /// Removes the file unless it is published. Drop does so too, but another thread may hold the draft for a while.
+    /// Removes the file unless it is published. Dropping the draft does so too, but another thread may hold the draft
+    /// for a while.
     pub(super) fn discard(&self) {
         if self.settled.swap(true, Ordering::Relaxed) {
             return;
@@ -107,11 +108,11 @@ pub(super) fn publish(target: PathBuf, bytes: &[u8]) -> Result<(), Fault> {
 
 /// A folder and the one above it, each if nothing is in it.
 pub(super) fn remove_empty(folder: &Path) {
-    // Refused by the system unless they are empty.
+    // The system refuses to remove a folder that is not empty.
     let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
 }
 
-/// What a killed server left of earlier attempts at this file. Only this file's writer may call it.
+/// Removes what a killed server left of earlier attempts at this file. Only this file's writer may call it.
 pub(super) fn remove_drafts(target: &Path) {
     let Some(name) = target.file_name().and_then(|name| name.to_str()) else { return };
     let prefix = format!("{name}{TEMPORARY}");
@@ -127,7 +128,7 @@ pub(super) fn sync_folder(folder: &Path) -> Result<(), Fault> {
     opened.sync_all().map_err(io("fsync", folder))
 }
 
-/// With each new folder's entry flushed into its parent.
+/// Creates a folder and those above it, and flushes each new folder's entry into its parent.
 fn create_folder(folder: &Path) -> Result<(), Fault> {
     if folder.is_dir() {
         return Ok(());

@@ -1,8 +1,9 @@
-//! A restore in acts that may each be repeated: look whether it can be done, load and hold, start.
+//! A restore in three acts that may each be repeated: check whether it can be done, load and hold, start.
 //!
-//! A client of several servers has all of them hold before it has any of them start. Whatever is asked again, because an
-//! answer was lost or the one who asked has died, is answered with success where it is so already: a job that holds the
-//! checkpoint, one that was started from it, and one that has come to its very state in any other way.
+//! A client of several servers has all of them hold before it has any of them start. An act is asked for again when
+//! its answer was lost or the client has died. It then succeeds where its result is there already: in a job that
+//! holds the checkpoint, in one that was started from it, and in one that has come to its very state in any other
+//! way.
 
 use std::{sync::Arc, time::Instant};
 
@@ -21,8 +22,8 @@ use crate::{
 };
 
 impl Store {
-    /// What the sealed checkpoint `name` of the job `from` is, and whose. Reads no tensors and changes nothing; with `job`
-    /// it is also checked that it fits there, otherwise it must fit itself.
+    /// Describes the sealed checkpoint `name` of the job `from`. Reads no tensors and changes nothing. Checks that
+    /// the checkpoint fits `job`, or without a `job` that it fits itself.
     pub fn check(
         &self,
         job: Option<&Job>,
@@ -41,7 +42,7 @@ impl Store {
         Ok((source.info()?, source.manifest.spec))
     }
 
-    /// As `check`, and reads and compares every byte that this server's shards need.
+    /// Does what `check` does, and also reads and compares every byte that this server's shards need.
     pub fn verify(&self, job: &Job, from: &JobName, name: &str) -> Result<RestoreInfo, Fault> {
         let source = Source::open(&self.folder(from, name)?, job.spec())?;
         job.owned().iter().try_for_each(|&shard| source.verify(job, shard))?;
@@ -49,16 +50,17 @@ impl Store {
     }
 
     /// Fills a job that is still loading with this server's shards of the sealed checkpoint `name` of the job `from`
-    /// (most often its own name), and holds it back until [`Job::start_held`]. `deadline`: for reading the state of a job
-    /// that trains already, to see whether it is the checkpoint's.
+    /// (most often its own name), and holds it back until [`Job::start_held`]. `deadline` bounds the reading of the
+    /// state of a job that trains already, which is compared with the checkpoint's.
     ///
     /// All that can be checked without reading tensors is checked before anything changes. After an error the job is
     /// still loading, and may be restored from another checkpoint.
     ///
-    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's; all else (name, world size, micro-steps, gradient dtype,
-    /// shard size, tier) may differ. Images are read when the job is a delayed one and the checkpoint has them, and then
-    /// their dtype must be the job's too. From a checkpoint of an exact job a delayed one gets the current image only,
-    /// rounded from the master weights: exact to the bit for an exact step, while the version before is gone.
+    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's. All else (name,
+    /// world size, micro-steps, gradient dtype, shard size, tier) may differ. Images are read when the job is a
+    /// delayed one and the checkpoint has them, and then their dtype must be the job's too. From a checkpoint of an
+    /// exact job a delayed one gets the current image only, rounded from the master weights: that is exact to the bit
+    /// for an exact step, while the version before is gone.
     pub fn hold(
         &self,
         job: &Arc<Job>,
@@ -83,7 +85,7 @@ impl Store {
         Ok(info)
     }
 
-    /// Both acts at once, where there is no other server to wait for.
+    /// Loads and starts at once, where there is no other server to wait for.
     pub fn restore(
         &self,
         job: &Arc<Job>,
@@ -98,7 +100,7 @@ impl Store {
 }
 
 impl Source {
-    /// One shard read into memory that nobody else sees.
+    /// Reads one shard into memory that nobody else sees, and compares it with its hashes.
     fn verify(&self, job: &Job, shard: ShardId) -> Result<(), Fault> {
         let elements = job.layout().shard_len(shard);
         let shape = Shape::of(job.spec());
@@ -130,7 +132,7 @@ impl Source {
         if job.started_from(&info.id, info.version) {
             return Ok(());
         }
-        // As bits: the norm of a skipped step is NaN.
+        // They are compared as JSON, which is exact to the bit: the norm of a skipped step is NaN, and equals nothing.
         let commits = [&progress.last_commit, &info.commit].map(|commit| commit_json(commit).ok());
         if commits[0] != commits[1] {
             return Err(other());

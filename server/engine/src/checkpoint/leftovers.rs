@@ -1,5 +1,5 @@
-//! Parts that were written and never sealed: another server had no room, or their caller died. They take as much room as a
-//! checkpoint and are none.
+//! Parts that were written and never sealed, because another server had no room or their caller died. They take as
+//! much room as a checkpoint and are none.
 
 use std::{fs, path::Path};
 
@@ -8,8 +8,8 @@ use longshore_proto::{Fault, JobName};
 use super::{Store, fault::io, files, manifest, part::Part, prune::gone, whole};
 
 impl Store {
-    /// Removes this server's part of a checkpoint that will not be sealed, as when another server could not write its own.
-    /// A sealed one stays as it is, and one that is not there is no error.
+    /// Removes this server's part of a checkpoint that will not be sealed, as when another server could not write its
+    /// own. A sealed part stays as it is, and a missing one is no error.
     pub fn discard(&self, job: &JobName, name: &str, server: u32, servers: u32) -> Result<(), Fault> {
         let folder = self.folder(job, name)?;
         if folder.join(manifest::FILE).exists() {
@@ -24,8 +24,8 @@ impl Store {
         Ok(())
     }
 
-    /// Names and parts of what lies in this folder and nobody has sealed. Servers with a folder each that were
-    /// drained cannot tell each other theirs: whoever sees all of them can seal them.
+    /// Names and parts of the unsealed checkpoints in this folder. Servers that have a folder each and were drained
+    /// cannot tell each other their parts: whoever sees all of them can seal them.
     pub fn unsealed(&self, job: &JobName) -> Vec<(String, Part)> {
         let mut found = Vec::new();
         for folder in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
@@ -42,8 +42,9 @@ impl Store {
         found
     }
 
-    /// The sequence of the next checkpoint. Before that removes unsealed ones that are older than a sealed one: their callers
-    /// have gone on to others. One as old as the newest may have been written beside it, and be sealed at this moment.
+    /// The sequence of the next checkpoint. First it removes unsealed checkpoints that are older than a sealed one:
+    /// their callers have gone on to others. One as old as the newest stays, since it may have been written beside
+    /// that one and be about to be sealed.
     pub(super) fn make_way(&self, job: &JobName) -> Result<u64, Fault> {
         let newest = self.list(job)?.iter().map(|listed| listed.sequence).max().unwrap_or(0);
         for entry in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
@@ -57,8 +58,8 @@ impl Store {
     }
 }
 
-/// Whether all that is in the folder are parts, each with its entry, and all older than `newest`. Whatever else is there may
-/// be a server's work in hand.
+/// Whether the folder holds nothing but parts, each with its entry, and all older than `newest`. Anything else there
+/// may be a server's work in hand.
 fn is_leftover(folder: &Path, newest: u64) -> bool {
     let Ok(entries) = fs::read_dir(folder) else { return false };
     let mut parts = 0;

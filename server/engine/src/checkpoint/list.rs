@@ -20,16 +20,16 @@ use super::{
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed {
     pub name: String,
-    /// A damaged checkpoint has what its manifest still seems to say.
+    /// A damaged checkpoint's version is what its manifest still seems to say.
     pub version: Version,
-    /// See [`Manifest::sequence`]; 0 for one from before there was one.
+    /// See [`Manifest::sequence`]; 0 for a checkpoint that was made before sequences were.
     pub sequence: u64,
     pub state_hash: Option<String>,
     /// How many servers wrote it.
     pub parts: u32,
     /// Servers whose parts lie in this folder.
     pub visible: Vec<u32>,
-    /// A checkpoint sealed later is of no later version and of another state: the job went back since.
+    /// A checkpoint that was sealed later has no later version and another state: the job has gone back since.
     pub stale: bool,
     /// Why it cannot be restored from this folder.
     pub damage: Option<Fault>,
@@ -38,8 +38,8 @@ pub struct Listed {
 }
 
 impl Store {
-    /// Sealed checkpoints of a job in the order in which they were sealed, which is not that of their versions once a job
-    /// went back. Damaged ones are among them: who takes an older one must be able to say so.
+    /// Sealed checkpoints of a job in the order in which they were sealed, which is not that of their versions once a
+    /// job has gone back. Damaged ones are among them, so that whoever takes an older one can say why.
     pub fn list(&self, job: &JobName) -> Result<Vec<Listed>, Fault> {
         let folder = self.dir().join(job.as_str());
         let entries = match fs::read_dir(&folder) {
@@ -60,14 +60,14 @@ impl Store {
         Ok(found)
     }
 
-    /// The checkpoint sealed last, of those that can be restored.
+    /// The checkpoint sealed last, among those that can be restored.
     pub fn latest(&self, job: &JobName) -> Result<Option<(String, Version)>, Fault> {
         let sound = self.list(job)?.into_iter().rfind(|listed| listed.damage.is_none());
         Ok(sound.map(|listed| (listed.name, listed.version)))
     }
 }
 
-/// None: not sealed, or removed at this moment by a server that shares the folder.
+/// None if it is not sealed, or is being removed by a server that shares the folder.
 fn look(folder: &Path, name: &str) -> Option<Listed> {
     let path = folder.join(manifest::FILE);
     let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).ok()?;
@@ -93,7 +93,7 @@ fn look(folder: &Path, name: &str) -> Option<Listed> {
     }
 }
 
-/// With what a look at the parts' lengths tells. Their bytes are compared with their hashes when they are restored.
+/// Adds what a look at the parts' lengths tells. Their bytes are compared with their hashes when they are restored.
 fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
     let (mut visible, mut damage) = (Vec::new(), None);
     for part in &manifest.parts {
@@ -114,7 +114,7 @@ fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
     }
 }
 
-/// False: it does not lie in this folder.
+/// Returns false when the part does not lie in this folder.
 fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
     let path = folder.join(&part.file);
     match fs::metadata(&path) {
@@ -128,8 +128,8 @@ fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
     }
 }
 
-/// By sequence. Those without one are older than all others, and were sealed in the order of their files' times; a manifest
-/// that tells nothing any more takes its place by its time alone.
+/// Sorts by sequence. Checkpoints without one are older than all others, and were sealed in the order of their files'
+/// times. A manifest that tells nothing any more takes its place by its time alone.
 fn sort(found: &mut Vec<Listed>) {
     let lost = |listed: &mut Listed| listed.damage.is_some() && listed.sequence == 0;
     let unplaced: Vec<Listed> = found.extract_if(.., lost).collect();
@@ -145,7 +145,8 @@ fn sort(found: &mut Vec<Listed>) {
     }
 }
 
-/// Along one lineage versions rise: one that a later checkpoint does not exceed was left behind by a rollback.
+/// Marks what a rollback left behind. Along one lineage versions rise, so it is a checkpoint that a later one does
+/// not exceed.
 fn mark_stale(found: &mut [Listed]) {
     let mut later: Option<(Version, Option<String>)> = None;
     for listed in found.iter_mut().rev().filter(|listed| listed.damage.is_none()) {

@@ -18,15 +18,15 @@ pub const FORMAT_VERSION: u32 = 1;
 const FORMAT: &str = "longshore-checkpoint";
 /// Far above any real one (a million parameters take 300 MB), far below what would exhaust a server.
 const MAX_BYTES: u64 = 1 << 30;
-/// In place of the digest while it is computed.
+/// Stands in place of the digest while it is computed.
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 /// The file, in the order of its fields.
 ///
-/// `format`, `format_version` and `blake3` come first and will stay so in every version: a reader can tell what it has,
-/// and that it is whole, before it understands the rest. Then what people look for (which version, which state), then
-/// what grows with the model. `blake3` is of the file's bytes with the digest's own digits as zeros: not only the
-/// values are covered but every byte, and checking needs no canonical JSON.
+/// `format`, `format_version` and `blake3` come first and will stay so in every version, so that a reader can tell
+/// what it has, and that it is whole, before it understands the rest. What people look for follows (which version,
+/// which state), and last what grows with the model. `blake3` is the digest of the file's bytes with its own digits
+/// as zeros: it covers every byte and not only the values, and checking it needs no canonical JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     pub format: String,
@@ -34,15 +34,15 @@ pub struct Manifest {
     pub blake3: String,
     pub version: Version,
     pub applied: u64,
-    /// Of the whole version, as `longshore status` prints it. None when it was sealed where not all parts were visible;
-    /// the blocks are verified all the same.
+    /// The hash of the whole version, as `longshore status` prints it. None when the checkpoint was sealed where not
+    /// all parts were visible; the blocks are verified all the same.
     pub state_hash: Option<String>,
-    /// The highest of the parts': checkpoints are kept and listed in this order, not in that of their versions, which a
-    /// rollback takes back.
+    /// The highest sequence of the parts. Checkpoints are kept and listed in this order and not in that of their
+    /// versions, since versions fall when a job goes back.
     #[serde(default)]
     pub sequence: u64,
     pub images: StoredImages,
-    /// In the order of the servers.
+    /// The parts, in the order of the servers.
     pub parts: Vec<Part>,
     #[serde(with = "exact::commit")]
     pub commit: Option<Commit>,
@@ -64,7 +64,7 @@ struct CommitJson {
     commit: Option<Commit>,
 }
 
-/// A commit as parts keep it.
+/// The JSON in which parts keep a commit.
 pub(super) fn commit_json(commit: &Option<Commit>) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(&CommitJson { commit: commit.clone() })
 }
@@ -73,7 +73,8 @@ pub(super) fn parse_commit(json: &[u8]) -> serde_json::Result<Option<Commit>> {
     Ok(serde_json::from_slice::<CommitJson>(json)?.commit)
 }
 
-/// What a damaged manifest still seems to say: enough to put it in its place in a list, and for nothing else.
+/// What a damaged manifest still seems to say. It puts the checkpoint in its place in a list, and serves nothing
+/// else.
 #[derive(Deserialize)]
 pub(super) struct Hints {
     pub(super) version: Version,
@@ -116,7 +117,7 @@ impl Manifest {
         self.blake3 = NO_DIGEST.to_string();
         let blank = serde_json::to_string_pretty(self).map_err(|error| defect(path, error))? + "\n";
         self.blake3 = blake3::hash(blank.as_bytes()).to_hex().to_string();
-        // The digest is the first such string: only two short fields come before it.
+        // The digest is the first such string, since only two short fields come before it.
         Ok(blank.replacen(NO_DIGEST, &self.blake3, 1).into_bytes())
     }
 
@@ -173,7 +174,7 @@ fn read_file(path: &Path) -> Result<Vec<u8>, Fault> {
     Ok(bytes)
 }
 
-/// Of the bytes with the first occurrence of their digest blanked; None where it does not occur.
+/// The digest of the bytes with the first occurrence of `digest` blanked. None where it does not occur.
 fn digest(bytes: &[u8], digest: &str) -> Option<String> {
     let wanted = digest.as_bytes();
     if wanted.len() != NO_DIGEST.len() {

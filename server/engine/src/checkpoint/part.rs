@@ -1,5 +1,5 @@
-//! One server's entry of the manifest. Small whatever the model's size, since it travels in gRPC messages: what grows
-//! with the model (block hashes, spec, trainer state) lies in the part file, and here only its digest.
+//! One server's entry in the manifest. It is small whatever the model's size, since it travels in gRPC messages: what
+//! grows with the model (block hashes, spec, trainer state) lies in the part file, and only its digest is here.
 
 use std::fmt;
 
@@ -11,51 +11,53 @@ use serde::{Deserialize, Serialize};
 
 use crate::job::StoredImages;
 
-/// What [`Store::write`](super::Store::write) returns and `seal` takes, as JSON. Digests are BLAKE3, in hex.
+/// What [`Store::write`](super::Store::write) returns and `seal` takes, as JSON. Digests are BLAKE3 in hex.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// File name, in the checkpoint's folder.
+    /// The file's name in the checkpoint's folder.
     pub file: String,
     pub bytes: u64,
     pub job: JobName,
-    /// Index among the job's servers, and their number.
+    /// The server's index among the job's servers, and their number.
     pub server: u32,
     pub servers: u32,
     pub version: Version,
     pub applied: u64,
-    /// One more than the highest of the sealed checkpoints that the writer saw. It says in which order checkpoints were
-    /// made, whatever clocks and versions say. 0 in parts from before there was one.
+    /// One more than the highest sequence of the sealed checkpoints that the writer saw. It says in which order
+    /// checkpoints were made, whatever clocks and versions say. It is 0 in parts that were made before sequences
+    /// were.
     #[serde(default)]
     pub sequence: u64,
     pub images: StoredImages,
-    /// Of the job's spec, as JSON: the same in every part.
+    /// The digest of the job's spec as JSON. It is the same in every part.
     pub spec: String,
-    /// Of the last commit, as JSON: the same in every part.
+    /// The digest of the last commit as JSON. It is the same in every part.
     pub commit: String,
-    /// Of the file's length prefix and JSON header.
+    /// The digest of the file's length prefix and JSON header.
     pub header: String,
-    /// Of the file from the first hash table to its end.
+    /// The digest of the file from the first hash table to its end.
     pub tail: String,
-    /// In the order of their data, which is that of the rows in the hash tables.
+    /// The shards in the order of their data, which is that of the rows in the hash tables.
     pub shards: Vec<PartShard>,
 }
 
-/// Where a shard lies in the flat space. Where it lies in the file, the safetensors header says.
+/// Where a shard lies in the flat space. The safetensors header says where it lies in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartShard {
     pub shard: ShardId,
-    /// First element in the flat space.
+    /// The first element in the flat space.
     pub start: u64,
     pub elements: u64,
 }
 
 impl Part {
-    /// The name that server `server` of `servers` writes under. Counted from 1, as Hugging Face's model files are.
+    /// The name that server `server` of `servers` writes under. It counts from 1, as the names of Hugging Face's
+    /// model files do.
     pub fn file_name(server: u32, servers: u32) -> String {
         format!("server-{:05}-of-{servers:05}.safetensors", server + 1)
     }
 
-    /// As the RPC returns it.
+    /// The text that the RPC returns.
     pub fn to_json(&self) -> Result<String, Fault> {
         serde_json::to_string(self).map_err(|error| super::fault::defect(self.file.as_ref(), error))
     }
@@ -77,7 +79,7 @@ impl Array {
         &[Array::Master, Array::First, Array::Second][..1 + spec.rule.state_slots()]
     }
 
-    /// Bytes of a block of it.
+    /// How many bytes a block of the array takes.
     fn block_bytes(self, spec: &JobSpec) -> u64 {
         let block = BLOCK_ELEMENTS as usize;
         match self {
@@ -87,13 +89,13 @@ impl Array {
         }
     }
 
-    /// Bytes of whole blocks.
+    /// How many bytes whole blocks of the array take.
     pub(super) fn bytes(self, spec: &JobSpec, elements: u64) -> u64 {
         elements / BLOCK_ELEMENTS * self.block_bytes(spec)
     }
 
-    /// Its tensor of so many elements. 8-bit moments are a row of bytes a block: the codes of its elements, then their
-    /// scales.
+    /// The type and shape of its tensor for so many elements. 8-bit moments are a row of bytes a block: the codes of
+    /// its elements, then their scales.
     pub(super) fn tensor(self, spec: &JobSpec, elements: u64) -> (TensorDtype, Vec<u64>) {
         let dtype = match self {
             Array::Master if spec.formats.master == MasterFormat::Bf16 => Dtype::Bf16,
@@ -136,7 +138,8 @@ impl fmt::Display for Array {
 /// A table of block hashes in a part's tail: 32 bytes a block, shard after shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
-    /// Of master, first and second together, as the state hash takes them: one pass over the state serves both.
+    /// The hashes of master, first and second together, as the state hash takes them: one pass over the state serves
+    /// both.
     State,
     Image,
     OlderImage,
@@ -161,8 +164,8 @@ impl Table {
     }
 }
 
-/// Tensors of a part's tail beside the tables: JSON as bytes.
+/// The tensors of a part's tail beside the tables hold JSON as bytes.
 pub(super) const SPEC: &str = "job.spec";
 pub(super) const COMMIT: &str = "job.commit";
-/// The hash of one block.
+/// The length of one block's hash.
 pub(super) const HASH_BYTES: u64 = 32;

@@ -28,7 +28,8 @@ use crate::job::StoredImages;
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Data start on a page, so that a reader may map them.
 const PAGE: u64 = 4096;
-/// JSON of a commit without groups and trainer state, and of one group: both about twice what they can take.
+/// Room for the JSON of a commit without groups and trainer state, and for that of one group: about twice what each
+/// can take.
 const COMMIT_BYTES: u64 = 1024;
 const GROUP_BYTES: u64 = 1024;
 
@@ -41,7 +42,7 @@ pub(super) struct Plan<'a> {
     pub(super) spec_bytes: u64,
 }
 
-/// What only the capture tells.
+/// What is known only once the shards are captured.
 #[derive(Clone, Copy)]
 pub(super) struct Found {
     pub(super) version: Version,
@@ -49,13 +50,13 @@ pub(super) struct Found {
     pub(super) commit_bytes: u64,
 }
 
-/// A header and what it lays out.
+/// A header, and the sizes of what it lays out.
 pub(super) struct Header {
-    /// Length prefix included.
+    /// The header's bytes, its length prefix included.
     pub(super) bytes: Vec<u8>,
-    /// Bytes of the data before the first hash table.
+    /// The bytes of data before the first hash table.
     pub(super) tail: u64,
-    /// Bytes of all data.
+    /// The bytes of all data.
     pub(super) data: u64,
 }
 
@@ -71,13 +72,13 @@ impl Plan<'_> {
         }
     }
 
-    /// Bytes from one shard's data to the next's, older images apart.
+    /// The arrays from one shard's data to the next's, older images apart.
     fn near(&self) -> impl Iterator<Item = Array> {
         let image = (self.spec.max_delay >= 1).then_some(Array::Image);
         Array::state(self.spec).iter().copied().chain(image)
     }
 
-    /// Data offset of each array of each shard, in file order.
+    /// The data offset of each array of each shard, in file order.
     pub(super) fn arrays(&self, images: StoredImages) -> Vec<(ShardId, Array, u64)> {
         let mut arrays = Vec::new();
         let mut offset = 0;
@@ -141,7 +142,7 @@ impl Header {
         (self.bytes.len() as u64).next_multiple_of(PAGE)
     }
 
-    /// Fills up with the spaces that the format allows. False when the header is longer than planned.
+    /// Pads the header with the spaces that the format allows. Returns false when it is longer than planned.
     pub(super) fn pad(&mut self, data_start: u64) -> bool {
         if self.bytes.len() as u64 > data_start {
             return false;

@@ -1,4 +1,4 @@
-//! How old checkpoints go.
+//! The removal of old checkpoints.
 
 use std::{fs, io::ErrorKind, path::Path};
 
@@ -7,9 +7,10 @@ use longshore_proto::{Fault, FaultKind, JobName};
 use super::{Store, fault::io, files::sync_folder, manifest};
 
 impl Store {
-    /// Removes the checkpoints sealed first, beyond `keep` (None keeps all) and never `sealed`, which the caller has just
-    /// sealed: other servers that share the folder may still be about to. Returns what it removed. Damaged ones are neither
-    /// counted nor removed, and unsealed ones are left alone: a server may be writing them.
+    /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns what it removed.
+    /// It never removes `sealed`, which the caller has just sealed and other servers that share the folder may still
+    /// be about to seal. Damaged ones are neither counted nor removed, and unsealed ones are left alone, since a
+    /// server may be writing them.
     pub fn prune(&self, job: &JobName, keep: Option<usize>, sealed: &str) -> Result<Vec<String>, Fault> {
         let Some(keep) = keep else { return Ok(Vec::new()) };
         let mut others = self.list(job)?;
@@ -25,7 +26,8 @@ impl Store {
     }
 }
 
-/// The manifest first: a crash in between leaves something unsealed and never a sealed checkpoint without its parts.
+/// Removes the manifest first: a crash in between leaves an unsealed checkpoint, and never a sealed one without its
+/// parts.
 fn remove(folder: &Path) -> Result<(), Fault> {
     let manifest = folder.join(manifest::FILE);
     gone(fs::remove_file(&manifest)).map_err(io("remove", &manifest))?;
@@ -36,7 +38,7 @@ fn remove(folder: &Path) -> Result<(), Fault> {
     gone(fs::remove_dir_all(folder)).map_err(io("remove", folder))
 }
 
-/// Servers that share a folder prune it at the same time.
+/// Takes a missing file for success, since servers that share a folder prune it at the same time.
 pub(super) fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
     match result {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),

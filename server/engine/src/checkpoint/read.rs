@@ -1,4 +1,4 @@
-//! A part opened for reading: header and tail verified, tensors by name.
+//! A part opened for reading, with header and tail verified and tensors found by name.
 
 use std::{
     collections::HashMap,
@@ -17,7 +17,7 @@ use super::{
     plan::MAX_HEADER_BYTES,
 };
 
-/// Largest single read: a reader of many parts stays interruptible and the page cache is not filled far ahead.
+/// The largest single read. It keeps a reader of many parts interruptible, and the page cache from filling far ahead.
 const PIECE: usize = 8 * 1024 * 1024;
 
 pub(super) struct PartReader {
@@ -26,10 +26,10 @@ pub(super) struct PartReader {
     metadata: Metadata,
     /// Where the data start in the file.
     data_start: u64,
-    /// The tail's bytes and where they start in the data: 32 bytes for each block and array, 1/8192 of the state.
+    /// The tail's bytes. They hold 32 bytes for each block and array, 1/8192 of the state.
     tail: Vec<u8>,
     tail_start: u64,
-    /// First row of each shard in the tables.
+    /// The first row of each shard in the tables.
     rows: HashMap<ShardId, u64>,
 }
 
@@ -61,7 +61,7 @@ impl PartReader {
     fn read_tail(&mut self, part: &Part) -> Result<(), Fault> {
         let start = self.range(Table::State.name())?.start;
         let length = part.bytes - self.data_start - start;
-        // The header is verified, so this is what a writer planned and not what a damaged length asks for.
+        // The header is verified, so this length is what a writer planned and not what damage made of it.
         self.tail = vec![0; length as usize];
         self.tail_start = start;
         let mut tail = std::mem::take(&mut self.tail);
@@ -115,7 +115,7 @@ impl PartReader {
         }
     }
 
-    /// Bytes of an array from byte `from` on, straight into `target`.
+    /// Reads bytes of an array from byte `from` on, straight into `target`.
     pub(super) fn read(
         &self,
         array: Array,
@@ -176,7 +176,7 @@ fn open(path: &Path, part: &Part) -> Result<File, Fault> {
     Ok(file)
 }
 
-/// Where the data start, and what the header says of them.
+/// Reads where the data start, and what the header says of them.
 fn read_header(file: &File, path: &Path, part: &Part) -> Result<(u64, Metadata), Fault> {
     let bad = |what: String, limit: String| Err(corrupt(format!("{} ({what})", path.display()), limit));
     let mut prefix = [0; 8];

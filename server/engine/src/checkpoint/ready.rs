@@ -1,5 +1,5 @@
-//! Whether a checkpoint could be written now: asked when a server starts and before a job's first step, so that nobody
-//! trains for hours towards a checkpoint that cannot be.
+//! Whether a checkpoint could be written now. This is asked when a server starts and before a job's first step, so
+//! that nobody trains for hours towards a checkpoint that cannot be written.
 
 use std::{
     fs,
@@ -19,11 +19,12 @@ use super::{
 };
 use crate::job::Job;
 
-/// A page: what must be there for anything to be written at all.
+/// A page, without which nothing can be written at all.
 const PROBE_BYTES: [u8; 4096] = [0; 4096];
 
 impl Store {
-    /// Makes the folder where only that is missing, and writes a file into it and removes it again. Returns the free bytes.
+    /// Makes the folder if only that is missing, and writes a file into it and removes it again. Returns the free
+    /// bytes.
     pub fn check_folder(&self) -> Result<u64, Fault> {
         match fs::create_dir(self.dir()) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
@@ -56,7 +57,7 @@ impl Store {
         Draft::create(target)?.reserve(bytes)
     }
 
-    /// A file in folders of its own, which no job's name can be, nor another server's choice: both go with it.
+    /// A file in folders of its own, which go with it. Neither a job nor another server can have chosen their names.
     fn probe(&self) -> PathBuf {
         let unique = RandomState::new().hash_one(std::process::id());
         self.dir().join(format!(".probe-{unique:016x}")).join("probe").join("part")

@@ -1,8 +1,9 @@
-//! A sealed checkpoint as what a job is filled from, made by any number of servers, with shards of any size, on any tier.
+//! A sealed checkpoint that a job is filled from. It may have been made by any number of servers, with shards of any
+//! size, on any tier.
 //!
-//! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes the element
-//! ranges it needs from the old shards that have them. Both are whole blocks, and blocks are what is hashed: each byte
-//! that is read is verified, and no byte that is not needed is read.
+//! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes the
+//! element ranges that it needs from the old shards that have them. Both are whole blocks, and hashes are of blocks:
+//! each byte that is read is verified, and no byte is read that is not needed.
 
 use std::path::Path;
 
@@ -26,12 +27,13 @@ pub struct RestoreInfo {
     pub version: Version,
     pub applied: u64,
     pub commit: Option<Commit>,
-    /// Of the checkpoint, as its manifest has it.
+    /// The checkpoint's state hash, as its manifest has it.
     pub state_hash: Option<String>,
-    /// What was read beside the state. Less than `Both` means for a delayed job that the version before cannot be
-    /// pulled: its first step must be an exact one.
+    /// Which images were read beside the state. Less than `Both` means for a delayed job that the version before
+    /// cannot be pulled, and that its first step must be an exact one.
     pub images: StoredImages,
-    /// The same for the same contents, wherever they lie: what servers compare before any of them starts.
+    /// A number that is the same for the same contents, wherever they lie. Clients compare it before any server
+    /// starts.
     pub id: String,
 }
 
@@ -39,9 +41,9 @@ pub struct RestoreInfo {
 pub(super) struct Source {
     pub(super) manifest: Manifest,
     pub(super) layout: Layout,
-    /// Why a part is not in this folder: it may be another host's, and of no use here.
+    /// The parts that lie in this folder, or why one does not: it may be another host's, and of no use here.
     readers: Vec<Result<PartReader, Fault>>,
-    /// By old shard, the part that has it.
+    /// By old shard: the part that has it.
     owners: Vec<usize>,
     pub(super) images: StoredImages,
 }
@@ -98,14 +100,14 @@ impl Source {
         self.readers[self.owners[shard.index()]].as_ref().map_err(Fault::clone)
     }
 
-    /// Whether all that the job's server needs lies in this folder.
+    /// Checks that all that the job's server needs lies in this folder.
     pub(super) fn check_visible(&self, job: &Job) -> Result<(), Fault> {
         let ranges = job.owned().iter().map(|&shard| job.layout().shard_range(shard));
         let mut needed = ranges.flat_map(|range| self.layout.slices(range));
         needed.try_for_each(|slice| self.reader(slice.shard).map(drop))
     }
 
-    /// One new shard: read into its own memory, hashed there, compared with what was written.
+    /// Fills one new shard: its bytes are read into its own memory, hashed there, and compared with what was written.
     pub(super) fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
         let LoadedShard { mut state, older_image, image } = loaded;
         let slices = self.layout.slices(job.layout().shard_range(shard));
@@ -203,7 +205,7 @@ fn check_commit(manifest: &Manifest) -> Result<(), Fault> {
 
 /// The first field in which the job is another model than the checkpoint's.
 fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -> Result<(), Fault> {
-    // What may differ is made equal, so that one comparison serves this and a second open of a job.
+    // The fields that may differ are made equal, so that the comparison of specs that open uses serves here too.
     let alike = JobSpec {
         params: checkpoint.params.clone(),
         groups: checkpoint.groups.clone(),

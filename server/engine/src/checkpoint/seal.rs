@@ -35,9 +35,9 @@ pub struct Sealed {
 }
 
 impl Store {
-    /// Checks that `parts`, what every server's [`Store::write`] returned, are one whole version, and writes the
-    /// manifest. Sealing again with the same parts is no error, so that a lost reply may be retried
-    /// and servers that share the folder may all do it.
+    /// Checks that `parts`, which every server's [`Store::write`] returned, are one whole version, and writes the
+    /// manifest. Sealing again with the same parts is no error, so that a client may retry when a reply was lost, and
+    /// servers that share the folder may all do it.
     pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
         let folder = self.folder(job, name)?;
         let parts = parse(job, parts)?;
@@ -65,7 +65,7 @@ impl Store {
         }
         files::publish(path.clone(), &bytes)?;
         for part in &manifest.parts {
-            // The manifest has them now; one that stays does no harm.
+            // The manifest has them now; a file that stays does no harm.
             let _ = fs::remove_file(whole::entry_path(&folder.join(&part.file)));
         }
         tracing::info!(%job, name, version = %manifest.version, state_hash = ?manifest.state_hash, "checkpoint sealed");
@@ -104,7 +104,7 @@ fn parse(job: &JobName, texts: &[String]) -> Result<Vec<Part>, Fault> {
                 format!("one of {}, as many as there are parts", texts.len()),
             ));
         }
-        // Also keeps a part from naming a file elsewhere.
+        // This also keeps a part from naming a file elsewhere.
         let expected = Part::file_name(part.server, part.servers);
         if part.file != expected {
             return Err(invalid(field("file"), format!("{:?}", part.file), expected));
@@ -137,7 +137,7 @@ fn check_agreement(index: usize, part: &Part, first: &Part) -> Result<(), Fault>
     Ok(())
 }
 
-/// The parts that lie in this host's folder, verified as far as header and hashes.
+/// The parts that lie in this host's folder, with header and hashes verified.
 fn visible(folder: &Path, parts: &[Part]) -> Result<Vec<Option<PartReader>>, Fault> {
     let open = |part: &Part| match PartReader::open(folder, part) {
         Ok(reader) => Ok(Some(reader)),
@@ -163,7 +163,7 @@ fn job_of(own: &PartReader) -> Result<(JobSpec, Option<longshore_proto::Commit>)
     ))
 }
 
-/// Every shard of the layout once, where the layout has it.
+/// Checks that every shard of the layout is there once, where the layout has it.
 pub(super) fn check_shards(layout: &Layout, parts: &[Part]) -> Result<(), Fault> {
     let mut seen = vec![false; layout.shards() as usize];
     for (index, part) in parts.iter().enumerate() {

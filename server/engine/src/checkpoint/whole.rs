@@ -1,4 +1,5 @@
-//! Sealing without a coordinator: servers that drain write their parts one by one, and the last one finds all of them.
+//! Sealing without a coordinator. Servers that drain write their parts one by one, and the last one finds all of
+//! them.
 
 use std::{
     fs,
@@ -20,8 +21,8 @@ pub(super) fn is_entry(path: &Path) -> bool {
 }
 
 impl Store {
-    /// Seals checkpoint `name` if the parts of all its servers are in this folder, and it is not sealed. False when some are
-    /// missing, as with a folder for each host.
+    /// Seals checkpoint `name` if it is not sealed and the parts of all its servers are in this folder. Returns false
+    /// when some are missing, as with a folder for each host.
     pub fn seal_if_whole(&self, job: &JobName, name: &str, servers: u32) -> Result<bool, Fault> {
         let folder = self.folder(job, name)?;
         if folder.join(manifest::FILE).exists() {

@@ -1,4 +1,4 @@
-//! One server's part, written shard by shard as the snapshot visits them.
+//! The writing of one server's part, shard by shard as the snapshot visits them.
 
 use std::{
     os::unix::fs::FileExt,
@@ -28,7 +28,7 @@ struct Sink {
     draft: Draft,
     sequence: u64,
     data_start: u64,
-    /// Data offsets of all arrays a shard may have, by owned shard.
+    /// The data offsets of all arrays that a shard may have, by owned shard.
     places: Vec<Vec<(Array, u64)>>,
 }
 
@@ -42,9 +42,9 @@ struct Hashes {
 
 impl Store {
     /// Writes this server's part of checkpoint `name` of the current version (which must be `expected` unless that is
-    /// None), while training goes on. Blocks until it is on disk; until [`Store::seal`] it is not yet a checkpoint.
-    /// Where the name is sealed already with this very state, that checkpoint's part is the answer.
-    /// After an error nothing is left behind. The deadline bounds the wait for updates in progress, not the disk.
+    /// None), while training goes on. It blocks until the part is on disk; until [`Store::seal`] that is not yet a
+    /// checkpoint. Where the name is sealed already with this very state, that checkpoint's part is the answer. After
+    /// an error nothing is left behind. The deadline bounds the wait for updates in progress, not the disk.
     pub fn write(
         &self,
         job: &Arc<Job>,
@@ -88,7 +88,7 @@ pub(super) fn plan<'a>(job: &'a Job, spec: &[u8]) -> Plan<'a> {
     }
 }
 
-/// What a part takes at most.
+/// The room that a part takes at most.
 pub(super) struct Room {
     data_start: u64,
     pub(super) bytes: u64,
@@ -133,7 +133,7 @@ impl Sink {
         let info = snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[piece.owned]))?;
         let part = self.finish(plan, spec, info, &hashes)?;
         self.draft.publish()?;
-        // Beside the part, for servers that stop without anybody to carry it to the others.
+        // The entry lies beside the part, for servers that stop without anybody who could carry it to the others.
         files::publish(super::whole::entry_path(self.draft.path()), part.to_json()?.as_bytes())?;
         Ok(part)
     }
@@ -174,7 +174,7 @@ impl Sink {
         self.draft.file.write_all_at(bytes, self.data_start + offset).map_err(io("write", path))
     }
 
-    /// Tail and header, once every shard is captured.
+    /// Writes tail and header, once every shard is captured.
     fn finish(
         &self,
         plan: &Plan<'_>,
@@ -201,7 +201,8 @@ impl Sink {
         Ok(self.entry(plan, info, images, bytes, [spec, &commit, &header.bytes, &tail]))
     }
 
-    /// All shards of a job have the same images: none at version 0, and after a restore without them.
+    /// The images that the part has. All shards of a job have the same: none at version 0, and none after a restore
+    /// without them.
     fn images(&self, hashes: &[Hashes]) -> StoredImages {
         if self.job.spec().max_delay == 0 {
             StoredImages::None

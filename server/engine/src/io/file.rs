@@ -16,8 +16,8 @@ use rustix::{
 use super::{Disk, Engine, OpenDisk, Request, threads::Threads, uring::Uring};
 use crate::memory::Mapping;
 
-/// Offsets and lengths are multiples of this. Every known device takes 4 KiB; one that wants more is read and written
-/// through the page cache.
+/// Offsets and lengths are multiples of this. Every known device takes 4 KiB; a device that wants more is read and
+/// written through the page cache.
 pub const FILE_ALIGN: u64 = 4096;
 
 /// Opens real files.
@@ -61,7 +61,7 @@ impl OpenDisk for OpenFile {
     }
 }
 
-/// So that a full disk is found here, and not by a write in the middle of training.
+/// Reserves a file's space, so that a full disk is found here and not by a write in the middle of training.
 fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     match fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Ok(()) => Ok(()),
@@ -91,7 +91,7 @@ fn open_direct(path: &Path) -> io::Result<(File, Option<String>)> {
         Ok(found) if found.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
             u64::from(found.stx_dio_offset_align.max(found.stx_dio_mem_align))
         }
-        // Before Linux 6.1 nobody can say.
+        // Before Linux 6.1 the kernel does not tell.
         _ => FILE_ALIGN,
     };
     if align == 0 || !FILE_ALIGN.is_multiple_of(align) {

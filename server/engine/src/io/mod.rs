@@ -1,8 +1,9 @@
 //! Aligned reads and writes of one file on dedicated threads, so that compute never waits in a system call.
 //!
-//! A [`Disk`] is a file of fixed size. io_uring serves it where the kernel lets us, a few threads with pread and pwrite
-//! where it does not (default container seccomp), and in tests a simulated disk that loses, tears and reorders. A
-//! request owns its buffer until it is done: nobody can free or reuse memory that the device still reads or writes.
+//! A [`Disk`] is a file of fixed size. io_uring serves it where the kernel allows that. Where it does not (default
+//! container seccomp), a few threads call pread and pwrite, and in tests a simulated disk loses, tears and reorders.
+//! A request owns its buffer until it is done, so that nobody can free or reuse memory that the device still reads or
+//! writes.
 
 mod file;
 mod threads;
@@ -19,10 +20,11 @@ pub use file::{FILE_ALIGN, OpenFile};
 
 use crate::memory::{Mapping, Region};
 
-/// Longest single transfer handed to the kernel. One MiB is where devices peak, and the largest that a block device takes
-/// as one bio of 4 KiB pages, so that io_uring never has to hand it to a worker thread.
+/// The longest single transfer handed to the kernel. Devices peak at 1 MiB, and it is the most that a block device
+/// takes as one bio of 4 KiB pages, so that io_uring never hands it to a worker thread.
 pub(crate) const TRANSFER_BYTES: usize = 1024 * 1024;
-/// Transfers in flight for one disk. Any depth from 4 on gave the same throughput; 32 covers several NVMe queues.
+/// How many transfers one disk has in flight. Any depth from 4 on gave the same throughput; 32 covers several NVMe
+/// queues.
 pub(crate) const QUEUE_DEPTH: u32 = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,14 +40,14 @@ pub struct Part {
     pub range: Range<usize>,
 }
 
-/// Gets the buffer back, and whether every part was transferred whole.
+/// Gets the buffer back, and learns whether every part was transferred whole.
 pub type Done = Box<dyn FnOnce(Region, io::Result<()>) + Send>;
 
 pub struct Request {
     pub direction: Direction,
     pub parts: Vec<Part>,
     pub buffer: Region,
-    /// Called once, on a thread of the disk: it must be short.
+    /// Called once, on a thread of the disk. It must be short.
     pub done: Done,
 }
 
@@ -55,21 +57,21 @@ impl fmt::Debug for Request {
     }
 }
 
-/// A file of fixed size. Dropped, it finishes what was submitted.
+/// A file of fixed size. Dropping it waits for all submitted requests.
 pub trait Disk: Send + Sync {
     fn path(&self) -> &Path;
 
-    /// Starts a request. Those in flight may be done in any order.
+    /// Starts a request. Requests in flight may be done in any order.
     fn submit(&self, request: Request);
 
-    /// When it returns, all writes that were done before it was called survive a power failure. After an error nothing
-    /// is known of them, and asking again would be told a false success: the kernel forgets what it could not write.
+    /// When it returns, all writes that were done before the call survive a power failure. After an error nothing is
+    /// known of them, and a second flush would report a false success: the kernel forgets what it could not write.
     fn flush(&self) -> io::Result<()>;
 }
 
 /// How disks come to be: files, or in tests a simulation.
 pub trait OpenDisk: Send + Sync {
-    /// Creates a file and reserves its space; after an error no file is left behind.
+    /// Creates a file and reserves its space. After an error no file is left behind.
     fn create(&self, path: &Path, bytes: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;
 
     fn open(&self, path: &Path, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;
@@ -78,14 +80,14 @@ pub trait OpenDisk: Send + Sync {
 /// Which system calls move the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
-    /// io_uring if a probe of it works, else threads.
+    /// io_uring if a probe of it works, otherwise threads.
     #[default]
     Auto,
     Uring,
     Threads,
 }
 
-/// Runs one request to its end. For small things beside the data: records, tables.
+/// Runs one request to its end. It is meant for small things beside the data: records and tables.
 pub(crate) fn transfer(
     disk: &dyn Disk,
     direction: Direction,

@@ -11,10 +11,11 @@ use std::{
 use super::{Direction, Request};
 use crate::lock;
 
-/// Each moves one request at a time. One already reaches a single device's throughput with transfers of some MiB; four
-/// keep several queues busy and let a write run beside reads.
+/// Each thread moves one request at a time. One already reaches a single device's throughput with transfers of some
+/// MiB; four keep several queues busy and let a write run beside reads.
 const THREADS: usize = 4;
-/// Per call: large enough that the call does not show, and the kernel splits it as the device likes.
+/// Bytes in one call. They are so many that the call's own cost does not show, and the kernel splits them as the
+/// device likes.
 const CALL_BYTES: usize = 4 * 1024 * 1024;
 
 pub(super) struct Threads {
@@ -48,7 +49,8 @@ impl Drop for Threads {
     fn drop(&mut self) {
         self.queue = None;
         for thread in self.threads.drain(..) {
-            // A request's `done` may hold the last reference to the disk: then this is that thread.
+            // A request's `done` may hold the last reference to the disk, and then this code runs on one of its
+            // threads.
             if thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }

@@ -1,7 +1,7 @@
-//! io_uring: one ring and one thread for each file. The only module that names it.
+//! io_uring, with one ring and one thread for each file. This is the only module that names it.
 //!
-//! The thread owns each request, buffer included, from the moment it takes it until the last completion of it has come.
-//! It ends only when nothing is in flight, and the registered memory is released after the ring is gone.
+//! The thread owns a request, buffer included, from taking it until the request's last completion has come. It ends
+//! only when nothing is in flight, and the registered memory is released after the ring is gone.
 
 #![allow(unsafe_code)]
 
@@ -51,7 +51,7 @@ struct Queue {
 /// A request whose transfers are under way.
 struct Active {
     request: Request,
-    /// Where the next transfer begins: part, and byte inside it.
+    /// Where the next transfer begins: which part, and which byte of it.
     next: (usize, usize),
     in_flight: u32,
     error: Option<io::Error>,
@@ -61,7 +61,7 @@ struct Active {
 #[derive(Clone, Copy)]
 struct Transfer {
     active: usize,
-    /// Offset in the file, and range in the buffer.
+    /// The offset in the file, and the range in the buffer.
     offset: u64,
     start: usize,
     len: usize,
@@ -74,12 +74,12 @@ struct Worker {
     waiting: VecDeque<Request>,
     active: Vec<Option<Active>>,
     transfers: Vec<Option<Transfer>>,
-    /// Indices of `transfers` that are unused.
+    /// The unused indices of `transfers`.
     free: Vec<usize>,
-    /// Transfers cut short, to be continued.
+    /// Transfers that were cut short and go on later.
     again: Vec<Transfer>,
     wake_armed: bool,
-    /// Outlives `ring`, which is declared before it.
+    /// It outlives `ring`, which is declared before it.
     registered: Option<Mapping>,
 }
 
@@ -119,7 +119,7 @@ impl Uring {
     }
 
     fn wake(&self) {
-        // A full counter has woken the thread already.
+        // A write fails only when the counter is full, and then the thread has been woken already.
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
     }
 }
@@ -128,7 +128,7 @@ impl Drop for Uring {
     fn drop(&mut self) {
         lock(&self.shared.queue).closed = true;
         self.wake();
-        // A request's `done` may hold the last reference to the disk: then this is that thread.
+        // A request's `done` may hold the last reference to the disk, and then this code runs on that thread.
         if let Some(thread) =
             self.thread.take().filter(|thread| thread.thread().id() != thread::current().id())
         {
@@ -137,7 +137,7 @@ impl Drop for Uring {
     }
 }
 
-/// The newest kind of ring this kernel knows; each flag is worth having and none is needed.
+/// Builds the newest kind of ring that this kernel knows. Each flag is worth having and none is needed.
 fn build() -> io::Result<(IoUring, &'static str)> {
     let depth = QUEUE_DEPTH + 1;
     let mut builder = IoUring::builder();
@@ -175,13 +175,14 @@ impl Worker {
         let buffers = match memory.map(|memory| worker.register(memory)) {
             None => "no registered buffers".to_string(),
             Some(Ok(())) => "registered buffers".to_string(),
-            // Measured: they save a fifth of 0.006 CPU seconds a GB, so it is no reason to stop.
+            // Registered buffers save a fifth of 0.006 CPU seconds a GB, as measured, so lacking them is no reason to
+            // stop.
             Some(Err(error)) => format!("buffers not registered: {error}; raise RLIMIT_MEMLOCK for it"),
         };
         Ok((worker, format!("{how}, {buffers}")))
     }
 
-    /// A real read: some kernels and sandboxes give out a ring and refuse its operations.
+    /// Probes with a real read, since some kernels and sandboxes give out a ring and refuse its operations.
     fn probe(&mut self) -> io::Result<()> {
         let slab = Slab::allocate(FILE_ALIGN as usize).map_err(|error| error.source)?;
         let mut buffer = slab.carve_here(&[FILE_ALIGN as usize]).remove(0);
@@ -193,7 +194,7 @@ impl Worker {
             match self.ring.submit_and_wait(1) {
                 Err(error) if error.raw_os_error() == Some(Errno::INTR.raw_os_error()) => continue,
                 Err(error) => {
-                    // Whether the read is under way nobody knows: its page is given up rather than given back.
+                    // Nobody knows whether the read is under way, so its page is leaked rather than freed.
                     std::mem::forget(buffer);
                     return Err(error);
                 }
@@ -235,7 +236,7 @@ impl Worker {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.raw_os_error() == Some(Errno::INTR.raw_os_error()) => {}
-                // Out of kernel resources for the moment: what is in flight frees them.
+                // The kernel is out of resources for the moment. What is in flight frees some.
                 Err(error) => {
                     tracing::warn!(%error, "io_uring took no submission");
                     thread::sleep(std::time::Duration::from_millis(1));

@@ -17,8 +17,8 @@ use super::{
 };
 use crate::tier::{Joined, Record, Standing};
 
-/// Commits kept for ranks that ask late. A rank is at most two steps behind while it is alive; one that joins again
-/// needs the last one only.
+/// How many commits are kept for ranks that ask late. A living rank is at most two steps behind, and one that joins
+/// again needs only the last.
 const COMMITS_KEPT: usize = 8;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -28,13 +28,13 @@ pub enum Phase {
     Paused { reason: String },
 }
 
-/// Where a chunk's bytes go. Given back through [`Machine::stored`] or [`Machine::abandoned`].
+/// Permission to write one chunk. The caller gives it back through [`Machine::stored`] or [`Machine::abandoned`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
 pub struct Ticket {
-    /// Index among the owned shards.
+    /// The shard's index among the owned shards.
     pub owned: usize,
-    /// Gradient slot of the step.
+    /// The step's gradient slot.
     pub slot: usize,
     pub chunk: ContributionChunk,
 }
@@ -43,26 +43,26 @@ pub struct Ticket {
 pub enum Admission {
     Write(Ticket),
     Duplicate,
-    /// Held already, and not compared: as an earlier process sent it, or as it was lent.
+    /// The chunk is held already and was not compared, because an earlier process sent it or because it was lent.
     Superseded,
-    /// Its step is decided: compared with nothing.
+    /// The chunk's step is decided, and the chunk was compared with nothing.
     Decided,
-    /// Ask again once the job has moved.
+    /// The caller should ask again once the job has moved.
     Busy,
 }
 
-/// Something for the compute thread.
+/// What the compute thread has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     Sum(Sum),
-    /// Run the committed update, or on skip carry the image over.
+    /// Run the committed update. On a skipped step, carry the image over.
     Update {
         owned: usize,
         step: Step,
     },
 }
 
-/// Sum the ranks' buffers of one micro-step, and take the figures after the last.
+/// Sum the ranks' buffers of one micro-step. After the last one, take the gradient statistics too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sum {
     pub owned: usize,
@@ -71,14 +71,14 @@ pub struct Sum {
     pub micro_step: MicroStep,
 }
 
-/// A commit and Adam's t after it. Kept together, since a delayed job may decide a step before the one before it has
-/// been applied to every shard.
+/// A commit and Adam's t after it. The two are kept together, since a delayed job may decide a step before every
+/// shard has the one before.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) commit: Commit,
     pub(super) applied: u64,
-    /// An operator's loss scale for the steps after it, given when a pause ended. Kept beside the commit, so that a
-    /// late repeat of the commit is still the same one.
+    /// The loss scale that an operator gave for the steps after this one, when a pause ended. It is kept beside the
+    /// commit and not in it, so that a late repeat still equals the commit.
     pub(super) resumed_loss_scale: Option<f64>,
 }
 
@@ -87,7 +87,8 @@ impl Decided {
         Decided { commit, applied, resumed_loss_scale: None }
     }
 
-    /// The commit as a worker that joins now should go on from it. `resumed`: the pause that came with it has ended.
+    /// The commit from which a worker that joins now should go on. `resumed` says that the pause which came with it
+    /// has ended.
     pub(super) fn current(&self, resumed: bool) -> Commit {
         let mut commit = Commit { loss_scale: self.loss_scale(), ..self.commit.clone() };
         if resumed {
@@ -96,7 +97,7 @@ impl Decided {
         commit
     }
 
-    /// What steps that read this version multiply their loss by.
+    /// The loss scale of steps that read this version.
     pub(super) fn loss_scale(&self) -> f64 {
         self.resumed_loss_scale.unwrap_or(self.commit.loss_scale)
     }
@@ -105,10 +106,10 @@ impl Decided {
 #[derive(Clone, Debug, Default)]
 pub(super) struct RankState {
     pub(super) incarnation: Option<Incarnation>,
-    /// It has only ended what an earlier process may do, and has not joined yet.
+    /// The process has only fenced earlier ones, and has not joined yet.
     pub(super) fence_only: bool,
     pub(super) left: bool,
-    /// The version at which it joined, or fenced.
+    /// The version at which it joined or fenced.
     pub(super) joined_at: Version,
     pub(super) last_step: Step,
 }
@@ -122,16 +123,17 @@ pub struct Machine {
     pub(super) commits: VecDeque<Decided>,
     pub(super) ranks: Vec<RankState>,
     pub(super) shards: Vec<ShardProgress>,
-    /// Index among the owned shards by shard.
+    /// By shard: its index among the owned shards, if it is one.
     pub(super) owned: Vec<Option<u32>>,
-    /// What was said on pausing since the version was decided.
+    /// What was last said on pausing since the version was decided.
     pub(super) standing: Option<Standing>,
-    /// What the losses of each undecided step that anything is held of were multiplied by, on every shard.
+    /// The loss scale of each undecided step to which this server holds any contribution. It is the same on every
+    /// shard.
     pub(super) scales: Vec<(Step, f64)>,
-    /// Pauses and resumes so far, so that a watcher misses neither.
+    /// How many pauses and resumes there were, so that a watcher misses neither.
     pub(super) pauses: u64,
     pub(super) resumes: u64,
-    /// Loss scale an operator gave with the last resume; 0 when none.
+    /// The loss scale that an operator gave with the last resume; 0 when none was given.
     pub(super) resumed_loss_scale: f64,
 }
 
@@ -165,7 +167,7 @@ impl Machine {
 
     // ---- life of the job --------------------------------------------------------------------------------------
 
-    /// All weights are there: version 0, or the one of a checkpoint.
+    /// All weights are there. The job starts at version 0, or at a checkpoint's version.
     pub fn loaded(&mut self, version: Version, applied: u64, commit: Option<Commit>) -> Result<(), Refusal> {
         self.check_loading()?;
         self.begin(vec![Record::new(version, applied, commit)]);
@@ -175,7 +177,7 @@ impl Machine {
         Ok(())
     }
 
-    /// As [`Machine::loaded`], with what its tier has kept.
+    /// Starts the job, as [`Machine::loaded`] does, from what its tier has kept.
     pub fn recovered(&mut self, record: Record) -> Result<(), Refusal> {
         self.check_loading()?;
         let version = record.version;
@@ -184,7 +186,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Stands where the last of these records was made, paused if it was.
+    /// Starts from the last of these records, paused if the job was.
     fn begin(&mut self, records: Vec<Record>) {
         self.phase = Phase::Training;
         for Record { version, applied, commit, standing } in records {
@@ -198,7 +200,7 @@ impl Machine {
         }
     }
 
-    /// Why the job is paused, as the last word on it is.
+    /// Why the job is paused. What was said last counts.
     fn reason(&self) -> Option<String> {
         match &self.standing {
             Some(standing) => standing.paused.clone(),
@@ -209,8 +211,9 @@ impl Machine {
         }
     }
 
-    /// After a restart, with state and contributions as they were: the last decided steps, oldest first; the version that
-    /// each shard has reached, and the last steps that are all summed there. Returns the updates that remain.
+    /// Goes on after a restart that lost neither state nor contributions. The arguments are the last decided steps,
+    /// oldest first; the version that each shard has reached; and the last steps that are all summed there. Returns
+    /// the updates that remain.
     pub fn resume_updates(
         &mut self,
         records: Vec<Record>,
@@ -233,7 +236,7 @@ impl Machine {
         Ok(steps.filter_map(|step| first(step).map(|owned| Work::Update { owned, step })).collect())
     }
 
-    /// After a restart: who had joined takes part as before, and who was replaced stays so.
+    /// Takes up who had joined before a restart: they take part as before, and who was replaced stays so.
     pub fn had_joined(&mut self, ranks: &[Option<Joined>]) {
         for (rank, joined) in self.ranks.iter_mut().zip(ranks) {
             if let Some(Joined { incarnation, at, fence_only }) = *joined {
@@ -256,8 +259,9 @@ impl Machine {
         }
     }
 
-    /// Ends what earlier processes of a rank may do. What they sent stays: a decision that another server knows already may
-    /// need it here. True when that is new.
+    /// Ends what earlier processes of a rank may do. What they sent stays, since a decision that another server knows
+    /// already may need it here. Returns false when this
+    /// process has fenced or joined before.
     pub fn fence(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
         if self.check_taking(rank, incarnation)? {
             return Ok(false);
@@ -268,8 +272,8 @@ impl Machine {
         Ok(true)
     }
 
-    /// Binds a rank to a higher incarnation, or to the one that fenced it. Busy while the earlier one's last chunk is being
-    /// written.
+    /// Binds a rank to a higher incarnation, or to the one that fenced it. The answer is Busy while the earlier
+    /// process's last chunk is being written.
     pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<Admission, Refusal> {
         if self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only {
             return Ok(Admission::Duplicate);
@@ -281,7 +285,7 @@ impl Machine {
         }
         for shard in &mut self.shards {
             for slot in &mut shard.slots {
-                // A slot of a decided step belongs to its update.
+                // The slot of a decided step belongs to that step's update.
                 if slot.step.is_some_and(|step| undecided.contains(&step.0)) {
                     slot.rejoined(rank);
                 }
@@ -294,7 +298,7 @@ impl Machine {
         Ok(Admission::Duplicate)
     }
 
-    /// Checks that a process may take a rank; true when it has.
+    /// Checks that a process may take a rank. Returns true when it has taken it already.
     fn check_taking(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
         let world_size = self.spec.world_size;
         let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
@@ -320,7 +324,7 @@ impl Machine {
         self.ranks.get(rank.index()).and_then(|state| state.incarnation)
     }
 
-    /// Checks that no process newer than this one has taken the rank.
+    /// Checks that no newer process has taken the rank.
     pub fn check_newest(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
         match self.incarnation(rank) {
             Some(current) if current > incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
@@ -334,7 +338,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Checks that a caller is the rank's living process.
+    /// Checks that the caller is the rank's current process.
     pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
         let world_size = self.spec.world_size;
         let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
@@ -347,7 +351,7 @@ impl Machine {
         }
     }
 
-    /// Checks that a caller is rank 0's living process.
+    /// Checks that the caller is rank 0's current process.
     pub fn check_rank_zero(&self, incarnation: Incarnation) -> Result<(), Refusal> {
         match self.check_rank(Rank(0), incarnation) {
             Err(Refusal::Fenced { current, .. }) => Err(Refusal::NotRankZero { incarnation, current }),
@@ -368,7 +372,7 @@ impl Machine {
         let owned = self.check_chunk(chunk)?;
         let step = contribution.step;
         if step.0 <= self.version.0 {
-            // Its step is decided, so it was complete: the worker missed an acknowledgement.
+            // The step is decided, so the chunk had come: the worker missed an acknowledgement.
             return Ok(Admission::Decided);
         }
         self.check_running()?;
@@ -393,8 +397,8 @@ impl Machine {
         }
     }
 
-    /// Refuses what was computed with a version that has been taken back and decided anew. One that this server has not
-    /// reached, or does not remember, is not its to judge.
+    /// Refuses a gradient that was computed with a version which has since been taken back and decided anew. This
+    /// server cannot judge a version that it has not reached or does not remember, and lets it pass.
     fn check_reads(&self, reads: Reads) -> Result<(), Refusal> {
         let decided_by = self.decided_by(reads.version);
         let unknown = Incarnation::default();
@@ -458,20 +462,20 @@ impl Machine {
         self.unsettle();
     }
 
-    /// A [`Work::Sum`] is done. True when the shard's gradient of the step is complete: `nonfinite` is the shard's first
-    /// element then that is inf or NaN.
+    /// A [`Work::Sum`] is done. Returns true when that completes the shard's gradient of the step; `nonfinite` is
+    /// then its first element that is inf or NaN.
     pub fn summed(&mut self, owned: usize, slot: usize, nonfinite: Option<u64>) -> bool {
         self.shards[owned].slots[slot].summed(self.spec.micro_steps, nonfinite)
     }
 
-    /// As [`Machine::summed`], of a gradient that an earlier process had summed.
+    /// Takes up a gradient that an earlier process had summed, as [`Machine::summed`] takes a new one.
     pub fn summed_before(&mut self, owned: usize, step: Step, nonfinite: Option<u64>) {
         self.shards[owned].slot_mut(step).nonfinite = nonfinite;
     }
 
     // ---- decision and update ----------------------------------------------------------------------------------
 
-    /// Checks that figures of a step may be asked for.
+    /// Checks that a step's gradient statistics may be asked for.
     pub fn check_stats(&self, step: Step) -> Result<(), Refusal> {
         self.check_not_loading()?;
         if step.0 <= self.version.0 {
@@ -484,8 +488,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Decides the next step. `Ok(None)` when it was decided so before. The commit has been validated against the spec. `origin`
-    /// is that of the contributions it was made from.
+    /// Decides the next step. The answer is `Ok(None)` when the same decision was made before. The caller has
+    /// validated the commit against the spec; `origin` names the contributions that the commit was made from.
     pub fn commit(
         &mut self,
         incarnation: Incarnation,
@@ -532,7 +536,7 @@ impl Machine {
         Ok(self.next_update(0, step))
     }
 
-    /// Whether a decision fits the gradient that it is about.
+    /// Checks that a decision fits the gradient that it is about.
     fn check_gradient(&self, commit: &Commit) -> Result<(), Refusal> {
         self.check_gradient_scale(commit)?;
         let step = commit.step;
@@ -543,8 +547,8 @@ impl Machine {
         }
     }
 
-    /// The update after the one of `owned`. Shards a server does not reach yet, because the step before is still
-    /// being updated, follow when their turn comes: updates of one job run one after the other.
+    /// The update that follows the one of `owned`. A shard that still lacks the step before has its turn when that
+    /// update is done: updates of one job run one after the other.
     fn next_update(&self, owned: usize, step: Step) -> Option<Work> {
         (owned < self.shards.len()).then_some(Work::Update { owned, step })
     }

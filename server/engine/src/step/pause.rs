@@ -1,5 +1,5 @@
-//! Pauses: they begin with a decision, or because rank 0 says so, and end by an operator's word. While one lasts nothing
-//! later is accepted.
+//! Pauses. One begins with a decision, or when rank 0 asks for it, and ends when an operator resumes the job. While
+//! it lasts the server accepts nothing for later steps.
 
 use longshore_proto::{Incarnation, Version};
 
@@ -10,7 +10,8 @@ use super::{
 use crate::tier::{Record, Standing};
 
 impl Machine {
-    /// Pauses the job. A paused one keeps its reason. True when that is to be kept by its tier.
+    /// Pauses the job. A job that is paused already keeps its reason. Returns true when the tier must keep the
+    /// change.
     pub fn pause(&mut self, incarnation: Incarnation, reason: String) -> Result<bool, Refusal> {
         self.check_not_loading()?;
         self.check_rank_zero(incarnation)?;
@@ -18,15 +19,15 @@ impl Machine {
         if begins {
             self.pauses += 1;
             self.phase = Phase::Paused { reason: reason.clone() };
-            // A scale that was chosen for this version stays.
+            // A loss scale that an operator chose for this version stays.
             let loss_scale = self.standing.take().and_then(|standing| standing.loss_scale);
             self.standing = Some(Standing { paused: Some(reason), loss_scale });
         }
         Ok(begins)
     }
 
-    /// Ends the pause that began at `version`, or the one in force. True when that is to be kept by its tier; false when it
-    /// has ended before.
+    /// Ends the pause that began at `version`, or the current one. Returns true when the tier must keep the change,
+    /// and false when that pause had ended before.
     pub fn resume(&mut self, version: Option<Version>, loss_scale: f64) -> Result<bool, Refusal> {
         if loss_scale != 0.0 && !(loss_scale.is_finite() && loss_scale > 0.0) {
             return Err(Refusal::BadLossScale { loss_scale });
@@ -59,12 +60,12 @@ impl Machine {
         self.standing.is_none()
     }
 
-    /// Whether a pause that came with the last decision has ended.
+    /// Whether the pause that came with the last decision has ended.
     pub(super) fn is_resumed(&self) -> bool {
         self.standing.is_some()
     }
 
-    /// A resume of a job that is not paused: the same again, or a mistake.
+    /// Checks a resume of a job that is not paused: it is a repeat of the last one, or a mistake.
     fn check_resumed(&self, loss_scale: f64) -> Result<(), Refusal> {
         self.check_not_loading().map_err(|_| Refusal::NotPaused)?;
         if self.standing.is_none() {
@@ -78,7 +79,7 @@ impl Machine {
         }
     }
 
-    /// Refuses what comes after a pause, until it ends.
+    /// Refuses everything that belongs after the pause, while the pause lasts.
     pub(super) fn check_running(&self) -> Result<(), Refusal> {
         match &self.phase {
             Phase::Paused { reason } => Err(Refusal::Paused { reason: reason.clone() }),

@@ -7,14 +7,14 @@ use super::Phase;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Progress {
     pub phase: Phase,
-    /// Decided steps.
+    /// The number of decided steps.
     pub version: Version,
-    /// Decided steps that updated: Adam's t.
+    /// The number of decided steps that updated: Adam's t.
     pub applied: u64,
     pub last_commit: Option<Commit>,
-    /// While loading: shards without all their weights.
+    /// The shards that still lack weights, while the job is loading.
     pub missing: Vec<ShardId>,
-    /// While loading: the checkpoint that it is filled from.
+    /// The checkpoint that the job is filled from, while it is loading.
     pub restoring: Option<Restoring>,
 }
 
@@ -22,20 +22,20 @@ pub struct Progress {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restoring {
     pub checkpoint: String,
-    /// Loaded so far.
+    /// The number of shards loaded so far.
     pub shards: u32,
-    /// Wholly loaded: waits for the word to start.
+    /// All shards are loaded, and the job waits to be started.
     pub held: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct RankProgress {
     pub rank: Rank,
-    /// None: never joined this server.
+    /// None if the rank never joined this server.
     pub incarnation: Option<Incarnation>,
     pub left: bool,
     /// The version at which this incarnation joined.
     pub joined_at: Version,
-    /// Newest step with a contribution from this rank.
+    /// The newest step to which this rank has contributed.
     pub last_step: Step,
 }

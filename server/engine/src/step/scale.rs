@@ -1,22 +1,25 @@
-//! Loss scales: one a step, on every rank and shard, that of a version which the step may read.
+//! Loss scales. All contributions to a step have one loss scale, on every rank and shard, and it is that of a version
+//! which the step may read.
 
 use longshore_proto::{Commit, ContributionChunk, Step, Version};
 
 use super::{machine::Machine, refusal::Refusal};
 
-/// By how much a gradient scale may differ from the product, for clients that multiply in another order.
+/// The relative difference allowed between a commit's gradient scale and the product it stands for: clients may
+/// multiply in another order.
 const ROUNDING: f64 = 1e-12;
 
 /// What is known of the loss scale that a step must have.
 enum Known {
-    /// One of these, once; `open` while a version that the step may read is undecided here.
+    /// It is one of `scales`. `open` means that a version which the step may read is still undecided here.
     OneOf { scales: Vec<f64>, open: bool },
-    /// It may read version 0, or one whose commit this server does not have.
+    /// The step may read version 0, or a version whose commit this server does not have.
     Anything,
 }
 
 impl Machine {
-    /// Checks a contribution's loss scale. False: the version that it reads may be one that is undecided here.
+    /// Checks a contribution's loss scale. Returns false when the contribution may read a version that is undecided
+    /// here.
     pub(super) fn check_scale(&self, chunk: &ContributionChunk) -> Result<bool, Refusal> {
         let (contribution, loss_scale) = (chunk.contribution, chunk.loss_scale);
         let same = |scale: &f64| scale.to_bits() == loss_scale.to_bits();
@@ -74,14 +77,14 @@ impl Machine {
         self.scales.iter().find(|(held, _)| *held == step).map(|&(_, scale)| scale)
     }
 
-    /// The first contribution's loss scale is its step's.
+    /// Makes the first contribution's loss scale the step's.
     pub(super) fn settle(&mut self, step: Step, loss_scale: f64) {
         if self.settled(step).is_none() {
             self.scales.push((step, loss_scale));
         }
     }
 
-    /// Steps of which nothing is held any more may come with another.
+    /// Forgets the loss scales of steps to which nothing is held any more: they may come with another.
     pub(super) fn unsettle(&mut self) {
         let Machine { scales, shards, .. } = self;
         scales.retain(|(step, _)| shards.iter().any(|shard| shard.slot(*step).step == Some(*step)));

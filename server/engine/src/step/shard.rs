@@ -8,22 +8,22 @@ use longshore_proto::{
 
 use super::{bitmap::Bitmap, refusal::Refusal};
 
-/// What to do with a chunk that may be stored.
+/// What to do with a chunk that this slot may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     Write,
-    /// Stored already with the same checksum.
+    /// The chunk is stored already, with the same checksum.
     Duplicate,
-    /// Held already, and not compared: as an earlier process sent it, or as it was lent.
+    /// The chunk is held already and was not compared, because an earlier process sent it or because it was lent.
     Superseded,
-    /// Its buffer still holds something else; ask again when the job has moved.
+    /// The chunk's buffer still holds something else. The sender should ask again when the job has moved.
     Busy,
 }
 
-/// A stored chunk's checksum and who sent it.
+/// A stored chunk's checksum, and the process that sent it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Seal {
-    /// None for what is lent.
+    /// None for a lent chunk.
     crc32: Option<u32>,
     incarnation: Incarnation,
 }
@@ -33,8 +33,8 @@ struct Seal {
 struct RankSlot {
     stored: Bitmap,
     writing: Bitmap,
-    /// For each micro-step seen, each chunk's seal. Kept until the step is decided, so that a repeated chunk of a
-    /// micro-step that is summed already can still be told from a conflicting one: 24 bytes for each MiB received.
+    /// By micro-step and chunk. They are kept until the step is decided, so that a repeated chunk of a micro-step
+    /// that is summed already can still be told from a conflicting one. They take 24 bytes for each MiB received.
     seals: Vec<Vec<Option<Seal>>>,
 }
 
@@ -42,26 +42,26 @@ struct RankSlot {
 #[derive(Clone, Debug)]
 pub(super) struct StepSlot {
     pub(super) step: Option<Step>,
-    /// Micro-steps summed so far: also the one being received.
+    /// How many micro-steps are summed. It is also the number of the one being received.
     pub(super) summed: u32,
     /// All contributions of the current micro-step are in, and their sum is being formed.
     pub(super) summing: bool,
     pub(super) complete: bool,
-    /// The origin of what was summed so far; not known where an earlier process summed it.
+    /// The origin of what was summed so far. It is unknown where an earlier process summed it.
     origin: Origin,
-    /// The first element of the complete gradient that is inf or NaN, where that is looked at.
+    /// The first element of the complete gradient that is inf or NaN, where the job looks for one.
     pub(super) nonfinite: Option<u64>,
     ranks: Vec<RankSlot>,
 }
 
-/// A shard's place in the protocol.
+/// How far a shard is in the protocol.
 #[derive(Clone, Debug)]
 pub(super) struct ShardProgress {
     pub(super) shard: ShardId,
     pub(super) chunks: u32,
-    /// Its state is the one after this commit.
+    /// The step that the shard's state was last updated by.
     pub(super) version: Version,
-    /// By step modulo their number.
+    /// By step, modulo the number of slots.
     pub(super) slots: Vec<StepSlot>,
 }
 
@@ -74,7 +74,7 @@ impl RankSlot {
         *self.seals.get(micro_step.0 as usize)?.get(chunk as usize)?
     }
 
-    /// Which process a micro-step came from: its chunks are one process's.
+    /// The process that a micro-step came from. All chunks of a micro-step are one process's.
     fn sender(&self, micro_step: u32) -> Incarnation {
         let seals = self.seals.get(micro_step as usize).into_iter().flatten().flatten();
         seals.map(|seal| seal.incarnation).max().unwrap_or_default()
@@ -91,8 +91,8 @@ impl RankSlot {
     }
 
     /// What to say of a chunk that is held. A restarted process may compute other bits for a batch that is in the sum
-    /// already. The first count: both are the batch's gradient, and the others of the sum would have to be collected
-    /// again.
+    /// already. The first bits stay: both are gradients of the same batch, and replacing one would mean that all
+    /// other ranks send again.
     fn repeated(&self, chunk: &ContributionChunk) -> Result<Place, Refusal> {
         let contribution = chunk.contribution;
         let seal = self.seal(contribution.micro_step, chunk.chunk.0);
@@ -107,8 +107,9 @@ impl RankSlot {
         }
     }
 
-    /// The first of the chunks it brings that is neither held nor on its way for the micro-step before its own, while
-    /// `current` is being received. What waits on the same stream as that one would wait for ever.
+    /// The first chunk in this message whose predecessor, the same chunk of the micro-step before, is neither held
+    /// nor on its way while `current` is being received. Such a message must be refused: if it waited, the
+    /// predecessor might wait behind it on the same stream for ever.
     fn overtaken(&self, chunk: &ContributionChunk, current: u32) -> Option<ChunkId> {
         let before = chunk.contribution.micro_step.0.checked_sub(1).filter(|&before| before >= current)?;
         let here = |index: u32| {
@@ -117,7 +118,7 @@ impl RankSlot {
         self.covered(chunk).find(|&index| !here(index)).map(ChunkId)
     }
 
-    /// The chunks it brings.
+    /// The chunks that the message brings.
     fn covered(&self, chunk: &ContributionChunk) -> Range<u32> {
         if chunk.lent { 0..self.stored.len() } else { chunk.chunk.0..chunk.chunk.0 + 1 }
     }
@@ -144,13 +145,13 @@ impl StepSlot {
             _ => {}
         }
         let rank = &mut self.ranks[contribution.rank.index()];
-        // Of several chunks at once all are held or the rest counts too: they are one process's gradient.
+        // A message of several chunks is a repetition only if all of them are held; otherwise all of it is written.
         let unsealed = rank.covered(chunk).find(|&index| rank.seal(contribution.micro_step, index).is_none());
         if unsealed.is_none() {
             return rank.repeated(chunk);
         }
         if self.complete {
-            // All of it was summed by an earlier process, which knew the seals.
+            // An earlier process summed all of it, and its receipts are gone.
             return Ok(Place::Superseded);
         }
         if let Some(missing) = rank.overtaken(chunk, self.summed) {
@@ -168,7 +169,7 @@ impl StepSlot {
         Ok(Place::Write)
     }
 
-    /// The chunk's bytes are in its buffer. True when that was the micro-step's last one.
+    /// The chunk's bytes are in its buffer. Returns true when the chunk was the micro-step's last.
     pub(super) fn stored(&mut self, chunk: &ContributionChunk) -> bool {
         let rank = &mut self.ranks[chunk.contribution.rank.index()];
         rank.set_writing(chunk, false);
@@ -188,7 +189,8 @@ impl StepSlot {
         self.free_if_untouched();
     }
 
-    /// Forgets a step of which nothing is left: a chunk that did not arrive must not settle the loss scale.
+    /// Forgets a step to which nothing is held any more, so that a chunk which did not arrive does not settle the
+    /// step's loss scale.
     fn free_if_untouched(&mut self) {
         let untouched = |rank: &RankSlot| rank.stored.is_empty() && rank.writing.is_empty();
         if self.summed == 0 && self.ranks.iter().all(untouched) {
@@ -196,7 +198,8 @@ impl StepSlot {
         }
     }
 
-    /// The sum of the current micro-step is formed. True when it was the step's last: then `nonfinite` tells of it.
+    /// The sum of the current micro-step is formed. Returns true when it was the step's last; `nonfinite` then is the
+    /// gradient's first element that is inf or NaN.
     pub(super) fn summed(&mut self, micro_steps: u32, nonfinite: Option<u64>) -> bool {
         self.summing = false;
         for (rank, slot) in self.ranks.iter().enumerate() {
@@ -218,7 +221,7 @@ impl StepSlot {
         self.origin = Origin::UNKNOWN;
     }
 
-    /// The step is decided and its gradient used up.
+    /// The step is decided and its gradient is used up.
     pub(super) fn free(&mut self) {
         self.step = None;
         self.summed = 0;
@@ -230,18 +233,18 @@ impl StepSlot {
         }
     }
 
-    /// Whether what a rank's buffer holds is still needed.
+    /// Whether a sum or an update still needs what a rank's buffer holds.
     pub(super) fn holds(&self, rank: Rank) -> bool {
         self.complete || self.in_use(rank) || !self.ranks[rank.index()].stored.is_empty()
     }
 
-    /// Whether a chunk of this rank is being written, or its buffer read, right now.
+    /// Whether a chunk of this rank is being written, or the rank's buffer read, at this moment.
     pub(super) fn in_use(&self, rank: Rank) -> bool {
         self.summing || !self.ranks[rank.index()].writing.is_empty()
     }
 
-    /// Forgets what an earlier incarnation of a rank sent and no sum contains yet: a restarted worker may compute
-    /// other bits. A lone rank's step starts over; among several, sums already formed stay.
+    /// Forgets what an earlier incarnation of a rank sent and no sum contains yet: its new process may compute other
+    /// bits. A lone rank's step starts over; with several ranks, sums that are formed stay.
     pub(super) fn rejoined(&mut self, rank: Rank) {
         if self.ranks.len() == 1 {
             self.free();
@@ -257,7 +260,7 @@ impl StepSlot {
         self.free_if_untouched();
     }
 
-    /// Ranks whose contribution for the current micro-step is not whole.
+    /// The ranks whose contribution to the current micro-step is not whole.
     pub(super) fn missing_ranks(&self) -> Vec<Rank> {
         if self.complete || self.summing {
             return Vec::new();
@@ -286,7 +289,7 @@ impl ShardProgress {
         &mut self.slots[index]
     }
 
-    /// From whose contributions the step's gradient was summed, with which shard it is of.
+    /// The origin of the step's gradient on this shard. The shard's number is a part of it.
     pub(super) fn origin(&self, step: Step) -> Origin {
         match self.slot(step).origin {
             Origin(mixed) if mixed != 0 && self.is_complete(step) => {
@@ -303,7 +306,8 @@ impl ShardProgress {
     }
 }
 
-/// Spreads a number's bits over all 64, as splitmix64 does: sums of mixed numbers differ wherever one of them does.
+/// Spreads a number's bits over all 64, as splitmix64 does, so that sums of mixed numbers differ wherever one of the
+/// numbers does.
 fn mix(number: u64) -> u64 {
     let mut mixed = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

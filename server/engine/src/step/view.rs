@@ -1,4 +1,4 @@
-//! What is so: the machine as others may see it, without changing it.
+//! Questions to the machine that change nothing.
 
 use longshore_proto::{Commit, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version};
 
@@ -21,14 +21,14 @@ impl Machine {
         self.applied
     }
 
-    /// Index among the owned shards, or the refusal a request for a foreign shard gets.
+    /// The shard's index among the owned shards, or the refusal that a request for a foreign shard gets.
     pub fn owned_index(&self, shard: ShardId) -> Result<usize, Refusal> {
         let shards = self.owned.len() as u32;
         let owned = self.owned.get(shard.index()).copied().flatten();
         owned.map(|index| index as usize).ok_or(Refusal::NotOwned { shard, shards })
     }
 
-    /// The version a shard's state has; its image is there too.
+    /// The version of a shard's state. The image of that version is there too.
     pub fn shard_version(&self, owned: usize) -> Version {
         self.shards[owned].version
     }
@@ -42,12 +42,12 @@ impl Machine {
         self.shards[owned].is_complete(step)
     }
 
-    /// From whose contributions a shard's gradient of a step was summed.
+    /// The origin of a shard's gradient of a step.
     pub fn origin(&self, owned: usize, step: Step) -> Origin {
         self.shards[owned].origin(step)
     }
 
-    /// Who decided the step that made a version; 0 where that is not known here.
+    /// The rank 0 that decided the step which made a version; 0 where this server does not know it.
     pub fn decided_by(&self, version: Version) -> Incarnation {
         let commit = self.commits.iter().find(|decided| decided.commit.step.version() == version);
         commit.map_or(Incarnation::default(), |decided| decided.commit.decided_by)
@@ -56,7 +56,7 @@ impl Machine {
     /// Whether any contribution to the next undecided step is here.
     pub fn is_step_begun(&self) -> bool {
         let step = self.version.next_step();
-        // The rest of a step would not be accepted in a pause.
+        // During a pause the server would not accept the rest of a step.
         self.phase == Phase::Training && self.shards.iter().any(|shard| shard.slot(step).step == Some(step))
     }
 
@@ -84,18 +84,18 @@ impl Machine {
             .collect()
     }
 
-    /// Commits after a step as they count now, oldest first; None when some are no longer kept.
+    /// The commits after a step as they count now, oldest first; None when some are no longer kept.
     pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
         let kept = self.commits.iter().filter(|decided| decided.commit.step > step);
         let current = |decided: &Decided| {
-            // A pause that came with an earlier one has ended, or there would be no later one.
+            // A pause that came with an earlier commit has ended, or there would be no later commit.
             decided.current(decided.commit.step.version() < self.version || self.is_resumed())
         };
         let kept = kept.map(current).collect::<Vec<_>>();
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// How many shards from `owned` on, at most `most`, have the version before this step.
+    /// How many consecutive shards from `owned` on have the version before this step, at most `most`.
     pub fn updatable(&self, owned: usize, most: usize, step: Step) -> usize {
         let shards = self.shards[owned..].iter().take(most);
         shards.take_while(|shard| shard.version.next_step() == step).count()
@@ -112,7 +112,7 @@ impl Machine {
         (self.pauses, self.resumes, self.resumed_loss_scale)
     }
 
-    /// Who and what the next step waits for; None when it waits for its commit alone.
+    /// Which ranks and shards the next step waits for; None when it waits for its commit alone.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
             return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());

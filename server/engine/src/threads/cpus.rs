@@ -1,4 +1,4 @@
-//! Which cores this process may use, and on which NUMA node each is.
+//! Which cores this process may use, and which NUMA node each belongs to.
 
 use std::{fs, io, path::Path, thread};
 
@@ -10,8 +10,8 @@ pub(super) struct Node {
     pub(super) cores: Vec<usize>,
 }
 
-/// Threads that can run at once: cores in the affinity mask (which a cpuset narrows), and no more than a cgroup's CPU
-/// quota pays for, rounded down. The standard library looks at all three.
+/// How many threads can run at once: the cores in the affinity mask (which a cpuset narrows), and no more than a
+/// cgroup's CPU quota pays for, rounded down. The standard library looks at all three.
 pub fn available_threads() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
@@ -21,7 +21,8 @@ pub(super) fn nodes() -> Vec<Node> {
     nodes_below(Path::new("/sys/devices/system/node"), &allowed_cores())
 }
 
-/// Empty where the mask cannot be read, as on more than 1024 cores: then no thread is bound.
+/// The cores of the affinity mask. The list is empty where the mask cannot be read, as on more than 1024 cores; then
+/// no thread is bound.
 fn allowed_cores() -> Vec<usize> {
     let Ok(set) = sched_getaffinity(None) else { return Vec::new() };
     (0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect()
@@ -38,19 +39,19 @@ fn nodes_below(root: &Path, allowed: &[usize]) -> Vec<Node> {
             let list = fs::read_to_string(root.join(format!("node{number}/cpulist"))).ok()?;
             let mut cores = parse_list(&list)?;
             cores.retain(|core| allowed.contains(core));
-            // A node of memory alone, or one that this process may not use.
+            // A node may have memory alone, or only cores that this process may not use.
             (!cores.is_empty()).then_some(Node { cores })
         })
         .collect();
     let known: usize = nodes.iter().map(|node| node.cores.len()).sum();
     if known != allowed.len() {
-        // A container without /sys, say.
+        // There may be no /sys, as in some containers.
         nodes = vec![Node { cores: allowed.to_vec() }];
     }
     nodes
 }
 
-/// `0-3,8,10-11`, as the kernel writes sets of cores.
+/// Parses `0-3,8,10-11`, the kernel's way to write sets of cores.
 fn parse_list(text: &str) -> Option<Vec<usize>> {
     let mut cores = Vec::new();
     for part in text.trim().split(',').filter(|part| !part.is_empty()) {
@@ -60,7 +61,7 @@ fn parse_list(text: &str) -> Option<Vec<usize>> {
     Some(cores)
 }
 
-/// Keeps the calling thread on these cores, and returns those it had.
+/// Keeps the calling thread on these cores, and returns the cores it had before.
 pub(super) fn bind(cores: &[usize]) -> io::Result<CpuSet> {
     let before = sched_getaffinity(None)?;
     let mut set = CpuSet::new();
@@ -90,7 +91,7 @@ mod tests {
     #[test]
     fn nodes_are_read_as_the_kernel_writes_them() {
         let root = tempfile::tempdir().unwrap();
-        // Out of order, with a node of memory alone and one that is not allowed.
+        // The list is out of order, and has a node of memory alone and one that is not allowed.
         for (node, list) in [(10, "4-5,12-13\n"), (0, "0-1,8-9\n"), (2, "\n"), (3, "6-7\n")] {
             let folder = root.path().join(format!("node{node}"));
             fs::create_dir(&folder).unwrap();

@@ -1,9 +1,9 @@
-//! Threads that sum and update blocks. Written for this: a pool for anything would spin while idle (against the
-//! network threads) and give a block to another core, and so maybe another NUMA node, at every step.
+//! Threads that sum and update blocks. A general thread pool would not do: it would spin while idle, against the
+//! network threads, and give a block to another core, and so maybe to another NUMA node, at every step.
 //!
-//! A pool of n has n - 1 threads: whoever calls takes a share itself, which saves a wake-up on each side. Idle threads
-//! sleep in a futex; one that has just computed looks for the next call a moment first, see [`SPIN`]. Results never depend on
-//! who computed what.
+//! A pool of n has n - 1 threads, since the caller takes a share itself, which saves a wake-up on each side. Idle
+//! threads sleep in a futex; a thread that has just computed first looks for the next call for a moment, see
+//! [`SPIN`]. Results never depend on which thread computed what.
 
 mod cpus;
 mod phase;
@@ -30,25 +30,26 @@ use crate::{
     memory::lend::{Loan, lend},
 };
 
-/// How long a thread looks for what it waits for before it sleeps: the caller for blocks that others have begun, 70 us each at
-/// most, the others for the call that follows, 20 us later while shards are updated. A wake-up takes 25 to 50 us. Steps of 48
-/// shards took 122.8 ms so and 125.2 without (200 M parameters in shared memory, medians of four runs by turns); over TCP,
-/// where network threads want the cores, nothing changed.
+/// How long a thread looks for what it waits for before it sleeps. The caller waits for blocks that others have
+/// begun, at most 70 us each; the others wait for the next call, which comes 20 us later while shards are updated. A
+/// wake-up takes 25 to 50 us. Steps of 48 shards took 122.8 ms this way and 125.2 ms without; over TCP, where network
+/// threads want the cores, nothing changed.
 const SPIN: Duration = Duration::from_micros(60);
 
 /// Where one of the pool's threads runs. Seat 0 is the caller's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Seat {
-    /// The cores to stay on. Empty: any.
+    /// The cores to stay on. An empty list means any.
     cores: Vec<usize>,
-    /// Seats whose blocks it may take over.
+    /// The seats whose blocks this one may take over.
     reach: Range<usize>,
 }
 
-/// Standing threads. Several callers may use a pool at once; each also computes itself, so none waits for another.
+/// Standing threads. Several callers may use a pool at once. Each of them computes too, so that none waits for
+/// another.
 pub struct Pool {
     seats: Vec<Seat>,
-    /// More than one node: memory is nearer to some cores than to others.
+    /// There is more than one node, and each core has memory that is nearer to it.
     several_nodes: bool,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -56,7 +57,7 @@ pub struct Pool {
 
 struct Shared {
     calls: Mutex<Vec<Arc<Call>>>,
-    /// Calls so far.
+    /// The number of calls so far.
     posted: AtomicUsize,
     stop: AtomicBool,
 }
@@ -69,7 +70,7 @@ struct Call {
 
 impl Pool {
     /// # Errors
-    /// If a thread cannot be started. One that cannot be bound to a core or lowered runs all the same.
+    /// If a thread cannot be started. A thread that cannot be bound to a core or lowered in priority runs all the same.
     pub fn new(threads: usize) -> io::Result<Pool> {
         Pool::on(threads.max(1), &cpus::nodes())
     }
@@ -82,7 +83,7 @@ impl Pool {
             stop: AtomicBool::new(false),
         });
         let mut pool = Pool { several_nodes: nodes.len() > 1, shared, threads: Vec::new(), seats };
-        // Last first: each wakes the two that come after it in the tree, so it must know them.
+        // They start last first: each wakes the two that come after it in the tree, so it must know them.
         let mut handles: Vec<Option<Thread>> = vec![None; threads];
         for seat in (1..threads).rev() {
             let wakes = children(seat, threads).filter_map(|child| handles[child].clone()).collect();
@@ -97,25 +98,25 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Threads that compute at once, the caller included.
+    /// How many threads compute at once, the caller included.
     pub fn threads(&self) -> usize {
         self.seats.len()
     }
 
-    /// Makes the calling thread what the pool's own are, on the core left for it. For the thread that will make most of
-    /// the calls: another one computes wherever it happens to be.
+    /// Binds the calling thread to the core left for it and lowers its priority, as the pool's own threads are. It is
+    /// meant for the thread that makes most of the calls; any other caller computes wherever it happens to run.
     pub fn adopt_caller(&self) {
         settle(&self.seats[0].cores);
     }
 
     /// Runs `block` on every item and returns the results in order. A panic in a block comes out here, once no other
-    /// block runs; which blocks ran is then not known.
+    /// block runs; which blocks ran is then unknown.
     pub fn blocks<T: Send, R: Send>(&self, items: Vec<T>, block: impl Fn(T) -> R + Sync) -> Vec<R> {
         self.groups(vec![items], block, || ()).pop().expect("as many groups as were given")
     }
 
-    /// Runs `block` on every item of several groups without a pause between them. Each item has the home that
-    /// [`Pool::blocks`] would give it with its group alone. The caller does `meanwhile` before its own share.
+    /// Runs `block` on every item of several groups without a pause between them. Each item runs where
+    /// [`Pool::blocks`] would run it with its group alone. The caller does `meanwhile` before its own share.
     pub fn groups<T: Send, R: Send>(
         &self,
         groups: Vec<Vec<T>>,
@@ -147,7 +148,7 @@ impl Pool {
         sorted
     }
 
-    /// Runs `block` on every item, each seat beginning with its own run of them.
+    /// Runs `block` on every item. Each seat begins with its own run of them.
     fn run<T: Send, R: Send>(
         &self,
         items: &[Mutex<Option<T>>],
@@ -178,7 +179,7 @@ impl Pool {
         results.map(|result| result.expect("every block ran")).collect()
     }
 
-    /// Runs `work` until the phase has no blocks left and nobody runs it any more.
+    /// Runs `work` until the phase has no blocks left and nobody runs any of them.
     fn call(&self, work: &(dyn Fn(usize) + Sync), phase: &Arc<Phase>, meanwhile: impl FnOnce()) {
         lend(work, |loan| {
             let call = Arc::new(Call { loan: Arc::clone(loan), phase: Arc::clone(phase) });
@@ -186,7 +187,8 @@ impl Pool {
             self.shared.posted.fetch_add(1, Ordering::Release);
             self.wake();
             meanwhile();
-            // The caller takes over what late threads have not begun: none of them is waited for, only blocks are.
+            // The caller takes over what late threads have not begun, so that it waits for blocks and never for
+            // threads.
             loan.run(0);
             lock(&self.shared.calls).retain(|other| !Arc::ptr_eq(other, &call));
             spin_while(|| loan.is_in_use());
@@ -199,8 +201,8 @@ impl Pool {
         }
     }
 
-    /// Runs `part` once for each seat with the part of `0..count` that [`Pool::blocks`] gives it, on a thread near
-    /// the memory that the seat will use; there only, since first touch decides where memory is.
+    /// Runs `part` once for each seat, with the part of `0..count` that [`Pool::blocks`] gives it, on a thread near
+    /// the memory that the seat will use. No other thread may do it, since first touch decides where memory lies.
     pub(crate) fn shares(&self, count: usize, part: impl Fn(Range<usize>) + Sync) {
         let seats = self.seats.len();
         let run = |seat: usize| part(share(count, seat, seats));
@@ -208,7 +210,7 @@ impl Pool {
             self.blocks((0..seats).collect(), run);
             return;
         }
-        // Once in a job's life, so plain threads: the pool's would help each other across nodes.
+        // This happens once in a job's life, so plain threads do it: the pool's would help each other across nodes.
         thread::scope(|scope| {
             for (seat, Seat { cores, .. }) in self.seats.iter().enumerate() {
                 let run = &run;
@@ -226,13 +228,14 @@ impl Drop for Pool {
         self.shared.stop.store(true, Ordering::Release);
         for thread in self.threads.drain(..) {
             thread.thread().unpark();
-            // A panic of a block was given to its caller; a thread has none of its own.
+            // A block's panic was given to its caller, and a thread has none of its own.
             let _ = thread.join();
         }
     }
 }
 
-/// Waking is a tree, each thread two more: to wake 63 one after the other would take the caller longer than a shard.
+/// The seats that a seat wakes. Waking is a tree: to wake 63 threads one after the other would take the caller longer
+/// than a shard.
 fn children(seat: usize, seats: usize) -> Range<usize> {
     (2 * seat + 1).min(seats)..(2 * seat + 3).min(seats)
 }
@@ -244,14 +247,16 @@ fn serve(seat: usize, cores: &[usize], shared: &Shared, wakes: Vec<Thread>) {
         let call = lock(&shared.calls).iter().find(|call| call.phase.has_blocks_for(seat)).map(Arc::clone);
         match call {
             Some(call) => {
-                // Again, as a thread that had not gone to sleep since the last call gets here without.
+                // They are woken again here, since a thread that has not slept since the last call gets here without
+                // having woken them.
                 wakes.iter().for_each(Thread::unpark);
                 call.loan.run(seat);
                 spin_while(|| shared.posted.load(Ordering::Relaxed) == posted);
             }
             None => {
                 thread::park();
-                // Before the look at the calls: this one may be on a node with nothing left, the next not.
+                // This comes before the look at the calls: this thread may be on a node with nothing left to do, and
+                // the next one not.
                 wakes.iter().for_each(Thread::unpark);
             }
         }
@@ -278,16 +283,16 @@ fn settle(cores: &[usize]) {
     }
 }
 
-/// One step below the network threads, which work little and must not wait: beside two busy threads, on a host with
-/// other load, a thread that woke every millisecond was 83, 2790 and 1861 us late (90th percentile of three runs) when
-/// they were at 0, and 77, 81 and 76 us when they were at 1. More steps gained nothing, and would lose the update its
-/// share against other processes.
+/// One step of priority below the network threads, which work little and must not wait. A network thread that woke
+/// every millisecond beside two busy threads was 83, 2790 and 1861 us late (90th percentile of three runs) with
+/// update threads at its own priority, and 77, 81 and 76 us with them one step below. More steps gained nothing, and
+/// would lose the update its share against other processes.
 const NICE: i32 = 1;
 
-/// Seats node by node, so that neighbouring blocks share a node.
+/// The seats, node by node, so that neighbouring blocks share a node.
 ///
-/// A pool as large as the process's cores has one thread on each. A smaller one leaves the choice to the scheduler,
-/// inside a node where there are several: two servers on a host would choose the same cores.
+/// A pool as large as the process's cores has one thread on each. A smaller pool leaves the choice to the scheduler,
+/// inside a node where there are several: two servers on a host would otherwise choose the same cores.
 fn seats(threads: usize, nodes: &[cpus::Node]) -> Vec<Seat> {
     let cores: usize = nodes.iter().map(|node| node.cores.len()).sum();
     let mut seats = Vec::with_capacity(threads);
@@ -295,7 +300,7 @@ fn seats(threads: usize, nodes: &[cpus::Node]) -> Vec<Seat> {
     for node in nodes {
         let first = seats.len();
         before += node.cores.len();
-        // Each node's part of the threads, so that none is left out of the hosts' memory bandwidth.
+        // Each node gets its part of the threads, so that no node's memory bandwidth is left out.
         let last = (threads * before).checked_div(cores).unwrap_or(threads);
         for index in 0..last - first {
             let cores = match (threads == cores, nodes.len()) {

@@ -1,4 +1,5 @@
-//! The blocks of one call, shared out: each seat has its own run of them, and who is done helps who is not.
+//! The blocks of one call, shared out. Each seat has its own run of them, and a seat that is done helps one that is
+//! not.
 
 use std::{
     ops::Range,
@@ -10,17 +11,18 @@ use super::Seat;
 /// What is left of each seat's blocks.
 pub(super) struct Phase {
     runs: Vec<Run>,
-    /// Seats whose blocks a seat may take over: those of its node. The caller's may take any.
+    /// The seats whose blocks a seat may take over: those of its node, and for the caller all.
     reach: Vec<Range<usize>>,
 }
 
-/// Front in the low half, end in the high half: the owner takes from the front and helpers from the end, so that help
-/// takes the blocks that the owner would come to last. On a cache line of its own, as its owner writes it every block.
+/// A run's front in the low half and its end in the high half. The owner takes from the front and helpers from the
+/// end, so that helpers take the blocks that the owner would come to last. It has a cache line of its own, since its
+/// owner writes it at every block.
 #[repr(align(128))]
 struct Run(AtomicU64);
 
 impl Phase {
-    /// One run of blocks for each seat.
+    /// Gives each seat its run of blocks.
     pub(super) fn new(runs: Vec<Range<usize>>, seats: &[Seat]) -> Phase {
         let runs = runs.into_iter().map(|run| {
             assert!(u32::try_from(run.end).is_ok(), "{} blocks in one call", run.end);
@@ -29,11 +31,11 @@ impl Phase {
         Phase { runs: runs.collect(), reach: seats.iter().map(|seat| seat.reach.clone()).collect() }
     }
 
-    /// The next block for a seat: of its own run, then of another's.
+    /// The next block for a seat: from its own run first, then from another's.
     pub(super) fn take(&self, seat: usize) -> Option<usize> {
         self.runs[seat].front().or_else(|| {
             let reach = self.reach[seat].clone();
-            // From the next one on, so that helpers do not all fall on the same run.
+            // Helpers begin with the run after their own, so that they do not all fall on the same one.
             let others = (seat + 1..reach.end).chain(reach.start..seat);
             others.into_iter().find_map(|other| self.runs[other].end())
         })
@@ -49,7 +51,8 @@ impl Phase {
     }
 }
 
-/// A seat's part of a group: blocks that lie beside each other go to one seat, and the same ones at every call of as many.
+/// A seat's part of a group. Neighbouring blocks go to one seat, and a group of the same size is always shared out
+/// the same way.
 pub(super) fn share(count: usize, seat: usize, seats: usize) -> Range<usize> {
     count * seat / seats..count * (seat + 1) / seats
 }
@@ -63,7 +66,7 @@ impl Run {
         self.take(|front, end| (end - 1, front, end - 1))
     }
 
-    /// Relaxed: a block's data is handed over under the lock of its item.
+    /// Relaxed is enough: a block's data is handed over under the lock of its item.
     fn take(&self, part: impl Fn(u32, u32) -> (u32, u32, u32)) -> Option<usize> {
         let mut taken = 0;
         let update = |run: u64| {

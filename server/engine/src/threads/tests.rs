@@ -1,4 +1,4 @@
-//! What callers rely on: order, panics, every size, several callers, and nothing done while idle.
+//! What callers rely on: order, panics, every size, several callers, and idle threads that do nothing.
 
 use std::{
     collections::BTreeSet,
@@ -35,7 +35,8 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
         assert_eq!(found, expected, "{threads} threads");
         assert_eq!(pool.groups(Vec::new(), |item: usize| item, || ()), Vec::<Vec<usize>>::new());
     }
-    // As many blocks as threads, all of which wait for each other: each is where its share of its own group is.
+    // There are as many blocks as threads, and all wait for each other, so each must be where its share of its own
+    // group is.
     let pool = Pool::new(2).unwrap();
     let barrier = Barrier::new(2);
     let block = |()| {
@@ -72,7 +73,7 @@ fn a_panic_in_any_block_reaches_the_caller_and_the_pool_lives_on() {
     }
 }
 
-/// With as many blocks as threads, all of which wait for each other, each must be on a thread of its own.
+/// There are as many blocks as threads, and all wait for each other, so each must be on a thread of its own.
 #[test]
 fn all_threads_take_part() {
     let pool = Pool::new(4).unwrap();
@@ -105,7 +106,7 @@ fn several_callers_and_calls_from_inside_a_block_do_not_wait_for_each_other() {
     });
 }
 
-/// Time on a core, of all the pool's threads.
+/// The CPU time that all threads of the pool have used.
 fn busy(threads: &[String]) -> Duration {
     let nanos = threads.iter().map(|path| {
         let text = fs::read_to_string(path).unwrap();
@@ -123,7 +124,7 @@ fn an_idle_pool_uses_no_processor_time() {
         let id = rustix::thread::gettid().as_raw_nonzero();
         format!("/proc/self/task/{id}/schedstat")
     });
-    // Not the caller's own.
+    // The first path is the caller's own thread.
     let paths = &paths[1..];
     let (never, wait) = (Mutex::new(()), Condvar::new());
     let (begun, before) = (Instant::now(), busy(paths));
@@ -146,7 +147,7 @@ fn a_block_has_the_same_home_at_every_call_and_help_stays_near() {
     assert_eq!((full[3].reach.clone(), full[4].reach.clone()), (0..4, 4..8));
     let half = seats(4, &nodes);
     assert_eq!((&half[1].cores, &half[2].cores), (&nodes[0].cores, &nodes[1].cores));
-    // One node: the caller is free, and so is a pool that leaves cores to others.
+    // With one node the caller is free, and so is a pool that leaves cores to others.
     assert_eq!(seats(2, &[node(&[0, 1])])[1].cores, [1]);
     assert!(seats(2, &nodes[..1]).iter().all(|seat| seat.cores.is_empty()));
     assert!(seats(3, &[node(&[])]).iter().all(|seat| seat.cores.is_empty()));

@@ -34,7 +34,7 @@ impl Fixture {
         self.store.dir().join("run/good").join(file)
     }
 
-    /// What a restore says with `file` altered; the file is as before after it.
+    /// The fault of a restore while `file` is altered. The file is restored afterwards.
     fn fault_with(&self, file: &str, alter: impl FnOnce(&mut Vec<u8>)) -> Result<Fault, TestCaseError> {
         let path = self.path(file);
         let good = fs::read(&path).unwrap();
@@ -68,7 +68,7 @@ proptest! {
     ) {
         let fixture = crate::lock(shared());
         let fault = fixture.fault_with(file, |bytes| {
-            // Half of them where header and tail are: they are small beside the tensors.
+            // Half of the changes go where header and tail are, which are small beside the tensors.
             let at = match near_an_end {
                 Some(near) if near % 2 == 0 => near % bytes.len(),
                 Some(near) => bytes.len() - 1 - near % bytes.len(),
@@ -115,7 +115,7 @@ fn a_damaged_block_is_named_and_a_good_checkpoint_still_restores() {
     assert_eq!(fixture.target.state_hash(), fixture.state_hash);
 }
 
-/// What a failed restore left in the images must not be taken for those of the next one.
+/// The images that a failed restore left must not be taken for those of the next one.
 #[test]
 fn a_failed_restore_leaves_no_images() {
     let fixture = fixture();
@@ -143,7 +143,7 @@ fn weights_may_be_uploaded_after_a_failed_restore() {
     assert_eq!(fixture.target.image(Version(0)).unwrap(), fresh.image(Version(0)).unwrap());
 }
 
-/// A shard that a failed load had filled, images included, at the very version that is loaded next.
+/// A failed load had filled this shard, images included, at the very version that is loaded next.
 #[test]
 fn a_failed_load_leaves_neither_images_nor_moments() {
     let target = Cluster::open(&spec(3, 1), 1);
@@ -175,8 +175,8 @@ fn a_newer_format_is_refused_as_such() {
     assert!(fault.value.contains("format_version 2"), "{fault}");
 }
 
-/// Weights uploaded after a restore that failed have no image before theirs, whatever the restore had put on the drives; and
-/// with few buffers its shards come and go before they are whole.
+/// Weights that are uploaded after a failed restore have no image before theirs, whatever the restore had put on the
+/// drives. With few buffers their shards come and go before they are whole.
 #[test]
 fn a_failed_restore_leaves_nothing_on_the_drives() {
     for spill in [Spill::State, Spill::Images] {

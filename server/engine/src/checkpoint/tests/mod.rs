@@ -50,7 +50,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
     }
 }
 
-/// A job's servers.
+/// A job on several servers.
 struct Cluster {
     jobs: Vec<Arc<Job>>,
     layout: Layout,
@@ -77,7 +77,7 @@ impl Cluster {
         Cluster { jobs: (0..servers).map(open).collect(), layout }
     }
 
-    /// Opened, with weights, after `steps` steps.
+    /// Opens a job, gives it weights, and runs `steps` steps.
     fn trained(spec: &JobSpec, servers: u32, steps: u64) -> Cluster {
         let cluster = Cluster::open(spec, servers);
         cluster.upload();
@@ -93,7 +93,7 @@ impl Cluster {
         });
     }
 
-    /// Every chunk of every shard of every server, with its elements in the flat space.
+    /// Calls `each` for every chunk of every shard of every server, with the chunk's elements in the flat space.
     fn chunks(&self, dtype: Dtype, each: impl Fn(&Job, ShardId, ChunkId, std::ops::Range<u64>)) {
         for job in &self.jobs {
             for &shard in job.owned() {
@@ -107,12 +107,12 @@ impl Cluster {
         }
     }
 
-    /// One whole step. Every third one overflows.
+    /// Runs one whole step. Every third one overflows.
     fn step(&self, step: u64) {
         self.step_with(step, step);
     }
 
-    /// As `step`, with another step's gradients.
+    /// Runs a step with another step's gradients.
     fn step_with(&self, step: u64, gradients: u64) {
         self.chunks(Dtype::Bf16, |job, shard, chunk, elements| {
             let of_param = |element| self.layout.param_at(element).map_or(0.0, |_| value(element, gradients));
@@ -217,12 +217,12 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
     }
 }
 
-/// One that decimals do not hold, for all steps but the first.
+/// A loss scale that decimals cannot hold, for all steps but the first.
 fn loss_scale(step: u64) -> f64 {
     if step == 1 { 1.0 } else { 1.0 / 3.0 }
 }
 
-/// Anything deterministic in [-0.5, 0.5): weights for step 0, gradients else.
+/// A deterministic value in [-0.5, 0.5): a weight for step 0, otherwise a gradient.
 fn value(element: u64, step: u64) -> f32 {
     (element.wrapping_mul(2_654_435_761).wrapping_add(step * 40_503) % 4096) as f32 / 4096.0 - 0.5
 }

@@ -22,7 +22,7 @@ fn any_servers_and_shard_sizes_give_the_same_state() {
         assert_eq!(infos[0].state_hash.as_deref(), Some(&*saved.state_hash()), "{from} to {to}");
         assert_eq!(restored.state_hash(), saved.state_hash(), "{from} to {to}");
         assert_eq!(restored.image(Version(2)).unwrap(), saved.image(Version(2)).unwrap());
-        // On again from there, also from servers that own nothing.
+        // The restored job is saved again from there, also from servers that own nothing.
         restored.save(&store, &format!("{name}-again"));
         let again = Cluster::open(&spec(from_blocks, 0), from);
         let info = again.restore(&store, &format!("{name}-again")).unwrap().remove(0);
@@ -52,7 +52,7 @@ fn every_rule_and_image_dtype_returns() {
     }
 }
 
-/// From memory to drives that have the images too, and back.
+/// State and images go from memory to drives that keep both, and back.
 #[test]
 fn images_on_drives_are_saved_and_restored() {
     let (_root, store) = store();
@@ -125,7 +125,7 @@ fn state_in_another_format_is_refused() {
     let fault = refused(formats[3]);
     assert_eq!((&*fault.field, &*fault.value), ("spec.master_format", "bf16"));
     assert!(fault.limit.starts_with("fp32, as in the checkpoint"), "{fault}");
-    // Another seed is as another world size: bits of its own from here on.
+    // Another seed is like another world size: the bits differ from here on.
     let seed = Formats { seed: 8, ..formats[1] };
     Cluster::open(&JobSpec { formats: seed, ..spec(2, 0) }, 1).restore(&store, "block8").unwrap();
 }
@@ -191,7 +191,7 @@ fn without_an_older_image_there_is_none() {
     assert_eq!(delayed.restore(&store, "exact").unwrap()[0].images, StoredImages::None);
     assert_eq!(delayed.image(Version(4)).unwrap(), exact.image(Version(4)).unwrap());
     assert!(delayed.image(Version(3)).is_err());
-    // Saved again before its first step it still has no older one.
+    // It is saved again before its first step, and still has no older image.
     delayed.save(&store, "again");
     let again = Cluster::open(&spec(1, 1), 2);
     assert_eq!(again.restore(&store, "again").unwrap()[0].images, StoredImages::Current);

@@ -78,7 +78,7 @@ fn a_missing_part_is_named() {
     assert!(target.is_loading());
 }
 
-/// Each host with a folder of its own, brought together later.
+/// Each host has a folder of its own, and the parts are brought together later.
 #[test]
 fn parts_of_several_hosts_may_be_collected() {
     let cluster = Cluster::trained(&spec(1, 0), 2, 1);
@@ -140,7 +140,7 @@ fn a_job_that_trains_is_not_restored_and_one_that_loads_is_not_written() {
     let (root, store) = store();
     let cluster = Cluster::trained(&spec(1, 0), 1, 1);
     cluster.save(&store, "a");
-    // It is there already, which is what was asked for; a version on it is not.
+    // This job is at the checkpoint already, which is what was asked for; the next job is a version beyond it.
     assert_eq!(cluster.restore(&store, "a").unwrap()[0].version, Version(1));
     let ahead = Cluster::trained(&spec(1, 0), 1, 2);
     assert_eq!(ahead.restore(&store, "a").unwrap_err().field, "job.phase");
@@ -211,7 +211,7 @@ fn a_job_is_taken_for_its_checkpoint_only_when_every_bit_is_the_same() {
     let spec = spec(2, 0);
     let cluster = Cluster::trained(&spec, 2, 3);
     cluster.save(&store, "three");
-    // The same state, reached in another way and on another number of servers.
+    // The same state was reached in another way and on another number of servers.
     Cluster::trained(&spec, 1, 3).restore(&store, "three").unwrap();
     for (cluster, steps) in [(Cluster::trained(&spec, 1, 2), 2), (Cluster::trained(&spec, 1, 4), 4)] {
         let fault = cluster.restore(&store, "three").unwrap_err();
@@ -262,7 +262,7 @@ fn the_first_sealed_go_first_and_the_one_just_sealed_never() {
     assert_eq!(names(&store), ["z", "y", "x", "w"]);
     assert_eq!(store.prune(&run(), None, "w").unwrap(), Vec::<String>::new());
     assert_eq!(store.prune(&run(), Some(3), "w").unwrap(), ["z"]);
-    // A damaged one is listed as such, and neither counted nor removed.
+    // A damaged checkpoint is listed as such, and neither counted nor removed.
     fs::write(root.path().join("run/y/manifest.json"), b"{").unwrap();
     let damaged = store.list(&run()).unwrap().into_iter().filter(|listed| listed.damage.is_some());
     assert_eq!(damaged.map(|listed| listed.name).collect::<Vec<_>>(), ["y"]);
@@ -271,7 +271,7 @@ fn the_first_sealed_go_first_and_the_one_just_sealed_never() {
     assert_eq!(files(&root.path().join("run")), ["unsealed", "w", "y"]);
 }
 
-/// A job that went back to an older checkpoint: what it seals then is the newest, whatever its version.
+/// A job has gone back to an older checkpoint: what it seals then is the newest, whatever its version.
 #[test]
 fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_stale() {
     let (_root, store) = store();
@@ -290,7 +290,7 @@ fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_s
         let list = store.list(&run()).unwrap().into_iter();
         list.map(|listed| (listed.name, listed.stale)).collect::<Vec<_>>()
     };
-    // The gradients are the same, so that "two" is the same state again, and "four" beyond it.
+    // The gradients are the same, so that "two" is the same state again, and "four" is a state beyond it.
     let expected = [("one", false), ("two", false), ("four", true), ("two-again", false)];
     assert_eq!(stale(&store), expected.map(|(name, stale)| (name.to_string(), stale)));
     assert_eq!(store.prune(&run(), Some(1), "two-again").unwrap(), ["one", "two", "four"]);
@@ -299,7 +299,7 @@ fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_s
     assert_eq!(names(&store), ["two-again"]);
 }
 
-/// Step N comes again after a rollback, and its checkpoint is asked for under the same name.
+/// Step N comes again after the job went back, and its checkpoint is asked for under the same name.
 #[test]
 fn a_sealed_name_asked_for_again_is_the_same_checkpoint_only_with_the_same_state() {
     let (root, store) = store();
@@ -346,7 +346,7 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     cluster.save(&store, "sealed");
     cluster.step(2);
     cluster.save(&store, "next");
-    // It may have been written beside the first one that was sealed, and be sealed yet.
+    // This one may have been written beside the first one that was sealed, and may still be sealed.
     assert_eq!(files(&root.path().join("run")), ["forgotten", "next", "sealed"]);
     cluster.step(3);
     cluster.save(&store, "last");
@@ -355,7 +355,7 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     Cluster::open(&spec(1, 0), 1).restore(&store, "next").unwrap();
 }
 
-/// Hosts with a folder each: the same servers need nothing of each other, and others are told which part they lack.
+/// Hosts have a folder each: the same servers need nothing of each other, and others are told which part they lack.
 #[test]
 fn each_server_restores_from_a_folder_of_its_own() {
     let cluster = Cluster::trained(&spec(1, 1), 2, 2);

@@ -1,4 +1,4 @@
-//! Written while training goes on, a part is still of exactly one version.
+//! A part that is written while training goes on still holds exactly one version.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
