@@ -1,9 +1,9 @@
-//! Which instruction set runs the loops: found once, passed as a value, and overridable so that any machine can
-//! be told to take the path of another (all paths give the same bits).
+//! The instruction set that runs the loops. It is found once, passed as a value, and may be overridden, so that any
+//! machine can be told to take another's path (all paths give the same bits).
 
 use std::{env, fmt, str::FromStr};
 
-/// Environment variable that overrides [`Isa::detect`].
+/// The environment variable that overrides [`Isa::detect`].
 pub const ISA_VARIABLE: &str = "LONGSHORE_ISA";
 
 /// An instruction set the kernels are written for.
@@ -15,11 +15,11 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL and DQ (Skylake-SP, Zen 4 and later).
     Avx512,
-    /// AArch64, where it is always there.
+    /// NEON, which every AArch64 CPU has.
     Neon,
 }
 
-/// Why the asked instruction set cannot be used.
+/// Why an instruction set that was asked for cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IsaError {
     #[error(
@@ -33,12 +33,12 @@ pub enum IsaError {
 impl Isa {
     const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Neon];
 
-    /// The best one this CPU has.
+    /// The best instruction set that this CPU has.
     pub fn detect() -> Isa {
         Isa::available().pop().unwrap_or(Isa::Scalar)
     }
 
-    /// The one `LONGSHORE_ISA` names, or [`Isa::detect`] where it is unset or empty.
+    /// The instruction set that `LONGSHORE_ISA` names, or [`Isa::detect`] where it is unset or empty.
     pub fn from_env() -> Result<Isa, IsaError> {
         Isa::from_setting(
             env::var_os(ISA_VARIABLE).as_deref().map(|value| value.to_string_lossy()).as_deref(),
@@ -57,12 +57,12 @@ impl Isa {
         }
     }
 
-    /// All this CPU has, slowest first; [`Isa::Scalar`] always.
+    /// All instruction sets that this CPU has, slowest first. [`Isa::Scalar`] is always among them.
     pub fn available() -> Vec<Isa> {
         Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
 
-    /// Whether this CPU has it. The standard library caches CPUID, so this costs a few loads.
+    /// Whether this CPU has the instruction set. The standard library caches CPUID, so this costs a few loads.
     pub fn is_available(self) -> bool {
         match self {
             Isa::Scalar => true,

@@ -2,9 +2,9 @@
 //!
 //! All instruction sets give the same bits for the same input, whatever the length, the alignment or the split of a
 //! slice into calls ([`figures`] aside, which belong to the whole slice). The specification is the plain Rust in
-//! `scalar`; `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply
-//! the lanes. No fused multiply-add (but for squares, where it is a part of the specification), no approximate reciprocal,
-//! no flushed denormal, one NaN.
+//! `scalar`. `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply
+//! the lanes. There is no fused multiply-add (but for squares, where it is a part of the specification), no
+//! approximate reciprocal, no flushed denormal, and one NaN.
 //!
 //! Nothing here allocates, locks or logs. The instruction set, the rule and the formats are looked at once per call,
 //! never in a loop.
@@ -36,20 +36,20 @@ use std::ops::Range;
 
 pub use self::slices::{Gradient, ImageMut, State};
 
-/// All loops go over 16 elements at a time: one AVX-512 register, two of AVX2, four of NEON.
+/// All loops take 16 elements at a time: one register of AVX-512, two of AVX2, four of NEON.
 const LANES: usize = 16;
 
-/// What the commit of a step needs to know of a slice of gradients.
+/// Gradient statistics: what rank 0 needs to know of a slice of gradients to decide a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Figures {
-    /// Sum of squares; infinite or NaN (always the same one) exactly if an element is not finite.
+    /// The sum of squares. It is infinite or NaN (always the same one) exactly if an element is not finite.
     pub sum_squares: f64,
-    /// Index, inside the slice, of the first element that is infinite or NaN.
+    /// The index, inside the slice, of the first element that is infinite or NaN.
     pub first_nonfinite: Option<u32>,
 }
 
 impl Figures {
-    /// Of nothing.
+    /// The statistics of nothing.
     pub const NONE: Figures = Figures { sum_squares: 0.0, first_nonfinite: None };
 }
 
@@ -75,7 +75,7 @@ macro_rules! dispatch {
     }};
 }
 
-/// One optimizer step of one range: master weights and state in place, and the weights that workers will pull.
+/// Makes one optimizer step of one range, master weights and state in place, and writes the image that workers pull.
 ///
 /// The image is the new weight rounded to the image's format; where `compensation` is not 0 it is
 /// `new - compensation * (old - new)` instead, `old` being the master weight before decay.
@@ -118,7 +118,8 @@ pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
     dispatch!(isa, accumulate(gradient, accumulator))
 }
 
-/// The figures of a gradient as it came. They belong to the whole slice: two halves' do not add up to its bits.
+/// The statistics of a gradient as it came. They belong to the whole slice: those of two halves do not add up to its
+/// bits.
 ///
 /// # Panics
 /// If this CPU does not have `isa`.
@@ -126,7 +127,7 @@ pub fn figures(isa: Isa, gradient: Gradient<'_>) -> Figures {
     dispatch!(isa, figures(gradient))
 }
 
-/// [`accumulate`], then [`figures`] of the accumulator, in one pass.
+/// Does [`accumulate`], then takes [`figures`] of the accumulator, in one pass.
 ///
 /// # Panics
 /// If lengths differ or this CPU does not have `isa`.
@@ -144,12 +145,12 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
     dispatch!(isa, cast(source, image))
 }
 
-/// One optimizer step of a range of whole [`QUANTIZATION_BLOCK`]s whose state is in any formats; for the rest as
-/// [`update`]. A param group may begin anywhere in a block, at a multiple of 16: `segments` say which constants are
-/// for which part of the range, one after another and leaving nothing out.
+/// Makes one optimizer step of a range of whole [`QUANTIZATION_BLOCK`]s whose state is in any formats; otherwise it
+/// is [`update`]. A param group may begin anywhere in a block, at a multiple of 16: `segments` say which constants
+/// are for which part of the range, one after another and leaving nothing out.
 ///
-/// The rules compute in f32. What they leave is rounded stochastically, by bits that depend on `random` and the
-/// index of an element alone.
+/// The rules compute in f32. Their results are rounded stochastically, by bits that depend on `random` and the index
+/// of an element alone.
 ///
 /// # Panics
 /// If lengths differ, the range or its beginning is not a multiple of blocks, segments leave gaps or differ in their
@@ -168,7 +169,7 @@ pub fn update_low(
     dispatch!(isa, update_low(segments, gradient, state, image, compensation, random))
 }
 
-/// The values of a moment, whose 8-bit codes are `code`.
+/// Decodes a moment whose 8-bit codes are `code`.
 ///
 /// # Panics
 /// If lengths differ or this CPU does not have `isa`.
@@ -177,7 +178,7 @@ pub fn decode(isa: Isa, code: Code, moment: Moment<'_>, to: &mut [f32]) {
     dispatch!(isa, decode(code, moment, to))
 }
 
-/// A moment of these values, rounded to nearest (bf16: ties to even; 8 bits: ties away from zero).
+/// Encodes a moment, rounded to nearest (bf16: ties to even; 8 bits: ties away from zero).
 ///
 /// # Panics
 /// If lengths differ or this CPU does not have `isa`.

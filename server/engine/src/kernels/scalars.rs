@@ -1,5 +1,5 @@
-//! What one step needs to know of the hyperparameters: formed in f64 once per step and cast to f32 once, so that
-//! the loops read constants and every server forms the same ones.
+//! What one step needs to know of the hyperparameters. It is formed in f64 once per step and cast to f32 once, so
+//! that the loops read constants and every server forms the same ones.
 
 use longshore_proto::{Hyper, Rule};
 
@@ -36,12 +36,12 @@ pub struct SgdScalars {
     pub grad_multiplier: f32,
     pub lr: f32,
     pub weight_decay: f32,
-    /// 0: there is no momentum and the buffer is not touched.
+    /// 0 means that there is no momentum and the buffer is not touched.
     pub momentum: f32,
     /// `1 - dampening`
     pub grad_weight: f32,
     pub nesterov: bool,
-    /// The first applied step: the buffer becomes the gradient.
+    /// This is the first applied step, in which the buffer becomes the gradient.
     pub first: bool,
 }
 
@@ -113,7 +113,7 @@ impl Scalars {
         }
     }
 
-    /// Whether a step with these changes the state. SGD without momentum leaves it as it is.
+    /// Whether a step with these constants changes the state. SGD without momentum leaves it as it is.
     pub(super) fn writes_state(&self) -> bool {
         !matches!(self, Scalars::Sgd(scalars) if scalars.momentum == 0.0)
     }
@@ -178,7 +178,7 @@ mod tests {
         let Scalars::AdamW(scalars) = Scalars::new(Rule::AdamW, &Hyper::default(), 1, 0.5) else {
             unreachable!()
         };
-        // Not exactly lr and its kin: 1 - 0.9 is 0.09999999999999998 in f64.
+        // The step size is not exactly lr: 1 - 0.9 is 0.09999999999999998 in f64.
         assert_eq!(scalars.step_size, (1e-3_f64 / (1.0 - 0.9)) as f32);
         assert_eq!(scalars.inverse_root_correction, (1.0 / (1.0_f64 - 0.999).sqrt()) as f32);
         assert_eq!(scalars.decay, (1.0 - 1e-3 * 1e-2) as f32);

@@ -1,5 +1,5 @@
-//! What the kernels read and write: borrowed arrays in one of three element formats. 16-bit elements are `u16`
-//! bit patterns, as they lie in payloads and images, so nothing is converted before a kernel sees it.
+//! What the kernels read and write: borrowed arrays in one of three element formats. 16-bit elements are `u16` bit
+//! patterns, as they lie in payloads and images, so that nothing is converted before a kernel sees it.
 
 use std::ops::Range;
 
@@ -52,7 +52,7 @@ impl ImageMut<'_> {
         self.len() == 0
     }
 
-    /// As it is pulled.
+    /// The bytes, as workers pull them.
     pub fn bytes(&self) -> &[u8] {
         match self {
             ImageMut::F32(elements) => bytemuck::cast_slice(elements),
@@ -79,7 +79,7 @@ impl ImageMut<'_> {
     }
 }
 
-/// Master weights and optimizer state of one range. A slot the rule does not use is an empty slice
+/// Master weights and optimizer state of one range. A slot that the rule does not use is an empty slice
 /// ([`Rule::state_slots`](super::Rule::state_slots)).
 #[derive(Debug)]
 pub struct State<'a> {

@@ -1,5 +1,5 @@
 //! Sixteen lanes are four NEON registers. Advanced SIMD on AArch64 is IEEE-754 throughout (denormals, division,
-//! square root), so unlike on 32-bit Arm nothing needs care.
+//! square root), so that nothing needs the care that 32-bit Arm does.
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
 
@@ -30,7 +30,7 @@ impl Lanes for Neon {
     type Sums = [float64x2_t; 8];
     type Words = [uint32x4_t; 4];
 
-    /// Non-temporal pairs (STNP) are a hint that the cores at hand ignore: ordinary stores.
+    /// The cores at hand ignore the hint of non-temporal pairs (STNP), so stores are ordinary.
     const STREAM_ALIGNMENT: usize = 1;
 
     #[inline(always)]
@@ -347,7 +347,7 @@ unsafe fn widen_bf16(half: uint16x4_t) -> float32x4_t {
     vreinterpretq_f32_u32(vshll_n_u16::<16>(half))
 }
 
-/// Integer rounding, as the reference does it.
+/// Rounds by integer arithmetic, as the reference does.
 #[inline(always)]
 unsafe fn narrow_bf16(x: float32x4_t) -> uint16x4_t {
     let bits = vreinterpretq_u32_f32(x);
@@ -386,7 +386,7 @@ unsafe fn bytes_of(table: Neon) -> uint8x16x4_t {
     uint8x16x4_t(bytes[0], bytes[1], bytes[2], bytes[3])
 }
 
-/// Table lookup is of bytes: each index becomes the places of its four bytes.
+/// Looks up sixteen lanes. The instruction looks up bytes, so each index becomes the positions of its four bytes.
 #[inline(always)]
 unsafe fn lookup(table: uint8x16x4_t, index: uint32x4_t) -> float32x4_t {
     let index = vandq_u32(index, vdupq_n_u32(15));

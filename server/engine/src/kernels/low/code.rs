@@ -1,4 +1,4 @@
-//! The 8-bit code: what its values are, and the constants from which the kernels compute them.
+//! The 8-bit code: its values, and the constants from which the kernels compute them.
 
 use super::super::LANES;
 use longshore_proto::Rule;
@@ -32,7 +32,7 @@ pub enum Code {
 }
 
 impl Code {
-    /// The code of a rule's state slot 0 or 1: sums of squares have no sign.
+    /// The code of a rule's state slot 0 or 1. Sums of squares have no sign.
     pub fn of(rule: Rule, slot: usize) -> Code {
         match (rule, slot) {
             (Rule::Adagrad, 0) | (_, 1) => Code::Unsigned,
@@ -49,13 +49,13 @@ impl Code {
     }
 }
 
-/// Lines, each table indexed by four bits of an f32's exponent field.
+/// The lines of the code. Each table is indexed by four bits of an f32's exponent field.
 pub(in super::super) struct Tables {
     /// `D(q) / D(top) = slope * f + offset` with `f = q + 0.5`, by the low four bits of the exponent of `f`.
     pub(in super::super) slope: [f32; LANES],
     pub(in super::super) offset: [f32; LANES],
     /// Two lines of the inverse, by the exponent of a normalised magnitude less its last bit: there is at most one
-    /// bend within a factor of 4. They are 1 too low: a random number of 1 to 2 is added before truncation.
+    /// bend within a factor of 4. They are 1 too low, because a random number of 1 to 2 is added before truncation.
     pub(in super::super) lower: [[f32; LANES]; 2],
     pub(in super::super) upper: [[f32; LANES]; 2],
     /// `top - 1`
@@ -63,13 +63,14 @@ pub(in super::super) struct Tables {
 }
 
 impl Tables {
-    /// Magnitudes below this (2^-31) use the line of this: the one through zero.
+    /// Magnitudes below this one (2^-31) use its line, which goes through zero.
     pub(in super::super) const LEAST: u32 = 96 << 23;
     pub(in super::super) const SIGN: u32 = 1 << 31;
-    /// From exponent field to index of `slope` and `offset`, and to that of the inverse.
+    /// How far to shift right to get from an exponent field to the index of `slope` and `offset`, and to that of the
+    /// inverse.
     pub(in super::super) const DECODE_SHIFT: u32 = 23;
     pub(in super::super) const ENCODE_SHIFT: u32 = 24;
-    /// Scales below the smallest normal number are 0: their reciprocal would overflow.
+    /// A scale below the smallest normal number is taken for 0, since its reciprocal would overflow.
     pub(in super::super) const LEAST_SCALE: u32 = 1 << 23;
 }
 
@@ -95,7 +96,7 @@ const fn tables(decades: usize) -> Tables {
         tables.slope[at] = slope as f32;
         tables.offset[at] = (-8.0 * ten - 0.5 * slope) as f32;
         if decade + 1 == decades {
-            // The top is 1 to the last bit: 1 - x is exact for x of 0.5 to 2.
+            // The top is 1 to the last bit, since 1 - x is exact for x of 0.5 to 2.
             tables.offset[at] = 1.0 - (top + 0.5) as f32 * slope as f32;
         }
         decade += 1;
@@ -116,7 +117,7 @@ const fn set(mut lines: [[f32; LANES]; 2], at: usize, line: (f64, f64)) -> [[f32
     lines
 }
 
-/// Of the lines from magnitude to `q`, the one that is lowest at `magnitude`: the one through zero or a decade's.
+/// The line from magnitude to `q` that is lowest at `magnitude`. It is the one through zero or a decade's.
 const fn lowest_line(magnitude: f64, decades: usize, largest: f64) -> (f64, f64) {
     let mut lowest = (largest, 0.0);
     let mut decade = 0;

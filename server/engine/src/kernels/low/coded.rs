@@ -1,5 +1,5 @@
-//! 8-bit moments of a chunk in an update: decoded in the loop of the rule, which finds the largest of each block on
-//! the way, and encoded after it.
+//! 8-bit moments of a chunk in an update. The loop of the rule decodes them and finds the largest of each block on
+//! the way; they are encoded after it.
 
 use super::super::LANES;
 use super::drive::{CHUNK, Passes};
@@ -10,26 +10,26 @@ use std::ops::Range;
 const BLOCK: usize = QUANTIZATION_BLOCK;
 const BLOCKS: usize = CHUNK / BLOCK;
 
-/// Bits of the largest magnitude, of every sixteenth element of a block.
+/// The bits of the largest magnitude, of every sixteenth element of a block.
 pub(in super::super) type Largest = [u32; LANES];
 
 /// Both moments of a part of a chunk.
 pub(in super::super) struct Codes<'a> {
     pub(in super::super) first: CodesOf<'a>,
     pub(in super::super) second: CodesOf<'a>,
-    /// First element of the part in its chunk.
+    /// The first element of the part in its chunk.
     pub(in super::super) start: usize,
 }
 
-/// One of them; slices are empty where the rule has no second.
+/// One of the two moments. Its slices are empty where the rule has no second.
 pub(in super::super) struct CodesOf<'a> {
-    /// Of the part.
+    /// The part's codes.
     pub(in super::super) codes: &'a [u8],
-    /// Of the part: where new values go.
+    /// Where the part's new values go.
     pub(in super::super) floats: &'a mut [f32],
-    /// Of the chunk's blocks; finite or NaN.
+    /// The scales of the chunk's blocks; each is finite or NaN.
     pub(in super::super) scales: &'a [f32; BLOCKS],
-    /// Of the chunk's blocks: what new values add to.
+    /// The largest magnitudes of the chunk's blocks, to which new values add.
     pub(in super::super) largest: &'a mut [Largest; BLOCKS],
 }
 
@@ -50,7 +50,7 @@ pub(super) struct Chunk {
 impl Chunk {
     pub(super) const NEW: Chunk = Chunk { largest: [[[0; LANES]; BLOCKS]; 2], scales: [[0.0; BLOCKS]; 2] };
 
-    /// Before the first part of a chunk.
+    /// Called before the first part of a chunk.
     #[inline(always)]
     pub(super) fn begin(&mut self, state: &StateLow, chunk: &Range<usize>) {
         self.largest = Chunk::NEW.largest;
@@ -83,7 +83,7 @@ impl Chunk {
         }
     }
 
-    /// After the last part of a chunk: encodes what the loops left in `floats`.
+    /// Called after the last part of a chunk. It encodes what the loops left in `floats`.
     #[inline(always)]
     pub(super) fn end<P: Passes>(
         &self,

@@ -1,4 +1,4 @@
-//! The order of passes over a range: the same for every instruction set, which supplies the passes.
+//! The order of passes over a range. It is the same for every instruction set, which supplies the passes.
 
 use super::super::{Gradient, ImageMut, Scalars, State};
 use super::coded::{Chunk, Codes, Encoding};
@@ -9,13 +9,13 @@ use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
-/// Elements decoded at a time. Four blocks spread the cost of looking at rule and formats (a branch or two each, and
-/// the rule's constants to registers) and the arrays below still are a quarter of L1.
+/// How many elements are decoded at a time. Four blocks spread the cost of looking at rule and formats (a branch or
+/// two each, and the rule's constants to registers), and the arrays below still are a quarter of L1.
 pub(in super::super) const CHUNK: usize = 4 * BLOCK;
 
-/// What an instruction set does with one block (`update`: with up to a chunk). Slices are as long as each other.
+/// What an instruction set does with one block (`update`: with up to a chunk). All slices of a call have one length.
 pub(in super::super) trait Passes: Copy {
-    /// [`update`](super::super::update), without an image where there is `None`.
+    /// Does what [`update`](super::super::update) does, without an image where there is `None`.
     fn update(
         self,
         s: &Scalars,
@@ -24,8 +24,8 @@ pub(in super::super) trait Passes: Copy {
         image: Option<ImageMut>,
         compensation: f32,
     );
-    /// [`update`](super::super::update) with moments that are brought to f32 in the same loop. Only where it
-    /// [`fuses`](Passes::fuses).
+    /// Does what [`update`](super::super::update) does, with moments that are brought to f32 in the same loop. It may
+    /// be called only where the instruction set [`fuses`](Passes::fuses).
     fn update_low_moments(
         self,
         s: &Scalars,
@@ -39,14 +39,15 @@ pub(in super::super) trait Passes: Copy {
     fn fuses(self, image: &ImageMut) -> bool;
     fn widen_bf16(self, from: &[u16], to: &mut [f32]);
     fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
-    /// The bits of elements `first` and on.
+    /// The random bits of elements `first` and on.
     fn random(self, key: Key, first: u32, to: &mut [u32; BLOCK]);
     fn round_bf16(self, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u16]);
-    /// Returns the scale.
+    /// Encodes a block and returns its scale.
     fn encode(self, code: Code, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u8]) -> f32;
-    /// Both moments of a block of elements `first` and on, where the first one's code is `code`; returns the scales.
+    /// Encodes both moments of a block of elements `first` and on, where the first one's code is `code`. Returns the
+    /// scales.
     fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2];
-    /// Rounds new master weights of elements `first` and on over old ones, and makes the image of what they became.
+    /// Rounds new master weights of elements `first` and on over old ones, and makes the image of the result.
     fn round_master(
         self,
         new: &[f32],
@@ -96,16 +97,16 @@ impl Scratch {
 /// Where moments are brought to f32 and back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Both ways in the loop of the rule.
+    /// Both ways, in the loop of the rule.
     Halves,
-    /// To f32 in the loop of the rule.
+    /// To f32 in the loop of the rule, and back after it.
     Codes,
     /// In passes of their own.
     Apart,
 }
 
 impl Way {
-    /// Not SGD's, for it may leave a part of a block alone.
+    /// SGD's moments take passes of their own, for it may leave a part of a block alone.
     fn of(rule: Rule, state: &StateLow) -> Way {
         use MomentMut::{Bf16, Block8, Empty};
         match (&state.first, &state.second) {
@@ -199,7 +200,7 @@ pub(in super::super) fn update<P: Passes>(
 }
 
 impl MomentMut<'_> {
-    /// bf16 elements; none of any other format.
+    /// The bf16 elements of a part; an empty slice for any other format.
     #[inline(always)]
     fn halves(&mut self, part: &Range<usize>) -> &mut [u16] {
         match self {
@@ -246,7 +247,7 @@ fn load<P: Passes>(
     }
 }
 
-/// Encodes the moments of the blocks that were written: state that a rule leaves alone keeps its bits.
+/// Encodes the moments of the blocks that were written. State that a rule leaves alone keeps its bits.
 #[inline(always)]
 fn store<P: Passes>(
     passes: P,
@@ -316,7 +317,7 @@ pub(in super::super) fn decode<P: Passes>(passes: P, code: Code, moment: Moment,
     }
 }
 
-/// See [`super::super::encode`]: of 8-bit codes. Half a unit for random bits is rounding to nearest.
+/// See [`super::super::encode`], for 8-bit codes. Random bits of half a unit make it round to nearest.
 #[inline(always)]
 pub(in super::super) fn encode<P: Passes>(
     passes: P,

@@ -1,25 +1,19 @@
 //! State in fewer bits: 16- and 8-bit moments and 16-bit master weights. A step moves every parameter through memory
 //! once in and once out, so fewer bits are less traffic; see [`bytes_per_parameter`].
 //!
-//! Fewer bytes cost arithmetic, and docs/update.md has what of. AdamW on a bf16 wire, one core of a Xeon of 2023 with
-//! AVX-512 that moves 29 GB/s, in ns a parameter, on a block in cache and through memory:
+//! Fewer bytes cost arithmetic. AdamW on a bf16 wire takes 0.95 ns a parameter through memory with f32 moments, 0.78
+//! with bf16 ones and 1.43 with 8-bit ones, on one core that moves 29 GB/s (docs/update.md has the table). So bf16
+//! moments save time wherever memory is slower than their arithmetic. 8-bit ones save memory and not time where a
+//! core has memory to itself; where cores share it, bytes decide.
 //!
-//! | moments | bytes | in cache | through memory |
-//! |---|---|---|---|
-//! | f32 | 28 | 0.52 | 1.01 |
-//! | bf16 | 20 | 0.77 | 0.78 |
-//! | 8 bits | 16 | 1.44 | 1.50 |
-//!
-//! So bf16 moments save time wherever memory is slower than that arithmetic. 8-bit ones take the time of theirs: where
-//! a core has memory to itself they save memory, not time; where cores share it, bytes decide.
-//!
-//! An update goes in chunks of four [`QUANTIZATION_BLOCK`]s, which stay in L1. bf16 moments are widened and rounded in the
-//! loop of the rule. 8-bit ones are decoded there; what it leaves is f32 on the stack, encoded when the largest of each
-//! block is known. Other combinations take a pass for each of these.
+//! An update goes in chunks of four [`QUANTIZATION_BLOCK`]s, which stay in L1. bf16 moments are widened and rounded
+//! in the loop of the rule. 8-bit ones are decoded there; the loop leaves f32 on the stack, which is encoded when the
+//! largest of each block is known. Other combinations take a pass for each of these.
 //!
 //! Encoding in an update rounds stochastically, for rounding to nearest stands still: with `beta2 = 0.999` a second
-//! moment moves by 0.1 % a step, and half a unit is 0.2 to 0.4 % in bf16 and up to 4 % in 8 bits. Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest, and
-//! encoding what was decoded gives the same bits (8 bits: from a scale of 2^-100 on).
+//! moment moves by 0.1 % a step, while half a unit is 0.2 to 0.4 % in bf16 and up to 4 % in 8 bits. Conversions
+//! ([`encode`](super::encode), [`decode`](super::decode)) round to nearest, and encoding what was decoded gives the
+//! same bits (8 bits: from a scale of 2^-100 on).
 
 mod code;
 mod coded;
@@ -41,8 +35,8 @@ pub(super) use self::random::{Half, Key};
 use super::{Gradient, ImageMut};
 use std::ops::Range;
 
-/// Elements that share a scale in [`StateFormat::Block8`] (whose codes are [`Code`]s), and the unit of all calls on
-/// low-precision state.
+/// How many elements share a scale in [`StateFormat::Block8`] (whose codes are [`Code`]s). It is the unit of all
+/// calls on low-precision state.
 pub const QUANTIZATION_BLOCK: usize = QUANTIZATION_ELEMENTS;
 
 /// A moment to update.
@@ -133,7 +127,7 @@ impl MasterMut<'_> {
     }
 }
 
-/// Master weights and state of one range in any formats, as [`State`](super::State) is in f32.
+/// Master weights and state of one range in any formats, as [`State`](super::State) holds them in f32.
 #[derive(Debug)]
 pub struct StateLow<'a> {
     pub master: MasterMut<'a>,
@@ -142,7 +136,7 @@ pub struct StateLow<'a> {
 }
 
 impl StateLow<'_> {
-    /// What [`update_low`](super::update_low) promises to panic about.
+    /// Panics where [`update_low`](super::update_low) promises to.
     pub(super) fn check(
         &self,
         segments: &[(Range<usize>, &super::Scalars)],
@@ -168,7 +162,7 @@ impl StateLow<'_> {
     }
 }
 
-/// Bytes of memory traffic per parameter of one step: master weights and moments in and out, the gradient
+/// The memory traffic of one step in bytes a parameter: master weights and moments in and out, the gradient
 /// (`gradient` bytes an element) in and the image (`image` bytes) out.
 pub fn bytes_per_parameter(
     rule: Rule,

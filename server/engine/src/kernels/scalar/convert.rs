@@ -17,10 +17,10 @@ pub(in super::super) fn quiet(x: f32) -> f32 {
 pub(in super::super) trait Format {
     type Bits: Copy;
 
-    /// Exact. A NaN stays some NaN.
+    /// Widens exactly. A NaN stays some NaN.
     fn widen(bits: Self::Bits) -> f32;
 
-    /// Rounded to nearest, ties to even; overflow goes to infinity, small values to denormals. `x` must have gone
+    /// Rounds to nearest, ties to even. Overflow goes to infinity, small values to denormals. `x` must have gone
     /// through [`quiet`].
     fn narrow(x: f32) -> Self::Bits;
 }
@@ -28,7 +28,7 @@ pub(in super::super) trait Format {
 pub(in super::super) struct F32;
 pub(in super::super) struct F16;
 pub(in super::super) struct Bf16;
-/// No bits at all: an image that is not written.
+/// No bits at all, for an image that is not written.
 pub(in super::super) struct Nothing;
 
 impl Format for F32 {

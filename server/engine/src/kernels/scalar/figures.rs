@@ -2,27 +2,27 @@
 
 use super::super::{Figures, LANES};
 
-/// A lane for each 16-bit element of a 64-byte register.
+/// The number of lanes, one for each 16-bit element of a 64-byte register.
 pub(in super::super) const SUMS: usize = 2 * LANES;
 
-/// Elements whose squares are added in f32 before the sum is widened: 16 to a lane. Widening every square takes three
-/// times as many instructions and bounds a core at 0.12 ns an element, more than reading it from memory does.
+/// How many elements' squares are added in f32 before the sum is widened: 16 to a lane. Widening every square takes
+/// three times as many instructions and bounds a core at 0.12 ns an element, more than reading it from memory does.
 pub(in super::super) const TILE: usize = 16 * SUMS;
 
-/// A sum from here on is good: of a block's 64 Ki squares each may have lost 2^-150 by underflow in f32, all together
+/// A sum from here on is good: each of a block's 64 Ki squares may have lost 2^-150 by underflow in f32, all together
 /// 2^-38 of it.
 const LEAST: f64 = 1.0 / (1u128 << 96) as f64;
 
 /// The sum of the squares of a slice's elements, which come in order.
 ///
-/// Element `i` belongs to lane `i % 32`, an order that suits every vector width. A lane adds its squares in f32 by fused
-/// multiply-add, and after each [`TILE`] of elements what it has to a sum in f64. Rounding leaves a relative error of some
-/// 1e-9 in a block, never more than 16 times 2^-24. The lanes are folded as a fixed tree.
+/// Element `i` belongs to lane `i % 32`, an order that suits every vector width. A lane adds its squares in f32 by
+/// fused multiply-add, and after each [`TILE`] of elements adds what it has to a sum in f64. Rounding leaves a
+/// relative error of some 1e-9 in a block, never more than 16 times 2^-24. The lanes are folded as a fixed tree.
 ///
 /// f32 holds no square of an element above 2^64 and few bits of one below 2^-63. Where a sum is not finite or below
 /// [`LEAST`], all is done again [without](Exact) f32.
 ///
-/// Slices sum differently than their concatenation: a block's figures are those of one call over the whole block.
+/// Slices sum differently than their concatenation: a block's statistics are those of one call over the whole block.
 pub(in super::super) struct Sum {
     lanes: [f64; SUMS],
     tile: [f32; SUMS],
@@ -56,19 +56,19 @@ impl Sum {
         self.next = 0;
     }
 
-    /// The figures, unless they must be [`Exact`].
+    /// The statistics; None if they must be taken by [`Exact`].
     pub(in super::super) fn finish(mut self) -> Option<Figures> {
         self.widen();
         let sum_squares = fold(self.lanes);
-        // A lane that is infinite or NaN stays so: every element was finite.
+        // A lane that became infinite or NaN stays so: where the sum is finite, every element was.
         (LEAST..f64::INFINITY)
             .contains(&sum_squares)
             .then_some(Figures { sum_squares, first_nonfinite: None })
     }
 }
 
-/// The same in 16 lanes of f64, where the square of an f32 is exact: neither it nor a sum of fewer than 2^768 can
-/// overflow, so that the sum is finite exactly if every element is.
+/// The same sum in 16 lanes of f64, where the square of an f32 is exact. Neither it nor a sum of fewer than 2^768
+/// squares can overflow, so that the sum is finite exactly if every element is.
 pub(in super::super) struct Exact {
     lanes: [f64; LANES],
     next: usize,
@@ -91,7 +91,7 @@ impl Exact {
         self.next = (self.next + 1) % LANES;
     }
 
-    /// The figures, given a way to look at elements again.
+    /// The statistics, given a way to look at the elements again.
     pub(in super::super) fn finish(self, elements: impl Iterator<Item = f32>) -> Figures {
         let sum = fold(self.lanes);
         if sum.is_finite() {

@@ -119,7 +119,7 @@ fn sixteen(random: u32, half: Half) -> u32 {
     }
 }
 
-/// Stochastic rounding to bf16 of what went through `quiet`: the lower half of the bits, as a fraction of the upper
+/// Rounds what went through `quiet` stochastically to bf16. The lower half of the bits, as a fraction of the upper
 /// half's unit, is the probability of rounding away from zero, to the last bit. Values of bf16 stay, infinities and
 /// the canonical NaN among them.
 #[inline(always)]
@@ -127,7 +127,7 @@ fn round_element(x: f32, random: u32) -> u16 {
     ((x.to_bits() + random) >> 16) as u16
 }
 
-/// The scale of a block from the largest bits of its magnitudes, which are ordered as the magnitudes are.
+/// The scale of a block, from the largest bits of its magnitudes. The bits are ordered as the magnitudes are.
 #[inline(always)]
 pub(in super::super) fn scale(largest: u32) -> f32 {
     if largest >= f32::INFINITY.to_bits() {
@@ -142,7 +142,8 @@ pub(in super::super) fn scale(largest: u32) -> f32 {
 #[inline(always)]
 fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
     let tables = code.tables();
-    // The sign goes along in f: half a unit more than a code of 0 or more, and than the -1 - q of a negative one.
+    // The sign goes along in f, which is half a unit more than a code of 0 or more, and than the -1 - q of a negative
+    // one.
     let f = match code {
         Code::Signed => f32::from(bits as i8) + 0.5,
         Code::Unsigned => f32::from(bits) + 0.5,

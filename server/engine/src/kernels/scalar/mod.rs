@@ -28,7 +28,7 @@ pub(super) fn update(
     update_parts(scalars, gradient, state, Some(image), compensation);
 }
 
-/// [`update`], without an image where there is `None`: then up to [`CHUNK`] elements.
+/// Does what [`update`] does, without an image where there is `None`: then for up to [`CHUNK`] elements.
 fn update_parts(
     scalars: &Scalars,
     gradient: Gradient,
@@ -141,7 +141,7 @@ pub(super) fn figures(gradient: Gradient) -> Figures {
     resume_figures(Sum::new(), 0, gradient).unwrap_or_else(|| resume_exact(Exact::new(), 0, gradient))
 }
 
-/// The figures of `gradient`, of which `sum` holds all before `done`.
+/// The statistics of `gradient`, where `sum` holds all elements before `done`.
 pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Option<Figures> {
     fn run<G: Format>(mut sum: Sum, gradient: &[G::Bits]) -> Option<Figures> {
         gradient.iter().for_each(|&g| sum.add(G::widen(g)));
@@ -154,7 +154,7 @@ pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Optio
     }
 }
 
-/// As [`resume_figures`].
+/// The statistics of `gradient`, where `sum` holds all elements before `done`.
 pub(super) fn resume_exact(sum: Exact, done: usize, gradient: Gradient) -> Figures {
     fn run<G: Format>(mut sum: Exact, done: usize, gradient: &[G::Bits]) -> Figures {
         gradient[done..].iter().for_each(|&g| sum.add(G::widen(g)));

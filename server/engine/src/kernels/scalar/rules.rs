@@ -20,7 +20,7 @@ pub(super) trait Rule: Copy {
 pub(super) struct AdamW(pub(super) AdamScalars);
 #[derive(Clone, Copy)]
 pub(super) struct Adam(pub(super) AdamScalars);
-/// SGD without momentum: the buffer, though there, is not touched.
+/// SGD without momentum. It does not touch the buffer, though there is one.
 #[derive(Clone, Copy)]
 pub(super) struct PlainSgd(pub(super) SgdScalars);
 #[derive(Clone, Copy)]
@@ -30,9 +30,9 @@ pub(super) struct Lion(pub(super) LionScalars);
 #[derive(Clone, Copy)]
 pub(super) struct Adagrad(pub(super) AdagradScalars);
 
-/// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_`, `addcmul_` (whose order is
-/// `(value * g) * g`) and eps after the bias-corrected root. Of torch's two forms of `lerp_` it is the one for
-/// `1 - beta1 < 0.5`.
+/// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_`, `addcmul_` (whose order is `(value * g) *
+/// g`), and eps added after the bias-corrected root. torch has two forms of `lerp_`, and this is the one for `1 -
+/// beta1 < 0.5`.
 impl Rule for AdamW {
     const SLOTS: usize = 2;
 
@@ -77,7 +77,7 @@ impl Rule for PlainSgd {
     }
 }
 
-/// As torch does, dampening does not apply to the first step.
+/// As in torch, dampening does not apply to the first step.
 impl Rule for MomentumSgd {
     const SLOTS: usize = 1;
 

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::super::*;
 use super::data::{Array, BLOCK, KINDS, Kind, Noise, Owned, hyper};
 
-/// Mostly short and odd: that is where heads and tails are.
+/// Lengths that are mostly short and odd, since that is where heads and tails are.
 fn length() -> impl Strategy<Value = usize> {
     prop_oneof![
         20 => 0usize..100,
@@ -15,7 +15,7 @@ fn length() -> impl Strategy<Value = usize> {
     ]
 }
 
-/// All of rule x gradient x image x compensation for short slices, a few of them for long ones.
+/// All combinations of rule, gradient, image and compensation for short slices, and a few of them for long ones.
 fn combinations(count: usize, noise: &mut Noise) -> Vec<(Rule, Kind, Kind, f32)> {
     let mut all = vec![];
     for rule in Rule::ALL {
@@ -170,7 +170,8 @@ fn figures_find_the_first_nonfinite_element_and_sum_squares() {
     }
 }
 
-/// Squares that f32 cannot hold, has few bits of, or just holds, with zeros and ordinary elements between them.
+/// Some squares are too large for f32, some have few bits there and some just fit, with zeros and ordinary elements
+/// between them.
 #[test]
 fn sums_of_squares_are_right_over_the_whole_range() {
     let mut noise = Noise(7);
@@ -186,7 +187,7 @@ fn sums_of_squares_are_right_over_the_whole_range() {
             let reference = figures(Isa::Scalar, Gradient::F32(&gradient));
             assert_eq!(reference.first_nonfinite, None);
             let error = (reference.sum_squares / exact - 1.0).abs();
-            // Sixteen additions, each right to 2^-24.
+            // There are sixteen additions, each right to 2^-24.
             assert!(error < 1e-6, "2^{exponent}, one in {share} beside {other}: {error:e}");
             for isa in Isa::available() {
                 assert_eq!(

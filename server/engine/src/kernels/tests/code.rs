@@ -1,4 +1,4 @@
-//! The 8-bit code against its definition, written down once more in f64.
+//! The 8-bit code against its definition, which is written down once more here, in f64.
 
 use super::super::*;
 use super::data::{Array, Kind, Noise};
@@ -6,7 +6,7 @@ use super::data::{Array, Kind, Noise};
 const BLOCK: usize = QUANTIZATION_BLOCK;
 const CODES: [Code; 2] = [Code::Signed, Code::Unsigned];
 
-/// The magnitudes of the definition.
+/// The magnitudes as defined.
 fn magnitudes(code: Code) -> Vec<f64> {
     let top = if code == Code::Signed { 127 } else { 255 };
     let d = |q: i32| {
@@ -44,7 +44,8 @@ fn every_code_decodes_to_its_definition() {
     }
 }
 
-/// Every value gets the nearest code, and what is halfway the one further from zero, up to f32's rounding.
+/// Every value gets the nearest code, and a value halfway between two gets the one further from zero, up to f32's
+/// rounding.
 #[test]
 fn encoding_takes_the_nearest_code() {
     for code in CODES {
@@ -84,7 +85,7 @@ fn decoded_values_encode_to_what_they_came_from_on_every_isa() {
             let mut codes: Vec<u8> = (0..BLOCK).map(|_| noise.next() as u8).collect();
             let top = magnitudes(code).len() - 1;
             codes[noise.below(BLOCK)] = code_of(code, top, noise.below(2) == 0);
-            // From 2^-100: of a smaller scale's smallest codes, f32's denormals hold too few bits.
+            // Scales begin at 2^-100: f32's denormals hold too few bits of a smaller scale's smallest codes.
             let scales = [f32::from_bits((27 << 23) + noise.below(228 << 23) as u32)];
             let mut values = vec![0.0; BLOCK];
             decode(Isa::Scalar, code, Moment::Block8 { codes: &codes, scales: &scales }, &mut values);

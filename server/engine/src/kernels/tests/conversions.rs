@@ -44,8 +44,8 @@ fn every_16_bit_pattern_survives_there_and_back() {
     }
 }
 
-/// Every sign, exponent and kept bit, with every case of what rounding cuts off: nothing, a little, just below half,
-/// half, just above, almost one. f16 cuts 13 bits (more where it is denormal), bf16 16.
+/// There is every sign, exponent and kept bit, with every case of what rounding cuts off: nothing, a little, just
+/// below half, half, just above, almost one. f16 cuts 13 bits (more where it is denormal), bf16 16.
 #[test]
 fn every_rounding_case_narrows_as_defined() {
     const CUT_13: [u32; 6] = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF];
@@ -72,7 +72,7 @@ fn every_rounding_case_narrows_as_defined() {
 fn define_f16(x: f32) -> u16 {
     let magnitude = f64::from(x.abs());
     let sign = if x.is_sign_negative() { 0x8000 } else { 0 };
-    // Halfway between the largest f16, 65504, and the next there would be.
+    // This is halfway between the largest f16, 65504, and the next one if there were one.
     if magnitude >= 65520.0 {
         return sign | 0x7C00;
     }

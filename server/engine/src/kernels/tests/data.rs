@@ -31,12 +31,12 @@ impl Noise {
         (self.next() % bound as u64) as usize
     }
 
-    /// In [-1, 1).
+    /// A number in [-1, 1).
     pub(super) fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u32 << 23) as f32 - 1.0
     }
 
-    /// An ordinary value, or with `wild` often a special one or any bit pattern.
+    /// An ordinary value; with `wild` often a special one or any bit pattern.
     pub(super) fn value(&mut self, wild: bool) -> f32 {
         const SPECIAL: [u32; 20] = [
             0x0000_0000, // +0
@@ -78,7 +78,7 @@ pub(super) struct Array {
 }
 
 impl Array {
-    /// Element patterns of `kind`, wild ones among them.
+    /// Element patterns of `kind`; with `wild` some are special.
     pub(super) fn noisy(kind: Kind, count: usize, noise: &mut Noise, wild: bool) -> Array {
         let mut array = Array::blank(kind, count, noise);
         for i in 0..count {
@@ -92,7 +92,7 @@ impl Array {
         array
     }
 
-    /// Filled with a pattern that no kernel writes.
+    /// An array filled with a pattern that no kernel writes.
     pub(super) fn blank(kind: Kind, count: usize, noise: &mut Noise) -> Array {
         let offset = noise.below(40);
         match kind {
@@ -136,7 +136,7 @@ impl Owned {
         let master = Array::noisy(Kind::F32, count, noise, wild);
         let mut first = Array::noisy(Kind::F32, of(0), noise, wild);
         let mut second = Array::noisy(Kind::F32, of(1), noise, wild);
-        // Sums of squares, unless wild, are not negative.
+        // Unless wild, sums of squares are not negative.
         let squares = if rule == Rule::Adagrad { &mut first } else { &mut second };
         if !wild {
             squares.floats().iter_mut().for_each(|x| *x = x.abs());
@@ -166,7 +166,7 @@ pub(super) fn hyper(noise: &mut Noise) -> Hyper {
 
 pub(super) const FORMATS: [StateFormat; 3] = [StateFormat::F32, StateFormat::Bf16, StateFormat::Block8];
 
-/// Low-precision state, owned, of some blocks.
+/// Low-precision state of some blocks, owned.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct OwnedLow {
     pub(super) master: Array,
@@ -174,7 +174,7 @@ pub(super) struct OwnedLow {
     second: OwnedMoment,
 }
 
-/// A moment in one of the formats; floats as bits, so that NaNs compare.
+/// A moment in one of the formats. Floats are bits, so that NaNs compare.
 #[derive(Clone, Debug, PartialEq)]
 enum OwnedMoment {
     Empty,
@@ -240,7 +240,7 @@ impl OwnedLow {
     }
 }
 
-/// An image on cache lines, so that it can be aligned for streaming, as all images of a server are.
+/// An image that begins on a cache line, so that it can be aligned for streaming, as all images of a server are.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Lines {
     kind: Kind,
@@ -253,7 +253,7 @@ pub(super) struct Lines {
 struct Line([u32; 16]);
 
 impl Lines {
-    /// `count` elements, a multiple of 32, aligned or not.
+    /// An image of `count` elements, a multiple of 32, aligned or not.
     pub(super) fn blank(kind: Kind, count: usize, noise: &mut Noise) -> Lines {
         let offset = [0, noise.below(64)][noise.below(2)];
         Lines { kind, offset, lines: vec![Line([0x7FBA_DBAD; 16]); count / 16 + 4] }

@@ -7,7 +7,7 @@ use super::data::{Array, FORMATS, KINDS, Kind, Lines, Noise, Owned, OwnedLow, hy
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
-/// All a call is made of.
+/// All that a call takes.
 struct Case {
     scalars: Vec<Scalars>,
     ends: Vec<usize>,
@@ -47,7 +47,7 @@ impl Case {
         }
     }
 
-    /// One call per range of blocks that ends at one of `cuts`.
+    /// Makes one call for each range of blocks that ends at one of `cuts`.
     fn run(&self, isa: Isa, cuts: &[usize]) -> (OwnedLow, Lines) {
         let (mut state, mut image) = (self.before.clone(), self.blank.clone());
         let mut start = 0;
@@ -117,7 +117,7 @@ proptest! {
     }
 }
 
-/// As `bits_have_not_changed` of f32 state: a changed constant means that jobs change their bits over an upgrade.
+/// A changed constant means that jobs change their bits over an upgrade, as in `bits_have_not_changed` for f32 state.
 #[test]
 fn low_bits_have_not_changed() {
     let found: Vec<u64> = Isa::available()
@@ -136,8 +136,8 @@ fn low_bits_have_not_changed() {
 
 const GOLDEN: u64 = 0xbf46_e743_d23a_9311;
 
-/// Whatever the random bits, they do not carry the largest magnitude of a block past the top of its code. (One in 2^16
-/// may be one below: the reciprocal of a scale is rounded.)
+/// No random bits carry the largest magnitude of a block past the top of its code. (They may leave it one below, once
+/// in 2^16: the reciprocal of a scale is rounded.)
 #[test]
 fn equal_magnitudes_stay_at_the_top_of_the_code() {
     let (count, mut noise) = (16 * BLOCK, Noise(5));
@@ -169,7 +169,7 @@ fn equal_magnitudes_stay_at_the_top_of_the_code() {
     }
 }
 
-/// Without momentum, SGD does not touch its buffer: it is not even rounded anew.
+/// Without momentum SGD does not touch its buffer, which is not even rounded anew.
 #[test]
 fn blocks_of_plain_sgd_keep_their_moment() {
     let mut noise = Noise(5);

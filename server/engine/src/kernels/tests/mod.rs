@@ -1,4 +1,4 @@
-//! Every instruction set against the scalar reference, and the reference against what others say is right.
+//! Every instruction set against the scalar reference, and the reference against others' definitions.
 
 mod agreement;
 mod code;

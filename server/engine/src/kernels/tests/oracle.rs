@@ -5,7 +5,7 @@ use super::data::{Array, BLOCK, Kind, Noise, Owned};
 
 const STEPS: u64 = 100;
 
-/// One element in f64, each rule as PyTorch's documentation writes it down (Lion: its paper).
+/// One element in f64. Each rule is as PyTorch's documentation writes it down (Lion: its paper).
 struct Oracle {
     weight: f64,
     first: f64,
@@ -52,7 +52,7 @@ impl Oracle {
 /// Steps `count` weights and their oracles side by side and returns the largest relative difference.
 fn run(rule: Rule, hyper: &Hyper, count: usize) -> f64 {
     let mut noise = Noise(7);
-    // Away from 0, so that a relative difference means something.
+    // The weights stay away from 0, so that a relative difference means something.
     let mut master: Vec<f32> =
         (0..count).map(|i| if i % 2 == 0 { 2.0 } else { -2.0 } + noise.unit()).collect();
     let mut oracles: Vec<Oracle> =
@@ -95,8 +95,8 @@ fn rules_follow_the_formulas() {
     }
 }
 
-/// By hand: after the first step of AdamW, m / (1 - beta1) = g and v / (1 - beta2) = g^2, so the weight moves by
-/// lr against the sign of g, whatever its size.
+/// This can be computed by hand: after the first step of AdamW, m / (1 - beta1) = g and v / (1 - beta2) = g^2, so the
+/// weight moves by lr against the sign of g, whatever its size.
 #[test]
 fn the_first_adamw_step_moves_by_the_learning_rate() {
     let hyper = Hyper { lr: 0.01, weight_decay: 0.1, eps: 0.0, ..Hyper::default() };
@@ -128,8 +128,8 @@ fn compensation_takes_back_a_part_of_the_displacement() {
     }
 }
 
-/// Weights, state and image of three steps as one number per rule. A changed constant means that running jobs
-/// would change their weights' bits over an upgrade, and that servers of two builds disagree.
+/// The test makes one number a rule out of weights, state and image after three steps. A changed constant means that
+/// running jobs would change their weights' bits over an upgrade, and that servers of two builds disagree.
 #[test]
 fn bits_have_not_changed() {
     for isa in Isa::available() {
@@ -161,7 +161,7 @@ fn golden(isa: Isa, rule: Rule) -> u64 {
     let state = state.state();
     let ImageMut::Bf16(image) = image.image() else { unreachable!() };
     let words = [&*state.master, state.first, state.second].into_iter().flatten().map(|x| x.to_bits());
-    // FNV-1a over words.
+    // This is FNV-1a over 32-bit words.
     words
         .chain(image.iter().map(|&bits| u32::from(bits)))
         .fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ u64::from(word)).wrapping_mul(0x0100_0000_01B3))

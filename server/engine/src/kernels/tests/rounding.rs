@@ -44,7 +44,7 @@ fn halves_are_uniform_and_independent_of_neighbours_steps_and_each_other() {
             for counts in [buckets, low] {
                 let expected = COUNT as f64 / 256.0;
                 let chi: f64 = counts.iter().map(|count| (count - expected).powi(2) / expected).sum();
-                // 255 degrees of freedom: mean 255, standard deviation 22.6.
+                // With 255 degrees of freedom the mean is 255 and the standard deviation 22.6.
                 assert!(chi < 255.0 + 5.0 * 22.6, "chi squared {chi}");
             }
             for distance in [1, 2, 16, 256, 65_536] {
@@ -61,9 +61,11 @@ fn halves_are_uniform_and_independent_of_neighbours_steps_and_each_other() {
     }
 }
 
-/// The mean of `value`, rounded once in each of `steps` steps and 255 places of a block whose largest is `scale`.
+/// The mean of `value` after it was rounded once in each of `steps` steps at 255 positions of a block whose largest
+/// is `scale`.
 fn rounded(format: StateFormat, value: f32, scale: f32, steps: u64) -> f64 {
-    // Through SGD with momentum 1 the buffer becomes itself plus the gradient: from 0, any f32 value is rounded once.
+    // In SGD with momentum 1 the buffer becomes itself plus the gradient, so that from 0 any f32 value is rounded
+    // once.
     let hyper = Hyper { momentum: 1.0, weight_decay: 0.0, lr: 0.0, ..Hyper::default() };
     let scalars = Scalars::new(Rule::Sgd, &hyper, 2, 1.0);
     let mut gradient = vec![value; BLOCK];
@@ -94,12 +96,13 @@ fn rounded(format: StateFormat, value: f32, scale: f32, steps: u64) -> f64 {
 #[test]
 fn the_mean_of_rounded_values_is_the_value() {
     for format in [StateFormat::Bf16, StateFormat::Block8] {
-        // With a largest magnitude of 1, steps of the code are at most 0.14 of the value above 1e-1, 0.29 above 1e-2.
+        // With a largest magnitude of 1, a step of the code is at most 0.14 of the value above 1e-1, and 0.29 above
+        // 1e-2.
         for value in [0.3333f32, -0.77, 0.1015, 0.1001, 0.0123, -0.011, 1.3e-3, 0.987_654] {
             let mean = rounded(format, value, 1.0, 4000);
             let error = (mean - f64::from(value)) / f64::from(value);
             let step = if format == StateFormat::Bf16 { 0.008 } else { 0.6 };
-            // Half a step's deviation, over a million draws: 5 of them.
+            // The limit is five deviations of half a step, over a million draws.
             assert!(error.abs() < 5.0 * 0.5 * step / 1e3, "{format:?} {value}: {error}");
         }
     }

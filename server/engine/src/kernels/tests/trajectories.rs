@@ -1,4 +1,4 @@
-//! Whether low precision still optimises: the same problem with f32 state and with less.
+//! Whether low precision still optimises: the same problem is solved with f32 state and with less.
 
 use super::super::*;
 use super::data::Noise;
@@ -28,7 +28,7 @@ impl Run {
         }
     }
 
-    /// A step; the image is what the next gradient is computed at.
+    /// Makes a step. The next gradient is computed at the image.
     fn step(&mut self, hyper: &Hyper, step: u64, gradient: &[f32], image: &mut [f32]) {
         let scalars = Scalars::new(Rule::AdamW, hyper, step, 1.0);
         let [master, half_first, half_second] = &mut self.halves;
@@ -72,7 +72,8 @@ const FORMATS: [(MasterFormat, StateFormat); 5] = [
     (MasterFormat::Bf16, StateFormat::Block8),
 ];
 
-/// Logistic regression of noisy labels on 1024 features of very different sizes, by batches of 64 of 4096 samples.
+/// The problem is a logistic regression of noisy labels on 1024 features of very different sizes, by batches of 64 of
+/// 4096 samples.
 #[test]
 fn logistic_regression_ends_where_it_does_in_f32() {
     let losses = FORMATS.map(|formats| {
@@ -114,7 +115,7 @@ fn logistic_regression_ends_where_it_does_in_f32() {
 }
 
 /// A second moment forgets: after gradients become 30 times smaller, so does its root, within the noise of rounding.
-/// Rounded to nearest, bf16's and the 8-bit code's would stand where it was.
+/// Rounded to nearest, bf16's and the 8-bit code's would stay where they were.
 #[test]
 fn second_moments_follow_gradients_down() {
     for formats in FORMATS {

@@ -1,16 +1,17 @@
-//! Sums over ranks and micro-steps, and figures of what was summed or came alone.
+//! Sums over ranks and micro-steps, and statistics of a gradient that was summed or came alone.
 
 use super::super::scalar::convert::{Bf16, F16, F32};
 use super::super::scalar::{self, Exact, SUMS, Sum, TILE};
 use super::super::{Figures, Gradient, LANES};
 use super::lanes::{Lanes, LanesFormat};
 
-/// A loop with one stream of memory to wait for waits for the page in hand: the core looks ahead to the end of a page, no
-/// further. So it reads four runs of two pages by turns, a tile of each, and asks for what comes next in a run this far
-/// ahead: 14.6 GB/s a core instead of 13.4, and 29 with two cores instead of 26.5 (10.5 and 21 without either).
+/// How far ahead of itself a loop asks for what comes next in a run. A loop over one stream of memory waits at each
+/// page, since a core looks ahead to the end of a page and no further. So the loop reads four runs of two pages in
+/// turn, a tile of each: 14.6 GB/s a core instead of 13.4, and 29 with two cores instead of 26.5 (10.5 and 21 without
+/// either).
 const PREFETCH_BYTES: usize = 2 * 1024;
 const RUNS: usize = 4;
-/// Of bf16, two pages.
+/// Two pages of bf16.
 const RUN_TILES: usize = 8;
 
 /// See [`super::super::accumulate`].
@@ -87,7 +88,7 @@ pub(in super::super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures 
                     sums[tile] = squares::<V, G>(from.add(runs + (run * RUN_TILES + tile) * TILE));
                 }
             }
-            // Sums are of tiles in their order, whatever the order in which these were read.
+            // Tiles are added in their order, whatever the order in which they were read.
             for [first, second] in sums.as_flattened() {
                 (low, high) = (first.add_to(low), second.add_to(high));
             }
@@ -98,7 +99,7 @@ pub(in super::super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures 
         }
         in_order([V::spill(low), V::spill(high)], G::INTERLEAVED)
     }
-    /// Sums of the squares of a tile.
+    /// The sums of the squares of a tile.
     #[inline(always)]
     unsafe fn squares<V: Lanes, G: LanesFormat>(tile: *const G::Bits) -> [V; 2] {
         let mut sums = [V::splat(0.0), V::splat(0.0)];
@@ -119,14 +120,14 @@ pub(in super::super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures 
     finish::<V>(sums, end, gradient)
 }
 
-/// Sums by index, of those of two loads.
+/// Puts the sums of two loads in the order of their indices.
 fn in_order(loads: [[f64; LANES]; 2], interleaved: bool) -> [f64; SUMS] {
     std::array::from_fn(|lane| {
         if interleaved { loads[lane % 2][lane / 2] } else { loads[lane / LANES][lane % LANES] }
     })
 }
 
-/// The figures of `gradient`, of which `sums` hold all before `end`.
+/// The statistics of `gradient`, where `sums` hold all elements before `end`.
 #[inline(always)]
 unsafe fn finish<V: Lanes>(sums: [f64; SUMS], end: usize, gradient: Gradient) -> Figures {
     match scalar::resume_figures(Sum::resume(sums), end, gradient) {
@@ -135,7 +136,7 @@ unsafe fn finish<V: Lanes>(sums: [f64; SUMS], end: usize, gradient: Gradient) ->
     }
 }
 
-/// Without f32.
+/// Takes the statistics without f32.
 #[inline(always)]
 unsafe fn exact<V: Lanes>(gradient: Gradient) -> Figures {
     #[inline(always)]

@@ -7,8 +7,8 @@ use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 /// except that a NaN may be any NaN until [`quiet`](Lanes::quiet).
 ///
 /// Methods are `#[inline(always)]` without `#[target_feature]`, and so are all generic loops over them: they are
-/// compiled inside the one function per kernel that has the feature enabled (see `entry_points!`). A method that
-/// is not inlined there would call every intrinsic as a function.
+/// compiled inside the one function per kernel that has the feature enabled (see `entry_points!`). A method that is
+/// not inlined there would call every intrinsic as a function.
 ///
 /// # Safety
 /// For all methods: this CPU has the instruction set of the implementing type, and pointers are valid for 16
@@ -21,15 +21,16 @@ pub(in super::super) trait Lanes: Copy {
     /// Sixteen 32-bit integers.
     type Words: Copy;
 
-    /// Where streaming stores must begin, in bytes: 1 if they are ordinary stores.
+    /// The alignment, in bytes, at which streaming stores must begin; 1 if they are ordinary stores.
     const STREAM_ALIGNMENT: usize;
 
-    /// How many elements ahead of itself an update asks for memory; 0 where the CPU sees by itself what comes next.
+    /// How many elements ahead of itself an update asks for memory; 0 where the CPU foresees what comes next by
+    /// itself.
     #[inline(always)]
     fn ahead() -> usize {
         0
     }
-    /// Asks for the cache line at an address, which need not be one.
+    /// Asks for the cache line at an address, which need not be valid.
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
 
@@ -44,11 +45,11 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn mul(self, other: Self) -> Self;
     unsafe fn div(self, other: Self) -> Self;
     unsafe fn sqrt(self) -> Self;
-    /// -1, 0 or 1; +0 for both zeros, NaN for NaN.
+    /// Gives -1, 0 or 1: +0 for both zeros, NaN for NaN.
     unsafe fn sign(self) -> Self;
     /// Any NaN becomes the canonical one.
     unsafe fn quiet(self) -> Self;
-    /// Each one [quieted](Lanes::quiet).
+    /// Makes each vector [quiet](Lanes::quiet).
     #[inline(always)]
     unsafe fn quiet_all([a, b, c]: [Self; 3]) -> [Self; 3] {
         [a.quiet(), b.quiet(), c.quiet()]
@@ -56,13 +57,13 @@ pub(in super::super) trait Lanes: Copy {
 
     unsafe fn load_half(from: *const u16) -> Self::Half;
     unsafe fn store_half(half: Self::Half, to: *mut u16);
-    /// As [`stream`](Lanes::stream), but any multiple of 16 elements from an aligned address will do.
+    /// Stores as [`stream`](Lanes::stream) does, at any multiple of 16 elements from an aligned address.
     unsafe fn stream_half(half: Self::Half, to: *mut u16);
     unsafe fn from_f16(half: Self::Half) -> Self;
     unsafe fn from_bf16(half: Self::Half) -> Self;
-    /// Of lanes that went through [`quiet`](Lanes::quiet).
+    /// The lanes must have gone through [`quiet`](Lanes::quiet).
     unsafe fn to_f16(self) -> Self::Half;
-    /// Of lanes that went through [`quiet`](Lanes::quiet).
+    /// The lanes must have gone through [`quiet`](Lanes::quiet).
     unsafe fn to_bf16(self) -> Self::Half;
 
     unsafe fn min(self, other: Self) -> Self;
@@ -70,9 +71,9 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn lookup(self, index: Self::Words) -> Self;
     unsafe fn to_words(self) -> Self::Words;
     unsafe fn from_words(words: Self::Words) -> Self;
-    /// The values of signed integers.
+    /// Converts signed integers to their values.
     unsafe fn convert(words: Self::Words) -> Self;
-    /// Toward zero, in the range of i32.
+    /// Rounds toward zero, in the range of i32.
     unsafe fn truncate(self) -> Self::Words;
 
     unsafe fn splat_words(x: u32) -> Self::Words;
@@ -80,17 +81,17 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn store_words(words: Self::Words, to: *mut u32);
     unsafe fn load_unsigned_bytes(from: *const u8) -> Self::Words;
     unsafe fn load_signed_bytes(from: *const u8) -> Self::Words;
-    /// Sixty-four words as bytes, signed or not; those out of range become the nearest.
+    /// Stores sixty-four words as bytes, signed or not. A word out of range becomes the nearest byte.
     unsafe fn store_bytes<const SIGNED: bool>(words: [Self::Words; 4], to: *mut u8);
-    /// The upper halves.
+    /// The upper half of each word.
     unsafe fn upper_half(words: Self::Words) -> Self::Half;
     unsafe fn add_words(a: Self::Words, b: Self::Words) -> Self::Words;
-    /// The lower 32 bits.
+    /// The lower 32 bits of each product.
     unsafe fn mul_words(a: Self::Words, b: Self::Words) -> Self::Words;
     unsafe fn and_words(a: Self::Words, b: Self::Words) -> Self::Words;
     unsafe fn or_words(a: Self::Words, b: Self::Words) -> Self::Words;
     unsafe fn xor_words(a: Self::Words, b: Self::Words) -> Self::Words;
-    /// The larger as signed integers.
+    /// The larger of two words as signed integers.
     unsafe fn max_words(a: Self::Words, b: Self::Words) -> Self::Words;
     unsafe fn shift_left<const BITS: u32>(words: Self::Words) -> Self::Words;
     unsafe fn shift_right<const BITS: u32>(words: Self::Words) -> Self::Words;
@@ -102,7 +103,7 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn add_square(self, to: Self) -> Self;
     /// Each lane added to the same lane of `sums`.
     unsafe fn add_to(self, sums: Self::Sums) -> Self::Sums;
-    /// Each lane's square added to the same lane of `sums`. Fused or not: it is exact in f64.
+    /// Each lane's square added to the same lane of `sums`. It is exact in f64, so that it may be fused or not.
     unsafe fn add_exact_square(self, sums: Self::Sums) -> Self::Sums;
     unsafe fn spill(sums: Self::Sums) -> [f64; LANES];
 
@@ -110,9 +111,9 @@ pub(in super::super) trait Lanes: Copy {
     unsafe fn fence();
 }
 
-/// An element format, 16 elements at a time. Safety as for [`Lanes`].
+/// An element format, 16 elements at a time. Its methods are safe under the conditions of [`Lanes`].
 pub(super) trait LanesFormat: Format {
-    /// Whether [`load_two`](LanesFormat::load_two) gives elements of even index, then of odd.
+    /// Whether [`load_two`](LanesFormat::load_two) gives first the elements of even index, then those of odd.
     const INTERLEAVED: bool = false;
 
     unsafe fn load<V: Lanes>(from: *const Self::Bits) -> V;

@@ -1,4 +1,4 @@
-//! Low-precision state for 16 lanes. Operation for operation what `scalar/low.rs` specifies.
+//! Low-precision state for 16 lanes. It does what `scalar/low.rs` specifies, operation for operation.
 
 use super::super::low::{
     self as passes, Code, Encoding, Half, InLoop, Key, Largest, Passes, QUANTIZATION_BLOCK, Random, StateLow,
@@ -14,7 +14,7 @@ use std::{marker::PhantomData, ops::Range};
 const BLOCK: usize = QUANTIZATION_BLOCK;
 const ONE: u32 = 0x3F80_0000;
 
-/// The passes of an instruction set. Whoever has one has made sure that this CPU has the other.
+/// The passes of an instruction set. Whoever makes one has made sure that this CPU has the instruction set.
 struct Vector<V>(PhantomData<V>);
 
 impl<V> Clone for Vector<V> {
@@ -56,8 +56,8 @@ pub(in super::super) unsafe fn encode<V: Lanes>(
     passes::encode(Vector::<V>(PhantomData), code, from, codes, scales);
 }
 
-/// SAFETY, for all: a `Vector` is made where this CPU has the instruction set, and the slices are as long as each
-/// other and a multiple of 16.
+/// SAFETY, for all methods: a `Vector` is made only where this CPU has the instruction set, and the slices have one
+/// length, a multiple of 16.
 impl<V: Lanes> Passes for Vector<V> {
     #[inline(always)]
     fn update(
@@ -231,7 +231,7 @@ unsafe fn master_block<V: Lanes, I: LanesFormat>(
     }
 }
 
-/// Bits of the largest magnitudes.
+/// The bits of the largest magnitudes.
 #[inline(always)]
 unsafe fn largest<V: Lanes>(from: &[f32]) -> Largest {
     let mut largest = V::splat_words(0);
@@ -259,7 +259,7 @@ unsafe fn decode_block<V: Lanes, const SIGNED: bool>(from: &[u8], scale: f32, to
     }
 }
 
-/// Whether codes are made with it: 0 and NaN say all.
+/// Whether codes are made with this scale. A scale of 0 or NaN says all by itself.
 #[inline(always)]
 fn is_plain(scale: f32) -> bool {
     scale > 0.0
@@ -303,7 +303,7 @@ unsafe fn encode_block<V: Lanes, const SIGNED: bool, const HIGH: bool>(
     }
 }
 
-/// Both moments at once: an element's random bits are for both.
+/// Encodes one moment or both. Both go at once because an element's random bits are for both.
 #[inline(always)]
 unsafe fn encode_loop<V: Lanes, const SIGNED: bool, const BOTH: bool>(
     from: [&[f32]; 2],
@@ -323,7 +323,7 @@ unsafe fn encode_loop<V: Lanes, const SIGNED: bool, const BOTH: bool>(
     }
 }
 
-/// From values to codes.
+/// Turns values into codes.
 #[derive(Clone, Copy)]
 struct Encoder<V> {
     lower: [V; 2],
@@ -342,7 +342,7 @@ impl<V: Lanes> Encoder<V> {
         }
     }
 
-    /// Sixty-four codes. Not by `map`: a closure's code would be without the instruction set.
+    /// Makes sixty-four codes. `map` would not do: a closure's code would be compiled without the instruction set.
     #[inline(always)]
     unsafe fn four<const SIGNED: bool, const HIGH: bool>(
         self,
@@ -371,7 +371,7 @@ impl<V: Lanes> Encoder<V> {
         let at = V::shift_right::<{ Tables::ENCODE_SHIFT }>(at);
         let lower = magnitude.mul(self.lower[0].lookup(at)).add(self.lower[1].lookup(at));
         let upper = magnitude.mul(self.upper[0].lookup(at)).add(self.upper[1].lookup(at));
-        // The reference's third minimum, with `last`, is what packing does: no magnitude is above 1, for the reciprocal's
+        // Packing does the reference's third minimum, with `last`. No magnitude is above 1, for the reciprocal's
         // error is at most half a unit, so the sum below stays under `top + 2` and saturates to `top`.
         let position = lower.min(upper);
         let random = V::shift_left::<7>(sixteen::<V, HIGH>(random));

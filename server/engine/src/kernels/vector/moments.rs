@@ -5,17 +5,17 @@ use super::super::{Code, LANES, State};
 use super::lanes::Lanes;
 use super::rules::Slots;
 
-/// Both moments, 16 elements at a time. Safety as for [`Lanes`].
+/// Both moments, 16 elements at a time. Its methods are safe under the conditions of [`Lanes`].
 pub(super) trait Moments<V: Lanes>: Copy {
-    /// The first `count` moments of elements `i` and on; the others mean nothing. `code` is the first one's.
+    /// Loads the first `count` moments of elements `i` and on; the others mean nothing. `code` is the first one's.
     unsafe fn load(self, i: usize, count: usize, code: Code) -> Slots<V>;
     /// Asks for the memory of moments that will be loaded, `ahead` of elements `i` and on.
     unsafe fn prefetch(self, i: usize, count: usize, ahead: usize);
-    /// The first `count`, which went through [`quiet`](Lanes::quiet).
+    /// Stores the first `count` moments, which went through [`quiet`](Lanes::quiet).
     unsafe fn store(self, i: usize, count: usize, moments: Slots<V>);
 }
 
-/// Asks for what is `ahead` of elements `i` and on, once for each line.
+/// Asks for the memory `ahead` of elements `i` and on, once for each line.
 #[inline(always)]
 pub(super) unsafe fn prefetch<V: Lanes, T>(from: *const T, i: usize, ahead: usize) {
     const LINE: usize = 64;
@@ -24,7 +24,7 @@ pub(super) unsafe fn prefetch<V: Lanes, T>(from: *const T, i: usize, ahead: usiz
     }
 }
 
-/// f32 in, f32 out.
+/// Moments that are f32 before and after.
 #[derive(Clone, Copy)]
 pub(super) struct Floats {
     first: *mut f32,
@@ -69,7 +69,7 @@ unsafe fn prefetch_slots<V: Lanes, T>(slots: [*mut T; 2], i: usize, count: usize
     }
 }
 
-/// bf16 in, rounded stochastically to bf16 out.
+/// Moments that are bf16 before, and rounded stochastically to bf16 after.
 #[derive(Clone, Copy)]
 pub(super) struct Rounded<V: Lanes> {
     first: *mut u16,
@@ -112,7 +112,8 @@ impl<V: Lanes> Moments<V> for Rounded<V> {
     }
 }
 
-/// 8-bit codes in, f32 out: a block's codes need the largest of all its new values, which is found on the way.
+/// Moments that are 8-bit codes before and f32 after: a block's codes need the largest of all its new values, which
+/// is found on the way.
 #[derive(Clone, Copy)]
 pub(super) struct Coded<V> {
     first: CodedMoment<V>,
@@ -216,7 +217,7 @@ pub(super) struct Hash<V: Lanes> {
 }
 
 impl<V: Lanes> Hash<V> {
-    /// Of elements `first` and on, a multiple of 16.
+    /// The hash of elements `first` and on, a multiple of 16.
     #[inline(always)]
     pub(super) unsafe fn new(key: Key, first: u32) -> Self {
         const COUNT: [u32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
@@ -224,7 +225,8 @@ impl<V: Lanes> Hash<V> {
         Hash { first, before: key.before, lanes, between }
     }
 
-    /// Of 16 elements, `i` a multiple of 16: an index is then its first element's with the lane's in the last bits.
+    /// The bits of 16 elements from `i` on, a multiple of 16. An element's index is the first one's with the lane's
+    /// in the last bits.
     #[inline(always)]
     pub(super) unsafe fn at(self, i: usize) -> V::Words {
         let x = V::xor_words(self.lanes, V::splat_words((self.first + i as u32) ^ self.before));
@@ -242,13 +244,13 @@ pub(super) unsafe fn sixteen<V: Lanes, const HIGH: bool>(random: V::Words) -> V:
     if HIGH { V::shift_right::<16>(random) } else { V::and_words(random, V::splat_words(0xFFFF)) }
 }
 
-/// bf16, stochastically, of lanes that went through [`quiet`](Lanes::quiet).
+/// Rounds lanes that went through [`quiet`](Lanes::quiet) stochastically to bf16.
 #[inline(always)]
 pub(super) unsafe fn round<V: Lanes, const HIGH: bool>(lanes: V, random: V::Words) -> V::Half {
     V::upper_half(V::add_words(lanes.to_words(), sixteen::<V, HIGH>(random)))
 }
 
-/// Values of codes.
+/// Turns codes into values.
 #[derive(Clone, Copy)]
 pub(super) struct Decoder<V> {
     slope: V,

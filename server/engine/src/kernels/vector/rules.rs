@@ -1,5 +1,5 @@
-//! The update rules for 16 lanes, each written once for all instruction sets. Operation for operation what
-//! `scalar/rules.rs` specifies; the comments there apply here.
+//! The update rules for 16 lanes, each written once for all instruction sets. They do what `scalar/rules.rs`
+//! specifies, operation for operation; the comments there apply here.
 
 use super::super::Code;
 use super::super::scalars::{AdagradScalars, AdamScalars, LionScalars, SgdScalars};
@@ -8,7 +8,7 @@ use super::lanes::Lanes;
 /// State of 16 elements; slots at `Rule::SLOTS` and beyond mean nothing.
 pub(super) type Slots<V> = [V; 2];
 
-/// An update rule for 16 elements, its constants splatted. Safety as for [`Lanes`].
+/// An update rule for 16 elements, its constants splatted. Its methods are safe under the conditions of [`Lanes`].
 pub(super) trait Rule<V: Lanes>: Copy {
     const SLOTS: usize;
     /// [`Code::of`] slot 0.
@@ -93,7 +93,7 @@ impl<V: Lanes> Rule<V> for PlainSgd<V> {
     }
 }
 
-/// The two flags are constant over a loop: the compiler moves their branches out of it.
+/// The two flags are constant over a loop, and the compiler moves their branches out of it.
 #[derive(Clone, Copy)]
 pub(super) struct MomentumSgd<V> {
     plain: PlainSgd<V>,

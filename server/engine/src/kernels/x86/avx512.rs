@@ -93,7 +93,8 @@ impl Lanes for Avx512 {
         Avx512(_mm512_mask_mov_ps(self.0, unordered, _mm512_set1_ps(CANONICAL_NAN)))
     }
 
-    /// Two comparisons for three: the first is of both its operands. Most vectors have no NaN.
+    /// Two comparisons do for three vectors: the first compares two of them with each other. Most vectors have no
+    /// NaN.
     #[inline(always)]
     unsafe fn quiet_all([a, b, c]: [Self; 3]) -> [Self; 3] {
         let unordered =
@@ -135,7 +136,7 @@ impl Lanes for Avx512 {
         _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(self.0)
     }
 
-    /// Integer rounding: `vcvtneps2bf16` would flush denormals.
+    /// Rounds by integer arithmetic, since `vcvtneps2bf16` would flush denormals.
     #[inline(always)]
     unsafe fn to_bf16(self) -> __m256i {
         let bits = _mm512_castps_si512(self.0);
@@ -295,7 +296,7 @@ impl Lanes for Avx512 {
     }
 }
 
-/// Keeps the branch that calls it from being made a selection.
+/// Called in a branch, so that the compiler does not make a selection of it.
 #[cold]
 #[inline(always)]
 fn cold() {}
@@ -305,7 +306,7 @@ unsafe fn widened(x: __m512) -> [__m512d; 2] {
     [_mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(x))]
 }
 
-/// One permutation of 16-bit elements; shifting and narrowing would be three operations.
+/// Takes one permutation of 16-bit elements; shifting and narrowing would be three operations.
 #[inline(always)]
 unsafe fn upper_half(words: __m512i) -> __m256i {
     const ODD: [u16; 32] = [

@@ -5,9 +5,9 @@ pub(super) mod avx512;
 
 use std::{arch::x86_64::__cpuid, sync::LazyLock};
 
-/// See [`Lanes::ahead`](super::vector::Lanes::ahead). On a Xeon of 2023, 4 KiB of each fp32 array ahead made AdamW with bf16 on the
-/// wire 1.13 times as fast through memory (AVX2: 1.14), 1.07 with bf16 moments and 1.03 with 8-bit ones, and cost nothing in cache;
-/// 0.5, 1, 2 and 8 KiB gained less. On a Zen 5 it made bf16 moments 18 % slower.
+/// See [`Lanes::ahead`](super::vector::Lanes::ahead). Intel's cores get 4 KiB of each fp32 array ahead, which made
+/// AdamW 1.13 times as fast through memory there. Others get nothing: on a Zen 5 it made bf16 moments 18 % slower
+/// (docs/update.md).
 fn ahead() -> usize {
     static AHEAD: LazyLock<usize> = LazyLock::new(|| {
         let vendor = __cpuid(0);
