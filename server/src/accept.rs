@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
 use crate::connections::{Connections, Origin};
 
-/// After a failure, doubled with each that follows.
+/// The wait after a failure. It doubles with each failure that follows.
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(320);
 
@@ -74,7 +74,7 @@ async fn next<L: Accept>(listener: &L, connections: &Connections) -> Direct<L::S
     }
 }
 
-/// Whether the process or the host runs short, and not one connection.
+/// Whether the process or the host runs short, rather than one connection.
 fn is_shortage(error: &io::Error) -> bool {
     let short = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     short.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))

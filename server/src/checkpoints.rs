@@ -8,7 +8,7 @@ use std::{
 
 use longshore_proto::{Fault, FaultKind, Version, wire::v1};
 
-/// Since the server started.
+/// What happened since the server started.
 #[derive(Default)]
 pub(crate) struct CheckpointLog {
     jobs: Mutex<BTreeMap<String, v1::CheckpointStatus>>,
@@ -25,7 +25,7 @@ impl CheckpointLog {
         self.lock().insert(job.to_string(), status);
     }
 
-    /// A version that has passed and a name that is taken are the caller's to choose again, and no failures.
+    /// Notes a failure. A version that has passed and a name that is taken are none: the caller chooses again.
     pub(crate) fn failed(&self, job: &str, name: &str, fault: &Fault) {
         if fault.field == "version" || fault.kind == FaultKind::Conflict {
             return;

@@ -1,4 +1,5 @@
-//! The connections of a server: how many there may be, and which of them goes when there is no place for the next.
+//! The connections of a server: how many there may be, and which of them is ended when there is no place for the
+//! next.
 
 use std::{
     cmp::Reverse,
@@ -15,7 +16,7 @@ use longshore_proto::{
 
 use crate::{jobs::Jobs, log::Seldom};
 
-/// Where a connection comes from. Who has the most is the first to lose some.
+/// Where a connection comes from. The origin with the most connections is the first to lose some.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Origin {
     Host(IpAddr),
@@ -23,18 +24,18 @@ pub(crate) enum Origin {
     Local,
 }
 
-/// A connection is left alone for so long, to make its first call, and after each.
+/// How long a connection is left alone: to make its first call, and after each call.
 const SETTLED: Duration = Duration::from_secs(1);
-/// A call is left alone for so long where all places are taken by strangers' calls.
+/// How long a call is left alone where strangers' calls take all places.
 const CALL: Duration = Duration::from_secs(10);
-/// One in so many goes at a time: looking for them costs as much as for one.
+/// One connection in so many is ended at a time, since finding many costs no more than finding one.
 const SHARE_ENDED: usize = 16;
 
 /// See the module.
 pub(crate) struct Connections {
     bounds: Arc<Bounds>,
     configured: Option<usize>,
-    /// What descriptors allow.
+    /// How many connections the descriptors allow.
     possible: usize,
     jobs: Arc<Jobs>,
     entries: Mutex<Vec<Entry>>,
@@ -65,7 +66,7 @@ impl Connections {
         })
     }
 
-    /// A place for a new connection; None where there is none.
+    /// Takes a new connection; None where there is no place for it.
     pub(crate) fn welcome<S: Socket>(&self, socket: S, origin: Origin) -> Option<Direct<S>> {
         let (now, most) = (self.bounds.connections(), self.most());
         if now >= most {
@@ -78,7 +79,7 @@ impl Connections {
                      --max-connections and the limit of descriptors"
                 );
             });
-            // Those that were ended before may not be gone yet.
+            // Connections that were ended before may not be gone yet.
             if ended == 0 || now >= most + (most / SHARE_ENDED).max(1) {
                 return None;
             }
@@ -92,7 +93,7 @@ impl Connections {
         Some(direct)
     }
 
-    /// The host has no descriptor or no memory for one more.
+    /// Says that the host has no descriptor or no memory for one more connection.
     pub(crate) fn run_short(&self, error: &std::io::Error) {
         let connections = self.bounds.connections();
         let ended = self.make_room(connections);
@@ -114,7 +115,7 @@ impl Connections {
         wanted.min(self.possible)
     }
 
-    /// Ends some connections, of `all`; returns how many.
+    /// Ends some of `all` connections and returns how many.
     fn make_room(&self, all: usize) -> usize {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.retain(|entry| entry.standing.strong_count() > 0);
@@ -128,7 +129,7 @@ impl Connections {
                 found.push((*origin, turn, standing));
             }
         }
-        // Calls are broken off only where nothing else can go.
+        // Calls are broken off only where no connection without a call is left.
         if found.iter().any(|(_, turn, _)| *turn < Turn::Calling) {
             found.retain(|(_, turn, _)| *turn < Turn::Calling);
         }
@@ -143,7 +144,7 @@ impl Connections {
     }
 }
 
-/// In which order connections go.
+/// The order in which connections are ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Turn {
     Unused,
@@ -151,7 +152,7 @@ enum Turn {
     Calling,
 }
 
-/// None: it stays.
+/// None if the connection stays.
 fn turn(standing: &Standing) -> Option<Turn> {
     let turn = match (standing.has_calls(), standing.has_called()) {
         (true, _) => Turn::Calling,

@@ -15,7 +15,8 @@ pub(crate) fn raise() -> usize {
         .map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
 }
 
-/// Connections that leave enough for state files, checkpoints, and links with the memory that comes over them.
+/// How many connections leave enough descriptors for state files, checkpoints, and links with the memory that comes
+/// over them.
 pub(crate) fn for_connections(limit: usize) -> usize {
     limit - (limit / 4).clamp(24, 1024).min(limit / 2)
 }

@@ -1,5 +1,5 @@
-//! The directories of stored jobs: this server's alone while it runs, so that a restart finds its own jobs and no
-//! other's.
+//! The directories of stored jobs. They belong to this server alone while it runs, so that a restart finds its own
+//! jobs and no other's.
 
 use std::{
     fs::{self, DirBuilder},
@@ -15,14 +15,15 @@ use crate::config::StorageConfig;
 
 const TMPFS: &str = "/dev/shm";
 
-/// Held for as long as the server runs.
+/// The claims on the directories, held for as long as the server runs.
 pub(crate) struct Directories {
     pub(crate) shm: Option<PathBuf>,
     _claims: Vec<Claim>,
 }
 
 impl Directories {
-    /// Those that were named must be there. The default folder for the `shm` tier needs a `port` to be found again by.
+    /// Claims them. Directories that were named must exist. The default folder for the `shm` tier needs a `port`, by
+    /// which it is found again.
     pub(crate) fn claim(config: &StorageConfig, port: u16) -> Result<Directories, Fault> {
         let state_dirs = config.state_dirs.iter().map(|dir| (dir, "state_dir"));
         let named = state_dirs.chain(config.shm_dir.iter().map(|dir| (dir, "shm_dir")));
@@ -51,8 +52,8 @@ impl Directories {
     }
 }
 
-/// Makes a folder that only this user may enter. Its name can be guessed and /dev/shm is everybody's, so one that is
-/// there already is looked at.
+/// Makes a folder that only this user may enter. Its name can be guessed and everybody may write to /dev/shm, so a
+/// folder that exists already is checked.
 fn private(dir: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),

@@ -25,9 +25,9 @@ use tokio::runtime::{Builder, Runtime};
 pub use config::Config;
 pub use lifecycle::{Server, ServerError, StopSignals};
 
-/// What a server's connections run on: a thread for every two cores. A connection keeps a core busy at either end, and more
-/// threads wake each other and move connections from core to core: on two cores with a worker beside the server, a second one
-/// at each end took a push over a Unix socket from 0.91 to 0.81 of a raw socket's speed.
+/// The runtime of a server's connections, with a thread for every two cores. A connection keeps a core busy at either
+/// end, and more threads wake each other and move connections from core to core: on two cores with a worker beside
+/// the server, a second thread at each end took a push over a Unix socket from 0.91 to 0.81 of a raw socket's speed.
 pub fn runtime(thread_name: &str) -> io::Result<Runtime> {
     let threads = thread::available_parallelism().map_or(1, |cores| cores.get().div_ceil(2));
     Builder::new_multi_thread().worker_threads(threads).thread_name(thread_name).enable_all().build()

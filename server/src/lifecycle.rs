@@ -40,15 +40,15 @@ use crate::{
     unix::{self, SocketFile},
 };
 
-/// HTTP/2 DATA frames of up to a chunk. CPU time of both ends for a push, in s/GB on loopback TCP (Unix): 64 KiB frames
-/// 0.52 (0.33), 256 KiB 0.41 (0.27), 1 MiB 0.38 (0.26), 2 MiB 0.41 (0.26); with the default 16 KiB a payload costs 64
-/// writes and as many reads.
+/// The largest HTTP/2 DATA frame, which holds a chunk. 1 MiB takes the least CPU time of both ends for a push: 0.38
+/// s/GB on loopback TCP, where 64 KiB take 0.52. With the default of 16 KiB a payload costs 64 writes and as many
+/// reads.
 pub(crate) const FRAME_BYTES: u32 = 1024 * 1024;
-/// A dead peer is noticed after this plus as much again.
+/// A dead peer is noticed after this and as much again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// How many checkpoints may share a name, told apart by a number.
 const MOST_NAMES: u32 = 100;
-/// Calls that a peer opens beyond its number or against the protocol before its connection is ended.
+/// How many calls a peer may open beyond its number or against the protocol before its connection is ended.
 const MAX_REFUSED_CALLS: usize = 1024;
 /// How long open streams may finish once a drain is over.
 const STOP_GRACE: Duration = Duration::from_secs(2);
@@ -75,7 +75,7 @@ pub enum ServerError {
     BrokenOff,
 }
 
-/// Says that a drain has begun. Cheap to clone.
+/// Says whether a drain has begun. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Draining {
     begun: watch::Sender<bool>,
@@ -111,7 +111,8 @@ impl Draining {
     }
 }
 
-/// SIGTERM and SIGINT. Caught from here on: one that comes while the server starts still ends in a drain.
+/// SIGTERM and SIGINT. They are caught from here on, so that one which comes while the server starts still ends in a
+/// drain.
 pub struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
@@ -214,8 +215,8 @@ impl Server {
             }
         });
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
-        // While calls are answered: whoever waits for a job is told what it waits for.
-        // On a thread of its own: a server that is told to stop does not wait for it.
+        // Recovery runs while calls are answered, so that whoever waits for a job is told what it waits for. It has a
+        // thread of its own, so that a server which is told to stop does not wait for it.
         std::thread::Builder::new()
             .name("recover".into())
             .spawn(move || jobs.recover(stored))
@@ -231,7 +232,7 @@ impl Server {
     /// Serves until a signal or Admin.Drain, then drains.
     ///
     /// # Errors
-    /// When serving or the drain fails, and at once when a signal comes during the drain: some of it may still run then.
+    /// When serving or the drain fails, and at once when a signal comes during the drain; some of it may still run then.
     pub async fn run_until(mut self, mut signals: StopSignals) -> Result<(), ServerError> {
         let draining = self.services.draining.clone();
         tokio::select! {
@@ -239,7 +240,7 @@ impl Server {
             () = draining.wait() => {}
             ended = &mut self.serving => return Err(ServerError::Serve(format!("{ended:?}"))),
         }
-        // A task of its own: dropped here, it would wait for what it drains.
+        // The drain is a task of its own: dropped here, it would wait for what it drains.
         let drain = tokio::spawn(self.drain());
         tokio::select! {
             drained = drain => drained.unwrap_or_else(|error| Err(ServerError::Serve(error.to_string()))),
@@ -267,7 +268,7 @@ impl Server {
         }
         self.stop.send_replace(true);
         if timeout(STOP_GRACE, &mut self.serving).await.is_err() {
-            // Long waits of clients that do not hang up.
+            // Some clients wait long and do not hang up.
             self.serving.abort();
         }
         tracing::info!("stopped");
@@ -287,7 +288,7 @@ impl Server {
                 store.write(&job, name, Some(version), deadline)
             })?;
             let job = &job.spec().name;
-            // The last of several servers to stop finds all parts, where they share the folder.
+            // Where servers share the folder, the last of them to stop finds all parts.
             let sealed = store.seal_if_whole(job, &name, part.servers)?;
             if sealed {
                 store.prune(job, keep, &name)?;
@@ -307,8 +308,8 @@ impl Server {
     }
 }
 
-/// Writes under the name, or where it is taken by another state, as after a rollback, under the first of name.2, name.3, ...
-/// that is not. Servers that share a folder find the same names taken.
+/// Writes under the name. Where another state has taken it, as after the job went back, it writes under the first of
+/// name.2, name.3, ... that is free. Servers that share a folder find the same names taken.
 fn first_free<T>(name: &str, mut write: impl FnMut(&str) -> Result<T, Fault>) -> Result<(String, T), Fault> {
     let mut number = 1;
     loop {
@@ -321,7 +322,8 @@ fn first_free<T>(name: &str, mut write: impl FnMut(&str) -> Result<T, Fault>) ->
     }
 }
 
-/// A folder that cannot be used is an operator's mistake, best told at once; a full one may be emptied while the server runs.
+/// Checks the checkpoint folder. One that cannot be used is an operator's mistake, best told at once; a full one may
+/// be emptied while the server runs.
 fn check_checkpoints(store: &Store) -> Result<(), Fault> {
     match store.check_folder() {
         Ok(free) => {
@@ -336,7 +338,7 @@ fn check_checkpoints(store: &Store) -> Result<(), Fault> {
     }
 }
 
-/// Waits for the step in hand; a job whose workers are gone is left as it is.
+/// Waits for the step in hand. A job whose workers are gone is left as it is.
 async fn finish(handle: &Arc<JobHandle>, deadline: Instant) {
     let last = handle.finish_step_in_hand();
     let done = || {
@@ -365,7 +367,7 @@ fn stop_of(stopped: &watch::Receiver<bool>) -> impl Future<Output = ()> + use<> 
     }
 }
 
-/// Says at start what would only be noticed when it is needed.
+/// Warns at start of limits that would otherwise be noticed only when they are hit.
 fn warn_of_limits(config: &Config, descriptors: usize) {
     if let Some(total) = total_memory().filter(|&total| config.memory > total) {
         let memory = config.memory;
@@ -391,7 +393,7 @@ fn router(services: Services, bounds: &Arc<Bounds>) -> Result<tonic::transport::
     };
     let failed = |error: tonic_reflection::server::Error| ServerError::Serve(error.to_string());
     let reflection = descriptors().build_v1().map_err(failed)?;
-    // What Python's client asks for.
+    // Python's client asks for the older reflection service.
     let older_reflection = descriptors().build_v1alpha().map_err(failed)?;
     let mut builder = tonic::transport::Server::builder()
         .max_frame_size(Some(FRAME_BYTES))

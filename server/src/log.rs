@@ -22,10 +22,10 @@ pub enum LogFormat {
 /// Another reader of what is logged.
 pub type Reader = Box<dyn Layer<Registry> + Send + Sync>;
 
-/// What happens again and again is said once in this time.
+/// How long a message that would repeat is not said again.
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// Says something at most once a period.
+/// Lets a message through at most once a period.
 #[derive(Default)]
 pub(crate) struct Seldom(Mutex<Option<Instant>>);
 

@@ -34,13 +34,13 @@ fn serve(config: Config) -> anyhow::Result<()> {
     let served = runtime.block_on(async {
         let signals = StopSignals::catch()?;
         let server = Server::start(config).await?;
-        // The one line on stdout: scripts wait for it and read the port when 0 was asked for.
+        // This is the one line on stdout: scripts wait for it, and read the port from it when they asked for 0.
         println!("longshored listening on {}", server.address());
         server.run_until(signals).await?;
         Ok(())
     });
     if served.is_err() {
-        // What still runs is not waited for.
+        // Nothing that still runs is waited for.
         runtime.shutdown_background();
     }
     served

@@ -1,7 +1,7 @@
-//! Requests on their way: room for those that are large, and an end to those that never come.
+//! Requests on their way: room for large ones, and an end to those that never come whole.
 //!
-//! Generated code keeps a message until it is whole. A rank's are counted when its job is admitted; strangers' share what
-//! there is room for.
+//! Generated code keeps a message until it is whole. A rank's messages are counted when its job is admitted;
+//! strangers' messages share what room there is.
 
 use std::{
     convert::Infallible,
@@ -27,7 +27,7 @@ use tower_service::Service;
 
 use crate::service::PUSH;
 
-/// Before each message: whether it is compressed, and its length.
+/// What comes before each message: whether it is compressed, and its length.
 const PREFIX_BYTES: usize = 5;
 
 /// A service whose requests are watched while they come.
@@ -77,15 +77,15 @@ struct Metering {
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-/// Where in the messages the request is.
+/// How far the request is in its messages.
 #[derive(Debug, Default)]
 struct Message {
     prefix: [u8; PREFIX_BYTES],
     have: usize,
-    /// Still to come of its bytes.
+    /// How many of the message's bytes are still to come.
     left: usize,
     received: usize,
-    /// The first one is whole.
+    /// The first message is whole.
     begun: bool,
 }
 
@@ -94,7 +94,7 @@ impl Message {
         !self.begun || self.have > 0
     }
 
-    /// Follows bytes; returns how many of an unfinished message have come.
+    /// Follows bytes. Returns how many of an unfinished message have come.
     fn follow(&mut self, mut bytes: &[u8]) -> usize {
         while !bytes.is_empty() {
             if self.have < PREFIX_BYTES {

@@ -11,7 +11,7 @@ use std::{
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
 
-/// Connections that may wait to be accepted: those of a host's ranks that start at the same moment.
+/// How many connections may wait to be accepted: those of a host's ranks that start at the same moment.
 const BACKLOG: i32 = 1024;
 
 /// A socket file that goes with the server.
@@ -27,15 +27,15 @@ impl Drop for SocketFile {
     }
 }
 
-/// Binds a socket that only this user may connect to. A file left by a server that was killed is replaced; one that
-/// somebody answers on, or that is no socket, is not.
+/// Binds a socket that only this user may connect to. It replaces a file that a killed server left. It does not
+/// replace one that somebody answers on, or that is no socket.
 pub(crate) fn listen_on(path: &Path) -> io::Result<(tokio::net::UnixListener, SocketFile)> {
     remove_stale(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     bind(&socket, &SocketAddrUnix::new(path)?)?;
     let file = SocketFile { path: path.to_path_buf() };
-    // Before it listens nobody can connect, so that no moment is open to all.
+    // Nobody can connect before it listens, so that at no moment it is open to all.
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
     listen(&socket, BACKLOG)?;
     Ok((tokio::net::UnixListener::from_std(UnixListener::from(socket))?, file))
@@ -68,7 +68,7 @@ mod tests {
     async fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("longshored.sock");
-        // Left behind: a listener that closes does not remove its file.
+        // The file is left behind: a listener that closes does not remove it.
         drop(UnixListener::bind(&path).unwrap());
         let (_listener, file) = listen_on(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);

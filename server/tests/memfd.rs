@@ -62,7 +62,7 @@ fn spec(tier: v1::Tier) -> v1::JobSpec {
     }
 }
 
-/// A client of a job of two ranks, both joined by incarnation 1, full of ones.
+/// A client of a job of two ranks, both joined by incarnation 1, whose weights are all 1.
 async fn train(server: &Server) -> Client {
     train_on(server, v1::Tier::Memory).await
 }
@@ -100,7 +100,7 @@ fn memfd(name: &str, bytes: u64, seals: SealFlags) -> fs::File {
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// A raw end of a link.
+/// The raw end of a link.
 struct Raw(Socket);
 
 impl Raw {
@@ -145,7 +145,7 @@ impl Raw {
 }
 
 impl Client {
-    /// The fault, or whether it was held already.
+    /// Returns the fault, or whether the chunk was held already.
     async fn push(&mut self, request: PushRequest) -> Result<bool, longshore_proto::Fault> {
         let mut answers = self.tensors.push(tokio_stream::iter([request])).await.unwrap().into_inner();
         let result = answers.message().await.unwrap().unwrap().results.remove(0);
@@ -195,7 +195,7 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
         (STALE, FaultKind::Precondition, MemfdPlace { link: link ^ 1, ..right }),
         ("push.place", FaultKind::Invalid, MemfdPlace { offset: BYTES + 2, lent: true, ..right }),
         ("payload", FaultKind::Invalid, MemfdPlace { bytes: BYTES - 2, lent: true, ..right }),
-        // Said to be ready, and not written.
+        // The payload is said to be ready, and was not written.
         ("push.crc32", FaultKind::Corrupt, MemfdPlace { offset: 0, ..right }),
     ];
     for (field, kind, place) in lies {
@@ -210,10 +210,10 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
     let later = PushRequest { incarnation: 2, ..chunk(0, Some(right)) };
     assert!(client.push(later).await.is_err());
 
-    // Nothing of that counts: the same chunk is new, then held, and its step ends right.
+    // Nothing of that counts: the same chunk is first new and then held, and its step ends right.
     assert_eq!(client.push(chunk(0, Some(right))).await, Ok(false));
     assert_eq!(client.push(chunk(0, Some(right))).await, Ok(true));
-    // What the worker does to its memory now is its own affair.
+    // From now on the worker may do to its memory what it likes.
     file.write_all_at(&vec![0xFF; BYTES as usize], BYTES).unwrap();
     let place = MemfdPlace { link: others_link, memory: other.pass(&file).await, ..right };
     assert_eq!(client.push(chunk(1, Some(place))).await.unwrap_err().kind, FaultKind::Corrupt);
@@ -237,18 +237,18 @@ async fn what_is_lent_is_used_where_it_lies_and_given_back() {
     let lent = PushRequest { crc32: 7, ..chunk(0, Some(place)) };
     assert_eq!(client.push(lent.clone()).await, Ok(false));
     assert_eq!(client.push(lent).await, Ok(true));
-    // The same in pieces, as after the link broke; but not with a checksum that is wrong in itself.
+    // The same gradient may come in pieces, as after the link broke; but not with a checksum that is wrong in itself.
     assert_eq!(client.push(PushRequest { payload: gradient().into(), ..chunk(0, None) }).await, Ok(true));
     let wrong = PushRequest { crc32: 7, payload: gradient().into(), ..chunk(0, None) };
     assert_eq!(client.push(wrong).await.unwrap_err().kind, FaultKind::Corrupt);
-    // Read when the last rank's is there, not before.
+    // The server reads it when the last rank's gradient is there, not before.
     let threes: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x4040u16.to_le_bytes()).collect();
     file.write_all_at(&threes, BYTES).unwrap();
     let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F80u16.to_le_bytes()).collect();
     let inline = PushRequest { crc32: crc32(&ones), payload: ones.into(), ..chunk(1, None) };
     assert_eq!(client.push(inline).await, Ok(false));
     step_and_read(&mut client, link, &images).await;
-    // Given back: the worker may end, and its memory goes with it.
+    // The payload is given back, so the worker may end, and its memory goes with it.
     drop((raw, other, others_link));
     server.drain().await.unwrap();
 }
@@ -314,7 +314,7 @@ async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     images.copy(place.at, &mut bytes);
     assert!(bytes == stepped());
 
-    // Whoever names no link of this job is sent the same bytes.
+    // A caller who names no link of this job is sent the same bytes.
     assert!(sent(client, pull(0)).await == stepped());
     let unknown = client.tensors.pull(pull(link ^ 1)).await.unwrap_err();
     assert!(unknown.message().contains(STALE), "{unknown}");
@@ -374,7 +374,7 @@ async fn what_is_no_right_memory_or_hello_is_refused_and_the_link_goes_on() {
     server.drain().await.unwrap();
 }
 
-/// Mappings of this process (the server is in it) of a memfd with this name.
+/// How many mappings of a memfd with this name are in this process, in which the server runs too.
 fn mapped(name: &str) -> bool {
     fs::read_to_string("/proc/self/maps").unwrap().contains(name)
 }
@@ -390,7 +390,7 @@ async fn a_client_that_goes_leaves_nothing_mapped_and_a_new_one_replaces_it() {
     drop(file);
     assert!(mapped("longshore-test-gone"));
     drop(raw);
-    // The server hears of it from the kernel, in its own time.
+    // The kernel tells the server, in its own time.
     let gone = async {
         while mapped("longshore-test-gone") {
             tokio::time::sleep(Duration::from_millis(5)).await;

@@ -1,5 +1,5 @@
-//! A stock client, generated stubs and nothing else, trains over TCP and over a Unix socket; and what no client should
-//! send is refused without harm.
+//! A stock client, which is generated stubs and nothing else, trains over TCP and over a Unix socket; and what no
+//! client should send is refused without harm.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -21,7 +21,7 @@ use longshore_server::{Config, Server};
 use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 
-/// 1 MiB and a half of bf16.
+/// One MiB and a half of bf16.
 const ELEMENTS: u64 = 12 * 65536;
 
 struct Stock {
@@ -61,7 +61,7 @@ fn spec(job: &str) -> v1::JobSpec {
 }
 
 impl Stock {
-    /// Opens, joins and fills a job with ones.
+    /// Opens and joins a job, and fills it with ones.
     async fn train(address: &str, job: &str) -> Stock {
         let channel = Endpoint::from_shared(address.to_string()).unwrap().connect().await.unwrap();
         let mut training = TrainingClient::new(channel.clone());
@@ -180,7 +180,7 @@ async fn a_stock_client_trains_over_every_transport() {
         };
         let commit = CommitRequest { job: job.into(), incarnation: 1, commit: Some(commit), origin: 0 };
         stock.training.commit(commit).await.unwrap();
-        // 1 - 0.25 * 2, as bf16.
+        // This is 1 - 0.25 * 2 as bf16.
         let expected: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect();
         assert!(stock.pull(job, 1).await == expected);
         let unknown = stock.tensors.pull(PullRequest { job: "nowhere".into(), ..Default::default() }).await;
@@ -215,7 +215,7 @@ async fn a_malformed_push_ends_its_stream_and_nothing_else() {
     assert_eq!(blamed(&mut stock, &[1, 0, 0, 0, 0]).await, "message.compressed");
     assert_eq!(blamed(&mut stock, &[0, 0x7F, 0, 0, 0]).await, "message");
     assert_eq!(blamed(&mut stock, &[0, 0, 0, 0, 2, 0x0A, 0x7F]).await, "message");
-    // The head of a sound chunk and half of its payload: its place is free again.
+    // The head of a sound chunk comes with half of its payload: its slot is free again.
     let sound = gradient("job");
     let head = PushRequest { payload: Bytes::new(), ..sound[0].clone() };
     let piece = frame::encode_with(&head, sound[0].payload.clone());

@@ -1,5 +1,5 @@
-//! How fast the kernels are: in memory against a loop that moves the same bytes, and in cache against each other.
-//! `cargo bench -p longshore-engine --bench kernels -- update_memory/bf16`
+//! How fast the kernels are: in memory against a loop that moves the same bytes, and in cache against each other. Run
+//! it with `cargo bench -p longshore-engine --bench kernels -- update_memory/bf16`.
 
 use std::hint::black_box;
 
@@ -12,7 +12,7 @@ use longshore_engine::{
 use longshore_proto::Formats;
 
 const BLOCK: usize = 65_536;
-/// 1 GiB of arrays: beyond the caches of any CPU.
+/// 1 GiB of arrays, which is beyond the caches of any CPU.
 const MEMORY: usize = 1024 * BLOCK;
 
 struct Arrays {
@@ -31,7 +31,7 @@ impl Arrays {
             master: vec![0.5; count],
             first: vec![0.01; count],
             second: vec![0.001; count],
-            // Not 0: zeroed pages would only be given out as they are first written.
+            // The bytes are not 0, since zeroed pages are only given out as they are first written.
             image: vec![1; count],
             at: 0,
         }
@@ -57,7 +57,8 @@ impl Arrays {
         update(isa, scalars, gradient, state, image, 0.0);
     }
 
-    /// What an update of the next block moves, with next to no arithmetic: 14 bytes in and 14 out per parameter.
+    /// Moves what an update of the next block moves, with next to no arithmetic: 14 bytes in and 14 out per
+    /// parameter.
     fn traffic(&mut self) {
         let part = self.at..self.at + BLOCK;
         self.at = part.end % self.master.len();
@@ -74,7 +75,7 @@ impl Arrays {
     }
 }
 
-/// AdamW through memory, on every instruction set.
+/// Runs AdamW through memory on every instruction set.
 fn update_memory(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("update_memory");
     group.throughput(Throughput::Elements(BLOCK as u64));
@@ -92,8 +93,8 @@ fn update_memory(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// AdamW with low-precision state on a bf16 wire. On cache lines, as a server's memory is: inside them the image could not be
-/// written past the caches, and vectors would be loaded from two lines at a time.
+/// AdamW with low-precision state on a bf16 wire. The arrays begin on cache lines, as a server's memory does:
+/// elsewhere the image could not be written past the caches, and vectors would be loaded from two lines at a time.
 struct Low {
     shape: Shape,
     /// Gradient, master weights, first and second moments, image.
@@ -114,7 +115,7 @@ impl Low {
         let [weights, first, second] = shape.arrays(count);
         let sizes = [2 * count, weights, first, second, 2 * count];
         let mut regions = Slab::allocate(Slab::bytes_for(sizes)).unwrap().carve_here(&sizes);
-        // Not 0: zeroed pages would only be given out as they are first written.
+        // The bytes are not 0, since zeroed pages are only given out as they are first written.
         regions[4].u16_mut().fill(1);
         regions[0].u16_mut().fill(0x3C00);
         let mut low = Low { shape, regions, at: 0 };
@@ -155,12 +156,12 @@ impl Low {
     }
 }
 
-/// Low-precision AdamW through memory and, as `cached`, on one block: the difference is memory's. To compare with
-/// `update_memory/bf16`.
+/// Runs low-precision AdamW through memory and, as `cached`, on one block; memory makes the difference. It is to be
+/// compared with `update_memory/bf16`.
 fn update_low_precision(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("update_low");
     group.throughput(Throughput::Elements(BLOCK as u64));
-    // Without decay, as in `update_block`.
+    // There is no decay, as in `update_block`.
     let scalars = Scalars::new(Rule::AdamW, &Hyper { weight_decay: 0.0, ..Hyper::default() }, 10, 1.0);
     for isa in Isa::available() {
         for (name, master, moments) in LOW {
@@ -175,7 +176,7 @@ fn update_low_precision(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// 8-bit moments in cache, to and from f32: what an update of them does beside its rule and its random bits.
+/// Converts 8-bit moments in cache to and from f32, which an update of them does beside its rule and its random bits.
 fn codes(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("codes");
     group.throughput(Throughput::Elements(BLOCK as u64));
@@ -203,12 +204,12 @@ fn codes(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Each rule on one block, which stays in cache.
+/// Runs each rule on one block, which stays in cache.
 fn update_block(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("update_block");
     group.throughput(Throughput::Elements(BLOCK as u64));
-    // Without decay: thousands of steps on one gradient would reach the weights where the two cancel, and with them
-    // denormals, on which AdamW takes two to five times as long.
+    // There is no decay: thousands of steps on one gradient would reach the weights where the two cancel, and with
+    // them denormals, on which AdamW takes two to five times as long.
     let hyper = Hyper { momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
     for isa in Isa::available() {
         for rule in Rule::ALL {
@@ -222,7 +223,7 @@ fn update_block(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Everything that is not an update, on one block of bf16.
+/// Runs everything that is not an update, on one block of bf16.
 fn sums(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("sums");
     group.throughput(Throughput::Elements(BLOCK as u64));

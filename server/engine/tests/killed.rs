@@ -1,5 +1,5 @@
-//! Promise 3 for tier `shm`: a process is killed at random instants, for real, and its successor has the bits of a run that
-//! was never disturbed.
+//! Promise 3 for tier `shm`: a process is killed at random instants, for real, and its successor has the bits of a
+//! run that was never disturbed.
 
 mod common;
 
@@ -22,14 +22,14 @@ use longshore_engine::{kernels::Isa, step::Work, tier::Storage};
 use longshore_proto::{Commit, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
-/// Of each job.
+/// How often each job is killed.
 const KILLS: usize = 25;
 const EXACT: &str = "exact";
 const DELAYED: &str = "delayed";
-/// Delayed too, with state in fewer bits.
+/// The name of a delayed job with state in fewer bits.
 const LOW: &str = "low";
 
-/// Four blocks in shards of two: a kill may fall between the blocks of a shard and between shards.
+/// A job of four blocks in shards of two, so that a kill may fall between the blocks of a shard and between shards.
 fn job(name: &str) -> JobSpec {
     let max_delay = u32::from(name != EXACT);
     let mut spec = spec(&[3 * BLOCK as u64 + 7], &[0]);
@@ -48,7 +48,7 @@ fn decision(spec: &JobSpec, step: u64) -> Commit {
     commit
 }
 
-/// Eight gradients take turns: the parent must be able to keep up with the child.
+/// Eight gradients that take turns, so that the parent can keep up with the child.
 fn gradients(spec: &JobSpec) -> Vec<Vec<Vec<u8>>> {
     (0..8).map(|turn| vec![gradient(spec, turn, 1.0)]).collect()
 }
@@ -61,7 +61,7 @@ fn open(dir: &Path) -> Cluster {
     cluster
 }
 
-/// The process that is killed. As a test of its own it does nothing.
+/// The process that is killed. Run as an ordinary test it does nothing.
 #[test]
 fn child() {
     let Ok(dir) = env::var(CHILD) else { return };
@@ -74,7 +74,7 @@ fn child() {
     for step in from + 1..from + 2000 {
         cluster.step(&flats[step as usize % 8], &decision(&spec, step));
     }
-    // Its parent kills it long before.
+    // The parent kills it long before this ends.
     thread::sleep(Duration::from_secs(60));
 }
 

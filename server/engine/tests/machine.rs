@@ -1,5 +1,5 @@
-//! Random events against the state machine and a naive model of it side by side: they must agree on every answer, a
-//! refused event must change nothing, and from wherever they got to honest workers must be able to finish the step.
+//! Random events for the state machine and for a naive model of it. The two must agree on every answer, a refused
+//! event must change nothing, and from wherever they got to honest workers must be able to finish the step.
 
 mod common;
 #[path = "machine/model.rs"]
@@ -32,7 +32,7 @@ proptest! {
     }
 }
 
-/// Random events are worth something only if they get everywhere.
+/// Random events are worth something only if they reach every answer.
 #[test]
 fn the_events_reach_every_answer() {
     let mut answers = BTreeMap::new();

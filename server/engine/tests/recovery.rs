@@ -1,4 +1,4 @@
-//! Promise 3 inside one server: workers die at any point of a step, join again, and the bits are those of a run in
+//! Promise 3 inside one server: workers die at any point of a step and join again, and the bits are those of a run in
 //! which nobody died.
 
 mod common;
@@ -9,7 +9,7 @@ use longshore_proto::{
     Commit, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Origin, Rank, Reads, Step,
 };
 
-/// Three shards over two servers, the first two of two chunks each.
+/// A job of three shards over two servers; the first two shards have two chunks each.
 fn shape(world_size: u32, micro_steps: u32, max_delay: u32) -> JobSpec {
     let mut spec = spec(&[3, 11 * BLOCK as u64, 99], &[0, 1, 0]);
     spec.shard_elements = 5 * BLOCK as u64;
@@ -30,7 +30,7 @@ fn reference(spec: &JobSpec, steps: &[&Vec<Vec<u8>>]) -> String {
     reference.hash()
 }
 
-/// Chunks of a whole step in the order a worker sends them.
+/// The chunks of a whole step, in the order in which a worker sends them.
 fn all_chunks<'a>(cluster: &Cluster, step: u64, flats: &'a [Vec<u8>]) -> Vec<(ContributionChunk, &'a [u8])> {
     let world = cluster.spec.world_size;
     let flats = flats.iter().enumerate();
@@ -44,7 +44,7 @@ fn finish(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>]) {
     cluster.work();
 }
 
-/// Sends the first `count` chunks, doing sums at once or not at all, and then the rank is replaced.
+/// Sends the first `count` chunks, doing sums at once or not at all, and then replaces the rank.
 fn send_some(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>], count: usize) {
     for (chunk, payload) in all_chunks(cluster, step, flats).into_iter().take(count) {
         assert!(matches!(cluster.store(&chunk, payload), Ok(Stored::New(_))));
@@ -85,7 +85,7 @@ fn a_lone_worker_killed_after_any_chunk_starts_its_step_over() {
     }
 }
 
-/// Its own unsummed chunks are forgotten, sums and the other rank's chunks stay; nothing is counted twice.
+/// A rank's own unsummed chunks are forgotten, while sums and the other rank's chunks stay; nothing is counted twice.
 #[test]
 fn one_of_two_ranks_killed_after_any_chunk_resends() {
     for max_delay in [0, 1] {
@@ -107,7 +107,7 @@ fn one_of_two_ranks_killed_after_any_chunk_resends() {
     }
 }
 
-/// What no sum contains yet may come out differently, and with another loss scale once nothing of the step is left.
+/// What no sum contains yet may come with other bits, and with another loss scale once nothing of the step is left.
 #[test]
 fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
     let spec = shape(2, 1, 0);
@@ -123,7 +123,8 @@ fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
     assert_eq!(cluster.hash(), reference(&spec, &[&mixed]));
 }
 
-/// A delayed job's two steps in hand: the decided one, whose update has not run, stays; the undecided one starts over.
+/// A delayed job has two steps in hand: the decided one, whose update has not run, stays, and the undecided one
+/// starts over.
 #[test]
 fn a_delayed_worker_killed_between_commit_and_update() {
     let spec = shape(1, 1, 1);
@@ -151,7 +152,7 @@ fn a_worker_that_missed_the_commits_answer_goes_on() {
         let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
         let decision = commit(&spec, 1);
         cluster.push(1, &first);
-        // One of the two servers only heard of it.
+        // Only one of the two servers heard of it.
         let (duplicate, work) = cluster.jobs[0].commit(cluster.incarnations[0], decision.clone()).unwrap();
         assert!(!duplicate);
         cluster.works[0].extend(work);
@@ -188,8 +189,8 @@ fn a_rank_that_left_is_named_and_may_join_again() {
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
 }
 
-/// The takeover of rank 0: its predecessor's gradient is complete on both servers and decided on one. Fenced, the predecessor
-/// can do nothing more, and what it sent is still there to be decided on the other server.
+/// A new rank 0 takes over. The gradient of its predecessor is complete on both servers and decided on one. Once
+/// fenced, the predecessor can do nothing more, and what it sent is still there to be decided on the other server.
 #[test]
 fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
     for max_delay in [0, 1] {
@@ -223,8 +224,8 @@ fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
     }
 }
 
-/// A decision is tied to the contributions that it was made from: after another process's gradient took their place it is
-/// refused, and nothing changes.
+/// A decision is tied to the contributions that it was made from: after another process's gradient has taken their
+/// place it is refused, and nothing changes.
 #[test]
 fn a_decision_made_from_other_contributions_is_refused() {
     let spec = shape(2, 1, 0);
@@ -236,7 +237,7 @@ fn a_decision_made_from_other_contributions_is_refused() {
         shards.reduce(Origin::and).unwrap()
     };
     assert_eq!(origin(&job), Origin::UNKNOWN, "nothing is summed");
-    // The first process of rank 1 brings one chunk only; the second one brings all.
+    // The first process of rank 1 sends only one chunk, and the second one sends all.
     let (chunk, payload) = cluster.chunks(1, 0, 1, &flats[1])[0];
     cluster.store(&chunk, payload).unwrap();
     cluster.join(1);

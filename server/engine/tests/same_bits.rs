@@ -1,5 +1,5 @@
-//! Promise 1: weights and state depend on the job, its initial weights and the gradients alone. Random jobs, split and
-//! driven in random ways, against a plain loop.
+//! Promise 1: weights and state depend on the job, its initial weights and the gradients alone. Random jobs are split
+//! and driven in random ways, and compared with a plain loop.
 
 mod common;
 
@@ -26,14 +26,14 @@ use proptest::prelude::*;
 struct Run {
     spec: JobSpec,
     initial: Vec<f32>,
-    /// By step, then micro-step and rank.
+    /// By step, then by micro-step and rank.
     gradients: Vec<Vec<Vec<u8>>>,
     commits: Vec<Commit>,
     squares: Vec<Vec<f64>>,
-    /// After each commit, from version 0.
+    /// After each commit, beginning with version 0.
     images: Vec<Vec<u8>>,
     end: Reference,
-    /// On one server, cut as small as can be.
+    /// The job runs on one server, cut as small as can be.
     many_shards: bool,
 }
 
@@ -75,13 +75,13 @@ fn random_hyper(noise: &mut Noise) -> Hyper {
     }
 }
 
-/// One contribution; `bad` puts an infinity or a NaN into it.
+/// One contribution. `bad` puts an infinity or a NaN into it.
 fn contribution(noise: &mut Noise, spec: &JobSpec, bad: bool) -> Vec<u8> {
     let mut values = vec![0.0; flat_elements(spec)];
     let size = noise.pick(&[1.0, 1e-3, 100.0]);
     for range in param_ranges(spec) {
         for value in &mut values[range] {
-            // Zeros, and magnitudes down to f16's denormals, so that the order of a sum shows.
+            // There are zeros, and magnitudes down to f16's denormals, so that the order of a sum shows.
             let magnitude = noise.pick(&[size, size, size / 64.0, size * 1e-4, 0.0]);
             *value = noise.unit() * magnitude;
         }
@@ -100,7 +100,7 @@ impl Run {
         Run::of(spec, noise, steps, false)
     }
 
-    /// 30 shards: memory's updates then go from one to four of them at once.
+    /// 30 shards, of which the memory tier updates one to four at once.
     fn many_shards(seed: u64, delay: u32, formats: (StateFormat, MasterFormat), steps: u64) -> Run {
         let mut noise = Noise(seed);
         let sizes: Vec<u64> = (0..10).map(|_| (3 * BLOCK - noise.below(1000)) as u64).collect();
@@ -135,13 +135,14 @@ impl Run {
     }
 }
 
-/// What the gradients of a step are multiplied by: as the version says that was decided when they were made.
+/// The loss scale of a step's gradients, which is the one of the version that was decided when they were made.
 fn scale_of(spec: &JobSpec, commits: &[Commit], step: u64) -> f64 {
     let reads = step.saturating_sub(1 + u64::from(spec.max_delay));
     reads.checked_sub(1).map_or(3.0, |index| commits[index as usize].loss_scale)
 }
 
-/// As rank 0 does it; sometimes it applies what is not finite (of a job without overflow checks), or skips without need.
+/// Decides as rank 0 does. Sometimes it applies what is not finite (in a job without overflow checks), or skips
+/// without need.
 fn decide(
     noise: &mut Noise,
     spec: &JobSpec,
@@ -169,7 +170,7 @@ fn decide(
     }
 }
 
-/// Chunks on their way: a worker may be as far ahead as the job has room for.
+/// Chunks on their way. A worker may be as far ahead as the job has room for.
 struct Traffic<'a> {
     run: &'a Run,
     cluster: Cluster,
@@ -230,7 +231,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Servers that died where they stood. Workers send again what is not decided.
+    /// Replaces servers that died where they stood. Workers send again what is not decided.
     fn restart(mut self, storage: &Storage) -> Traffic<'a> {
         let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
         drop(std::mem::take(&mut self.cluster.jobs));
@@ -244,7 +245,7 @@ impl<'a> Traffic<'a> {
         Traffic { cluster, pushed_to: self.decided, restarted: true, ..self }
     }
 
-    /// Servers that died once all was durable, and others that went on from their state.
+    /// Replaces servers that died once all was durable with others that go on from their state.
     fn reopen(mut self, storage: &Storage) -> Traffic<'a> {
         self.cluster.settle().unwrap();
         let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
@@ -252,7 +253,7 @@ impl<'a> Traffic<'a> {
         let cluster = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), storage).unwrap();
         for job in &cluster.jobs {
             let progress = job.progress();
-            // As text: the norm of a step that overflowed is not equal to itself.
+            // They are compared as text: the norm of a step that overflowed is not equal to itself.
             assert_eq!(format!("{:?}", progress.last_commit), format!("{:?}", self.run.commits.last()));
             assert_eq!((progress.version.0, progress.applied), (self.decided, self.run.end.applied));
             assert_eq!(job.durable().0, self.decided);
@@ -284,11 +285,11 @@ impl<'a> Traffic<'a> {
         match self.cluster.store(&chunk, payload) {
             Ok(Stored::New(_)) => self.stored.push(self.pending.swap_remove(index)),
             Ok(Stored::Busy) => {}
-            // What was summed before the restart stays so.
+            // What was summed before the restart stays summed.
             Ok(Stored::Superseded) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
-            // Its step was decided before the restart.
+            // The chunk's step was decided before the restart.
             Ok(Stored::Decided) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
-            // Before the same chunk of the micro-step before it.
+            // It came before the same chunk of the micro-step before.
             Err(fault) if fault.field == "micro_step" => {}
             other => panic!("{chunk:?} was never stored: {other:?}"),
         }
@@ -310,7 +311,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Of the two newest versions a server has the image or will have it; whatever it hands out is right.
+    /// Pulls one of the two newest versions, which the server has or will have. Whatever it hands out must be right.
     fn pull(&mut self) {
         let version = self.decided.saturating_sub(self.noise.below(2) as u64);
         let shard = ShardId(self.noise.below(self.cluster.layout.shards() as usize) as u32);
@@ -359,7 +360,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Says which one differs, where the hash says only that one does.
+    /// Says which element differs, since the hash says only that one does.
     fn check_elements(&self) {
         let end = &self.run.end;
         let names = ["master", "first", "second"];
@@ -376,7 +377,7 @@ impl<'a> Traffic<'a> {
     }
 }
 
-/// fp32 half of the time.
+/// The formats are fp32 half of the time.
 fn formats() -> impl Strategy<Value = (StateFormat, MasterFormat)> {
     use {MasterFormat as M, StateFormat as S};
     prop_oneof![
@@ -421,7 +422,7 @@ proptest! {
         }
     }
 
-    /// A server killed at any point of its work, with steps decided and not updated, goes on from its tmpfs.
+    /// A server is killed at any point of its work, with steps decided and not updated, and goes on from its tmpfs.
     #[test]
     fn restarts_give_the_reference_bits(
         seed in any::<u64>(),
@@ -435,7 +436,7 @@ proptest! {
         let storage = Storage { shm_dir: Some(root.path().into()), ..Storage::default() };
         let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Shm, &storage);
         while traffic.decided < steps {
-            // Enough for a step now and then: what is not decided has to be sent again.
+            // This is enough for a step now and then: what is not decided has to be sent again.
             let turns = traffic.noise.below(800);
             (0..turns).for_each(|_| traffic.turn(steps));
             traffic = traffic.restart(&storage);
@@ -444,7 +445,7 @@ proptest! {
         traffic.check();
     }
 
-    /// And so does every way to store the state, also after all servers have died.
+    /// Every way to store the state gives these bits too, also after all servers have died.
     #[test]
     fn disks_give_the_reference_bits(
         seed in any::<u64>(),

@@ -1,4 +1,4 @@
-//! What torch.optim computed, replayed: by the kernels on every instruction set, and by a whole job.
+//! What torch.optim computed, replayed by the kernels on every instruction set, and by a whole job.
 
 mod common;
 
@@ -9,7 +9,7 @@ use longshore_engine::kernels::{Gradient, Hyper, ImageMut, Isa, Rule, Scalars, S
 use longshore_proto::Dtype;
 use serde_json::Value;
 
-/// Largest relative difference; parameters below the floor are compared as if they were this large.
+/// The largest relative difference. Parameters below the floor are compared as if they were that large.
 const TOLERANCE: f64 = 1e-6;
 const FLOOR: f64 = 0.01;
 
@@ -53,7 +53,7 @@ fn floats(digits: &Value) -> Vec<f32> {
     (0..digits.len()).step_by(8).map(|at| f32::from_bits(bits(at))).collect()
 }
 
-/// Hyperparameters of a group at a step, from 0. `Hyper` may be the kernels' own or the protocol's.
+/// The hyperparameters of a group at a step, from 0. `Hyper` may be the kernels' own or the protocol's.
 macro_rules! hyper {
     ($hyper:ident, $case:expr, $group:expr, $step:expr) => {{
         let setting = |name: &str| $case["settings"][name].as_f64().unwrap_or(0.0);
@@ -86,7 +86,8 @@ fn check_parameters(case: &Value, step: usize, found: &[f32], by: &str) -> bool 
     true
 }
 
-/// The moments after the last step. A mean of signed values may cancel: its size is then that of what it is a mean of.
+/// Compares the moments after the last step. A mean of signed values may cancel, so its size is taken to be that of
+/// the values.
 fn check_state(fixture: &Fixture, case: &Value, first: &[f32], second: &[f32], by: &str) {
     let recorded = case["state_after_last_step"].as_object().unwrap();
     for (name, digits) in recorded {
@@ -151,7 +152,7 @@ fn kernels_follow_torch() {
     }
 }
 
-/// Two param groups that meet inside a block, a learning rate that changes each step, fp32 gradients.
+/// There are two param groups that meet inside a block, a learning rate that changes each step, and fp32 gradients.
 #[test]
 fn a_job_follows_torch() {
     use longshore_proto::Hyper;

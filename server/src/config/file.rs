@@ -35,7 +35,7 @@ pub(super) struct File {
     pub(super) log_format: Option<LogFormat>,
 }
 
-/// The keys above, for the nearest right one.
+/// The keys above, among which the nearest to a mistyped one is found.
 const KEYS: [&str; 21] = [
     "listen",
     "listen_unix",

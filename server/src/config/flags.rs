@@ -40,7 +40,7 @@ pub struct Flags {
     /// Shards of an nvme job that are read, updated or written at once [default: 6]
     #[arg(long, env = "LONGSHORED_STORAGE_BUFFERS", value_name = "N")]
     pub storage_buffers: Option<usize>,
-    /// What outlives this server of an nvme job: each-version, or nothing, which spares the writes of resident shards
+    /// What of an nvme job outlives this server: each-version, or nothing, which spares the writes of resident shards
     /// [default: each-version]
     #[arg(long, env = "LONGSHORED_DURABILITY", value_enum)]
     pub durability: Option<Durability>,

@@ -19,19 +19,19 @@ pub struct Config {
     pub listen: SocketAddr,
     /// A Unix socket to serve on as well.
     pub listen_unix: Option<PathBuf>,
-    /// Bytes that jobs may be admitted to.
+    /// The memory, in bytes, that jobs may be admitted to.
     pub memory: u64,
     /// Update threads.
     pub threads: usize,
     pub storage: StorageConfig,
-    /// Where checkpoints go. None: the Checkpoint call is refused.
+    /// Where checkpoints go. Without it the Checkpoint call is refused.
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_on_drain: bool,
     /// Sealed checkpoints kept of each job; 0 keeps all.
     pub checkpoint_keep: usize,
-    /// Longest time a drain waits for the step in hand.
+    /// The longest time that a drain waits for the step in hand.
     pub drain_deadline: Duration,
-    /// Connections at once; None: as many as its jobs' ranks need, and some.
+    /// How many connections there may be at once. None: as many as the jobs' ranks need, and some more.
     pub max_connections: Option<usize>,
     /// Serve beyond loopback without encryption or authentication.
     pub insecure: bool,
@@ -147,7 +147,8 @@ fn suggest(nearest: Option<&str>) -> String {
     nearest.map(|nearest| format!("; did you mean `{nearest}`?")).unwrap_or_default()
 }
 
-/// Refuses a name that starts with `prefix` and is not known: a mistyped variable would be ignored in silence otherwise.
+/// Refuses a name that starts with `prefix` and is not known: otherwise a mistyped variable would be ignored in
+/// silence.
 pub fn check_variables(
     prefix: &str,
     known: &[&str],

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path, str::FromStr};
 
-/// Bytes; written `512GiB`, `10GB`, `4096`.
+/// A number of bytes, written `512GiB`, `10GB` or `4096`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(try_from = "String")]
 pub struct ByteSize(pub u64);
@@ -58,13 +58,14 @@ fn meminfo(field: &str) -> Option<u64> {
     rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// Bytes this process may use: the smaller of the host's available memory and the cgroup's limit.
+/// How many bytes this process may use: the smaller of the host's available memory and the cgroup's limit.
 pub fn available_memory() -> u64 {
     let host = meminfo("MemAvailable:").unwrap_or(1 << 30);
     group_memory().map_or(host, |group| group.min(host))
 }
 
-/// Bytes that there are: the host's memory, or the cgroup's limit. None where the kernel does not say.
+/// How many bytes there are: the smaller of the host's memory and the cgroup's limit. None where the kernel does not
+/// say.
 pub fn total_memory() -> Option<u64> {
     let host = meminfo("MemTotal:");
     host.into_iter().chain(group_memory()).min()
@@ -77,7 +78,7 @@ fn group_memory() -> Option<u64> {
     let root = Path::new("/sys/fs/cgroup");
     let groups = root.join(own);
     let second = groups.ancestors().filter(|path| path.starts_with(root)).map(|path| path.join("memory.max"));
-    // Where cgroups are of the first version.
+    // This is the file in cgroups of the first version.
     let first = root.join("memory/memory.limit_in_bytes");
     second.chain([first]).filter_map(|path| fs::read_to_string(path).ok()?.trim().parse().ok()).min()
 }

@@ -1,4 +1,4 @@
-//! Where and how jobs are stored whose tier outlives the server.
+//! Where and how a server stores jobs whose tier outlives it.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use longshore_engine::{io::Engine, tier};
 
 use super::{ConfigError, Flags, file::File};
 
-/// Of the tiers `nvme` and `shm`.
+/// The settings of the tiers `nvme` and `shm`.
 #[derive(Clone, Debug)]
 pub struct StorageConfig {
     /// Where `nvme` jobs keep their state, striped over all of them.
@@ -18,7 +18,7 @@ pub struct StorageConfig {
     pub buffers: usize,
     pub durability: Durability,
     pub spill: Spill,
-    /// Bytes that the drives may be written with; 0: not known.
+    /// How many bytes the drives may be written with; 0 if that is not known.
     pub drive_endurance: u64,
     /// Where `shm` jobs keep their state. None: a folder named after user and port.
     pub shm_dir: Option<PathBuf>,
@@ -34,7 +34,7 @@ pub enum StorageIo {
     Threads,
 }
 
-/// What outlives the server of an `nvme` job.
+/// What of an `nvme` job outlives the server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Durability {
@@ -49,9 +49,9 @@ pub enum Durability {
 pub enum Spill {
     #[default]
     State,
-    /// And the 16-bit weights.
+    /// The 16-bit weights too.
     Images,
-    /// And gradients.
+    /// The weights and the gradients too.
     All,
 }
 
@@ -117,7 +117,7 @@ impl StorageConfig {
         }
     }
 
-    /// As the engine takes it, with the folder that `shm` jobs have.
+    /// The same as the engine takes it, with the folder that `shm` jobs have.
     pub(crate) fn to_engine(&self, shm_dir: Option<PathBuf>, share_images: bool) -> tier::Storage {
         tier::Storage {
             dirs: self.state_dirs.clone(),

@@ -1,4 +1,4 @@
-//! One job as calls use it: its compute thread, and waiting with a deadline for it to move.
+//! One job as calls use it: its compute thread, and waits with a deadline for it to move.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -31,14 +31,14 @@ enum Task {
     Collect,
 }
 
-/// A job and what moves it. Dropped with its last user; the compute thread ends with it.
+/// A job with its compute thread, which ends when the last user drops the handle.
 pub(crate) struct JobHandle {
     pub(crate) job: Arc<Job>,
     tasks: Arc<mpsc::Sender<Task>>,
     changed: watch::Receiver<u64>,
     /// What every waiter is told once the job is not served any more.
     closed: watch::Sender<Option<Fault>>,
-    /// Contributions to later steps are refused: a drain has begun.
+    /// The last step to which contributions are taken, once a drain has begun.
     last_step: AtomicU64,
     /// How each rank's calls come.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
@@ -48,7 +48,7 @@ pub(crate) struct JobHandle {
 }
 
 impl JobHandle {
-    /// Opens the job, wherever it stands, and has its compute thread finish what an earlier process had decided.
+    /// Opens the job, whatever phase it is in, and has its compute thread finish what an earlier process had decided.
     pub(super) fn start(
         job: StoredJob,
         budget: &Budget,
@@ -88,20 +88,21 @@ impl JobHandle {
         Ok(handle)
     }
 
-    /// What its tier keeps it as.
+    /// The form in which the job's tier keeps it.
     pub(super) fn stored(&self) -> StoredJob {
         let job = &self.job;
         StoredJob { spec: job.spec().clone(), placement: job.placement().clone(), server: job.server() }
     }
 
-    /// Hands work to the compute thread. It is gone only once the job failed, which every later call reports.
+    /// Hands work to the compute thread. That thread is gone only once the job has failed, and every later call
+    /// reports the failure.
     pub(crate) fn perform(&self, work: Option<Work>) {
         if let Some(work) = work {
             let _ = self.tasks.send(Task::Perform(work));
         }
     }
 
-    /// Asks `check` now and after every change until it has an answer, an error, or `deadline` passes.
+    /// Calls `check` now and after every change, until it gives an answer or an error, or until `deadline` passes.
     pub(crate) async fn until<T>(
         &self,
         deadline: Instant,
@@ -117,7 +118,7 @@ impl JobHandle {
             if let Some(value) = check()? {
                 return Ok(value);
             }
-            // Where the store has failed nothing comes any more.
+            // Where the store has failed, no change will come.
             self.job.check_alive()?;
             match timeout_at(deadline, changed.changed()).await {
                 Ok(Ok(())) => {}
@@ -139,7 +140,7 @@ impl JobHandle {
         self.until(deadline, durable, late).await
     }
 
-    /// Block hashes of the current version.
+    /// The block hashes of the current version.
     pub(crate) async fn hashes(&self, deadline: Instant) -> Result<Hashes, Fault> {
         let mut closing = self.closing();
         let closed =
@@ -151,19 +152,19 @@ impl JobHandle {
         }
     }
 
-    /// What a wait that came to its deadline says.
+    /// The fault of a wait that came to its deadline.
     pub(crate) fn late(&self, field: &str, value: impl std::fmt::Display) -> Fault {
         let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
         let remedy = format!("the job waits for {waiting}: see that worker, or raise the deadline");
         Fault::new(FaultKind::Deadline, field, value, "there in time", remedy)
     }
 
-    /// A rank has joined over this transport.
+    /// Notes that a rank has joined over this transport.
     pub(crate) fn came_by(&self, rank: Rank, transport: &'static str) {
         self.transports.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, transport);
     }
 
-    /// Empty for a rank that has not joined this process.
+    /// The rank's transport; empty for a rank that has not joined this process.
     pub(crate) fn transport_of(&self, rank: Rank) -> &'static str {
         self.transports.lock().unwrap_or_else(PoisonError::into_inner).get(&rank).copied().unwrap_or_default()
     }
@@ -172,7 +173,7 @@ impl JobHandle {
         self.closed.borrow().is_some()
     }
 
-    /// From now on takes contributions to the step in hand only, if one is begun. Returns the version to wait for.
+    /// From now on takes contributions to the step in hand only, if one has begun. Returns the version to wait for.
     pub(crate) fn finish_step_in_hand(&self) -> Version {
         let version = self.job.progress().version;
         let last = version.0 + u64::from(self.job.is_step_begun());
@@ -189,28 +190,29 @@ impl JobHandle {
         Err(Fault::new(FaultKind::Unavailable, "step", step.0, format!("at most {last}"), remedy))
     }
 
-    /// Makes every waiter fail with this.
+    /// Makes every waiter fail with this fault.
     pub(super) fn close(&self, fault: Fault) {
         self.job.end_snapshots(&fault);
         self.closed.send_if_modified(|closed| closed.is_none() && closed.replace(fault).is_none());
         self.job.cancel_load();
-        // They look again, find the job closed and let go of it.
+        // They look again, find the job closed, and let go of it.
         self.job.nudge();
     }
 
-    /// To learn that the job is not served any more, and why, without keeping it alive.
+    /// Lets a caller learn that the job is not served any more, and why, without keeping it alive.
     pub(crate) fn closing(&self) -> watch::Receiver<Option<Fault>> {
         self.closed.subscribe()
     }
 
-    /// To learn when the job is gone with its last user.
+    /// Lets a caller learn when the job's last user has dropped it.
     pub(super) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.clone()
     }
 }
 
-/// The compute thread: works in the order they come, what follows from one after those already waiting. So the sums of
-/// a delayed job's next step are formed between the updates of this one. Ends with the job's last user, or its first failure.
+/// The compute thread. It does works in the order they come, and appends the work that follows from one to those
+/// already waiting, so that the sums of a delayed job's next step are formed between the updates of this one. It ends
+/// with the job's last user, or with its first failure.
 fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>) -> Result<(), Fault> {
     job.compute().pool().adopt_caller();
     let mut works = VecDeque::new();

@@ -1,5 +1,5 @@
-//! State hashes for all who ask, one at a time: of one version every block is hashed once, however many wait for it, and
-//! where many ask again and again hashing takes a small part of the time.
+//! State hashes for all who ask, one at a time. Every block of a version is hashed once, however many wait for the
+//! hash; and where many ask again and again, hashing takes a small part of the time.
 
 use std::{
     sync::{
@@ -17,11 +17,11 @@ use tokio::{
     time::{Instant, sleep_until, timeout_at},
 };
 
-/// After hashes were taken they answer for their version, and a crowd waits for those of the next one, so many times as long.
+/// A crowd waits for the hashes of another version this many times as long as it took to take the last ones.
 const REST: u32 = 9;
-/// But no longer than this: an operator waits.
+/// The longest such wait, since an operator may be among the crowd.
 const LONGEST_REST: Duration = Duration::from_secs(2);
-/// So many ask at once where somebody looks; more are a crowd.
+/// The most that ask at once when people look. More are a crowd.
 const FEW: usize = 4;
 
 /// The hashes of one version of a job, in owned order.
@@ -33,12 +33,12 @@ pub(crate) struct Hashes {
 
 #[derive(Default)]
 pub(crate) struct Hashing {
-    /// Locked while hashes are taken: whoever else asks waits for them.
+    /// Locked while hashes are taken, so that whoever else asks waits for them.
     last: Mutex<Option<Last>>,
     asking: AtomicUsize,
 }
 
-/// Counted while it lives.
+/// One who asks, counted while this lives.
 struct Asking<'a>(&'a AtomicUsize);
 
 impl<'a> Asking<'a> {
@@ -61,7 +61,7 @@ struct Last {
 }
 
 impl Hashing {
-    /// Those of the current version.
+    /// The hashes of the current version.
     pub(crate) async fn hashes(&self, job: &Arc<Job>, deadline: Instant) -> Result<Hashes, Fault> {
         let (hashed, late) = (Arc::clone(job), deadline.into_std());
         let take = move || {
@@ -112,7 +112,7 @@ mod tests {
 
     use super::*;
 
-    /// Hashes of this version, once a word comes.
+    /// Takes the hashes of this version once it is told to.
     fn slow(taken: Arc<AtomicUsize>, word: Receiver<()>) -> impl FnOnce() -> Result<Hashes, Fault> {
         move || {
             let version = Version(taken.fetch_add(1, Ordering::SeqCst) as u64);
@@ -147,7 +147,7 @@ mod tests {
                     .all(|hashes| hashes.as_ref().is_ok_and(|found| found.info.version == Version(0)))
             );
             assert_eq!(taken.load(Ordering::SeqCst), 1, "hashed again for each of them");
-            // Those of the next version are others.
+            // The hashes of the next version are others.
             let (say, word) = channel();
             say.send(()).expect("somebody who listens");
             let next = hashing.shared(soon, || Version(1), slow(taken, word)).await.expect("hashes");

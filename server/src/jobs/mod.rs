@@ -26,15 +26,15 @@ pub(crate) use self::{
     restores::{Act, Stage},
 };
 
-/// Longest wait for the users of a job that is opened anew: a chunk on its way may be silent for 10 s, and an update runs
-/// to its end.
+/// The longest wait for the users of a job that is opened anew. A chunk on its way may be silent for 10 s, and an
+/// update runs to its end.
 const LET_GO: Duration = Duration::from_secs(60);
 
 /// All jobs of a server.
 pub(crate) struct Jobs {
     jobs: Mutex<BTreeMap<JobName, Place>>,
-    /// Held while a job is created, so that two opens of one name are not both admitted, while calls to other jobs go
-    /// on: touching a large job's memory takes minutes.
+    /// Held while a job is created, so that two opens of one name are not both admitted. Calls to other jobs go on
+    /// meanwhile: touching a large job's memory takes minutes.
     opening: Mutex<()>,
     budget: Budget,
     storage: Storage,
@@ -48,9 +48,9 @@ enum Place {
 
 /// A job that is kept here and cannot be served now.
 struct Away {
-    /// It is being recovered, or why that failed.
+    /// Why it cannot be served: it is being recovered, or that has failed.
     fault: Fault,
-    /// None: its folder cannot be read.
+    /// None if its folder cannot be read.
     stored: Option<StoredJob>,
 }
 
@@ -70,14 +70,14 @@ pub(crate) fn not_found(name: &str) -> Fault {
     )
 }
 
-/// Passes: workers try again.
+/// The fault while a job is recovered. It passes, and workers try again.
 fn recovering(name: &JobName) -> Fault {
     let remedy = "wait: its state is read and checked first";
     Fault::new(FaultKind::Unavailable, "job", format!("{name}, being recovered"), "open", remedy)
 }
 
 impl Jobs {
-    /// Also looks for the jobs that an earlier process kept: until `recover` has opened them they are away.
+    /// Also looks for the jobs that an earlier process kept. They are away until `recover` has opened them.
     pub(crate) fn new(budget: Budget, storage: Storage, compute: Arc<Compute>) -> (Jobs, Vec<StoredJob>) {
         let dirs = directories(&storage);
         finish_interrupted(&dirs);
@@ -114,7 +114,7 @@ impl Jobs {
         }
     }
 
-    /// Opens a job and puts it, or the reason why it cannot be, into its place.
+    /// Opens a job, and notes under its name the job or the reason why it cannot be opened.
     fn start(&self, job: StoredJob, storage: &Storage) -> Result<Arc<JobHandle>, Fault> {
         let name = job.spec.name.clone();
         let started = JobHandle::start(job.clone(), &self.budget, storage, Arc::clone(&self.compute));
@@ -125,7 +125,7 @@ impl Jobs {
                 jobs.insert(name, Place::Open(Arc::clone(handle)));
             }
             Err(fault) => {
-                // One that was never kept here leaves nothing.
+                // A job that was never kept here leaves nothing.
                 if let Some(place) = jobs.get_mut(&name) {
                     *place = Place::away(fault.clone(), Some(job));
                 }
@@ -151,23 +151,23 @@ impl Jobs {
         }
     }
 
-    /// Those that are served.
+    /// The jobs that are served.
     pub(crate) fn all(&self) -> Vec<Arc<JobHandle>> {
         let open =
             |place: &Place| if let Place::Open(handle) = place { Some(Arc::clone(handle)) } else { None };
         self.lock().values().filter_map(open).collect()
     }
 
-    /// Of all, those that are away too.
+    /// The names of all jobs, including those that are away.
     pub(crate) fn names(&self) -> Vec<String> {
         self.lock().keys().map(JobName::to_string).collect()
     }
 
-    /// Finds the job or creates it. Blocks while memory is touched. True when it was created.
+    /// Finds the job or creates it. Blocks while memory is touched. Returns true when it was created.
     pub(crate) fn open(&self, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
-            // Where recovering it has failed it is tried again: the disk may be back.
+            // A job whose recovery has failed is tried again: the disk may be back.
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         };
         let job = &handle.job;
@@ -180,8 +180,8 @@ impl Jobs {
         Ok((false, handle))
     }
 
-    /// Forgets a job and removes what its tier keeps of it. One that is kept here and cannot be read is removed only where
-    /// the caller says so: a drive that is missing now may come back.
+    /// Forgets a job and removes what its tier keeps of it. A job that is kept here and cannot be read is removed
+    /// only where the caller says so, since a drive that is missing now may come back.
     pub(crate) fn delete(&self, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
         let handle = match self.get(name) {
             Ok(handle) => handle,
@@ -191,12 +191,12 @@ impl Jobs {
         self.lock().remove(&stored.spec.name);
         handle.close(not_found(name));
         handle.job.discard().inspect_err(|fault| {
-            // What is left can be deleted again.
+            // What is left can be deleted by another call.
             self.lock().insert(stored.spec.name.clone(), Place::away(fault.clone(), Some(stored)));
         })
     }
 
-    /// `fault`: why it is not open.
+    /// `fault` says why the job is not open.
     fn delete_away(&self, name: &JobName, fault: Fault, discard_unreadable: bool) -> Result<(), Fault> {
         if !self.lock().contains_key(name) || fault.kind == FaultKind::Unavailable {
             return Err(fault);
@@ -209,7 +209,7 @@ impl Jobs {
         }
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         if let Ok(handle) = self.get(name.as_str()) {
-            // Opened meanwhile, so readable after all.
+            // It was opened meanwhile, so it is readable after all.
             drop(handle);
             return self.delete(name.as_str(), false);
         }
@@ -248,7 +248,7 @@ impl Jobs {
         Ok(handle)
     }
 
-    /// Ends the service of a job, to open it again.
+    /// Ends the service of a job, so that it can be opened again.
     fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
         let stored = handle.stored();
         let name = stored.spec.name.clone();
@@ -256,7 +256,7 @@ impl Jobs {
         handle.close(recovering(&name));
         let changes = handle.changes();
         drop(handle);
-        // Where its users do not let go, the folders' lock says so.
+        // If its users do not let go, the folders' lock makes the next open fail and say so.
         let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
         stored
     }
@@ -270,12 +270,12 @@ impl Jobs {
     }
 }
 
-/// Wherever jobs are kept.
+/// All directories in which jobs are kept.
 fn directories(storage: &Storage) -> Vec<PathBuf> {
     storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
 }
 
-/// Ends when the job is dropped, and with it the sender of its changes.
+/// Ends when the job is dropped, since the sender of its changes goes with it.
 async fn gone(mut changes: watch::Receiver<u64>) {
     while changes.changed().await.is_ok() {}
 }

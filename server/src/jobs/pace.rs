@@ -1,11 +1,11 @@
-//! How fast a job's steps are decided and what they write: what a forecast of its drives' wear needs.
+//! How fast a job's steps are decided and what they write, from which the wear of its drives is forecast.
 
 use std::{
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-/// Of the steps decided since the job was opened here.
+/// The steps decided since the job was opened here.
 #[derive(Default)]
 pub(crate) struct Pace {
     first_and_last: Mutex<Option<(Mark, Mark)>>,
@@ -27,7 +27,7 @@ pub(crate) struct Span {
 }
 
 impl Pace {
-    /// `written`: bytes that the drives were given until now.
+    /// `written` is how many bytes the drives were given until now.
     pub(crate) fn decided(&self, step: u64, written: u64) {
         let now = Mark { at: Instant::now(), step, written };
         let mut marks = self.first_and_last.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
-//! Restores of one job: one at a time, and whoever asks for the one under way waits for it instead of being refused. So an
-//! answer that was lost, or a deadline that came first, costs nothing but asking again.
+//! Restores of one job. They run one at a time, and whoever asks for the one under way waits for it instead of being
+//! refused. So after a lost answer or an early deadline a client only has to ask again.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -43,14 +43,15 @@ pub(crate) struct Restores(Mutex<Option<Run>>);
 
 /// What a caller waits for.
 enum Turn {
-    /// His own act, begun by him or by somebody before him.
+    /// The caller's own act, begun by this call or by one before it.
     Mine(watch::Receiver<Outcome>),
-    /// Another act on the same checkpoint.
+    /// Another act on the same checkpoint, which must end first.
     Before(watch::Receiver<Outcome>),
 }
 
 impl Restores {
-    /// Has `work` done on a blocking thread, unless it is being done, and waits for its end. It goes on after `deadline`.
+    /// Runs `work` on a blocking thread, unless it is running already, and waits for its end. It goes on after
+    /// `deadline`.
     pub(crate) async fn run(
         &self,
         act: Act,
@@ -100,7 +101,7 @@ impl Restores {
     }
 }
 
-/// None: the thread that did it has panicked.
+/// None if the thread that did it has panicked.
 async fn wait(act: &Act, mut outcome: watch::Receiver<Outcome>, deadline: Instant) -> Result<Outcome, Fault> {
     match timeout_at(deadline, outcome.wait_for(Option::is_some)).await {
         Ok(outcome) => Ok(outcome.ok().and_then(|outcome| outcome.clone())),
@@ -166,7 +167,7 @@ mod tests {
         assert_eq!((busy.kind, &*busy.field), (FaultKind::Precondition, "restore"));
         let again = restores.run(hold, soon(), never);
         let start = restores.run(act("a", Stage::Start), soon(), || Ok(info(8)));
-        // The word is given once both have asked: what is done is not there to be joined.
+        // The act goes on once both have asked: one that is over cannot be joined.
         let word = async { go.send(()).expect("the one that waits") };
         let (again, start, ()) = tokio::join!(again, start, word);
         assert_eq!(

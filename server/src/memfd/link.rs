@@ -1,4 +1,5 @@
-//! One process of one rank, and the memory it may refer to. Every number it sends is checked here.
+//! The server's end of a link: one process of one rank, and the memory that it may refer to. Every number that it
+//! sends is checked here.
 
 use std::{
     fmt,
@@ -24,7 +25,7 @@ pub(crate) struct Link {
     memories: Mutex<Vec<Arc<Foreign>>>,
 }
 
-/// A payload in a worker's memory, inside it to the last byte.
+/// A payload in a worker's memory. It lies inside that memory to its last byte.
 pub(crate) struct Payload {
     memory: Arc<Foreign>,
     offset: u64,
@@ -32,7 +33,7 @@ pub(crate) struct Payload {
 }
 
 impl fmt::Debug for Link {
-    /// Without its id, which is a secret of the two ends.
+    /// The id is left out, since it is a secret of the two ends.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.rank, self.incarnation)
     }
@@ -47,7 +48,7 @@ impl Link {
         self.rank == rank && Weak::ptr_eq(&self.job, &Arc::downgrade(handle))
     }
 
-    /// Numbers a piece of memory.
+    /// Takes a worker's memory and gives it a number.
     pub(super) fn take(&self, memory: Foreign) -> Result<u32, Fault> {
         let mut memories = self.memories.lock().unwrap_or_else(PoisonError::into_inner);
         if memories.len() >= MAX_MEMORIES {
@@ -95,12 +96,12 @@ impl Payload {
         self.bytes
     }
 
-    /// To be computed with where it lies.
+    /// The payload as something to compute with where it lies.
     pub(crate) fn into_lent(self) -> Arc<dyn Lent> {
         Arc::new(self)
     }
 
-    /// Copies what is `from` bytes into it, as it is just now.
+    /// Copies what is `from` bytes into the payload, as it is at this moment.
     pub(crate) fn copy(&self, from: usize, target: &mut [u8]) {
         self.memory.copy(self.offset + from as u64, target);
     }

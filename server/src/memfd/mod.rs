@@ -1,7 +1,8 @@
 //! Payloads through shared memory: the links with workers of this host, and what each may refer to.
 //!
-//! A worker's gradients stay in memory of its own until the server has copied them into their slot, checked on the way:
-//! from then on it may write there what it likes. Images are the other way round: the worker maps the server's.
+//! A worker's gradients stay in its own memory until the server has copied them into their slot and checked the copy;
+//! from then on the worker may write there what it likes. Images go the other way round: the worker maps the
+//! server's.
 
 mod link;
 mod serve;
@@ -25,14 +26,15 @@ pub(crate) use self::{
 };
 use crate::jobs::{JobHandle, Jobs};
 
-/// All links of a server, by what the other end calls them.
+/// All links of a server, by the id that the other end calls them by.
 pub(crate) struct Links {
     links: Mutex<HashMap<u64, Arc<Link>>>,
     offer: Option<v1::MemfdOffer>,
 }
 
 impl Links {
-    /// Also listens for links, unless `wanted` is false or this host cannot have them. Inside a tokio runtime.
+    /// Also listens for links, unless `wanted` is false or this host cannot have them. It must be called inside a
+    /// tokio runtime.
     pub(crate) fn new(wanted: bool) -> (Arc<Links>, Option<Listener>) {
         let made = wanted.then(listen).and_then(|made| {
             made.inspect_err(|error| tracing::info!(%error, "no payloads through shared memory")).ok()
@@ -50,7 +52,7 @@ impl Links {
         self.links.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A link for a rank's living process. One it had before is gone.
+    /// Opens a link for a rank's current process. A link that the rank had before is gone.
     fn open(&self, jobs: &Jobs, hello: &v1::MemfdHello) -> Result<(Arc<Link>, Arc<JobHandle>), Fault> {
         let handle = jobs.get(&hello.job)?;
         let (rank, incarnation) = (Rank(hello.rank), Incarnation(hello.incarnation));
@@ -66,7 +68,7 @@ impl Links {
         self.lock().remove(&link.id);
     }
 
-    /// The link a request names, of the job it is about.
+    /// The link that a request names. It must be of the job that the request is about.
     pub(crate) fn find(&self, id: u64, handle: &Arc<JobHandle>) -> Result<Arc<Link>, Fault> {
         let link = self.lock().get(&id).cloned();
         link.filter(|link| Weak::ptr_eq(&link.job, &Arc::downgrade(handle)))

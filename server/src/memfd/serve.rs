@@ -1,4 +1,4 @@
-//! The socket's side of a link: hello, memories, and its end.
+//! The server's side of a link's socket: hello, memories, and the end.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -21,11 +21,12 @@ use crate::{
     log::Seldom,
 };
 
-/// Sockets at once: each costs a descriptor, and a process has some thousands. More are closed at once.
+/// How many sockets there may be at once; further ones are closed. Each costs a descriptor, and a process has some
+/// thousands.
 const MAX_SOCKETS: usize = 512;
-/// A worker says hello as soon as it is connected, and takes its answers at once.
+/// The longest wait for a message. A worker says hello as soon as it is connected, and takes its answers at once.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// After the process has run out of descriptors.
+/// The wait after the process has run out of descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves links until dropped.
@@ -57,7 +58,7 @@ pub(crate) async fn serve(listener: Listener, links: Arc<Links>, jobs: Arc<Jobs>
     }
 }
 
-/// One socket from its first message to its end.
+/// Serves one socket from its first message to its end.
 async fn attend(socket: &Socket, links: &Links, jobs: &Jobs) -> io::Result<()> {
     let (link, handle) = match timeout(PATIENCE, greet(socket, links, jobs)).await?? {
         Ok(greeted) => greeted,
@@ -66,7 +67,7 @@ async fn attend(socket: &Socket, links: &Links, jobs: &Jobs) -> io::Result<()> {
     let open = Open { links, link };
     tracing::info!(job = %handle.job.spec().name, transport = "memfd", link = ?open.link, "rank linked");
     welcome(socket, &open.link, &handle).await?;
-    // A deleted job goes although a worker still hangs on.
+    // A deleted job can go although a worker is still connected.
     drop(handle);
     while let Some(packet) = socket.receive::<MemfdRequest>().await? {
         match memory(packet).and_then(|memory| open.link.take(memory)) {

@@ -27,7 +27,7 @@ use crate::{
     memfd::Links,
 };
 
-/// Longest time a snapshot waits for updates already decided.
+/// The longest time that a snapshot waits for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }

@@ -1,4 +1,4 @@
-//! Weights out for readers that are no workers: one version of them, rounded as asked, while training goes on.
+//! Weights for readers that are no workers: one version of them, rounded as asked, while training goes on.
 
 use std::{
     pin::Pin,
@@ -26,16 +26,17 @@ use tonic::Status;
 use super::{Services, blocking, refuse};
 use crate::jobs::JobHandle;
 
-/// Messages made ahead of the network: 4 MiB for each export.
+/// How many messages are made ahead of the network: 4 MiB for each export.
 const MESSAGES_AHEAD: usize = 4;
-/// Longest wait for a reader to take one message. Training does not wait for it, but the memory of what was copied for him does.
+/// The longest wait for a reader to take one message. Training does not wait for the reader, but the memory of what
+/// was copied for it does.
 const STALL: Duration = Duration::from_secs(10);
-/// How often one who waits for a reader looks whether the job is still there.
+/// How often the export checks, while it waits for a reader, that the job is still there.
 const LOOK: Duration = Duration::from_millis(100);
 
 type Message = Result<v1::ExportResponse, Status>;
 
-/// The messages, then how it ended: that reaches also a reader who let them pile up.
+/// The messages, then how the export ended. The end also reaches a reader who let messages pile up.
 pub(crate) struct Messages {
     parts: mpsc::Receiver<v1::ExportResponse>,
     last: Option<oneshot::Receiver<Message>>,
@@ -51,7 +52,7 @@ impl Stream for Messages {
         let Some(last) = &mut self.last else { return Poll::Ready(None) };
         let last = ready!(Pin::new(last).poll(context));
         self.last = None;
-        // Without one the export's task is gone, and the server with it.
+        // Without an end the export's task is gone, and the server with it.
         Poll::Ready(last.ok())
     }
 }
@@ -69,7 +70,7 @@ pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<M
         let reader = sender.clone();
         let exported = tokio::select! {
             exported = export(handle, snapshot, dtype, deadline, sender) => exported,
-            // Dropped with all it holds; one that is being sent ends by itself.
+            // This drops all that the export holds; one that is being sent ends by itself.
             () = reader.closed() => return,
         };
         let message = |info: SnapshotInfo| v1::ExportResponse {
@@ -77,7 +78,7 @@ pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<M
             end: true,
             ..Default::default()
         };
-        // To a reader who left, nothing need be said.
+        // A reader who left needs to be told nothing.
         let _ = end.send(exported.map(message).map_err(|fault| refuse("Export", &request.job, fault)));
     });
     Ok(Messages { parts, last: Some(last) })
@@ -99,7 +100,7 @@ async fn export(
         Fault::new(FaultKind::Deadline, "snapshot", value, "there in time", remedy)
     };
     handle.until(deadline, reached, late).await?;
-    // From here on only the snapshot knows the job, and lets it go.
+    // From here on only the snapshot refers to the job, and it does not keep it alive.
     drop(handle);
     let (runtime, ended) = (Handle::current(), snapshot.ended());
     let info = blocking(move || {
@@ -126,7 +127,7 @@ fn messages(piece: &Piece, dtype: Dtype) -> impl Iterator<Item = v1::ExportRespo
     })
 }
 
-/// On the export's own thread.
+/// Runs on the export's own thread.
 fn send(
     runtime: &Handle,
     sender: &mpsc::Sender<v1::ExportResponse>,

@@ -35,12 +35,12 @@ pub(crate) struct Services {
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
     pub(crate) checkpoint_log: Arc<CheckpointLog>,
-    /// Sealed checkpoints kept of each job; None keeps all.
+    /// How many sealed checkpoints are kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,
-    /// What these calls come through: tcp or unix.
+    /// The transport of these calls: tcp or unix.
     pub(crate) transport: &'static str,
-    /// Bytes that the drives may be written with; 0: not known.
+    /// How many bytes the drives may be written with; 0 if that is not known.
     pub(crate) drive_endurance: u64,
 }
 
@@ -55,7 +55,7 @@ fn default_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }
 
-/// Pauses or resumes a job, which its tier keeps with the version that it is at, once that is durable.
+/// Pauses or resumes a job. Its tier keeps that with the job's current version, once the version is durable.
 async fn stand(
     handle: &Arc<JobHandle>,
     change: impl Fn(&Job) -> Result<bool, Fault> + Send + Sync + 'static,
@@ -63,7 +63,7 @@ async fn stand(
     let (deadline, change) = (default_deadline(), Arc::new(change));
     loop {
         let (job, change) = (Arc::clone(&handle.job), Arc::clone(&change));
-        // It may flush drives.
+        // The change may flush drives.
         if blocking(move || change(&job)).await? {
             return Ok(());
         }

@@ -1,8 +1,8 @@
-//! Images out, slice by slice, each as soon as its shard has the version asked for.
+//! Images for workers, slice by slice, each as soon as its shard has the version asked for.
 //!
-//! They are sent from where the update wrote them: copying them first, in the pass that takes their checksum, cost as
-//! much as sending them through a Unix socket. The update never waits for whoever reads slowly; such a reader gets bytes
-//! that do not have their checksum, asks again, and is told that the version is gone.
+//! They are sent from where the update wrote them: to copy them first, in the pass that takes their checksum, cost as
+//! much as sending them through a Unix socket. The update never waits for a slow reader. Such a reader gets bytes
+//! that do not match their checksum, asks again, and is told that the version is gone.
 
 use std::{sync::Arc, time::Duration};
 
@@ -24,8 +24,8 @@ use tonic::{Status, body::Body};
 use super::{Services, refuse};
 use crate::jobs::JobHandle;
 
-/// Messages made ahead of the network: one being sent, one ready. More would have their checksums taken long before the
-/// socket reads them, which finds them in cache now.
+/// How many messages are made ahead of the network: one being sent, one ready. The checksum's pass brings a message
+/// into cache, and with more of them it would have left the cache before the socket reads it.
 const MESSAGES_AHEAD: usize = 2;
 
 pub(super) async fn answer(services: &Services, body: Body) -> Result<Response<Body>, Status> {
@@ -52,7 +52,7 @@ struct Pull {
     dtype: Dtype,
     version: Version,
     wait: Duration,
-    /// Say where slices lie in the images' memory, which the reader has.
+    /// Only say where slices lie in the images' memory, which the reader has mapped.
     in_place: bool,
 }
 
@@ -71,7 +71,7 @@ impl Pull {
             elements: slice.elements,
         };
         let slices: Vec<Slice> = request.slices.into_iter().map(slice).collect();
-        // All are checked before the first byte leaves.
+        // All slices are checked before the first byte leaves.
         slices.iter().try_for_each(|slice| handle.job.check_slice(slice, dtype))?;
         let in_place = request.link != 0 && {
             services.links.find(request.link, &handle)?;
@@ -81,7 +81,8 @@ impl Pull {
     }
 
     async fn send(self, sender: Pieces) {
-        // The larger a slice, the later a reader of its start can go on; in place, a shard is ready as a whole.
+        // The larger a slice, the later a reader of its start can go on. In shared memory a shard is ready as a
+        // whole.
         let most = if self.in_place { u64::MAX } else { CHUNK_BYTES as u64 / self.dtype.bytes() };
         for slice in self.slices.iter().flat_map(|&slice| pieces(slice, most)) {
             let piece = tokio::select! {
@@ -97,7 +98,7 @@ impl Pull {
         }
     }
 
-    /// One message, once the shard has the version.
+    /// Makes one message, once the shard has the version.
     async fn message(&self, slice: Slice) -> Result<Piece, Fault> {
         if self.in_place { self.place(slice).await } else { self.read(slice).await }
     }
@@ -111,7 +112,7 @@ impl Pull {
         Ok(frame::encode(&v1::PullResponse { shard, offset, place, decided_by, ..Default::default() }))
     }
 
-    /// Asked once the version is there.
+    /// Called once the version is there.
     fn decided_by(&self) -> u64 {
         self.handle.job.decided_by(self.version).0
     }
@@ -139,7 +140,7 @@ impl Pull {
     }
 }
 
-/// A part of an image on its way; its job's memory counts as used as long.
+/// A part of an image on its way. Its job's memory counts as used for as long.
 struct Lent {
     bytes: ImageBytes,
     _handle: Arc<JobHandle>,
@@ -151,7 +152,7 @@ impl AsRef<[u8]> for Lent {
     }
 }
 
-/// A slice in pieces of at most so many elements.
+/// Cuts a slice into pieces of at most so many elements.
 fn pieces(slice: Slice, most: u64) -> impl Iterator<Item = Slice> {
     (0..slice.elements.div_ceil(most)).map(move |piece| {
         let offset = slice.offset + piece * most;

@@ -1,10 +1,10 @@
 //! Contributions in, acknowledgements out.
 //!
-//! A chunk's fields come before its payload, so that it is admitted first and its payload is read from the socket
-//! straight to its place, by the connection's task; of a call without a mark it goes there from HTTP/2's frames. Nothing
-//! of a stream is taken while that place is busy: a fast rank is held back by HTTP/2 flow control, and nothing is held
-//! here beside the slots but what its window allows. Over a link the payload is used where it lies in the worker's
-//! memory, or copied from there, once its place is free.
+//! A chunk's fields come before its payload. So the chunk is admitted first, and the connection's task then reads its
+//! payload from the socket straight into its slot; the payload of a call without a mark is copied there from HTTP/2's
+//! frames. Nothing more of a stream is taken while that slot is busy: a fast rank is held back by HTTP/2 flow
+//! control, and the server holds nothing beside the slots but what its window allows. Over a link the payload is used
+//! where it lies in the worker's memory, or is copied from there once its slot is free.
 
 use std::{
     future::poll_fn,
@@ -37,18 +37,19 @@ use tonic::{Status, body::Body};
 use super::{Services, refuse};
 use crate::{jobs::JobHandle, memfd::Payload};
 
-/// Acknowledgements in one message. Many small messages would be taken for abuse by HTTP/2 peers, and each costs a
-/// write of 5 to 10 microseconds at both ends, against 200 for a chunk.
+/// How many acknowledgements go into one message. HTTP/2 peers would take many small messages for abuse, and each
+/// costs a write of 5 to 10 microseconds at both ends, against 200 for a chunk.
 const RESULTS_BATCHED: usize = 16;
-/// Results that have not left, on one stream: of 300 bytes each, so that the 128 streams of a connection hold 10 MB.
+/// How many results may wait to leave on one stream. Each takes 300 bytes, so that the 128 streams of a connection
+/// hold 10 MB.
 const RESULTS_MOST: usize = 256;
-/// Longest time an acknowledgement waits for others. No worker waits for one: a commit frees what it retains.
+/// How long an acknowledgement waits for others. No worker waits for one: a commit frees what the worker retains.
 const RESULTS_DELAY: Duration = Duration::from_millis(1);
-/// Silence in the middle of a chunk is noticed after this to twice as much. Until it ends its rank cannot be taken by a
-/// new process.
+/// Silence in the middle of a chunk is noticed after this to twice as much. Until it ends, no new process can take
+/// the chunk's rank.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
-/// `taps`: those of the call's connection.
+/// `taps` are those of the call's connection.
 pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
     let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
@@ -74,11 +75,11 @@ pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Resp
 struct Stream {
     intake: Shared<PushRequest, Receiving>,
     body: Body,
-    /// Until the first bytes have come: whether they are marked is seen there.
+    /// Present until the first bytes have come, since those show whether the call is marked.
     taps: Option<Taps>,
     /// What h2 gave and the intake has not taken yet.
     rest: Bytes,
-    /// For what follows it past h2, if it is marked.
+    /// The stream's place among those past h2, if it is marked.
     following: Option<Claim>,
     claim: Option<Claim>,
     ended: bool,
@@ -87,24 +88,25 @@ struct Stream {
     due: Option<Instant>,
 }
 
-/// Chunks to their places, on whichever task they come.
+/// Puts chunks into their slots, on whichever task they come.
 struct Receiving {
     services: Services,
-    /// The connection, until a rank's chunk has come on it.
+    /// The connection, while it is a stranger's: until a rank's chunk has come on it.
     stranger: Option<Taps>,
-    /// The job of the last chunk: mostly the next one's too. Weak: an idle stream keeps no job alive.
+    /// The job of the last chunk, which mostly is the next one's too. It is weak, so that an idle stream keeps no job
+    /// alive.
     held: Weak<JobHandle>,
-    /// Why that job is not served any more: a worker that has nothing to send must learn of it, too, since what it had sent
-    /// may be wanted again.
+    /// Why that job is not served any more. A worker that has nothing to send must learn of it too, since what it had
+    /// sent may be wanted again.
     closing: Option<watch::Receiver<Option<Fault>>>,
     chunk: Option<(PushRequest, Result<Place, Fault>)>,
-    /// A chunk whose place is busy.
+    /// A chunk whose slot is busy.
     waiting: Option<(PushRequest, Waiting)>,
-    /// A chunk that came while too many results had not left, and its payload's bytes.
+    /// A chunk that came while too many results waited to leave, and the length of its payload.
     held_back: Option<(PushRequest, usize)>,
-    /// The last chunk that was given a place.
+    /// The last chunk that was given a slot.
     last: Option<ContributionChunk>,
-    /// Not yet acknowledged.
+    /// Results that are not acknowledged yet.
     results: Vec<PushResult>,
 }
 
@@ -118,7 +120,7 @@ struct Waiting {
 /// Where a payload goes.
 enum Place {
     Slot(Arc<JobHandle>, Writing<Arc<Job>>),
-    /// It is not wanted: its own checksum is compared, and that is all.
+    /// The payload is not wanted. Only its own checksum is compared.
     Nowhere(Fate, Crc32),
 }
 
@@ -136,7 +138,7 @@ struct Over;
 
 impl Stream {
     async fn run(mut self) {
-        // What is broken off is dropped, and with it the place of a chunk that was on its way.
+        // A call that is broken off is dropped, and a chunk that was on its way gives its slot back.
         let Err(Over) = self.receive().await;
     }
 
@@ -198,7 +200,7 @@ impl Stream {
         true
     }
 
-    /// Until something has come, or it is time.
+    /// Waits until something has come, or until it is time to act.
     async fn more(&mut self) -> Result<(), Over> {
         let (received, closing) = {
             let intake = self.intake.lock();
@@ -234,11 +236,11 @@ impl Stream {
         Ok(())
     }
 
-    /// Ends the call, after what was to be acknowledged.
+    /// Ends the call, after the results that wait.
     async fn over(&mut self, status: Option<Status>) -> Result<std::convert::Infallible, Over> {
         self.acknowledge().await?;
         if let Some(status) = status {
-            // The peer went away or sent what is no message; nothing of it was stored.
+            // The peer went away, or sent what is no message; nothing of it was stored.
             tracing::debug!(%status, "push stream ended");
             let _ = self.answers.send(Err(status)).await;
         }
@@ -254,10 +256,10 @@ impl Stream {
         self.answers.send(Ok(frame::encode(&PushResponse { results }))).await.map_err(|_| Over)
     }
 
-    /// The place of a chunk once it is free.
+    /// Waits for the chunk's slot.
     async fn place(&mut self, waiting: Waiting) -> Result<Result<Place, Fault>, Over> {
         let Waiting { handle, chunk, payload, patience } = waiting;
-        // It may take a step: let the worker know of what came before.
+        // This may take a step, so the worker is told first of what came before.
         self.acknowledge().await?;
         let late = || handle.late("push", chunk.contribution);
         tokio::select! {
@@ -308,13 +310,13 @@ impl Land<PushRequest> for Receiving {
         let lent = request.place.is_some_and(|place| place.lent);
         let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32)));
         self.results.push(result(request, outcome));
-        // The first one has the task begin to count the time.
+        // The first result makes the task begin to count the time.
         Ok(self.results.len() == 1 || self.results.len() >= RESULTS_BATCHED)
     }
 }
 
 impl Receiving {
-    /// Finds the chunk's place; false while that is busy.
+    /// Finds the chunk's slot. Returns false while that is busy.
     fn start(&mut self, request: PushRequest, bytes: usize) -> bool {
         let place = self.identify(&request, bytes).and_then(|waiting| {
             let place = place_now(&waiting.handle, &waiting.chunk)?;
@@ -336,7 +338,7 @@ impl Receiving {
                 self.chunk = Some((request, place));
             }
             Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
-            // A refused one is read to its end too: the next one follows it.
+            // A refused chunk is read to its end too, since the next one follows it.
             Err(fault) => self.chunk = Some((request, Err(fault))),
         }
         self.waiting.is_none()
@@ -368,7 +370,8 @@ impl Receiving {
         Ok(Waiting { handle, chunk, payload: Some(payload), patience })
     }
 
-    /// Micro-steps of a step ascend on a stream: two streams on which they did not might wait for each other.
+    /// Checks that the micro-steps of a step ascend on a stream: two streams on which they did not might wait for
+    /// each other.
     fn check_order(&self, chunk: &ContributionChunk) -> Result<(), Fault> {
         let now = chunk.contribution;
         let ahead = |last: &ContributionChunk| {
@@ -392,12 +395,12 @@ impl Receiving {
 }
 
 impl Place {
-    /// With the payload in it, if that lies in the worker's memory.
+    /// Brings in the payload, if it lies in the worker's memory.
     fn holding(mut self, payload: Option<Payload>, lent: bool) -> Result<Place, Fault> {
         match (payload, &mut self) {
             (None, _) => {}
             (Some(payload), Place::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
-            // Held already, and nothing was moved that could be damaged.
+            // The chunk is held already, and nothing was moved that could be damaged.
             (Some(_), Place::Nowhere(..)) if lent => {}
             (Some(payload), place) => place.fetch(&payload),
         }
@@ -421,7 +424,7 @@ impl Place {
     }
 }
 
-/// None while the place is busy.
+/// None while the slot is busy.
 fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Option<Place>, Fault> {
     Ok(match Job::admit(Arc::clone(&handle.job), chunk)? {
         Admitted::Busy => None,
@@ -432,7 +435,7 @@ fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Optio
     })
 }
 
-/// `crc32`: None for what is lent.
+/// `crc32` is None for a lent payload.
 fn finish(place: Place, crc32: Option<u32>) -> Result<Fate, Fault> {
     match place {
         Place::Slot(handle, writing) => {

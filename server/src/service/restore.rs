@@ -1,4 +1,4 @@
-//! Restore: each of its modes is one act, which may be asked for again.
+//! Restore. Each of its modes is one act, which may be asked for again.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Figures of a step's shards, sent as they become complete.
+//! The gradient statistics of a step's shards, sent as they become complete.
 
 use std::sync::Arc;
 

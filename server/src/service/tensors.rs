@@ -1,4 +1,5 @@
-//! The data plane's calls, each in a module of its own: Push and Pull below the codec, the rest through generated code.
+//! The data plane's calls, each in a module of its own: Push and Pull below the codec, the others through generated
+//! code.
 
 use std::{
     convert::Infallible,
@@ -26,7 +27,8 @@ use super::{Services, pull, push, upload};
 pub(crate) const PUSH: &str = "/longshore.v1.Tensors/Push";
 pub(crate) const PULL: &str = "/longshore.v1.Tensors/Pull";
 
-/// `longshore.v1.Tensors`. Whether a call is served by hand or by generated code makes no difference to its caller.
+/// `longshore.v1.Tensors`. A caller sees no difference between calls that are served by hand and those served by
+/// generated code.
 #[derive(Clone)]
 pub(crate) struct DataPlane {
     services: Services,

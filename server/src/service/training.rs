@@ -124,7 +124,7 @@ impl Services {
             tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
             return Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: None });
         }
-        // Busy only while a last chunk of the process before is copied: microseconds.
+        // It is busy only while a last chunk of the process before is copied, which takes microseconds.
         let join = || Ok(handle.job.join(rank, incarnation)?.then_some(()));
         handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
         let job = Arc::clone(&handle.job);
@@ -141,7 +141,8 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
         let (step, skip, pause) = (commit.step, commit.skip, commit.pause_reason.clone());
-        // Else it would be refused, since its update would overwrite the last version that no crash can take back.
+        // Without this wait the commit would be refused, since its update would overwrite the last version that no
+        // crash can take back.
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();

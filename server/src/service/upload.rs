@@ -9,7 +9,7 @@ use tonic::{Status, Streaming};
 
 use super::{Services, blocking, refuse};
 
-/// Stores chunks until the stream ends; says how many it took.
+/// Stores chunks until the stream ends, and says how many it took.
 pub(super) async fn receive(
     services: &Services,
     mut requests: Streaming<v1::UploadRequest>,

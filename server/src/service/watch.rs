@@ -27,7 +27,7 @@ pub(super) fn stream(
 ) -> Result<ReceiverStream<Result<v1::Event, Status>>, Fault> {
     let handle = services.jobs.get(&request.job)?;
     let (pauses, resumes, _) = handle.job.pauses();
-    // A job that is paused now is told so first.
+    // If the job is paused now, that is told first.
     let mut told = Told { step: Step(request.after_step), pauses: pauses.min(resumes), resumes };
     let (sender, receiver) = mpsc::channel(4);
     tokio::spawn(async move {
@@ -66,14 +66,14 @@ impl Told {
     }
 }
 
-/// Waits for news; a watcher has no deadline of its own, so the longest one.
+/// Waits for news. A watcher has no deadline of its own, so this takes the longest one.
 async fn next_events(handle: &Arc<JobHandle>, told: &Told) -> Result<Vec<event::Event>, Fault> {
     let deadline = Instant::now() + Duration::from_millis(MAX_DEADLINE_MS);
     let check = || news(handle, told).map(|events| (!events.is_empty()).then_some(events));
     handle.until(deadline, check, || handle.late("watch", "silent")).await
 }
 
-/// A pause is told before the commit it comes with, so that no rank starts the next step on that commit's loss scale.
+/// Tells a pause before the commit it comes with, so that no rank starts the next step on that commit's loss scale.
 fn news(handle: &JobHandle, told: &Told) -> Result<Vec<event::Event>, Fault> {
     let commits = handle.job.commits_after(told.step).ok_or_else(|| {
         let limit = "a step whose successors are still kept";

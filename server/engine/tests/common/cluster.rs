@@ -43,7 +43,7 @@ pub(crate) struct Cluster {
     pub(crate) placement: Placement,
     pub(crate) jobs: Vec<Arc<Job>>,
     pub(crate) works: Vec<VecDeque<Work>>,
-    /// By server: chunks that reached the drives.
+    /// By server: tells of chunks that reached the drives.
     arrivals: Vec<Mutex<mpsc::Receiver<()>>>,
     pub(crate) incarnations: Vec<Incarnation>,
 }
@@ -53,7 +53,7 @@ impl Cluster {
         Cluster::try_open(spec, servers, compute, &Storage::default()).unwrap()
     }
 
-    /// With a tier that outlives its servers; what it has kept is gone on from.
+    /// Opens the job with a tier that outlives its servers. It goes on from what the tier has kept.
     pub(crate) fn try_open(
         spec: &JobSpec,
         servers: usize,
@@ -63,7 +63,7 @@ impl Cluster {
         Cluster::open_within(&Budget::new(1 << 32), spec, servers, compute, storage)
     }
 
-    /// `budget`: of each server.
+    /// `budget` is each server's.
     pub(crate) fn open_within(
         budget: &Budget,
         spec: &JobSpec,
@@ -100,7 +100,7 @@ impl Cluster {
         Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, arrivals, incarnations })
     }
 
-    /// One server, two threads, the best instruction set; joined and loaded.
+    /// A job on servers with two threads and the best instruction set, joined and loaded.
     pub(crate) fn started(spec: &JobSpec, servers: usize, weights: &[f32]) -> Cluster {
         let mut cluster = Cluster::open(spec, servers, &compute(2, Isa::detect()));
         (0..spec.world_size).for_each(|rank| cluster.join(rank));
@@ -173,7 +173,7 @@ impl Cluster {
         found
     }
 
-    /// As [`Cluster::chunks`], each shard's whole gradient lent.
+    /// Each shard's whole gradient as one lent chunk, in the form of [`Cluster::chunks`].
     pub(crate) fn lent<'a>(
         &self,
         step: u64,
@@ -207,8 +207,8 @@ impl Cluster {
         Ok(stored)
     }
 
-    /// Pushes a whole step's contributions in order, summing as it goes. `flats`: micro-step by micro-step, within
-    /// one by rank.
+    /// Pushes a whole step's contributions in order, summing as it goes. `flats` are ordered by micro-step, then by
+    /// rank.
     pub(crate) fn push(&mut self, step: u64, flats: &[Vec<u8>]) {
         let world = self.spec.world_size as usize;
         for (index, flat) in flats.iter().enumerate() {
@@ -229,7 +229,8 @@ impl Cluster {
         }
     }
 
-    /// Does the oldest work of a server as its compute thread would, sums together; false when there is none.
+    /// Does the oldest work of a server as its compute thread would, with sums together. Returns false when there is
+    /// none.
     pub(crate) fn work_once(&mut self, server: usize) -> bool {
         let works = &mut self.works[server];
         let any = !works.is_empty();
@@ -239,7 +240,7 @@ impl Cluster {
         any
     }
 
-    /// Commits on every server; true where it was decided so before.
+    /// Commits on every server. Returns true where the same decision was made before.
     pub(crate) fn commit(&mut self, commit: &Commit) -> Result<Vec<bool>, Fault> {
         let mut duplicates = Vec::new();
         if self.spec.tier == TierKind::Nvme {
@@ -281,7 +282,7 @@ impl Cluster {
         self.work();
     }
 
-    /// Each block's sum of squares, once every server has them.
+    /// Each block's sum of squares, once every server has taken it.
     pub(crate) fn squares(&self, step: u64) -> Option<Vec<f64>> {
         let mut squares = Vec::new();
         for shard in (0..self.layout.shards()).map(ShardId) {
@@ -306,7 +307,7 @@ impl Cluster {
         state_hash(version, applied, blocks.iter().map(|(_, hash)| hash))
     }
 
-    /// The image of a shard, or why it cannot be had.
+    /// The image of a shard, or why there is none.
     pub(crate) fn image(&self, shard: ShardId, version: u64) -> Result<Option<Vec<u8>>, Fault> {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
         let job = &self.jobs[self.owner(shard)];
@@ -360,7 +361,7 @@ fn lend(job: &Job, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, 
     })
 }
 
-/// Bytes as a worker lends them: from a cache line's start.
+/// Bytes that begin on a cache line, as a worker's lent ones do.
 struct Aligned {
     memory: Vec<u8>,
     range: Range<usize>,

@@ -1,5 +1,6 @@
-//! State in fewer bits as a job must keep it: the whole flat space in one call of the scalar kernels. They are the
-//! specification of the rounding, and have property tests of their own; what is independent here is everything around them.
+//! State in fewer bits as a job must keep it, made by one call of the scalar kernels over the whole flat space. These
+//! are the specification of the rounding, and have property tests of their own; what is independent here is
+//! everything around them.
 
 use std::ops::Range;
 
@@ -106,7 +107,7 @@ impl Low {
 }
 
 impl Array {
-    /// A block's bytes: of 8 bits an element, the codes and then the scales.
+    /// A block's bytes. With 8 bits an element they are the codes and then the scales.
     fn block(&self, block: usize) -> Vec<u8> {
         let range = block * BLOCK..(block + 1) * BLOCK;
         match self {

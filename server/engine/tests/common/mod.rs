@@ -37,18 +37,18 @@ impl Noise {
         items[self.below(items.len())]
     }
 
-    /// In [-1, 1), with 24 bits.
+    /// A number in [-1, 1) with 24 bits.
     pub(crate) fn unit(&mut self) -> f32 {
         ((self.next() >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32
     }
 
-    /// In [low, high).
+    /// A number in [low, high).
     pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// A job of `sizes` elements a parameter, parameter i in group `groups[i]`.
+/// A job whose parameter i has `sizes[i]` elements and is in group `groups[i]`.
 pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
     let count = groups.iter().max().map_or(1, |&group| group + 1);
     let params = sizes.iter().zip(groups).enumerate().map(|(index, (&size, &group))| Param {
@@ -73,7 +73,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
     }
 }
 
-/// A plain decision to apply: the gradient scale is that of `loss_scale` 1.
+/// A plain decision to apply, with the gradient scale of a loss scale of 1.
 pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
     Commit {
         step: Step(step),
@@ -108,7 +108,7 @@ pub(crate) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     }
 }
 
-/// Wire bytes of a gradient of the whole flat space: zero in gaps and padding, as workers send it.
+/// The wire bytes of a gradient of the whole flat space, with zeros in gaps and padding, as workers send it.
 pub(crate) fn gradient(spec: &JobSpec, seed: u64, scale: f32) -> Vec<u8> {
     let mut noise = Noise(seed);
     let mut values = vec![0.0; reference::flat_elements(spec)];

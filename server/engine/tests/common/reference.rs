@@ -1,5 +1,5 @@
-//! What a job must compute, as plain loops over f32 and from the documented formulas alone: nothing here is shared
-//! with the engine, so that both must be wrong in the same way for a test to pass wrongly.
+//! What a job must compute, as plain loops over f32 made from the documented formulas alone. Nothing here is shared
+//! with the engine, so a test passes wrongly only if both are wrong in the same way.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
     spec.params.iter().map(place).collect()
 }
 
-/// Whole blocks.
+/// The elements of the flat space, which is whole blocks.
 pub(crate) fn flat_elements(spec: &JobSpec) -> usize {
     param_ranges(spec).last().unwrap().end.div_ceil(BLOCK) * BLOCK
 }
@@ -30,16 +30,16 @@ pub(crate) fn flat_elements(spec: &JobSpec) -> usize {
 #[derive(Clone)]
 pub(crate) struct Reference {
     spec: JobSpec,
-    /// Of each flat element.
+    /// By flat element: its param group.
     group: Vec<u32>,
     pub(crate) version: u64,
     pub(crate) applied: u64,
     pub(crate) master: Vec<f32>,
     pub(crate) first: Vec<f32>,
     pub(crate) second: Vec<f32>,
-    /// Wire bytes, as they are pulled.
+    /// The image's bytes, as workers pull them.
     pub(crate) image: Vec<u8>,
-    /// In place of the three arrays, where any of them is not fp32.
+    /// Stands in place of the three arrays where any of them is not fp32.
     low: Option<Low>,
 }
 
@@ -70,7 +70,7 @@ impl Reference {
         }
     }
 
-    /// `contributions`: wire bytes of the whole flat space, micro-step by micro-step, within one by rank.
+    /// `contributions` are wire bytes of the whole flat space, ordered by micro-step, then by rank.
     pub(crate) fn step(&mut self, contributions: &[Vec<u8>], commit: &Commit) {
         let gradient = sum(contributions, self.spec.gradient_dtype);
         self.version += 1;
@@ -99,7 +99,7 @@ impl Reference {
         self.image = encode(&emitted, self.spec.image_dtype);
     }
 
-    /// Master weights in fp32, whatever they are kept in.
+    /// The master weights in fp32, whatever format they are kept in.
     pub(crate) fn weights(&self) -> Vec<f32> {
         self.low.as_ref().map_or_else(|| self.master.clone(), Low::master)
     }
@@ -134,12 +134,12 @@ fn set(slot: &mut [f32], index: usize, value: f32) {
     }
 }
 
-/// One NaN is ever stored.
+/// Any NaN as the one that is stored.
 fn quiet(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(0x7FC0_0000) } else { x }
 }
 
-/// A lone contribution as it came; several one after the other, the first widened and the others added.
+/// A lone contribution as it came; of several the first is widened and the others are added, one after the other.
 pub(crate) fn sum(contributions: &[Vec<u8>], dtype: Dtype) -> Vec<f32> {
     let mut total = decode(&contributions[0], dtype);
     if contributions.len() > 1 {
@@ -153,8 +153,9 @@ pub(crate) fn sum(contributions: &[Vec<u8>], dtype: Dtype) -> Vec<f32> {
     total
 }
 
-/// Sum of squares of each block: element i in lane i % 32; a lane's sixteen squares of 512 elements in f32, fused, and
-/// their sums in f64; the lanes folded as a tree. What f32 cannot hold is summed in 16 lanes of f64 alone.
+/// The sum of squares of each block. Element i belongs to lane i % 32. A lane adds its sixteen squares of 512
+/// elements in f32, fused, and these sums in f64; the lanes are folded as a tree. What f32 cannot hold is summed in
+/// 16 lanes of f64 alone.
 pub(crate) fn block_squares(gradient: &[f32]) -> Vec<f64> {
     let block = |block: &[f32]| {
         let mut lanes = [0.0f64; 32];

@@ -12,14 +12,14 @@ use longshore_proto::{
 pub(crate) enum Answer {
     Write,
     Duplicate,
-    /// Held, and not compared.
+    /// The chunk is held, and was not compared.
     Superseded,
-    /// It belongs to a decided step.
+    /// The chunk belongs to a decided step.
     Stale,
     Busy,
     Decided,
     Done,
-    /// The refusal's variant.
+    /// The name of the refusal's variant.
     Refused(String),
 }
 
@@ -34,7 +34,7 @@ type Key = (u32, u32, u32);
 #[derive(Default)]
 struct Gradient {
     writing: BTreeSet<Key>,
-    /// Checksum, unless it was lent, and the incarnation that sent it.
+    /// The checksum, None for a lent chunk, and the incarnation that sent it.
     stored: BTreeMap<Key, (Option<u32>, u64)>,
     summed: u32,
     summing: bool,
@@ -53,7 +53,7 @@ pub(crate) enum Pause {
 pub(crate) struct Model {
     spec: JobSpec,
     owned: Vec<ShardId>,
-    /// Bytes of each chunk of each owned shard.
+    /// The length in bytes of each chunk of each owned shard.
     chunks: Vec<Vec<u64>>,
     pub(crate) loading: bool,
     pub(crate) paused: Option<Pause>,
@@ -61,9 +61,9 @@ pub(crate) struct Model {
     stood: bool,
     pub(crate) version: u64,
     pub(crate) applied: u64,
-    /// Newest last; the machine keeps eight.
+    /// The newest is last, and the machine keeps eight.
     pub(crate) commits: Vec<Commit>,
-    /// What steps that read versions 1, 2, ... multiply their losses by.
+    /// The loss scales of steps that read versions 1, 2, ...
     scales: Vec<f64>,
     /// (incarnation, left)
     pub(crate) ranks: Vec<Option<(u64, bool)>>,
@@ -101,7 +101,7 @@ impl Model {
         self.version + 1 + u64::from(self.spec.max_delay)
     }
 
-    /// Contributions a micro-step of a shard consists of.
+    /// The contributions that make up a micro-step of a shard.
     fn keys(&self, owned: usize, micro_step: u32) -> Vec<Key> {
         let chunks = self.chunks[owned].len() as u32;
         let ranks = 0..self.spec.world_size;
@@ -112,7 +112,7 @@ impl Model {
         self.gradients.get(&(owned, step)).is_some_and(|gradient| gradient.summed == self.spec.micro_steps)
     }
 
-    /// A shard's version and whether it has all of the next step.
+    /// A shard's version, and whether all of the next step is there.
     pub(crate) fn shard(&self, owned: usize) -> (u64, bool) {
         (self.shard_versions[owned], self.complete(owned, self.version + 1))
     }
@@ -136,7 +136,8 @@ impl Model {
         None
     }
 
-    /// What a worker with deterministic arithmetic sends. A lone rank's next process may compute other bits.
+    /// The chunk that a worker with deterministic arithmetic sends. A lone rank's next process may compute other
+    /// bits.
     pub(crate) fn chunk(
         &self,
         contribution: Contribution,
@@ -162,7 +163,7 @@ impl Model {
         }
     }
 
-    /// The same shard's whole gradient, lent.
+    /// The whole gradient of the chunk's shard, lent.
     pub(crate) fn lent(&self, chunk: &ContributionChunk) -> ContributionChunk {
         let owned = self.owned.iter().position(|&owned| owned == chunk.contribution.shard);
         let bytes = owned.map_or(4, |owned| self.chunks[owned].iter().sum());
@@ -184,7 +185,7 @@ impl Model {
         chunks
     }
 
-    /// Chunks of a step that no buffer holds, of ranks that have joined.
+    /// The chunks of a step that no buffer holds, of ranks that have joined.
     pub(crate) fn wanted(&self, step: u64) -> Vec<ContributionChunk> {
         if self.ranks.iter().any(Option::is_none) {
             return Vec::new();
@@ -216,7 +217,7 @@ impl Model {
         Some(if answer == refused("Fenced") { refused("NotRankZero") } else { answer })
     }
 
-    /// Why a chunk's fields are wrong, whatever the state.
+    /// Why a chunk's fields are wrong in any state.
     fn check_fields(&self, chunk: &ContributionChunk) -> Result<usize, Answer> {
         let contribution = chunk.contribution;
         let owned =
@@ -265,7 +266,7 @@ impl Model {
         if let Some(answer) = self.check_scale(step.0, chunk.loss_scale) {
             return answer;
         }
-        // There is room for as many steps of a shard as the job may be ahead; the one before may still be in it.
+        // A shard has room for as many steps as the job may be ahead, and the step before may still be in it.
         if self.shard_versions[owned] + 1 + u64::from(self.spec.max_delay) < step.0 {
             return Answer::Busy;
         }
@@ -317,7 +318,7 @@ impl Model {
         chunks.map(|chunk| (micro_step.0, rank.0, chunk)).collect()
     }
 
-    /// True with a micro-step's last chunk. A chunk is written once.
+    /// Stores a chunk, which is written once. Returns true when it is a micro-step's last.
     pub(crate) fn stored(&mut self, owned: usize, chunk: &ContributionChunk) -> bool {
         let brought = self.brought(chunk);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
@@ -512,12 +513,12 @@ impl Model {
         Some(commit)
     }
 
-    /// The loss scale of what is held of an undecided step.
+    /// The loss scale of an undecided step to which something is held.
     fn settled(&self, step: u64) -> Option<f64> {
         self.gradients.iter().find_map(|((_, of), gradient)| gradient.loss_scale.filter(|_| *of == step))
     }
 
-    /// The loss scales of the versions that a step may read, None when one of them is not known to anyone; and whether one
+    /// The loss scales of the versions that a step may read, or None when nobody knows one of them; and whether one
     /// is undecided.
     fn known(&self, step: u64) -> (Option<Vec<f64>>, bool) {
         let reads = step.saturating_sub(1 + u64::from(self.spec.max_delay))..step;
@@ -536,7 +537,7 @@ impl Model {
         }
     }
 
-    /// What an honest worker multiplies by.
+    /// The loss scale of an honest worker.
     pub(crate) fn scale_for(&self, step: u64) -> f64 {
         let known = self.known(step).0.and_then(|known| known.first().copied());
         self.settled(step).or(known).unwrap_or(8.0)

@@ -1,4 +1,4 @@
-//! The state machine and the model of it side by side, given the same random events.
+//! The state machine and its model side by side, given the same random events.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -15,7 +15,8 @@ use crate::{
 
 const OWNED: [ShardId; 2] = [ShardId(0), ShardId(2)];
 
-/// Three shards of five blocks, of which this server owns two: two chunks of fp32 each, the second one shorter.
+/// A job of three shards of five blocks, of which this server owns two. Each has two chunks of fp32, the second one
+/// shorter.
 fn random_spec(noise: &mut Noise) -> JobSpec {
     let mut spec = spec(&[15 * BLOCK as u64], &[0]);
     spec.shard_elements = 5 * BLOCK as u64;
@@ -82,7 +83,7 @@ impl Pair {
         self.compare();
     }
 
-    /// What the machine says of itself is what the model holds.
+    /// Checks that what the machine says of itself is what the model holds.
     fn compare(&self) {
         let (progress, ranks, waiting, _, shards) = self.view();
         assert_eq!(progress.version.0, self.model.version);
@@ -111,7 +112,7 @@ impl Pair {
         }
     }
 
-    /// Runs an event on both; where it is refused, nothing may have changed.
+    /// Runs an event on both. If it is refused, nothing may have changed.
     fn check<T>(
         &mut self,
         expected: &Answer,
@@ -132,7 +133,7 @@ impl Pair {
         result.ok()
     }
 
-    /// A chunk near what is wanted, at times wrong in one field.
+    /// A chunk that is close to a wanted one, at times wrong in one field.
     fn random_chunk(&mut self) -> ContributionChunk {
         let noise = &mut self.noise;
         let step = self.model.version + noise.pick(&[1, 1, 1, 1, 1, 2, 2, 3, 0]);
@@ -175,7 +176,7 @@ impl Pair {
             if honest {
                 self.tickets.push(ticket);
             } else {
-                // A chunk that no other incarnation would send again: its bytes never arrive.
+                // No other incarnation would send this chunk again, so its bytes never arrive.
                 self.abandon(ticket);
             }
         }
@@ -225,7 +226,7 @@ impl Pair {
         self.works.extend(work);
     }
 
-    /// Sums in any order; updates one after the other, as the compute thread does.
+    /// Forms sums in any order, and makes updates one after the other, as the compute thread does.
     fn perform(&mut self) {
         if self.works.is_empty() {
             return;
@@ -278,7 +279,7 @@ impl Pair {
         self.decide(incarnation, decision);
     }
 
-    /// A right one, with any loss scale to go on with.
+    /// A valid decision, with any loss scale to go on with.
     fn decision(&mut self, step: u64) -> longshore_proto::Commit {
         let mut decision = commit(&self.spec, step);
         decision.skip = self.model.is_nonfinite(step) || self.noise.one_in(6);
@@ -378,7 +379,8 @@ impl Pair {
         self.check(&expected, |machine| machine.loaded(Version(0), 0, None), |()| Answer::Done);
     }
 
-    /// What is under way ends, every rank is replaced, resends all it knows of the next step, and rank 0 commits it.
+    /// Ends what is under way, replaces every rank, resends all chunks that are wanted for the next step, and commits
+    /// it.
     pub(crate) fn finish_honestly(&mut self) {
         if self.model.loading {
             self.life_loaded();

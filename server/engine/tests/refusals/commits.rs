@@ -58,12 +58,12 @@ const CASES: &[Case] = &[
     (|c| c.groups[0].dampening = f64::NAN, (Invalid, "commit.groups[0].dampening", &["in [0, 1]"])),
     (|c| c.groups[0].lr_decay = -1.0, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
     (|c| c.groups[0].lr_decay = f64::NAN, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
-    // Step 1 is decided: the same again is acknowledged, another is not.
+    // Step 1 is decided: the same commit again is acknowledged, another is not.
     (
         |c| c.step = Step(1),
         (Conflict, "commit.loss_scale", &["another value for step 1", "as first decided"]),
     ),
-    // Right, but rank 1's last micro-step is not there: shard 0 has its first chunk only.
+    // The commit is right, but rank 1's last micro-step is not there: shard 0 has only its first chunk.
     (
         |_| (),
         (
@@ -126,7 +126,7 @@ fn a_step_is_decided_once() {
         check(&fault, (Conflict, field, &["another value for step 1", "decided once"]));
     }
     assert_eq!(cluster.hash(), hash);
-    // Eight decisions are kept; the first is forgotten with the ninth.
+    // Eight decisions are kept, and the first is forgotten with the ninth.
     (2..10).for_each(|step| cluster.step(&flats, &commit(&spec, step)));
     let fault = cluster.commit(&decision).unwrap_err();
     check(&fault, (Precondition, "commit.step", &["is 1", "the job is at version 9", "join again"]));
@@ -136,7 +136,7 @@ fn a_step_is_decided_once() {
     check(&fault, (Precondition, "step", &["is 11", "at most 10"]));
 }
 
-/// Whoever decides must look at what the servers found, and divide by what the losses were multiplied by.
+/// Rank 0 must look at what the servers found, and divide by the loss scale.
 #[test]
 fn a_decision_must_fit_its_gradient() {
     for spec in [small(), longshore_proto::JobSpec { world_size: 1, micro_steps: 1, ..small() }] {
@@ -144,7 +144,7 @@ fn a_decision_must_fit_its_gradient() {
         let contributions = spec.contributions();
         let mut flats: Vec<_> = (0..contributions).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
         cluster.step(&flats, &Commit { loss_scale: 1.0, ..commit(&spec, 1) });
-        // Element 100 of the flat space, in shard 0.
+        // This is element 100 of the flat space, in shard 0.
         flats[0][400..404].copy_from_slice(&f32::NAN.to_le_bytes());
         cluster.push(2, &flats);
         let hash = cluster.hash();
@@ -196,7 +196,7 @@ fn resume_needs_a_pause_and_a_loss_scale_that_may_change() {
     for bad in [f64::NAN, -1.0, f64::INFINITY] {
         check(&job.resume(None, bad).unwrap_err(), (Invalid, "loss_scale", &["finite and above 0"]));
     }
-    // The pause came without a decision: somebody may compute with version 1's scale.
+    // The pause came without a decision, so a rank may be computing with version 1's scale.
     let fault = job.resume(None, 4.0).unwrap_err();
     check(&fault, (Precondition, "loss_scale", &["is 4", "must be 0", "version 1", "without a loss scale"]));
     let fault = job.resume(Some(Version(2)), 0.0).unwrap_err();
@@ -210,7 +210,7 @@ fn resume_needs_a_pause_and_a_loss_scale_that_may_change() {
     midway.finish();
 }
 
-/// A client that does not look is held all the same, and what it is refused it may send again later.
+/// The job also refuses a client that does not look for pauses; what is refused may be sent again later.
 #[test]
 fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     let midway = Midway::new();

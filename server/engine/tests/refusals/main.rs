@@ -12,7 +12,7 @@ mod uploads;
 use common::{BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
 use longshore_proto::{Fault, FaultKind, JobSpec};
 
-/// Kind, field, and words the message must contain.
+/// The kind, the field, and words that the message must contain.
 type Expected = (FaultKind, &'static str, &'static [&'static str]);
 
 #[track_caller]
@@ -27,7 +27,8 @@ fn check(fault: &Fault, (kind, field, words): Expected) {
     }
 }
 
-/// Two ranks and two micro-steps over two servers; shards of 5, 5 and 2 blocks: 2, 2 and 1 chunks of fp32 gradients.
+/// A job of two ranks and two micro-steps over two servers. Its shards have 5, 5 and 2 blocks, which are 2, 2 and 1
+/// chunks of fp32 gradients.
 fn small() -> JobSpec {
     let mut spec = spec(&[7, 11 * BLOCK as u64], &[0, 1]);
     spec.shard_elements = 5 * BLOCK as u64;
@@ -36,7 +37,7 @@ fn small() -> JobSpec {
     spec
 }
 
-/// A job in the middle of step 2: all but the last micro-step of rank 1 is there, and its first chunk.
+/// A job in the middle of step 2: all but the last micro-step of rank 1 is there, and of that its first chunk.
 struct Midway {
     cluster: Cluster,
     first: Vec<Vec<u8>>,
@@ -57,7 +58,7 @@ impl Midway {
         Midway { cluster, first, second }
     }
 
-    /// Finishes the step: whatever was refused has left no trace in the bits.
+    /// Finishes the step, which shows that what was refused left no trace in the bits.
     fn finish(mut self) {
         let spec = self.cluster.spec.clone();
         self.cluster.step(&self.second, &commit(&spec, 2));

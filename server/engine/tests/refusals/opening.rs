@@ -153,8 +153,8 @@ fn placements_name_each_shards_owner() {
     check(&fault, (Conflict, "placement.owners", &["as the job was opened, over 2 servers", "same servers"]));
 }
 
-/// By hand: 7 blocks here of 65536 elements; 16 bytes of AdamW state less gradient (12), two bf16 images (4), fp32
-/// contributions of two ranks (8), fp32 sums (4); and 7 MiB for each of their two connections.
+/// The need is computed by hand. The job has 7 blocks here of 65536 elements; 12 bytes of AdamW state, two bf16
+/// images (4), fp32 contributions of two ranks (8), fp32 sums (4); and 7 MiB for each of their two connections.
 #[test]
 fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     let spec = small();
@@ -180,8 +180,8 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes)).is_ok());
 }
 
-/// By hand: of the 12 bytes of fp32 state, 2 and 2 and 2 in bf16, and 2 and 1 and 1 with a scale of 4 bytes for each 256 elements
-/// and moment. The slabs that are then allocated are as large.
+/// The need is computed by hand. Instead of 12 bytes of fp32 state it has 2 and 2 and 2 in bf16, or 2 and 1 and 1
+/// with a scale of 4 bytes for each 256 elements and moment. The slabs that are then allocated are as large.
 #[test]
 fn state_in_fewer_bits_needs_fewer_bytes() {
     let elements = 7 * BLOCK as u64;

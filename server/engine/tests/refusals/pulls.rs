@@ -1,4 +1,4 @@
-//! Images that cannot be had.
+//! Images that a server refuses.
 
 use longshore_proto::{Dtype, FaultKind, ShardId, Slice, Version, checksum::crc32};
 
@@ -34,7 +34,7 @@ fn what_is_overwritten_while_it_is_sent_has_another_checksum() {
         let job = &midway.cluster.jobs[0];
         assert!(job.lend_image(&slice, Version(2)).unwrap().is_none(), "step 2 is in flight");
         let first = job.lend_image(&slice, Version(1)).unwrap().unwrap();
-        // The second time it is known.
+        // The second time the checksum is known.
         let again = job.lend_image(&slice, Version(1)).unwrap().unwrap();
         assert_eq!((crc32(first.0.as_ref()), first.1), (again.1, crc32(again.0.as_ref())));
     }

@@ -48,7 +48,7 @@ const CASES: &[Case] = &[
     ),
 ];
 
-/// Straight at server 0, whatever shard the chunk names.
+/// Pushes straight to server 0, whatever shard the chunk names.
 fn push(
     midway: &Midway,
     chunk: &ContributionChunk,
@@ -61,7 +61,7 @@ fn push(
 fn bad_chunks_are_refused_and_change_nothing() {
     let midway = Midway::new();
     let before = midway.view();
-    // Chunk 1 of shard 0 is the next to come; chunk 0 is stored. Either way a bad field is found first.
+    // Chunk 1 of shard 0 is the next to come, and chunk 0 is stored. Either way a bad field is found first.
     for (change, expected) in CASES {
         let mut chunk = midway.cluster.chunks(2, 1, 1, &midway.second[3])[0].0;
         change(&mut chunk);
@@ -75,7 +75,7 @@ fn bad_chunks_are_refused_and_change_nothing() {
 fn a_conflicting_chunk_is_refused_with_both_checksums() {
     let midway = Midway::new();
     let before = midway.view();
-    // Stored and waiting, and summed already.
+    // One is stored and waits, the other is summed already.
     for (micro_step, rank, flat) in [(1, 1, 3), (0, 1, 1)] {
         let (mut chunk, payload) = midway.cluster.chunks(2, micro_step, rank, &midway.second[flat])[0];
         assert_eq!(push(&midway, &chunk, payload), Ok(Stored::Duplicate));
@@ -93,7 +93,7 @@ fn a_conflicting_chunk_is_refused_with_both_checksums() {
     midway.finish();
 }
 
-/// The fields are right and the bytes are not all there: the claim on the buffer is given back, with its loss scale.
+/// The fields are right and some bytes are missing: the chunk's ticket is given back, and its loss scale with it.
 #[test]
 fn a_payload_shorter_than_its_chunk_is_refused_and_leaves_no_trace() {
     let midway = Midway::new();

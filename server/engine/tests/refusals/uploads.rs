@@ -11,7 +11,7 @@ use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
 
 type Case = (u64, u32, u32, usize, Expected);
 
-/// Incarnation, shard, chunk, payload bytes.
+/// The incarnation, the shard, the chunk and the payload's length.
 const CASES: &[Case] = &[
     (0, 0, 1, 1 << 18, (Fenced, "incarnation", &["incarnation is 0", "only rank 0"])),
     (1, 1, 0, 1 << 20, (NotFound, "shard", &["shard is 1", "of 3 in the job"])),

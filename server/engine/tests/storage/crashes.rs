@@ -1,4 +1,4 @@
-//! Power failures behind every write and every flush of a run, with unflushed writes lost, reordered and torn.
+//! Power failures after every write and every flush of a run, with unflushed writes lost, reordered and torn.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::{
     references, reopen, run_steps, small, started,
 };
 
-/// How many events there were when each version was durable, from version 0.
+/// The number of events at which each version was durable, from version 0.
 struct Recorded {
     dirs: Dirs,
     events: Vec<Event>,
@@ -75,12 +75,12 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
                 }
             }
         }
-        // A record may have reached the disk just before its flush: such runs must have been among them.
+        // A record may have reached the disk just before its flush, and such runs must have been among them.
         assert!(newer > 0);
     }
 }
 
-/// Recovery itself writes: the record again, with a new epoch.
+/// Recovery itself writes: it writes the record again, with a new epoch.
 #[test]
 fn a_crash_during_recovery_loses_nothing() {
     let spec = small(1);
@@ -127,7 +127,7 @@ fn a_server_ahead_of_its_peers_steps_back() {
         let at_most = Some(longshore_proto::Version(STEPS - 1));
         let storage = Storage { disks: Some(disks), at_most, ..recorded.dirs.storage.clone() };
         assert_eq!(check(&reopen(&spec, &storage).unwrap(), &references), STEPS - 1);
-        // The version given up is gone for good, also without being told again.
+        // The version that was given up is gone for good, also when nobody says so again.
         let storage = Storage { at_most: None, ..storage };
         let mut cluster = reopen(&spec, &storage).unwrap();
         assert_eq!(check(&cluster, &references), STEPS - 1);

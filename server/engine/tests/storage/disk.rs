@@ -16,7 +16,7 @@ use longshore_engine::{
 
 use crate::common::Noise;
 
-/// What a device writes whole even as its power fails.
+/// The most that a device writes whole even as its power fails.
 const SECTOR: usize = 512;
 
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ pub(crate) enum Event {
     Flush { path: PathBuf },
 }
 
-/// What is on a disk, sparse: by offset of 4 KiB.
+/// What is on a disk, sparse, by offset of 4 KiB.
 pub(crate) type Image = BTreeMap<PathBuf, BTreeMap<u64, Vec<u8>>>;
 
 #[derive(Default)]
@@ -72,7 +72,7 @@ fn look(image: &Image, path: &Path, offset: u64, bytes: &mut [u8]) {
 }
 
 impl Disks {
-    /// A host whose disks hold this.
+    /// A host whose disks hold `image`.
     pub(crate) fn with(image: Image) -> Disks {
         let disks = Disks::default();
         disks.state.lock().unwrap().image = image;
@@ -87,7 +87,7 @@ impl Disks {
         self.state.lock().unwrap().image.clone()
     }
 
-    /// Flips a bit of the file whose path ends so.
+    /// Flips a bit of the file whose path ends in `file`.
     pub(crate) fn flip(&self, file: &str, at: u64, bit: u32) {
         let mut state = self.state.lock().unwrap();
         let of = state.image.iter_mut().find(|(path, _)| path.ends_with(file)).expect("written").1;
@@ -173,16 +173,16 @@ impl Disk for Simulated {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Failure {
     Lost,
-    /// Some are there and some are not, in any order.
+    /// Some of them are there and some are not, in any order.
     Some,
-    /// Of each any of its sectors.
+    /// Any sectors of each of them are there.
     Torn,
-    /// As torn, and the sectors being written just then hold neither the old bytes nor the new ones.
+    /// They are torn, and the sectors that were being written hold neither the old bytes nor the new ones.
     Garbled,
     Kept,
 }
 
-/// The disks, as they were before the events, after a power failure behind the first `count` of them.
+/// The disks after a power failure behind the first `count` events. `before` is what they held before the events.
 pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Failure, seed: u64) -> Image {
     let mut noise = Noise(seed);
     let mut image = before.clone();
@@ -198,7 +198,7 @@ pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Fai
             pending.push((path, *offset, bytes));
         }
     }
-    // Reordered: writes in flight together have no order among them.
+    // They are reordered, since writes in flight together have no order among them.
     for index in (1..pending.len()).rev() {
         pending.swap(index, noise.below(index + 1));
     }

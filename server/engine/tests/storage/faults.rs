@@ -30,7 +30,7 @@ fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
     cluster.push(3, &flats);
     cluster.commit(&commit).unwrap();
     let first = cluster.settle().unwrap_err();
-    // Whatever is asked of it, and however often: never a success.
+    // Whatever is asked of it, and however often, it never says that it succeeded.
     for _ in 0..2 {
         let job = &cluster.jobs[0];
         let shard = longshore_proto::ShardId(0);
@@ -57,7 +57,8 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
         let kind = if (5..10).contains(&case) { FaultKind::Exhausted } else { FaultKind::Internal };
         assert_eq!(fault.kind, kind, "case {case}: {fault}");
         assert!(fault.value.contains("server-0-of-1/data"), "{fault}");
-        // A new process goes on from what was durable; a record already written may count, its flush failed alone.
+        // A new process goes on from what was durable. A record that was written already may count, since only its
+        // flush failed.
         let cluster = open(&spec, &dirs.storage).unwrap();
         let version = check(&cluster, &references(&spec, 3));
         assert!(version == 2 || (version == 3 && case >= 12), "case {case}: version {version}");
@@ -67,7 +68,7 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
 #[test]
 fn space_is_reserved_before_anything_is_kept() {
     let mut dirs = Dirs::new(2);
-    // tmpfs refuses more than it may ever hold; the spec's bytes are what count, nothing is touched.
+    // tmpfs refuses more than it may ever hold. Only the spec's bytes count, and nothing is touched.
     let shm = tempfile::tempdir_in("/dev/shm").unwrap();
     dirs.storage.dirs[1] = shm.path().to_path_buf();
     let mut spec = small(0);
@@ -109,14 +110,14 @@ fn wrong_directories_are_named_and_left_as_they_are() {
         (1, spec.clone(), ServerId(0))
     );
 
-    // Another job under the same name.
+    // This is another job under the same name.
     let mut other = spec.clone();
     other.params[0].shape = vec![6];
     let fault = open(&other, &dirs.storage).err().unwrap();
     assert_eq!(fault.kind, FaultKind::Conflict);
     assert!(fault.to_string().contains("spec.params[0]"), "{fault}");
 
-    // A directory fewer, one too many, one that is not mounted, one swapped for an empty disk.
+    // There is a directory fewer, one too many, one that is not mounted, and one that was swapped for an empty disk.
     let one = Storage { dirs: dirs.storage.dirs[..1].to_vec(), ..dirs.storage.clone() };
     refused(&one, FaultKind::Conflict, &["of another", "directories"].map(|_| "directories"));
     let gone = dirs.storage.dirs[1].join("missing");
@@ -138,7 +139,7 @@ fn wrong_directories_are_named_and_left_as_they_are() {
     assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
 }
 
-/// A commit that comes before the version before it is durable would let a crash take back a decided step.
+/// A commit that came before the last version is durable would let a crash take back a decided step.
 #[test]
 fn nothing_is_decided_before_the_last_version_is_durable() {
     let spec = small(0);

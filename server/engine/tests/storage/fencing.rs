@@ -1,5 +1,5 @@
-//! Who has joined outlives the server: a process that was replaced stays so after a restart and a step back, whatever a crash
-//! does to the writes.
+//! Who has joined outlives the server: a process that was replaced stays replaced after a restart and a step back,
+//! whatever a crash does to the writes.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ fn joined(cluster: &Cluster) -> (u64, u64) {
     (rank.incarnation.map_or(0, |incarnation| incarnation.0), rank.joined_at.0)
 }
 
-/// What a process that was replaced is told.
+/// Checks what a process that was replaced is told.
 fn is_fenced(cluster: &Cluster, old: u64) {
     let job = &cluster.jobs[0];
     let next = job.progress().version.0 + 1;
@@ -48,7 +48,7 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         run_steps(&mut cluster, 4..=4);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2)), Ok(true));
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);
-        // A third one that has only fenced ends what the second may do for good, and still has to join.
+        // A third process that has only fenced ends for good what the second may do, and still has to join.
         cluster.jobs[0].fence(Rank(0), Incarnation(3)).unwrap();
         cluster.jobs[0].keep_joined().unwrap();
         drop(cluster);
@@ -106,7 +106,7 @@ fn a_damaged_table_of_ranks_is_read_from_its_copy_or_named() {
     cluster.join(0);
     run_steps(&mut cluster, 1..=1);
     drop(cluster);
-    // Two tables of two copies, of a sector each: the second table went to the first place.
+    // There are two tables of two copies, a sector each, and the second table lies before the first.
     let flip = |copy: u64| disks.flip("ranks", copy * 4096 + 70, 3);
     flip(0);
     assert_eq!(joined(&open(&spec, &dirs.storage).unwrap()), (2, 0));

@@ -1,5 +1,5 @@
-//! Promise 3 on disk: whatever happens to a server or its disks, it goes on from a version that was decided, or says what
-//! is wrong with which file and changes nothing.
+//! Promise 3 on disk: whatever happens to a server or its disks, it goes on from a version that was decided, or says
+//! which file is wrong and why, and changes nothing.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -29,7 +29,7 @@ use common::{
 use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
 use longshore_proto::{Dtype, Fault, JobSpec, TierKind};
 
-/// Three shards of one and two blocks.
+/// A job of three shards of one and two blocks.
 fn small(max_delay: u32) -> JobSpec {
     let mut spec = spec(&[5, 2 * BLOCK as u64 + 9], &[0, 1]);
     (spec.tier, spec.max_delay) = (TierKind::Nvme, max_delay);
@@ -63,7 +63,8 @@ fn open(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
     Cluster::try_open(spec, 1, &host(), storage)
 }
 
-/// Opens a job that this process held a moment ago: the thread of a snapshot may hold its folder for that moment.
+/// Opens a job that this process held a moment ago. The thread of a snapshot may still hold its folder for that
+/// moment.
 fn reopen(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
     let until = Instant::now() + Duration::from_secs(10);
     loop {
@@ -113,7 +114,7 @@ fn run_steps(cluster: &mut Cluster, steps: std::ops::RangeInclusive<u64>) {
     cluster.settle().unwrap();
 }
 
-/// The recovered version, after its state, its images and its commit were compared.
+/// Compares the recovered version's state, images and commit, and returns the version.
 fn check(cluster: &Cluster, references: &[Reference]) -> u64 {
     let progress = cluster.jobs[0].progress();
     let version = progress.version.0;

@@ -1,4 +1,4 @@
-//! Pauses and their ends on tiers that outlive the server: told once, they hold through every crash.
+//! Pauses and their ends on tiers that outlive the server: once told, they hold through every crash.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::{
 
 const REASON: &str = "step 2 overflowed at the smallest loss scale";
 
-/// At version 2, paused with its decision.
+/// A job at version 2, paused with its decision.
 fn paused(spec: &JobSpec, storage: &Storage) -> Cluster {
     let mut cluster = started(spec, storage);
     for step in 1..=2 {
@@ -65,7 +65,7 @@ fn a_pause_and_its_end_survive_every_power_failure() {
                 assert!(count > before || found == still, "{failure:?}: nobody has resumed it");
                 assert!(count < events.len() || found == over, "{failure:?}: the resume was answered");
                 assert_eq!(cluster.hash(), expected);
-                // Said again it changes nothing, or brings it about.
+                // The same resume again changes nothing, or brings it about.
                 assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true));
                 assert_eq!(self::found(&cluster), over);
             }
@@ -92,7 +92,7 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
         cluster = killed(cluster);
         assert_eq!(found(&cluster), (Phase::Training, 0.5, String::new()));
         assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true), "a late copy of the call");
-        // By rank 0's word alone, at the same version, and again.
+        // Rank 0 alone asks for the pause, at the same version, and asks again.
         for round in 0..3 {
             cluster.join(0);
             let reason = format!("the data of round {round}");
@@ -108,7 +108,7 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
             cluster = killed(cluster);
             assert_eq!(found(&cluster), (Phase::Training, 0.5, String::new()));
         }
-        // And what an operator chose is what the next step must come with.
+        // The next step must come with the scale that an operator chose.
         cluster.join(0);
         let (flats, _) = step_of(&spec, 3);
         let (mut chunk, payload) = cluster.chunks(3, 0, 0, &flats[0])[0];

@@ -1,5 +1,5 @@
-//! A job that is created or deleted is there whole or gone, whatever interrupts it; and what cannot be read is not destroyed
-//! by accident.
+//! A job that is created or deleted is there whole or gone, whatever interrupts it; and nothing unreadable is
+//! destroyed by accident.
 
 use std::{
     env, fs,
@@ -39,7 +39,8 @@ fn directories(storage: &Storage) -> Vec<PathBuf> {
     storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
 }
 
-/// The process that is killed: it creates a job and deletes it, again and again. As a test of its own it does nothing.
+/// The process that is killed. It creates a job and deletes it, again and again. Run as an ordinary test it does
+/// nothing.
 #[test]
 fn child() {
     let Ok(root) = env::var(CHILD) else { return };
@@ -73,7 +74,7 @@ fn a_job_whose_creation_or_deletion_is_killed_is_there_whole_or_gone() {
                 }
                 _ => there += 1,
             }
-            // It can be opened, trained and deleted.
+            // The job can be opened, trained and deleted.
             let mut cluster = open(&spec, &storage).unwrap();
             cluster.join(0);
             if cluster.jobs[0].progress().phase == longshore_engine::step::Phase::Loading {
@@ -108,7 +109,7 @@ fn find(dir: &Path, what: &str) -> PathBuf {
     found.into_iter().find(|path| path.file_name().unwrap().to_string_lossy().contains(what)).unwrap()
 }
 
-/// As where a process was killed between two directories: one folder is marked, the other is as it was.
+/// A process may be killed between two directories: one folder is marked, and the other is as it was.
 #[test]
 fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     let spec = small(0);
@@ -116,7 +117,7 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     for (marked, other) in [(0, 1), (1, 0)] {
         drop(started(&spec, &dirs.storage));
         let home = dirs.folder(marked);
-        // What a deletion makes of a folder's name.
+        // A deletion gives a folder this name.
         let aside = dirs.storage.dirs[marked].join("aside");
         let header = fs::read_to_string(home.join("header.json")).unwrap();
         let store: u64 =
@@ -135,7 +136,8 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     assert_eq!(open(&spec, &dirs.storage).unwrap().jobs[0].ranks()[0].incarnation.map(|now| now.0), Some(1));
 }
 
-/// As where a process was killed between two directories of a store that it made: complete, and not all in their place.
+/// A process may be killed between two directories of a store that it made: both are complete, and one is not in its
+/// place.
 #[test]
 fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
     let spec = small(0);
@@ -145,7 +147,7 @@ fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
     fs::rename(dirs.folder(1), &new).unwrap();
     drop(open(&spec, &dirs.storage).unwrap());
     assert!(dirs.folder(1).exists() && !new.exists());
-    // And one of which none is has never been.
+    // A store of which no folder is in its place never was.
     for directory in 0..2 {
         let new = dirs.folder(directory).with_file_name("~new-server-0-of-1");
         fs::rename(dirs.folder(directory), new).unwrap();
@@ -173,7 +175,7 @@ fn files_without_a_header_are_not_written_over() {
         }
         let found = stored_jobs(std::slice::from_ref(&dir));
         assert_eq!((found.jobs.len(), found.unreadable.len()), (0, 1), "the server must know of it");
-        // Put back it is the job it was; given up it is gone.
+        // Put back, the header makes the folder the job that it was; given up, the job is gone.
         fs::write(&header, &bytes).unwrap();
         assert!(open(&spec, &storage).is_ok());
         fs::remove_file(&header).unwrap();

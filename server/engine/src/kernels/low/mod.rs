@@ -1,7 +1,7 @@
 //! State in fewer bits: 16- and 8-bit moments and 16-bit master weights. A step moves every parameter through memory
 //! once in and once out, so fewer bits are less traffic; see [`bytes_per_parameter`].
 //!
-//! Fewer bytes cost arithmetic. AdamW on a bf16 wire takes 0.95 ns a parameter through memory with f32 moments, 0.78
+//! Fewer bytes cost arithmetic. AdamW on a bf16 wire takes 0.95 ns a parameter through memory with f32 moments, 0.74
 //! with bf16 ones and 1.43 with 8-bit ones, on one core that moves 29 GB/s (docs/update.md has the table). So bf16
 //! moments save time wherever memory is slower than their arithmetic. 8-bit ones save memory and not time where a
 //! core has memory to itself; where cores share it, bytes decide.
