@@ -2,12 +2,13 @@
 
 use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
 
+use longshore_engine::memory::Foreign;
 use longshore_proto::{
     FaultKind, Incarnation,
     checksum::crc32,
     wire::{
         fault_from_wire,
-        memfd::{Foreign, STALE, Socket},
+        memfd::{STALE, Socket},
         v1::{
             self, JoinRequest, MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdPlace, MemfdRequest,
             OpenJobRequest, PullRequest, PushRequest, UploadRequest, memfd_answer::Answer,
@@ -311,7 +312,7 @@ async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     let place = answer.place.expect("in place");
     assert_eq!((place.elements, images.word(place.word)), (ELEMENTS - 64, 2));
     let mut bytes = vec![0; (place.elements * 2) as usize];
-    images.copy(place.at, &mut bytes);
+    images.source(place.at, bytes.len() as u64).copy_to(&mut bytes);
     assert!(bytes == stepped());
 
     // A caller who names no link of this job is sent the same bytes.

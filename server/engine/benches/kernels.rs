@@ -44,9 +44,9 @@ impl Arrays {
         let gradient = &self.gradient[part.clone()];
         let image = &mut self.image[part.clone()];
         let (gradient, image) = if bf16 {
-            (Gradient::Bf16(gradient), ImageMut::Bf16(image))
+            (Gradient::bf16(gradient), ImageMut::Bf16(image))
         } else {
-            (Gradient::F16(gradient), ImageMut::F16(image))
+            (Gradient::f16(gradient), ImageMut::F16(image))
         };
         let slots = scalars.rule().state_slots();
         let state = State {
@@ -151,7 +151,7 @@ impl Low {
     fn update(&mut self, isa: Isa, scalars: &Scalars) {
         let random = Random { seed: 1, step: 10, first_element: (self.at * BLOCK) as u64 };
         let (gradient, mut state, image) = self.next();
-        let (gradient, image) = (Gradient::Bf16(gradient), ImageMut::Bf16(image));
+        let (gradient, image) = (Gradient::bf16(gradient), ImageMut::Bf16(image));
         update_low(isa, &[(0..BLOCK, scalars)], gradient, state.low(), image, 0.0, random);
     }
 }
@@ -229,7 +229,7 @@ fn sums(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(BLOCK as u64));
     let mut arrays = Arrays::new(BLOCK);
     let Arrays { gradient, master, image, .. } = &mut arrays;
-    let gradient = Gradient::Bf16(gradient);
+    let gradient = Gradient::bf16(gradient);
     for isa in Isa::available() {
         group.bench_function(BenchmarkId::new("widen", isa), |bencher| {
             bencher.iter(|| widen(isa, black_box(gradient), master));

@@ -9,10 +9,12 @@ pub mod checkpoint;
 pub mod io;
 pub mod job;
 pub mod kernels;
-pub mod memory;
 pub mod step;
 pub mod threads;
 pub mod tier;
+
+/// Where buffers are.
+pub use longshore_memory as memory;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

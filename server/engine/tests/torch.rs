@@ -124,7 +124,7 @@ fn replay(fixture: &Fixture, case: &Value, isa: Isa) {
             let range = group["start"].as_u64().unwrap() as usize..group["end"].as_u64().unwrap() as usize;
             let mut state = State { master: &mut master, first: &mut first, second: &mut second };
             let scalars = Scalars::new(rule, &hyper!(Hyper, case, group, step), step as u64 + 1, 1.0);
-            let gradient = Gradient::F32(&gradient[range.clone()]);
+            let gradient = Gradient::f32(&gradient[range.clone()]);
             update(
                 isa,
                 &scalars,

@@ -6,11 +6,14 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
-use longshore_engine::job::Lent;
+use longshore_engine::{
+    job::Lent,
+    memory::{Foreign, Source},
+};
 use longshore_proto::{
     ContributionChunk, Fault, FaultKind, Incarnation, Rank,
     wire::{
-        memfd::{Foreign, MAX_MEMORIES, stale},
+        memfd::{MAX_MEMORIES, stale},
         v1::MemfdPlace,
     },
 };
@@ -103,12 +106,12 @@ impl Payload {
 
     /// Copies what is `from` bytes into the payload, as it is at this moment.
     pub(crate) fn copy(&self, from: usize, target: &mut [u8]) {
-        self.memory.copy(self.offset + from as u64, target);
+        self.memory.source(self.offset + from as u64, target.len() as u64).copy_to(target);
     }
 }
 
 impl Lent for Payload {
-    fn bytes(&self) -> &[u8] {
-        self.memory.bytes(self.offset, self.bytes)
+    fn bytes(&self) -> Source<'_, u8> {
+        self.memory.source(self.offset, self.bytes)
     }
 }

@@ -2,12 +2,12 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use longshore_engine::memory::SharedFile;
+use longshore_engine::memory::{Foreign, SharedFile};
 use longshore_proto::{
     Fault, FaultKind,
     wire::{
         fault_to_wire,
-        memfd::{Foreign, Listener, MAX_MEMORY_BYTES, Packet, Socket, uid},
+        memfd::{Listener, MAX_MEMORY_BYTES, Packet, Socket, map, uid},
         v1::{
             MemfdAnswer, MemfdRequest, MemfdTaken, MemfdWelcome, memfd_answer::Answer, memfd_request::Request,
         },
@@ -126,7 +126,7 @@ fn memory(packet: Packet<MemfdRequest>) -> Result<Foreign, Fault> {
         let remedy = "pass it by SCM_RIGHTS with the message";
         return Err(Fault::invalid("memfd.descriptor", "absent", "beside the message", remedy));
     };
-    Foreign::map(&descriptor, memory.bytes, MAX_MEMORY_BYTES)
+    map(&descriptor, memory.bytes, MAX_MEMORY_BYTES)
 }
 
 async fn refuse(socket: &Socket, fault: &Fault) -> io::Result<()> {

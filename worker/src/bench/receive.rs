@@ -141,9 +141,9 @@ fn take_figures(wire: Dtype, isa: Option<Isa>, received: &[u8]) {
         black_box(figures(
             isa,
             match wire {
-                Dtype::F32 => Gradient::F32(bytemuck::cast_slice(block)),
-                Dtype::F16 => Gradient::F16(bytemuck::cast_slice(block)),
-                Dtype::Bf16 => Gradient::Bf16(bytemuck::cast_slice(block)),
+                Dtype::F32 => Gradient::f32(bytemuck::cast_slice(block)),
+                Dtype::F16 => Gradient::f16(bytemuck::cast_slice(block)),
+                Dtype::Bf16 => Gradient::bf16(bytemuck::cast_slice(block)),
             },
         ));
     }

@@ -287,17 +287,17 @@ impl Shard {
         let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(wire));
         let block = |((gradient, state), image)| match case.wire {
             Dtype::F32 => (
-                Gradient::F32(bytemuck::cast_slice(gradient)),
+                Gradient::f32(bytemuck::cast_slice(gradient)),
                 state,
                 ImageMut::F32(bytemuck::cast_slice_mut(image)),
             ),
             Dtype::F16 => (
-                Gradient::F16(bytemuck::cast_slice(gradient)),
+                Gradient::f16(bytemuck::cast_slice(gradient)),
                 state,
                 ImageMut::F16(bytemuck::cast_slice_mut(image)),
             ),
             Dtype::Bf16 => (
-                Gradient::Bf16(bytemuck::cast_slice(gradient)),
+                Gradient::bf16(bytemuck::cast_slice(gradient)),
                 state,
                 ImageMut::Bf16(bytemuck::cast_slice_mut(image)),
             ),

@@ -1,22 +1,17 @@
 //! Memory for gradients that other processes can be given to read.
 
-#![allow(unsafe_code)]
-
 use std::{
     collections::HashMap,
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
 
+use longshore_memory::{Region, SharedFile};
 use longshore_proto::wire::memfd::MAX_MEMORY_BYTES;
-use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{
-    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
-};
 
 /// The first extent; each later one is twice the one before, so that few descriptors do for any size. Address space
 /// alone: a page is allocated when it is first written.
@@ -31,43 +26,38 @@ pub(crate) struct Arena(Arc<Mutex<Space>>);
 #[derive(Default)]
 struct Space {
     extents: Vec<Arc<Extent>>,
-    /// Bytes of the last extent that were handed out once.
-    used: usize,
+    /// What the last extent has left.
+    rest: Option<Region>,
     /// Pieces given back, by length.
-    free: HashMap<usize, Vec<(Arc<Extent>, usize)>>,
+    free: HashMap<usize, Vec<(Arc<Extent>, Region)>>,
 }
 
-/// One memfd, mapped. It goes with its last piece and its arena.
+/// One memfd. Its descriptor goes with its last piece and its arena.
 pub(crate) struct Extent {
     /// Tells extents of this process apart.
     pub(crate) id: u64,
-    file: OwnedFd,
-    map: MmapRaw,
+    file: SharedFile,
 }
 
 /// Bytes that nobody else in this process reaches. No other process writes them: servers, of the same user, map them
 /// to read.
 pub(crate) struct Piece {
     extent: Arc<Extent>,
-    offset: usize,
+    /// Whole pages. None only while dropping.
+    region: Option<Region>,
     bytes: usize,
     arena: Arena,
-    abandoned: bool,
 }
 
 impl Extent {
-    fn create(bytes: usize) -> io::Result<Extent> {
+    fn create(bytes: usize) -> io::Result<(Extent, Region)> {
         static IDS: AtomicU64 = AtomicU64::new(1);
-        let file = memfd_create("longshore-gradients", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        ftruncate(&file, bytes as u64)?;
-        // A server maps only what cannot be taken away under it.
-        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let map = MmapOptions::new().len(bytes).map_raw(&file)?;
-        Ok(Extent { id: IDS.fetch_add(1, Ordering::Relaxed), file, map })
+        let (region, file) = SharedFile::lendable(bytes)?;
+        Ok((Extent { id: IDS.fetch_add(1, Ordering::Relaxed), file }, region))
     }
 
     pub(crate) fn bytes(&self) -> u64 {
-        self.map.len() as u64
+        self.file.bytes()
     }
 }
 
@@ -87,65 +77,64 @@ impl Arena {
     pub(crate) fn take(&self, bytes: usize) -> io::Result<Piece> {
         let length = bytes.next_multiple_of(PAGE_BYTES);
         let mut space = self.lock();
-        if let Some((extent, offset)) = space.free.get_mut(&length).and_then(Vec::pop) {
-            return Ok(Piece { extent, offset, bytes, arena: self.clone(), abandoned: false });
+        let (extent, region) = match space.free.get_mut(&length).and_then(Vec::pop) {
+            Some(found) => found,
+            None => space.cut(length)?,
+        };
+        Ok(Piece { extent, region: Some(region), bytes, arena: self.clone() })
+    }
+}
+
+impl Space {
+    /// New memory, of a new extent where the last one has too little left.
+    fn cut(&mut self, length: usize) -> io::Result<(Arc<Extent>, Region)> {
+        if let (Some(extent), Some(rest)) = (self.extents.last(), &mut self.rest)
+            && rest.bytes().len() >= length
+        {
+            return Ok((Arc::clone(extent), rest.split_off_front(length)));
         }
-        let room = space.extents.last().map_or(0, |extent| extent.map.len() - space.used);
-        if room < length {
-            let last = space.extents.last().map_or(FIRST_EXTENT_BYTES / 2, |extent| extent.map.len());
-            let most = MAX_MEMORY_BYTES as usize;
-            let extent = Extent::create((2 * last).min(most).max(length))?;
-            space.extents.push(Arc::new(extent));
-            space.used = 0;
-        }
-        let offset = space.used;
-        space.used += length;
-        // There is one: else there was no room, and one was made.
-        let extent = space.extents.last().map(Arc::clone).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Piece { extent, offset, bytes, arena: self.clone(), abandoned: false })
+        let last = self.extents.last().map_or(FIRST_EXTENT_BYTES / 2, |extent| extent.bytes() as usize);
+        let (extent, mut rest) = Extent::create((2 * last).min(MAX_MEMORY_BYTES as usize).max(length))?;
+        let (extent, region) = (Arc::new(extent), rest.split_off_front(length));
+        self.extents.push(Arc::clone(&extent));
+        self.rest = Some(rest);
+        Ok((extent, region))
     }
 }
 
 impl Piece {
     /// Where it lies.
     pub(crate) fn place(&self) -> (Arc<Extent>, u64) {
-        (Arc::clone(&self.extent), self.offset as u64)
+        (Arc::clone(&self.extent), self.region.as_ref().map_or(0, |region| region.offset() as u64))
     }
 
     /// Leaves its bytes as they are, for other processes, until nobody maps the extent any more.
     pub(crate) fn abandon(mut self) {
-        self.abandoned = true;
+        self.region = None;
     }
 }
 
 impl AsRef<[u8]> for Piece {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: inside the mapping, which lives as long as the extent; `take` gives each byte to one piece at a time, so
-        // that nobody writes while this borrow lasts.
-        unsafe { std::slice::from_raw_parts(self.extent.map.as_ptr().add(self.offset), self.bytes) }
+        self.region.as_ref().map_or(&[], |region| &region.bytes()[..self.bytes])
     }
 }
 
+/// A server that still reads an older gradient here gets other bytes than it was told the checksum of, and refuses them.
 impl AsMut<[u8]> for Piece {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `as_ref`; &mut self makes the access exclusive. A server that still reads an older gradient here
-        // gets other bytes than it was told the checksum of, and refuses them.
-        unsafe { std::slice::from_raw_parts_mut(self.extent.map.as_mut_ptr().add(self.offset), self.bytes) }
+        self.region.as_mut().map_or(&mut [], |region| &mut region.bytes_mut()[..self.bytes])
     }
 }
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        if self.abandoned {
-            return;
-        }
-        let length = self.bytes.next_multiple_of(PAGE_BYTES);
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        if let Err(error) = fallocate(&self.extent.file, flags, self.offset as u64, length as u64) {
+        let Some(mut region) = self.region.take() else { return };
+        if let Err(error) = region.give_back() {
             tracing::debug!(%error, "could not give memory back");
         }
-        let place = (Arc::clone(&self.extent), self.offset);
-        self.arena.lock().free.entry(length).or_default().push(place);
+        let (length, extent) = (region.bytes().len(), Arc::clone(&self.extent));
+        self.arena.lock().free.entry(length).or_default().push((extent, region));
     }
 }
 

@@ -2,11 +2,12 @@
 
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
+use longshore_memory::Foreign;
 use longshore_proto::{
     Fault, FaultKind, Incarnation, Rank,
     wire::{
         fault_from_wire,
-        memfd::{Foreign, Socket, boot_id, stale, uid},
+        memfd::{Socket, boot_id, map, stale, uid},
         v1::{
             MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdRequest, memfd_answer::Answer,
             memfd_request::Request,
@@ -74,7 +75,7 @@ impl Link {
         let Answer::Welcome(welcome) = answer else { return Err(stale("no welcome", "welcomed")) };
         let images = match (welcome.image_bytes, descriptor) {
             (0, _) | (_, None) => None,
-            (bytes, Some(images)) => Some(Arc::new(Foreign::map(&images, bytes, MOST_IMAGE_BYTES)?)),
+            (bytes, Some(images)) => Some(Arc::new(map(&images, bytes, MOST_IMAGE_BYTES)?)),
         };
         Ok(Link { id: welcome.link, incarnation, images, exchange: Mutex::default(), socket })
     }

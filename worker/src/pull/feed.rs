@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use longshore_memory::Source;
 use longshore_proto::{Dtype, Fault, FaultKind, ShardId, Version};
 use tokio::{sync::Notify, task::AbortHandle};
 use tracing::debug_span;
@@ -183,18 +184,25 @@ impl Feed {
     pub fn read_raw(&self, range: Range<u64>, target: &mut [u8]) -> Result<()> {
         let size = self.dtype().bytes();
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start) * size)?;
-        self.pieces(range, |at, bytes| {
+        self.sources(range, |at, bytes| {
             let start = (at * size) as usize;
-            target[start..start + bytes.len()].copy_from_slice(bytes);
+            bytes.copy_to(&mut target[start..start + bytes.len()]);
         })
     }
 
-    /// Waits, then hands the bytes over in place, without a copy: `visit(elements from the range's start, bytes)`.
+    /// Waits, then shows all bytes: `visit(elements from the range's start, bytes)`. Those that lie in the memory of a
+    /// server of this host are shown as copies, 16 KiB at a time, so that they stay as they are while they are looked at.
     ///
     /// # Errors
     /// As [`Feed::wait`]; `Outdated` when a server of this host, in whose memory they lie, has overwritten them: then
     /// what was visited is void. It does so once this rank has pushed the whole gradient of two steps later.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
+        let size = self.dtype().bytes();
+        self.sources(range, |at, bytes| bytes.pieces(|start, piece| visit(at + start as u64 / size, piece)))
+    }
+
+    /// As [`Feed::pieces`], where they lie.
+    fn sources(&self, range: Range<u64>, mut visit: impl FnMut(u64, Source<'_, u8>)) -> Result<()> {
         let size = self.dtype().bytes();
         for segment in self.segments(&range)? {
             let start = segment.range.start.max(range.start);

@@ -12,11 +12,9 @@ use std::{
     },
 };
 
+use longshore_memory::{Foreign, Source};
 use longshore_proto::{
-    Dtype, Fault, Layout, ShardId, Slice, Version,
-    checksum::Crc32,
-    limits::CHUNK_BYTES,
-    wire::{direct::Read, memfd::Foreign},
+    Dtype, Fault, Layout, ShardId, Slice, Version, checksum::Crc32, limits::CHUNK_BYTES, wire::direct::Read,
 };
 
 use crate::{
@@ -141,15 +139,19 @@ impl Segment {
     }
 
     /// Some bytes of a whole segment. What `read` has made of them is void unless this succeeds.
-    pub(super) fn read(&self, within: Range<usize>, mut read: impl FnMut(&[u8])) -> Result<(), Overwritten> {
+    pub(super) fn read(
+        &self,
+        within: Range<usize>,
+        read: impl FnOnce(Source<'_, u8>),
+    ) -> Result<(), Overwritten> {
         let filling = self.filling.read().unwrap_or_else(PoisonError::into_inner);
         match &filling.body {
-            Body::Buffer(buffer) => read(&buffer.as_ref()[within]),
+            Body::Buffer(buffer) => read(buffer.as_ref()[within].into()),
             Body::InPlace(view) => {
                 if !view.is_current() {
                     return Err(Overwritten);
                 }
-                view.images.lend(view.at + within.start as u64, within.len() as u64, &mut read);
+                read(view.images.source(view.at + within.start as u64, within.len() as u64));
                 if !view.is_current() {
                     return Err(Overwritten);
                 }
@@ -369,9 +371,9 @@ mod tests {
         Store::new(dtype, &pieces, &Pool::new(Budget::unlimited("test"), "test"), |_| false).unwrap()
     }
 
-    fn all_of(segment: &Segment, read: impl FnMut(&[u8])) {
+    fn all_of(segment: &Segment, mut read: impl FnMut(&[u8])) {
         let bytes = (segment.range.end - segment.range.start) * 4;
-        assert!(segment.read(0..bytes as usize, read).is_ok());
+        assert!(segment.read(0..bytes as usize, |bytes| bytes.pieces(|_, piece| read(piece))).is_ok());
     }
 
     /// As a fetch does, in pieces that do not end with elements.

@@ -1,11 +1,12 @@
-//! Payloads through shared memory (longshore/v1/memfd.proto): the socket that passes descriptors, and memory that
-//! another process writes.
+//! Payloads through shared memory (longshore/v1/memfd.proto): the socket that passes descriptors.
 
-mod foreign;
 mod packet;
 
-pub use foreign::Foreign;
 pub use packet::{Listener, Packet, Socket, decode};
+
+use std::os::fd::AsFd;
+
+use longshore_memory::{Foreign, ForeignError};
 
 use crate::fault::{Fault, FaultKind};
 
@@ -23,6 +24,16 @@ pub fn boot_id() -> Option<String> {
 /// The effective user.
 pub fn uid() -> u32 {
     rustix::process::geteuid().as_raw()
+}
+
+/// Maps what the other end passed.
+///
+/// # Errors
+/// `Invalid`, naming what is wrong with it: see [`Foreign::map`].
+pub fn map(descriptor: impl AsFd, bytes: u64, most: u64) -> Result<Foreign, Fault> {
+    let remedy = "pass a memfd_create file sealed with F_SEAL_SHRINK and F_SEAL_GROW";
+    let invalid = |error: ForeignError| Fault::invalid("memfd.memory", error.found, error.limit, remedy);
+    Foreign::map(descriptor, bytes, most).map_err(invalid)
 }
 
 /// A link or memory that is not, or not any more, what a request takes it for. Its sender should make a new link.

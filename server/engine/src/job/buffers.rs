@@ -4,7 +4,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, Mutex, RwLock,
-        atomic::{AtomicU64, Ordering, fence},
+        atomic::{AtomicU64, Ordering},
     },
 };
 
@@ -102,11 +102,7 @@ impl Image {
     pub(super) fn set(&mut self, version: Option<Version>) {
         self.version = version;
         self.sums.iter_mut().for_each(|sum| *sum.get_mut() = 0);
-        let word = &self.words.get()[self.word];
-        // Sequentially consistent on both sides: kernels write past the cache, which plain release does not order.
-        fence(Ordering::SeqCst);
-        word.store(version.map_or(0, |version| version.0 + 1), Ordering::Release);
-        fence(Ordering::SeqCst);
+        self.words.publish(self.word, version.map_or(0, |version| version.0 + 1));
     }
 
     /// Where image and word lie in the shared file.

@@ -7,7 +7,7 @@ use longshore_proto::Dtype;
 use super::compute::BLOCK;
 use crate::{
     kernels::{Figures, Gradient, Isa, accumulate, accumulate_figures, figures, widen},
-    memory::Region,
+    memory::{Region, Source},
 };
 
 /// Where vector loads do not cross cache lines.
@@ -16,7 +16,7 @@ pub(super) const LENT_ALIGNMENT: usize = 64;
 /// Memory of a sender. It gave its word to leave it as it is until the step's update is done. One that breaks it spoils
 /// its own job's weights, as it could with any gradient: nobody here relies on two reads giving the same.
 pub trait Lent: Send + Sync {
-    fn bytes(&self) -> &[u8];
+    fn bytes(&self) -> Source<'_, u8>;
 }
 
 /// In the wire's format.
@@ -83,7 +83,7 @@ impl Contribution {
     /// Copies what somebody would have lent.
     pub(super) fn copy(&mut self, lent: &dyn Lent) {
         self.figures.clear();
-        self.own().copy_from_slice(lent.bytes());
+        lent.bytes().copy_to(self.own());
     }
 
     /// It was summed or updated with, or is not wanted: its sender's memory is let go.
@@ -96,7 +96,7 @@ impl Contribution {
     }
 
     fn own_gradient(&self, dtype: Dtype) -> Gradient<'_> {
-        cast(self.region.bytes(), dtype)
+        cast(self.region.bytes().into(), dtype)
     }
 }
 
@@ -109,7 +109,7 @@ pub(super) fn figures_within(
 ) -> impl Iterator<Item = (usize, Figures)> {
     let size = BLOCK * dtype.bytes() as usize;
     (copied.start / size..copied.end / size)
-        .map(move |block| (block, figures(isa, cast(&bytes[block * size..(block + 1) * size], dtype))))
+        .map(move |block| (block, figures(isa, cast(bytes[block * size..(block + 1) * size].into(), dtype))))
 }
 
 /// Adds a part of a block to the block's sum, the `first` one by taking its place; gives the figures of the sum if `checked`.
@@ -123,10 +123,10 @@ pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, ch
 }
 
 /// Wire bytes as elements.
-pub(super) fn cast(bytes: &[u8], dtype: Dtype) -> Gradient<'_> {
+pub(super) fn cast(bytes: Source<'_, u8>, dtype: Dtype) -> Gradient<'_> {
     match dtype {
-        Dtype::F32 => Gradient::F32(bytemuck::cast_slice(bytes)),
-        Dtype::F16 => Gradient::F16(bytemuck::cast_slice(bytes)),
-        Dtype::Bf16 => Gradient::Bf16(bytemuck::cast_slice(bytes)),
+        Dtype::F32 => Gradient::F32(bytes.cast()),
+        Dtype::F16 => Gradient::F16(bytes.cast()),
+        Dtype::Bf16 => Gradient::Bf16(bytes.cast()),
     }
 }

@@ -2,19 +2,31 @@
 
 use longshore_proto::{Dtype, Fault, Layout};
 
+use crate::memory::Source;
+
 /// Checks the padding among elements of the flat space, as they go over the wire; `first` is the first one's place.
 ///
 /// # Errors
 /// `Invalid`, naming the first element that is not 0.
-pub(super) fn check_padding(layout: &Layout, first: u64, bytes: &[u8], dtype: Dtype) -> Result<(), Fault> {
+pub(super) fn check_padding<'a>(
+    layout: &Layout,
+    first: u64,
+    bytes: impl Into<Source<'a, u8>>,
+    dtype: Dtype,
+) -> Result<(), Fault> {
+    let bytes: Source<'_, u8> = bytes.into();
     let size = dtype.bytes();
     for gap in layout.padding(first..first + bytes.len() as u64 / size) {
         let within = ((gap.start - first) * size) as usize..((gap.end - first) * size) as usize;
-        if let Some(at) = bytes[within.clone()].iter().position(|&byte| byte != 0) {
-            let element = gap.start + at as u64 / size;
-            let start = ((element - first) * size) as usize;
-            return Err(refused(element, &bytes[start..start + size as usize]));
-        }
+        let mut outcome = Ok(());
+        bytes.slice(within).pieces(|start, piece| {
+            let wrong = piece.chunks(size as usize).position(|element| element.iter().any(|&byte| byte != 0));
+            if let Some(wrong) = wrong.filter(|_| outcome.is_ok()) {
+                let element = gap.start + start as u64 / size + wrong as u64;
+                outcome = Err(refused(element, &piece[wrong * size as usize..][..size as usize]));
+            }
+        });
+        outcome?;
     }
     Ok(())
 }

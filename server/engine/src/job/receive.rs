@@ -23,6 +23,7 @@ use super::{
 };
 use crate::{
     lock,
+    memory::Source,
     step::{Admission, Machine, Ticket, Work},
 };
 
@@ -231,7 +232,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     }
 
     /// Checks the shard's bytes from `start` on.
-    fn check_padding(&self, start: usize, bytes: &[u8]) -> Result<(), Fault> {
+    fn check_padding<'a>(&self, start: usize, bytes: impl Into<Source<'a, u8>>) -> Result<(), Fault> {
         let chunk = &self.ticket.chunk;
         let shard = self.job.layout.shard_range(chunk.contribution.shard);
         let first = shard.start + start as u64 / chunk.dtype.bytes();

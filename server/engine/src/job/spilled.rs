@@ -236,7 +236,7 @@ impl Job {
                 Some(region) => {
                     let bytes = &region.bytes()[..self.contribution_len(owned)];
                     self.verify(spilled, (owned, slot, kind), bytes, contribution.sums())?;
-                    cast(bytes, self.spec.gradient_dtype)
+                    cast(bytes.into(), self.spec.gradient_dtype)
                 }
                 None => contribution.gradient(self.spec.gradient_dtype),
             };

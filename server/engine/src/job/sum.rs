@@ -96,7 +96,7 @@ impl Job {
             Some(accumulator) => {
                 let accumulator = lock(accumulator);
                 let blocks = accumulator.f32().chunks(BLOCK).collect();
-                self.compute.blocks(blocks, |block| figures(self.compute.isa(), Gradient::F32(block)))
+                self.compute.blocks(blocks, |block| figures(self.compute.isa(), Gradient::f32(block)))
             }
         };
         let nonfinite = first_nonfinite(&formed);

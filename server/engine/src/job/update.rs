@@ -92,9 +92,9 @@ impl Job {
         let lone: Vec<_> = shards.iter().map(|shard| lock(&shard.contributions[slot][0])).collect();
         let sums: Vec<_> = shards.iter().map(|shard| shard.accumulators[slot].as_ref().map(lock)).collect();
         let whole = |index: usize| match (&fetched[index], &sums[index]) {
-            (Some(region), Some(_)) => Gradient::F32(region.f32()),
-            (Some(region), None) => cast(region.bytes(), self.spec.gradient_dtype),
-            (None, Some(region)) => Gradient::F32(region.f32()),
+            (Some(region), Some(_)) => Gradient::f32(region.f32()),
+            (Some(region), None) => cast(region.bytes().into(), self.spec.gradient_dtype),
+            (None, Some(region)) => Gradient::f32(region.f32()),
             (None, None) => lone[index].gradient(self.spec.gradient_dtype),
         };
         let version = commit.step.version();

@@ -3,15 +3,29 @@
 
 use std::ops::Range;
 
-/// A gradient, as a worker sent it or as several were summed.
+use crate::memory::Source;
+
+/// A gradient, as a worker sent or lends it or as several were summed.
 #[derive(Clone, Copy, Debug)]
 pub enum Gradient<'a> {
-    F32(&'a [f32]),
-    F16(&'a [u16]),
-    Bf16(&'a [u16]),
+    F32(Source<'a, f32>),
+    F16(Source<'a, u16>),
+    Bf16(Source<'a, u16>),
 }
 
 impl<'a> Gradient<'a> {
+    pub fn f32(elements: &'a [f32]) -> Gradient<'a> {
+        Gradient::F32(elements.into())
+    }
+
+    pub fn f16(elements: &'a [u16]) -> Gradient<'a> {
+        Gradient::F16(elements.into())
+    }
+
+    pub fn bf16(elements: &'a [u16]) -> Gradient<'a> {
+        Gradient::Bf16(elements.into())
+    }
+
     pub fn len(&self) -> usize {
         match self {
             Gradient::F32(elements) => elements.len(),
@@ -25,9 +39,9 @@ impl<'a> Gradient<'a> {
 
     pub fn slice(&self, range: Range<usize>) -> Gradient<'a> {
         match self {
-            Gradient::F32(elements) => Gradient::F32(&elements[range]),
-            Gradient::F16(elements) => Gradient::F16(&elements[range]),
-            Gradient::Bf16(elements) => Gradient::Bf16(&elements[range]),
+            Gradient::F32(elements) => Gradient::F32(elements.slice(range)),
+            Gradient::F16(elements) => Gradient::F16(elements.slice(range)),
+            Gradient::Bf16(elements) => Gradient::Bf16(elements.slice(range)),
         }
     }
 }

@@ -27,7 +27,10 @@ pub use self::cpus::available_threads;
 use self::phase::{Phase, share};
 use crate::{
     lock,
-    memory::lend::{Loan, lend},
+    memory::{
+        Near,
+        lend::{Loan, lend},
+    },
 };
 
 /// How long a thread looks for what it waits for before it sleeps. The caller waits for blocks that others have
@@ -64,7 +67,7 @@ struct Shared {
 
 /// A call in progress, as the pool's threads see it.
 struct Call {
-    loan: Arc<Loan>,
+    loan: Loan,
     phase: Arc<Phase>,
 }
 
@@ -182,7 +185,7 @@ impl Pool {
     /// Runs `work` until the phase has no blocks left and nobody runs any of them.
     fn call(&self, work: &(dyn Fn(usize) + Sync), phase: &Arc<Phase>, meanwhile: impl FnOnce()) {
         lend(work, |loan| {
-            let call = Arc::new(Call { loan: Arc::clone(loan), phase: Arc::clone(phase) });
+            let call = Arc::new(Call { loan: loan.clone(), phase: Arc::clone(phase) });
             lock(&self.shared.calls).push(Arc::clone(&call));
             self.shared.posted.fetch_add(1, Ordering::Release);
             self.wake();
@@ -200,10 +203,12 @@ impl Pool {
             self.threads[child - 1].thread().unpark();
         }
     }
+}
 
+impl Near for Pool {
     /// Runs `part` once for each seat, with the part of `0..count` that [`Pool::blocks`] gives it, on a thread near
     /// the memory that the seat will use. No other thread may do it, since first touch decides where memory lies.
-    pub(crate) fn shares(&self, count: usize, part: impl Fn(Range<usize>) + Sync) {
+    fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync)) {
         let seats = self.seats.len();
         let run = |seat: usize| part(share(count, seat, seats));
         if !self.several_nodes {

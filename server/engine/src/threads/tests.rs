@@ -169,7 +169,7 @@ fn shares_cover_everything_once_on_one_node_and_on_several() {
     for nodes in [&several[..1], &several] {
         let pool = Pool::on(3, nodes).unwrap();
         let seen = Mutex::new(vec![0; 100]);
-        pool.shares(100, |range| lock(&seen)[range].iter_mut().for_each(|count| *count += 1));
+        pool.shares(100, &|range| lock(&seen)[range].iter_mut().for_each(|count| *count += 1));
         assert_eq!(*lock(&seen), [1; 100]);
         assert_eq!(pool.blocks((0..50).collect(), |item: usize| item), (0..50).collect::<Vec<_>>());
     }

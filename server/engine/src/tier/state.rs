@@ -170,7 +170,7 @@ impl<'a> StateRef<'a> {
             MasterFormat::F32 => with(bytemuck::cast_slice(bytes)),
             MasterFormat::Bf16 => {
                 let mut wide = vec![0.0; BLOCK];
-                widen(isa, Gradient::Bf16(bytemuck::cast_slice(bytes)), &mut wide);
+                widen(isa, Gradient::bf16(bytemuck::cast_slice(bytes)), &mut wide);
                 with(&wide)
             }
         }

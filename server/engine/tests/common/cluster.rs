@@ -11,6 +11,7 @@ use longshore_engine::{
     admission::Budget,
     job::{Admitted, Compute, ImageRead, Job, Lent, Piece, Stored},
     kernels::Isa,
+    memory::Source,
     step::Work,
     tier::Storage,
 };
@@ -378,7 +379,7 @@ impl Aligned {
 }
 
 impl Lent for Aligned {
-    fn bytes(&self) -> &[u8] {
-        &self.memory[self.range.clone()]
+    fn bytes(&self) -> Source<'_, u8> {
+        self.memory[self.range.clone()].into()
     }
 }

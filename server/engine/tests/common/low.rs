@@ -90,7 +90,7 @@ impl Low {
         };
         let state = StateLow { master, first, second };
         let compensation = commit.compensation as f32;
-        update_low(Isa::Scalar, &segments, Gradient::F32(gradient), state, image, compensation, random);
+        update_low(Isa::Scalar, &segments, Gradient::f32(gradient), state, image, compensation, random);
         match spec.image_dtype {
             Dtype::F32 => encode(&wide, Dtype::F32),
             Dtype::F16 | Dtype::Bf16 => narrow.iter().flat_map(|bits| bits.to_le_bytes()).collect(),

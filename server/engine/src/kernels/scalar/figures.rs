@@ -91,15 +91,14 @@ impl Exact {
         self.next = (self.next + 1) % LANES;
     }
 
-    /// The statistics, given a way to look at the elements again.
-    pub(in super::super) fn finish(self, elements: impl Iterator<Item = f32>) -> Figures {
+    /// The statistics, given a way to find the first element that is not finite.
+    pub(in super::super) fn finish(self, first_nonfinite: impl FnOnce() -> Option<u32>) -> Figures {
         let sum = fold(self.lanes);
         if sum.is_finite() {
             return Figures { sum_squares: sum, first_nonfinite: None };
         }
         let sum_squares = if sum.is_nan() { f64::NAN } else { f64::INFINITY };
-        let first = elements.enumerate().find(|(_, x)| !x.is_finite()).map(|(index, _)| index as u32);
-        Figures { sum_squares, first_nonfinite: first }
+        Figures { sum_squares, first_nonfinite: first_nonfinite() }
     }
 }
 

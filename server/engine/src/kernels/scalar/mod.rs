@@ -14,6 +14,7 @@ use self::convert::{Bf16, F16, F32, Format, Nothing, quiet};
 use self::rules::Rule;
 use super::low::{self as passes, CHUNK};
 use super::{Code, Figures, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow};
+use crate::memory::{Element, Source};
 use std::ops::Range;
 
 /// See [`super::update`].
@@ -62,19 +63,23 @@ fn update_rule<R: Rule>(
     }
 }
 
-fn update_from<R: Rule, G: Format>(
+fn update_from<R: Rule, G: Format<Bits: Element>>(
     rule: R,
-    gradient: &[G::Bits],
-    state: State,
-    image: Option<ImageMut>,
+    gradient: Source<G::Bits>,
+    mut state: State,
+    mut image: Option<ImageMut>,
     c: f32,
 ) {
-    match image {
-        Some(ImageMut::F32(i)) => update_elements::<R, G, F32>(rule, gradient, state, i, c),
-        Some(ImageMut::F16(i)) => update_elements::<R, G, F16>(rule, gradient, state, i, c),
-        Some(ImageMut::Bf16(i)) => update_elements::<R, G, Bf16>(rule, gradient, state, i, c),
-        None => update_elements::<R, G, Nothing>(rule, gradient, state, &mut [(); CHUNK], c),
-    }
+    gradient.pieces(|start, gradient| {
+        let range = start..start + gradient.len();
+        let state = state.slice(range.clone());
+        match image.as_mut().map(|image| image.slice(range)) {
+            Some(ImageMut::F32(i)) => update_elements::<R, G, F32>(rule, gradient, state, i, c),
+            Some(ImageMut::F16(i)) => update_elements::<R, G, F16>(rule, gradient, state, i, c),
+            Some(ImageMut::Bf16(i)) => update_elements::<R, G, Bf16>(rule, gradient, state, i, c),
+            None => update_elements::<R, G, Nothing>(rule, gradient, state, &mut [(); CHUNK], c),
+        }
+    });
 }
 
 fn update_elements<R: Rule, G: Format, I: Format>(
@@ -110,10 +115,12 @@ fn update_elements<R: Rule, G: Format, I: Format>(
 
 /// See [`super::widen`].
 pub(super) fn widen(gradient: Gradient, accumulator: &mut [f32]) {
-    fn run<G: Format>(gradient: &[G::Bits], accumulator: &mut [f32]) {
-        for (sum, &g) in accumulator.iter_mut().zip(gradient) {
-            *sum = quiet(G::widen(g));
-        }
+    fn run<G: Format<Bits: Element>>(gradient: Source<G::Bits>, accumulator: &mut [f32]) {
+        gradient.pieces(|start, gradient| {
+            for (sum, &g) in accumulator[start..].iter_mut().zip(gradient) {
+                *sum = quiet(G::widen(g));
+            }
+        });
     }
     match gradient {
         Gradient::F32(g) => run::<F32>(g, accumulator),
@@ -124,10 +131,12 @@ pub(super) fn widen(gradient: Gradient, accumulator: &mut [f32]) {
 
 /// See [`super::accumulate`].
 pub(super) fn accumulate(gradient: Gradient, accumulator: &mut [f32]) {
-    fn run<G: Format>(gradient: &[G::Bits], accumulator: &mut [f32]) {
-        for (sum, &g) in accumulator.iter_mut().zip(gradient) {
-            *sum = quiet(*sum + G::widen(g));
-        }
+    fn run<G: Format<Bits: Element>>(gradient: Source<G::Bits>, accumulator: &mut [f32]) {
+        gradient.pieces(|start, gradient| {
+            for (sum, &g) in accumulator[start..].iter_mut().zip(gradient) {
+                *sum = quiet(*sum + G::widen(g));
+            }
+        });
     }
     match gradient {
         Gradient::F32(g) => run::<F32>(g, accumulator),
@@ -143,8 +152,8 @@ pub(super) fn figures(gradient: Gradient) -> Figures {
 
 /// The statistics of `gradient`, where `sum` holds all elements before `done`.
 pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Option<Figures> {
-    fn run<G: Format>(mut sum: Sum, gradient: &[G::Bits]) -> Option<Figures> {
-        gradient.iter().for_each(|&g| sum.add(G::widen(g)));
+    fn run<G: Format<Bits: Element>>(mut sum: Sum, gradient: Source<G::Bits>) -> Option<Figures> {
+        gradient.pieces(|_, gradient| gradient.iter().for_each(|&g| sum.add(G::widen(g))));
         sum.finish()
     }
     match gradient.slice(done..gradient.len()) {
@@ -156,9 +165,10 @@ pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Optio
 
 /// The statistics of `gradient`, where `sum` holds all elements before `done`.
 pub(super) fn resume_exact(sum: Exact, done: usize, gradient: Gradient) -> Figures {
-    fn run<G: Format>(mut sum: Exact, done: usize, gradient: &[G::Bits]) -> Figures {
-        gradient[done..].iter().for_each(|&g| sum.add(G::widen(g)));
-        sum.finish(gradient.iter().map(|&g| G::widen(g)))
+    fn run<G: Format<Bits: Element>>(mut sum: Exact, done: usize, gradient: Source<G::Bits>) -> Figures {
+        let rest = gradient.slice(done..gradient.len());
+        rest.pieces(|_, gradient| gradient.iter().for_each(|&g| sum.add(G::widen(g))));
+        sum.finish(|| first_nonfinite::<G>(gradient))
     }
     match gradient {
         Gradient::F32(g) => run::<F32>(sum, done, g),
@@ -167,10 +177,19 @@ pub(super) fn resume_exact(sum: Exact, done: usize, gradient: Gradient) -> Figur
     }
 }
 
+fn first_nonfinite<G: Format<Bits: Element>>(gradient: Source<G::Bits>) -> Option<u32> {
+    let mut first = None;
+    gradient.pieces(|start, gradient| {
+        let found = || gradient.iter().position(|&g| !G::widen(g).is_finite());
+        first = first.or_else(|| found().map(|index| (start + index) as u32));
+    });
+    first
+}
+
 /// See [`super::accumulate_figures`].
 pub(super) fn accumulate_figures(gradient: Gradient, accumulator: &mut [f32]) -> Figures {
     accumulate(gradient, accumulator);
-    figures(Gradient::F32(accumulator))
+    figures(Gradient::f32(accumulator))
 }
 
 /// See [`super::cast`].

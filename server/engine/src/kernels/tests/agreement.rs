@@ -123,7 +123,7 @@ proptest! {
             let reference = figures(Isa::Scalar, gradient.gradient());
             let mut reference_sum = before.clone();
             accumulate(Isa::Scalar, gradient.gradient(), reference_sum.floats());
-            let reference_fused = figures(Isa::Scalar, Gradient::F32(reference_sum.floats()));
+            let reference_fused = figures(Isa::Scalar, Gradient::f32(reference_sum.floats()));
             prop_assert_eq!(reference.sum_squares.is_finite(), reference.first_nonfinite.is_none());
             for isa in Isa::available() {
                 prop_assert_eq!(bits(figures(isa, gradient.gradient())), bits(reference), "{} {:?}", isa, kind);
@@ -160,11 +160,11 @@ fn poison(image: ImageMut<'_>, at: usize) {
 fn figures_find_the_first_nonfinite_element_and_sum_squares() {
     for isa in Isa::available() {
         let mut gradient = vec![0.5f32; 1001];
-        let clean = figures(isa, Gradient::F32(&gradient));
+        let clean = figures(isa, Gradient::f32(&gradient));
         assert_eq!(clean, Figures { sum_squares: 250.25, first_nonfinite: None });
         gradient[999] = f32::NAN;
         gradient[37] = f32::INFINITY;
-        let figures = figures(isa, Gradient::F32(&gradient));
+        let figures = figures(isa, Gradient::f32(&gradient));
         assert_eq!(figures.first_nonfinite, Some(37));
         assert_eq!(figures.sum_squares.to_bits(), f64::NAN.to_bits());
     }
@@ -184,14 +184,14 @@ fn sums_of_squares_are_right_over_the_whole_range() {
                 })
                 .collect();
             let exact: f64 = gradient.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-            let reference = figures(Isa::Scalar, Gradient::F32(&gradient));
+            let reference = figures(Isa::Scalar, Gradient::f32(&gradient));
             assert_eq!(reference.first_nonfinite, None);
             let error = (reference.sum_squares / exact - 1.0).abs();
             // There are sixteen additions, each right to 2^-24.
             assert!(error < 1e-6, "2^{exponent}, one in {share} beside {other}: {error:e}");
             for isa in Isa::available() {
                 assert_eq!(
-                    bits(figures(isa, Gradient::F32(&gradient))),
+                    bits(figures(isa, Gradient::f32(&gradient))),
                     bits(reference),
                     "{isa} 2^{exponent}"
                 );
@@ -206,7 +206,7 @@ fn a_missing_state_slot_is_refused() {
     let (scalars, mut master, mut image) =
         (Scalars::new(Rule::Lion, &Hyper::default(), 1, 1.0), [0.0; 4], [0; 4]);
     let state = State { master: &mut master, first: &mut [], second: &mut [] };
-    update(Isa::Scalar, &scalars, Gradient::F32(&[0.0; 4]), state, ImageMut::Bf16(&mut image), 0.0);
+    update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut image), 0.0);
 }
 
 #[test]
@@ -215,5 +215,5 @@ fn a_short_image_is_refused() {
     let (scalars, mut master, mut first) =
         (Scalars::new(Rule::Lion, &Hyper::default(), 1, 1.0), [0.0; 4], [0.0; 4]);
     let state = State { master: &mut master, first: &mut first, second: &mut [] };
-    update(Isa::Scalar, &scalars, Gradient::F32(&[0.0; 4]), state, ImageMut::Bf16(&mut [0; 3]), 0.0);
+    update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut [0; 3]), 0.0);
 }

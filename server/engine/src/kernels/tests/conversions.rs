@@ -15,11 +15,11 @@ fn every_16_bit_pattern_widens_as_half_says() {
     let patterns: Vec<u16> = (0..=u16::MAX).collect();
     let mut widened = vec![0.0; patterns.len()];
     for isa in Isa::available() {
-        widen(isa, Gradient::F16(&patterns), &mut widened);
+        widen(isa, Gradient::f16(&patterns), &mut widened);
         for (&bits, &x) in patterns.iter().zip(&widened) {
             assert_eq!(x.to_bits(), canonical(f16::from_bits(bits).to_f32()), "{isa} f16 {bits:#06x}");
         }
-        widen(isa, Gradient::Bf16(&patterns), &mut widened);
+        widen(isa, Gradient::bf16(&patterns), &mut widened);
         for (&bits, &x) in patterns.iter().zip(&widened) {
             assert_eq!(x.to_bits(), canonical(bf16::from_bits(bits).to_f32()), "{isa} bf16 {bits:#06x}");
         }
@@ -31,12 +31,12 @@ fn every_16_bit_pattern_survives_there_and_back() {
     let patterns: Vec<u16> = (0..=u16::MAX).collect();
     let (mut widened, mut narrowed) = (vec![0.0; patterns.len()], vec![0; patterns.len()]);
     for isa in Isa::available() {
-        widen(isa, Gradient::F16(&patterns), &mut widened);
+        widen(isa, Gradient::f16(&patterns), &mut widened);
         cast(isa, &widened, ImageMut::F16(&mut narrowed));
         for (&bits, &back) in patterns.iter().zip(&narrowed) {
             assert_eq!(back, if f16::from_bits(bits).is_nan() { 0x7E00 } else { bits }, "{isa} f16");
         }
-        widen(isa, Gradient::Bf16(&patterns), &mut widened);
+        widen(isa, Gradient::bf16(&patterns), &mut widened);
         cast(isa, &widened, ImageMut::Bf16(&mut narrowed));
         for (&bits, &back) in patterns.iter().zip(&narrowed) {
             assert_eq!(back, if bf16::from_bits(bits).is_nan() { 0x7FC0 } else { bits }, "{isa} bf16");

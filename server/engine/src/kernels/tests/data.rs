@@ -103,9 +103,9 @@ impl Array {
 
     pub(super) fn gradient(&self) -> Gradient<'_> {
         match self.kind {
-            Kind::F32 => Gradient::F32(&bytemuck::cast_slice(&self.bits)[self.offset..]),
-            Kind::F16 => Gradient::F16(&self.half[self.offset..]),
-            Kind::Bf16 => Gradient::Bf16(&self.half[self.offset..]),
+            Kind::F32 => Gradient::f32(&bytemuck::cast_slice(&self.bits)[self.offset..]),
+            Kind::F16 => Gradient::f16(&self.half[self.offset..]),
+            Kind::Bf16 => Gradient::bf16(&self.half[self.offset..]),
         }
     }
 

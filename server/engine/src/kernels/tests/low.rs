@@ -159,7 +159,7 @@ fn equal_magnitudes_stay_at_the_top_of_the_code() {
             };
             let random = Random { seed: 3, step, first_element: 0 };
             let segments = [(0..count, &scalars)];
-            update_low(isa, &segments, Gradient::F32(&gradient), state, image.part(0..count), 0.0, random);
+            update_low(isa, &segments, Gradient::f32(&gradient), state, image.part(0..count), 0.0, random);
             let top = |at: usize| if at.is_multiple_of(3) { [!127u8, !126] } else { [127, 126] };
             assert!(first.iter().enumerate().all(|(at, code)| top(at).contains(code)), "{isa} {magnitude}");
             assert!(second.iter().all(|&code| code >= 254), "{isa} {magnitude}");
@@ -184,7 +184,7 @@ fn blocks_of_plain_sgd_keep_their_moment() {
             [(0..BLOCK + 64, &plain), (BLOCK + 64..2 * BLOCK, &momentum), (2 * BLOCK..3 * BLOCK, &plain)];
         let random = Random { seed: 3, step: 2, first_element: 0 };
         let (state, image) = (after.part(0..3 * BLOCK), ImageMut::Bf16(&mut image));
-        update_low(isa, &segments, Gradient::F32(&gradient), state, image, 0.0, random);
+        update_low(isa, &segments, Gradient::f32(&gradient), state, image, 0.0, random);
         let mut before = before.clone();
         let (MomentMut::Block8 { codes: new, .. }, MomentMut::Block8 { codes: old, .. }) =
             (after.part(0..3 * BLOCK).first, before.part(0..3 * BLOCK).first)
@@ -218,7 +218,7 @@ fn a_gap_between_segments_is_refused() {
     update_low(
         Isa::Scalar,
         &segments,
-        Gradient::F32(&[0.0; 256]),
+        Gradient::f32(&[0.0; 256]),
         state,
         ImageMut::Bf16(&mut image),
         0.0,

@@ -65,7 +65,7 @@ fn run(rule: Rule, hyper: &Hyper, count: usize) -> f64 {
         let gradient: Vec<f32> = (0..count).map(|i| (noise.unit() + 0.1 * (i % 5) as f32) * 1024.0).collect();
         let scalars = Scalars::new(rule, hyper, t, multiplier);
         let state = State { master: &mut master, first: &mut first, second: &mut second };
-        update(Isa::detect(), &scalars, Gradient::F32(&gradient), state, ImageMut::F32(&mut image), 0.0);
+        update(Isa::detect(), &scalars, Gradient::f32(&gradient), state, ImageMut::F32(&mut image), 0.0);
         for (oracle, &g) in oracles.iter_mut().zip(&gradient) {
             oracle.step(rule, hyper, t, f64::from(g) * f64::from(multiplier));
         }
@@ -105,7 +105,7 @@ fn the_first_adamw_step_moves_by_the_learning_rate() {
         let mut image = [0; 3];
         let state = State { master: &mut master, first: &mut first, second: &mut second };
         let scalars = Scalars::new(Rule::AdamW, &hyper, 1, 1.0);
-        update(isa, &scalars, Gradient::F32(&[0.5, -300.0, 1e-3]), state, ImageMut::Bf16(&mut image), 0.0);
+        update(isa, &scalars, Gradient::f32(&[0.5, -300.0, 1e-3]), state, ImageMut::Bf16(&mut image), 0.0);
         for (weight, expected) in master.iter().zip([0.999 - 0.01, 0.999 + 0.01, -0.999 - 0.01]) {
             assert!((weight - expected).abs() < 2e-7, "{isa}: {weight} {expected}");
         }
@@ -122,7 +122,7 @@ fn compensation_takes_back_a_part_of_the_displacement() {
             let (mut master, mut first, mut image) = ([2.0f32; 40], [0.0; 40], [0.0f32; 40]);
             let state = State { master: &mut master, first: &mut first, second: &mut [] };
             let scalars = Scalars::new(Rule::Sgd, &Hyper { weight_decay: 0.0, ..hyper }, 1, 1.0);
-            update(isa, &scalars, Gradient::F32(&[1.0; 40]), state, ImageMut::F32(&mut image), compensation);
+            update(isa, &scalars, Gradient::f32(&[1.0; 40]), state, ImageMut::F32(&mut image), compensation);
             assert_eq!((master, image), ([1.5; 40], [expected; 40]), "{isa}");
         }
     }

@@ -80,7 +80,7 @@ fn rounded(format: StateFormat, value: f32, scale: f32, steps: u64) -> f64 {
         };
         let state = StateLow { master: MasterMut::F32(&mut master), first, second: MomentMut::Empty };
         let random = Random { seed: 7, step, first_element: 0 };
-        let (gradient, image) = (Gradient::F32(&gradient), ImageMut::Bf16(&mut image));
+        let (gradient, image) = (Gradient::f32(&gradient), ImageMut::Bf16(&mut image));
         update_low(Isa::detect(), &[(0..BLOCK, &scalars)], gradient, state, image, 0.0, random);
         let moment = match format {
             StateFormat::Bf16 => Moment::Bf16(&half),

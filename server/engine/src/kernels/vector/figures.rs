@@ -4,6 +4,7 @@ use super::super::scalar::convert::{Bf16, F16, F32};
 use super::super::scalar::{self, Exact, SUMS, Sum, TILE};
 use super::super::{Figures, Gradient, LANES};
 use super::lanes::{Lanes, LanesFormat};
+use crate::memory::Source;
 
 /// How far ahead of itself a loop asks for what comes next in a run. A loop over one stream of memory waits at each
 /// page, since a core looks ahead to the end of a page and no further. So the loop reads four runs of two pages in
@@ -18,7 +19,7 @@ const RUN_TILES: usize = 8;
 #[inline(always)]
 pub(in super::super) unsafe fn accumulate<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) {
     #[inline(always)]
-    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], accumulator: &mut [f32], end: usize) {
+    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: Source<G::Bits>, accumulator: &mut [f32], end: usize) {
         for i in (0..end).step_by(LANES) {
             add::<V, G>(gradient.as_ptr().add(i), accumulator.as_mut_ptr().add(i));
         }
@@ -47,7 +48,7 @@ pub(in super::super) unsafe fn accumulate_figures<V: Lanes>(
 ) -> Figures {
     #[inline(always)]
     unsafe fn run<V: Lanes, G: LanesFormat>(
-        gradient: &[G::Bits],
+        gradient: Source<G::Bits>,
         accumulator: &mut [f32],
         end: usize,
     ) -> [f64; SUMS] {
@@ -70,14 +71,14 @@ pub(in super::super) unsafe fn accumulate_figures<V: Lanes>(
         Gradient::Bf16(g) => run::<V, Bf16>(g, accumulator, end),
     };
     accumulate::<V>(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
-    finish::<V>(sums, end, Gradient::F32(accumulator))
+    finish::<V>(sums, end, Gradient::f32(accumulator))
 }
 
 /// See [`super::super::figures`].
 #[inline(always)]
 pub(in super::super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures {
     #[inline(always)]
-    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], end: usize) -> [f64; SUMS] {
+    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: Source<G::Bits>, end: usize) -> [f64; SUMS] {
         let (mut low, mut high) = (V::no_sums(), V::no_sums());
         let from = gradient.as_ptr();
         let whole = end - end % (RUNS * RUN_TILES * TILE);
@@ -140,7 +141,7 @@ unsafe fn finish<V: Lanes>(sums: [f64; SUMS], end: usize, gradient: Gradient) ->
 #[inline(always)]
 unsafe fn exact<V: Lanes>(gradient: Gradient) -> Figures {
     #[inline(always)]
-    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], end: usize) -> V::Sums {
+    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: Source<G::Bits>, end: usize) -> V::Sums {
         let mut sums = V::no_sums();
         for i in (0..end).step_by(LANES) {
             sums = G::load::<V>(gradient.as_ptr().add(i)).add_exact_square(sums);

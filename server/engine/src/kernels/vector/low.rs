@@ -100,7 +100,7 @@ impl<V: Lanes> Passes for Vector<V> {
     #[inline(always)]
     fn widen_bf16(self, from: &[u16], to: &mut [f32]) {
         // SAFETY: as above.
-        unsafe { super::widen::<V>(Gradient::Bf16(from), to) }
+        unsafe { super::widen::<V>(Gradient::bf16(from), to) }
     }
 
     #[inline(always)]

@@ -19,6 +19,7 @@ use self::rules::Rule;
 use super::low::{CHUNK, InLoop};
 use super::scalar::{self, convert};
 use super::{Code, Gradient, ImageMut, LANES, Scalars, State};
+use crate::memory::Source;
 use convert::{Bf16, F16, F32, Nothing};
 use moments::{Coded, Floats, Moments, Rounded, prefetch};
 
@@ -212,7 +213,7 @@ unsafe fn update_rule<V: Lanes, R: Rule<V>, M: Moments<V>>(
 #[inline(always)]
 unsafe fn update_from<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat>(
     rule: R,
-    gradient: &[G::Bits],
+    gradient: Source<G::Bits>,
     master: &mut [f32],
     moments: M,
     image: Option<ImageMut>,
@@ -234,7 +235,7 @@ unsafe fn update_from<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat>(
 #[inline(always)]
 unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: LanesFormat>(
     rule: R,
-    gradient: &[G::Bits],
+    gradient: Source<G::Bits>,
     master: &mut [f32],
     moments: M,
     image: &mut [I::Bits],
@@ -265,7 +266,7 @@ unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: La
 #[inline(always)]
 pub(super) unsafe fn widen<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) {
     #[inline(always)]
-    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: &[G::Bits], accumulator: &mut [f32], end: usize) {
+    unsafe fn run<V: Lanes, G: LanesFormat>(gradient: Source<G::Bits>, accumulator: &mut [f32], end: usize) {
         for i in (0..end).step_by(LANES) {
             G::load::<V>(gradient.as_ptr().add(i)).quiet().store(accumulator.as_mut_ptr().add(i));
         }

@@ -1,23 +1,28 @@
-//! An exclusive part of a slab.
-
-#![allow(unsafe_code)]
+//! An exclusive part of a mapping.
 
 use std::{
-    ops::Range,
+    io,
     sync::{Arc, atomic::AtomicU64},
 };
 
-use memmap2::MmapMut;
+use memmap2::{MmapRaw, UncheckedAdvice};
 
-/// Owns its bytes as a `Box<[u8]>` would, but inside a shared mapping that lives until its last region is dropped.
+use super::stamp::publish;
+
+/// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
+///
+/// No other part of this process writes these bytes or borrows them, and no other process writes them. Others may read them
+/// by ways that are no borrows: the kernel, for a socket ([`SharedBytes`](super::SharedBytes)), and processes that were
+/// given the mapping's file. They find out by a checksum or a version that the owner wrote meanwhile.
 pub struct Region {
     start: *mut u8,
     len: usize,
-    map: Arc<MmapMut>,
+    map: Arc<MmapRaw>,
 }
 
-// SAFETY: a region is the only one to reach its bytes (`Region::new` is called by `Slab::carve` alone, with disjoint
-// ranges), so moving it to another thread moves exclusive access, as for a Box.
+// SAFETY: a region is the only one to reach its bytes in this process (they come from `Region::new`, which `Slab::cut` calls
+// with disjoint ranges, or from another region, which loses them), so moving it to another thread moves exclusive access,
+// as for a Box.
 unsafe impl Send for Region {}
 // SAFETY: through a shared reference bytes can only be read.
 unsafe impl Sync for Region {}
@@ -25,7 +30,7 @@ unsafe impl Sync for Region {}
 /// The whole mapping that a region is part of, kept alive: what a ring registers with the kernel.
 #[derive(Clone)]
 pub struct Mapping {
-    map: Arc<MmapMut>,
+    map: Arc<MmapRaw>,
 }
 
 impl Mapping {
@@ -39,7 +44,7 @@ impl Mapping {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.map.is_empty()
+        self.map.len() == 0
     }
 }
 
@@ -50,7 +55,7 @@ impl Mapping {
 pub struct Glimpse {
     start: *const u8,
     len: usize,
-    _map: Arc<MmapMut>,
+    _map: Arc<MmapRaw>,
 }
 
 // SAFETY: it holds the mapping, which may be used from any thread, and only ever gives out its bytes to be read.
@@ -69,17 +74,42 @@ impl AsRef<[u8]> for Glimpse {
 
 impl Region {
     /// Bytes to be sent after the borrow has ended: see [`Glimpse`].
-    pub fn glimpse(&self, within: Range<usize>) -> Glimpse {
+    pub fn glimpse(&self, within: std::ops::Range<usize>) -> Glimpse {
         let bytes = &self.bytes()[within];
         Glimpse { start: bytes.as_ptr(), len: bytes.len(), _map: Arc::clone(&self.map) }
     }
 
     /// The caller gives each byte of the mapping to at most one region.
-    pub(super) fn new(map: Arc<MmapMut>, start: usize, len: usize) -> Region {
+    pub(super) fn new(map: Arc<MmapRaw>, start: usize, len: usize) -> Region {
         assert!(start + len <= map.len());
         // SAFETY: start is inside the mapping, as just asserted.
-        let start = unsafe { map.as_ptr().cast_mut().add(start) };
+        let start = unsafe { map.as_mut_ptr().add(start) };
         Region { start, len, map }
+    }
+
+    pub(super) fn whole(map: MmapRaw) -> Region {
+        let len = map.len();
+        Region::new(Arc::new(map), 0, len)
+    }
+
+    /// Takes the first bytes off.
+    ///
+    /// # Panics
+    /// If it is not as long.
+    pub fn split_off_front(&mut self, bytes: usize) -> Region {
+        assert!(bytes <= self.len, "{bytes} bytes of {}", self.len);
+        let front = Region { start: self.start, len: bytes, map: Arc::clone(&self.map) };
+        // SAFETY: inside the mapping, as just asserted.
+        self.start = unsafe { self.start.add(bytes) };
+        self.len -= bytes;
+        front
+    }
+
+    /// Gives the pages of a file in memory back to the kernel, until something is written there again: the bytes are 0
+    /// then, for all who have them mapped. Both ends must be ends of pages.
+    pub fn give_back(&mut self) -> io::Result<()> {
+        // SAFETY: &mut self makes the access exclusive, and zeros are valid bytes.
+        unsafe { self.map.unchecked_advise_range(UncheckedAdvice::Remove, self.offset(), self.len) }
     }
 
     pub fn mapping(&self) -> Mapping {
@@ -92,12 +122,14 @@ impl Region {
     }
 
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the mapping is alive, initialised (anonymous pages are zero) and this range belongs to self alone.
+        // SAFETY: the mapping is alive and initialised (new pages are zero), and as long as self is borrowed nobody writes
+        // this range: nobody else has it to write.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`; &mut self makes the access exclusive.
+        // SAFETY: as in `bytes`; &mut self makes the access exclusive in this process, and what others read by address is
+        // no access of Rust's.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
@@ -139,21 +171,26 @@ impl Words {
         unsafe { std::slice::from_raw_parts(self.region.start.cast(), self.region.len / 8) }
     }
 
+    /// Sets one beside bytes that readers cannot be locked out of: 0 before the first byte is written, not 0 after the last.
+    pub fn publish(&self, index: usize, value: u64) {
+        publish(&self.get()[index], value);
+    }
+
     /// Where the first one lies in its mapping.
     pub fn offset(&self) -> usize {
         self.region.offset()
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
-    use crate::{memory::Slab, threads::Pool};
+    use crate::{Slab, slab::tests::Shares};
 
     #[test]
     fn regions_are_zeroed_disjoint_and_outlive_the_slab() {
         let sizes = [4, 0, 100, 64];
         let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
-        let mut regions = slab.carve(&sizes, &Pool::new(2).unwrap()).unwrap();
+        let mut regions = slab.carve(&sizes, &Shares(2)).unwrap();
         for (value, region) in regions.iter_mut().enumerate() {
             assert!(region.bytes().iter().all(|&byte| byte == 0));
             region.bytes_mut().fill(value as u8 + 1);

@@ -3,8 +3,6 @@
 //!
 //! Beside the buffers and not in the bench, since the stores that go past the caches have no safe form.
 
-#![allow(unsafe_code)]
-
 use std::hint::black_box;
 
 /// Cache lines are moved for 64 elements of every array at a time: as many of each as an element has whole bytes. What an
@@ -172,10 +170,10 @@ unsafe fn plain(arrays: &Arrays) {
     loops!(arrays, u128, 0, 1, load, xor, store, store);
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::{memory::Slab, threads::Pool};
+    use crate::{Slab, slab::tests::Shares};
 
     /// Arrays of unlike widths: all that is updated keeps its bits, and all that is written is written.
     #[test]
@@ -184,7 +182,7 @@ mod tests {
         // The fourth as 8-bit moments, with a line of scales.
         let sizes = [2 * elements, 4 * elements, 4 * elements, elements + LINE, 2 * elements];
         let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
-        let mut regions = slab.carve(&sizes, &Pool::new(1).unwrap()).unwrap();
+        let mut regions = slab.carve(&sizes, &Shares(1)).unwrap();
         for (index, region) in regions.iter_mut().enumerate() {
             let bytes = region.bytes_mut().iter_mut().enumerate();
             bytes.for_each(|(at, byte)| *byte = (at * 7 + index) as u8 | 1);

@@ -1,36 +1,37 @@
 //! Memory of another process, mapped to be read. Nothing in it can be relied on to stay as it is.
 
-#![allow(unsafe_code)]
-
-use std::{
-    os::fd::OwnedFd,
-    sync::atomic::{AtomicU64, Ordering, fence},
-};
+use std::{os::fd::AsFd, sync::atomic::AtomicU64};
 
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
-use crate::fault::Fault;
+use super::{Source, stamp::look};
 
 /// What fstatfs calls a memfd without huge pages of its own. One with them may have none left: a read would be fatal.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// A sealed memfd, mapped read-only. Its owner may change every byte at any moment, but can neither take a page away
-/// nor make a read fail: both are checked before it is mapped. No reference to its bytes is made outside this file.
+/// nor make a read fail: both are checked before it is mapped. No reference to its bytes is ever made: see [`Source`].
 pub struct Foreign {
     map: MmapRaw,
 }
 
+/// A descriptor that is not what can be mapped safely.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{found} passed as shared memory, must be {limit}")]
+pub struct ForeignError {
+    pub found: String,
+    pub limit: String,
+}
+
 impl Foreign {
-    /// Maps what came by SCM_RIGHTS.
+    /// Maps a memfd of another process.
     ///
     /// # Errors
-    /// `Invalid`, naming what is wrong with it, unless it is a memfd of exactly `bytes` that cannot shrink.
-    pub fn map(descriptor: &OwnedFd, bytes: u64, most: u64) -> Result<Foreign, Fault> {
-        let invalid = |value: String, limit: &str| {
-            let remedy = "pass a memfd_create file sealed with F_SEAL_SHRINK and F_SEAL_GROW";
-            Fault::invalid("memfd.memory", value, limit, remedy)
-        };
+    /// Unless it is a memfd of exactly `bytes`, at most `most`, that cannot shrink.
+    pub fn map(descriptor: impl AsFd, bytes: u64, most: u64) -> Result<Foreign, ForeignError> {
+        let descriptor = descriptor.as_fd();
+        let invalid = |found: String, limit: &str| ForeignError { found, limit: limit.into() };
         let failed = |error: rustix::io::Errno| invalid(error.to_string(), "a memfd");
         if bytes == 0 || bytes > most {
             return Err(invalid(format!("{bytes} bytes"), &format!("1 to {most} bytes")));
@@ -50,7 +51,7 @@ impl Foreign {
         if size as u64 != bytes {
             return Err(invalid(format!("{size} bytes"), &format!("{bytes}, as announced")));
         }
-        let map = MmapOptions::new().len(bytes as usize).map_raw_read_only(descriptor);
+        let map = MmapOptions::new().len(bytes as usize).map_raw_read_only(&descriptor);
         let map = map.map_err(|error| invalid(error.to_string(), "mapped"))?;
         Ok(Foreign { map })
     }
@@ -68,57 +69,32 @@ impl Foreign {
         offset.checked_add(bytes).is_some_and(|end| end <= self.len())
     }
 
-    /// Copies what is at `offset` just now.
-    ///
-    /// # Panics
-    /// If it is not inside: see [`Foreign::holds`].
-    pub fn copy(&self, offset: u64, target: &mut [u8]) {
-        assert!(self.holds(offset, target.len() as u64), "the caller has checked the place");
-        // SAFETY: inside the mapping, as just asserted, which lives as long as self, is readable to its end (it cannot
-        // shrink) and does not overlap what Rust owns. A racing writer decides which bytes are copied, no more.
-        unsafe {
-            let source = self.map.as_ptr().add(offset as usize);
-            std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len());
-        }
-    }
-
     /// The 64-bit word at `offset`, with all that was written before it was.
     ///
     /// # Panics
     /// If it is not inside or not aligned.
     pub fn word(&self, offset: u64) -> u64 {
         assert!(self.holds(offset, 8) && offset.is_multiple_of(8), "the caller has checked the place");
-        fence(Ordering::SeqCst);
-        // SAFETY: inside the mapping and aligned; only read, and by atomics at both ends.
-        let word = unsafe { &*self.map.as_ptr().add(offset as usize).cast::<AtomicU64>() };
-        u64::from_le(word.load(Ordering::SeqCst))
+        // SAFETY: inside the mapping and aligned; an atomic at both ends.
+        let word = unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset as usize).cast()) };
+        u64::from_le(look(word))
     }
 
-    /// Bytes that their owner gave its word not to change. Where it breaks it, what is read is noise: plain numbers to
-    /// compute with, on which no check and no index may rely.
+    /// Bytes to copy, or to compute with.
     ///
     /// # Panics
     /// If they are not inside.
-    pub fn bytes(&self, offset: u64, bytes: u64) -> &[u8] {
+    pub fn source(&self, offset: u64, bytes: u64) -> Source<'_, u8> {
         assert!(self.holds(offset, bytes), "the caller has checked the place");
-        // SAFETY: inside the mapping, which lives as long as self and is readable. Bytes that change under a reader are
-        // not Rust's model of a slice; readers treat them as numbers that are loaded once for each use.
-        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), bytes as usize) }
-    }
-
-    /// Lends bytes to `read` where they lie. What it makes of them is good only if a word says afterwards that nobody
-    /// wrote meanwhile: until then `read` must treat them as noise.
-    ///
-    /// # Panics
-    /// If they are not inside.
-    pub fn lend(&self, offset: u64, bytes: u64, read: &mut dyn FnMut(&[u8])) {
-        read(self.bytes(offset, bytes));
+        // SAFETY: inside the mapping, which lives as long as self and is readable to its end (it cannot shrink). This
+        // process maps it read-only, and makes no reference to it but those of `word`, whose bytes are read by atomics.
+        unsafe { Source::of_another_process(self.map.as_ptr().add(offset as usize), bytes as usize) }
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
-    use std::fs::File;
+    use std::{fs::File, os::fd::OwnedFd};
 
     use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
 
@@ -146,9 +122,8 @@ mod tests {
             (OwnedFd::from(File::open("/dev/zero").unwrap()), 4096, "memfd"),
         ];
         for (descriptor, bytes, why) in refused {
-            let fault = Foreign::map(&descriptor, bytes, 1 << 30).err().expect(why);
-            assert_eq!(fault.field, "memfd.memory");
-            assert!(fault.to_string().contains(why), "{fault}");
+            let error = Foreign::map(&descriptor, bytes, 1 << 30).err().expect(why);
+            assert!(error.to_string().contains(why), "{error}");
         }
     }
 
@@ -158,7 +133,7 @@ mod tests {
         assert!(memory.holds(0, 4096) && memory.holds(4096, 0) && memory.holds(4095, 1));
         assert!(!memory.holds(4096, 1) && !memory.holds(1, 4096) && !memory.holds(u64::MAX, 2));
         let mut target = [1; 96];
-        memory.copy(4000, &mut target);
+        memory.source(4000, 96).copy_to(&mut target);
         assert_eq!((target, memory.word(4088)), ([0; 96], 0));
     }
 }

@@ -5,14 +5,13 @@ use std::{
     io,
     ops::Range,
     path::Path,
-    sync::{Arc, Mutex, Once},
+    sync::{Arc, Mutex, Once, PoisonError},
 };
 
-use memmap2::{Advice, MmapMut, MmapOptions};
+use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Region, SharedFile};
-use crate::{lock, threads::Pool};
 
 /// Regions start on cache lines, so that no two share one.
 const REGION_ALIGN: usize = 64;
@@ -28,9 +27,15 @@ pub struct AllocationError {
     pub source: io::Error,
 }
 
+/// Threads by whose places memory is dealt out.
+pub trait Near {
+    /// Runs `part` once for each thread, with its part of `0..count`, near the memory that it will use.
+    fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync));
+}
+
 /// A mapping that has not been cut yet.
 pub struct Slab {
-    map: MmapMut,
+    map: MmapRaw,
     /// Where the first region starts: at a multiple of a huge page, which old kernels do not map to by themselves.
     start: usize,
 }
@@ -47,7 +52,7 @@ impl Slab {
         // Address space is free: what lies before the aligned start is never touched.
         let slack = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 0 };
         let map = MmapOptions::new().len(bytes + slack).map_anon();
-        let map = map.map_err(|source| AllocationError { bytes, source })?;
+        let map = MmapRaw::from(map.map_err(|source| AllocationError { bytes, source })?);
         let mut start = 0;
         if slack > 0 {
             start = map.as_ptr().align_offset(HUGE_PAGE_BYTES);
@@ -62,7 +67,7 @@ impl Slab {
     /// Where the kernel cannot seal a file against writers: before Linux 5.1.
     pub fn allocate_shared(bytes: usize) -> Result<(Slab, SharedFile), AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
-        let (map, file) = SharedFile::create(bytes).map_err(|source| AllocationError { bytes, source })?;
+        let (map, file) = SharedFile::sealed(bytes).map_err(|source| AllocationError { bytes, source })?;
         if let Err(error) = map.advise(Advice::HugePage) {
             tracing::debug!(%error, "no huge pages in shared memory");
         }
@@ -72,14 +77,14 @@ impl Slab {
 
     /// Maps the start of a file that outlives the process, with its space reserved: a store to a page that the file
     /// system cannot give would kill the process. What the file holds already stays.
-    #[allow(unsafe_code)]
+    ///
+    /// The file must be this process's own: private to its user, in a folder that it has locked, so that nobody else
+    /// truncates it or writes to it.
     pub fn over_file(file: &File, bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
         let failed = |source: io::Error| AllocationError { bytes, source };
         fallocate(file, FallocateFlags::empty(), 0, bytes as u64).map_err(|error| failed(error.into()))?;
-        // SAFETY: the file is private to this user and its folder is locked by this process, so that nobody else
-        // truncates it or writes to it.
-        let map = unsafe { MmapOptions::new().len(bytes).map_mut(file) }.map_err(failed)?;
+        let map = MmapOptions::new().len(bytes).map_raw(file).map_err(failed)?;
         if bytes >= HUGE_PAGE_BYTES && map.advise(Advice::HugePage).is_err() {
             tracing::debug!("no huge pages in this file system");
         }
@@ -89,17 +94,17 @@ impl Slab {
     /// Cuts the slab into exclusive regions, in order, and touches all of them: no later step pays for a page fault,
     /// and an overcommitted host fails here and not in the middle of training.
     ///
-    /// Each thread of `pool` touches the part of a region whose blocks it will update, which also puts it on the
+    /// Each thread of `near` touches the part of a region whose blocks it will update, which also puts it on the
     /// thread's NUMA node (no mbind: first touch decides). First touch costs most of an allocation: 24 GB/s with one
     /// thread or two where the memory is at hand, but 4.3 and 5.2 GB/s with one and 5.8 and 5.5 with two where a virtual
     /// machine must first get it from its host.
     ///
     /// # Panics
     /// If the sizes need more than the slab has.
-    pub fn carve(self, sizes: &[usize], pool: &Pool) -> Result<Vec<Region>, AllocationError> {
+    pub fn carve(self, sizes: &[usize], near: &impl Near) -> Result<Vec<Region>, AllocationError> {
         let starts = self.starts(sizes);
         let bytes = Slab::bytes_for(sizes.iter().copied());
-        self.touch(&starts, sizes, pool).map_err(|source| AllocationError { bytes, source })?;
+        self.touch(&starts, sizes, near).map_err(|source| AllocationError { bytes, source })?;
         Ok(self.cut(starts, sizes))
     }
 
@@ -130,11 +135,11 @@ impl Slab {
         regions.map(|(start, &size)| Region::new(Arc::clone(&map), start, size)).collect()
     }
 
-    fn touch(&self, starts: &[usize], sizes: &[usize], pool: &Pool) -> io::Result<()> {
+    fn touch(&self, starts: &[usize], sizes: &[usize], near: &impl Near) -> io::Result<()> {
         let failed = Mutex::new(None);
         // As fractions, since all regions are shared out in the same way.
         const PARTS: usize = 1 << 20;
-        pool.shares(PARTS, |share: Range<usize>| {
+        near.shares(PARTS, &|share: Range<usize>| {
             for (&start, &size) in starts.iter().zip(sizes) {
                 let at = |part: usize| start + (size as u128 * part as u128 / PARTS as u128) as usize;
                 let (from, to) = (at(share.start), at(share.end));
@@ -142,12 +147,12 @@ impl Slab {
                     continue;
                 }
                 if let Err(error) = self.map.advise_range(Advice::PopulateWrite, from, to - from) {
-                    lock(&failed).get_or_insert(error);
+                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                     return;
                 }
             }
         });
-        match lock(&failed).take() {
+        match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 // Before Linux 5.14 pages are touched by their first use instead.
                 tracing::debug!(%error, "could not touch memory ahead of its use");
@@ -159,7 +164,7 @@ impl Slab {
     }
 }
 
-fn advise_huge_pages(map: &MmapMut) {
+fn advise_huge_pages(map: &MmapRaw) {
     static WARN: Once = Once::new();
     let refused = map.advise(Advice::HugePage).err().map(|error| error.to_string());
     if let Some(reason) = refused.or_else(|| refusal(Path::new(HUGE_PAGE_SETTING))) {
@@ -180,9 +185,18 @@ fn refusal(setting: &Path) -> Option<String> {
     modes.contains("[never]").then(|| format!("{} is set to never", setting.display()))
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(all(test, not(loom)))]
+pub(crate) mod tests {
     use super::*;
+
+    /// So many shares, all on the calling thread.
+    pub(crate) struct Shares(pub(crate) usize);
+
+    impl Near for Shares {
+        fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync)) {
+            (0..self.0).for_each(|share| part(count * share / self.0..count * (share + 1) / self.0));
+        }
+    }
 
     #[test]
     fn never_is_a_refusal_and_the_other_modes_are_not() {
@@ -205,7 +219,7 @@ mod tests {
         let sizes = [3 * HUGE_PAGE_BYTES + 4096, 100, HUGE_PAGE_BYTES];
         for threads in [1, 3] {
             let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
-            let regions = slab.carve(&sizes, &Pool::new(threads).unwrap()).unwrap();
+            let regions = slab.carve(&sizes, &Shares(threads)).unwrap();
             assert_eq!(regions[0].bytes().as_ptr().align_offset(HUGE_PAGE_BYTES), 0);
             let from = regions[0].bytes().as_ptr() as usize;
             assert!(resident(from) >= Slab::bytes_for(sizes), "{} bytes", resident(from));

@@ -1,62 +1,58 @@
 //! Lends work that borrows to threads that outlive the borrow: the one thing a pool of standing threads cannot do in
 //! safe Rust. The lender does not return before the last borrower has, even when it unwinds.
 
-#![allow(unsafe_code)]
-
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread::{self, Thread},
-};
+use super::sync::{Arc, AtomicUsize, Ordering, Thread, thread};
 
 /// Set once the lender wants its work back; the other bits count the borrowers inside.
 const RECALLED: usize = 1 << (usize::BITS - 1);
 
 type Work = dyn Fn(usize) + Sync;
 
-/// Work on loan. It may be kept for ever, and runs nothing once recalled.
-pub(crate) struct Loan {
+/// Work on loan. Clones may be kept for ever, and run nothing once it is recalled.
+#[derive(Clone)]
+pub struct Loan(Arc<Lent>);
+
+struct Lent {
     work: *const Work,
     users: AtomicUsize,
     lender: Thread,
 }
 
 // SAFETY: the work is `Sync`, so any thread may call it; `run` sees to it that it is still alive.
-unsafe impl Send for Loan {}
+unsafe impl Send for Lent {}
 // SAFETY: as above.
-unsafe impl Sync for Loan {}
+unsafe impl Sync for Lent {}
 
 /// Calls `with` with `work` on loan, and waits for all who run it before it returns.
-pub(crate) fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Arc<Loan>) -> R) -> R {
+pub fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Loan) -> R) -> R {
     // SAFETY: only the lifetime changes. `Recall` outlives every use: it is dropped in this frame, inside `work`'s true
     // lifetime, and its drop waits until `users` is 0 and will stay so.
     let work: *const Work = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Work>(work) };
-    let recall = Recall(Arc::new(Loan { work, users: AtomicUsize::new(0), lender: thread::current() }));
+    let lent = Lent { work, users: AtomicUsize::new(0), lender: thread::current() };
+    let recall = Recall(Loan(Arc::new(lent)));
     with(&recall.0)
 }
 
 impl Loan {
     /// Whether anybody runs the work.
-    pub(crate) fn is_in_use(&self) -> bool {
-        self.users.load(Ordering::Relaxed) & !RECALLED > 0
+    pub fn is_in_use(&self) -> bool {
+        self.0.users.load(Ordering::Relaxed) & !RECALLED > 0
     }
 
     /// Runs the work, unless it has been recalled.
-    pub(crate) fn run(&self, seat: usize) -> bool {
+    pub fn run(&self, seat: usize) -> bool {
         let enter = |users| (users & RECALLED == 0).then_some(users + 1);
-        if self.users.fetch_update(Ordering::Acquire, Ordering::Relaxed, enter).is_err() {
+        if self.0.users.fetch_update(Ordering::Acquire, Ordering::Relaxed, enter).is_err() {
             return false;
         }
-        let _inside = Inside(self);
+        let _inside = Inside(&self.0);
         // SAFETY: this thread is counted and the work was not recalled, so the lender waits until `_inside` is dropped.
-        (unsafe { &*self.work })(seat);
+        (unsafe { &*self.0.work })(seat);
         true
     }
 }
 
-struct Inside<'a>(&'a Loan);
+struct Inside<'a>(&'a Lent);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
@@ -67,11 +63,11 @@ impl Drop for Inside<'_> {
     }
 }
 
-struct Recall(Arc<Loan>);
+struct Recall(Loan);
 
 impl Drop for Recall {
     fn drop(&mut self) {
-        let users = &self.0.users;
+        let users = &self.0.0.users;
         users.fetch_or(RECALLED, Ordering::Relaxed);
         while users.load(Ordering::Acquire) != RECALLED {
             thread::park();
@@ -79,7 +75,7 @@ impl Drop for Recall {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::{
         panic::{AssertUnwindSafe, catch_unwind},
@@ -108,7 +104,7 @@ mod tests {
         let mut borrower = None;
         let unwound = catch_unwind(AssertUnwindSafe(|| {
             lend(work, |loan| {
-                let loan = Arc::clone(loan);
+                let loan = loan.clone();
                 borrower = Some(thread::spawn(move || loan.run(0)));
                 entered.recv().unwrap();
                 panic!("the lender fails");
@@ -127,7 +123,7 @@ mod tests {
         };
         let kept = lend(&work, |loan| {
             assert!(loan.run(0));
-            Arc::clone(loan)
+            loan.clone()
         });
         assert!(!kept.run(0));
         assert_eq!(runs.load(Ordering::Relaxed), 1);

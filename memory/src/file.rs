@@ -1,0 +1,103 @@
+//! Memory that this process writes and others may map to read.
+
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+};
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+use super::Region;
+
+/// A file without a name, mapped here. Whoever gets it can map it and read, for as long as they like, and cannot change its
+/// size.
+pub struct SharedFile {
+    file: File,
+    bytes: usize,
+}
+
+impl SharedFile {
+    /// One that nobody else can write to: sealed so once it was mapped here, which the kernel keeps to whatever its mode or
+    /// their rights.
+    pub(super) fn sealed(bytes: usize) -> io::Result<(MmapRaw, SharedFile)> {
+        SharedFile::create("longshore-images", bytes, SealFlags::FUTURE_WRITE)
+    }
+
+    /// Memory whose pages can be given back ([`Region::give_back`]). The kernel takes that for writing, so that other writers
+    /// cannot be sealed out: those who are given the file run as this process's user, who may write to all of its memory
+    /// anyway.
+    pub fn lendable(bytes: usize) -> io::Result<(Region, SharedFile)> {
+        let (map, file) = SharedFile::create("longshore-gradients", bytes, SealFlags::empty())?;
+        Ok((Region::whole(map), file))
+    }
+
+    fn create(name: &str, bytes: usize, seals: SealFlags) -> io::Result<(MmapRaw, SharedFile)> {
+        let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&file, bytes as u64)?;
+        let file = File::from(file);
+        let map = MmapOptions::new().len(bytes).map_raw(&file)?;
+        fcntl_add_seals(&file, seals | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Ok((map, SharedFile { file, bytes }))
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+}
+
+impl AsFd for SharedFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::{
+        fs::{File, OpenOptions},
+        os::fd::{AsFd, AsRawFd},
+    };
+
+    use memmap2::MmapMut;
+
+    use crate::{Foreign, SharedFile, Slab, slab::tests::Shares};
+
+    #[test]
+    fn others_see_what_is_written_and_cannot_write() {
+        let (slab, shared) = Slab::allocate_shared(10_000).unwrap();
+        let mut regions = slab.carve(&[64, 5000], &Shares(1)).unwrap();
+        let file = File::from(shared.as_fd().try_clone_to_owned().unwrap());
+        let reader = Foreign::map(&file, 10_000, 10_000).unwrap();
+        regions[1].bytes_mut().fill(7);
+        let start = regions[1].offset() as u64;
+        let mut seen = [0; 5001];
+        reader.source(start - 1, 5001).copy_to(&mut seen);
+        assert!(seen[0] == 0 && seen[1..].iter().all(|&byte| byte == 7));
+        assert_eq!(shared.bytes(), 10_000);
+
+        // Opened anew, with whatever rights the owner has: it is the file that refuses.
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let again = OpenOptions::new().read(true).write(true).open(path).unwrap();
+        // SAFETY: it is refused.
+        assert!(unsafe { MmapMut::map_mut(&again) }.is_err());
+        assert!(std::io::Write::write(&mut &again, &[1]).is_err());
+        assert!(again.set_len(1).is_err());
+        assert!(again.set_len(1 << 20).is_err());
+    }
+
+    #[test]
+    fn pages_given_back_are_free_and_zero() {
+        let (mut rest, file) = SharedFile::lendable(3 << 20).unwrap();
+        let mut first = rest.split_off_front(1 << 20);
+        first.bytes_mut().fill(1);
+        rest.bytes_mut().fill(2);
+        let blocks = || rustix::fs::fstat(&file).unwrap().st_blocks as usize * 512;
+        assert_eq!(blocks(), 3 << 20);
+        first.give_back().unwrap();
+        assert_eq!(blocks(), 2 << 20);
+        assert!(first.bytes().iter().all(|&byte| byte == 0));
+        assert!(rest.bytes().iter().all(|&byte| byte == 2));
+    }
+}

@@ -1,0 +1,33 @@
+//! Memory with more than one party to it: mapped, shared with other processes, lent to threads that outlive a borrow.
+//!
+//! A Rust slice promises that nobody changes its bytes while it lives. Which type stands for which bytes follows from
+//! who may change them meanwhile:
+//!
+//! | written by | type | how it is read |
+//! |---|---|---|
+//! | its owner alone | [`Region`] | as a slice |
+//! | another process | [`Foreign`], [`Source`] | volatile copies, and kernels that load each element once |
+//! | another thread of this process | [`SharedBytes`] | by the kernel, which is given the address |
+//!
+//! Every mapping is made here, and so is every pointer into one.
+
+#![allow(unsafe_code)]
+
+mod file;
+mod foreign;
+pub mod lend;
+#[cfg(all(test, loom))]
+mod models;
+mod region;
+mod slab;
+mod source;
+mod stamp;
+mod sync;
+mod traffic;
+
+pub use file::SharedFile;
+pub use foreign::{Foreign, ForeignError};
+pub use region::{Glimpse, Mapping, Region, Words};
+pub use slab::{AllocationError, Near, Slab};
+pub use source::{Element, Source};
+pub use traffic::Traffic;

@@ -1,0 +1,240 @@
+//! Elements to compute with, whether this process owns them or another one may write them meanwhile.
+
+use std::{fmt, marker::PhantomData, ops::Range};
+
+/// Numbers of which every pattern of bits is one, without padding.
+pub trait Element: bytemuck::Pod {}
+
+impl Element for u8 {}
+impl Element for u16 {}
+impl Element for f32 {}
+
+/// What a volatile copy moves at a time: the widest register that every CPU of its kind has.
+#[cfg(target_arch = "x86_64")]
+type Word = std::arch::x86_64::__m128i;
+#[cfg(target_arch = "aarch64")]
+type Word = std::arch::aarch64::uint8x16_t;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+type Word = u64;
+
+/// Words a turn of the copy's loop.
+const STRIDE: usize = 4;
+/// Bytes of a piece that is copied to be looked at: half of the smallest L1 cache.
+const PIECE_BYTES: usize = 16 * 1024;
+
+/// Elements in a row that can be read while it lives.
+///
+/// Where another process may write them no reference to them ever exists, and no allocation of Rust's contains them. Then
+/// every read of one element is a volatile one, whose outcome is whatever the bytes are just then; two reads of one element
+/// may differ. So what comes out is numbers to compute with: no index, no length and no check may rest on it, unless it
+/// was copied first.
+///
+/// Vector kernels load from [`Source::as_ptr`] with the intrinsics of their instruction set. They load each element once
+/// for each use, and conclude nothing from it but sums and products.
+pub struct Source<'a, T> {
+    start: *const T,
+    len: usize,
+    /// Whether nobody writes the elements while this lives, so that they may be borrowed.
+    owned: bool,
+    from: PhantomData<&'a [T]>,
+}
+
+// SAFETY: it only reads, and where it came from a slice it is as good as the slice, which is `Send` as `T` is `Sync`.
+// Elements of another process are mapped for all threads of this one.
+unsafe impl<T: Sync> Send for Source<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Source<'_, T> {}
+
+impl<T> Clone for Source<'_, T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Source<'_, T> {}
+
+impl<T> fmt::Debug for Source<'_, T> {
+    /// Without the elements, which may be another process's.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} elements at {:p}", self.len, self.start)
+    }
+}
+
+impl<'a, T: Element> From<&'a [T]> for Source<'a, T> {
+    #[inline(always)]
+    fn from(elements: &'a [T]) -> Source<'a, T> {
+        Source { start: elements.as_ptr(), len: elements.len(), owned: true, from: PhantomData }
+    }
+}
+
+impl<'a> Source<'a, u8> {
+    /// Bytes that another process may write.
+    ///
+    /// # Safety
+    /// For as long as `'a` they are mapped and readable, nothing of this process writes them, and no reference to them
+    /// exists.
+    pub(crate) unsafe fn of_another_process(start: *const u8, len: usize) -> Source<'a, u8> {
+        Source { start, len, owned: false, from: PhantomData }
+    }
+
+    /// The same bytes as elements.
+    ///
+    /// # Panics
+    /// If they are not whole aligned elements.
+    pub fn cast<T: Element>(self) -> Source<'a, T> {
+        let start = self.start.cast::<T>();
+        assert!(
+            start.is_aligned() && self.len.is_multiple_of(size_of::<T>()),
+            "{self:?} are no whole elements"
+        );
+        Source { start, len: self.len / size_of::<T>(), owned: self.owned, from: PhantomData }
+    }
+}
+
+impl<'a, T> Source<'a, T> {
+    #[inline(always)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline(always)]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// For vector loads, and to see how the elements are aligned.
+    #[inline(always)]
+    pub fn as_ptr(&self) -> *const T {
+        self.start
+    }
+
+    /// # Panics
+    /// If the range is not inside.
+    #[inline(always)]
+    pub fn slice(&self, range: Range<usize>) -> Source<'a, T> {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} elements", self.len);
+        // SAFETY: inside, as just asserted.
+        let start = unsafe { self.start.add(range.start) };
+        Source { start, len: range.end - range.start, ..*self }
+    }
+}
+
+impl<'a, T: Element> Source<'a, T> {
+    /// Copies all elements.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy_to(&self, target: &mut [T]) {
+        assert_eq!(target.len(), self.len, "target against source");
+        if let Some(elements) = self.owned_elements() {
+            target.copy_from_slice(elements);
+        } else {
+            // SAFETY: readable bytes of `len` elements; `target` is borrowed exclusively and as long.
+            unsafe { copy_volatile(self.start.cast(), bytemuck::cast_slice_mut(target)) }
+        }
+    }
+
+    /// Shows all elements in order: `visit(index of the first, elements)`. What another process may write is shown as
+    /// copies, of 16 KiB each.
+    #[inline]
+    pub fn pieces(&self, mut visit: impl FnMut(usize, &[T])) {
+        if let Some(elements) = self.owned_elements() {
+            visit(0, elements);
+            return;
+        }
+        let mut piece = [0u64; PIECE_BYTES / size_of::<u64>()];
+        let piece: &mut [T] = bytemuck::cast_slice_mut(&mut piece);
+        for start in (0..self.len).step_by(piece.len()) {
+            let end = self.len.min(start + piece.len());
+            let piece = &mut piece[..end - start];
+            self.slice(start..end).copy_to(piece);
+            visit(start, piece);
+        }
+    }
+
+    fn owned_elements(&self) -> Option<&'a [T]> {
+        // SAFETY: it was made of this slice, whose borrow lasts as long as `'a`.
+        self.owned.then(|| unsafe { std::slice::from_raw_parts(self.start, self.len) })
+    }
+}
+
+/// Copies what another process may write meanwhile: each byte is loaded once, and is what it is just then.
+///
+/// Volatile loads are what Rust has for memory that it does not know all accesses of. (An atomic load would do as well; of
+/// 16 bytes at once there is none, and with eight a core copies two thirds as fast.)
+///
+/// # Safety
+/// `source` is readable for as many bytes as `target` has, and no reference to them exists.
+unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
+    let (count, to) = (target.len(), target.as_mut_ptr());
+    let mut at = source.align_offset(align_of::<Word>()).min(count);
+    // SAFETY: `at` never passes `count`, to which both sides reach.
+    unsafe { copy_bytes(source, to, 0, at) };
+    while count - at >= STRIDE * size_of::<Word>() {
+        // SAFETY: as above, and a multiple of words from where they are aligned.
+        unsafe {
+            let (from, to) = (source.add(at).cast::<Word>(), to.add(at).cast::<Word>());
+            // All loads first: stores between them would have the CPU wait where both ends are a page apart.
+            let words: [Word; STRIDE] = std::array::from_fn(|index| from.add(index).read_volatile());
+            to.cast::<[Word; STRIDE]>().write_unaligned(words);
+        }
+        at += STRIDE * size_of::<Word>();
+    }
+    // SAFETY: as above.
+    unsafe { copy_bytes(source, to, at, count) };
+}
+
+/// # Safety
+/// As for [`copy_volatile`], from byte `at` to `end`.
+unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) {
+    for index in at..end {
+        // SAFETY: inside both.
+        unsafe { target.add(index).write(source.add(index).read_volatile()) };
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// Any beginning, end and target, as another process's memory.
+    #[test]
+    fn copies_are_whole_wherever_they_begin_and_end() {
+        let bytes: Vec<u8> = (0..50_000u32).map(|index| (index * 31 >> 3) as u8).collect();
+        for start in (0..70).chain([4000]) {
+            for len in (0..200).chain([16_383, 16_384, 16_385, 40_000]) {
+                // SAFETY: it lives as long as this test, and nobody writes it.
+                let source = unsafe { Source::of_another_process(bytes[start..].as_ptr(), len) };
+                let mut target = vec![0xEE; len + 2 + start % 3];
+                source.copy_to(&mut target[1..len + 1]);
+                assert_eq!(target[1..len + 1], bytes[start..start + len], "{start} {len}");
+                assert!(target[0] == 0xEE && target[len + 1..].iter().all(|&byte| byte == 0xEE));
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_are_all_elements_in_order() {
+        let elements: Vec<u16> = (0..20_011).collect();
+        let bytes: &[u8] = bytemuck::cast_slice(&elements);
+        // SAFETY: as above.
+        let foreign = unsafe { Source::of_another_process(bytes.as_ptr(), bytes.len()) }.cast::<u16>();
+        for source in [foreign, Source::from(&elements[..])] {
+            let mut seen = Vec::new();
+            source.slice(11..20_011).pieces(|at, piece| {
+                assert_eq!(at, seen.len());
+                seen.extend_from_slice(piece);
+            });
+            assert_eq!(seen, elements[11..]);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "no whole elements")]
+    fn elements_are_aligned() {
+        let elements = [0u16; 4];
+        let bytes: &[u8] = bytemuck::cast_slice(&elements);
+        Source::from(&bytes[1..3]).cast::<u16>();
+    }
+}
