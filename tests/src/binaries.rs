@@ -2,7 +2,7 @@
 
 use std::{env, path::PathBuf, process::Command};
 
-/// Where to look instead of beside the test executable.
+/// The environment variable that names a folder to look in, instead of the test executable's.
 const DIR_VARIABLE: &str = "LONGSHORE_BIN_DIR";
 
 /// A command for `longshore` or `longshored`, without any setting of the caller's environment.
@@ -26,7 +26,7 @@ pub fn command(name: &str) -> Command {
     command
 }
 
-/// Cargo puts test executables into `deps`, a folder of the binaries' own.
+/// The folder of the binaries. Cargo puts test executables into its subfolder `deps`.
 fn folder() -> PathBuf {
     if let Some(dir) = env::var_os(DIR_VARIABLE) {
         return dir.into();

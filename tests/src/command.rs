@@ -17,7 +17,8 @@ pub fn longshore<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) 
     run("longshore", binaries::command("longshore").args(arguments))
 }
 
-/// Runs `longshored` with these arguments; one that begins to serve is killed by the deadline, which fails the test.
+/// Runs `longshored` with these arguments. A server that begins to serve is killed at the deadline, which fails the
+/// test.
 pub fn longshored<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) -> Output {
     run("longshored", binaries::command("longshored").args(arguments))
 }

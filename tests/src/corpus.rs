@@ -1,4 +1,5 @@
-//! Text to train on: generated, so that tests need no data, and always the same, so that hashes can be compared.
+//! Text to train on. It is generated, so that tests need no data, and always the same, so that hashes can be
+//! compared.
 
 use std::{fs, path::Path};
 
@@ -13,7 +14,7 @@ pub fn write(folder: &Path) {
     for file in 0..FILES {
         let mut text = String::new();
         for word in 0..WORDS_EACH {
-            // Numerical Recipes' generator: good enough for text, and nothing it depends on can change.
+            // This is the generator of Numerical Recipes: it is good enough for text, and will never change.
             state = state.wrapping_mul(1664525).wrapping_add(1013904223);
             text.push_str(WORDS[(state >> 16) as usize % WORDS.len()]);
             text.push(if word % 12 == 11 { '\n' } else { ' ' });

@@ -1,4 +1,4 @@
-//! What `longshore train --json` says, as types: a line that does not fit fails the test that reads it.
+//! What `longshore train --json` says, as types. A line that does not fit fails the test that reads it.
 
 use serde::Deserialize;
 

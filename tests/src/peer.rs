@@ -1,4 +1,4 @@
-//! A peer that speaks HTTP/2 frame by frame, as no library would: for what a server must bear.
+//! A peer that speaks HTTP/2 frame by frame, as no library would, to test what a server must bear.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -27,7 +27,7 @@ pub const FRAME_SIZE_ERROR: u32 = 6;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// A server that does not read for so long is taken for one that holds the peer back.
+/// A server that does not read for so long is taken to hold the peer back.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A frame as it came.
@@ -44,7 +44,7 @@ pub struct Peer {
     pub socket: TcpStream,
 }
 
-/// The bytes of a frame; `len` may differ from what the payload has.
+/// The bytes of a frame. `len` may differ from the payload's length.
 pub fn frame_of(len: usize, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = (len as u32).to_be_bytes()[1..].to_vec();
     bytes.extend_from_slice(&[kind, flags]);
@@ -59,7 +59,7 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 
 /// The headers of a call, packed.
 pub fn call(path: &str) -> Vec<u8> {
-    // POST and http are in HTTP/2's table, as are the names of path, authority and content type.
+    // POST and http are in HTTP/2's table, and so are the names of path, authority and content type.
     let mut bytes = vec![0x83, 0x86];
     let mut literal = |name: &[u8], value: &str| {
         bytes.extend_from_slice(name);
@@ -74,7 +74,7 @@ pub fn call(path: &str) -> Vec<u8> {
 }
 
 impl Peer {
-    /// A connection on which nothing was said.
+    /// Opens a connection and says nothing on it.
     pub fn silent(address: &str) -> io::Result<Peer> {
         let address: SocketAddr = address.parse().expect("a server's address");
         let socket = TcpStream::connect_timeout(&address, DEADLINE)?;
@@ -109,10 +109,10 @@ impl Peer {
         Ok(Some(Frame { kind, flags, stream: u32::from_be_bytes(stream), payload }))
     }
 
-    /// Reads until the connection ends; the code of its GOAWAY, if one came.
+    /// Reads until the connection ends, and gives the code of its GOAWAY if one came.
     ///
     /// # Panics
-    /// When it does not end.
+    /// When the connection does not end.
     pub fn end(mut self) -> Option<u32> {
         let mut code = None;
         loop {
@@ -126,8 +126,8 @@ impl Peer {
         }
     }
 
-    /// Sends pieces one after another until the server ends the connection, or all were sent; says how many bytes went
-    /// out.
+    /// Sends pieces one after another until the server ends the connection, or all are sent. Returns how many bytes
+    /// went out.
     pub fn flood(&mut self, pieces: impl Iterator<Item = Vec<u8>>) -> usize {
         let mut sent = 0;
         for piece in pieces {
@@ -139,7 +139,7 @@ impl Peer {
         sent
     }
 
-    /// Until the server has taken all that was sent before; false where it ended the connection instead.
+    /// Waits until the server has taken all that was sent before. Returns false when it ends the connection instead.
     pub fn is_alive(&mut self) -> bool {
         if self.send(&frame(PING, 0, 0, b"are you?")).is_err() {
             return false;
@@ -156,7 +156,7 @@ impl Peer {
         false
     }
 
-    /// Lists the server's jobs: whether that was answered.
+    /// Lists the server's jobs, and says whether that was answered.
     pub fn lists_jobs(&mut self) -> bool {
         let headers = call("/longshore.v1.Admin/ListJobs");
         let request =

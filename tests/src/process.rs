@@ -13,12 +13,12 @@ use std::{
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-/// Longer than anything takes on a busy machine; a test that comes here has found something that hangs.
+/// Longer than anything takes on a busy machine: a test that waits so long has found something that hangs.
 pub const DEADLINE: Duration = Duration::from_secs(60);
-/// How often a process that has said nothing is looked at.
+/// The interval at which a silent process is checked.
 const POLL: Duration = Duration::from_millis(2);
 
-/// Killed on drop.
+/// A process that is killed on drop.
 pub struct Process {
     name: String,
     child: Child,
@@ -28,7 +28,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command`; `name` is for messages.
+    /// Starts `command`. `name` stands in messages.
     pub fn start(name: &str, command: &mut Command) -> Process {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let stderr = folder.path().join("stderr");
@@ -64,23 +64,23 @@ impl Process {
         }
     }
 
-    /// All stderr so far.
+    /// All of stderr so far.
     pub fn stderr(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.stderr).unwrap_or_default()).into_owned()
     }
 
-    /// As `kill -9` does; returns once it is gone.
+    /// Kills the process as `kill -9` does, and returns once it is gone.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// SIGTERM.
+    /// Sends SIGTERM.
     pub fn terminate(&self) {
         self.signal(Signal::TERM);
     }
 
-    /// Stopped as by SIGSTOP until it may go on.
+    /// Stops the process as SIGSTOP does, until [`Process::go_on`].
     pub fn stop(&self) {
         self.signal(Signal::STOP);
     }
@@ -135,7 +135,7 @@ impl Drop for Process {
     }
 }
 
-/// The processes that `parent` has started, oldest first. Linux only: from /proc.
+/// The processes that `parent` has started, oldest first. They come from /proc, so this needs Linux.
 pub fn children(parent: u32) -> Vec<u32> {
     let processes = fs::read_dir("/proc").expect("/proc").flatten();
     let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -144,12 +144,12 @@ pub fn children(parent: u32) -> Vec<u32> {
     found
 }
 
-/// Whether a process runs; one that has ended and waits for its parent to notice does not.
+/// Whether a process runs. One that has ended and waits for its parent to notice does not.
 pub fn exists(id: u32) -> bool {
     state(id).is_some_and(|fields| !fields.starts_with('Z'))
 }
 
-/// What a process has in memory, and the most it ever had or since [`forget_peak`]: bytes.
+/// How many bytes a process has in memory, and the most it ever had, or had since [`forget_peak`].
 pub fn memory_of(process: u32) -> (u64, u64) {
     let status = fs::read_to_string(format!("/proc/{process}/status")).expect("a live process");
     let field = |name: &str| {
@@ -159,7 +159,7 @@ pub fn memory_of(process: u32) -> (u64, u64) {
     (field("VmRSS:"), field("VmHWM:"))
 }
 
-/// From now on the most a process has in memory counts from what it has now.
+/// Makes the most that a process has in memory begin again at what it has now.
 pub fn forget_peak(process: u32) {
     fs::write(format!("/proc/{process}/clear_refs"), "5").expect("a process of this user's");
 }
@@ -168,7 +168,7 @@ fn parent_of(id: u32) -> Option<u32> {
     state(id)?.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// From the state on: the name before it may contain anything, but ends with the last parenthesis.
+/// The status line from the state on. The name before it may contain anything, but ends with the last parenthesis.
 fn state(id: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
     stat.rsplit_once(')').map(|(_, fields)| fields.trim_start().to_string())

@@ -1,4 +1,4 @@
-//! A TCP proxy before a server: a network that is slow, or that stands still, under a test's control.
+//! A TCP proxy before a server, which makes the network slow or still under a test's control.
 
 use std::{
     io::{Read, Write},
@@ -14,12 +14,12 @@ use std::{
 
 use crate::{process::DEADLINE, server::Longshored};
 
-/// Passed on at once: small beside what a push sends, so that a slow network is slow all the time.
+/// How much is passed on at once. It is small beside what a push sends, so that a slow network is slow all the time.
 const PIECE_BYTES: usize = 8 * 1024;
-/// How often a stopped network looks whether it goes on.
+/// The interval at which a stopped network checks whether it goes on.
 const POLL: Duration = Duration::from_millis(2);
 
-/// Ends with the test, and with it every connection through it.
+/// A proxy. It ends with the test, and every connection through it ends too.
 pub struct Proxy {
     address: String,
     line: Arc<Line>,
@@ -28,19 +28,19 @@ pub struct Proxy {
 /// What all its connections share.
 struct Line {
     target: String,
-    /// Bytes a second towards the server; 0: as fast as they come.
+    /// Bytes a second towards the server; 0 means as fast as they come.
     rate: AtomicU64,
-    /// How long everything towards the server is on its way: microseconds.
+    /// How long everything towards the server is on its way, in microseconds.
     lag: AtomicU64,
     /// Bytes that have gone towards the server.
     passed: AtomicU64,
-    /// Until when the line is taken by what was sent.
+    /// Until when the line is busy with what was sent.
     busy_until: Mutex<Instant>,
     stopped: AtomicBool,
     ended: AtomicBool,
 }
 
-/// When it is due, and what it is.
+/// When a piece is due, and its bytes.
 type Piece = (Instant, Vec<u8>);
 
 impl Proxy {
@@ -72,17 +72,17 @@ impl Proxy {
         &self.address
     }
 
-    /// Bytes a second towards the server, over all connections together; 0: as fast as they come.
+    /// Limits the bytes a second towards the server, over all connections together; 0 means as fast as they come.
     pub fn slow_to(&self, rate: u64) {
         self.line.rate.store(rate, Relaxed);
     }
 
-    /// How long everything towards the server is on its way.
+    /// Sets how long everything towards the server is on its way.
     pub fn lag(&self, lag: Duration) {
         self.line.lag.store(lag.as_micros() as u64, Relaxed);
     }
 
-    /// From now on nothing comes through, either way, though connections stay.
+    /// Lets nothing through any more, either way. Connections stay.
     pub fn stop(&self) {
         self.line.stopped.store(true, Relaxed);
     }
@@ -107,13 +107,13 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.line.ended.store(true, Relaxed);
-        // Wakes the one who accepts.
+        // This wakes the thread that accepts.
         drop(TcpStream::connect(&self.address));
     }
 }
 
 impl Line {
-    /// A server that is not there closes the connection, as a load balancer does.
+    /// Joins a worker with the server. If the server is not there, the connection is closed, as a load balancer does.
     fn join(self: &Arc<Self>, worker: TcpStream) {
         let Ok(server) = TcpStream::connect(&self.target) else { return };
         let _ = (worker.set_nodelay(true), server.set_nodelay(true));
@@ -130,7 +130,7 @@ impl Line {
         }
     }
 
-    /// Until its end, or until nobody delivers any more.
+    /// Takes bytes from a connection until its end, or until nobody delivers any more.
     fn take(&self, from: &mut TcpStream, under_way: &mpsc::Sender<Piece>, forth: bool) {
         let mut piece = [0; PIECE_BYTES];
         while let Ok(count @ 1..) = from.read(&mut piece) {
@@ -160,7 +160,7 @@ impl Line {
         }
     }
 
-    /// Takes as long as these bytes do at the line's rate, behind those of other connections.
+    /// Waits as long as these bytes take at the line's rate, after those of other connections.
     fn take_turn(&self, bytes: u64) {
         let rate = self.rate.load(Relaxed);
         if rate == 0 {

@@ -1,4 +1,4 @@
-//! Randomised tests that can be repeated: the seed is printed when the test fails, with the slow tests always, and
+//! Randomised tests that can be repeated. The seed is printed when a test fails, and always with the slow tests, and
 //! LONGSHORE_SEED sets it.
 
 use std::{
@@ -22,7 +22,7 @@ pub struct Random {
 }
 
 impl Random {
-    /// From LONGSHORE_SEED, or from the clock.
+    /// Seeds it from LONGSHORE_SEED, or from the clock.
     pub fn new() -> Random {
         let given = env::var(VARIABLE).ok().map(|text| {
             text.parse().unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}, but must be a whole number"))
@@ -30,7 +30,7 @@ impl Random {
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64);
         let seed = given.unwrap_or_else(clock);
         if env::var_os("LONGSHORE_SOAK").is_some() {
-            // Not by `eprintln!`, which is shown only when the test fails.
+            // `eprintln!` would be shown only when the test fails.
             let test = thread::current().name().unwrap_or("a test").to_string();
             let _ = writeln!(io::stderr(), "{test}: {VARIABLE}={seed}");
         }
@@ -42,7 +42,7 @@ impl Random {
         self.generator.next_u64() % end
     }
 
-    /// A part of `longest`.
+    /// A random part of `longest`.
     pub fn part_of(&mut self, longest: Duration) -> Duration {
         longest.mul_f64(self.generator.next_u64() as f64 / u64::MAX as f64)
     }
@@ -62,8 +62,8 @@ impl Drop for Random {
     }
 }
 
-/// Spends `time` between two events to come to a random moment. Spins: a sleep would be rounded up to the scheduler's
-/// tick, longer than many of the moments meant.
+/// Spends `time` between two events, to come to a random moment. It spins, because a sleep would be rounded up to the
+/// scheduler's tick, which is longer than many of these times.
 pub fn spin(time: Duration) {
     let start = Instant::now();
     while start.elapsed() < time {

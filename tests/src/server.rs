@@ -1,4 +1,4 @@
-//! A `longshored` of its own for each test, at an address of its own, whose log must stay free of warnings.
+//! A `longshored` of its own for each test, with an address of its own. Its log must stay free of warnings.
 
 use std::{
     fmt::Write,
@@ -23,7 +23,7 @@ pub struct ServerOptions {
     checkpoint_dir: Option<PathBuf>,
     checkpoint_on_drain: bool,
     arguments: Vec<String>,
-    /// A flag, and the folder in which each server gets one of its own for it.
+    /// A flag, and the folder in which each server gets one of its own for that flag.
     state_root: Option<(&'static str, PathBuf)>,
     allowed: Vec<String>,
 }
@@ -38,7 +38,7 @@ impl ServerOptions {
         self
     }
 
-    /// Instead of 1GiB.
+    /// Sets the memory, which is 1GiB otherwise.
     pub fn memory(mut self, memory: &str) -> ServerOptions {
         self.memory = Some(memory.to_string());
         self
@@ -59,19 +59,19 @@ impl ServerOptions {
         self
     }
 
-    /// Jobs with tier `nvme` live in a folder of each server's own inside this one.
+    /// Jobs with tier `nvme` then live in a folder of each server's own inside this one.
     pub fn state_root(mut self, root: &Path) -> ServerOptions {
         self.state_root = Some(("--state-dir", root.to_owned()));
         self
     }
 
-    /// As `state_root`, on a tmpfs for tier `shm`.
+    /// Does for tier `shm` on a tmpfs what `state_root` does.
     pub fn shm_root(mut self, root: &Path) -> ServerOptions {
         self.state_root = Some(("--shm-dir", root.to_owned()));
         self
     }
 
-    /// More flags.
+    /// Adds flags.
     pub fn args<Text: AsRef<str>>(mut self, arguments: impl IntoIterator<Item = Text>) -> ServerOptions {
         self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_string()));
         self
@@ -95,7 +95,7 @@ impl ServerOptions {
     }
 }
 
-/// A server process. Killed on drop; a warning in its log that was not allowed fails the test then.
+/// A server process, killed on drop. A warning in its log that was not allowed then fails the test.
 pub struct Longshored {
     options: ServerOptions,
     address: String,
@@ -131,13 +131,13 @@ impl Longshored {
         &self.address
     }
 
-    /// `kill -9`, and a new process with the same options at the same address.
+    /// Kills it with `kill -9`, and starts a new process with the same options at the same address.
     pub fn kill_and_restart(&mut self) {
         self.process.kill();
         self.restart();
     }
 
-    /// A new process with the same options at the same address, after the old one has ended.
+    /// Starts a new process with the same options at the same address, after the old one has ended.
     pub fn restart(&mut self) {
         self.check_log();
         let address = self.address.clone();
@@ -154,7 +154,7 @@ impl Longshored {
         for line in self.process.stderr().lines() {
             let level = serde_json::from_str::<Value>(line).map(|value| value["level"].clone());
             let loud = level.map_or(true, |level| level == "WARN" || level == "ERROR");
-            // A machine without huge pages is not what is tested.
+            // The test is not about a machine without huge pages.
             let allowed =
                 ["huge pages refused"].into_iter().chain(self.options.allowed.iter().map(String::as_str));
             if loud && !allowed.into_iter().any(|text| line.contains(text)) {
@@ -184,8 +184,8 @@ pub fn addresses(servers: &[Longshored]) -> Vec<String> {
     servers.iter().map(|server| server.address().to_string()).collect()
 }
 
-/// A loopback address for each server, so that its port is still free when it starts again. Elsewhere than on Linux only
-/// 127.0.0.1 answers.
+/// A loopback address for each server, so that its port is still free when it starts again. Anywhere but on Linux
+/// only 127.0.0.1 answers.
 fn own_address() -> Ipv4Addr {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     if !cfg!(target_os = "linux") {

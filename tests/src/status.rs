@@ -1,4 +1,4 @@
-//! `longshore status --json`: where jobs stand, from outside.
+//! `longshore status --json`: where jobs stand, seen from outside.
 
 use serde::Deserialize;
 

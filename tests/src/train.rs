@@ -10,7 +10,7 @@ use crate::{
     process::Process,
 };
 
-/// One layer of this width is 268160 parameters: five blocks, so five shards of the smallest size.
+/// One layer of this width is 268160 parameters: five blocks, and so five shards of the smallest size.
 const MODEL: [&str; 10] =
     ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "4"];
 
@@ -24,7 +24,7 @@ pub struct Train {
 }
 
 impl Train {
-    /// On an embedded server until `servers` are named.
+    /// Trains on an embedded server until `servers` are named.
     pub fn new(steps: u64) -> Train {
         let corpus = Arc::new(tempfile::tempdir().expect("a temporary folder"));
         corpus::write(corpus.path());
@@ -40,7 +40,7 @@ impl Train {
         ])
     }
 
-    /// Adds flags. One given again replaces the one before.
+    /// Adds flags. A flag that is given again replaces the one before.
     pub fn args<Text: AsRef<str>>(mut self, arguments: impl IntoIterator<Item = Text>) -> Train {
         let mut arguments = arguments.into_iter().map(|argument| argument.as_ref().to_string()).peekable();
         while let Some(flag) = arguments.next() {
@@ -60,7 +60,7 @@ impl Train {
         self
     }
 
-    /// An environment variable of the process.
+    /// Sets an environment variable of the process.
     pub fn env(mut self, name: &str, value: &str) -> Train {
         self.environment.push((name.to_string(), value.to_string()));
         self
@@ -87,7 +87,7 @@ impl Train {
         self.start_with::<&str>([])
     }
 
-    /// With more flags than the command itself has, such as `--rank` or `--resume`.
+    /// Starts the command with flags that it does not have by itself, such as `--rank` or `--resume`.
     pub fn start_with<Text: AsRef<OsStr>>(&self, more: impl IntoIterator<Item = Text>) -> Running {
         let mut command = self.command();
         command.arg("--json").args(more);
@@ -107,7 +107,7 @@ pub struct Running {
     pub process: Process,
     events: Vec<Event>,
     allowed: Vec<String>,
-    /// Read when the process starts, which may be after its `Train` is gone.
+    /// The corpus is read when the process starts, which may be after its `Train` is gone.
     _corpus: Arc<TempDir>,
 }
 
@@ -139,7 +139,7 @@ impl Running {
         self.until("its first event", |event| matches!(event, Event::Start(_)))
     }
 
-    /// The step that it begins with.
+    /// The step that the process begins with.
     pub fn until_started_at(&mut self) -> u64 {
         match self.until_started() {
             Event::Start(start) => start.first_step,
@@ -162,7 +162,7 @@ impl Running {
         }
     }
 
-    /// `kill -9`, and what it had said.
+    /// Kills it with `kill -9`, and returns what it had said.
     pub fn kill(mut self) -> Said {
         self.process.kill();
         while self.event().is_some() {}
@@ -174,13 +174,13 @@ impl Running {
         Run::from(self.done())
     }
 
-    /// As `finish`, of a rank that says nothing at its end.
+    /// Does what `finish` does, for a rank that says nothing at its end.
     pub fn done(mut self) -> Said {
         while self.event().is_some() {}
         let (code, stderr) = (self.process.code(), self.process.stderr());
         assert_eq!(code, 0, "the worker failed: {stderr}");
         let loud = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
-        // A machine that others keep busy is not what is tested.
+        // The test is not about a machine that others keep busy.
         let slow = |line: &&str| line.contains("still waiting");
         let allowed = |line: &&str| slow(line) || self.allowed.iter().any(|text| line.contains(text));
         let unexpected = stderr.lines().filter(loud).any(|line| !allowed(&line));
@@ -211,12 +211,13 @@ impl Said {
         self.events.iter().filter_map(|event| if let Event::Step(step) = event { Some(step) } else { None })
     }
 
-    /// The number of the last step it saw decided; 0 without one.
+    /// The number of the last step that the process saw decided; 0 without one.
     pub fn last_step(&self) -> u64 {
         self.steps().last().map_or(0, |step| step.step)
     }
 
-    /// Steps must be said one after the other, from the first one of `start`. A run that starts over in place says another start.
+    /// Checks that steps are said one after the other, from the first one of `start`. A run that starts over in place
+    /// says another start.
     pub fn check_steps(&self) {
         let mut expected = None;
         for event in &self.events {

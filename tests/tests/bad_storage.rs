@@ -1,5 +1,5 @@
-//! State directories that rot, vanish, fill up, or belong to something else: named by server and command line, nothing
-//! damaged, and what is put right goes on to the right bits.
+//! State directories that rot, vanish, fill up, or belong to something else. Server and command line name them,
+//! nothing is damaged, and what is put right goes on to the right bits.
 
 use std::{
     collections::BTreeMap,
@@ -45,7 +45,7 @@ fn server(dirs: &[PathBuf]) -> Longshored {
     options(dirs).start()
 }
 
-/// A worker that is killed may leave a step behind that it had begun: nobody will finish it.
+/// A worker that is killed may leave a step that it had begun, and nobody will finish it.
 fn drained_soon() -> ServerOptions {
     ServerOptions::new().args(["--drain-deadline-s", "1"]).allow("the step in hand was not finished")
 }
@@ -71,7 +71,7 @@ fn job_folder(dir: &Path) -> PathBuf {
     dir.join("default").join("server-0-of-1")
 }
 
-/// Once the server knows whether it can recover its job.
+/// The status, once the server knows whether it can recover its job.
 fn status_of(server: &Longshored) -> Output {
     let begun = Instant::now();
     loop {
@@ -101,7 +101,7 @@ fn bit_rot_is_named_and_one_step_back_is_whole() {
         file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
     };
     let mut found = None;
-    // Between them are records, tables and the other slot.
+    // Records, tables and the other slot lie between them.
     for at in (0..32).map(|part| (2 * part + 1) * bytes / 64) {
         flip(at);
         server.restart();
@@ -134,7 +134,7 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     let mut server = options(&dirs).allow("not recovered").start();
     let train = train().servers(&[server.address().to_string()]);
     train_halfway(&train, &mut server);
-    // One job's folder, as when a disk is mounted empty.
+    // One job's folder is gone, as when a disk is mounted empty.
     let (there, away) = (job_folder(&dirs[1]), root.path().join("away"));
     fs::rename(&there, &away).unwrap();
     server.restart();
@@ -142,11 +142,11 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert!(said.contains(there.to_str().unwrap()) && said.contains("mount the disk again"), "{said}");
     let (stderr, _) = train.start().fails(PATIENCE);
     assert!(stderr.contains(there.to_str().unwrap()), "{stderr}");
-    // The disk is back: opening the job is enough.
+    // The disk is back, and opening the job is enough.
     fs::create_dir_all(there.parent().unwrap()).unwrap();
     fs::rename(&away, &there).unwrap();
     assert_eq!(train.run().end.state_hash, expected);
-    // The whole directory, as when a disk is not mounted at all: the server does not start.
+    // The whole directory is gone, as when a disk is not mounted at all, and the server does not start.
     server.process.kill();
     fs::rename(&dirs[0], root.path().join("gone")).unwrap();
     let refused = longshored(["--listen", "127.0.0.1:0", "--state-dir", dirs[0].to_str().unwrap()]);
@@ -155,7 +155,7 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert!(refused.stderr.contains("check its path"), "{refused:?}");
 }
 
-/// Else it would end well, and nothing would be there.
+/// If the server did not notice, training would end well, and its result would be nowhere.
 #[test]
 fn files_that_vanish_under_a_running_server_end_training() {
     let roots = [TempDir::new().unwrap(), TempDir::new_in("/dev/shm").unwrap()];
@@ -190,7 +190,7 @@ fn await_durable(address: &str, deadline: Duration) -> Fault {
     fault_from_status(&answer.unwrap_err(), address)
 }
 
-/// A limit on files, set while it runs, stands for a drive that fails.
+/// A limit on file sizes, set while the server runs, stands for a drive that fails.
 #[test]
 fn a_failed_store_is_said_at_once_and_not_called_slow() {
     let root = TempDir::new().unwrap();
@@ -208,13 +208,13 @@ fn a_failed_store_is_said_at_once_and_not_called_slow() {
     let begun = Instant::now();
     let fault = await_durable(&address, Duration::from_secs(60));
     assert!(fault.to_string().contains("File too large"), "{fault}");
-    // Nor does a drain wait for what cannot come.
+    // A drain does not wait for what cannot come, either.
     process.terminate();
     assert_eq!(process.code(), 0, "{}", process.stderr());
     assert!(begun.elapsed() < Duration::from_secs(15), "it took {:?}", begun.elapsed());
 }
 
-/// A drive that is missing may come back: only who says so gives up what cannot be read.
+/// A drive that is missing may come back, so what cannot be read is given up only when somebody says so.
 #[test]
 fn a_job_that_cannot_be_read_is_deleted_on_an_explicit_word_alone() {
     let expected = hash();
@@ -266,7 +266,7 @@ fn a_directory_of_another_job_is_left_alone() {
     assert_eq!(train.run().end.state_hash, expected);
 }
 
-/// A server that `shell`, given its command line, becomes.
+/// A server that `shell` becomes, given its command line.
 fn server_in(mut shell: Command, flag: &str, dir: &Path) -> (Process, String) {
     shell.arg(binaries::command("longshored").get_program());
     shell.args(["--listen", "127.0.0.1:0", "--memory", "1GiB", flag]).arg(dir);
@@ -276,7 +276,7 @@ fn server_in(mut shell: Command, flag: &str, dir: &Path) -> (Process, String) {
     (process, address)
 }
 
-/// A shell that sees `dir` read-only, in a mount namespace of its own. None where such are not permitted.
+/// A shell that sees `dir` read-only, in a mount namespace of its own. None where such namespaces are not permitted.
 fn read_only(dir: &Path) -> Option<Command> {
     let shell = |script: &str| {
         let script = format!("mount --bind \"$0\" \"$0\" && mount -o remount,bind,ro \"$0\" && {script}");
@@ -288,7 +288,7 @@ fn read_only(dir: &Path) -> Option<Command> {
     tried.is_ok_and(|output| output.status.success()).then(|| shell("exec \"$@\""))
 }
 
-/// Every file below, with its bytes.
+/// Every file below the folder, with its bytes.
 fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(dir).unwrap() {
@@ -302,7 +302,7 @@ fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-/// As after an error that made the kernel mount it so.
+/// The directory is read-only, as after an error that made the kernel mount it so.
 fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
     let Some(shell) = read_only(dir) else {
         eprintln!("skipped: this user may not mount anything, not even in a namespace of its own");
@@ -321,7 +321,7 @@ fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
     }
     let (stderr, _) = worker.args(["--job", "other"]).start().fails(PATIENCE);
     assert!(stderr.contains("Read-only file system") && stderr.contains("create folder"), "{stderr}");
-    // What needs no directory is served.
+    // A job that needs no directory is served.
     Train::new(2).args(["--job", "in-memory"]).servers(&[address]).run();
     drop(process);
     assert!(contents(dir) == before, "something was changed");
@@ -373,7 +373,7 @@ fn status_forecasts_the_wear_of_drives() {
     let addresses = [server.address().to_string()];
     train().servers(&addresses).run();
     let found = &job_status(&addresses).servers[0];
-    // 12 bytes a parameter each step, blocks whole, and for each step its checksums and two records.
+    // A step writes 12 bytes a parameter in whole blocks, and its checksums and two records.
     let state = 5 * 65_536 * 12;
     let step = found.disk_written_bytes_per_step.unwrap();
     assert!((state..state + 64 * 1024).contains(&step), "{step} bytes a step, of which state {state}");
@@ -382,7 +382,7 @@ fn status_forecasts_the_wear_of_drives() {
     assert!((days * day / 600e12 - 1.0).abs() < 1e-6, "{days} days at {day} bytes a day");
     let said = status_of(&server).stdout;
     assert!(said.contains("a step") && said.contains("a day, the rated"), "{said}");
-    // And so it was planned.
+    // The plan said so too.
     let of_job = [
         "plan",
         "--params",

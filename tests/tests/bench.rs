@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use longshore_tests::command::longshore;
 use serde_json::Value;
 
-/// Three shards, the last one shorter.
+/// Three shards, the last one shorter than the others.
 const PARAMS: &str = "9M";
 const SHARDS: usize = 3;
 
@@ -42,7 +42,7 @@ fn a_trace_has_every_stage_of_every_step() {
         let stack = open.entry(event["tid"].as_u64().unwrap()).or_default();
         match event["ph"].as_str().unwrap() {
             "B" => {
-                // Sums are formed of several shards at once.
+                // Sums of several shards are formed at once.
                 let shards = event["args"]["shards"].as_str().map_or(1, |shards| shards.parse().unwrap());
                 stack.push((event["name"].as_str().unwrap(), shards));
             }
@@ -55,7 +55,7 @@ fn a_trace_has_every_stage_of_every_step() {
         }
     }
     assert!(open.values().all(Vec::is_empty), "{open:?}");
-    // A round that warms up and one that counts.
+    // One round warms up, and one counts.
     let steps = 4;
     for (stage, times) in
         [("begin", steps), ("finish", steps), ("sum", steps * SHARDS), ("update", steps * SHARDS)]

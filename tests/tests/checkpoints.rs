@@ -1,5 +1,5 @@
-//! Checkpoints as users meet them: after a rollback, at the end of training, in folders of each host's own, and in folders
-//! that take none.
+//! Checkpoints as users meet them: after a job went back, at the end of training, in a folder of each host's own, and
+//! in folders that take none.
 
 use std::{
     fs,
@@ -71,14 +71,14 @@ fn after_a_rollback_each_checkpoint_is_the_same_one_or_gets_a_name_of_its_own() 
     let first = train().run();
     assert_eq!(written(&first.said), names);
 
-    // The same steps again: the same states, and so the same checkpoints.
+    // The same steps give the same states again, and so the same checkpoints.
     roll_back(&addresses, folder.path(), names[0]);
     let again = train().run();
     assert_eq!((again.start.first_step, again.end.state_hash), (5, first.end.state_hash));
     assert_eq!(written(&again.said), names[1..]);
     assert_eq!(sealed(folder.path()), names);
 
-    // Other batches: other states, under other names. What was sealed first goes first, whatever its version.
+    // Other batches give other states, under other names. What was sealed first goes first, whatever its version.
     roll_back(&addresses, folder.path(), names[0]);
     let other = train().args(["--seed", "2"]).run();
     assert_eq!(other.start.first_step, 5);
@@ -159,7 +159,7 @@ fn training_says_where_the_weights_are_and_exports_them() {
     }
 }
 
-/// Puts a file where the folder was: nothing can be written there, whoever asks. Returns where the folder is now.
+/// Puts a file where the folder was, so that nobody can write there. Returns where the folder is now.
 fn take_away(folder: &Path) -> PathBuf {
     let aside = folder.with_extension("aside");
     fs::rename(folder, &aside).unwrap();
@@ -220,7 +220,7 @@ fn a_folder_that_takes_no_checkpoint_is_told_before_the_first_step() {
     }
 }
 
-/// Hosts that share nothing: each server's checkpoint folder has its own part and no other.
+/// Hosts share nothing: each server's checkpoint folder has its own part and no other.
 #[test]
 fn servers_with_folders_of_their_own_resume() {
     let expected = Train::new(14).run().end.state_hash;
@@ -239,7 +239,7 @@ fn servers_with_folders_of_their_own_resume() {
     assert_eq!((run.start.first_step, run.end.state_hash), (13, expected));
 }
 
-/// Servers that stop have nobody to carry their parts to each other: who resumes does it.
+/// Servers that stop have nobody who carries their parts to each other: who resumes does it.
 #[test]
 fn drained_servers_with_folders_of_their_own_resume() {
     let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];

@@ -27,7 +27,7 @@ use tonic_reflection::pb::v1::{
     server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
 };
 
-/// More than any test waits for: the worker is killed with its test.
+/// More steps than any test waits for: the worker is killed with its test.
 const ENDLESS: u64 = 1_000_000;
 
 fn one(server: &Longshored) -> [String; 1] {
@@ -46,7 +46,7 @@ fn call(command: &str, server: &Longshored, more: &[&str]) -> Output {
     longshore([&[command, "--servers", server.address()], more].concat())
 }
 
-/// Fails with this exit code and all of these words on stderr.
+/// Checks that a command failed with this exit code and all of these words on stderr.
 #[track_caller]
 fn refused(output: &Output, code: i32, words: &[&str]) {
     assert_eq!(output.code, code, "{output:?}");
@@ -171,7 +171,7 @@ fn a_deleted_job_is_gone_with_its_memory() {
     assert!(status(&one(&server)).is_empty());
 }
 
-/// One that restarted empty is when a status is wanted most.
+/// An operator wants a status most when a server has restarted empty.
 #[test]
 fn status_names_the_servers_that_lost_a_job() {
     let mut servers = server::servers(2, &ServerOptions::new());
@@ -228,11 +228,11 @@ fn a_stopped_server_hides_no_other() {
     assert_eq!(job["servers_without"], Value::from(vec![addresses[1].clone()]));
     refused(&doctor, 1, &[&format!("not in order: server {}", addresses[1])]);
     assert!(doctor.stdout.contains(&format!("ok       server {}: version ", addresses[0])), "{doctor:?}");
-    // None of them is in want of anything: training goes on.
+    // The calls did the job no harm: training goes on.
     running.until_steps(2);
 }
 
-/// Whom a rank waits for is said long before its deadline.
+/// A rank says whom it waits for long before its deadline.
 #[test]
 fn a_rank_says_whom_it_waits_for() {
     let server = ServerOptions::new().start();
@@ -396,7 +396,7 @@ async fn health_and_reflection_answer_stock_clients() {
     assert_eq!(server.process.code(), 0);
 }
 
-/// Python's client knows this version alone.
+/// Python's client knows only this version.
 #[tokio::test(flavor = "multi_thread")]
 async fn reflection_answers_clients_of_its_older_version() {
     use tonic_reflection::pb::v1alpha;
@@ -491,7 +491,7 @@ fn ranks_started_by_hand_are_the_same_run() {
     let expected = two_ranks(20).run().end.state_hash;
     let servers = server::servers(2, &ServerOptions::new());
     let train = two_ranks(20).servers(&server::addresses(&servers));
-    // In either order: the second one is waited for.
+    // The ranks may start in either order: rank 0 waits for the second one.
     let mut second = train.start_with(["--rank", "1"]);
     let first = train.start_with(["--rank", "0"]);
     assert_eq!(first.finish().end.state_hash, expected);

@@ -1,4 +1,5 @@
-//! Stopping a server on purpose: the step in hand is finished, a checkpoint written and sealed, and nothing lost.
+//! Stopping a server on purpose: the step in hand is finished, a checkpoint is written and sealed, and nothing is
+//! lost.
 
 use std::{path::Path, time::Duration};
 
@@ -13,7 +14,7 @@ use tempfile::TempDir;
 
 const STEPS: u64 = 40;
 const DRAINED_AT: u64 = 15;
-/// A worker's `--deadline-s` of 3, and its grace.
+/// A worker's `--deadline-s` of 3, and some grace.
 const DEADLINE: Duration = Duration::from_secs(12);
 
 /// How a server is told to stop.
@@ -99,7 +100,7 @@ fn an_empty_server_stops_at_once() {
     }
 }
 
-/// A call that is still open holds the drain up for two seconds: time enough to be told again.
+/// A call that is still open holds the drain up for two seconds, which is time enough to tell the server again.
 #[test]
 fn a_second_signal_stops_at_once() {
     let mut server = ServerOptions::new().allow("told to stop a second time").start();

@@ -1,5 +1,5 @@
-//! `kill -9` of a run that is worker and server in one process: the same command continues it from what its folder holds,
-//! to the bits of a run that was never disturbed.
+//! `kill -9` of a run that is worker and server in one process. The same command continues it from what its folder
+//! holds, to the bits of a run that was never disturbed.
 
 use std::time::{Duration, Instant};
 
@@ -21,12 +21,12 @@ fn survives(tier: &str, root: &TempDir, job: &[&str]) {
     let folder = if tier == "nvme" { "--state-dir" } else { "--shm-dir" };
     let train =
         Train::new(STEPS).args(job).args(["--tier", tier, folder, &root.path().display().to_string()]);
-    // A kill while a record is replaced leaves its other copy.
+    // A kill while a record is replaced leaves the record's other copy.
     let train = train.allow("a damaged record is replaced");
     let (mut done, mut continued) = (0, 0);
     for kill in 0..KILLS {
         let mut running = train.start();
-        // In its first moments too: while the job is made, or recovered.
+        // Some kills come in the first moments, while the job is made or recovered.
         if random.below(4) > 0 {
             running.until_steps(1 + random.below((STEPS - done).saturating_sub(2) / (KILLS - kill)).max(1));
             spin(random.part_of(step * 2));
@@ -36,7 +36,7 @@ fn survives(tier: &str, root: &TempDir, job: &[&str]) {
         let said = running.kill();
         said.check_steps();
         if let Some(start) = said.start() {
-            // Of the last step said the decision may have been the process's alone.
+            // Only the killed process may have known the decision of the last step that it said.
             assert!(
                 start.first_step >= done,
                 "step {done} was said, and the next life began with {}",

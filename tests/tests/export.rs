@@ -1,4 +1,4 @@
-//! Weights for other programs: the cast of the master weights of one version, also while training goes on.
+//! Weights for other programs: the rounded master weights of one version, also while training goes on.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
@@ -34,7 +34,7 @@ fn an_export_during_training_is_of_one_version_of_all_servers() {
     let folder = TempDir::new().unwrap();
     let servers = servers(2, &ServerOptions::new());
     let addresses = addresses(&servers);
-    // Without a cosine the weights of a step do not depend on how many follow.
+    // Without a cosine schedule the weights of a step do not depend on how many steps follow.
     let train = |steps| Train::new(steps).args(["--lr-floor", "1"]).servers(&addresses);
     let mut running = train(100_000).start();
     running.until_step(20);
@@ -42,7 +42,7 @@ fn an_export_during_training_is_of_one_version_of_all_servers() {
     let flags = ["--dtype", "f32", "--max-file-size", "300KiB"];
     let version = version_of(&export(&addresses, &during, &flags));
     assert!(version >= 20, "version {version}");
-    // Training went on meanwhile and goes on now.
+    // Training went on meanwhile, and goes on now.
     running.until_step(version + 5);
     running.kill();
 

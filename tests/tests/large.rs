@@ -1,5 +1,6 @@
-//! A job of 500 million parameters on a server of its own: what shows at that size alone. A slow test, run by `--soak`; what
-//! it measures is printed (`tests/run --soak large -- --nocapture`), and stands in docs/storage.md.
+//! A job of 500 million parameters on a server of its own, to test what shows only at that size. It is a slow test,
+//! run by `--soak`. It prints what it measures (`tests/run --soak large -- --nocapture`), which stands in
+//! docs/storage.md.
 
 use std::{
     env, io,
@@ -33,14 +34,15 @@ const PARAMS: usize = 120;
 const ELEMENTS: u64 = 4 << 20;
 /// With the six buffers of 48 MiB each, and one for tables, this is the state's 1 GiB of DRAM.
 const RESIDENT: u64 = 720 << 20;
-/// A shard's state, and how many are read, updated or written at once.
+/// The bytes of a shard's state; so many shards are read, updated or written at once.
 const SHARD_BYTES: usize = 12 * ELEMENTS as usize;
 const IMAGE_BYTES: usize = 2 * ELEMENTS as usize;
 const BUFFERS: usize = 6;
 const ROUNDS: usize = 5;
-/// Of the exporting process.
+/// The most memory that the exporting process may take.
 const EXPORT_PEAK: u64 = 256 << 20;
-/// What an export may add to the server: the copy of a shard, its messages ahead and a connection's window.
+/// The most memory that an export may add to the server: the copy of a shard, its messages ahead and a connection's
+/// window.
 const EXPORT_GROWTH: u64 = 32 << 20;
 /// Runs a command and prints the most memory it had, in KiB, on stderr.
 const PEAK: &str = "import resource, subprocess, sys
@@ -71,7 +73,7 @@ fn enter(server: &Longshored) -> Pipeline {
     let options = Options {
         deadline: Duration::from_secs(120),
         slow_deadline: Duration::from_secs(300),
-        // Over shared memory the worker's gradients would count as resident in the server, too.
+        // Over shared memory the worker's gradients would count as resident in the server too.
         transport: Transport::Tcp,
         ..Options::new(vec![server.address().to_string()], spec(), Rank(0))
     };
@@ -82,7 +84,7 @@ fn enter(server: &Longshored) -> Pipeline {
     Pipeline::new(session, &joined, PipelineOptions::new(scaler, hyper)).expect("a pipeline")
 }
 
-/// One step. Returns how long it takes from the last gradient's end until its version is durable: the update pass, with
+/// Makes one step. Returns the update pass: the time from the last gradient's end until the version is durable, with
 /// the decision before it and the records after it.
 fn step(pipeline: &mut Pipeline, gradient: &[f32], server: &Control) -> Duration {
     pipeline.begin().expect("a step");
@@ -118,13 +120,13 @@ impl Control {
     }
 }
 
-/// A bare loop of what such a step moves, with as many requests at once: the drive's own limit.
+/// A bare loop of what such a step moves, with as many requests at once, which shows the drive's own limit.
 struct Drive {
     disk: Arc<dyn Disk>,
     free: Vec<Region>,
-    /// Of the last pass.
+    /// The slot of the last pass.
     slot: usize,
-    /// Bytes read and written of each shard.
+    /// How many bytes of each shard are read and written.
     read: usize,
     written: usize,
 }
@@ -144,7 +146,7 @@ impl Drive {
         drive
     }
 
-    /// Reads what is not resident of one slot and writes all of the other. Returns seconds, and bytes moved.
+    /// Reads what is not resident from one slot and writes all of the other. Returns seconds and the bytes moved.
     fn pass(&mut self) -> (f64, u64) {
         let (from, to) = (self.slot, 1 - self.slot);
         let resident = RESIDENT as usize / SHARD_BYTES;
@@ -214,7 +216,7 @@ fn start(root: &TempDir, flags: &[&str]) -> Longshored {
     options.args(["--resident", &RESIDENT.to_string()]).start()
 }
 
-/// Steps by turns with the drive's bare loop.
+/// Makes steps by turns with the drive's bare loop.
 fn update(flags: &[&str], moved: [usize; 2]) {
     let Some(_alone) = alone() else { return };
     let root = TempDir::new().expect("a folder for state");
@@ -269,7 +271,7 @@ fn an_export_of_two_gigabytes_takes_little_memory() {
     export(&server, root.path());
 }
 
-/// fp32: 2 GB.
+/// The export is fp32, 2 GB.
 fn export(server: &Longshored, folder: &Path) {
     let python = env::var_os("LONGSHORE_TEST_PYTHON").expect("a Python: run tests/run, which makes one");
     let (before, _) = memory_of(server.process.id());

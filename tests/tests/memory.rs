@@ -21,10 +21,11 @@ const SLOW: u32 = 7;
 const PARAMS: usize = 12;
 const ELEMENTS: u64 = 1 << 20;
 const STEPS: u64 = 4;
-/// The slow rank stops in the middle of this one.
+/// The step in which the slow rank stops.
 const STALLS_IN: u64 = 2;
 
-/// With the slow tests, as long as a rank may be gone without anybody giving up on it.
+/// How long the slow rank stops. With the slow tests, it is as long as a rank may be gone before anybody gives up on
+/// it.
 fn stall() -> Duration {
     let soak = std::env::var_os("LONGSHORE_SOAK").is_some();
     Duration::from_secs(if soak { 30 } else { 2 })
@@ -105,7 +106,7 @@ fn sixteen_ranks_and_a_stalled_one_take_the_memory_that_was_admitted() {
     take_what_was_admitted(TierKind::Memory, ServerOptions::new());
 }
 
-/// Chunks of sixteen ranks, in whatever order they come, share the few buffers on their way to the drive.
+/// The chunks of sixteen ranks, in whatever order they come, share the few buffers on their way to the drive.
 #[test]
 fn so_they_do_where_gradients_live_on_a_drive() {
     let root = TempDir::new().expect("a folder for state");
@@ -125,8 +126,8 @@ fn take_what_was_admitted(tier: TierKind, options: ServerOptions) {
             let options = Options {
                 runtime: Some(runtime.handle().clone()),
                 deadline: Duration::from_secs(120),
-                // Over shared memory the server maps its workers' gradients: they would count as resident there, though
-                // they are the workers', and the sockets' buffers would go untested.
+                // Over shared memory the server maps its workers' gradients, which would count as resident there
+                // though they are the workers', and the sockets' buffers would not be tested.
                 transport: Transport::Tcp,
                 ..Options::new(addresses.to_vec(), spec(tier), Rank(rank))
             };
@@ -140,7 +141,7 @@ fn take_what_was_admitted(tier: TierKind, options: ServerOptions) {
             waits.ends_with(&format!("from rank {SLOW}")).then_some(waits)
         });
         eprintln!("during the stall the server waits for {waits}");
-        // Not to wait for anything: this is the time in which a server without bounds would grow.
+        // This waits for nothing: it is the time in which a server without bounds would grow.
         thread::sleep(stalled);
         let (during, _) = memory_of(server.process.id());
         stall.end();

@@ -1,5 +1,5 @@
-//! Steps whose gradient overflows are skipped everywhere together, the loss scale follows its rule, and at the floor a
-//! job waits for a person without losing anything.
+//! Steps whose gradient overflows are skipped everywhere together, the loss scale follows its rule, and at the floor
+//! a job waits for a person without losing anything.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::SeqCst},
@@ -21,7 +21,7 @@ use longshore_tests::conformance::{
 };
 use longshore_worker::{Error, LossScalerOptions, Pipeline};
 
-/// "hot" lies in the second block, which is the second server's alone, and "tail" from there to the end.
+/// "hot" lies in the second block, which only the second server has, and "tail" from there to the end.
 fn model() -> Synthetic {
     let sizes = vec![("cool", vec![70_003], 0), ("hot", vec![5], 1), ("tail", vec![130_001], 0)];
     Synthetic { sizes, ..Synthetic::default() }
@@ -103,7 +103,7 @@ fn twenty_steps_by_hand_are_skipped_on_every_shard_or_on_none() {
     assert_trace(&trace, &reference::train(&model, &plan), &model, &plan, "by-hand");
 }
 
-/// The first steps of a scale that nothing survives: 2^40, on two ranks of which one alone overflows at the end.
+/// The first steps have a scale that nothing survives, 2^40, on two ranks; at the end one of them overflows alone.
 #[test]
 fn one_ranks_overflow_skips_the_step_for_all() {
     let spike = Spike { step: 30, rank: 1, param: 0, element: 65_000, value: f32::INFINITY };
@@ -112,7 +112,8 @@ fn one_ranks_overflow_skips_the_step_for_all() {
     let plan = Plan { world: 2, micro_steps: 2, ..plan(31, options) };
     let trace = run::check(&Cluster::start(2), &model, &plan, "forty");
     let skipped: Vec<u64> = trace.steps.iter().filter(|step| step.skip).map(|step| step.step).collect();
-    // Two micro-steps of two ranks are summed in fp32, so f16's range is each contribution's own: 2^40 to 2^16.
+    // Two micro-steps of two ranks are summed in fp32, so only each contribution must stay in f16's range: 2^40 to
+    // 2^16.
     assert_eq!(skipped, (1..=25).chain([30]).collect::<Vec<_>>());
     assert_eq!(trace.steps[29].overflow.as_deref(), Some("cool, element 65000"));
 }
@@ -121,7 +122,7 @@ fn image(pipeline: &Pipeline, version: u64) -> Vec<u8> {
     run::image(pipeline.session(), longshore_proto::Version(version)).expect("an image")
 }
 
-/// For each shard, of one block here, whether it has changed.
+/// Whether each shard, which here has one block, has changed.
 fn changed(before: &[u8], after: &[u8]) -> Vec<bool> {
     let shard = 2 * BLOCK_ELEMENTS as usize;
     before.chunks(shard).zip(after.chunks(shard)).map(|(before, after)| before != after).collect()
@@ -135,12 +136,12 @@ const FLOOR: LossScalerOptions =
 const PAUSED_AT: u64 = 3;
 const STEPS: u64 = 6;
 
-/// Beyond f16 at scale 1, within it at 0.5.
+/// A model that is beyond f16 at scale 1, and within it at 0.5.
 fn too_hot() -> Synthetic {
     Synthetic { constants: vec![(1, 70_000.0)], ..model() }
 }
 
-/// Bad data in the first three steps of rank 1.
+/// A model with bad data in the first three steps of rank 1.
 fn bad_data() -> Synthetic {
     let spike = |step| Spike { step, rank: 1, param: 2, element: 11, value: f32::NEG_INFINITY };
     Synthetic { spikes: (1..=PAUSED_AT).map(spike).collect(), ..model() }
@@ -210,7 +211,7 @@ fn at_the_floor_the_job_pauses_names_the_tensor_and_goes_on_when_told() {
 
 // ---- workers that die in the pause --------------------------------------------------------------------------------
 
-/// Who gives up in the pause and starts again, and whether that is before the operator comes.
+/// Which ranks give up in the pause and start again, and whether they do so before the operator comes.
 struct Deaths {
     ranks: &'static [u32],
     rejoin_first: bool,
@@ -268,12 +269,12 @@ fn deadly_pause(cluster: &Cluster, job: &str, deaths: &Deaths) -> Trace {
         resumed.store(1, SeqCst);
         ranks.into_iter().map(|rank| rank.join().expect("a rank")).collect()
     });
-    // A rank that died in it cannot tell what became of that step.
+    // A rank that died in that step cannot tell what became of it.
     ranks.iter_mut().for_each(|rank| rank.outcomes.retain(|outcome| outcome.step.0 != PAUSED_AT));
     run::collect(cluster, &model, &plan, job, ranks)
 }
 
-/// A worker with little patience: a typed error that says why, and the job is still there.
+/// Runs a worker with little patience. It gives up with a typed error that says why, and the job is still there.
 fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mut Rank) {
     let plan = floor_plan();
     let mut options = cluster.options(&plan.spec(job, model), rank);
@@ -294,7 +295,7 @@ fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mu
 
 // ---- decisions and resumes that reach one server only ---------------------------------------------------------------
 
-/// Whoever decided it died between two servers: the pause goes where its decision goes.
+/// The rank 0 that decided it died between two servers: the pause goes where its decision goes.
 #[test]
 fn a_decision_that_reached_one_server_pauses_the_other_as_well() {
     let (cluster, model, job) = (Cluster::start(2), model(), "half-decided");
@@ -305,7 +306,7 @@ fn a_decision_that_reached_one_server_pauses_the_other_as_well() {
     run::steps(&mut pipeline, &model, &plan, PAUSED_AT - 1, &mut seen).expect("steps");
     drop(pipeline);
     decide_on_first(&cluster, &spec, "step 3 overflowed");
-    // What does not look is held, on either server, as soon as it has the decision.
+    // A client that does not look is refused by either server, as soon as that server has the decision.
     let early = cluster.raw(0).push(next_chunk(&cluster, &spec, 0, PAUSED_AT + 1));
     assert_fault(early, FaultKind::Precondition, "job.phase", "paused", "training");
     std::thread::scope(|scope| {
@@ -327,7 +328,7 @@ fn a_decision_that_reached_one_server_pauses_the_other_as_well() {
     assert_eq!(cluster.raw(1).progress(job).version, STEPS);
 }
 
-/// A right chunk of zeros.
+/// A valid chunk of zeros.
 fn next_chunk(cluster: &Cluster, spec: &JobSpec, shard: u32, step: u64) -> v1::PushRequest {
     let described = cluster.raw(0).describe(spec.name.as_str());
     let incarnation = Incarnation(described.ranks[0].incarnation);
@@ -360,7 +361,7 @@ fn decide_on_first(cluster: &Cluster, spec: &JobSpec, reason: &str) {
     assert_eq!(server.commit(job, incarnation, &decided), Ok(false));
 }
 
-/// An operator's command that died half-way: rank 0, or its successor, brings it to the other server.
+/// An operator's command died half-way. Rank 0, or its successor, brings it to the other server.
 #[test]
 fn a_resume_that_reached_one_server_reaches_the_other() {
     let cluster = Cluster::start(2);

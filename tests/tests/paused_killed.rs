@@ -1,4 +1,4 @@
-//! `kill -9` of servers while their job is paused: a pause lasts until an operator ends it, and its end lasts too.
+//! `kill -9` of servers while their job is paused. A pause lasts until an operator ends it, and its end lasts too.
 
 use std::{thread, time::Duration};
 
@@ -35,7 +35,7 @@ fn model() -> Synthetic {
     Synthetic { sizes, constants: vec![(1, 70_000.0)], ..Synthetic::default() }
 }
 
-/// Trains to the end, through a pause that `operate` ends; the final state's hash.
+/// Trains to the end, through a pause that `operate` ends. Returns the final state's hash.
 fn train(addresses: Vec<String>, spec: JobSpec, operate: impl FnOnce(&dyn Fn() -> bool)) -> String {
     let (model, plan) = (model(), plan());
     let limits = Options::new(addresses, spec, Rank(0));
@@ -98,7 +98,7 @@ fn a_pause_outlives_killed_servers_and_so_does_its_end() {
             assert_eq!(await_pause(&raw(servers[0].address()), job), reason, "the pause is gone");
             thread::sleep(Duration::from_millis(300));
             assert!(!is_finished(), "nobody has ended the pause");
-            // One server has the operator's word and dies; the other gets it later.
+            // One server has the operator's resume and dies; the other gets it later.
             raw(servers[1].address()).resume(job, 0.5).expect("a resume");
             servers[1].kill_and_restart();
             let resumed =

@@ -1,5 +1,5 @@
-//! Readers of a job's state that stall, leave, or ask for what is far away: training and the server's memory are not theirs
-//! to hold.
+//! Readers of a job's state that stall, leave, or ask for a version far away. They can hold up neither training nor
+//! the server's memory.
 
 use std::time::{Duration, Instant};
 
@@ -17,10 +17,10 @@ use tonic::Streaming;
 const JOB: &str = "read";
 const PARAMS: usize = 12;
 const ELEMENTS: u64 = 1 << 20;
-/// After so long a reader who takes nothing is cut off. Where updates wait for him, no step is done before.
+/// A reader who takes nothing is cut off after this. A step that waited for the reader would not be done before.
 const STALL: Duration = Duration::from_secs(10);
 
-/// A job of 48 MiB as fp32: more than lies between a server and a reader who takes nothing.
+/// A job of 48 MiB as fp32, which is more than lies between a server and a reader who takes nothing.
 fn spec(tier: TierKind) -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {
@@ -67,7 +67,7 @@ fn export(raw: &Raw, version: u64) -> Result<Streaming<v1::ExportResponse>, Faul
 }
 
 fn stuck_readers(cluster: &Cluster, tier: TierKind) {
-    // On a connection of their own: what they do not take fills its window.
+    // The readers have a connection of their own, since what they do not take fills its window.
     let (mut pipeline, raw, stuck) = (enter(cluster, tier), cluster.raw(0), cluster.raw(0));
     let gradient: Vec<f32> = (0..ELEMENTS).map(|index| (index % 97) as f32 * 1e-3).collect();
     step(&mut pipeline, &gradient);
@@ -76,7 +76,7 @@ fn stuck_readers(cluster: &Cluster, tier: TierKind) {
     for _ in 0..3 {
         step(&mut pipeline, &gradient);
     }
-    // So does one who wants the hash: nobody has a shard.
+    // A reader who wants the hash waits too: nobody has a shard.
     let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true, brief: false };
     let described = raw.call(raw.admin.clone().describe(request)).expect("a hash");
     let took = begun.elapsed();

@@ -1,5 +1,5 @@
-//! Going back to a checkpoint, on paths that nobody walks every day: a drive that is not mounted, a restore that is cut off, a
-//! damaged checkpoint, and ranks that start at any moment of it.
+//! Going back to a checkpoint on rare paths: a drive that is not mounted, a restore that is cut off, a damaged
+//! checkpoint, and ranks that start at any moment of it.
 
 use std::{
     fs::{self, OpenOptions},
@@ -25,7 +25,7 @@ use tempfile::TempDir;
 
 const STEPS: u64 = 30;
 const CHECKPOINT_EVERY: u64 = 8;
-/// Where training is cut off: after the second checkpoint.
+/// The step at which training is cut off, after the second checkpoint.
 const CUT_AT: u64 = 17;
 
 fn train(tier: &str) -> Train {
@@ -80,7 +80,7 @@ fn says(text: &str, words: &[&str]) {
     }
 }
 
-/// A server's state folder as it is when its drive is not mounted: empty. What was there lies elsewhere meanwhile.
+/// A server's state folder as it is when its drive is not mounted: empty. Its files lie elsewhere meanwhile.
 struct Unmounted {
     folder: PathBuf,
     aside: PathBuf,
@@ -101,7 +101,7 @@ impl Unmounted {
     }
 }
 
-/// Two servers of three are healthy and durable, the third comes back with an empty folder.
+/// Two servers of three are healthy and durable, and the third comes back with an empty folder.
 fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
     let expected = hash();
     let checkpoints = TempDir::new().unwrap();
@@ -129,17 +129,17 @@ fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
     for (now, then) in healthy.servers.iter().zip(&before.servers) {
         assert_eq!((now.version, now.applied), (then.version, then.applied), "nothing may be deleted");
     }
-    // Its drive is back: nothing was lost but time.
+    // Its drive is back, and only time was lost.
     servers[2].process.kill();
     unmounted.mount();
     servers[2].restart();
     let run = train.run();
-    // All but a step that had not reached every drive when the server was killed.
+    // Nothing is lost but a step that had not reached every drive when the server was killed.
     assert!(run.start.first_step >= CUT_AT, "{:?}", run.start);
     assert_eq!(run.end.state_hash, expected);
 }
 
-/// The same, and the drive will not come back.
+/// The same happens, and the drive will not come back.
 fn is_given_up_for_a_word(tier: &str, root: &Path, options: ServerOptions) {
     let expected = hash();
     let checkpoints = TempDir::new().unwrap();
@@ -215,7 +215,7 @@ fn without_a_checkpoint_nothing_is_deleted() {
     assert!(train.run().start.first_step >= CUT_AT);
 }
 
-/// A job of the memory tier with checkpoints, whose servers have all restarted: they have nothing.
+/// A job of the memory tier with checkpoints, whose servers have all restarted and have nothing.
 fn forgotten(count: usize, checkpoints: &Path) -> (Train, Vec<Longshored>) {
     let mut servers = server::servers(count, &ServerOptions::new().checkpoint_dir(checkpoints));
     let train = train("memory").servers(&server::addresses(&servers));
@@ -224,7 +224,7 @@ fn forgotten(count: usize, checkpoints: &Path) -> (Train, Vec<Longshored>) {
     (train, servers)
 }
 
-/// More of them where slow tests are wanted.
+/// The number of rounds, which is larger where slow tests are wanted.
 fn rounds(quick: u64, soak: u64) -> u64 {
     if std::env::var_os("LONGSHORE_SOAK").is_some() { soak } else { quick }
 }
@@ -242,7 +242,7 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
         let mut command = binaries::command("longshore");
         command.args(["restore", "--job", "default", "--name", name, "--servers", &addresses]);
         let mut client = Process::start("longshore restore", &mut command);
-        // At any moment of its life.
+        // This is any moment of its life.
         thread::sleep(Duration::from_millis(random.below(80)));
         client.kill();
         if round % 2 == 0 {
@@ -255,7 +255,7 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
             );
             assert_eq!(job_status(&server::addresses(&servers)).servers[2].version, version);
         } else {
-            // By the workers, which have no other word: what was asked for is that checkpoint.
+            // The workers go back without another word: what was asked for is that checkpoint.
             let run = train.start_with(["--resume-from", name]).finish();
             assert_eq!(
                 (run.start.first_step, &run.end.state_hash),
@@ -350,7 +350,7 @@ fn restore_opens_the_job_on_any_number_of_servers() {
     assert_eq!((run.start.first_step, &run.end.state_hash), (CHECKPOINT_EVERY + 1, &expected));
 }
 
-/// A job of three servers with a checkpoint of version 2, deleted again: its spec and its hash.
+/// The spec and the hash of a job of three servers with a checkpoint of version 2, which was deleted again.
 fn deleted(cluster: &Cluster, plan: &Plan) -> longshore_worker::StateHash {
     let model = Synthetic::default();
     let mut pipeline = run::enter(cluster.options(&plan.spec("job", &model), 0), &model, plan);
@@ -371,7 +371,7 @@ fn what_a_dead_client_left_of_a_restore_is_brought_to_its_end() {
     let spec = plan.spec("job", &model);
     let servers: Vec<_> = (0..3).map(|server| cluster.raw(server)).collect();
     let placed = placement(&cluster.addresses(), &spec.validate().expect("a spec"));
-    // It died while servers loaded, between the two acts, or while they started.
+    // The client died while servers loaded, between the two acts, or while they started.
     let left: [&[(usize, RestoreMode)]; 3] = [
         &[(0, RestoreMode::Hold), (1, RestoreMode::Hold)],
         &[(0, RestoreMode::Hold), (1, RestoreMode::Hold), (2, RestoreMode::Hold)],
@@ -419,7 +419,7 @@ fn a_held_restore_can_be_given_up_and_the_job_then_starts_afresh() {
     run::assert_trace(&trace, &reference, &model, &plan, "job");
 }
 
-/// Two servers train, one has nothing yet: rank 0 knows what that means, the others do not.
+/// Two servers train and one has nothing yet. Rank 0 knows what that means, and the others do not.
 #[test]
 fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     let cluster = Cluster::start(3);
@@ -452,7 +452,7 @@ fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     let patient = thread::scope(|scope| {
         let patient = scope
             .spawn(|| Session::connect(cluster.options(&spec, 1)).expect("a session").start(&|_| Vec::new()));
-        // The part that was missing: what the others hold is the checkpoint's state, and nothing need be deleted.
+        // One part was missing: what the others hold is the checkpoint's state, and nothing has to be deleted.
         let how = longshore_worker::GoBack::default();
         let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
         assert_eq!(session.go_back(&how).expect("the third one's part").version.0, 2);

@@ -1,4 +1,5 @@
-//! Every bit that a run computes is the one a plain loop computes: master weights, moments, images, losses, norms.
+//! Every bit that a run computes is the one that a plain loop computes: master weights, moments, images, losses,
+//! norms.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use longshore_tests::conformance::{
 };
 use longshore_worker::{HostDevice, LossScalerOptions};
 
-/// Every combination, over two servers.
+/// Every combination runs, over two servers.
 #[test]
 fn exact_steps_have_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
@@ -25,7 +26,7 @@ fn exact_steps_have_the_bits_of_a_plain_loop() {
                     let plan = Plan { gradient: dtype, image: dtype, ..plan };
                     let job = format!("{dtype}-{world}-{micro_steps}-{}", clip.is_some());
                     let trace = check(&cluster, &model, &plan, &job);
-                    // The cases are different ones: clipping clips, and the wire's type is there to be seen.
+                    // The cases are different ones: clipping clips, and the wire's type shows.
                     assert_eq!(trace.steps[0].clip_coefficient < 1.0, clip.is_some());
                     assert!(trace.steps.iter().all(|step| !step.skip && step.norm > Some(0.0)));
                 }
@@ -34,7 +35,7 @@ fn exact_steps_have_the_bits_of_a_plain_loop() {
     }
 }
 
-/// Gradients in one type and images in another; shards of several chunks; a clip that seldom clips.
+/// Gradients have one type and images another, shards have several chunks, and the clip seldom clips.
 #[test]
 fn mixed_types_and_large_shards_have_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Synthetic::default());
@@ -55,7 +56,7 @@ fn weights_pulled_on_demand_give_the_same_bits() {
     check(&cluster, &model, &Plan { delay, steps: 9, ..staged }, "staged-delayed");
 }
 
-/// Warm-up, delayed steps, evaluations that drain, the end; with and without compensation.
+/// There are warm-up, delayed steps, evaluations that drain, and the end, with and without compensation.
 #[test]
 fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
@@ -98,7 +99,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
     }
 }
 
-/// The trainer's own model and arithmetic, at stage 2 and 3.
+/// This is the trainer's own model and arithmetic, at stage 2 and 3.
 #[test]
 fn a_gpt_has_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Bytes::new(Arc::new(HostDevice::new(u64::MAX))));

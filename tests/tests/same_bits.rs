@@ -11,7 +11,7 @@ const STEPS: u64 = 50;
 /// What the bits must not depend on.
 #[derive(Clone, Copy, Debug)]
 struct Setup {
-    /// 0: embedded in the worker.
+    /// 0 embeds the server in the worker.
     servers: usize,
     shard_elements: u64,
     threads: usize,
@@ -83,7 +83,7 @@ fn a_delayed_job_has_the_same_bits_on_any_servers() {
     compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
 }
 
-/// Random numbers of stochastic rounding too belong to the element and the step.
+/// The random numbers of stochastic rounding belong to the element and the step too.
 #[test]
 fn jobs_in_fewer_bits_have_the_same_bits_on_any_servers() {
     let setups = [
@@ -95,7 +95,7 @@ fn jobs_in_fewer_bits_have_the_same_bits_on_any_servers() {
     compare(&setups, &["--state", "block8", "--master", "bf16", "--delay", "1", "--warmup-steps", "5"]);
 }
 
-/// Else the comparisons above would hold for any hash at all.
+/// Without this the comparisons above would hold for any hash at all.
 #[test]
 fn other_jobs_have_other_bits() {
     let jobs = [

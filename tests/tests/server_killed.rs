@@ -1,5 +1,5 @@
-//! `kill -9` of a server with the memory tier: the worker says at once what is gone and what to do, and the job goes on
-//! from the last checkpoint to the bits it would have had.
+//! `kill -9` of a server with the memory tier. The worker says at once what is gone and what to do, and the job goes
+//! on from the last checkpoint to the bits that it would have had.
 
 use std::{
     path::Path,
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 const STEPS: u64 = 40;
 const CHECKPOINT_EVERY: u64 = 6;
-/// Where the server is killed: some steps after a checkpoint.
+/// The step at which the server is killed, some steps after a checkpoint.
 const KILLED_AT: u64 = 16;
 /// `--deadline-s`, and how much longer the worker may take to end: connecting and collecting have a grace of their own.
 const DEADLINE: Duration = Duration::from_secs(3);
@@ -59,7 +59,8 @@ fn resumes(job: &[&str], count: usize, killed: usize) {
     assert_eq!(run.end.state_hash, expected);
 }
 
-/// From the newest checkpoint before the kill, or one later: the worker goes on while its death is being watched.
+/// A run resumes from the newest checkpoint before the kill, or from a later one, since the worker goes on while it
+/// is killed.
 fn check_resumed(first_step: u64) {
     let newest = KILLED_AT / CHECKPOINT_EVERY * CHECKPOINT_EVERY;
     let right = [newest + 1, newest + CHECKPOINT_EVERY + 1];
@@ -86,7 +87,7 @@ fn a_delayed_job_resumes_after_one_of_its_two_servers_was_killed() {
     resumes(&["--delay", "1", "--warmup-steps", "5"], 2, 0);
 }
 
-/// From one server to three, and for the delayed job from three to one.
+/// Goes from one server to three, and for the delayed job from three to one.
 fn moves(job: &[&str], from: usize, to: usize) {
     let expected = train(job).run().end.state_hash;
     let checkpoints = TempDir::new().unwrap();
@@ -122,7 +123,7 @@ fn a_server_that_comes_back_empty_is_told_from_one_that_is_gone() {
     assert!(stderr.contains("Restore the last checkpoint"), "no remedy: {stderr}");
 }
 
-/// A mixture of servers must never be trained on: neither by the same command nor silently from the start.
+/// Nothing must ever be trained on a mixture of servers: neither by the same command nor silently from the start.
 #[test]
 fn a_job_that_lost_a_part_is_not_continued_without_resume() {
     let checkpoints = TempDir::new().unwrap();

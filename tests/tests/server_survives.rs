@@ -1,4 +1,4 @@
-//! `kill -9` of servers whose tier outlives them, at random instants: the worker waits, the servers come back by
+//! `kill -9` of servers whose tier outlives them, at random instants. The worker waits, the servers come back by
 //! themselves, and the run ends with the bits of one that was never disturbed.
 
 use std::{
@@ -15,19 +15,19 @@ use longshore_tests::{
 };
 use tempfile::TempDir;
 
-/// Of each test, in `tests/run` and in its soak.
+/// The kills of each test, in `tests/run` and in its soak.
 const KILLS: u64 = 4;
 const SOAK_KILLS: u64 = 75;
-/// Of one run, so that its steps stay few.
+/// The kills of one run, few enough that its steps stay few.
 const KILLS_A_RUN: u64 = 5;
 const STEPS: u64 = 60;
 
-/// Who is killed at once.
+/// The processes that are killed at once.
 #[derive(Clone, Copy, PartialEq)]
 enum Victims {
     OneServer,
     BothServers,
-    /// Both, and the worker: nobody is left who could send a gradient again.
+    /// Both servers and the worker: nobody is left who could send a gradient again.
     All,
 }
 
@@ -58,7 +58,7 @@ fn survives(case: &Case) {
     }
 }
 
-/// One run with so many kills. Returns its hash.
+/// Makes one run with so many kills, and returns its hash.
 fn disturbed(case: &Case, random: &mut Random, kills: u64, (startup, step): (Duration, Duration)) -> String {
     let root = if case.tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
     let root = root.expect("a folder for the servers' state");
@@ -74,7 +74,7 @@ fn disturbed(case: &Case, random: &mut Random, kills: u64, (startup, step): (Dur
     let mut done = 1;
     for kill in 0..kills {
         let share = (STEPS - done).saturating_sub(2) / (kills - kill);
-        // At once now and then: while it recovers from the last one.
+        // Now and then it is killed at once, while it recovers from the last kill.
         if random.below(4) > 0 && share > 0 {
             let steps = 1 + random.below(share);
             worker.until_steps(steps);
@@ -85,7 +85,7 @@ fn disturbed(case: &Case, random: &mut Random, kills: u64, (startup, step): (Dur
         }
         strike(case.victims, random, &mut servers, &mut worker, &train);
         if case.victims == Victims::All {
-            // Steps may have been decided of which it had no time to say so, and one may have been taken back.
+            // It may have decided steps that it had no time to say, and one may have been taken back.
             done = worker.until_started_at() - 1;
         }
     }
@@ -117,9 +117,9 @@ fn strike(
     }
 }
 
-/// Two of a server's two or three images in DRAM.
+/// DRAM holds two of a server's two or three images.
 const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
-/// Gradients too, but for those that are lent.
+/// Gradients are on the drives too, but for those that are lent.
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--compensation", "0.5"];
 
@@ -135,19 +135,19 @@ fn a_server_that_does_not_come_back_is_named_in_time() {
     servers[1].process.kill();
     let (stderr, said) = worker.fails(Duration::from_secs(15));
     let error = stderr.lines().last().unwrap_or_default();
-    // What it waited for just then: a version's weights, or a step's decision.
+    // It waited for a version's weights, or for a step's decision.
     let last = said.last_step();
     let waits = [format!("step {}", last + 1), format!("step {last}"), format!("version {last}")];
     assert!(error.contains(&addresses[1]) && error.contains("job default"), "{stderr}");
     assert!(waits.iter().any(|wait| error.contains(wait)), "none of {waits:?} is named: {stderr}");
     assert!(stderr.contains("waiting for a server"), "{stderr}");
-    // The job is still there, for when the server is.
+    // The job is still there when the server is.
     servers[1].restart();
     train.allow("waiting for a server").run();
 }
 
-/// Over one of a server's two connections nothing is sent here: its shards have a chunk each, and all of them take the
-/// other. Nothing it is owed may count as late when the server dies again.
+/// One of a server's two connections carries nothing here: its shards have a chunk each, and all of them take the
+/// other. Nothing that the idle connection is owed may count as late when the server dies again.
 #[test]
 fn a_server_that_dies_again_after_the_deadline_is_waited_for_again() {
     const DEADLINE: Duration = Duration::from_secs(3);
@@ -186,8 +186,8 @@ fn a_server_that_restarted_shares_memory_again() {
     worker.kill();
 }
 
-/// A worker that was stopped, and replaced meanwhile, goes on when both its successor and its server have died, and is the
-/// first to reach the next server.
+/// A worker that was stopped, and replaced meanwhile, goes on when both its successor and its server have died, and
+/// is the first to reach the next server.
 #[test]
 fn a_replaced_worker_is_fenced_by_a_server_that_restarted() {
     for tier in ["nvme", "shm"] {
@@ -207,7 +207,7 @@ fn a_replaced_worker_is_fenced_by_a_server_that_restarted() {
         new.kill();
         servers[0].kill_and_restart();
         old.process.go_on();
-        // What it sees first, that it is fenced or that its weights are gone, depends on where it was stopped.
+        // Whether it first sees that it is fenced or that its weights are gone depends on where it was stopped.
         old.fails(Duration::from_secs(30));
         let joined = |line: &serde_json::Value| line.to_string().contains("rank joined");
         assert!(!servers[0].log().iter().any(joined), "it took the rank again: {:?}", servers[0].log());
@@ -269,8 +269,9 @@ fn a_delayed_shm_job_survives_kills_of_both_servers() {
     survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED, server: &[] });
 }
 
-/// One rank dies together with one of the servers, while the other rank lives on: what the other servers have decided without
-/// that one is taken back under the living rank's hands, which must send it again, and compute again what it had built on it.
+/// One rank dies together with one of the servers, while the other rank lives on. What the other servers have decided
+/// without the dead one is taken back while the living rank trains: it must send that again, and compute again what
+/// it had built on it.
 fn survives_without(killed: usize, count: usize, job: &[&str]) {
     let mut random = Random::new();
     let job = [job, &["--world-size", "2"]].concat();
@@ -294,7 +295,7 @@ fn survives_without(killed: usize, count: usize, job: &[&str]) {
             let steps = 1 + random.below(share.max(1));
             ranks[0].until_steps(steps);
             done += steps;
-            // Mostly at once: the step is decided everywhere then, and durable on one server perhaps.
+            // Mostly it dies at once: the step is decided everywhere then, and perhaps durable on one server.
             if random.below(4) == 0 {
                 spin(random.part_of(step));
             }
@@ -347,8 +348,8 @@ fn a_delayed_nvme_job_on_three_servers_survives_kills_of_rank_one_with_a_server(
     survives_without(1, 3, DELAYED);
 }
 
-/// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has forgotten who
-/// had joined, and with the memory tier even the job.
+/// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has
+/// forgotten who had joined, and with the memory tier even the job.
 fn upload_survives(tier: &str) {
     let known = Train::new(3).run().end.state_hash;
     let root = TempDir::new().expect("a folder for the servers' state");

@@ -21,7 +21,7 @@ fn a_stock_python_client_trains_one_step() {
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "the client failed ({}):\n{out}\n{err}", output.status);
     assert!(out.trim_end().ends_with("ok"), "the client did not come to its end:\n{out}\n{err}");
-    // It was there: both of its jobs made their step here.
+    // The client was here: both of its jobs made their step.
     for job in ["stock-bf16", "stock-f32"] {
         assert_eq!(cluster.raw(0).progress(job).applied, 1, "{job}");
     }

@@ -1,4 +1,5 @@
-//! `kill -9` of a worker at any moment costs nothing: the same command goes on from the last version, to the same bits.
+//! `kill -9` of a worker at any moment costs nothing: the same command goes on from the last version, to the same
+//! bits.
 
 use std::time::{Duration, Instant};
 
@@ -11,13 +12,13 @@ use longshore_tests::{
 
 const STEPS: u64 = 120;
 const KILLS: u64 = 20;
-/// Of each world of two ranks.
+/// The kills of each world of two ranks.
 const RANK_KILLS: u64 = 8;
 
 /// The run that all others must equal, and how long its parts take.
 struct Undisturbed {
     hash: String,
-    /// From the start of the process to its first step.
+    /// The time from the start of the process to its first step.
     startup: Duration,
     step: Duration,
 }
@@ -32,8 +33,8 @@ fn undisturbed(job: &[&str]) -> Undisturbed {
     Undisturbed { hash: end.state_hash, startup, step }
 }
 
-/// Lets a worker live until a random moment: while it starts, or some steps and a part of two steps later. `lives` are
-/// still to come, and the steps left are shared among them.
+/// Lets a worker live until a random moment: while it starts, or some steps and a part of two steps later. `lives`
+/// are still to come, and the steps left are shared among them.
 fn live(running: &mut Running, random: &mut Random, known: &Undisturbed, left: u64, lives: u64) {
     let share = left / (lives + 1);
     match random.below(share.max(1) * 2).min(left.saturating_sub(3)) {
@@ -51,8 +52,8 @@ fn newest(addresses: &[String]) -> u64 {
     jobs.iter().flat_map(|job| &job.servers).map(|server| server.version).max().unwrap_or(0)
 }
 
-/// Steps that were said must be held, and those held must not be made again. A commit may still have been on its way to
-/// the server when its sender died.
+/// Checks that steps which were said are held, and that none which is held is made again. A commit may still have
+/// been on its way to the server when its sender died.
 fn check_continued(said: &Said, held_before: u64) {
     said.check_steps();
     let Some(start) = said.start() else { return };

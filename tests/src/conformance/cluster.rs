@@ -14,14 +14,14 @@ use tokio::runtime::Runtime;
 
 use super::raw::Raw;
 
-/// Gone with it: the servers' tasks end with the runtime.
+/// Servers whose tasks end with the runtime, when this is dropped.
 pub struct Cluster {
     runtime: Runtime,
     servers: Vec<Server>,
     checkpoints: TempDir,
 }
 
-/// Longest wait for what a healthy job does at once. Long enough for a busy machine.
+/// The longest wait for what a healthy job does at once. It is long enough for a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
 impl Cluster {

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs, path::Path};
 use longshore_proto::{Layout, ShardId};
 use serde_json::Value;
 
-/// Master weights, first and second moment of the whole flat space, as bits so that NaNs compare.
+/// Master weights, first and second moment of the whole flat space, as bits, so that NaNs compare.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     pub master: Vec<u32>,
@@ -42,7 +42,7 @@ pub fn parts(folder: &Path) -> Vec<std::path::PathBuf> {
     parts
 }
 
-/// Eight bytes of header length, the header as JSON, then the data.
+/// The tensors of a part: eight bytes of header length, the header as JSON, then the data.
 fn tensors_of(part: &Path) -> BTreeMap<String, Vec<u32>> {
     let bytes = fs::read(part).expect("a part");
     let header = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;

@@ -1,4 +1,4 @@
-//! The real model: a byte-level GPT of one layer, its gradients by the trainer's own micro-step on both sides.
+//! The real model: a byte-level GPT of one layer. Both sides take its gradients by the trainer's own micro-step.
 
 use std::{fmt::Write, sync::Arc};
 

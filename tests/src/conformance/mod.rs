@@ -1,6 +1,6 @@
 //! What conformance tests share: servers inside the test, runs through the worker library, and a plain loop that says
-//! what they must compute. The loop shares no code with the engine, so both must be wrong alike for a test to pass
-//! wrongly.
+//! what they must compute. The loop shares no code with the engine, so a test passes wrongly only if both are wrong
+//! in the same way.
 
 pub mod cluster;
 pub mod files;

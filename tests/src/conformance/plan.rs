@@ -5,7 +5,7 @@ use longshore_worker::{
     LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepPlan, pipeline::Weights,
 };
 
-/// Which batch: a gradient depends on this and on the weights alone.
+/// Names a batch. A gradient depends on this and on the weights alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
     pub step: u64,
@@ -22,7 +22,8 @@ pub trait Model: Send + Sync {
     /// The loss, and for each parameter the gradient of `scale` times the loss.
     fn gradient(&self, weights: &[Vec<f32>], batch: Batch, scale: f64) -> (f32, Vec<Vec<f32>>);
 
-    /// The same through the worker library, as a trainer does it. `on_demand`: weights are pulled as they are used.
+    /// Does the same through the worker library, as a trainer does it. With `on_demand` weights are pulled as they
+    /// are used.
     fn micro_step(
         &self,
         pipeline: &mut Pipeline,
@@ -38,10 +39,10 @@ pub enum Scale {
     Dynamic(LossScalerOptions),
 }
 
-/// Delay 1.
+/// The settings of a run with delay 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Delay {
-    /// Exact steps at the start.
+    /// How many exact steps there are at the start.
     pub warmup: u64,
     /// An evaluation after every so many steps; 0 for none.
     pub drain_every: u64,
@@ -59,12 +60,12 @@ pub struct Plan {
     pub delay: Option<Delay>,
     pub scale: Scale,
     pub shard_blocks: u64,
-    /// Weights pulled as they are used (stage 3).
+    /// Weights are pulled as they are used (stage 3).
     pub on_demand: bool,
 }
 
 impl Plan {
-    /// One exact bf16 rank, no clipping.
+    /// A run of one exact bf16 rank without clipping.
     pub fn exact(steps: u64) -> Plan {
         Plan {
             steps,
@@ -98,7 +99,7 @@ impl Plan {
         }
     }
 
-    /// Another learning rate at every step, and decay for one group only.
+    /// Hyperparameters with another learning rate at every step, and decay for one group only.
     pub fn hypers(step: u64) -> Vec<Hyper> {
         let lr = 1e-2 / (1.0 + step as f64 / 7.0);
         let decay = Hyper { lr, weight_decay: 0.1, beta2: 0.99, ..Hyper::default() };

@@ -1,5 +1,5 @@
-//! A stock gRPC client: the generated stubs and nothing of the worker library, so that what the library would never
-//! send can be sent.
+//! A stock gRPC client: the generated stubs and nothing of the worker library, so that it can send what the library
+//! never would.
 
 use std::net::SocketAddr;
 
@@ -24,7 +24,7 @@ pub struct Raw {
     pub admin: AdminClient<Channel>,
 }
 
-/// Where a chunk is said to belong.
+/// The step and the rank that a chunk says it belongs to.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     pub step: u64,
@@ -50,7 +50,7 @@ impl Raw {
         answer.map(Response::into_inner).map_err(|status| fault_from_status(&status, "the server"))
     }
 
-    /// As `call`, with the status itself.
+    /// Does what `call` does, and gives the status itself.
     pub fn status<T: std::fmt::Debug>(
         &self,
         call: impl Future<Output = Result<Response<T>, Status>>,
@@ -98,7 +98,7 @@ impl Raw {
         Ok(self.call(self.training.clone().commit(request))?.duplicate)
     }
 
-    /// Waits until all of a step's figures are there: from then on it may be decided.
+    /// Waits until all of a step's gradient statistics are there: from then on the step may be decided.
     pub fn await_stats(&self, job: &str, step: u64) {
         let request = v1::StatsRequest { job: job.into(), step, deadline_ms: 30_000 };
         self.runtime.block_on(async {
@@ -111,7 +111,7 @@ impl Raw {
         self.restore_in(job, name, v1::RestoreMode::Whole)
     }
 
-    /// One act of a restore.
+    /// Makes one act of a restore.
     pub fn restore_in(
         &self,
         job: &str,
@@ -123,13 +123,13 @@ impl Raw {
         self.call(self.admin.clone().restore(request))
     }
 
-    /// One chunk on a stream of its own; true when it was held already.
+    /// Pushes one chunk on a stream of its own. Returns true when it was held already.
     pub fn push(&self, request: v1::PushRequest) -> Result<bool, Fault> {
         let result = self.push_all(vec![request])?.pop().expect("a result in the answer");
         result.refusal.map_or(Ok(result.duplicate), |refusal| Err(fault_from_wire(refusal)))
     }
 
-    /// Chunks on one stream, and what became of each.
+    /// Pushes chunks on one stream, and returns what became of each.
     pub fn push_all(&self, requests: Vec<v1::PushRequest>) -> Result<Vec<v1::PushResult>, Fault> {
         self.runtime.block_on(async {
             let fault = |status: Status| fault_from_status(&status, "the server");
@@ -167,7 +167,7 @@ impl Raw {
     }
 }
 
-/// A right chunk of zeros, the first of its shard, to be spoilt.
+/// A valid chunk of zeros, the first of its shard, for a test to make invalid.
 pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushRequest {
     let bytes = layout.shard_len(ShardId(shard)) * spec.gradient_dtype.bytes();
     let payload = Bytes::from(vec![0; bytes.min(1 << 20) as usize]);
@@ -187,7 +187,7 @@ pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushReq
     }
 }
 
-/// A right decision to apply `step`, to be spoilt.
+/// A valid decision to apply `step`, for a test to make invalid.
 pub fn decision(spec: &JobSpec, step: u64) -> Commit {
     Commit {
         step: Step(step),

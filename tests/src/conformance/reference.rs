@@ -1,4 +1,4 @@
-//! What a run must compute: one loop, no server, scalar arithmetic written out from the documented formulas.
+//! What a run must compute: one loop without a server, with scalar arithmetic written from the documented formulas.
 
 use std::ops::Range;
 
@@ -13,20 +13,20 @@ use super::{
 
 const BLOCK: usize = 65536;
 
-/// What is known of one step, the same from the loop and from a run.
+/// What is known of one step. It must be the same from the loop and from a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     pub step: u64,
     pub reads: u64,
     pub scale: f64,
     pub skip: bool,
-    /// Of a step that is applied.
+    /// The norm of a step that is applied.
     pub norm: Option<f64>,
     pub clip_coefficient: f64,
     pub scale_next: f64,
-    /// Parameter and element that overflowed first.
+    /// The parameter and the element that overflowed first.
     pub overflow: Option<String>,
-    /// Bits, by rank and micro-step.
+    /// The losses as bits, by rank and micro-step.
     pub losses: Vec<u32>,
 }
 
@@ -36,7 +36,7 @@ pub struct Trace {
     pub steps: Vec<Step>,
     pub applied: u64,
     pub state: State,
-    /// What an evaluation would read, after each drain and at the end: (version, image).
+    /// What an evaluation would read, after each drain and at the end: version and image.
     pub images: Vec<(u64, Vec<u8>)>,
 }
 
@@ -45,21 +45,21 @@ pub struct Reference<'a> {
     plan: Plan,
     params: Vec<Param>,
     ranges: Vec<Range<usize>>,
-    /// Group of each flat element; gaps have the group before them.
+    /// The group of each flat element. Gaps have the group before them.
     groups: Vec<usize>,
     scaler: Scaler,
     master: Vec<f32>,
     first: Vec<f32>,
     second: Vec<f32>,
     applied: u64,
-    /// By version, from 0: image, and the loss scale for steps that read it.
+    /// By version, from 0: the image, and the loss scale for steps that read it.
     images: Vec<Vec<u8>>,
     scales: Vec<f64>,
     steps: Vec<Step>,
     evaluated: Vec<(u64, Vec<u8>)>,
 }
 
-/// The whole plan.
+/// Runs the whole plan.
 pub fn train(model: &dyn Model, plan: &Plan) -> Trace {
     let mut reference = Reference::new(model, *plan);
     (0..plan.steps).for_each(|_| reference.step());
@@ -95,7 +95,7 @@ impl<'a> Reference<'a> {
         }
     }
 
-    /// The next step.
+    /// Makes the next step.
     pub fn step(&mut self) {
         let step = self.steps.len() as u64 + 1;
         let reads = reads(step, self.plan.delay);
@@ -134,7 +134,7 @@ impl<'a> Reference<'a> {
         });
     }
 
-    /// An operator's loss scale for the steps that read the newest version.
+    /// Takes an operator's loss scale for the steps that read the newest version.
     pub fn choose_scale(&mut self, scale: f64) {
         self.scaler.scale = scale;
         self.scaler.min = self.scaler.min.min(scale);
@@ -150,7 +150,7 @@ impl<'a> Reference<'a> {
         Trace { steps: self.steps, applied: self.applied, state, images: self.evaluated }
     }
 
-    /// Losses, and the sum over micro-steps and within one over ranks of what goes over the wire.
+    /// The losses, and the sum of what goes over the wire: micro-step after micro-step, and in each rank after rank.
     fn gradient(&self, step: u64, reads: u64, scale: f64) -> (Vec<u32>, Vec<f32>) {
         let image = decode(&self.images[reads as usize], self.plan.image);
         let weights: Vec<Vec<f32>> = self.ranges.iter().map(|range| image[range.clone()].to_vec()).collect();
@@ -196,7 +196,7 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// Each parameter starts at the next multiple of 64 elements.
+/// Where each parameter lies: it starts at the next multiple of 64 elements.
 fn place(params: &[Param]) -> Vec<Range<usize>> {
     let mut next = 0;
     let place = |param: &Param| {
@@ -222,8 +222,8 @@ fn reads_of_next(step: u64, delay: Delay) -> u64 {
     reads(step + 1, Some(delay))
 }
 
-/// PyTorch's: decay first, moments, then the bias-corrected step with eps after the root. Scalars of a step are formed
-/// in f64 and rounded once.
+/// PyTorch's AdamW: decay first, moments, then the bias-corrected step with eps after the root. A step's scalars are
+/// formed in f64 and rounded once.
 fn adamw(hyper: &Hyper, t: u64, g: f32, old: f32, (first, second): (&mut f32, &mut f32)) -> f32 {
     let decayed = old * (1.0 - hyper.lr * hyper.weight_decay) as f32;
     *first += (g - *first) * (1.0 - hyper.beta1) as f32;
@@ -234,9 +234,9 @@ fn adamw(hyper: &Hyper, t: u64, g: f32, old: f32, (first, second): (&mut f32, &m
     decayed - (hyper.lr / correction1) as f32 * (*first / root)
 }
 
-/// Sum of squares of each block. Element i goes into lane i mod 32, which adds its squares of 512 elements in f32, with a
-/// fused multiply-add, and those sums in f64; then the lanes are folded in halves. A sum below 2^-96 or beyond f32 is
-/// formed again in f64 throughout, in 16 lanes.
+/// The sum of squares of each block. Element i goes into lane i mod 32, which adds its squares of 512 elements in
+/// f32, with a fused multiply-add, and those sums in f64; then the lanes are folded in halves. A sum below 2^-96 or
+/// beyond f32 is formed again in f64 throughout, in 16 lanes.
 fn block_squares(gradient: &[f32]) -> Vec<f64> {
     let block = |block: &[f32]| {
         let mut lanes = [0.0f64; 32];
@@ -271,7 +271,7 @@ fn folded<const N: usize>(mut lanes: [f64; N]) -> f64 {
     lanes[0]
 }
 
-/// DeepSpeed's rule; at the floor the scale stays.
+/// DeepSpeed's rule, except that the scale stays where it is at the floor.
 struct Scaler {
     dynamic: bool,
     scale: f64,
@@ -325,7 +325,7 @@ impl Scaler {
     }
 }
 
-/// Little-endian, rounded to nearest even.
+/// Encodes values as little-endian, rounded to nearest even.
 pub fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
     match dtype {
         Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),

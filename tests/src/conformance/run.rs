@@ -1,4 +1,5 @@
-//! A plan run for real: servers, a thread a rank, the worker library; then all it computed, to compare with the loop.
+//! A plan run for real, with servers, the worker library and a thread a rank. What it computed is then compared with
+//! the loop.
 
 use std::collections::BTreeMap;
 
@@ -48,7 +49,7 @@ pub fn collect(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str, ran
     Trace { steps: steps.collect(), applied: applied[0], state, images: ranks[0].images.clone() }
 }
 
-/// Other ranks learn everything from the commits but which element overflowed.
+/// Checks that another rank learned from the commits all that the first one knows, but for which element overflowed.
 fn agree(first: &Rank, other: &Rank) {
     assert_eq!(first.images, other.images, "images differ between ranks");
     assert_eq!(first.outcomes.len(), other.outcomes.len());

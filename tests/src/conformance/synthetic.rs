@@ -1,11 +1,12 @@
-//! A cheap gradient: a nonlinear function of the 16-bit weights and the batch, the same bits wherever it is computed.
+//! A cheap gradient: a nonlinear function of the 16-bit weights and the batch, with the same bits wherever it is
+//! computed.
 
 use longshore_proto::Param;
 use longshore_worker::{Feed, Pipeline, StepPlan};
 
 use super::plan::{Batch, Model};
 
-/// Odd sizes over four blocks, two param groups; `spikes` and `constants` are for overflows.
+/// A model of odd sizes over four blocks, with two param groups. `spikes` and `constants` are for overflows.
 pub struct Synthetic {
     pub sizes: Vec<(&'static str, Vec<u64>, u32)>,
     pub spikes: Vec<Spike>,
@@ -55,7 +56,7 @@ impl Noise {
         z ^ (z >> 31)
     }
 
-    /// In [-1, 1).
+    /// A number in [-1, 1).
     pub fn unit(&mut self) -> f32 {
         ((self.draw() >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32
     }
@@ -109,7 +110,7 @@ impl Model for Synthetic {
         let parts =
             weights.iter().enumerate().map(|(param, weights)| self.part(param, weights, batch, scale));
         let (losses, gradients): (Vec<f32>, Vec<Vec<f32>>) = parts.unzip();
-        // From the last one on, as backward does.
+        // The last parameter comes first, as in backward.
         (losses.iter().rev().fold(0.0, |sum, loss| sum + loss), gradients)
     }
 

@@ -91,7 +91,7 @@ fn a_second_gradient_for_the_same_chunk_is_refused_with_both_checksums() {
     assert_eq!(server.push(first.clone()), Ok(true), "the same chunk again is acknowledged");
     server.await_stats("conflict", 1);
     server.commit("conflict", at.incarnation, &decision(&spec, 1)).expect("the set is complete");
-    // After that there is nothing left to compare it with, and it says so.
+    // After that there is nothing left to compare the chunk with, and the answer says so.
     for late in [first, second] {
         let result = server.push_all(vec![late]).expect("an answer").pop().expect("a result");
         assert!(result.decided && !result.duplicate && result.refusal.is_none(), "{result:?}");
@@ -99,7 +99,7 @@ fn a_second_gradient_for_the_same_chunk_is_refused_with_both_checksums() {
     assert_eq!(server.progress("conflict").version, 1);
 }
 
-/// The same with something in its last element.
+/// The same chunk with a value in its last element.
 fn padded(chunk: v1::PushRequest) -> v1::PushRequest {
     let mut payload = chunk.payload.to_vec();
     let last = payload.len() - 2;
@@ -107,7 +107,8 @@ fn padded(chunk: v1::PushRequest) -> v1::PushRequest {
     v1::PushRequest { crc32: crc32(&payload), payload: payload.into(), ..chunk }
 }
 
-/// In reverse order a chunk would wait for one behind it on its own stream: said at once, not after a minute.
+/// In reverse order a chunk would wait for one behind it on its own stream. That is refused at once, not after a
+/// minute.
 #[test]
 fn micro_steps_out_of_order_are_refused_at_once_and_waits_end_when_asked_to() {
     let cluster = Cluster::start(1);
@@ -224,7 +225,7 @@ fn garbage_on_the_port_harms_nobody() {
     for bytes in [&noise[..], http, preface, &[0; 9], &preface[..10]] {
         let mut stream = TcpStream::connect(cluster.address(0)).expect("a connection");
         stream.set_read_timeout(Some(Duration::from_millis(200))).expect("a timeout");
-        // The server may hang up on us while we still write.
+        // The server may hang up while this still writes.
         let _ = stream.write_all(bytes);
         let _ = stream.read(&mut [0; 1024]);
     }
@@ -255,7 +256,7 @@ fn one_block(job: &str) -> (JobSpec, Layout) {
     (spec, layout)
 }
 
-/// Opened, joined as incarnation 7, and filled with zeros.
+/// A job that is opened, joined as incarnation 7, and filled with zeros.
 fn loaded(cluster: &Cluster, spec: &JobSpec, layout: &Layout) -> Raw {
     let (server, job) = (cluster.raw(0), spec.name.as_str());
     let opened = server.open(spec.to_wire(), &placement(&cluster.addresses(), layout), 0).expect("an open");

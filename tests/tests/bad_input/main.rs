@@ -1,5 +1,5 @@
-//! Whatever is wrong with a request, the answer is a typed error that says what, and the job ends with the bits it would
-//! have had without it.
+//! Whatever is wrong with a request, the answer is a typed error that says what, and the job ends with the bits that
+//! it would have had without the request.
 
 mod checkpoints;
 mod data;
@@ -21,20 +21,20 @@ use longshore_tests::conformance::{
 use longshore_worker::Pipeline;
 
 pub(crate) const STEPS: u64 = 4;
-/// Steps before the bad input.
+/// How many steps come before the bad input.
 pub(crate) const BEFORE: u64 = 2;
 
 pub(crate) fn plan() -> Plan {
     Plan { clip: Some(1.0), ..Plan::exact(STEPS) }
 }
 
-/// What the job comes to when nobody disturbs it.
+/// The bits of the job when nobody disturbs it.
 pub(crate) fn undisturbed() -> &'static Trace {
     static TRACE: OnceLock<Trace> = OnceLock::new();
     TRACE.get_or_init(|| reference::train(&Synthetic::default(), &plan()))
 }
 
-/// A job that others want to harm, between its second step and its third.
+/// A job between its second step and its third, which tests try to harm.
 pub(crate) struct Victim<'a> {
     pub(crate) cluster: &'a Cluster,
     pub(crate) spec: JobSpec,
@@ -69,7 +69,7 @@ impl<'a> Victim<'a> {
         self.spec.name.as_str()
     }
 
-    /// A right chunk of the next step, of a shard that the first server owns.
+    /// A valid chunk of the next step, of a shard that the first server owns.
     pub(crate) fn chunk(&self) -> v1::PushRequest {
         let at = At { step: BEFORE + 1, rank: 0, incarnation: self.incarnation };
         chunk(&self.spec, &self.layout, 0, at)

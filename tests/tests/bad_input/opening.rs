@@ -106,7 +106,8 @@ fn a_job_beyond_the_servers_memory_is_refused_with_the_shortage() {
     let held = victim.servers[0].describe("fits").memory_bytes;
     let mut spec = JobSpec { world_size: 3, ..victim.spec.clone() }.to_wire();
     spec.name = "too-large".into();
-    // fp32 weights and moments, two bf16 images, three ranks' bf16 contributions and their fp32 sum, and their connections.
+    // The need is fp32 weights and moments, two bf16 images, three ranks' bf16 contributions and their fp32 sum, and
+    // their connections.
     let need = victim.layout.elements() * (12 + 2 * 2 + 3 * 2 + 4) + 3 * 2 * (7 << 20);
     let placement = placement(&cluster.addresses(), &victim.layout);
     let fault = victim.servers[0].open(spec, &placement, 0).expect_err("it does not fit");

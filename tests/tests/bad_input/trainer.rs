@@ -1,5 +1,5 @@
-//! What the trainer is given and cannot use: text that is none or too short, a device that is too small. And one that
-//! is large enough only for stage 3, which gives the same bits.
+//! What the trainer is given and cannot use: text that is missing or too short, and a device that is too small. A
+//! device that is large enough only for stage 3 gives the same bits.
 
 use std::{fs, path::Path, time::Duration};
 

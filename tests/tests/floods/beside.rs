@@ -18,8 +18,8 @@ use super::many;
 
 const PUSH: &str = "/longshore.v1.Tensors/Push";
 
-/// One flood after another until told to stop, each on a connection of its own. Between them it rests: what is measured is
-/// what floods do to the server, not what their makers take of the processor.
+/// Floods the server one flood after another until told to stop, each on a connection of its own. Between floods it
+/// rests, since the test measures what floods do to the server and not what making them costs the processor.
 fn flood(address: &str, over: &AtomicBool, floods: &AtomicUsize) {
     for turn in 0.. {
         if over.load(Ordering::Relaxed) {
@@ -81,7 +81,7 @@ fn training_goes_on_beside_floods() {
     );
     let end = running.finish().end;
     assert_eq!(end.state_hash, Train::new(2 * steps).run().end.state_hash, "the floods changed the training");
-    // With a margin for a busy machine: on a quiet one it is to be under 1 s.
+    // The margin is for a busy machine; on a quiet one it is to be under 1 s.
     assert!(longest < Duration::from_secs(3), "a step took {longest:?}");
     assert!(most - before < STRANGERS_BYTES as u64, "{most} after {before}");
 }

@@ -17,7 +17,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 use super::many;
 
-/// Whether a new connection's call is answered, and after how long.
+/// How long a new connection's call takes to be answered.
 fn is_served(server: &Longshored) -> Duration {
     let start = Instant::now();
     eventually("a call to be answered", || Peer::connect(server.address()).ok()?.lists_jobs().then_some(()));
@@ -43,7 +43,7 @@ fn who_does_not_begin_is_hung_up_on() {
         let took = start.elapsed();
         assert!((5..20).contains(&took.as_secs()), "{took:?}");
     }
-    // Who has begun may wait with its first call.
+    // A peer that has sent its preface may wait with its first call.
     assert!(other.is_alive() && other.lists_jobs());
 }
 
@@ -111,13 +111,13 @@ fn more_memory_than_there_is_is_said_at_start() {
 #[test]
 fn half_open_connections_are_found_dead() {
     if many(0, 1) == 0 {
-        // It takes two intervals of keepalive.
+        // The rest takes two intervals of keepalive.
         return;
     }
     let server = ServerOptions::new().start();
     let mut peer = Peer::connect(server.address()).unwrap();
     peer.send(&frame(SETTINGS, 1, 0, &[])).unwrap();
-    // It never answers a ping.
+    // This peer never answers a ping.
     let start = Instant::now();
     peer.end();
     assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());

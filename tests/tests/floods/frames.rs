@@ -1,4 +1,4 @@
-//! Frames that take memory or time: of one connection, and of many.
+//! Frames that take memory or time, from one connection and from many.
 
 use longshore_proto::{
     limits::{
@@ -25,13 +25,14 @@ fn streams(count: usize) -> impl Iterator<Item = u32> {
     (0..count as u32).map(|index| 2 * index + 1)
 }
 
-/// Why the server ended a flood. There is no code where the reset of the socket, which still held unread bytes, overtook
-/// it.
+/// Whether the server ended a flood for its excess. There is no code where the reset of the socket, which still held
+/// unread bytes, overtook it.
 fn is_calmed(code: Option<u32>) {
     assert!(matches!(code, None | Some(ENHANCE_YOUR_CALM)), "{code:?}");
 }
 
-/// The largest flood of one connection: its window, the frames around it, and what the allocator makes of them.
+/// The most memory that a flood of one connection takes: its window, the frames around it, and what the allocator
+/// makes of them.
 const ONE_CONNECTION: u64 = 16 << 20;
 
 #[test]
@@ -46,7 +47,7 @@ fn marked_streams_share_the_window_of_their_connection() {
             peer.send(&frame(DATA, 0, stream, &message)).unwrap();
         }
         assert!(peer.is_alive());
-        // Two windows of each stream, without a look at what is given back.
+        // It sends two windows on each stream, without a look at what is given back.
         let payload = vec![0; 512 * 1024];
         let pieces = (0..8).flat_map(|_| streams(64)).map(|stream| frame(DATA, 0, stream, &payload));
         let sent = peer.flood(pieces);
@@ -64,7 +65,7 @@ fn headers_that_never_end_end_their_connection() {
     let server = ServerOptions::new().start();
     let connections = many(200, 1000);
     let (most, _) = growth(&server, || {
-        // Names and values that are literally there, so that unpacking them takes as much again.
+        // Names and values are literals, so that unpacking them takes as much again.
         let mut fields = Vec::new();
         for index in 0..200 {
             fields.extend_from_slice(format!("\0\x06name{index:02x}\x0evalue of {index:05}").as_bytes());
@@ -122,7 +123,7 @@ fn calls_of_many_connections_are_bounded_together() {
         let calls = alive * MAX_CONNECTION_CALLS as usize;
         eprintln!("{alive} of {connections} connections are left, with {calls} calls");
         assert!(calls <= MAX_CALLS, "{calls} calls");
-        // Who asks for little is served all the same.
+        // A peer who asks for little is served all the same.
         assert!(Peer::connect(server.address()).unwrap().lists_jobs());
     });
     let bound = connections * IDLE_CONNECTION_BYTES
@@ -141,7 +142,7 @@ fn messages_and_frames_that_never_end_share_their_room() {
             let mut peer = Peer::connect(server.address()).unwrap();
             peer.send(&frame(HEADERS, END_HEADERS, 1, &call(if index % 2 == 0 { OPEN } else { PUSH })))
                 .unwrap();
-            // A message of 16 MB of which a part comes, and half of a frame.
+            // This is a part of a message of 16 MB, and half of a frame.
             peer.flood(
                 [frame(DATA, 0, 1, &[0, 0, 0xF0, 0, 0]), frame_of(2 * half.len(), DATA, 0, 1, &half)]
                     .into_iter(),
@@ -151,7 +152,7 @@ fn messages_and_frames_that_never_end_share_their_room() {
         assert!(Peer::connect(server.address()).unwrap().lists_jobs());
     });
     let each = IDLE_CONNECTION_BYTES + IDLE_CALL_BYTES + UNFINISHED_SHARE_BYTES + SMALL_MESSAGE_BYTES;
-    // What lies here and at h2, and the pieces that were read last.
+    // The bound covers what the server and h2 keep, and the pieces that were read last.
     let bound = connections * each + 2 * MAX_UNFINISHED_BYTES;
     assert!(most < bound as u64, "{most} of {bound}");
 }

@@ -1,5 +1,6 @@
-//! What strangers on the socket can do: whatever they send, a server holds no more than docs/limits.md says, ends who goes
-//! too far, and serves the others. With `LONGSHORE_SOAK` the floods are as large as those that once took 4.6 GB.
+//! What strangers on the socket can do. Whatever they send, a server holds no more than docs/limits.md says, ends the
+//! connections of those who go too far, and serves the others. With `LONGSHORE_SOAK` the floods are as large as those
+//! that once took 4.6 GB.
 
 mod beside;
 mod connections;
@@ -10,12 +11,12 @@ use longshore_tests::{
     server::Longshored,
 };
 
-/// With the slow tests so many, else fewer.
+/// The number for the slow tests where they run, otherwise the smaller one.
 fn many(quick: usize, soak: usize) -> usize {
     if std::env::var_os("LONGSHORE_SOAK").is_some() { soak } else { quick }
 }
 
-/// What a server has more in memory at the highest while something is done to it, and after that.
+/// By how much a server's memory grows at the highest while something is done to it, and after that.
 fn growth(server: &Longshored, flood: impl FnOnce()) -> (u64, u64) {
     let process = server.process.id();
     forget_peak(process);

@@ -1,7 +1,8 @@
-//! `kill -9` where it hurts: in the middle of a push that lasts, of a takeover, of an operator's call, of a start; three servers,
-//! ranks that outlive each other, a trainer that no two processes run alike.
+//! `kill -9` where it hurts: in the middle of a push that lasts, of a takeover, of an operator's call, of a start;
+//! with three servers, ranks that outlive each other, and a trainer that no two processes run alike.
 //!
-//! Some kills always, a thousand in the soak, `tests/run --soak kills`, which takes about ten minutes on two cores.
+//! Some kills are made always, and a thousand in the soak, `tests/run --soak kills`, which takes about ten minutes on
+//! two cores.
 
 mod operators;
 mod pairs;
@@ -30,14 +31,14 @@ fn skipped() {
     eprintln!("skipped: slow (tests/run --soak)");
 }
 
-/// So many kills in runs of at most `each`, so that a run's steps stay few: those of each run.
+/// Splits the kills over runs of at most `each`, so that a run's steps stay few. Gives those of each run.
 fn in_runs(kills: u64, each: u64) -> impl Iterator<Item = u64> {
     (0..kills.div_ceil(each)).map(move |run| each.min(kills - run * each))
 }
 
-/// Servers that keep what they have on a tier, and in one checkpoint folder.
+/// Servers that keep their jobs on a tier, with one checkpoint folder.
 struct Bed {
-    /// Before the folders, so that they end first.
+    /// Declared before the folders, so that the servers end first.
     servers: Vec<Longshored>,
     checkpoints: TempDir,
     _root: TempDir,
@@ -63,7 +64,7 @@ impl Bed {
 /// The run that all others must equal, and how long its parts take.
 struct Undisturbed {
     hash: String,
-    /// From the start of the process to its first step.
+    /// The time from the start of the process to its first step.
     startup: Duration,
     step: Duration,
 }

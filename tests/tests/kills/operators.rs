@@ -1,4 +1,4 @@
-//! A server dies in the middle of an operator's call. The call may fail; made again it works, and nothing is lost by it.
+//! A server dies in the middle of an operator's call. The call may fail; made again it works, and nothing is lost.
 
 use std::time::{Duration, Instant};
 
@@ -37,8 +37,8 @@ impl Stage {
         call
     }
 
-    /// Kills a server during a call and starts it again, then makes the call, of which there may be one for each try, until it
-    /// works. Returns how long a call takes.
+    /// Kills a server during a call, starts it again, and makes the call until it works; each try may have a call of
+    /// its own. Returns how long a call takes.
     fn disturb(
         &mut self,
         call: impl Fn(u32) -> Vec<String>,
@@ -88,10 +88,10 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
         let which = (kill % 2) as usize;
         let folder = stage.bed.checkpoints.path().join(format!("exported-{kill}"));
         let checkpoint = |_| call(&["checkpoint", "--name", &format!("kill-{kill}")]);
-        // What a call that was broken off has left is not written over.
+        // A call that was broken off has left files that are not written over.
         let export = |attempt| call(&["export", "--out", &format!("{}-{attempt}", folder.display())]);
         takes[which] = if which == 0 {
-            // One that was sealed before the kill is there.
+            // A checkpoint that was sealed before the kill is there.
             stage.disturb(checkpoint, takes[which], |stderr, code| code == 0 || stderr.contains("sealed"))
         } else {
             stage.disturb(export, takes[which], succeeds)
@@ -100,7 +100,7 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
     }
 }
 
-/// Deleted with a kill inside, and restored with another.
+/// The job is deleted with a kill inside, and restored with another.
 #[test]
 fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_restored() {
     let kills = kills(2, 60);

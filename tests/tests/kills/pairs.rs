@@ -1,5 +1,5 @@
-//! A server dies together with a rank that is not the one that decides. Where a live server is a version ahead, the live rank 0
-//! must bring them together.
+//! A server dies together with a rank other than 0. Where a live server is a version ahead, the live rank 0 must
+//! bring the servers together.
 
 use longshore_tests::{
     seed::{Random, spin},

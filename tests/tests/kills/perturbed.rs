@@ -1,5 +1,6 @@
-//! A trainer that no two processes run alike: a step that was taken back and made again is another one, so that a rank which had
-//! read a part of the first would show. No undisturbed run can be compared with; the ranks are compared with each other.
+//! A trainer that no two processes run alike. A step that was taken back and made again has other bits, so that a
+//! rank which had read a part of the first would show. There is no undisturbed run to compare with; the ranks are
+//! compared with each other.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +16,7 @@ const SERVERS: usize = 3;
 const STEPS: u64 = 60;
 const KILLS_A_RUN: u64 = 5;
 
-/// What each step computed with in the end: (version, checksum) by step.
+/// By step: the version that the step computed with in the end, and its checksum.
 #[derive(Default)]
 struct Read(BTreeMap<u64, (u64, u32)>);
 
@@ -29,7 +30,7 @@ impl Read {
     }
 }
 
-/// Rank 0 dies with a server, whose last step another server may have to take back under the hands of rank 1.
+/// Rank 0 dies with a server, and another server may then have to take back its last step while rank 1 lives on.
 fn agrees(job: &[&str], kills: u64) {
     if kills == 0 {
         return skipped();

@@ -1,4 +1,5 @@
-//! Everything dies, the servers keep nothing, and the ranks start with `--resume` at any moment of each other's start.
+//! All processes die, the servers keep nothing, and the ranks start with `--resume` at any moment of each other's
+//! start.
 
 use longshore_tests::{
     seed::{Random, spin},
@@ -38,7 +39,7 @@ fn survives(kills: u64) {
             ranks.iter_mut().for_each(|rank| rank.process.kill());
             let one = random.below(3) as usize;
             for (index, server) in bed.servers.iter_mut().enumerate() {
-                // One of the two, or both.
+                // One rank is killed, or both.
                 if one != index {
                     server.kill_and_restart();
                     left = left.saturating_sub(1);

@@ -1,5 +1,5 @@
-//! A rank 0 that seems dead and is not: the network between it and the servers stands still while another process takes its place,
-//! and goes on at any moment of that. The new one is killed early, the old one late.
+//! A rank 0 that seems dead and is not. The network between it and the servers stands still while another process
+//! takes its place, and goes on at any moment of that. The new process is killed early, the old one late.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ use super::{Bed, Undisturbed, in_runs, kills, skipped};
 const SERVERS: usize = 3;
 const STEPS: u64 = 300;
 const ROUNDS_A_RUN: u64 = 5;
-/// For a process that was replaced to notice.
+/// How long a process that was replaced has to notice.
 const NOTICE: Duration = Duration::from_secs(45);
 
-/// How long what a worker says is on its way to a server, at most: so that a decision, or a new process's first words, are known
-/// to one server and not to another for a good part of a step.
+/// The longest time that a worker's bytes take to a server. A decision, or a new process's first message, is then
+/// known to one server and not to another for a good part of a step.
 const LAG: Duration = Duration::from_millis(30);
 
 fn survives(tier: &str, job: &[&str], kills: u64) {
@@ -39,7 +39,7 @@ fn survives(tier: &str, job: &[&str], kills: u64) {
     }
 }
 
-/// Leaves no worker behind.
+/// Replaces rank 0 once, and leaves no worker behind.
 fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Undisturbed) {
     let (far, near) = (Network::of(bed, random), Network::of(bed, random));
     let train = |network: &Network| {
@@ -55,7 +55,7 @@ fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Und
     early.kill().check_steps();
     let mut new = train(&near).start();
     spin(random.part_of(known.startup));
-    // One server hears of the old one sooner than another.
+    // One server hears of the old process sooner than another.
     for proxy in &far.0 {
         proxy.go_on();
         spin(random.part_of(LAG));
@@ -67,7 +67,7 @@ fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Und
     new.kill().check_steps();
 }
 
-/// One process's way to all servers.
+/// One process's connections to all servers.
 struct Network(Vec<Proxy>);
 
 impl Network {
