@@ -3,12 +3,12 @@
 ///
 /// start(0)   = 0
 /// start(i+1) = start(i) + elements(i), rounded up to a multiple of 64
-/// total      = the last parameter's end, rounded up to a multiple of 65536, the block: what blocks, shards and chunks cover
+/// total      = the last parameter's end, rounded up to a multiple of 65536 (a block): blocks, shards and chunks cover this
 /// shard k    = \[k * S, min((k + 1) * S, total)); there are total / S of them, rounded up, and each is whole blocks
-/// chunk c    = bytes \[c MiB, (c + 1) MiB) of a shard's elements in the dtype on the wire; a shard's last one is what is left
+/// chunk c    = bytes \[c MiB, (c + 1) MiB) of a shard's elements in the dtype on the wire; a shard's last chunk is what is left
 ///
 /// What lies between two parameters, and behind the last one, is padding. Gradients and uploaded weights carry it, and every
-/// byte of it must be 0: anything else would count in the norm. It is refused, naming the element.
+/// byte of it must be 0: anything else would count in the norm, and is refused with the element's index.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Param {
     /// unique; 1 to 512 bytes
@@ -21,7 +21,7 @@ pub struct Param {
     #[prost(uint32, tag = "3")]
     pub group: u32,
 }
-/// What a job is. The same spec opens the same job again; a differing one is refused with the field that differs.
+/// What a job is. The same spec opens the same job again; another spec is refused with the field that differs.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct JobSpec {
     /// 1 to 128 of \[A-Za-z0-9.\_-\]
@@ -59,11 +59,11 @@ pub struct JobSpec {
     pub state_format: i32,
     #[prost(enumeration = "MasterFormat", tag = "13")]
     pub master_format: i32,
-    /// of stochastic rounding; unused where both formats are fp32
+    /// seed of stochastic rounding; unused where both formats are fp32
     #[prost(uint64, tag = "14")]
     pub rounding_seed: u64,
-    /// Gradients are used as they come: figures are 0, so there is no norm to clip to and no overflow to skip. Saves reading
-    /// each gradient once more before the decision.
+    /// Gradients are used as they come. Their statistics are 0, so there is no norm to clip to and no overflow to skip. This saves
+    /// reading each gradient once more before the decision.
     #[prost(bool, tag = "15")]
     pub unchecked: bool,
 }
@@ -109,11 +109,11 @@ pub struct Commit {
     /// 1-based; must be the next undecided one
     #[prost(uint64, tag = "1")]
     pub step: u64,
-    /// Overflow: nothing is updated, the version still rises. A gradient of which the server's own figures name an element that
-    /// is inf or NaN can only be skipped, unless the job is unchecked.
+    /// Overflow: nothing is updated, and the version still rises. If the server's own gradient statistics name an element that is
+    /// inf or NaN, the step can only be skipped, unless the job is unchecked.
     #[prost(bool, tag = "2")]
     pub skip: bool,
-    /// The gradient is divided by this: the step's loss scale x world size x micro-steps, to 1 in 10^12. Another is refused.
+    /// The gradient is divided by this: the step's loss scale x world size x micro-steps, to 1 in 10^12. Any other is refused.
     #[prost(double, tag = "3")]
     pub gradient_scale: f64,
     /// (0, 1\]; 1 when not clipped
@@ -135,11 +135,11 @@ pub struct Commit {
     #[prost(bytes = "bytes", tag = "9")]
     pub trainer_state: ::prost::bytes::Bytes,
     /// The incarnation of the rank 0 that made the decision, also when a later rank 0 sends it again. With the step it names a
-    /// version for good: a step that was taken back and decided again has another one. 0 where a client does not say.
+    /// version for good: a step that was taken back and decided again has another incarnation. 0 where a client does not say.
     #[prost(uint64, tag = "10")]
     pub decided_by: u64,
-    /// Not empty: the job is paused with this decision, for this reason (at most 4096 bytes), on every server and through
-    /// every crash, until Admin.Resume. Empty in what is told of the commit once that has ended the pause.
+    /// Not empty, it pauses the job with this decision, for this reason (at most 4096 bytes), on every server and through every
+    /// crash, until Admin.Resume. Once that has ended the pause, servers tell of the commit without it.
     #[prost(string, tag = "12")]
     pub pause_reason: ::prost::alloc::string::String,
 }
@@ -175,7 +175,7 @@ impl Dtype {
         }
     }
 }
-/// PyTorch's meaning of each rule; operation order in the engine's scalar kernels.
+/// Each rule means what it does in PyTorch. The engine's scalar kernels have the order of operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum Rule {
@@ -246,8 +246,8 @@ impl Tier {
         }
     }
 }
-/// How the moments are kept: Adam's two, momentum, sums of squares. All but fp32 are rounded stochastically in updates,
-/// by bits that depend on the job's seed, the step and the element's index alone.
+/// How the moments are kept: Adam's two, momentum, or sums of squares. Updates round all formats but fp32 stochastically, by bits
+/// that depend on the job's seed, the step and the element's index alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum StateFormat {
@@ -334,16 +334,16 @@ pub struct PushRequest {
     pub shard: u32,
     #[prost(uint32, tag = "7")]
     pub chunk: u32,
-    /// The loss was multiplied by this: Commit.loss_scale of the version that the step reads, the same on all ranks and shards.
-    /// At version 0, and where a server does not know that version's any more, the step's first contribution settles it.
+    /// What the loss was multiplied by: Commit.loss_scale of the version that the step reads, the same on all ranks and shards. At
+    /// version 0, and where a server has forgotten that version's, the step's first contribution settles it.
     #[prost(double, tag = "8")]
     pub loss_scale: f64,
     #[prost(enumeration = "Dtype", tag = "9")]
     pub dtype: i32,
     #[prost(fixed32, tag = "10")]
     pub crc32: u32,
-    /// Over a link (memfd.proto) the payload may stay where it is: then `payload` is absent, and these say where. Unless it
-    /// is lent, the server copies it before it acknowledges, and takes the checksum of the copy.
+    /// Over a link (memfd.proto) the payload may stay where it is. Then `payload` is absent, and `place` says where it lies. Unless
+    /// it is lent, the server copies it before it acknowledges, and takes the checksum of the copy.
     #[prost(message, optional, tag = "11")]
     pub place: ::core::option::Option<MemfdPlace>,
     /// The version that the gradient was computed with, and Commit.decided_by of the decision that made it, as Pull said. A
@@ -352,7 +352,7 @@ pub struct PushRequest {
     pub reads_version: u64,
     #[prost(uint64, tag = "13")]
     pub reads_decided_by: u64,
-    /// longest wait for the chunk's place; 0 takes the server's default
+    /// longest wait for the chunk's buffer; 0 takes the server's default
     #[prost(uint64, tag = "14")]
     pub deadline_ms: u64,
     #[prost(bytes = "bytes", tag = "15")]
@@ -369,8 +369,8 @@ pub struct MemfdPlace {
     pub offset: u64,
     #[prost(uint64, tag = "4")]
     pub bytes: u64,
-    /// The worker leaves these bytes as they are until it has seen the step's weights, so that the server need not copy them.
-    /// Then they are the shard's whole gradient, `chunk` is 0, `offset` a multiple of 64, and `crc32` is not looked at.
+    /// The bytes are lent: the worker leaves them as they are until it has seen the step's weights, so that the server need not copy
+    /// them. They are then the shard's whole gradient, `chunk` is 0, `offset` is a multiple of 64, and `crc32` is ignored.
     #[prost(bool, tag = "5")]
     pub lent: bool,
 }
@@ -399,7 +399,8 @@ pub struct PushResult {
     /// not stored, and compared with nothing: the step is decided
     #[prost(bool, tag = "7")]
     pub decided: bool,
-    /// Not stored, and compared with nothing: the chunk is held, as an earlier process of this rank sent it, or as it was lent.
+    /// Not stored, and compared with nothing: the chunk is held already, because an earlier process of this rank sent it or because it
+    /// was lent.
     #[prost(bool, tag = "8")]
     pub superseded: bool,
 }
@@ -433,7 +434,7 @@ pub struct PullRequest {
     /// longest wait for any one slice; 0 takes the server's default
     #[prost(uint64, tag = "6")]
     pub deadline_ms: u64,
-    /// Over a link whose images are shared: answer with places, one message a slice. 0: with payloads.
+    /// A link whose images are shared: the answer then has places instead of payloads, one message a slice. 0 asks for payloads.
     #[prost(uint64, tag = "7")]
     pub link: u64,
 }
@@ -456,18 +457,18 @@ pub struct PullResponse {
     pub offset: u64,
     #[prost(fixed32, tag = "3")]
     pub crc32: u32,
-    /// Instead of a payload: where the slice lies in the images' memory.
+    /// Where the slice lies in the images' memory, instead of a payload.
     #[prost(message, optional, tag = "4")]
     pub place: ::core::option::Option<ImagePlace>,
-    /// Commit.decided_by of the decision that made the version; 0 where it is not known. Slices that say different ones are of
-    /// two versions that share a number: the first was taken back meanwhile.
+    /// Commit.decided_by of the decision that made the version; 0 where it is unknown. Slices with different values belong to two
+    /// versions that share a number: the first was taken back meanwhile.
     #[prost(uint64, tag = "5")]
     pub decided_by: u64,
     #[prost(bytes = "bytes", tag = "15")]
     pub payload: ::prost::bytes::Bytes,
 }
-/// What is read at `at` is of the version asked for if the little-endian 64-bit word at `word` is 1 + that version
-/// before and after. Nothing was moved, so there is no checksum.
+/// Where a slice lies in the images' memory. Bytes read at `at` are of the version asked for if the version stamp, a little-endian
+/// 64-bit number at `word`, is 1 + that version before and after the read. Nothing was moved, so there is no checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ImagePlace {
     #[prost(uint64, tag = "1")]
@@ -591,10 +592,10 @@ pub mod tensors_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// Contributions, over any number of streams. Acknowledgements are batched. Shards and chunks may come in any order;
-        /// micro-steps of a step ascend: on one stream no chunk follows one of a later micro-step, and a chunk's earlier micro-steps
-        /// are sent before it on the same stream, or were acknowledged before on another. What breaks that order could wait for
-        /// ever behind itself and is refused at once (PRECONDITION of micro_step). A chunk whose place is not free yet, since other
+        /// Contributions, over any number of streams. Acknowledgements are batched. Shards and chunks may come in any order. Micro-steps
+        /// of a step ascend: on one stream no chunk follows one of a later micro-step, and the same chunk of the earlier micro-steps is
+        /// sent before it on the same stream, or was acknowledged before on another. A chunk that breaks this order could wait for ever
+        /// for one behind it, and is refused at once (PRECONDITION of micro_step). A chunk whose buffer is not free yet, since other
         /// chunks or ranks of the micro-step before are missing, holds its stream up until it is, for `deadline_ms` at most.
         pub async fn push(
             &mut self,
@@ -686,10 +687,10 @@ pub mod tensors_server {
             >
             + std::marker::Send
             + 'static;
-        /// Contributions, over any number of streams. Acknowledgements are batched. Shards and chunks may come in any order;
-        /// micro-steps of a step ascend: on one stream no chunk follows one of a later micro-step, and a chunk's earlier micro-steps
-        /// are sent before it on the same stream, or were acknowledged before on another. What breaks that order could wait for
-        /// ever behind itself and is refused at once (PRECONDITION of micro_step). A chunk whose place is not free yet, since other
+        /// Contributions, over any number of streams. Acknowledgements are batched. Shards and chunks may come in any order. Micro-steps
+        /// of a step ascend: on one stream no chunk follows one of a later micro-step, and the same chunk of the earlier micro-steps is
+        /// sent before it on the same stream, or was acknowledged before on another. A chunk that breaks this order could wait for ever
+        /// for one behind it, and is refused at once (PRECONDITION of micro_step). A chunk whose buffer is not free yet, since other
         /// chunks or ranks of the micro-step before are missing, holds its stream up until it is, for `deadline_ms` at most.
         async fn push(
             &self,
@@ -965,7 +966,7 @@ pub mod tensors_server {
         const NAME: &'static str = SERVICE_NAME;
     }
 }
-/// Where to ask for a link. Only of use to processes of the same kernel and user.
+/// Where to ask for a link. It is of use only to processes of the same kernel and user.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct MemfdOffer {
     /// abstract name, without the leading zero byte
@@ -1003,7 +1004,7 @@ pub struct MemfdHello {
     #[prost(uint64, tag = "3")]
     pub incarnation: u64,
 }
-/// Memory that gradients will lie in, with its descriptor: of memfd_create, sealed against shrinking and growing.
+/// Memory that gradients will lie in. Its descriptor comes with the message: a memfd with file seals against shrinking and growing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct MemfdMemory {
     /// its size; at most 1 GiB
@@ -1027,7 +1028,7 @@ pub mod memfd_answer {
         Refusal(super::Fault),
     }
 }
-/// With the images' descriptor when `image_bytes` is not 0.
+/// The answer to Hello. The images' descriptor comes with it when `image_bytes` is not 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct MemfdWelcome {
     /// names the link in Push and Pull
@@ -1075,7 +1076,7 @@ pub struct JobProgress {
     pub last_commit: ::core::option::Option<Commit>,
     #[prost(string, tag = "5")]
     pub pause_reason: ::prost::alloc::string::String,
-    /// in PHASE_LOADING: not yet wholly uploaded or loaded
+    /// in PHASE_LOADING: those not yet wholly uploaded or loaded
     #[prost(uint32, repeated, tag = "6")]
     pub missing_shards: ::prost::alloc::vec::Vec<u32>,
     /// in PHASE_LOADING: Admin.Restore has begun
@@ -1084,7 +1085,7 @@ pub struct JobProgress {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RestoreProgress {
-    /// of the checkpoint
+    /// the checkpoint's
     #[prost(string, tag = "1")]
     pub name: ::prost::alloc::string::String,
     /// loaded so far
@@ -1132,15 +1133,15 @@ pub struct ShardStats {
     pub shard: u32,
     #[prost(message, repeated, tag = "2")]
     pub blocks: ::prost::alloc::vec::Vec<BlockStats>,
-    /// From which processes the shard's contributions came, as one number. A caller adds these up, modulo 2^64, over all shards of
-    /// this server. 0: not known, and then the sum is not known either.
+    /// A number that says from which processes the shard's contributions came. A caller adds the origins of all shards of this server,
+    /// modulo 2^64. 0 is unknown, and then the sum is unknown (0) too.
     #[prost(fixed64, tag = "3")]
     pub origin: u64,
 }
-/// Of the summed, still scaled gradient of a block of 65536 elements.
+/// Statistics of one block of 65536 elements, taken of the summed gradient, which is still scaled.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct BlockStats {
-    /// Right to 1e-6, mostly to 1e-9: squares are added in f32, sixteen at a time, and those sums in f64.
+    /// Exact to 1e-6, mostly to 1e-9: squares are added in f32, sixteen at a time, and those sums in f64.
     #[prost(double, tag = "1")]
     pub sum_squares: f64,
     /// Index in the block of the first element that is inf or NaN; absent when all are finite.
@@ -1156,8 +1157,8 @@ pub struct CommitRequest {
     pub incarnation: u64,
     #[prost(message, optional, tag = "3")]
     pub commit: ::core::option::Option<Commit>,
-    /// The sum of ShardStats.origin over this server's shards. A decision is refused where the contributions are not those that
-    /// it was made from, as when a server restarted and was sent another process's gradient. 0 is not compared.
+    /// The sum of ShardStats.origin over this server's shards. The server refuses a decision that was made from other contributions
+    /// than it has, as when it restarted and was sent another process's gradient. 0 is not compared.
     #[prost(fixed64, tag = "4")]
     pub origin: u64,
 }
@@ -1410,7 +1411,7 @@ pub mod training_client {
                 .insert(GrpcMethod::new("longshore.v1.Training", "Join"));
             self.inner.unary(req, path, codec).await
         }
-        /// Figures of each owned shard of a step, sent as the shard's contributions are complete.
+        /// The gradient statistics of each owned shard of a step, sent as the shard's contributions are complete.
         pub async fn stats(
             &mut self,
             request: impl tonic::IntoRequest<super::StatsRequest>,
@@ -1435,8 +1436,8 @@ pub mod training_client {
                 .insert(GrpcMethod::new("longshore.v1.Training", "Stats"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// Decides a step. Idempotent; a differing second decision is refused. Answered before the version is durable: a client of
-        /// several servers calls AwaitDurable on all of them before it commits the next step on any.
+        /// Decides a step. The call is idempotent; a second decision that differs is refused. It is answered before the version is
+        /// durable: a client of several servers calls AwaitDurable on all of them before it commits the next step on any.
         pub async fn commit(
             &mut self,
             request: impl tonic::IntoRequest<super::CommitRequest>,
@@ -1483,8 +1484,8 @@ pub mod training_client {
                 .insert(GrpcMethod::new("longshore.v1.Training", "AwaitDurable"));
             self.inner.unary(req, path, codec).await
         }
-        /// Every commit after `after_step` as it is decided, and pauses and resumes. A commit whose pause has ended since comes
-        /// without its `pause_reason`, and with the loss scale that the operator chose. How ranks other than 0 learn the loss scale.
+        /// Tells every commit after `after_step` as it is decided, and pauses and resumes. A commit whose pause has ended since comes
+        /// without its `pause_reason`, and with the loss scale that the operator chose. Ranks other than 0 learn the loss scale here.
         pub async fn watch(
             &mut self,
             request: impl tonic::IntoRequest<super::WatchRequest>,
@@ -1509,10 +1510,10 @@ pub mod training_client {
                 .insert(GrpcMethod::new("longshore.v1.Training", "Watch"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// Stops the job until Admin.Resume: rank 0 says why. Where the tier outlives the server so does the pause. A decision
-        /// pauses with Commit.pause_reason instead, at one version on all servers. While a job is paused its server refuses
-        /// contributions to undecided steps and decisions on them (PRECONDITION of job.phase, which is "paused"); figures, pulls,
-        /// joins and operators' calls go on.
+        /// Stops the job until Admin.Resume, for a reason that rank 0 gives. Where the tier outlives the server so does the pause. To
+        /// pause with a decision, at one version on all servers, use Commit.pause_reason instead. While a job is paused its server
+        /// refuses contributions to undecided steps and decisions on them (PRECONDITION of job.phase, which is "paused"); gradient
+        /// statistics, pulls, joins and operators' calls go on.
         pub async fn pause(
             &mut self,
             request: impl tonic::IntoRequest<super::PauseRequest>,
@@ -1589,13 +1590,13 @@ pub mod training_server {
             >
             + std::marker::Send
             + 'static;
-        /// Figures of each owned shard of a step, sent as the shard's contributions are complete.
+        /// The gradient statistics of each owned shard of a step, sent as the shard's contributions are complete.
         async fn stats(
             &self,
             request: tonic::Request<super::StatsRequest>,
         ) -> std::result::Result<tonic::Response<Self::StatsStream>, tonic::Status>;
-        /// Decides a step. Idempotent; a differing second decision is refused. Answered before the version is durable: a client of
-        /// several servers calls AwaitDurable on all of them before it commits the next step on any.
+        /// Decides a step. The call is idempotent; a second decision that differs is refused. It is answered before the version is
+        /// durable: a client of several servers calls AwaitDurable on all of them before it commits the next step on any.
         async fn commit(
             &self,
             request: tonic::Request<super::CommitRequest>,
@@ -1614,16 +1615,16 @@ pub mod training_server {
             >
             + std::marker::Send
             + 'static;
-        /// Every commit after `after_step` as it is decided, and pauses and resumes. A commit whose pause has ended since comes
-        /// without its `pause_reason`, and with the loss scale that the operator chose. How ranks other than 0 learn the loss scale.
+        /// Tells every commit after `after_step` as it is decided, and pauses and resumes. A commit whose pause has ended since comes
+        /// without its `pause_reason`, and with the loss scale that the operator chose. Ranks other than 0 learn the loss scale here.
         async fn watch(
             &self,
             request: tonic::Request<super::WatchRequest>,
         ) -> std::result::Result<tonic::Response<Self::WatchStream>, tonic::Status>;
-        /// Stops the job until Admin.Resume: rank 0 says why. Where the tier outlives the server so does the pause. A decision
-        /// pauses with Commit.pause_reason instead, at one version on all servers. While a job is paused its server refuses
-        /// contributions to undecided steps and decisions on them (PRECONDITION of job.phase, which is "paused"); figures, pulls,
-        /// joins and operators' calls go on.
+        /// Stops the job until Admin.Resume, for a reason that rank 0 gives. Where the tier outlives the server so does the pause. To
+        /// pause with a decision, at one version on all servers, use Commit.pause_reason instead. While a job is paused its server
+        /// refuses contributions to undecided steps and decisions on them (PRECONDITION of job.phase, which is "paused"); gradient
+        /// statistics, pulls, joins and operators' calls go on.
         async fn pause(
             &self,
             request: tonic::Request<super::PauseRequest>,
@@ -2125,8 +2126,8 @@ pub struct ListJobsResponse {
 pub struct DescribeRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// Also hash the state of the current version. Reads all of it, block by block, while training goes on, once for all who
-    /// ask at the same time; more than four of them may wait up to two seconds longer.
+    /// Also hash the state of the current version. The server reads all of it, block by block, while training goes on, once for
+    /// all who ask at the same time; more than four of them may wait up to two seconds longer.
     #[prost(bool, tag = "2")]
     pub state_hash: bool,
     /// leave spec and placement out, as whoever asks often should
@@ -2173,7 +2174,7 @@ pub struct DescribeResponse {
     /// since the job was opened here
     #[prost(uint64, tag = "16")]
     pub disk_written_bytes: u64,
-    /// From the first step decided since then to the last one: how many, the time, and what was written.
+    /// From the first step decided since the job was opened here to the last one: how many, the time, and the bytes written.
     #[prost(uint64, tag = "17")]
     pub paced_steps: u64,
     #[prost(double, tag = "18")]
@@ -2183,7 +2184,7 @@ pub struct DescribeResponse {
     /// what the drives may be written with, as the operator said; 0: not known
     #[prost(uint64, tag = "20")]
     pub drive_endurance_bytes: u64,
-    /// Describe alone: with its lists the answer would exceed the 4 MiB that stock clients accept. spec.params was left out, and
+    /// In an answer of Describe: with its lists it would exceed the 4 MiB that stock clients accept. spec.params was left out, and
     /// where that was not enough the other lists too. DescribeInParts has them.
     #[prost(bool, tag = "30")]
     pub lists_left_out: bool,
@@ -2193,14 +2194,14 @@ pub struct DescribeResponse {
     /// and how many elements they have together
     #[prost(uint64, tag = "32")]
     pub parameters: u64,
-    /// of an nvme job: what lives on the drives alone, as in --spill: state, images or all
+    /// what of an nvme job lives on the drives alone, as in --spill: state, images or all
     #[prost(string, tag = "33")]
     pub spill: ::prost::alloc::string::String,
     /// absent until one was tried
     #[prost(message, optional, tag = "40")]
     pub checkpoints: ::core::option::Option<CheckpointStatus>,
 }
-/// Of one server's checkpoints of a job, since that server started.
+/// How one server's checkpoints of a job went since that server started.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CheckpointStatus {
     /// The last one sealed; empty when there is none.
@@ -2231,7 +2232,7 @@ pub struct RankStatus {
     /// how its payloads come: tcp, unix or memfd; empty until it joined this process
     #[prost(string, tag = "5")]
     pub transport: ::prost::alloc::string::String,
-    /// The version at which this incarnation joined: what an earlier step was made of came from another process.
+    /// The version at which this incarnation joined. Contributions to earlier steps came from another process.
     #[prost(uint64, tag = "6")]
     pub joined_at: u64,
 }
@@ -2254,7 +2255,7 @@ pub struct CheckpointRequest {
     /// the current one, or one to come, which is waited for; 0 takes the current one
     #[prost(uint64, tag = "3")]
     pub version: u64,
-    /// Write nothing: say whether the folder could take this server's part now. `name` and `version` are not looked at, and the
+    /// Write nothing, and say whether the folder could take this server's part now. `name` and `version` are ignored, and the
     /// answer is empty.
     #[prost(bool, tag = "4")]
     pub check: bool,
@@ -2284,7 +2285,7 @@ pub struct SealCheckpointResponse {
     pub manifest: ::prost::alloc::string::String,
     #[prost(uint32, tag = "2")]
     pub parts: u32,
-    /// of them in this server's folder: all, where the servers share one
+    /// how many of them lie in this server's folder: all, where the servers share one
     #[prost(uint32, tag = "3")]
     pub visible_parts: u32,
 }
@@ -2307,7 +2308,7 @@ pub struct ListCheckpointsResponse {
     /// sealed ones, in the order in which they were sealed
     #[prost(message, repeated, tag = "1")]
     pub checkpoints: ::prost::alloc::vec::Vec<CheckpointInfo>,
-    /// Parts that nobody has sealed: of servers that drained, or of a caller that died. Where all parts of one version are there,
+    /// Parts that nobody has sealed, because their servers drained or their caller died. Where all parts of one version are there,
     /// SealCheckpoint on every server makes them a checkpoint.
     #[prost(message, repeated, tag = "2")]
     pub unsealed: ::prost::alloc::vec::Vec<UnsealedPart>,
@@ -2361,7 +2362,7 @@ pub struct RestoreRequest {
     pub name: ::prost::alloc::string::String,
     #[prost(enumeration = "RestoreMode", tag = "3")]
     pub mode: i32,
-    /// From now; 0 takes the server's default. Reading goes on after it: ask again to go on waiting.
+    /// The longest wait for the answer; 0 takes the server's default. The act goes on after it: ask again to go on waiting.
     #[prost(uint64, tag = "4")]
     pub deadline_ms: u64,
 }
@@ -2370,7 +2371,7 @@ pub struct RestoreResponse {
     /// absent when the job is not open here
     #[prost(message, optional, tag = "1")]
     pub progress: ::core::option::Option<JobProgress>,
-    /// Of the checkpoint; all absent in the answer to RESTORE_MODE_RELEASE.
+    /// The checkpoint's, and all absent in the answer to RESTORE_MODE_RELEASE.
     #[prost(uint64, tag = "2")]
     pub version: u64,
     #[prost(uint64, tag = "3")]
@@ -2399,9 +2400,9 @@ pub struct ExportRequest {
     #[prost(uint64, tag = "4")]
     pub deadline_ms: u64,
 }
-/// Shards come in no order, each from its start on. A stream that ends without `end` has an error, and what came is of no use.
-/// A reader that takes nothing for 10 s is cut off (DEADLINE). So is one behind whom training has gone on while the server
-/// had no memory to copy the version to (EXHAUSTED, export.reader). Four exports of a job at once; another one is refused
+/// Shards come in any order, each from its start on. A stream that ends without `end` has an error, and what came is of no use.
+/// A reader that takes nothing for 10 s is cut off (DEADLINE). So is a reader whom training has overtaken while the server had no
+/// memory to copy the version to (EXHAUSTED, export.reader). A job may have four exports under way; a fifth is refused
 /// (EXHAUSTED, exports).
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExportResponse {
@@ -2422,17 +2423,18 @@ pub struct ExportResponse {
     #[prost(bytes = "bytes", tag = "15")]
     pub payload: ::prost::bytes::Bytes,
 }
-/// Ends a pause, for good: no crash brings it back. The same again changes nothing, so that a call whose answer was lost, or
-/// that did not reach every server, can be made again.
+/// Ends a pause, for good: no crash brings it back. The same request again changes nothing, so that a call whose answer was
+/// lost, or that did not reach every server, can be made again.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ResumeRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// 0 keeps the scaler's value. Another one only where the pause came with a decision: else ranks may have begun steps
-    /// with the old one.
+    /// 0 keeps the scaler's value. Another value is taken only where the pause came with a decision: otherwise ranks may have begun
+    /// steps with the old one.
     #[prost(double, tag = "2")]
     pub loss_scale: f64,
-    /// At which the job was paused: a pause that ended is no error then, and no later one is ended. Absent: the one in force.
+    /// The version at which the job was paused. If that pause has ended, the request succeeds and ends no later pause. Absent, it
+    /// means the current pause.
     #[prost(uint64, optional, tag = "3")]
     pub version: ::core::option::Option<u64>,
 }
@@ -2442,7 +2444,7 @@ pub struct ResumeResponse {}
 pub struct StepBackRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// that rank 0 will join with: higher than any before
+    /// the one that rank 0 will join with: higher than any before
     #[prost(uint64, tag = "2")]
     pub incarnation: u64,
     /// the one before the current; the current one changes nothing
@@ -2458,8 +2460,8 @@ pub struct StepBackResponse {
 pub struct DeleteJobRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// Also a job that this server keeps and cannot open: what cannot be read now, since a drive is missing or damaged, is lost
-    /// for good then. Without it such a job is refused as PRECONDITION.
+    /// Delete also a job that this server keeps and cannot open. What cannot be read now, since a drive is missing or damaged, is
+    /// then lost for good. Without this such a job is refused as PRECONDITION.
     #[prost(bool, tag = "2")]
     pub discard_unreadable: bool,
 }
@@ -2674,11 +2676,11 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "DescribeInParts"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// Writes this server's part of a checkpoint of one version, while training goes on. Two of a job at once; another one is
-        /// refused (EXHAUSTED, checkpoints). One whose folder is too slow for training, where the server has no memory to copy
-        /// the version to, is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind.
-        /// Under the name of a sealed checkpoint of this very state it answers with that one's part; under the name of one of another
-        /// state it is refused, as a CONFLICT of `name`.
+        /// Writes this server's part of a checkpoint of one version, while training goes on. A job may have two under way; a third is
+        /// refused (EXHAUSTED, checkpoints). Where the server has no memory to copy the version to, and the folder is too slow for
+        /// training to wait for it, the checkpoint is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind.
+        /// If the name is a sealed checkpoint's of this very state, the answer is that checkpoint's part. If it is one's of another
+        /// state, the call is refused as a CONFLICT of `name`.
         pub async fn checkpoint(
             &mut self,
             request: impl tonic::IntoRequest<super::CheckpointRequest>,
@@ -2728,8 +2730,8 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "SealCheckpoint"));
             self.inner.unary(req, path, codec).await
         }
-        /// Removes this server's part of a checkpoint that will not be sealed, because another server could not write its own. A sealed
-        /// one stays.
+        /// Removes this server's part of a checkpoint that will not be sealed, because another server could not write its own. A part
+        /// of a sealed checkpoint stays.
         pub async fn discard_checkpoint(
             &mut self,
             request: impl tonic::IntoRequest<super::DiscardCheckpointRequest>,
@@ -2850,8 +2852,8 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("longshore.v1.Admin", "Resume"));
             self.inner.unary(req, path, codec).await
         }
-        /// Takes back the last decided step, on tier nvme: because another server has lost it in a crash and nobody can send it
-        /// again (rank 0 asks for that before it joins), or because it cannot be read here any more. Who had joined stays so.
+        /// Takes back the last decided step, on tier nvme. Rank 0 asks for that before it joins, when another server has lost the step
+        /// in a crash and nobody can send it again; an operator does, when it cannot be read here any more. Ranks stay joined.
         pub async fn step_back(
             &mut self,
             request: impl tonic::IntoRequest<super::StepBackRequest>,
@@ -2876,8 +2878,8 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "StepBack"));
             self.inner.unary(req, path, codec).await
         }
-        /// Forgets the job, frees its memory and removes its state. Checkpoints stay. A crash in it leaves all of a server's state
-        /// or none. Where the answer was lost, a second call is answered with NOT_FOUND.
+        /// Forgets the job, frees its memory and removes its state. Checkpoints stay. A crash during the call leaves all of a server's
+        /// state or none. Where the answer was lost, a second call is answered with NOT_FOUND.
         pub async fn delete_job(
             &mut self,
             request: impl tonic::IntoRequest<super::DeleteJobRequest>,
@@ -2902,7 +2904,7 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "DeleteJob"));
             self.inner.unary(req, path, codec).await
         }
-        /// Finishes the step in hand, checkpoints if configured, and stops serving; as SIGTERM does.
+        /// Finishes the step in hand, checkpoints if configured, and stops serving, as after SIGTERM.
         pub async fn drain(
             &mut self,
             request: impl tonic::IntoRequest<super::DrainRequest>,
@@ -2965,11 +2967,11 @@ pub mod admin_server {
             tonic::Response<Self::DescribeInPartsStream>,
             tonic::Status,
         >;
-        /// Writes this server's part of a checkpoint of one version, while training goes on. Two of a job at once; another one is
-        /// refused (EXHAUSTED, checkpoints). One whose folder is too slow for training, where the server has no memory to copy
-        /// the version to, is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind.
-        /// Under the name of a sealed checkpoint of this very state it answers with that one's part; under the name of one of another
-        /// state it is refused, as a CONFLICT of `name`.
+        /// Writes this server's part of a checkpoint of one version, while training goes on. A job may have two under way; a third is
+        /// refused (EXHAUSTED, checkpoints). Where the server has no memory to copy the version to, and the folder is too slow for
+        /// training to wait for it, the checkpoint is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind.
+        /// If the name is a sealed checkpoint's of this very state, the answer is that checkpoint's part. If it is one's of another
+        /// state, the call is refused as a CONFLICT of `name`.
         async fn checkpoint(
             &self,
             request: tonic::Request<super::CheckpointRequest>,
@@ -2985,8 +2987,8 @@ pub mod admin_server {
             tonic::Response<super::SealCheckpointResponse>,
             tonic::Status,
         >;
-        /// Removes this server's part of a checkpoint that will not be sealed, because another server could not write its own. A sealed
-        /// one stays.
+        /// Removes this server's part of a checkpoint that will not be sealed, because another server could not write its own. A part
+        /// of a sealed checkpoint stays.
         async fn discard_checkpoint(
             &self,
             request: tonic::Request<super::DiscardCheckpointRequest>,
@@ -3024,8 +3026,8 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::ResumeRequest>,
         ) -> std::result::Result<tonic::Response<super::ResumeResponse>, tonic::Status>;
-        /// Takes back the last decided step, on tier nvme: because another server has lost it in a crash and nobody can send it
-        /// again (rank 0 asks for that before it joins), or because it cannot be read here any more. Who had joined stays so.
+        /// Takes back the last decided step, on tier nvme. Rank 0 asks for that before it joins, when another server has lost the step
+        /// in a crash and nobody can send it again; an operator does, when it cannot be read here any more. Ranks stay joined.
         async fn step_back(
             &self,
             request: tonic::Request<super::StepBackRequest>,
@@ -3033,8 +3035,8 @@ pub mod admin_server {
             tonic::Response<super::StepBackResponse>,
             tonic::Status,
         >;
-        /// Forgets the job, frees its memory and removes its state. Checkpoints stay. A crash in it leaves all of a server's state
-        /// or none. Where the answer was lost, a second call is answered with NOT_FOUND.
+        /// Forgets the job, frees its memory and removes its state. Checkpoints stay. A crash during the call leaves all of a server's
+        /// state or none. Where the answer was lost, a second call is answered with NOT_FOUND.
         async fn delete_job(
             &self,
             request: tonic::Request<super::DeleteJobRequest>,
@@ -3042,7 +3044,7 @@ pub mod admin_server {
             tonic::Response<super::DeleteJobResponse>,
             tonic::Status,
         >;
-        /// Finishes the step in hand, checkpoints if configured, and stops serving; as SIGTERM does.
+        /// Finishes the step in hand, checkpoints if configured, and stops serving, as after SIGTERM.
         async fn drain(
             &self,
             request: tonic::Request<super::DrainRequest>,
