@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Exact, delayed and compensated training of the default job, three seeds each, as the table in docs/delay.md.
-# Usage: docs/delay.sh [further flags of `longshore train`]. Takes about a minute a run, twelve runs.
+# Runs exact, delayed and compensated training of the default job, three seeds each, and prints the table of docs/delay.md.
+# Usage: docs/delay.sh [further flags of `longshore train`]. It takes about a minute a run, and makes twelve runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --locked --bin longshore

@@ -77,7 +77,7 @@ mod tests {
         assert!(seen[0] == 0 && seen[1..].iter().all(|&byte| byte == 7));
         assert_eq!(shared.bytes(), 10_000);
 
-        // Opened anew, with whatever rights the owner has: it is the file that refuses.
+        // It is opened anew with all of the owner's rights, and the file itself refuses.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let again = OpenOptions::new().read(true).write(true).open(path).unwrap();
         // SAFETY: it is refused.

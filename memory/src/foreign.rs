@@ -7,7 +7,8 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
 use super::{Source, stamp::look};
 
-/// What fstatfs calls a memfd without huge pages of its own. One with them may have none left: a read would be fatal.
+/// What fstatfs calls a memfd without huge pages of its own. A memfd with them may have none left, and then a read
+/// would be fatal.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// A sealed memfd, mapped read-only. Its owner may change every byte at any moment, but can neither take a page away
@@ -69,7 +70,7 @@ impl Foreign {
         offset.checked_add(bytes).is_some_and(|end| end <= self.len())
     }
 
-    /// The 64-bit word at `offset`, with all that was written before it was.
+    /// The version stamp at `offset`. All that its writer wrote before it is visible too.
     ///
     /// # Panics
     /// If it is not inside or not aligned.

@@ -1,9 +1,9 @@
-//! Lends work that borrows to threads that outlive the borrow: the one thing a pool of standing threads cannot do in
-//! safe Rust. The lender does not return before the last borrower has, even when it unwinds.
+//! Lends work that borrows to threads that outlive the borrow, which a pool of standing threads cannot do in safe
+//! Rust. The lender does not return before the last borrower has, even when it unwinds.
 
 use super::sync::{Arc, AtomicUsize, Ordering, Thread, thread};
 
-/// Set once the lender wants its work back; the other bits count the borrowers inside.
+/// Set once the lender wants its work back. The other bits count the borrowers inside.
 const RECALLED: usize = 1 << (usize::BITS - 1);
 
 type Work = dyn Fn(usize) + Sync;
@@ -56,7 +56,7 @@ struct Inside<'a>(&'a Lent);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        // Release: the lender sees what the work wrote. From here on the work may be gone; the loan is not.
+        // Release lets the lender see what the work wrote. From here on the work may be gone; the loan is not.
         if self.0.users.fetch_sub(1, Ordering::Release) == RECALLED + 1 {
             self.0.lender.unpark();
         }
@@ -89,14 +89,14 @@ mod tests {
 
     use super::*;
 
-    /// The lender unwinds while a borrower is inside: what was lent must outlive the borrower all the same.
+    /// The lender unwinds while a borrower is inside, and what was lent must still outlive the borrower.
     #[test]
     fn waits_for_borrowers_even_when_unwinding() {
         let finished = AtomicBool::new(false);
         let (inside, entered) = mpsc::channel();
         let work = |_: usize| {
             inside.clone().send(()).unwrap();
-            // Long enough that a lender that did not wait would be seen.
+            // It is long enough that a lender that did not wait would be seen.
             thread::park_timeout(Duration::from_millis(50));
             finished.store(true, Ordering::Relaxed);
         };

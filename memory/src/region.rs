@@ -27,14 +27,14 @@ unsafe impl Send for Region {}
 // SAFETY: through a shared reference bytes can only be read.
 unsafe impl Sync for Region {}
 
-/// The whole mapping that a region is part of, kept alive: what a ring registers with the kernel.
+/// The whole mapping that a region is part of, kept alive. A ring registers it with the kernel.
 #[derive(Clone)]
 pub struct Mapping {
     map: Arc<MmapRaw>,
 }
 
 impl Mapping {
-    /// Address of its first byte.
+    /// The address of its first byte.
     pub fn start(&self) -> usize {
         self.map.as_ptr() as usize
     }
@@ -73,7 +73,7 @@ impl AsRef<[u8]> for Glimpse {
 }
 
 impl Region {
-    /// Bytes to be sent after the borrow has ended: see [`Glimpse`].
+    /// Bytes that are sent after the borrow has ended: see [`Glimpse`].
     pub fn glimpse(&self, within: std::ops::Range<usize>) -> Glimpse {
         let bytes = &self.bytes()[within];
         Glimpse { start: bytes.as_ptr(), len: bytes.len(), _map: Arc::clone(&self.map) }
@@ -152,7 +152,7 @@ impl Region {
     }
 }
 
-/// A region of counters that threads share.
+/// A region of 64-bit words that threads share.
 pub struct Words {
     region: Region,
 }
@@ -176,7 +176,7 @@ impl Words {
         publish(&self.get()[index], value);
     }
 
-    /// Where the first one lies in its mapping.
+    /// Where the first word lies in its mapping.
     pub fn offset(&self) -> usize {
         self.region.offset()
     }

@@ -1,4 +1,4 @@
-//! One anonymous mapping for all buffers of a kind, cut into exclusive regions.
+//! A slab: one anonymous mapping for all buffers of a kind, cut into exclusive regions.
 
 use std::{
     fs::{self, File},
@@ -36,12 +36,13 @@ pub trait Near {
 /// A mapping that has not been cut yet.
 pub struct Slab {
     map: MmapRaw,
-    /// Where the first region starts: at a multiple of a huge page, which old kernels do not map to by themselves.
+    /// Where the first region starts. It is at a multiple of a huge page, to which old kernels do not map by
+    /// themselves.
     start: usize,
 }
 
 impl Slab {
-    /// Bytes that regions of these sizes take together. What [`Slab::carve`] will need.
+    /// How many bytes regions of these sizes take together, which is what [`Slab::carve`] will need.
     pub fn bytes_for(sizes: impl IntoIterator<Item = usize>) -> usize {
         sizes.into_iter().map(|size| size.next_multiple_of(REGION_ALIGN)).sum()
     }
@@ -49,7 +50,7 @@ impl Slab {
     /// Maps zeroed memory.
     pub fn allocate(bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
-        // Address space is free: what lies before the aligned start is never touched.
+        // Address space is free, and what lies before the aligned start is never touched.
         let slack = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 0 };
         let map = MmapOptions::new().len(bytes + slack).map_anon();
         let map = MmapRaw::from(map.map_err(|source| AllocationError { bytes, source })?);
@@ -64,18 +65,18 @@ impl Slab {
     /// Maps zeroed memory that other processes can be given to read, through the file that is returned.
     ///
     /// # Errors
-    /// Where the kernel cannot seal a file against writers: before Linux 5.1.
+    /// Where the kernel has no file seals against writers: before Linux 5.1.
     pub fn allocate_shared(bytes: usize) -> Result<(Slab, SharedFile), AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
         let (map, file) = SharedFile::sealed(bytes).map_err(|source| AllocationError { bytes, source })?;
         if let Err(error) = map.advise(Advice::HugePage) {
             tracing::debug!(%error, "no huge pages in shared memory");
         }
-        // A place in the mapping is the same place in the file.
+        // An offset in the mapping is the same offset in the file.
         Ok((Slab { map, start: 0 }, file))
     }
 
-    /// Maps the start of a file that outlives the process, with its space reserved: a store to a page that the file
+    /// Maps the start of a file that outlives the process, and reserves its space: a store to a page that the file
     /// system cannot give would kill the process. What the file holds already stays.
     ///
     /// The file must be this process's own: private to its user, in a folder that it has locked, so that nobody else
@@ -108,7 +109,8 @@ impl Slab {
         Ok(self.cut(starts, sizes))
     }
 
-    /// As [`Slab::carve`], touched by the calling thread: for buffers that devices fill, whichever thread reads them.
+    /// Does what [`Slab::carve`] does, with memory touched by the calling thread. It is meant for buffers that
+    /// devices fill, whichever thread reads them.
     pub fn carve_here(self, sizes: &[usize]) -> Vec<Region> {
         let starts = self.starts(sizes);
         if let Err(error) = self.map.advise(Advice::PopulateWrite) {
@@ -137,7 +139,7 @@ impl Slab {
 
     fn touch(&self, starts: &[usize], sizes: &[usize], near: &impl Near) -> io::Result<()> {
         let failed = Mutex::new(None);
-        // As fractions, since all regions are shared out in the same way.
+        // The parts are fractions, since all regions are shared out in the same way.
         const PARTS: usize = 1 << 20;
         near.shares(PARTS, &|share: Range<usize>| {
             for (&start, &size) in starts.iter().zip(sizes) {
@@ -178,7 +180,7 @@ fn advise_huge_pages(map: &MmapRaw) {
     }
 }
 
-/// Why the kernel gives no huge pages to those who ask, as it says in its setting: the mode in brackets is in force. A
+/// Why the kernel gives no huge pages to those who ask, as its setting says: the mode in brackets is in force. A
 /// kernel without the file has refused the advice already.
 fn refusal(setting: &Path) -> Option<String> {
     let modes = fs::read_to_string(setting).ok()?;
@@ -226,7 +228,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Resident bytes of the mapping around an address.
+    /// How many bytes of the mapping around an address are resident.
     fn resident(address: usize) -> usize {
         let maps = fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;

@@ -1,12 +1,12 @@
-//! What an update costs at the least: its memory traffic without its arithmetic. The yardstick of
-//! `longshore bench update`.
+//! The least that an update can cost: its memory traffic without its arithmetic. It is the yardstick of `longshore
+//! bench update`.
 //!
-//! Beside the buffers and not in the bench, since the stores that go past the caches have no safe form.
+//! It stands beside the buffers and not in the bench, since stores that go past the caches have no safe form.
 
 use std::hint::black_box;
 
-/// Cache lines are moved for 64 elements of every array at a time: as many of each as an element has whole bytes. What an
-/// array has beyond that, as the scales of 8-bit moments, follows at the end.
+/// How many elements of every array are moved at a time, so that each array gives whole cache lines: as many as an
+/// element has whole bytes. What an array has beyond that, such as the scales of 8-bit moments, follows at the end.
 const GROUP: usize = 64;
 const LINE: usize = 64;
 
@@ -14,14 +14,14 @@ const LINE: usize = 64;
 pub struct Traffic<'a> {
     /// Read once: the gradient.
     pub read: &'a [u8],
-    /// Read and written back unchanged: master weights and state. Unused ones are empty.
+    /// Read and written back unchanged: master weights and state. Unused arrays are empty.
     pub update: [&'a mut [u8]; 3],
-    /// Written once, past the caches as kernels write images, with anything.
+    /// Written once with any bytes, past the caches as kernels write images.
     pub write: &'a mut [u8],
 }
 
 impl Traffic<'_> {
-    /// Bytes that go through memory.
+    /// How many bytes go through memory.
     pub fn bytes(&self) -> usize {
         let update: usize = self.update.iter().map(|array| array.len()).sum();
         self.read.len() + 2 * update + self.write.len()
@@ -67,8 +67,8 @@ impl Traffic<'_> {
     }
 }
 
-/// Each array with its lines a group: 64 elements of n bytes are n lines of 64 bytes. Those that are updated also with
-/// their lines after the last group.
+/// Each array with its lines a group: 64 elements of n bytes are n lines of 64 bytes. Arrays that are updated also
+/// have their lines after the last group.
 struct Arrays {
     groups: usize,
     read: (*const u8, usize),
@@ -76,13 +76,13 @@ struct Arrays {
     write: (*mut u8, usize),
 }
 
-/// The loop over groups and lines, for one kind of register. What is written back is what was read, xored with a zero
-/// that the compiler does not know: else it would leave the store out.
+/// The loop over groups and lines, for one kind of register. It writes back what it read, xored with a zero that the
+/// compiler does not know: otherwise the compiler would leave the store out.
 macro_rules! loops {
     ($arrays:ident, $vector:ty, $zero:expr, $ones:expr, $load:path, $xor:path, $store:path, $stream:path) => {{
         let zero: $vector = black_box($zero);
-        // What is written is not zero: Zen 5 stores lines of zeros past its caches so much faster that the whole loop
-        // takes 12% less time.
+        // The bytes written are not zero: Zen 5 stores lines of zeros past its caches so much faster that the whole
+        // loop takes 12 % less time.
         let mut mixed: $vector = black_box($ones);
         for group in 0..$arrays.groups {
             let line = |(start, lines): (*mut u8, usize), index: usize, part: usize| {
@@ -175,11 +175,11 @@ mod tests {
     use super::*;
     use crate::{Slab, slab::tests::Shares};
 
-    /// Arrays of unlike widths: all that is updated keeps its bits, and all that is written is written.
+    /// The arrays have unlike widths. All that is updated keeps its bits, and all that is written is written.
     #[test]
     fn moves_everything_and_changes_no_state() {
         let elements = 4 * GROUP;
-        // The fourth as 8-bit moments, with a line of scales.
+        // The fourth array is as 8-bit moments are, with a line of scales.
         let sizes = [2 * elements, 4 * elements, 4 * elements, elements + LINE, 2 * elements];
         let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
         let mut regions = slab.carve(&sizes, &Shares(1)).unwrap();

@@ -1,6 +1,6 @@
 """One training step over the wire with stock gRPC: what a client in another language has to do, and all of it.
 
-Compiles the .proto files into a temporary folder, opens a job, uploads weights, pushes a gradient, reads the figures,
+Compiles the .proto files into a temporary folder, opens a job, uploads weights, pushes a gradient, reads the gradient statistics,
 commits, pulls the new weights, and compares every bit with NumPy's.
 """
 
@@ -19,7 +19,7 @@ from grpc_tools import protoc
 
 SERVICES = ["common", "training", "tensors", "admin"]
 
-# google.rpc.Status and ErrorInfo, of which gRPC's packages bring no copy: the two messages that errors are made of.
+# google.rpc.Status and ErrorInfo, the two messages that errors are made of. gRPC's packages bring no copy of them.
 RPC_PROTO = """
 syntax = "proto3";
 package google.rpc;
@@ -43,7 +43,7 @@ SHAPES = {"w": [601, 1003], "b": [33]}
 def compile_protos(protos: pathlib.Path, out: pathlib.Path):
     """Generates and imports the modules."""
     (out / "google_rpc.proto").write_text(RPC_PROTO)
-    # All of them: services import messages from the others.
+    # All files are compiled, since services import messages from the others.
     files = [f"longshore/v1/{path.name}" for path in sorted((protos / "longshore/v1").glob("*.proto"))]
     files.append("google_rpc.proto")
     well_known = pathlib.Path(protoc.__file__).parent / "_proto"
@@ -56,7 +56,7 @@ def compile_protos(protos: pathlib.Path, out: pathlib.Path):
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """The upper halves, rounded to nearest even. The values are finite."""
+    """bf16: the upper halves, rounded to nearest even. The values are finite."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -75,7 +75,7 @@ def decode(data: bytes, dtype: str) -> np.ndarray:
 
 @dataclass
 class Layout:
-    """The flat space: each parameter at the next multiple of 64 elements, the whole padded to blocks."""
+    """The flat space: each parameter starts at the next multiple of 64 elements, and the whole is padded to blocks."""
 
     ranges: list
     elements: int
@@ -102,7 +102,7 @@ def chunks(data: bytes):
 
 
 def adamw(hyper, old: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """The first step, in float32: decay, moments, bias-corrected step. Scalars are formed in float64, rounded once."""
+    """The first step in float32: decay, moments, bias-corrected step. Scalars are formed in float64 and rounded once."""
     f32 = np.float32
     lr, beta1, beta2 = hyper["lr"], hyper["beta1"], hyper["beta2"]
     first, second = np.zeros_like(old), np.zeros_like(old)
