@@ -1,7 +1,7 @@
-//! The contract between workers and servers: validated domain types, limits, and (feature `wire`) generated code.
+//! The contract between workers and servers: validated domain types and limits.
 //!
-//! Wire types stop at the edge: a message becomes a domain type once, in `wire::convert`, or an error that says which
-//! field is wrong. The engine uses the domain types alone and builds without the `wire` feature.
+//! The messages that carry them lie beside this crate in `longshore/v1`, and their generated code is `longshore-wire`'s:
+//! there a message becomes a domain type once, or an error that says which field is wrong.
 
 pub mod checksum;
 pub mod commit;
@@ -15,8 +15,6 @@ pub mod layout;
 pub mod limits;
 pub mod placement;
 pub mod state;
-#[cfg(feature = "wire")]
-pub mod wire;
 
 pub use commit::Commit;
 pub use contribution::{Contribution, ContributionChunk, Origin, Reads};

@@ -3,7 +3,7 @@
 use std::{io, sync::Arc, time::Duration};
 
 use futures_util::{Stream, stream};
-use longshore_proto::wire::direct::{Direct, Socket};
+use longshore_wire::direct::{Direct, Socket};
 use rustix::io::Errno;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 

@@ -6,7 +6,8 @@ use std::{
     time::UNIX_EPOCH,
 };
 
-use longshore_proto::{Fault, FaultKind, Version, wire::v1};
+use longshore_proto::{Fault, FaultKind, Version};
+use longshore_wire::v1;
 
 /// What happened since the server started.
 #[derive(Default)]

@@ -9,10 +9,8 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{
-    limits::{CONNECTIONS_PER_RANK, SPARE_CONNECTIONS},
-    wire::direct::{Bounds, Direct, Socket, Standing},
-};
+use longshore_proto::limits::{CONNECTIONS_PER_RANK, SPARE_CONNECTIONS};
+use longshore_wire::direct::{Bounds, Direct, Socket, Standing};
 
 use crate::{jobs::Jobs, log::Seldom};
 

@@ -13,11 +13,11 @@ use longshore_proto::{
         MAX_CONNECTION_CALLS, MAX_CONTROL_MESSAGE_BYTES, MAX_HEADER_LIST_BYTES, SPARE_CONNECTIONS,
         WINDOW_BYTES,
     },
-    wire::{
-        self,
-        direct::Bounds,
-        v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
-    },
+};
+use longshore_wire::{
+    self as wire,
+    direct::Bounds,
+    v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
 };
 use tokio::{
     net::TcpListener,

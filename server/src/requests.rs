@@ -16,10 +16,10 @@ use http_body::Frame;
 use longshore_proto::{
     Fault, FaultKind,
     limits::{MAX_UNFINISHED_BYTES, MESSAGE_DEADLINE, SMALL_MESSAGE_BYTES},
-    wire::{
-        self,
-        direct::{Bounds, Held, Taps},
-    },
+};
+use longshore_wire::{
+    self as wire,
+    direct::{Bounds, Held, Taps},
 };
 use tokio::time::{Sleep, sleep};
 use tonic::{Status, body::Body, server::NamedService};

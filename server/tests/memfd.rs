@@ -3,20 +3,17 @@
 use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
 
 use longshore_engine::memory::Foreign;
-use longshore_proto::{
-    FaultKind, Incarnation,
-    checksum::crc32,
-    wire::{
-        fault_from_wire,
-        memfd::{STALE, Socket},
-        v1::{
-            self, JoinRequest, MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdPlace, MemfdRequest,
-            OpenJobRequest, PullRequest, PushRequest, UploadRequest, memfd_answer::Answer,
-            memfd_request::Request, tensors_client::TensorsClient, training_client::TrainingClient,
-        },
+use longshore_proto::{FaultKind, Incarnation, checksum::crc32};
+use longshore_server::{Config, Server, config::StorageConfig};
+use longshore_wire::{
+    fault_from_wire,
+    memfd::{STALE, Socket},
+    v1::{
+        self, JoinRequest, MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdPlace, MemfdRequest,
+        OpenJobRequest, PullRequest, PushRequest, UploadRequest, memfd_answer::Answer,
+        memfd_request::Request, tensors_client::TensorsClient, training_client::TrainingClient,
     },
 };
-use longshore_server::{Config, Server, config::StorageConfig};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use tonic::transport::Channel;
 

@@ -4,20 +4,16 @@
 use std::{net::SocketAddr, time::Duration};
 
 use bytes::Bytes;
-use longshore_proto::{
-    checksum::crc32,
-    limits::CHUNK_BYTES,
-    wire::{
-        fault_from_status,
-        frame::{self, Piece},
-        v1::{
-            self, CommitRequest, JoinRequest, OpenJobRequest, PullRequest, PushRequest, PushResponse,
-            PushResult, StatsRequest, UploadRequest, tensors_client::TensorsClient,
-            training_client::TrainingClient,
-        },
+use longshore_proto::{checksum::crc32, limits::CHUNK_BYTES};
+use longshore_server::{Config, Server};
+use longshore_wire::{
+    fault_from_status,
+    frame::{self, Piece},
+    v1::{
+        self, CommitRequest, JoinRequest, OpenJobRequest, PullRequest, PushRequest, PushResponse, PushResult,
+        StatsRequest, UploadRequest, tensors_client::TensorsClient, training_client::TrainingClient,
     },
 };
-use longshore_server::{Config, Server};
 use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 

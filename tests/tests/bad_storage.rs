@@ -10,13 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{
-    Fault,
-    wire::{
-        fault_from_status,
-        v1::{AwaitDurableRequest, training_client::TrainingClient},
-    },
-};
+use longshore_proto::Fault;
 use longshore_tests::{
     binaries,
     command::{Output, longshore, longshored},
@@ -24,6 +18,10 @@ use longshore_tests::{
     server::{Longshored, ServerOptions},
     status::job_status,
     train::Train,
+};
+use longshore_wire::{
+    fault_from_status,
+    v1::{AwaitDurableRequest, training_client::TrainingClient},
 };
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tempfile::TempDir;

@@ -7,7 +7,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::wire::v1;
 use longshore_tests::{
     binaries,
     command::{Output, longshore, longshored, run},
@@ -16,6 +15,7 @@ use longshore_tests::{
     status::{job_status, status},
     train::{Running, Train},
 };
+use longshore_wire::v1;
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio_stream::StreamExt;

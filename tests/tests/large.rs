@@ -14,10 +14,7 @@ use longshore_engine::{
     io::{Direction, Disk, OpenDisk, OpenFile, Part, Request},
     memory::{Region, Slab},
 };
-use longshore_proto::{
-    Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind, Version,
-    wire::v1::{self, training_client::TrainingClient},
-};
+use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind, Version};
 use longshore_tests::{
     binaries,
     command::run,
@@ -25,6 +22,7 @@ use longshore_tests::{
     server::{Longshored, ServerOptions},
     status::job_status,
 };
+use longshore_wire::v1::{self, training_client::TrainingClient};
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;

@@ -6,11 +6,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{
-    Commit, Dtype, FaultKind, Incarnation, JobSpec,
-    limits::BLOCK_ELEMENTS,
-    wire::v1::{self, Phase},
-};
+use longshore_proto::{Commit, Dtype, FaultKind, Incarnation, JobSpec, limits::BLOCK_ELEMENTS};
 use longshore_tests::conformance::{
     cluster::{Cluster, DEADLINE, eventually},
     plan::{Model, Plan, Scale},
@@ -19,6 +15,7 @@ use longshore_tests::conformance::{
     run::{self, Rank, assert_trace},
     synthetic::{Spike, Synthetic},
 };
+use longshore_wire::v1::{self, Phase};
 use longshore_worker::{Error, LossScalerOptions, Pipeline};
 
 /// "hot" lies in the second block, which only the second server has, and "tail" from there to the end.

@@ -2,7 +2,7 @@
 
 use std::{thread, time::Duration};
 
-use longshore_proto::{Dtype, JobSpec, Rank, TierKind, wire::v1::Phase};
+use longshore_proto::{Dtype, JobSpec, Rank, TierKind};
 use longshore_tests::{
     conformance::{
         cluster::{Cluster, DEADLINE, eventually},
@@ -13,6 +13,7 @@ use longshore_tests::{
     },
     server::{self, ServerOptions},
 };
+use longshore_wire::v1::Phase;
 use longshore_worker::{LossScalerOptions, Options};
 
 const PAUSED_AT: u64 = 3;

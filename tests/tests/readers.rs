@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use longshore_proto::{
     Dtype, Fault, FaultKind, Hyper, JobName, JobSpec, Param, Rule, TierKind, limits::MAX_EXPORTS_AT_ONCE,
-    wire::v1,
 };
 use longshore_tests::conformance::{
     cluster::{Cluster, eventually},
     raw::{Raw, assert_fault},
 };
+use longshore_wire::{dtype_to_wire, v1};
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
 use tonic::Streaming;
 
@@ -61,7 +61,7 @@ fn step(pipeline: &mut Pipeline, gradient: &[f32]) {
 }
 
 fn export(raw: &Raw, version: u64) -> Result<Streaming<v1::ExportResponse>, Fault> {
-    let (job, dtype) = (JOB.to_string(), Dtype::F32.to_wire());
+    let (job, dtype) = (JOB.to_string(), dtype_to_wire(Dtype::F32));
     let request = v1::ExportRequest { job, version, dtype, deadline_ms: 600_000 };
     raw.call(raw.admin.clone().export(request))
 }

@@ -9,7 +9,6 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::wire::v1::{Phase, RestoreMode};
 use longshore_tests::{
     binaries,
     command::{Output, longshore},
@@ -19,6 +18,10 @@ use longshore_tests::{
     server::{self, Longshored, ServerOptions},
     status::job_status,
     train::Train,
+};
+use longshore_wire::{
+    Wire,
+    v1::{Phase, RestoreMode},
 };
 use longshore_worker::{Error, Opened, Options, Session};
 use tempfile::TempDir;

@@ -24,10 +24,6 @@
 //! # }
 //! ```
 
-#[cfg(feature = "cli")]
-#[macro_use]
-mod say;
-
 pub mod convert;
 pub mod decide;
 pub mod device;
@@ -40,7 +36,9 @@ pub mod push;
 pub mod schedule;
 pub mod session;
 
-pub use device::{Budget, CudaDevice, Device, DeviceChoice, HostDevice, Lease};
+#[cfg(feature = "cuda")]
+pub use device::CudaDevice;
+pub use device::{Budget, Device, DeviceChoice, HostDevice, Lease};
 pub use error::{Error, Result};
 pub use loss_scale::{LossScaler, LossScalerOptions};
 pub use pipeline::{Pipeline, PipelineOptions, StepOutcome, StepPlan};
@@ -48,12 +46,3 @@ pub use pull::Feed;
 pub use push::Assembler;
 pub use schedule::Schedule;
 pub use session::{GoBack, Joined, Opened, Options, Session, StateHash, Transport};
-
-#[cfg(feature = "cli")]
-mod bench;
-#[cfg(feature = "cli")]
-pub mod cli;
-#[cfg(feature = "cli")]
-mod export;
-#[cfg(feature = "cli")]
-pub mod train;

@@ -13,11 +13,10 @@ use std::{
 };
 
 use longshore_proto::{
-    Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, Step, TierKind, Version,
-    limits::BLOCK_ELEMENTS,
-    wire::v1::{self, training_client::TrainingClient},
+    Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, Step, TierKind, Version, limits::BLOCK_ELEMENTS,
 };
 use longshore_server::{Config, Server};
+use longshore_wire::v1::{self, training_client::TrainingClient};
 use longshore_worker::{
     Budget, Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions, Result, Schedule,
     Session, StateHash, StepOutcome, Transport,

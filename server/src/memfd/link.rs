@@ -10,12 +10,10 @@ use longshore_engine::{
     job::Lent,
     memory::{Foreign, Source},
 };
-use longshore_proto::{
-    ContributionChunk, Fault, FaultKind, Incarnation, Rank,
-    wire::{
-        memfd::{MAX_MEMORIES, stale},
-        v1::MemfdPlace,
-    },
+use longshore_proto::{ContributionChunk, Fault, FaultKind, Incarnation, Rank};
+use longshore_wire::{
+    memfd::{MAX_MEMORIES, stale},
+    v1::MemfdPlace,
 };
 
 use crate::jobs::JobHandle;

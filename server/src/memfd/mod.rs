@@ -12,12 +12,10 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
-use longshore_proto::{
-    Fault, Incarnation, Rank,
-    wire::{
-        memfd::{Listener, boot_id, stale, uid},
-        v1,
-    },
+use longshore_proto::{Fault, Incarnation, Rank};
+use longshore_wire::{
+    memfd::{Listener, boot_id, stale, uid},
+    v1,
 };
 
 pub(crate) use self::{

@@ -3,15 +3,11 @@
 use std::{io, sync::Arc, time::Duration};
 
 use longshore_engine::memory::{Foreign, SharedFile};
-use longshore_proto::{
-    Fault, FaultKind,
-    wire::{
-        fault_to_wire,
-        memfd::{Listener, MAX_MEMORY_BYTES, Packet, Socket, map, uid},
-        v1::{
-            MemfdAnswer, MemfdRequest, MemfdTaken, MemfdWelcome, memfd_answer::Answer, memfd_request::Request,
-        },
-    },
+use longshore_proto::{Fault, FaultKind};
+use longshore_wire::{
+    fault_to_wire,
+    memfd::{Listener, MAX_MEMORY_BYTES, Packet, Socket, map, uid},
+    v1::{MemfdAnswer, MemfdRequest, MemfdTaken, MemfdWelcome, memfd_answer::Answer, memfd_request::Request},
 };
 use tokio::{sync::Semaphore, task::JoinSet, time::timeout};
 

@@ -11,13 +11,10 @@ use longshore_engine::{
     step::{Phase, RankProgress},
     tier::Spill,
 };
-use longshore_proto::{
-    Fault, FaultKind, Param, Version,
-    limits::DEFAULT_DEADLINE_MS,
-    wire::{
-        self,
-        v1::{self, admin_server::Admin},
-    },
+use longshore_proto::{Fault, FaultKind, Param, Version, limits::DEFAULT_DEADLINE_MS};
+use longshore_wire::{
+    self as wire, Wire,
+    v1::{self, admin_server::Admin},
 };
 use tonic::{Request, Response, Status};
 

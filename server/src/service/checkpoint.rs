@@ -4,10 +4,8 @@ use longshore_engine::{
     checkpoint::{Listed, Part},
     step::Phase,
 };
-use longshore_proto::{
-    Fault, Version,
-    wire::{self, v1},
-};
+use longshore_proto::{Fault, Version};
+use longshore_wire::{self as wire, v1};
 
 use super::{Services, admin::snapshot_deadline, blocking};
 

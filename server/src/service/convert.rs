@@ -1,7 +1,7 @@
 //! Engine types to wire messages.
 
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
-use longshore_proto::wire::v1;
+use longshore_wire::{Wire, v1};
 
 pub(super) fn progress(progress: Progress) -> v1::JobProgress {
     let (phase, pause_reason) = match progress.phase {

@@ -13,8 +13,8 @@ use longshore_proto::{
     Dtype, Fault, FaultKind, Version,
     checksum::crc32,
     limits::{BLOCK_ELEMENTS, CHUNK_BYTES},
-    wire::{self, v1},
 };
+use longshore_wire::{self as wire, dtype_from_wire, v1};
 use tokio::{
     runtime::Handle,
     sync::{mpsc, oneshot},
@@ -60,7 +60,7 @@ impl Stream for Messages {
 /// Starts an export. What goes wrong after this is the stream's last message.
 pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<Messages, Fault> {
     let handle = services.jobs.get(&request.job)?;
-    let dtype = Dtype::from_wire("export.dtype", request.dtype)?;
+    let dtype = dtype_from_wire("export.dtype", request.dtype)?;
     let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
     let version = (request.version > 0).then_some(Version(request.version));
     let snapshot = handle.job.begin_export(version, dtype)?;

@@ -16,7 +16,8 @@ mod watch;
 use std::{sync::Arc, time::Duration};
 
 use longshore_engine::{checkpoint::Store, job::Job};
-use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS, wire};
+use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS};
+use longshore_wire::{self as wire};
 use tokio::time::Instant;
 use tonic::Status;
 

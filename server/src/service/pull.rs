@@ -12,11 +12,11 @@ use longshore_engine::job::ImageBytes;
 use longshore_proto::{
     Dtype, Fault, ShardId, Slice, Version,
     limits::{CHUNK_BYTES, MAX_PULL_SLICES},
-    wire::{
-        self,
-        frame::{self, Event, Incoming, Piece, Pieces},
-        v1,
-    },
+};
+use longshore_wire::{
+    self as wire, dtype_from_wire,
+    frame::{self, Event, Incoming, Piece, Pieces},
+    v1,
 };
 use tokio::{sync::mpsc, time::Instant};
 use tonic::{Status, body::Body};
@@ -59,7 +59,7 @@ struct Pull {
 impl Pull {
     fn new(services: &Services, request: v1::PullRequest) -> Result<Pull, Fault> {
         let handle = services.jobs.get(&request.job)?;
-        let dtype = Dtype::from_wire("pull.dtype", request.dtype)?;
+        let dtype = dtype_from_wire("pull.dtype", request.dtype)?;
         let wait = wire::deadline(request.deadline_ms)?;
         if request.slices.is_empty() || request.slices.len() > MAX_PULL_SLICES {
             let limit = format!("in 1..={MAX_PULL_SLICES}");

@@ -21,12 +21,12 @@ use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
     ContributionChunk, Fault, FaultKind,
     checksum::{Crc32, TILE_BYTES},
-    wire::{
-        self,
-        direct::{Claim, Mark, Read, Taps},
-        frame::{self, Land, Pieces, Shared},
-        v1::{PushRequest, PushResponse, PushResult},
-    },
+};
+use longshore_wire::{
+    self as wire,
+    direct::{Claim, Mark, Read, Taps},
+    frame::{self, Land, Pieces, Shared},
+    v1::{PushRequest, PushResponse, PushResult},
 };
 use tokio::{
     sync::{mpsc, watch},

@@ -3,10 +3,8 @@
 use std::sync::Arc;
 
 use longshore_engine::checkpoint::{RestoreInfo, Store};
-use longshore_proto::{
-    Fault, FaultKind, JobName,
-    wire::{self, v1},
-};
+use longshore_proto::{Fault, FaultKind, JobName};
+use longshore_wire::{self as wire, Wire, v1};
 use tokio::time::Instant;
 
 use super::{Services, blocking, convert};

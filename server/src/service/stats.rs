@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use longshore_proto::{
-    Fault, ShardId, Step,
-    wire::{self, v1},
-};
+use longshore_proto::{Fault, ShardId, Step};
+use longshore_wire::{self as wire, v1};
 use tokio::{sync::mpsc, time::Instant};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;

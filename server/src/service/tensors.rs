@@ -8,14 +8,12 @@ use std::{
 
 use futures_util::future::BoxFuture;
 use http::{Request, Response};
-use longshore_proto::{
-    limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES},
-    wire::{
-        direct::Taps,
-        v1::{
-            self,
-            tensors_server::{Tensors, TensorsServer},
-        },
+use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
+use longshore_wire::{
+    direct::Taps,
+    v1::{
+        self,
+        tensors_server::{Tensors, TensorsServer},
     },
 };
 use tokio_stream::wrappers::ReceiverStream;

@@ -3,13 +3,11 @@
 use std::sync::Arc;
 
 use longshore_engine::tier::StoredJob;
-use longshore_proto::{
-    Commit, Fault, JobSpec, Origin, Placement, Rank, ServerId, Version,
-    wire::{
-        self,
-        direct::Taps,
-        v1::{self, training_server::Training},
-    },
+use longshore_proto::{Commit, Fault, JobSpec, Origin, Placement, Rank, ServerId, Version};
+use longshore_wire::{
+    self as wire, Wire,
+    direct::Taps,
+    v1::{self, training_server::Training},
 };
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;

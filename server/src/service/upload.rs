@@ -1,10 +1,7 @@
 //! Initial weights in.
 
-use longshore_proto::{
-    ChunkId, Fault, FaultKind, ShardId,
-    checksum::crc32,
-    wire::{self, v1},
-};
+use longshore_proto::{ChunkId, Fault, FaultKind, ShardId, checksum::crc32};
+use longshore_wire::{self as wire, v1};
 use tonic::{Status, Streaming};
 
 use super::{Services, blocking, refuse};

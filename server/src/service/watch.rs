@@ -2,10 +2,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_proto::{
-    Fault, FaultKind, Step,
-    limits::MAX_DEADLINE_MS,
-    wire::v1::{self, event},
+use longshore_proto::{Fault, FaultKind, Step, limits::MAX_DEADLINE_MS};
+use longshore_wire::{
+    Wire,
+    v1::{self, event},
 };
 use tokio::{sync::mpsc, time::Instant};
 use tokio_stream::wrappers::ReceiverStream;

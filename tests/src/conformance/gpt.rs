@@ -2,18 +2,16 @@
 
 use std::{fmt::Write, sync::Arc};
 
-use longshore_proto::Param;
-use longshore_worker::{
-    Device, Pipeline, StepPlan,
-    train::{
-        LayerGradients, LayerImages, Sink, StagedWeights, WholeImages, WholeWeights,
-        gpt::{
-            self, BoxError, Config, Gpt, Gradients, Group, Weights,
-            candle_core::{self, Tensor},
-        },
-        text::Corpus,
+use longshore_cli::train::{
+    LayerGradients, LayerImages, Sink, StagedWeights, WholeImages, WholeWeights,
+    gpt::{
+        self, BoxError, Config, Gpt, Gradients, Group, Weights,
+        candle_core::{self, Tensor},
     },
+    text::Corpus,
 };
+use longshore_proto::Param;
+use longshore_worker::{Device, Pipeline, StepPlan};
 
 use super::plan::{Batch, Model};
 
@@ -35,7 +33,7 @@ impl Bytes {
         Bytes { model, corpus, device }
     }
 
-    fn batch(&self, batch: Batch) -> longshore_worker::train::text::Batch {
+    fn batch(&self, batch: Batch) -> longshore_cli::train::text::Batch {
         let Batch { step, micro_step, rank } = batch;
         self.corpus.batch(SEED, step, micro_step, rank, SEQUENCES, self.model.config().context)
     }

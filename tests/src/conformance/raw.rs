@@ -7,12 +7,10 @@ use bytes::Bytes;
 use longshore_proto::{
     Commit, Dtype, Fault, FaultKind, Hyper, Incarnation, JobSpec, Layout, Placement, ShardId, Step,
     checksum::crc32,
-    wire::{
-        fault_from_status, fault_from_wire,
-        v1::{
-            self, admin_client::AdminClient, tensors_client::TensorsClient, training_client::TrainingClient,
-        },
-    },
+};
+use longshore_wire::{
+    Wire, dtype_to_wire, fault_from_status, fault_from_wire,
+    v1::{self, admin_client::AdminClient, tensors_client::TensorsClient, training_client::TrainingClient},
 };
 use tokio::runtime::Handle;
 use tonic::{Response, Status, transport::Channel};
@@ -149,7 +147,7 @@ impl Raw {
             job: job.into(),
             rank: 0,
             version,
-            dtype: dtype.to_wire(),
+            dtype: dtype_to_wire(dtype),
             slices: vec![slice],
             deadline_ms: 5000,
             link: 0,
@@ -180,7 +178,7 @@ pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushReq
         shard,
         chunk: 0,
         loss_scale: 1.0,
-        dtype: spec.gradient_dtype.to_wire(),
+        dtype: dtype_to_wire(spec.gradient_dtype),
         crc32: crc32(&payload),
         payload,
         ..v1::PushRequest::default()

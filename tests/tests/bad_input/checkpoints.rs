@@ -10,7 +10,6 @@ use std::{
 use longshore_proto::{
     FaultKind::{self, Conflict, Corrupt, Invalid, NotFound, Precondition},
     Formats, JobSpec, Rule, StateFormat,
-    wire::v1::Phase,
 };
 use longshore_tests::{
     command::longshore,
@@ -22,6 +21,7 @@ use longshore_tests::{
         synthetic::Synthetic,
     },
 };
+use longshore_wire::{Wire, v1::Phase};
 use longshore_worker::{Error, Session};
 
 use super::{BEFORE, Victim, finish, plan};

@@ -12,13 +12,13 @@ use longshore_proto::{
     FaultKind::{self, Conflict, Corrupt, Fenced, Invalid, NotFound, Precondition},
     Hyper, Incarnation, JobSpec, Layout, Param,
     checksum::crc32,
-    wire::v1,
 };
 use longshore_tests::conformance::{
     cluster::Cluster,
     raw::{At, Raw, assert_fault, chunk, decision, placement},
     synthetic::Synthetic,
 };
+use longshore_wire::{Wire, dtype_to_wire, v1};
 use tonic::Code;
 
 use super::{BEFORE, Victim, plan};
@@ -29,7 +29,7 @@ fn a_wrong_chunk_is_refused_and_settles_nothing() {
     let victim = Victim::start(&cluster, "pushed-wrongly");
     let right = || victim.chunk();
     let short = right().payload.slice(2..);
-    let (f16, sum) = (Dtype::F16.to_wire(), crc32(&short));
+    let (f16, sum) = (dtype_to_wire(Dtype::F16), crc32(&short));
     let cut = v1::PushRequest { crc32: sum, payload: short, ..right() };
     let old = victim.incarnation.0 - 1;
     let wrong = [

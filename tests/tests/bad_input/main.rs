@@ -9,7 +9,7 @@ mod trainer;
 
 use std::sync::OnceLock;
 
-use longshore_proto::{Incarnation, JobSpec, Layout, wire::v1};
+use longshore_proto::{Incarnation, JobSpec, Layout};
 use longshore_tests::conformance::{
     cluster::Cluster,
     plan::Plan,
@@ -18,6 +18,7 @@ use longshore_tests::conformance::{
     run::{self, Rank, assert_trace},
     synthetic::Synthetic,
 };
+use longshore_wire::v1;
 use longshore_worker::Pipeline;
 
 pub(crate) const STEPS: u64 = 4;

@@ -4,12 +4,12 @@ use longshore_proto::{
     Dtype,
     FaultKind::{Conflict, Exhausted, Invalid},
     Formats, JobSpec, MasterFormat, Param, Rule, StateFormat, TierKind,
-    wire::v1,
 };
 use longshore_tests::conformance::{
     cluster::Cluster,
     raw::{assert_fault, placement},
 };
+use longshore_wire::{Wire, v1};
 
 use super::{BEFORE, Victim};
 

@@ -1,9 +1,6 @@
 //! Processes that must not train: one whose rank is taken, one whose hyperparameters are no numbers.
 
-use longshore_proto::{
-    FaultKind::{Fenced, Invalid},
-    wire::v1,
-};
+use longshore_proto::FaultKind::{Fenced, Invalid};
 use longshore_tests::conformance::{
     cluster::Cluster,
     plan::Plan,
@@ -11,6 +8,7 @@ use longshore_tests::conformance::{
     run::{self, Rank},
     synthetic::Synthetic,
 };
+use longshore_wire::v1;
 use longshore_worker::{Error, Pipeline, Session};
 
 use super::{BEFORE, STEPS, Victim, finish, plan};

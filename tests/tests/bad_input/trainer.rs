@@ -3,17 +3,15 @@
 
 use std::{fs, path::Path, time::Duration};
 
-use longshore_proto::{Dtype, Hyper, JobName, Rule, wire::v1};
-use longshore_tests::conformance::{cluster::Cluster, gpt, raw::Raw};
-use longshore_worker::{
-    DeviceChoice, Error, LossScalerOptions, Session,
-    error::Shortage,
-    train::{
-        self, LossScale, LossScaleMode, Settings,
-        gpt::{Config, Gpt, candle_core::Device},
-        text,
-    },
+use longshore_cli::train::{
+    self, LossScale, LossScaleMode, Settings,
+    gpt::{Config, Gpt, candle_core::Device},
+    text,
 };
+use longshore_proto::{Dtype, Hyper, JobName, Rule};
+use longshore_tests::conformance::{cluster::Cluster, gpt, raw::Raw};
+use longshore_wire::v1;
+use longshore_worker::{DeviceChoice, Error, LossScalerOptions, Session, error::Shortage};
 
 use super::Victim;
 

@@ -1,11 +1,8 @@
 //! Frames that take memory or time, from one connection and from many.
 
-use longshore_proto::{
-    limits::{
-        CALLS_SHARE, IDLE_CALL_BYTES, IDLE_CONNECTION_BYTES, MAX_CALLS, MAX_CONNECTION_CALLS,
-        MAX_UNFINISHED_BYTES, SMALL_MESSAGE_BYTES, UNFINISHED_SHARE_BYTES, WINDOW_BYTES,
-    },
-    wire::{direct::Mark, frame::encode, v1::PushRequest},
+use longshore_proto::limits::{
+    CALLS_SHARE, IDLE_CALL_BYTES, IDLE_CONNECTION_BYTES, MAX_CALLS, MAX_CONNECTION_CALLS,
+    MAX_UNFINISHED_BYTES, SMALL_MESSAGE_BYTES, UNFINISHED_SHARE_BYTES, WINDOW_BYTES,
 };
 use longshore_tests::{
     peer::{
@@ -14,6 +11,7 @@ use longshore_tests::{
     },
     server::ServerOptions,
 };
+use longshore_wire::{direct::Mark, frame::encode, v1::PushRequest};
 
 use super::{growth, many};
 

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr, sync::Arc};
 
 use longshore_proto::Fault;
 
-use super::{CudaDevice, Device, HostDevice};
+use super::{Device, HostDevice};
 use crate::error::Result;
 
 /// What `--device` may say.
@@ -59,11 +59,11 @@ impl DeviceChoice {
             DeviceChoice::Host => None,
             DeviceChoice::Cuda(Some(ordinal)) => Some(ordinal),
             // Without a GPU, opening the first says what is missing.
-            DeviceChoice::Cuda(None) => Some(next(rank, CudaDevice::count()).unwrap_or(0)),
-            DeviceChoice::Auto => next(rank, CudaDevice::count()),
+            DeviceChoice::Cuda(None) => Some(next(rank, gpu::count()).unwrap_or(0)),
+            DeviceChoice::Auto => next(rank, gpu::count()),
         };
         Ok(match ordinal {
-            Some(ordinal) => Arc::new(CudaDevice::new(ordinal, budget)?),
+            Some(ordinal) => gpu::open(ordinal, budget)?,
             None => Arc::new(HostDevice::new(budget.unwrap_or(u64::MAX))),
         })
     }
@@ -72,6 +72,41 @@ impl DeviceChoice {
 /// The GPU of a rank: ranks of a host are counted on from each other, so they spread over its GPUs.
 fn next(rank: u32, gpus: usize) -> Option<usize> {
     (rank as usize).checked_rem(gpus)
+}
+
+/// The GPUs that this build can use.
+#[cfg(feature = "cuda")]
+mod gpu {
+    use std::sync::Arc;
+
+    use super::{super::CudaDevice, Device, Result};
+
+    pub(super) fn count() -> usize {
+        CudaDevice::count()
+    }
+
+    pub(super) fn open(ordinal: usize, budget: Option<u64>) -> Result<Arc<dyn Device>> {
+        Ok(Arc::new(CudaDevice::new(ordinal, budget)?))
+    }
+}
+
+/// A build without the feature `cuda` has no GPU.
+#[cfg(not(feature = "cuda"))]
+mod gpu {
+    use std::sync::Arc;
+
+    use super::{Device, Result};
+    use crate::error::DeviceError;
+
+    pub(super) fn count() -> usize {
+        0
+    }
+
+    pub(super) fn open(ordinal: usize, _budget: Option<u64>) -> Result<Arc<dyn Device>> {
+        let cause = "this build cannot use GPUs".into();
+        let remedy = "build with the feature `cuda`, or use the device `host`";
+        Err(DeviceError { device: format!("cuda:{ordinal}"), call: "open", cause, remedy }.into())
+    }
 }
 
 #[cfg(test)]
@@ -97,7 +132,7 @@ mod tests {
 
     #[test]
     fn a_gpu_is_used_where_there_is_one_and_demanded_where_it_is_named() {
-        let gpus = CudaDevice::count();
+        let gpus = gpu::count();
         let found = DeviceChoice::Auto.open(1, Some(1 << 20)).unwrap();
         let expected = if gpus == 0 { "host".to_string() } else { format!("cuda:{}", 1 % gpus) };
         assert_eq!((found.name(), found.budget().limit()), (expected.as_str(), 1 << 20));

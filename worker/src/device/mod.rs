@@ -3,6 +3,7 @@
 
 mod budget;
 mod choice;
+#[cfg(feature = "cuda")]
 mod cuda;
 mod host;
 mod pool;
@@ -11,6 +12,7 @@ use std::{any::Any, fmt, sync::Arc};
 
 pub use budget::{Budget, Lease};
 pub use choice::DeviceChoice;
+#[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 pub use host::HostDevice;
 pub use pool::{Pool, PooledBuffer};

@@ -11,7 +11,7 @@ use std::{
 };
 
 use longshore_memory::{Region, SharedFile};
-use longshore_proto::wire::memfd::MAX_MEMORY_BYTES;
+use longshore_wire::memfd::MAX_MEMORY_BYTES;
 
 /// The first extent; each later one is twice the one before, so that few descriptors do for any size. Address space
 /// alone: a page is allocated when it is first written.

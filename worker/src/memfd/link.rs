@@ -3,15 +3,13 @@
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use longshore_memory::Foreign;
-use longshore_proto::{
-    Fault, FaultKind, Incarnation, Rank,
-    wire::{
-        fault_from_wire,
-        memfd::{Socket, boot_id, map, stale, uid},
-        v1::{
-            MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdRequest, memfd_answer::Answer,
-            memfd_request::Request,
-        },
+use longshore_proto::{Fault, FaultKind, Incarnation, Rank};
+use longshore_wire::{
+    fault_from_wire,
+    memfd::{Socket, boot_id, map, stale, uid},
+    v1::{
+        MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdRequest, memfd_answer::Answer,
+        memfd_request::Request,
     },
 };
 use tokio::{sync::Mutex, time::timeout};

@@ -2,10 +2,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use longshore_proto::{
-    Fault, FaultKind,
-    wire::{memfd::STALE, v1::MemfdOffer},
-};
+use longshore_proto::{Fault, FaultKind};
+use longshore_wire::{memfd::STALE, v1::MemfdOffer};
 
 use super::Link;
 use crate::session::{Core, Transport};

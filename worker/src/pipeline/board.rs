@@ -3,7 +3,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use futures_util::future::join_all;
-use longshore_proto::{Fault, FaultKind, Step, Version, wire::v1::DescribeResponse};
+use longshore_proto::{Fault, FaultKind, Step, Version};
+use longshore_wire::v1::DescribeResponse;
 use tokio::sync::watch;
 
 use crate::{

@@ -3,12 +3,10 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{
-    Fault, FaultKind, Origin, ServerId, ShardId, Step,
-    wire::{
-        fault_from_status,
-        v1::{ShardStats, StatsRequest},
-    },
+use longshore_proto::{Fault, FaultKind, Origin, ServerId, ShardId, Step};
+use longshore_wire::{
+    fault_from_status,
+    v1::{ShardStats, StatsRequest},
 };
 use tokio::sync::watch;
 
@@ -127,7 +125,7 @@ fn blocks(core: &SharedCore, owned: &[ShardId], stats: ShardStats) -> Result<Vec
         let remedy = "server and worker disagree on the layout: use the same version of both";
         return Err(Fault::new(FaultKind::Internal, "stats", value, "an owned shard's blocks", remedy));
     }
-    let figure = |block: &longshore_proto::wire::v1::BlockStats| BlockStats {
+    let figure = |block: &longshore_wire::v1::BlockStats| BlockStats {
         sum_squares: block.sum_squares,
         first_nonfinite: block.first_nonfinite,
     };

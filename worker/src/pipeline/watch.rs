@@ -2,13 +2,10 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use longshore_proto::{
-    Commit, Fault, FaultKind, Incarnation, Rank, Step, Version,
-    fault::READS,
-    wire::{
-        fault_from_status,
-        v1::{self, Phase, WatchRequest, event},
-    },
+use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, Step, Version, fault::READS};
+use longshore_wire::{
+    Wire, fault_from_status,
+    v1::{self, Phase, WatchRequest, event},
 };
 
 use super::{Shared, envelope::Envelope, outcome::Decided};

@@ -2,17 +2,13 @@
 
 use std::{io, ops::Range, sync::Arc};
 
-use longshore_proto::{
-    Fault, FaultKind, ShardId, Slice,
-    checksum::Crc32,
-    limits::MAX_PULL_SLICES,
-    wire::{
-        direct::{Mark, Read},
-        fault_from_status,
-        frame::{self, Land, Shared},
-        memfd::STALE,
-        v1::{self, PullRequest, PullResponse},
-    },
+use longshore_proto::{Fault, FaultKind, ShardId, Slice, checksum::Crc32, limits::MAX_PULL_SLICES};
+use longshore_wire::{
+    direct::{Mark, Read},
+    dtype_to_wire, fault_from_status,
+    frame::{self, Land, Shared},
+    memfd::STALE,
+    v1::{self, PullRequest, PullResponse},
 };
 
 use super::{
@@ -97,7 +93,7 @@ impl Fetch {
             job: core.job().to_string(),
             rank: core.options.rank.0,
             version: self.shared.reading.version().0,
-            dtype: self.shared.store.dtype.to_wire(),
+            dtype: dtype_to_wire(self.shared.store.dtype),
             slices,
             deadline_ms: core.options.deadline.as_millis() as u64,
             link: link.as_ref().map_or(0, |link| link.id),

@@ -13,9 +13,8 @@ use std::{
 };
 
 use longshore_memory::{Foreign, Source};
-use longshore_proto::{
-    Dtype, Fault, Layout, ShardId, Slice, Version, checksum::Crc32, limits::CHUNK_BYTES, wire::direct::Read,
-};
+use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, Version, checksum::Crc32, limits::CHUNK_BYTES};
+use longshore_wire::direct::Read;
 
 use crate::{
     device::{Pool, PooledBuffer},

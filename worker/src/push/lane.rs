@@ -3,16 +3,12 @@
 
 use std::{collections::VecDeque, time::Instant};
 
-use longshore_proto::{
-    Fault, FaultKind, Step,
-    checksum::crc32,
-    limits::CHUNK_BYTES,
-    wire::{
-        direct::Mark,
-        fault_from_status, fault_from_wire,
-        frame::{self, Event, Incoming, Piece, Pieces},
-        v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
-    },
+use longshore_proto::{Fault, FaultKind, Step, checksum::crc32, limits::CHUNK_BYTES};
+use longshore_wire::{
+    direct::Mark,
+    dtype_to_wire, fault_from_status, fault_from_wire,
+    frame::{self, Event, Incoming, Piece, Pieces},
+    v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
 };
 use tokio::sync::mpsc;
 use tonic::Status;
@@ -161,7 +157,7 @@ async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey, mark: 
         shard: key.shard.0,
         chunk: chunk_id,
         loss_scale: chunk.loss_scale,
-        dtype: core.spec().gradient_dtype.to_wire(),
+        dtype: dtype_to_wire(core.spec().gradient_dtype),
         crc32,
         place,
         reads_version: chunk.reads.version.0,

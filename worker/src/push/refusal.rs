@@ -7,11 +7,9 @@
 use std::time::Instant;
 
 use longshore_proto::{
-    ChunkId, Contribution, Fault, FaultKind, MicroStep, ShardId, Step,
-    checksum::crc32,
-    fault::READS,
-    wire::{memfd::STALE, v1::PushResult},
+    ChunkId, Contribution, Fault, FaultKind, MicroStep, ShardId, Step, checksum::crc32, fault::READS,
 };
+use longshore_wire::{memfd::STALE, v1::PushResult};
 
 use super::{ChunkKey, retained::Chunk};
 use crate::{

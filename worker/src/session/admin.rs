@@ -11,8 +11,8 @@ use longshore_proto::{
     FaultKind, Version,
     checksum::{BlockHash, state_hash},
     limits::MAX_PAUSE_REASON_BYTES,
-    wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest},
 };
+use longshore_wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest};
 use tonic::{Response, Status};
 
 use super::{Core, peer::Peer, retry::Backoff};

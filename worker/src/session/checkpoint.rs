@@ -3,12 +3,10 @@
 use std::time::Instant;
 
 use futures_util::future::{join_all, try_join_all};
-use longshore_proto::{
-    Fault, FaultKind, JobName, Version,
-    wire::v1::{
-        CheckpointRequest, CheckpointResponse, DiscardCheckpointRequest, ListCheckpointsRequest,
-        ListCheckpointsResponse, SealCheckpointRequest, SealCheckpointResponse,
-    },
+use longshore_proto::{Fault, FaultKind, JobName, Version};
+use longshore_wire::v1::{
+    CheckpointRequest, CheckpointResponse, DiscardCheckpointRequest, ListCheckpointsRequest,
+    ListCheckpointsResponse, SealCheckpointRequest, SealCheckpointResponse,
 };
 
 use super::{
@@ -175,6 +173,6 @@ impl Core {
 }
 
 /// Whether the name is a sealed checkpoint's of another state.
-pub(crate) fn is_taken(fault: &Fault) -> bool {
+pub fn is_taken(fault: &Fault) -> bool {
     fault.kind == FaultKind::Conflict && fault.field == "name"
 }

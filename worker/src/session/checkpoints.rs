@@ -2,10 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use longshore_proto::{
-    Version,
-    wire::v1::{CheckpointInfo, UnsealedPart},
-};
+use longshore_proto::Version;
+use longshore_wire::v1::{CheckpointInfo, UnsealedPart};
 
 /// A sealed checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +24,7 @@ pub struct Checkpoint {
 const MOST_NAMES: u32 = 100;
 
 /// The name, and then those to take where it is another state's.
-pub(crate) fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
+pub fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
     let name = name.to_string();
     (1..=MOST_NAMES).map(move |number| match number {
         1 => name.clone(),
@@ -52,7 +50,7 @@ pub(crate) fn unsealed_but_whole<'a>(
 
 /// In the order in which they were sealed. One that a server does not list, or lists otherwise, is damaged: who leaves it out
 /// must be able to say so.
-pub(crate) fn common(lists: Vec<(String, Vec<CheckpointInfo>)>) -> Vec<Checkpoint> {
+pub fn common(lists: Vec<(String, Vec<CheckpointInfo>)>) -> Vec<Checkpoint> {
     let mut found: Vec<&CheckpointInfo> = Vec::new();
     for info in lists.iter().flat_map(|(_, list)| list) {
         if found.iter().all(|known| known.name != info.name) {

@@ -9,7 +9,7 @@ use std::{
 
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use longshore_proto::wire::direct::{Dialled, Direct, Side, Taps};
+use longshore_wire::direct::{Dialled, Direct, Side, Taps};
 use tokio::net::{TcpStream, UnixStream};
 use tower_service::Service;
 

@@ -4,10 +4,8 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{
-    FaultKind, JobName, TierKind, Version,
-    wire::v1::{JobProgress, Phase},
-};
+use longshore_proto::{FaultKind, JobName, TierKind, Version};
+use longshore_wire::v1::{JobProgress, Phase};
 
 use super::{Checkpoint, Core, retry::Backoff};
 use crate::error::{Error, NoCheckpoint, Result, StateKept};

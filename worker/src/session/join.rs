@@ -3,9 +3,10 @@
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::try_join_all;
-use longshore_proto::{
-    Commit, Incarnation, Origin, Rank, Step, Version,
-    wire::v1::{
+use longshore_proto::{Commit, Incarnation, Origin, Rank, Step, Version};
+use longshore_wire::{
+    Wire,
+    v1::{
         AwaitDurableRequest, CommitRequest, DescribeResponse, JobProgress, JoinRequest, LeaveRequest, Phase,
     },
 };

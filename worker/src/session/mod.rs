@@ -11,6 +11,7 @@ mod open;
 mod options;
 mod patience;
 mod peer;
+mod probe;
 mod recover;
 mod restore;
 mod resume;
@@ -27,32 +28,27 @@ use std::{
 };
 
 use futures_util::future::try_join_all;
-use longshore_proto::{
-    Dtype, Fault, JobSpec, Layout, Placement, Rank, Version,
-    wire::{frame::keep_buffers, v1},
-};
+use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Rank, Version};
+use longshore_wire::{frame::keep_buffers, v1};
 
 pub use self::{
     admin::StateHash,
-    checkpoints::Checkpoint,
+    checkpoint::is_taken,
+    checkpoints::{Checkpoint, common, numbered},
     go_back::GoBack,
     join::Joined,
     open::Opened,
     options::{Options, Transport},
-};
-#[cfg(feature = "cli")]
-pub(crate) use self::{
-    checkpoint::is_taken,
-    checkpoints::{common, numbered},
     peer::{endpoint, whole, with_sources},
+    probe::Probe,
     resume::paused_at,
+    version::{TRIES, has_passed, lead},
 };
 use self::{core::Engine, peer::Peer};
 pub(crate) use self::{
     core::{Core, Meter, OwnCommit, SharedCore},
     patience::Impatience,
     retry::Backoff,
-    version::{TRIES, has_passed, lead},
 };
 use crate::{
     error::Result,

@@ -3,9 +3,10 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::try_join_all;
-use longshore_proto::{
-    FaultKind, Rank, Version,
-    wire::v1::{DescribeRequest, DescribeResponse, JobProgress, OpenJobRequest, Phase},
+use longshore_proto::{FaultKind, Rank, Version};
+use longshore_wire::{
+    Wire,
+    v1::{DescribeRequest, DescribeResponse, JobProgress, OpenJobRequest, Phase},
 };
 
 use super::{Core, peer::whole, retry::Backoff};

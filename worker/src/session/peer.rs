@@ -9,13 +9,13 @@ use longshore_proto::{
     Fault, FaultKind, Step,
     fault::{ORIGIN, READS},
     limits::{CHUNK_BYTES, MAX_CONTROL_MESSAGE_BYTES, MAX_TRAINER_STATE_BYTES},
-    wire::{
-        direct::Taps,
-        fault_from_status,
-        v1::{
-            DescribeRequest, DescribeResponse, admin_client::AdminClient, tensors_client::TensorsClient,
-            training_client::TrainingClient,
-        },
+};
+use longshore_wire::{
+    direct::Taps,
+    fault_from_status,
+    v1::{
+        DescribeRequest, DescribeResponse, admin_client::AdminClient, tensors_client::TensorsClient,
+        training_client::TrainingClient,
     },
 };
 use tonic::{
@@ -94,7 +94,7 @@ impl Peer {
 }
 
 /// Where to dial: `host:port`, `http://host:port`, or `unix:/path` for a server on the same host.
-pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
+pub fn endpoint(address: &str) -> Result<Endpoint, Fault> {
     let invalid = |cause: &str| {
         Fault::invalid(
             "options.servers",
@@ -124,7 +124,7 @@ pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Fault> {
 }
 
 /// A job's description, however long.
-pub(crate) async fn whole(
+pub async fn whole(
     mut admin: AdminClient<Channel>,
     request: DescribeRequest,
 ) -> Result<Response<DescribeResponse>, Status> {
@@ -169,7 +169,7 @@ where
 }
 
 /// tonic's own message is "transport error"; the reason is in its sources.
-pub(crate) fn with_sources(error: &dyn std::error::Error) -> String {
+pub fn with_sources(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {

@@ -6,7 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Fault, FaultKind, Step, Version, wire::v1::Phase};
+use longshore_proto::{Fault, FaultKind, Step, Version};
+use longshore_wire::v1::Phase;
 
 use super::{Core, OwnCommit, SharedCore, retry::Backoff};
 use crate::error::{Error, Outdated, Result, StateLost};

@@ -4,10 +4,8 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::{join_all, try_join_all};
-use longshore_proto::{
-    FaultKind, JobName, Version,
-    wire::v1::{Phase, RestoreMode, RestoreRequest, RestoreResponse},
-};
+use longshore_proto::{FaultKind, JobName, Version};
+use longshore_wire::v1::{Phase, RestoreMode, RestoreRequest, RestoreResponse};
 
 use super::Core;
 use crate::error::{Error, NotRestored, OtherCheckpoints, Result};

@@ -3,16 +3,14 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{
-    Fault, FaultKind, Version,
-    wire::v1::{JobProgress, Phase, ResumeRequest},
-};
+use longshore_proto::{Fault, FaultKind, Version};
+use longshore_wire::v1::{JobProgress, Phase, ResumeRequest};
 
 use super::{Core, retry::Backoff};
 use crate::error::{Error, Result};
 
 /// The version that servers are paused at: the lowest one, since a server that is past it has been resumed. None: none is.
-pub(crate) fn paused_at<'a>(progress: impl IntoIterator<Item = &'a JobProgress>) -> Option<u64> {
+pub fn paused_at<'a>(progress: impl IntoIterator<Item = &'a JobProgress>) -> Option<u64> {
     let paused = progress.into_iter().filter(|progress| progress.phase() == Phase::Paused);
     paused.map(|progress| progress.version).min()
 }

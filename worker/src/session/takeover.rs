@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
-use longshore_proto::{
-    Commit, Fault, FaultKind, Incarnation, Origin, Step, TierKind,
-    fault::ORIGIN,
-    wire::v1::{DescribeResponse, JobProgress, Phase, StepBackRequest},
+use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Origin, Step, TierKind, fault::ORIGIN};
+use longshore_wire::{
+    Wire,
+    v1::{DescribeResponse, JobProgress, Phase, StepBackRequest},
 };
 
 use super::Core;

@@ -8,13 +8,10 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use longshore_proto::{
-    ChunkId, Dtype, Fault, FaultKind, ShardId,
-    checksum::crc32,
-    wire::{
-        fault_from_status,
-        v1::{DescribeResponse, Phase, UploadRequest, UploadResponse},
-    },
+use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, ShardId, checksum::crc32};
+use longshore_wire::{
+    fault_from_status,
+    v1::{DescribeResponse, Phase, UploadRequest, UploadResponse},
 };
 use tokio::{sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;

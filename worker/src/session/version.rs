@@ -3,12 +3,12 @@
 use longshore_proto::{Fault, FaultKind};
 
 /// Tries before giving up on a version that all servers can still give.
-pub(crate) const TRIES: u32 = 8;
+pub const TRIES: u32 = 8;
 
 /// How far ahead of the newest version to ask. Servers reach a version one after the other, and one that has left it behind
 /// refuses: then all are asked for one that is still ahead, further and further. First for one that is there: a job that
 /// nobody trains has no other.
-pub(crate) fn lead(tried: u32) -> u64 {
+pub fn lead(tried: u32) -> u64 {
     match tried {
         0 => 0,
         _ => 1 << (tried - 1),
@@ -16,6 +16,6 @@ pub(crate) fn lead(tried: u32) -> u64 {
 }
 
 /// Whether a server was asked too late for a version.
-pub(crate) fn has_passed(fault: &Fault) -> bool {
+pub fn has_passed(fault: &Fault) -> bool {
     fault.kind == FaultKind::Precondition && fault.field == "version"
 }

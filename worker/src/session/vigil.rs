@@ -7,7 +7,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use longshore_proto::wire::v1::DescribeResponse;
+use longshore_wire::v1::DescribeResponse;
 
 use super::Core;
 use crate::error::{Error, Result};

@@ -1,0 +1,157 @@
+//! What a process at the other end of a link may send: any packets, with any descriptors, and then any places.
+
+#![no_main]
+
+use std::{
+    fs::File,
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::fd::{AsFd, OwnedFd},
+    sync::OnceLock,
+};
+
+use libfuzzer_sys::{arbitrary, arbitrary::Arbitrary, fuzz_target};
+use longshore_memory::Foreign;
+use longshore_wire::{
+    memfd::{Listener, Socket},
+    v1::{MemfdMemory, MemfdPlace, MemfdRequest, memfd_request::Request},
+};
+use prost::Message;
+use rustix::{
+    fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
+    net::{
+        AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+        SocketType, connect, sendmsg, socket_with,
+    },
+};
+use tokio::runtime::Runtime;
+
+const MOST: u64 = 1 << 20;
+
+#[derive(Debug, Arbitrary)]
+enum Packet {
+    /// Bytes as they are.
+    Raw(Vec<u8>, Vec<Passed>),
+    /// A message as it should be, about a memory that may be another.
+    Memory(u64, Vec<Passed>),
+    /// Not sent: what a Push says of the memories that were taken.
+    Place { memory: u8, offset: u64, bytes: u64, small: bool },
+}
+
+#[derive(Debug, Arbitrary)]
+enum Passed {
+    Memfd { bytes: u32, shrink: bool, grow: bool },
+    Zero,
+    Pipe,
+}
+
+impl Passed {
+    fn open(&self) -> OwnedFd {
+        match self {
+            Passed::Memfd { bytes, shrink, grow } => {
+                let file = memfd_create("fuzz", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC).unwrap();
+                ftruncate(&file, u64::from(*bytes) % (2 * MOST)).unwrap();
+                let mut seals = SealFlags::empty();
+                seals.set(SealFlags::SHRINK, *shrink);
+                seals.set(SealFlags::GROW, *grow);
+                fcntl_add_seals(&file, seals).unwrap();
+                file
+            }
+            Passed::Zero => File::open("/dev/zero").unwrap().into(),
+            Passed::Pipe => rustix::pipe::pipe().unwrap().0,
+        }
+    }
+}
+
+/// A listener and its name, once for the process.
+fn host() -> &'static (Runtime, Listener, String) {
+    static HOST: OnceLock<(Runtime, Listener, String)> = OnceLock::new();
+    HOST.get_or_init(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let name = format!("longshore-fuzz-{}", std::process::id());
+        let listener = runtime.block_on(async { Listener::bind(name.as_bytes()).unwrap() });
+        (runtime, listener, name)
+    })
+}
+
+fn raw_socket(name: &str) -> OwnedFd {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    socket
+}
+
+fn send(socket: &OwnedFd, bytes: &[u8], passed: &[Passed]) {
+    let files: Vec<OwnedFd> = passed.iter().take(6).map(Passed::open).collect();
+    let descriptors: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(6))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    }
+    // Empty packets are an end, and tell nothing new.
+    let bytes = if bytes.is_empty() { &[0] } else { bytes };
+    sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
+}
+
+async fn receive(socket: &Socket, memories: &mut Vec<Foreign>) {
+    let Ok(packet) = socket.receive::<MemfdRequest>().await else { return };
+    let packet = packet.expect("the other end is open");
+    if let (Some(Request::Memory(memory)), Some(descriptor)) = (packet.message.request, packet.descriptor)
+        && let Ok(memory) = Foreign::map(&descriptor, memory.bytes, MOST)
+    {
+        memories.push(memory);
+    }
+}
+
+/// A place is refused, or can be read to its last byte.
+fn look(memories: &[Foreign], place: &MemfdPlace) {
+    let Some(memory) = memories.get(place.memory as usize) else { return };
+    let inside = u128::from(place.offset) + u128::from(place.bytes) <= u128::from(memory.len());
+    assert_eq!(memory.holds(place.offset, place.bytes), inside);
+    if inside {
+        let sum: u64 = memory.bytes(place.offset, place.bytes).iter().map(|&byte| u64::from(byte)).sum();
+        let mut copy = vec![1; place.bytes as usize];
+        memory.copy(place.offset, &mut copy);
+        assert_eq!(sum, copy.iter().map(|&byte| u64::from(byte)).sum());
+    }
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fuzz_target!(|packets: Vec<Packet>| {
+    let (runtime, listener, name) = host();
+    let before = descriptors();
+    runtime.block_on(async {
+        let client = raw_socket(name);
+        let server = listener.accept().await.unwrap();
+        let mut memories = Vec::new();
+        for packet in packets.iter().take(16) {
+            match packet {
+                Packet::Raw(bytes, passed) => send(&client, bytes, passed),
+                Packet::Memory(bytes, passed) => {
+                    let bytes = match passed.first() {
+                        // The right size half of the time.
+                        Some(Passed::Memfd { bytes: size, .. }) if bytes % 2 == 0 => {
+                            u64::from(*size) % (2 * MOST)
+                        }
+                        _ => *bytes,
+                    };
+                    let request = MemfdRequest { request: Some(Request::Memory(MemfdMemory { bytes })) };
+                    send(&client, &request.encode_to_vec(), passed);
+                }
+                &Packet::Place { memory, offset, bytes, small } => {
+                    let (offset, bytes) = if small { (offset % MOST, bytes % MOST) } else { (offset, bytes) };
+                    look(
+                        &memories,
+                        &MemfdPlace { memory: memory.into(), offset, bytes, ..Default::default() },
+                    );
+                    continue;
+                }
+            }
+            receive(&server, &mut memories).await;
+        }
+    });
+    assert_eq!(descriptors(), before, "every descriptor that came is closed or kept by what holds it");
+});

@@ -1,0 +1,312 @@
+//! Wire messages to domain types, once, at the edge.
+
+use std::time::Duration;
+
+use longshore_proto::{
+    commit::Commit,
+    contribution::{Contribution, ContributionChunk, Reads},
+    dtype::Dtype,
+    fault::Fault,
+    hyper::{Hyper, Rule},
+    ids::{ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step, Version},
+    job::{JobName, JobSpec, TierKind},
+    layout::Param,
+    limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
+    placement::Placement,
+    state::{Formats, MasterFormat, StateFormat},
+};
+
+use super::v1;
+
+fn missing(field: &str) -> Fault {
+    Fault::invalid(field, "absent", "present", "fill the field in")
+}
+
+fn unknown(field: &str, value: i32) -> Fault {
+    Fault::invalid(field, value, "a named enum value", "use a value of this server's protocol version")
+}
+
+/// A job's or a checkpoint's name.
+pub fn parse_name(field: &str, text: &str) -> Result<JobName, Fault> {
+    JobName::parse(field, text)
+}
+
+/// A caller's wait, with the default for 0.
+pub fn deadline(millis: u64) -> Result<Duration, Fault> {
+    match millis {
+        0 => Ok(Duration::from_millis(DEFAULT_DEADLINE_MS)),
+        1..=MAX_DEADLINE_MS => Ok(Duration::from_millis(millis)),
+        _ => {
+            let limit = format!("at most {MAX_DEADLINE_MS}");
+            Err(Fault::invalid("deadline_ms", millis, limit, "wait in several calls"))
+        }
+    }
+}
+
+/// A domain type that has a message of its own.
+pub trait Wire: Sized {
+    type Message;
+
+    /// Field by field; the type's own `validate` checks its limits.
+    ///
+    /// # Errors
+    /// `Invalid` for a message that is missing, and for a field that has no value of its type.
+    fn from_wire(message: Option<Self::Message>) -> Result<Self, Fault>;
+
+    fn to_wire(&self) -> Self::Message;
+}
+
+pub fn dtype_from_wire(field: &str, value: i32) -> Result<Dtype, Fault> {
+    match v1::Dtype::try_from(value) {
+        Ok(v1::Dtype::F32) => Ok(Dtype::F32),
+        Ok(v1::Dtype::F16) => Ok(Dtype::F16),
+        Ok(v1::Dtype::Bf16) => Ok(Dtype::Bf16),
+        _ => Err(unknown(field, value)),
+    }
+}
+
+pub fn dtype_to_wire(dtype: Dtype) -> i32 {
+    (match dtype {
+        Dtype::F32 => v1::Dtype::F32,
+        Dtype::F16 => v1::Dtype::F16,
+        Dtype::Bf16 => v1::Dtype::Bf16,
+    }) as i32
+}
+
+fn rule_from_wire(value: i32) -> Result<Rule, Fault> {
+    match v1::Rule::try_from(value) {
+        Ok(v1::Rule::Adamw) => Ok(Rule::AdamW),
+        Ok(v1::Rule::Adam) => Ok(Rule::Adam),
+        Ok(v1::Rule::Sgd) => Ok(Rule::Sgd),
+        Ok(v1::Rule::Lion) => Ok(Rule::Lion),
+        Ok(v1::Rule::Adagrad) => Ok(Rule::Adagrad),
+        _ => Err(unknown("spec.rule", value)),
+    }
+}
+
+fn rule_to_wire(rule: Rule) -> i32 {
+    (match rule {
+        Rule::AdamW => v1::Rule::Adamw,
+        Rule::Adam => v1::Rule::Adam,
+        Rule::Sgd => v1::Rule::Sgd,
+        Rule::Lion => v1::Rule::Lion,
+        Rule::Adagrad => v1::Rule::Adagrad,
+    }) as i32
+}
+
+fn tier_from_wire(value: i32) -> Result<TierKind, Fault> {
+    match v1::Tier::try_from(value) {
+        Ok(v1::Tier::Memory) => Ok(TierKind::Memory),
+        Ok(v1::Tier::Shm) => Ok(TierKind::Shm),
+        Ok(v1::Tier::Nvme) => Ok(TierKind::Nvme),
+        _ => Err(unknown("spec.tier", value)),
+    }
+}
+
+fn tier_to_wire(tier: TierKind) -> i32 {
+    (match tier {
+        TierKind::Memory => v1::Tier::Memory,
+        TierKind::Shm => v1::Tier::Shm,
+        TierKind::Nvme => v1::Tier::Nvme,
+    }) as i32
+}
+
+/// A client that knows no formats means fp32.
+fn formats_from_wire(spec: &v1::JobSpec) -> Result<Formats, Fault> {
+    let state = match v1::StateFormat::try_from(spec.state_format) {
+        Ok(v1::StateFormat::Unspecified | v1::StateFormat::F32) => StateFormat::F32,
+        Ok(v1::StateFormat::Bf16) => StateFormat::Bf16,
+        Ok(v1::StateFormat::Block8) => StateFormat::Block8,
+        Err(_) => return Err(unknown("spec.state_format", spec.state_format)),
+    };
+    let master = match v1::MasterFormat::try_from(spec.master_format) {
+        Ok(v1::MasterFormat::Unspecified | v1::MasterFormat::F32) => MasterFormat::F32,
+        Ok(v1::MasterFormat::Bf16) => MasterFormat::Bf16,
+        Err(_) => return Err(unknown("spec.master_format", spec.master_format)),
+    };
+    Ok(Formats { state, master, seed: spec.rounding_seed })
+}
+
+fn state_format_to_wire(format: StateFormat) -> i32 {
+    (match format {
+        StateFormat::F32 => v1::StateFormat::F32,
+        StateFormat::Bf16 => v1::StateFormat::Bf16,
+        StateFormat::Block8 => v1::StateFormat::Block8,
+    }) as i32
+}
+
+fn master_format_to_wire(format: MasterFormat) -> i32 {
+    (match format {
+        MasterFormat::F32 => v1::MasterFormat::F32,
+        MasterFormat::Bf16 => v1::MasterFormat::Bf16,
+    }) as i32
+}
+
+impl Wire for JobSpec {
+    type Message = v1::JobSpec;
+
+    fn from_wire(spec: Option<v1::JobSpec>) -> Result<JobSpec, Fault> {
+        let spec = spec.ok_or_else(|| missing("spec"))?;
+        let formats = formats_from_wire(&spec)?;
+        let params =
+            spec.params.into_iter().map(|p| Param { name: p.name, shape: p.shape, group: p.group }).collect();
+        Ok(JobSpec {
+            name: JobName::parse("spec.name", &spec.name)?,
+            params,
+            groups: spec.groups,
+            rule: rule_from_wire(spec.rule)?,
+            gradient_dtype: dtype_from_wire("spec.gradient_dtype", spec.gradient_dtype)?,
+            image_dtype: dtype_from_wire("spec.image_dtype", spec.image_dtype)?,
+            world_size: spec.world_size,
+            micro_steps: spec.micro_steps,
+            max_delay: spec.max_delay,
+            shard_elements: spec.shard_elements,
+            tier: tier_from_wire(spec.tier)?,
+            formats,
+            unchecked: spec.unchecked,
+        })
+    }
+
+    fn to_wire(&self) -> v1::JobSpec {
+        let param = |p: &Param| v1::Param { name: p.name.clone(), shape: p.shape.clone(), group: p.group };
+        v1::JobSpec {
+            name: self.name.to_string(),
+            params: self.params.iter().map(param).collect(),
+            groups: self.groups.clone(),
+            rule: rule_to_wire(self.rule),
+            gradient_dtype: dtype_to_wire(self.gradient_dtype),
+            image_dtype: dtype_to_wire(self.image_dtype),
+            world_size: self.world_size,
+            micro_steps: self.micro_steps,
+            max_delay: self.max_delay,
+            shard_elements: self.shard_elements,
+            tier: tier_to_wire(self.tier),
+            state_format: state_format_to_wire(self.formats.state),
+            master_format: master_format_to_wire(self.formats.master),
+            rounding_seed: self.formats.seed,
+            unchecked: self.unchecked,
+        }
+    }
+}
+
+impl Wire for Placement {
+    type Message = v1::Placement;
+
+    fn from_wire(placement: Option<v1::Placement>) -> Result<Placement, Fault> {
+        let placement = placement.ok_or_else(|| missing("placement"))?;
+        Ok(Placement {
+            epoch: Epoch(placement.epoch),
+            servers: placement.servers,
+            owners: placement.owners.into_iter().map(ServerId).collect(),
+        })
+    }
+
+    fn to_wire(&self) -> v1::Placement {
+        v1::Placement {
+            epoch: self.epoch.0,
+            servers: self.servers.clone(),
+            owners: self.owners.iter().map(|owner| owner.0).collect(),
+        }
+    }
+}
+
+pub fn hyper_from_wire(hyper: v1::Hyper) -> Hyper {
+    Hyper {
+        lr: hyper.lr,
+        beta1: hyper.beta1,
+        beta2: hyper.beta2,
+        eps: hyper.eps,
+        weight_decay: hyper.weight_decay,
+        momentum: hyper.momentum,
+        dampening: hyper.dampening,
+        nesterov: hyper.nesterov,
+        lr_decay: hyper.lr_decay,
+    }
+}
+
+fn hyper_to_wire(hyper: &Hyper) -> v1::Hyper {
+    v1::Hyper {
+        lr: hyper.lr,
+        beta1: hyper.beta1,
+        beta2: hyper.beta2,
+        eps: hyper.eps,
+        weight_decay: hyper.weight_decay,
+        momentum: hyper.momentum,
+        dampening: hyper.dampening,
+        nesterov: hyper.nesterov,
+        lr_decay: hyper.lr_decay,
+    }
+}
+
+impl Wire for Commit {
+    type Message = v1::Commit;
+
+    fn from_wire(commit: Option<v1::Commit>) -> Result<Commit, Fault> {
+        let commit = commit.ok_or_else(|| missing("commit"))?;
+        Ok(Commit {
+            step: Step(commit.step),
+            skip: commit.skip,
+            gradient_scale: commit.gradient_scale,
+            clip_coefficient: commit.clip_coefficient,
+            compensation: commit.compensation,
+            groups: commit.groups.into_iter().map(hyper_from_wire).collect(),
+            norm: commit.norm,
+            loss_scale: commit.loss_scale,
+            trainer_state: commit.trainer_state.into(),
+            decided_by: Incarnation(commit.decided_by),
+            pause_reason: commit.pause_reason,
+        })
+    }
+
+    fn to_wire(&self) -> v1::Commit {
+        v1::Commit {
+            step: self.step.0,
+            skip: self.skip,
+            gradient_scale: self.gradient_scale,
+            clip_coefficient: self.clip_coefficient,
+            compensation: self.compensation,
+            groups: self.groups.iter().map(hyper_to_wire).collect(),
+            norm: self.norm,
+            loss_scale: self.loss_scale,
+            trainer_state: self.trainer_state.clone().into(),
+            decided_by: self.decided_by.0,
+            pause_reason: self.pause_reason.clone(),
+        }
+    }
+}
+
+/// The incarnation of a process that has joined or wants to. 0 stands for none that ever has.
+pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
+    match value {
+        0 => Err(Fault::invalid(
+            "incarnation",
+            0,
+            "at least 1",
+            "choose one above the rank's last: see Admin.Describe",
+        )),
+        value => Ok(Incarnation(value)),
+    }
+}
+
+/// A pushed chunk with a payload of `bytes`, which is checked against its checksum as it arrives.
+pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<ContributionChunk, Fault> {
+    Ok(ContributionChunk {
+        contribution: Contribution {
+            step: Step(request.step),
+            micro_step: MicroStep(request.micro_step),
+            rank: Rank(request.rank),
+            shard: ShardId(request.shard),
+        },
+        incarnation: incarnation_from_wire(request.incarnation)?,
+        chunk: ChunkId(request.chunk),
+        loss_scale: request.loss_scale,
+        dtype: dtype_from_wire("push.dtype", request.dtype)?,
+        bytes,
+        crc32: request.crc32,
+        reads: Reads {
+            version: Version(request.reads_version),
+            decided_by: Incarnation(request.reads_decided_by),
+        },
+        lent: request.place.is_some_and(|place| place.lent),
+    })
+}

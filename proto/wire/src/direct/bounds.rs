@@ -1,0 +1,236 @@
+//! What all connections of a server may make it hold together, and what the server knows of each of them.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use longshore_proto::limits::{CALLS_SHARE, MAX_CALLS, MAX_UNFINISHED_BYTES};
+
+use super::tap::{Line, Taps};
+
+/// What is open and held at a server.
+#[derive(Default)]
+pub struct Bounds {
+    connections: AtomicUsize,
+    calls: AtomicUsize,
+    /// Bytes of frames and messages that have not ended.
+    unfinished: AtomicUsize,
+}
+
+impl Bounds {
+    pub fn connections(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
+    }
+
+    pub fn calls(&self) -> usize {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    /// Room for so many bytes of what has not ended; None where there is none left.
+    pub fn hold(self: &Arc<Self>, bytes: usize) -> Option<Held> {
+        let mut held = Held { bounds: Arc::clone(self), bytes: 0 };
+        held.resize(bytes).then_some(held)
+    }
+}
+
+/// Bytes that count as unfinished until dropped.
+pub struct Held {
+    bounds: Arc<Bounds>,
+    bytes: usize,
+}
+
+impl Held {
+    /// Holds so many bytes instead; false, and as many as before, where there is no room.
+    pub fn resize(&mut self, bytes: usize) -> bool {
+        let unfinished = &self.bounds.unfinished;
+        if bytes <= self.bytes {
+            unfinished.fetch_sub(self.bytes - bytes, Ordering::Relaxed);
+        } else {
+            let more = bytes - self.bytes;
+            let add = |now: usize| now.checked_add(more).filter(|&sum| sum <= MAX_UNFINISHED_BYTES);
+            if unfinished.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_err() {
+                return false;
+            }
+        }
+        self.bytes = bytes;
+        true
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.resize(0);
+    }
+}
+
+/// What a server knows of one of its connections.
+pub struct Standing {
+    began: Instant,
+    pub(super) line: Arc<Line>,
+    pub(super) taps: Taps,
+    calls: AtomicUsize,
+    called: AtomicBool,
+    /// When its last call ended, in milliseconds since it began.
+    quiet: AtomicU64,
+    ended: AtomicBool,
+    cut: AtomicBool,
+}
+
+impl Standing {
+    /// Whether it is a rank's.
+    pub fn is_vouched(&self) -> bool {
+        self.taps.is_vouched()
+    }
+
+    pub fn has_calls(&self) -> bool {
+        self.calls.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether it ever had a call.
+    pub fn has_called(&self) -> bool {
+        self.called.load(Ordering::Relaxed)
+    }
+
+    pub fn age(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// How long it has had no call.
+    pub fn quiet_for(&self) -> Duration {
+        let quiet = Duration::from_millis(self.quiet.load(Ordering::Relaxed));
+        self.began.elapsed().saturating_sub(quiet)
+    }
+
+    /// Ends the connection, unless a call comes first.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::Relaxed);
+        self.line.wake();
+    }
+
+    /// Ends the connection, and its calls.
+    pub fn cut(&self) {
+        self.cut.store(true, Ordering::Relaxed);
+        self.line.wake();
+    }
+}
+
+/// A connection's own end of its standing; the connection counts until it is dropped.
+pub(super) struct Guest {
+    pub(super) standing: Arc<Standing>,
+    bounds: Arc<Bounds>,
+    held: Held,
+    /// Its open calls, by stream.
+    open: Vec<u32>,
+    /// The highest stream that began a call.
+    pub(super) last: u32,
+}
+
+impl Guest {
+    pub(super) fn new(bounds: &Arc<Bounds>) -> Guest {
+        bounds.connections.fetch_add(1, Ordering::Relaxed);
+        let standing = Standing {
+            began: Instant::now(),
+            line: Arc::default(),
+            taps: Taps::default(),
+            calls: AtomicUsize::new(0),
+            called: AtomicBool::new(false),
+            quiet: AtomicU64::new(0),
+            ended: AtomicBool::new(false),
+            cut: AtomicBool::new(false),
+        };
+        Guest {
+            standing: Arc::new(standing),
+            bounds: Arc::clone(bounds),
+            held: Held { bounds: Arc::clone(bounds), bytes: 0 },
+            open: Vec::new(),
+            last: 0,
+        }
+    }
+
+    pub(super) fn began(&self) -> Instant {
+        self.standing.began
+    }
+
+    /// Headers came on a stream. False where no more calls may be open.
+    pub(super) fn call(&mut self, stream: u32) -> bool {
+        if stream <= self.last {
+            // Its trailers.
+            return true;
+        }
+        self.last = stream;
+        self.open.push(stream);
+        self.standing.calls.store(self.open.len(), Ordering::Relaxed);
+        self.standing.called.store(true, Ordering::Relaxed);
+        let all = self.bounds.calls.fetch_add(1, Ordering::Relaxed) + 1;
+        all <= MAX_CALLS || self.open.len() <= CALLS_SHARE
+    }
+
+    /// A call ended.
+    pub(super) fn hang_up(&mut self, stream: u32) {
+        let Some(at) = self.open.iter().position(|&open| open == stream) else { return };
+        self.open.swap_remove(at);
+        self.bounds.calls.fetch_sub(1, Ordering::Relaxed);
+        self.standing.calls.store(self.open.len(), Ordering::Relaxed);
+        let quiet = self.standing.began.elapsed().as_millis() as u64;
+        self.standing.quiet.store(quiet, Ordering::Relaxed);
+    }
+
+    /// Whether the server wants it to end.
+    pub(super) fn is_to_end(&self) -> bool {
+        let Standing { ended, cut, .. } = &*self.standing;
+        ended.swap(false, Ordering::Relaxed) && self.open.is_empty() || cut.load(Ordering::Relaxed)
+    }
+
+    /// False where there is no room for so many bytes.
+    pub(super) fn hold(&mut self, bytes: usize) -> bool {
+        bytes == self.held.bytes || self.held.resize(bytes)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.bounds.calls.fetch_sub(self.open.len(), Ordering::Relaxed);
+        self.bounds.connections.fetch_sub(1, Ordering::Relaxed);
+        self.standing.calls.store(0, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_is_given_back() {
+        let bounds = Arc::new(Bounds::default());
+        let most = bounds.hold(MAX_UNFINISHED_BYTES).unwrap();
+        assert!(bounds.hold(1).is_none());
+        let mut guest = Guest::new(&bounds);
+        assert!(!guest.hold(1));
+        drop(most);
+        assert!(guest.hold(MAX_UNFINISHED_BYTES) && guest.hold(5));
+        assert!(bounds.hold(MAX_UNFINISHED_BYTES - 4).is_none());
+        drop(guest);
+        assert!(bounds.hold(MAX_UNFINISHED_BYTES).is_some());
+        assert_eq!(bounds.connections(), 0);
+    }
+
+    #[test]
+    fn a_connection_always_has_its_share_of_calls() {
+        let bounds = Arc::new(Bounds::default());
+        let mut flood = Guest::new(&bounds);
+        assert!((0..MAX_CALLS as u32).all(|call| flood.call(2 * call + 1)));
+        assert!(!flood.call(1_000_001));
+        let mut worker = Guest::new(&bounds);
+        assert!((0..CALLS_SHARE as u32).all(|call| worker.call(2 * call + 1)));
+        assert!(!worker.call(1001));
+        worker.hang_up(1001);
+        assert!(worker.call(1001), "trailers are no call");
+        drop(flood);
+        assert!(worker.call(1003));
+        assert_eq!(bounds.calls(), CALLS_SHARE + 1);
+    }
+}

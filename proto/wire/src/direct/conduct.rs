@@ -1,0 +1,196 @@
+//! What a peer's frames may be: of the right size, with headers that end, seldom without use, and never beyond the window.
+//!
+//! h2 checks some of this for what it sees. It does not see tapped streams, holds headers of megabytes, answers any number
+//! of pings, and calls a frame of the wrong size a PROTOCOL_ERROR.
+
+use std::time::Instant;
+
+use longshore_proto::limits::{CHUNK_BYTES, MAX_HEADER_BLOCK_BYTES};
+
+use super::outward::Header;
+
+/// Every connection's window before the first WINDOW_UPDATE.
+const FIRST_WINDOW_BYTES: i64 = 65_535;
+/// A frame without use (PING, SETTINGS, PRIORITY, RST_STREAM, empty DATA and the like) counts as this much, a second
+/// allows [`SPARE_BYTES`], and so does what is sent to the peer: it may answer each piece with a WINDOW_UPDATE. So 20,000
+/// useless frames a second are too many; gRPC's own pings and resets come to some hundreds.
+const USELESS_BYTES: u64 = 1024;
+/// h2 makes room for a call before its peer resets it.
+const RESET_BYTES: u64 = 8 * USELESS_BYTES;
+const SPARE_BYTES: u64 = 20 * 1024 * 1024;
+
+/// Why a connection is ended, by its code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Breach {
+    /// More than the window.
+    FlowControl = 3,
+    FrameSize = 6,
+    /// ENHANCE_YOUR_CALM.
+    Excess = 11,
+}
+
+impl Breach {
+    pub(super) fn text(self) -> &'static str {
+        match self {
+            Breach::FlowControl => "the peer sent more than its window",
+            Breach::FrameSize => "the peer sent a frame of a size that its kind cannot have",
+            Breach::Excess => "the peer asked for more than one connection may",
+        }
+    }
+}
+
+/// Follows the frames of a connection.
+pub(super) struct Conduct {
+    /// What the peer may still send.
+    pub(super) window: i64,
+    /// Bytes of the headers that have not ended.
+    block: usize,
+    /// What useless frames may still count.
+    spare: u64,
+    counted: Option<Instant>,
+}
+
+impl Conduct {
+    pub(super) fn new() -> Conduct {
+        Conduct { window: FIRST_WINDOW_BYTES, block: 0, spare: SPARE_BYTES, counted: None }
+    }
+
+    /// The peer was given as much more of the window.
+    pub(super) fn grant(&mut self, bytes: usize) {
+        self.window = self.window.saturating_add(bytes as i64);
+    }
+
+    /// So much was sent to the peer.
+    pub(super) fn sent(&mut self, bytes: usize) {
+        self.spare = (self.spare + bytes as u64).min(SPARE_BYTES);
+    }
+
+    /// The next frame of the peer's.
+    pub(super) fn follow(&mut self, header: &Header) -> Result<(), Breach> {
+        if !has_right_size(header) {
+            return Err(Breach::FrameSize);
+        }
+        match header.kind {
+            Header::DATA => {
+                self.window -= header.len as i64;
+                if self.window < 0 {
+                    return Err(Breach::FlowControl);
+                }
+                let useful = header.len > 0 || header.flags & Header::END_STREAM != 0;
+                if useful { Ok(()) } else { self.useless(USELESS_BYTES) }
+            }
+            Header::HEADERS => self.headers(header),
+            Header::CONTINUATION => {
+                self.headers(header)?;
+                self.useless(USELESS_BYTES)
+            }
+            Header::RESET => self.useless(RESET_BYTES),
+            _ => self.useless(USELESS_BYTES + 4 * header.len as u64),
+        }
+    }
+
+    fn headers(&mut self, header: &Header) -> Result<(), Breach> {
+        self.block += header.len;
+        if self.block > MAX_HEADER_BLOCK_BYTES {
+            return Err(Breach::Excess);
+        }
+        if header.flags & Header::END_HEADERS != 0 {
+            self.block = 0;
+        }
+        Ok(())
+    }
+
+    fn useless(&mut self, bytes: u64) -> Result<(), Breach> {
+        if self.spare < bytes {
+            let now = Instant::now();
+            // What is allowed to a first burst comes again once it is used up.
+            let since = self.counted.replace(now).map_or(0.0, |then| (now - then).as_secs_f64());
+            self.sent((since.min(1.0) * SPARE_BYTES as f64) as usize);
+        }
+        self.counted.get_or_insert_with(Instant::now);
+        self.spare = self.spare.checked_sub(bytes).ok_or(Breach::Excess)?;
+        Ok(())
+    }
+}
+
+fn has_right_size(&Header { len, kind, flags, .. }: &Header) -> bool {
+    let of_its_kind = match kind {
+        Header::PRIORITY => len == 5,
+        Header::RESET | Header::WINDOW_UPDATE => len == 4,
+        Header::SETTINGS if flags & Header::ACK != 0 => len == 0,
+        Header::SETTINGS => len.is_multiple_of(6),
+        Header::PING => len == 8,
+        Header::GO_AWAY => len >= 8,
+        _ => true,
+    };
+    of_its_kind && len <= CHUNK_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header(kind: u8, flags: u8, len: usize) -> Header {
+        Header { len, kind, flags, stream: 1 }
+    }
+
+    #[test]
+    fn frames_have_the_size_of_their_kind() {
+        let wrong = [
+            header(Header::DATA, 0, CHUNK_BYTES + 1),
+            header(Header::HEADERS, Header::END_HEADERS, CHUNK_BYTES + 1),
+            header(Header::PRIORITY, 0, 4),
+            header(Header::RESET, 0, 5),
+            header(Header::SETTINGS, 0, 7),
+            header(Header::SETTINGS, Header::ACK, 6),
+            header(Header::PING, 0, 9),
+            header(Header::GO_AWAY, 0, 7),
+            header(Header::WINDOW_UPDATE, 0, 3),
+            header(77, 0, CHUNK_BYTES + 1),
+        ];
+        for header in wrong {
+            assert_eq!(Conduct::new().follow(&header), Err(Breach::FrameSize), "{header:?}");
+        }
+        let right = [header(Header::SETTINGS, 0, 36), header(Header::PING, 1, 8), header(77, 0, 500)];
+        assert!(right.iter().all(|header| Conduct::new().follow(header).is_ok()));
+    }
+
+    #[test]
+    fn the_window_is_the_connections() {
+        let mut conduct = Conduct::new();
+        conduct.grant(40_000);
+        for _ in 0..7 {
+            assert_eq!(conduct.follow(&header(Header::DATA, 0, 15_000)), Ok(()));
+        }
+        assert_eq!(conduct.follow(&header(Header::DATA, 0, 600)), Err(Breach::FlowControl));
+    }
+
+    #[test]
+    fn headers_end_before_they_are_too_long() {
+        let mut conduct = Conduct::new();
+        for _ in 0..100 {
+            assert_eq!(conduct.follow(&header(Header::HEADERS, 0, 20_000)), Ok(()));
+            assert_eq!(conduct.follow(&header(Header::CONTINUATION, Header::END_HEADERS, 9000)), Ok(()));
+        }
+        assert_eq!(conduct.follow(&header(Header::HEADERS, 0, 20_000)), Ok(()));
+        assert_eq!(conduct.follow(&header(Header::CONTINUATION, 0, 20_000)), Err(Breach::Excess));
+    }
+
+    #[test]
+    fn useless_frames_are_few() {
+        for useless in [header(Header::PING, 0, 8), header(Header::DATA, 0, 0), header(Header::RESET, 0, 4)] {
+            let mut conduct = Conduct::new();
+            let taken = (0..1_000_000).take_while(|_| conduct.follow(&useless).is_ok()).count();
+            assert!((2000..200_000).contains(&taken), "{taken} of {useless:?}");
+        }
+    }
+
+    #[test]
+    fn who_is_sent_much_may_answer_much() {
+        let mut conduct = Conduct::new();
+        for _ in 0..1_000_000 {
+            conduct.sent(16 * 1024);
+            assert_eq!(conduct.follow(&header(Header::WINDOW_UPDATE, 0, 4)), Ok(()));
+        }
+    }
+}

@@ -1,0 +1,423 @@
+//! The socket as h2 sees it, without the DATA frames of tapped streams.
+
+mod divert;
+mod patience;
+#[cfg(test)]
+mod tests;
+mod traits;
+
+use std::{
+    io::{self, IoSliceMut},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
+
+use longshore_proto::limits::{UNFINISHED_SHARE_BYTES, WINDOW_BYTES};
+use tokio::io::ReadBuf;
+
+use self::patience::Patience;
+use super::{
+    bounds::{Bounds, Guest, Standing},
+    conduct::{Breach, Conduct},
+    credit::Credit,
+    mark::{Mark, START_BYTES},
+    outward::{HEADER_BYTES, Header, Outward, PREFACE},
+    socket::Socket,
+    tap::{Line, Tap, Taps},
+};
+
+/// Where frames' headers and what else is copied arrive.
+const BUFFER_BYTES: usize = 16 * 1024;
+/// Read behind the end of a payload: the next message's head with the headers of its frames takes about 130 bytes, and
+/// what is read beyond is payload that must be copied.
+const GAP_BYTES: usize = 256;
+/// Read for taps before others get their turn on this thread.
+const TURN_BYTES: usize = 4 * 1024 * 1024;
+/// And of a connection that nobody has vouched for: after each turn it is looked at what it holds.
+const STRANGER_TURN_BYTES: usize = UNFINISHED_SHARE_BYTES;
+/// What a frame takes of a turn beside its bytes.
+const FRAME_TURN_BYTES: usize = 512;
+/// Taps of one connection; further streams pass through h2.
+const TAPS_MOST: usize = 64;
+
+/// Which end of the connection this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Taps requests that begin with a mark.
+    Server,
+    /// Taps answers to requests that begin with a mark.
+    Client,
+}
+
+/// See the module above.
+pub struct Direct<S> {
+    socket: S,
+    side: Side,
+    taps: Taps,
+    line: Arc<Line>,
+    streams: Vec<Stream>,
+    inward: Inward,
+    /// Bytes of the frame that goes to h2.
+    passing: usize,
+    outward: Outward,
+    conduct: Conduct,
+    /// On a server.
+    guest: Option<Guest>,
+    patience: Patience,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    /// A frame for h2 that did not come from the socket.
+    made: Vec<u8>,
+    credit: Credit,
+}
+
+struct Stream {
+    id: u32,
+    mark: Mark,
+    tap: Arc<Tap>,
+    owed: usize,
+    /// Its last frame has come: it has no window any more.
+    ended: bool,
+}
+
+/// Where in the frames the socket is.
+enum Inward {
+    Preface,
+    Header,
+    /// A header that may come, and where its frame goes is still to be found out.
+    Frame(Header),
+    /// Goes to h2.
+    Pass {
+        left: usize,
+    },
+    /// No HTTP/2, or its end.
+    Raw,
+    Divert {
+        stream: usize,
+        left: usize,
+        padding: usize,
+    },
+    /// Nothing more is read.
+    Over,
+}
+
+impl<S: Socket> Direct<S> {
+    /// A server's end of a connection, held to what one may take; and what the server knows of it.
+    pub fn serve(socket: S, bounds: &Arc<Bounds>) -> (Direct<S>, Arc<Standing>) {
+        let guest = Guest::new(bounds);
+        let standing = Arc::clone(&guest.standing);
+        let mut direct = Direct::new(socket, Side::Server, WINDOW_BYTES, standing.taps.clone());
+        direct.line = Arc::clone(&standing.line);
+        direct.guest = Some(guest);
+        (direct, standing)
+    }
+
+    /// `window`: the larger of the windows that h2 has been told to give.
+    pub fn new(socket: S, side: Side, window: usize, taps: Taps) -> Direct<S> {
+        socket.size_buffers();
+        let (inward, outward) = match side {
+            Side::Server => (Inward::Preface, Outward::default()),
+            Side::Client => (Inward::Header, Outward::after_preface(PREFACE.len())),
+        };
+        Direct {
+            socket,
+            side,
+            taps,
+            line: Arc::default(),
+            streams: Vec::new(),
+            inward,
+            passing: 0,
+            outward,
+            conduct: Conduct::new(),
+            guest: None,
+            patience: Patience::default(),
+            buffer: vec![0; BUFFER_BYTES].into(),
+            start: 0,
+            end: 0,
+            made: Vec::new(),
+            credit: Credit::new(window),
+        }
+    }
+
+    fn buffered(&self) -> &[u8] {
+        &self.buffer[self.start..self.end]
+    }
+
+    /// Reads at least until `least` bytes are buffered; false at the end of the stream.
+    fn fill(&mut self, context: &mut Context<'_>, least: usize) -> Poll<io::Result<bool>> {
+        while self.end - self.start < least {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+            // Where a payload may follow little is read, so that it need not be copied.
+            let most = if self.streams.is_empty() { BUFFER_BYTES } else { least.max(GAP_BYTES) };
+            let room = &mut self.buffer[self.end..most];
+            let count = ready!(poll_read(&self.socket, context, room))?;
+            if count == 0 {
+                return Poll::Ready(Ok(false));
+            }
+            self.end += count;
+        }
+        Poll::Ready(Ok(true))
+    }
+
+    /// Reads on until something for h2 has come.
+    fn poll_inward(&mut self, context: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let mut turn = if self.is_stranger() { STRANGER_TURN_BYTES } else { TURN_BYTES };
+        loop {
+            if !self.made.is_empty() {
+                let now = self.made.len().min(out.remaining());
+                out.put_slice(&self.made[..now]);
+                self.made.drain(..now);
+                return Poll::Ready(Ok(()));
+            }
+            match self.inward {
+                Inward::Preface => {
+                    let whole = ready!(self.fill(context, PREFACE.len()))?;
+                    let is_http2 = whole && self.buffered().starts_with(PREFACE);
+                    self.inward = if is_http2 { Inward::Pass { left: PREFACE.len() } } else { Inward::Raw };
+                }
+                Inward::Header => {
+                    self.inward = match ready!(self.header(context))? {
+                        Some(header) => Inward::Frame(header),
+                        None => Inward::Raw,
+                    };
+                    turn = turn.saturating_sub(FRAME_TURN_BYTES);
+                }
+                Inward::Frame(header) => {
+                    if !ready!(self.frame(context, header))? {
+                        self.inward = Inward::Raw;
+                    }
+                }
+                Inward::Over => return Poll::Ready(Ok(())),
+                Inward::Pass { left: 0 } => self.inward = Inward::Header,
+                Inward::Pass { left } => {
+                    let now = ready!(self.pass(context, out, left))?;
+                    // At the end of the stream it stays so.
+                    self.inward = Inward::Pass { left: left - now };
+                    return Poll::Ready(Ok(()));
+                }
+                Inward::Raw => {
+                    return self.pass(context, out, usize::MAX).map_ok(|_| ());
+                }
+                Inward::Divert { stream, left: 0, padding: 0 } => self.finish_frame(stream),
+                Inward::Divert { stream, left, padding } => {
+                    if turn == 0 {
+                        context.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                    let now = if left > 0 {
+                        ready!(self.divert(context, stream, left))?
+                    } else {
+                        ready!(self.discard(context, stream, padding))?
+                    };
+                    if now == 0 {
+                        // The end of the stream: h2 finds it too.
+                        return Poll::Ready(Ok(()));
+                    }
+                    turn = turn.saturating_sub(now);
+                    self.inward = if left > 0 {
+                        Inward::Divert { stream, left: left - now, padding }
+                    } else {
+                        Inward::Divert { stream, left, padding: padding - now }
+                    };
+                    if self.credit.is_due() {
+                        self.give_back(context)?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The next frame's header; none at the end.
+    fn header(&mut self, context: &mut Context<'_>) -> Poll<io::Result<Option<Header>>> {
+        if !ready!(self.fill(context, HEADER_BYTES))? {
+            return Poll::Ready(Ok(None));
+        }
+        let Some(bytes) = self.buffered().first_chunk() else { return Poll::Ready(Ok(None)) };
+        let header = Header::read(bytes);
+        self.patience.greeted = true;
+        let mut conduct = self.conduct.follow(&header);
+        if let Some(guest) = &mut self.guest {
+            match header.kind {
+                Header::HEADERS if !guest.call(header.stream) => conduct = Err(Breach::Excess),
+                Header::RESET => guest.hang_up(header.stream),
+                _ => {}
+            }
+        }
+        match conduct {
+            Ok(()) => Poll::Ready(Ok(Some(header))),
+            Err(breach) => Poll::Ready(Err(self.cut_off(context, breach))),
+        }
+    }
+
+    /// Says why, and gives h2 the error that ends the connection.
+    fn cut_off(&mut self, context: &mut Context<'_>, breach: Breach) -> io::Error {
+        tracing::debug!(?breach, "connection cut off");
+        self.say_good_bye(context, breach as u32);
+        io::Error::other(breach.text())
+    }
+
+    /// Sends GOAWAY with this code, unless one of h2's frames is on its way or the peer takes nothing.
+    fn say_good_bye(&mut self, context: &mut Context<'_>, code: u32) {
+        self.inward = Inward::Over;
+        if self.outward.is_between_frames() {
+            self.credit.end(self.guest.as_ref().map_or(0, |guest| guest.last), code);
+            let _ = self.poll_updates(context);
+        }
+    }
+
+    /// Decides where a frame goes; false where the stream ends inside it.
+    fn frame(&mut self, context: &mut Context<'_>, header: Header) -> Poll<io::Result<bool>> {
+        let stream = self.streams.iter().position(|stream| stream.id == header.stream);
+        let pass = Inward::Pass { left: HEADER_BYTES + header.len };
+        self.passing = HEADER_BYTES + header.len;
+        let Some(stream) = stream else {
+            let may_begin = self.side == Side::Server
+                && header.kind == Header::DATA
+                && header.flags & Header::PADDED == 0
+                && header.len >= START_BYTES
+                && self.streams.len() < TAPS_MOST;
+            if may_begin {
+                if !ready!(self.fill(context, HEADER_BYTES + START_BYTES))? {
+                    return Poll::Ready(Ok(false));
+                }
+                if let Some(mark) = Mark::find(&self.buffered()[HEADER_BYTES..]) {
+                    self.tap(header.stream, mark);
+                }
+            }
+            self.inward = pass;
+            return Poll::Ready(Ok(true));
+        };
+        match header.kind {
+            Header::DATA => return self.data(context, stream, header),
+            Header::RESET => {
+                let Stream { mark, tap, .. } = &self.streams[stream];
+                // Nobody may have claimed it yet.
+                self.taps.meet(*mark);
+                tap.close();
+                self.line.note();
+            }
+            _ => {}
+        }
+        self.inward = pass;
+        Poll::Ready(Ok(true))
+    }
+
+    /// A DATA frame of a tapped stream.
+    fn data(&mut self, context: &mut Context<'_>, stream: usize, header: Header) -> Poll<io::Result<bool>> {
+        let padded = header.flags & Header::PADDED != 0;
+        let prefix = HEADER_BYTES + usize::from(padded);
+        if padded && !ready!(self.fill(context, prefix))? {
+            return Poll::Ready(Ok(false));
+        }
+        let padding = if padded { usize::from(self.buffered()[HEADER_BYTES]) } else { 0 };
+        let wrong = usize::from(padded) + padding > header.len;
+        if wrong || self.streams[stream].tap.state().is_closed() {
+            self.inward = Inward::Pass { left: HEADER_BYTES + header.len };
+            return Poll::Ready(Ok(true));
+        }
+        self.start += prefix;
+        self.take(stream, usize::from(padded));
+        self.streams[stream].ended = header.flags & Header::END_STREAM != 0;
+        let left = header.len - usize::from(padded) - padding;
+        self.inward = Inward::Divert { stream, left, padding };
+        Poll::Ready(Ok(true))
+    }
+
+    fn tap(&mut self, id: u32, mark: Mark) {
+        let tap = Arc::new(Tap::on(&self.line));
+        if mark.is_of_request() && self.taps.offer(mark, Arc::clone(&tap)) {
+            self.streams.push(Stream { id, mark, tap, owed: 0, ended: false });
+        }
+    }
+
+    /// Some bytes of a frame that h2 gets.
+    fn pass(
+        &mut self,
+        context: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+        left: usize,
+    ) -> Poll<io::Result<usize>> {
+        let most = if self.is_stranger() { STRANGER_TURN_BYTES } else { usize::MAX };
+        let room = out.remaining().min(left).min(most);
+        if self.start == self.end {
+            if room >= BUFFER_BYTES {
+                let count = ready!(poll_read(&self.socket, context, out.initialize_unfilled_to(room)))?;
+                out.advance(count);
+                return Poll::Ready(Ok(count));
+            }
+            if !ready!(self.fill(context, 1))? {
+                return Poll::Ready(Ok(0));
+            }
+        }
+        let now = room.min(self.end - self.start);
+        out.put_slice(&self.buffer[self.start..self.start + now]);
+        self.start += now;
+        Poll::Ready(Ok(now))
+    }
+
+    /// Collects what taps have given back, and lets go of those that were closed.
+    fn collect(&mut self) {
+        if !self.line.take_changed() {
+            return;
+        }
+        let busy = match self.inward {
+            Inward::Divert { stream, .. } => Some(self.streams[stream].id),
+            _ => None,
+        };
+        let owed = &mut self.credit.owed;
+        self.streams.retain_mut(|stream| {
+            let mut state = stream.tap.state();
+            let released = state.take_released();
+            *owed += released;
+            stream.owed += released;
+            !state.is_closed() || busy == Some(stream.id)
+        });
+        if let Inward::Divert { stream, .. } = &mut self.inward {
+            *stream = self.streams.iter().position(|stream| Some(stream.id) == busy).unwrap_or(0);
+        }
+    }
+
+    /// Writes WINDOW_UPDATE frames, where one frame of h2's has ended and enough has been taken.
+    fn give_back(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        match self.poll_updates(context) {
+            Poll::Ready(result) => result,
+            Poll::Pending => Ok(()),
+        }
+    }
+
+    fn poll_updates(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.credit.rest().is_empty() {
+            if !self.outward.is_between_frames() || !self.credit.is_due() {
+                return Poll::Ready(Ok(()));
+            }
+            let taken = |stream: &mut Stream| (stream.id, std::mem::take(&mut stream.owed));
+            let open = self.streams.iter_mut().filter(|stream| stream.owed > 0 && !stream.ended);
+            let granted = self.credit.make(open.map(taken));
+            self.conduct.grant(granted);
+        }
+        while !self.credit.rest().is_empty() {
+            let write = Pin::new(&mut self.socket).poll_write(context, self.credit.rest());
+            let count = ready!(write)?;
+            if count == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.credit.advance(count);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+fn poll_read(socket: &impl Socket, context: &mut Context<'_>, place: &mut [u8]) -> Poll<io::Result<usize>> {
+    loop {
+        match socket.try_read_into(&mut [IoSliceMut::new(place)]) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                ready!(socket.poll_readable(context))?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => return Poll::Ready(other),
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! How long a connection may keep a server waiting, and for what.
+
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use longshore_proto::limits::{FIRST_CALL_DEADLINE, PREFACE_DEADLINE, UNFINISHED_SHARE_BYTES};
+use tokio::time::{Sleep, sleep_until};
+
+use super::{Direct, Inward};
+use crate::direct::{conduct::Breach, socket::Socket};
+
+/// A connection with more under way than there is room for is not read; longer than this it does not wait.
+const ROOM_DEADLINE: Duration = Duration::from_secs(10);
+/// How often it is looked whether there is room.
+const ROOM_POLL: Duration = Duration::from_millis(20);
+
+#[derive(Default)]
+pub(super) struct Patience {
+    /// Its first frame has come.
+    pub(super) greeted: bool,
+    /// Since when there is no room for what it sends.
+    crowded: Option<Instant>,
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl Patience {
+    /// Whether that time has come; if not, the task is woken then.
+    fn is_due(&mut self, context: &mut Context<'_>, at: Instant) -> bool {
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(at.into())));
+        if timer.deadline() != at.into() {
+            timer.as_mut().reset(at.into());
+        }
+        timer.as_mut().poll(context).is_ready()
+    }
+}
+
+impl<S: Socket> Direct<S> {
+    /// Whether nobody has said that this is a rank's connection.
+    pub(super) fn is_stranger(&self) -> bool {
+        self.guest.is_some() && !self.taps.is_vouched()
+    }
+
+    /// Ends a connection that says nothing, or that the server wants to end; holds one back that there is no room for.
+    pub(super) fn poll_patience(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let unfinished = self.unfinished();
+        let Some(guest) = &mut self.guest else { return Poll::Ready(Ok(())) };
+        if matches!(self.inward, Inward::Over) {
+            return Poll::Ready(Ok(()));
+        }
+        let (began, called, ends) = (guest.began(), guest.standing.has_called(), guest.is_to_end());
+        if !guest.hold(unfinished.saturating_sub(UNFINISHED_SHARE_BYTES)) {
+            return self.poll_room(context);
+        }
+        self.patience.crowded = None;
+        if ends {
+            self.say_good_bye(context, 0);
+        } else if called {
+            self.patience.timer = None;
+        } else if !self.patience.greeted {
+            if self.patience.is_due(context, began + PREFACE_DEADLINE) {
+                tracing::debug!("connection without a word");
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            }
+        } else if self.patience.is_due(context, began + FIRST_CALL_DEADLINE) {
+            self.say_good_bye(context, 0);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_room(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let since = *self.patience.crowded.get_or_insert_with(Instant::now);
+        if since.elapsed() >= ROOM_DEADLINE {
+            return Poll::Ready(Err(self.cut_off(context, Breach::Excess)));
+        }
+        if self.patience.is_due(context, Instant::now() + ROOM_POLL) {
+            context.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+
+    /// Bytes that lie here, or at h2, because their frame or their place is not complete.
+    fn unfinished(&self) -> usize {
+        if !self.is_stranger() {
+            return 0;
+        }
+        let passing = match self.inward {
+            Inward::Pass { left } if left > 0 => self.passing - left.min(self.passing),
+            _ => 0,
+        };
+        let kept: usize = self.streams.iter().map(|stream| stream.tap.state().kept_bytes()).sum();
+        passing + kept
+    }
+}

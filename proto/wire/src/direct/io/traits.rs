@@ -1,0 +1,92 @@
+//! What h2 and tonic call.
+
+use std::{
+    io::{self, IoSlice},
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tonic::transport::server::Connected;
+
+use super::{Direct, Side, Stream};
+use crate::direct::{outward::Seen, socket::Socket, tap::Taps};
+
+impl<S: Socket> AsyncRead for Direct<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.line.register(context.waker());
+        // A peer that sends without end does not keep the others waiting.
+        let turn = ready!(tokio::task::coop::poll_proceed(context));
+        this.collect();
+        ready!(this.poll_patience(context))?;
+        let polled = this.poll_inward(context, out);
+        if polled.is_ready() {
+            turn.made_progress();
+        }
+        this.give_back(context)?;
+        polled
+    }
+}
+
+impl<S: Socket> AsyncWrite for Direct<S> {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(context, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        ready!(this.poll_updates(context))?;
+        let count = ready!(Pin::new(&mut this.socket).poll_write_vectored(context, slices))?;
+        let marks = this.side == Side::Client && !this.taps.is_empty();
+        let Direct { outward, taps, streams, line, conduct, guest, .. } = this;
+        conduct.sent(count);
+        let mut left = count;
+        for slice in slices {
+            let now = left.min(slice.len());
+            left -= now;
+            outward.follow(&slice[..now], marks, |seen| match seen {
+                Seen::Marked(id, mark) => {
+                    if let Some(tap) = taps.meet(mark) {
+                        tap.join(line);
+                        streams.push(Stream { id, mark, tap, owed: 0, ended: false });
+                    }
+                }
+                Seen::Granted(bytes) => conduct.grant(bytes),
+                Seen::Ended(id) => guest.iter_mut().for_each(|guest| guest.hang_up(id)),
+            });
+        }
+        Poll::Ready(Ok(count))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.socket.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        ready!(this.poll_updates(context))?;
+        Pin::new(&mut this.socket).poll_flush(context)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().socket).poll_shutdown(context)
+    }
+}
+
+/// A server's calls find their taps in their request's extensions.
+impl<S: Socket> Connected for Direct<S> {
+    type ConnectInfo = Taps;
+
+    fn connect_info(&self) -> Taps {
+        self.taps.clone()
+    }
+}

@@ -1,0 +1,96 @@
+//! The messages of a request or an answer as they arrive.
+
+use std::{future::poll_fn, pin::Pin};
+
+use bytes::Bytes;
+use http::HeaderMap;
+use http_body::Body as _;
+use tonic::{Code, Status, body::Body};
+
+use super::{Event, Frame, Land, Parser, Shared};
+use crate::status;
+
+/// Where the status of the call comes from.
+enum End {
+    /// A request just ends.
+    Request,
+    /// An answer's trailers, once they came.
+    Answer(Option<HeaderMap>),
+}
+
+/// Reads events. The sender is held back while nobody asks, by HTTP/2's windows.
+pub struct Incoming<M> {
+    body: Body,
+    parser: Parser<M>,
+    piece: Bytes,
+    end: End,
+}
+
+impl<M: Frame> Incoming<M> {
+    pub fn request(body: Body) -> Incoming<M> {
+        Incoming { body, parser: Parser::new(), piece: Bytes::new(), end: End::Request }
+    }
+
+    pub(super) fn answer(body: Body) -> Incoming<M> {
+        Incoming { end: End::Answer(None), ..Incoming::request(body) }
+    }
+
+    /// The next event; None at the end. Nothing is lost when the future is dropped.
+    ///
+    /// # Errors
+    /// The status of a failed call or connection; `InvalidArgument` for what is no message.
+    pub async fn next(&mut self) -> Result<Option<Event<M>>, Status> {
+        loop {
+            let event = self.parser.next(&mut self.piece).map_err(|fault| status(&fault))?;
+            if event.is_some() {
+                return Ok(event);
+            }
+            match poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await {
+                Some(Ok(frame)) => match (frame.into_data(), &mut self.end) {
+                    (Ok(data), _) => self.piece = data,
+                    (Err(frame), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
+                    (Err(_), End::Request) => {}
+                },
+                Some(Err(status)) => return Err(status),
+                None => return self.ended(),
+            }
+        }
+    }
+
+    /// Takes all messages to where they belong, also those that come past h2, until the stream ends or they cannot be
+    /// taken: see [`Intake::fault`](super::Intake::fault). What lands there must not stall.
+    ///
+    /// # Errors
+    /// The status of a failed call or connection.
+    pub async fn pour<L: Land<M>>(mut self, intake: &Shared<M, L>) -> Result<(), Status> {
+        while intake.lock().fault().is_none() {
+            let frame = tokio::select! {
+                frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)) => frame,
+                () = intake.changed() => continue,
+            };
+            match (frame.transpose()?.map(http_body::Frame::into_data), &mut self.end) {
+                (Some(Ok(mut data)), _) => intake.take(&mut data),
+                (Some(Err(frame)), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
+                (Some(Err(_)), End::Request) => {}
+                (None, _) => return self.outcome(),
+            }
+        }
+        Ok(())
+    }
+
+    fn ended(&self) -> Result<Option<Event<M>>, Status> {
+        self.outcome()?;
+        self.parser.finish().map(|()| None).map_err(|fault| status(&fault))
+    }
+
+    fn outcome(&self) -> Result<(), Status> {
+        if let End::Answer(trailers) = &self.end {
+            let absent = || Status::unavailable("the answer ended without a status");
+            let outcome = trailers.as_ref().and_then(Status::from_header_map).ok_or_else(absent)?;
+            if outcome.code() != Code::Ok {
+                return Err(outcome);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,65 @@
+//! gRPC messages below the codec: the payload of a chunk goes from socket buffer to its place, and from there to the
+//! socket, without passing through a message of its own.
+//!
+//! On the wire nothing differs from what generated stubs send and take. A codec must hold a whole message in one
+//! buffer, which costs one copy on sending and two on receiving: 0.65 s of CPU time a GB against 0.28 s without.
+
+mod body;
+mod call;
+mod encode;
+mod fields;
+mod incoming;
+mod intake;
+mod memory;
+mod parse;
+#[cfg(test)]
+mod tests;
+
+pub use body::Piece;
+pub use call::{Pieces, answer, call, call_once};
+pub use encode::{encode, encode_with};
+pub use incoming::Incoming;
+pub use intake::{Intake, Land, Shared};
+pub use memory::keep_buffers;
+pub use parse::{Event, Parser};
+
+use bytes::Bytes;
+use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
+use prost::Message;
+
+use self::body::Outgoing;
+use super::v1;
+
+/// A message of the data plane.
+pub trait Frame: Message + Default {
+    /// The field handed over in slices. Stock clients write fields by number, so it is the highest.
+    const PAYLOAD: Option<u32> = None;
+    /// Bytes of a whole message, as the length before it says.
+    const LIMIT: usize = CHUNK_BYTES + CHUNK_HEADROOM_BYTES;
+
+    /// Takes the payload out of a message that was decoded whole.
+    fn take_payload(&mut self) -> Bytes {
+        Bytes::new()
+    }
+}
+
+macro_rules! with_payload {
+    ($($message:ty),*) => {$(
+        impl Frame for $message {
+            const PAYLOAD: Option<u32> = Some(15);
+
+            fn take_payload(&mut self) -> Bytes {
+                std::mem::take(&mut self.payload)
+            }
+        }
+    )*};
+}
+
+with_payload!(v1::PushRequest, v1::PullResponse);
+
+impl Frame for v1::PushResponse {}
+
+impl Frame for v1::PullRequest {
+    /// A slice takes at most 24 bytes, so that this holds the most slices of a pull.
+    const LIMIT: usize = 25 * longshore_proto::limits::MAX_PULL_SLICES;
+}

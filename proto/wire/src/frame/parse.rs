@@ -1,0 +1,252 @@
+//! A resumable parser of length-prefixed messages over the pieces of a stream, however they are cut.
+//!
+//! Nothing is allocated from a length that was only announced: memory follows the bytes that came, and a payload at
+//! the end of its message, where field order puts it, is never gathered at all.
+
+use std::marker::PhantomData;
+
+use bytes::{Buf, Bytes};
+use longshore_proto::{fault::Fault, limits::CHUNK_HEADROOM_BYTES};
+
+use super::{
+    Frame,
+    fields::{Found, find_payload},
+};
+
+const PREFIX_BYTES: usize = 5;
+/// Looked at in one go while fields before the payload are read: those of a push or pull take about 80.
+const HEAD_STEP: usize = 256;
+
+/// What comes out, for each message: its head, pieces of its payload, its end.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event<M> {
+    /// All fields but the payload, which follows with this many bytes.
+    Head(M, usize),
+    Payload(Bytes),
+    End,
+}
+
+enum State {
+    Prefix,
+    /// Gathering the fields before the payload; the ones before `scanned` are whole.
+    Head {
+        scanned: usize,
+    },
+    Payload {
+        left: usize,
+    },
+    /// Gathering a message whose payload is not at its end, for prost.
+    Whole,
+    /// A message decoded whole: its payload and end are still to be told.
+    Decoded {
+        payload: Bytes,
+    },
+    End,
+    Failed(Fault),
+}
+
+/// Feed it a stream's pieces with [`Parser::next`]. After a fault it only repeats it.
+pub struct Parser<M> {
+    state: State,
+    /// Of the prefix, the fields before the payload, or a whole message.
+    pub(super) gathered: Vec<u8>,
+    /// Bytes of the current message not yet taken from the stream.
+    left: usize,
+    message: PhantomData<fn() -> M>,
+}
+
+impl<M: Frame> Default for Parser<M> {
+    fn default() -> Self {
+        Parser { state: State::Prefix, gathered: Vec::new(), left: 0, message: PhantomData }
+    }
+}
+
+impl<M: Frame> Parser<M> {
+    pub fn new() -> Parser<M> {
+        Parser::default()
+    }
+
+    /// Whether the stream may end here.
+    pub fn is_between_messages(&self) -> bool {
+        matches!(self.state, State::Prefix) && self.gathered.is_empty()
+    }
+
+    /// Bytes of a payload that follow; 0 elsewhere.
+    pub fn payload_left(&self) -> usize {
+        if let State::Payload { left } = self.state { left } else { 0 }
+    }
+
+    /// Bytes of the payload went to their place without coming through here: at most [`Parser::payload_left`].
+    pub fn skip(&mut self, bytes: usize) {
+        if let State::Payload { left } = &mut self.state {
+            let bytes = bytes.min(*left);
+            *left -= bytes;
+            self.left -= bytes;
+        }
+    }
+
+    /// The next event; None once `piece` is used up.
+    ///
+    /// # Errors
+    /// `Invalid` for a compressed, oversized or malformed message: the stream cannot go on after it.
+    pub fn next(&mut self, piece: &mut Bytes) -> Result<Option<Event<M>>, Fault> {
+        let result = self.advance(piece);
+        if let Err(fault) = &result {
+            self.state = State::Failed(fault.clone());
+        }
+        result
+    }
+
+    /// Checks that the stream did not end inside a message.
+    pub fn finish(&self) -> Result<(), Fault> {
+        match &self.state {
+            State::Failed(fault) => Err(fault.clone()),
+            _ if self.is_between_messages() => Ok(()),
+            _ => {
+                let value = format!("ended with {} bytes missing", self.left);
+                Err(Fault::invalid("message", value, "whole", "send each message to its end"))
+            }
+        }
+    }
+
+    fn advance(&mut self, piece: &mut Bytes) -> Result<Option<Event<M>>, Fault> {
+        loop {
+            match &mut self.state {
+                State::Prefix => {
+                    self.gather(piece, PREFIX_BYTES);
+                    if self.gathered.len() < PREFIX_BYTES {
+                        return Ok(None);
+                    }
+                    self.begin()?;
+                }
+                State::Head { scanned } => {
+                    let scanned = *scanned;
+                    if let Some(event) = self.head(piece, scanned)? {
+                        return Ok(Some(event));
+                    }
+                    let unfinished = matches!(self.state, State::Head { .. }) && self.left > 0;
+                    if unfinished && piece.is_empty() {
+                        return Ok(None);
+                    }
+                }
+                State::Payload { left: 0 } => self.state = State::End,
+                State::Payload { left } => {
+                    if piece.is_empty() {
+                        return Ok(None);
+                    }
+                    let now = piece.split_to(piece.len().min(*left));
+                    *left -= now.len();
+                    self.left -= now.len();
+                    return Ok(Some(Event::Payload(now)));
+                }
+                State::Whole => {
+                    let wanted = self.gathered.len() + self.left;
+                    self.left -= self.gather(piece, wanted);
+                    if self.left > 0 {
+                        return Ok(None);
+                    }
+                    return self.decode_whole().map(Some);
+                }
+                State::Decoded { payload } => {
+                    let payload = std::mem::take(payload);
+                    self.state = State::End;
+                    if !payload.is_empty() {
+                        return Ok(Some(Event::Payload(payload)));
+                    }
+                }
+                State::End => {
+                    self.state = State::Prefix;
+                    return Ok(Some(Event::End));
+                }
+                State::Failed(fault) => return Err(fault.clone()),
+            }
+        }
+    }
+
+    /// Takes bytes until `wanted` are gathered or the piece is empty; how many.
+    fn gather(&mut self, piece: &mut Bytes, wanted: usize) -> usize {
+        let now = piece.len().min(wanted.saturating_sub(self.gathered.len()));
+        self.gathered.extend_from_slice(&piece[..now]);
+        piece.advance(now);
+        now
+    }
+
+    fn begin(&mut self) -> Result<(), Fault> {
+        let compressed = self.gathered[0];
+        let announced: [u8; 4] = self.gathered[1..].try_into().unwrap_or_default();
+        let len = u32::from_be_bytes(announced) as usize;
+        if compressed != 0 {
+            let remedy = "send without compression: gradients and weights do not shrink";
+            return Err(Fault::invalid("message.compressed", compressed, "0", remedy));
+        }
+        if len > M::LIMIT {
+            let limit = format!("at most {} bytes", M::LIMIT);
+            return Err(Fault::invalid(
+                "message",
+                format!("{len} bytes"),
+                limit,
+                "send at most 1 MiB of payload",
+            ));
+        }
+        self.gathered.clear();
+        self.left = len;
+        self.state = State::Head { scanned: 0 };
+        Ok(())
+    }
+
+    /// Takes a step of the fields before the payload, and gives back what belongs to the payload.
+    fn head(&mut self, piece: &mut Bytes, scanned: usize) -> Result<Option<Event<M>>, Fault> {
+        let before = piece.clone();
+        let step = HEAD_STEP.min(self.left);
+        self.left -= self.gather(piece, self.gathered.len() + step);
+        match find_payload(&self.gathered, scanned, M::PAYLOAD) {
+            // The usual end: the payload is the rest of the message.
+            Found::Payload { tag, data, len } if len == (self.gathered.len() - data + self.left) as u64 => {
+                let over = self.gathered.len() - data;
+                *piece = before.slice(before.len() - piece.len() - over..);
+                self.left += over;
+                let message = decode::<M>(&self.gathered[..tag])?;
+                self.gathered.clear();
+                self.state = State::Payload { left: self.left };
+                Ok(Some(Event::Head(message, self.left)))
+            }
+            Found::More { from } if from == self.gathered.len() && self.left == 0 => {
+                let message = decode::<M>(&self.gathered)?;
+                self.gathered.clear();
+                self.state = State::End;
+                Ok(Some(Event::Head(message, 0)))
+            }
+            Found::More { from } if self.left > 0 && self.gathered.len() < CHUNK_HEADROOM_BYTES => {
+                self.state = State::Head { scanned: from };
+                Ok(None)
+            }
+            _ => {
+                self.state = State::Whole;
+                Ok(None)
+            }
+        }
+    }
+
+    fn decode_whole(&mut self) -> Result<Event<M>, Fault> {
+        // From `Bytes`, prost takes the payload out without a copy.
+        let whole = Bytes::from(std::mem::take(&mut self.gathered));
+        let mut message = M::decode(whole).map_err(malformed)?;
+        let payload = message.take_payload();
+        let len = payload.len();
+        self.state = State::Decoded { payload };
+        Ok(Event::Head(message, len))
+    }
+}
+
+fn decode<M: Frame>(head: &[u8]) -> Result<M, Fault> {
+    M::decode(head).map_err(malformed)
+}
+
+fn malformed(error: prost::DecodeError) -> Fault {
+    Fault::invalid(
+        "message",
+        error,
+        "the protobuf message of this call",
+        "use the .proto files of the server",
+    )
+}

@@ -1,0 +1,23 @@
+//! Generated messages and stubs, and the one place where they become domain types.
+
+mod convert;
+pub mod direct;
+pub mod frame;
+pub mod memfd;
+mod parts;
+mod status;
+
+pub use convert::{
+    Wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire, hyper_from_wire, incarnation_from_wire,
+    parse_name,
+};
+pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
+
+/// Made from the .proto files by `tests/generated.rs`, which also says how to make it again.
+#[allow(clippy::all, unreachable_pub)]
+pub mod v1 {
+    include!("generated/longshore.v1.rs");
+}
+
+/// The services' descriptors, for gRPC reflection.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("generated/longshore.v1.bin");

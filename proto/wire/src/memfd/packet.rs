@@ -1,0 +1,183 @@
+//! One message a packet, with at most one descriptor beside it.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net,
+    },
+};
+
+use longshore_proto::fault::Fault;
+use prost::Message;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, recvmsg,
+    sendmsg, socket_with,
+};
+use tokio::{
+    io::Interest,
+    net::{UnixListener, UnixStream},
+};
+
+/// Room for a hello with the longest job name, or a fault; what is longer is no message.
+const MOST_BYTES: usize = 16 * 1024;
+/// Links that may wait to be accepted: those of a host's ranks that start at the same moment.
+const BACKLOG: i32 = 1024;
+const NAME_BYTES: usize = 64;
+
+/// What came.
+pub struct Packet<M> {
+    pub message: M,
+    pub descriptor: Option<OwnedFd>,
+}
+
+/// One end of a link. Must be made inside a tokio runtime. The standard types stand for any Unix socket here: streams
+/// could not keep packets apart.
+pub struct Socket(UnixStream);
+
+/// Where links are asked for.
+pub struct Listener(UnixListener);
+
+/// A packet's bytes as a message.
+///
+/// # Errors
+/// `Invalid` for what is none.
+pub fn decode<M: Message + Default>(bytes: &[u8]) -> Result<M, Fault> {
+    let invalid = |value: String| {
+        let remedy = "speak longshore/v1/memfd.proto of the same version";
+        Fault::invalid("memfd.message", value, format!("a message of at most {MOST_BYTES} bytes"), remedy)
+    };
+    if bytes.len() > MOST_BYTES {
+        return Err(invalid(format!("{} bytes", bytes.len())));
+    }
+    M::decode(bytes).map_err(|error| invalid(error.to_string()))
+}
+
+fn socket() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+impl Listener {
+    /// Listens under a name that the file system does not show and that goes with the process.
+    pub fn bind(name: &[u8]) -> io::Result<Listener> {
+        let socket = socket()?;
+        bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+        listen(&socket, BACKLOG)?;
+        Ok(Listener(UnixListener::from_std(net::UnixListener::from(socket))?))
+    }
+
+    pub async fn accept(&self) -> io::Result<Socket> {
+        let (accepted, _) = self.0.accept().await?;
+        Ok(Socket(accepted))
+    }
+}
+
+impl Socket {
+    pub fn connect(name: &[u8]) -> io::Result<Socket> {
+        if name.is_empty() || name.len() > NAME_BYTES {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "no name of a socket"));
+        }
+        let socket = socket()?;
+        // Between Unix sockets connecting never waits for the peer: a full backlog is an error.
+        connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+        Ok(Socket(UnixStream::from_std(net::UnixStream::from(socket))?))
+    }
+
+    /// The effective user of the process at the other end, as the kernel has it.
+    pub fn peer_uid(&self) -> io::Result<u32> {
+        Ok(self.0.peer_cred()?.uid())
+    }
+
+    pub async fn send<M: Message>(&self, message: &M, descriptor: Option<impl AsFd>) -> io::Result<()> {
+        let bytes = message.encode_to_vec();
+        let passed: Vec<_> = descriptor.iter().map(AsFd::as_fd).collect();
+        let send = || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !passed.is_empty() {
+                control.push(SendAncillaryMessage::ScmRights(&passed));
+            }
+            sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+            Ok(())
+        };
+        self.0.async_io(Interest::WRITABLE, send).await
+    }
+
+    /// The next message; None once the other end is closed.
+    pub async fn receive<M: Message + Default>(&self) -> io::Result<Option<Packet<M>>> {
+        let (bytes, descriptor) = self.0.async_io(Interest::READABLE, || packet(&self.0)).await?;
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        let invalid = |fault: Fault| io::Error::new(io::ErrorKind::InvalidData, fault.to_string());
+        Ok(Some(Packet { message: decode(&bytes).map_err(invalid)?, descriptor }))
+    }
+
+    /// Whether the other end is still open. It sends nothing that was not asked for, so anything else is an end too.
+    pub fn is_open(&self) -> bool {
+        let mut byte = [0u8; 1];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        matches!(rustix::net::recv(&self.0, &mut byte, flags), Err(rustix::io::Errno::AGAIN))
+    }
+}
+
+/// One packet, and the first descriptor of those it brought; others are closed at once.
+fn packet(socket: &UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+    let mut bytes = vec![0; MOST_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let mut descriptors = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(passed) = message {
+            descriptors.extend(passed);
+        }
+    }
+    if got.flags.contains(ReturnFlags::TRUNC) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a packet longer than any message"));
+    }
+    bytes.truncate(got.bytes);
+    Ok((bytes, descriptors.into_iter().next()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, io::Read};
+
+    use super::*;
+    use crate::v1::{MemfdMemory, MemfdRequest, memfd_request::Request};
+
+    #[tokio::test]
+    async fn a_message_and_its_descriptor_arrive_and_the_end_is_seen() {
+        let name = format!("longshore-test-{}", std::process::id());
+        let listener = Listener::bind(name.as_bytes()).unwrap();
+        let sender = Socket::connect(name.as_bytes()).unwrap();
+        let receiver = listener.accept().await.unwrap();
+        assert_eq!(receiver.peer_uid().unwrap(), super::super::uid());
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        std::io::Write::write_all(&mut file, b"gradient").unwrap();
+        let request = MemfdRequest { request: Some(Request::Memory(MemfdMemory { bytes: 7 })) };
+        sender.send(&request, Some(File::open(file.path()).unwrap())).await.unwrap();
+        sender.send(&request, None::<OwnedFd>).await.unwrap();
+        let packet = receiver.receive::<MemfdRequest>().await.unwrap().unwrap();
+        assert_eq!(packet.message, request);
+        let mut text = String::new();
+        File::from(packet.descriptor.unwrap()).read_to_string(&mut text).unwrap();
+        assert_eq!(text, "gradient");
+        let packet = receiver.receive::<MemfdRequest>().await.unwrap().unwrap();
+        assert!(packet.descriptor.is_none());
+        assert!(receiver.is_open() && sender.is_open());
+        drop(sender);
+        assert!(!receiver.is_open());
+        assert!(receiver.receive::<MemfdRequest>().await.unwrap().is_none());
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused_by_name() {
+        assert_eq!(decode::<MemfdRequest>(&[0xFF; 7]).unwrap_err().field, "memfd.message");
+        assert_eq!(decode::<MemfdRequest>(&vec![0; MOST_BYTES + 1]).unwrap_err().field, "memfd.message");
+    }
+}

@@ -1,0 +1,111 @@
+//! Faults as gRPC statuses with google.rpc.ErrorInfo details, and back.
+
+use std::collections::HashMap;
+
+use longshore_proto::fault::{Fault, FaultKind};
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+use super::v1;
+
+const DOMAIN: &str = "longshore";
+
+fn code(kind: FaultKind) -> Code {
+    match kind {
+        FaultKind::Invalid => Code::InvalidArgument,
+        FaultKind::Conflict => Code::AlreadyExists,
+        FaultKind::NotFound => Code::NotFound,
+        FaultKind::Precondition => Code::FailedPrecondition,
+        FaultKind::Fenced => Code::Aborted,
+        FaultKind::Exhausted => Code::ResourceExhausted,
+        FaultKind::Deadline => Code::DeadlineExceeded,
+        FaultKind::Corrupt => Code::DataLoss,
+        FaultKind::Unavailable => Code::Unavailable,
+        FaultKind::Internal => Code::Internal,
+    }
+}
+
+/// A status that says all the fault says, to people in its message and to programs in its details.
+pub fn status(fault: &Fault) -> Status {
+    let metadata = HashMap::from([
+        ("field".to_string(), fault.field.clone()),
+        ("value".to_string(), fault.value.clone()),
+        ("limit".to_string(), fault.limit.clone()),
+        ("remedy".to_string(), fault.remedy.clone()),
+    ]);
+    let details = ErrorDetails::with_error_info(fault.kind.name(), DOMAIN, metadata);
+    Status::with_error_details(code(fault.kind), fault.to_string(), details)
+}
+
+/// The fault inside a status. Only a status with our details is a server's word: any other was made on the way, by
+/// tonic, hyper or h2 here or there, or by a proxy, and its code says how that one noticed rather than what a server
+/// decided. It is `Unavailable`, which callers try again, but for two codes that trying again does not mend.
+pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
+    if let Some(info) = status.get_details_error_info()
+        && info.domain == DOMAIN
+        && let Some(kind) = FaultKind::from_name(&info.reason)
+    {
+        let take = |key: &str| info.metadata.get(key).cloned().unwrap_or_default();
+        return Fault {
+            kind,
+            field: take("field"),
+            value: take("value"),
+            limit: take("limit"),
+            remedy: take("remedy"),
+        };
+    }
+    let (kind, remedy) = match status.code() {
+        Code::DeadlineExceeded => {
+            (FaultKind::Deadline, "check what the server waits for with `longshore status`")
+        }
+        // Another program listens there, or another version.
+        Code::Unimplemented => {
+            (FaultKind::Internal, "check the address, and that server and worker are of one version")
+        }
+        _ => (FaultKind::Unavailable, "check that the server runs and is reachable"),
+    };
+    Fault::new(kind, format!("call to {peer}"), status.message(), "answered", remedy)
+}
+
+pub fn fault_to_wire(fault: &Fault) -> v1::Fault {
+    v1::Fault {
+        kind: fault.kind.name().into(),
+        field: fault.field.clone(),
+        value: fault.value.clone(),
+        limit: fault.limit.clone(),
+        remedy: fault.remedy.clone(),
+    }
+}
+
+pub fn fault_from_wire(fault: v1::Fault) -> Fault {
+    let kind = FaultKind::from_name(&fault.kind).unwrap_or(FaultKind::Internal);
+    Fault { kind, field: fault.field, value: fault.value, limit: fault.limit, remedy: fault.remedy }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_survives_the_wire() {
+        for kind in FaultKind::ALL {
+            let fault = Fault::new(kind, "spec.rule", "sgd", "adamw, as opened", "choose another name");
+            assert_eq!(fault_from_status(&status(&fault), "here"), fault);
+            assert_eq!(fault_from_wire(fault_to_wire(&fault)), fault);
+        }
+    }
+
+    #[test]
+    fn a_status_without_our_details_is_the_transports_and_passes() {
+        for code in (1..=16).map(Code::from_i32) {
+            let lasting = match code {
+                Code::DeadlineExceeded => FaultKind::Deadline,
+                Code::Unimplemented => FaultKind::Internal,
+                _ => FaultKind::Unavailable,
+            };
+            let fault = fault_from_status(&Status::new(code, "h2 protocol error"), "host:1");
+            assert_eq!(fault.kind, lasting, "{code:?}");
+            assert!(fault.to_string().contains("host:1"), "{fault}");
+        }
+    }
+}

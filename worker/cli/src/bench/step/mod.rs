@@ -1,0 +1,219 @@
+//! `longshore bench step`: whole steps of a worker whose compute is a timed wait, beside what bounds them.
+//!
+//! Forward takes a third of the compute and consumes shard after shard as their weights are there; each shard's gradient
+//! leaves during backward, last one first. Server and ranks are in this process, so that its CPU time is that of all.
+
+mod limits;
+mod rank;
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    path::PathBuf,
+    sync::{Arc, Barrier},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, ensure};
+use longshore_engine::threads::available_threads;
+use longshore_proto::{
+    JobSpec, TierKind,
+    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
+};
+use longshore_server::{
+    Config, Server,
+    config::{Spill, StorageConfig},
+};
+use longshore_worker::session::Transport;
+use serde_json::json;
+
+use self::{limits::Limits, rank::Measured};
+use super::{job, median, param};
+use crate::commands::parse_count;
+
+#[derive(clap::Args, Clone)]
+pub(crate) struct Args {
+    /// Parameters, as in 200M
+    #[arg(long, default_value = "200M", value_name = "N", value_parser = parse_count)]
+    params: u64,
+    /// Data-parallel ranks
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    ranks: u32,
+    /// How payloads go: tcp, unix or memfd
+    #[arg(long, default_value_t = Transport::Memfd)]
+    transport: Transport,
+    /// Connections of a rank to the server
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    connections: usize,
+    /// Where the server keeps the state: memory, or nvme
+    #[arg(long, default_value = "memory")]
+    tier: TierKind,
+    /// Folders for the nvme tier
+    #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
+    state_dir: Vec<PathBuf>,
+    /// What of the nvme tier lives on the drives: state, images or all
+    #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
+    spill: Spill,
+    /// 0: exact. 1: each step computes with the weights of the step before last
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
+    delay: u32,
+    /// Gradients summed before each update
+    #[arg(long, default_value_t = 1)]
+    micro_steps: u32,
+    /// Largest global gradient norm; 0 does not clip
+    #[arg(long, default_value_t = 1.0)]
+    clip: f64,
+    /// Gradients are used as they come, without a norm or an overflow check; needs --clip 0
+    #[arg(long)]
+    unchecked: bool,
+    /// Compute of a step, a third of it forward
+    #[arg(long, default_value_t = 0.0, value_name = "MS")]
+    compute_ms: f64,
+    /// Rounds of steps and limits by turns; medians are shown
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    rounds: usize,
+    /// Steps of a round
+    #[arg(long, default_value_t = 4, value_name = "N")]
+    steps: usize,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Args {
+    fn check(&self) -> anyhow::Result<()> {
+        ensure!(self.params > 0, "--params must be at least 1");
+        ensure!((1..=64).contains(&self.ranks), "--ranks must be in 1..=64");
+        ensure!((1..=64).contains(&self.connections), "--connections must be in 1..=64");
+        ensure!(self.rounds > 0 && self.steps > 0, "--rounds and --steps must be at least 1");
+        ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
+        ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
+        ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
+        ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
+        ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
+        Ok(())
+    }
+
+    fn spec(&self) -> anyhow::Result<JobSpec> {
+        // One tensor a shard: shards are what a step streams.
+        let params = (0..self.params.div_ceil(DEFAULT_SHARD_ELEMENTS)).map(|index| {
+            let elements = DEFAULT_SHARD_ELEMENTS.min(self.params - index * DEFAULT_SHARD_ELEMENTS);
+            param(format!("layer{index}"), elements.next_multiple_of(BLOCK_ELEMENTS))
+        });
+        Ok(JobSpec {
+            world_size: self.ranks,
+            micro_steps: self.micro_steps,
+            max_delay: self.delay,
+            tier: self.tier,
+            unchecked: self.unchecked,
+            ..job("bench-step", params.collect())?
+        })
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    args.check()?;
+    let spec = args.spec()?;
+    let folder = tempfile::tempdir()?;
+    let socket = folder.path().join("bench.sock");
+    let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+    let storage =
+        StorageConfig { state_dirs: args.state_dir.clone(), spill: args.spill, ..StorageConfig::default() };
+    let config = Config { listen_unix: Some(socket.clone()), storage, ..defaults };
+    let runtime = longshore_server::runtime("server")?;
+    let server = runtime.block_on(Server::start(config))?;
+    let address = match args.transport {
+        Transport::Unix => format!("unix:{}", socket.display()),
+        _ => server.address().to_string(),
+    };
+    let turns = Arc::new(Barrier::new(args.ranks as usize + 1));
+    let ranks: Vec<_> = (0..args.ranks)
+        .map(|rank| {
+            let (args, spec, address, turns) = (args.clone(), spec.clone(), address.clone(), turns.clone());
+            thread::spawn(move || rank::run(&args, spec, address, rank, &turns))
+        })
+        .collect();
+    let mut limits = Limits::new(args)?;
+    // The first round warms up.
+    for round in 0..=args.rounds {
+        turns.wait();
+        limits.time_steps(args.steps, || turns.wait());
+        limits.measure(round > 0)?;
+    }
+    let mut measured = Vec::new();
+    for rank in ranks {
+        measured.push(rank.join().map_err(|_| anyhow::anyhow!("a rank panicked"))?.context("a rank failed")?);
+    }
+    report(args, &measured[0], &limits);
+    drop((server, runtime));
+    Ok(())
+}
+
+fn report(args: &Args, measured: &Measured, limits: &Limits) {
+    let ms = |value: Duration| value.as_secs_f64() * 1e3;
+    let of = |value: fn(&rank::Step) -> Duration| {
+        median(&measured.steps.iter().map(|step| ms(value(step))).collect::<Vec<_>>())
+    };
+    let (step, exposed) = (of(|step| step.wall), of(|step| step.exposed));
+    let [push, pull, update, cpu] = limits.ms();
+    // Wire time counts once each way; a step of several micro-steps pushes as many times.
+    let push = push * f64::from(args.micro_steps) * f64::from(args.ranks);
+    let pull = pull * f64::from(args.ranks);
+    let bound = push.max(pull).max(update).max(cpu);
+    let gb = args.params as f64 * 2.0 / 1e9;
+    let line = json!({
+        "bench": "step",
+        "case": format!("{}/{}/delay{}", args.transport, args.tier, args.delay),
+        "threads": available_threads(),
+        "params": args.params,
+        "ranks": args.ranks,
+        "micro_steps": args.micro_steps,
+        "clip": args.clip,
+        "unchecked": args.unchecked,
+        "rounds": args.rounds,
+        "compute_ms": args.compute_ms,
+        "step_ms": step,
+        "exposed_ms": exposed,
+        "begin_ms": of(|step| step.timing.begin),
+        "weights_ms": of(|step| step.timing.weights),
+        "push_ms": of(|step| step.timing.push),
+        "commit_ms": of(|step| step.timing.commit),
+        "update_ms": of(|step| step.update),
+        "push_alone_ms": push,
+        "push_gb_per_s": gb * f64::from(args.micro_steps * args.ranks) / push * 1e3,
+        "pull_alone_ms": pull,
+        "pull_gb_per_s": gb * f64::from(args.ranks) / pull * 1e3,
+        "update_alone_ms": update,
+        "update_gb_per_s": args.params as f64 * 28.0 / 1e9 / update * 1e3,
+        "cpu_over_cores_ms": cpu,
+        "bound_ms": bound,
+        "step_over_update": step / update,
+        "step_over_bound": step / bound,
+        "exposed_over_bound": exposed / bound,
+    });
+    if args.json {
+        say!("{line}");
+        return;
+    }
+    say!("step            {step:9.1} ms, of which exposed {exposed:.1} ms");
+    for (name, key) in [
+        ("held up: begin", "begin_ms"),
+        ("  weights", "weights_ms"),
+        ("  push", "push_ms"),
+        ("  decision", "commit_ms"),
+        ("  update", "update_ms"),
+        ("alone: push", "push_alone_ms"),
+        ("  pull", "pull_alone_ms"),
+        ("  update", "update_alone_ms"),
+        ("CPU over cores", "cpu_over_cores_ms"),
+        ("bound", "bound_ms"),
+    ] {
+        say!("{name:<15} {:9.1} ms", line[key].as_f64().unwrap_or(f64::NAN));
+    }
+    say!(
+        "step is {:.2} of the bare update, {:.2} of the bound; exposed is {:.2} of the bound",
+        step / update,
+        step / bound,
+        exposed / bound
+    );
+}

@@ -1,0 +1,170 @@
+//! How near the `nvme` tier comes to its drives: a bare loop of a step's reads and writes, then a step of the store, in
+//! turns. The update in between only touches every byte.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, ensure};
+use longshore_engine::{
+    io::Engine,
+    threads::{Pool, available_threads},
+    tier::{
+        Durability, Storage,
+        nvme::{StorageFigures, bench},
+    },
+};
+use longshore_proto::{JobSpec, TierKind};
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::{job, median, param};
+use crate::commands::{human, parse_count};
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Folders of the drives to measure, as a server's --state-dir has them
+    #[arg(long, value_delimiter = ',', required = true, value_name = "DIR,...")]
+    dir: Vec<PathBuf>,
+    /// Parameters, as in 500M: 24 bytes of each drive space for one
+    #[arg(long, default_value = "100M", value_name = "N", value_parser = parse_count)]
+    params: u64,
+    /// Steps of each case; medians are shown
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: u16,
+    /// Parts of the state kept in memory, each a case: 0 to 1
+    #[arg(long, value_delimiter = ',', default_value = "0,0.5", value_name = "PART,...")]
+    resident: Vec<f64>,
+    /// One JSON object a case
+    #[arg(long)]
+    json: bool,
+}
+
+struct Case {
+    engine: Engine,
+    durability: Durability,
+    resident: f64,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let engine = match self.engine {
+            Engine::Threads => "threads",
+            _ => "io_uring",
+        };
+        let durability = match self.durability {
+            Durability::EachVersion => "durable",
+            Durability::Nothing => "nothing-kept",
+        };
+        format!("{engine}/{durability}/resident-{}", self.resident)
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    for &part in &args.resident {
+        ensure!((0.0..=1.0).contains(&part), "--resident is {part}, but must be between 0 and 1");
+    }
+    let spec = JobSpec { tier: TierKind::Nvme, ..job("bench-storage", vec![param("all", args.params)])? };
+    let pool = Pool::new(available_threads()).context("starting the update threads")?;
+    if !args.json {
+        say!("{}", head());
+    }
+    for case in cases(&args.resident) {
+        // Beside whatever is in the folders, and gone with the case.
+        let folders = args.dir.iter().map(|dir| folder_in(dir)).collect::<anyhow::Result<Vec<_>>>()?;
+        let storage = Storage {
+            dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
+            engine: case.engine,
+            durability: case.durability,
+            resident_bytes: (args.params as f64 * 12.0 * case.resident) as u64,
+            ..Storage::default()
+        };
+        let figures = bench(&spec, &storage, &pool, args.rounds.into())?;
+        say!("{}", if args.json { json(&case, &figures, args) } else { line(&case, &figures) });
+    }
+    Ok(())
+}
+
+fn folder_in(dir: &Path) -> anyhow::Result<TempDir> {
+    tempfile::tempdir_in(dir).map_err(|error| {
+        let remedy = "name folders of the drives to measure that are there and writable";
+        anyhow::anyhow!(
+            "--dir is {} ({error}), but must be a folder that can be written: {remedy}",
+            dir.display()
+        )
+    })
+}
+
+/// The engines, then what residency saves: reads where each version is made durable, writes too where nothing is kept.
+fn cases(resident: &[f64]) -> Vec<Case> {
+    let case = |engine, durability, resident| Case { engine, durability, resident };
+    let mut cases = vec![case(Engine::Threads, Durability::EachVersion, 0.0)];
+    for &part in resident {
+        cases.push(case(Engine::Auto, Durability::EachVersion, part));
+    }
+    for &part in resident {
+        cases.push(case(Engine::Auto, Durability::Nothing, part));
+    }
+    cases
+}
+
+/// Medians over the rounds.
+struct Medians {
+    gb_per_s: f64,
+    limit_gb_per_s: f64,
+    fraction: f64,
+    least: f64,
+    most: f64,
+    cpu: f64,
+    limit_cpu: f64,
+    seconds: f64,
+}
+
+fn medians(figures: &[StorageFigures]) -> Medians {
+    let all = |value: fn(&StorageFigures) -> f64| figures.iter().map(value).collect::<Vec<f64>>();
+    let fractions = all(StorageFigures::fraction);
+    Medians {
+        gb_per_s: median(&all(StorageFigures::step_gb_per_second)),
+        limit_gb_per_s: median(&all(StorageFigures::raw_gb_per_second)),
+        fraction: median(&fractions),
+        least: fractions.iter().copied().fold(f64::INFINITY, f64::min),
+        most: fractions.iter().copied().fold(0.0, f64::max),
+        cpu: median(&all(|round| round.step_cpu_seconds * 1e9 / round.bytes as f64)),
+        limit_cpu: median(&all(|round| round.raw_cpu_seconds * 1e9 / round.bytes as f64)),
+        seconds: median(&all(|round| round.step_seconds)),
+    }
+}
+
+fn head() -> String {
+    format!(
+        "{:<34} {:>7} {:>10} {:>12} {:>13} {:>9} {:>9} {:>8} {:>10}",
+        "case", "GB/s", "drive GB/s", "of the drive", "min..max", "CPU-s/GB", "drive's", "step s", "moved"
+    )
+}
+
+fn line(case: &Case, figures: &[StorageFigures]) -> String {
+    let of = medians(figures);
+    let bytes = figures.first().map_or(0, |round| round.bytes);
+    format!(
+        "{:<34} {:>7.2} {:>10.2} {:>12.2} {:>13} {:>9.3} {:>9.3} {:>8.3} {:>10}",
+        case.name(),
+        of.gb_per_s,
+        of.limit_gb_per_s,
+        of.fraction,
+        format!("{:.2}..{:.2}", of.least, of.most),
+        of.cpu,
+        of.limit_cpu,
+        of.seconds,
+        human(bytes)
+    )
+}
+
+fn json(case: &Case, figures: &[StorageFigures], args: &Args) -> String {
+    let of = medians(figures);
+    json!({
+        "bench": "storage", "case": case.name(), "threads": available_threads(), "gb_per_s": of.gb_per_s,
+        "limit_gb_per_s": of.limit_gb_per_s, "fraction": of.fraction, "min_fraction": of.least,
+        "max_fraction": of.most, "cpu_s_per_gb": of.cpu, "limit_cpu_s_per_gb": of.limit_cpu,
+        "step_s": of.seconds, "resident": case.resident, "params": args.params,
+        "bytes": figures.first().map_or(0, |round| round.bytes), "rounds": figures.len(),
+    })
+    .to_string()
+}

@@ -1,0 +1,141 @@
+//! Push and pull as a worker makes them, against a server in this process: from retained chunks into the server's
+//! slots, and from a version's image into a feed.
+
+use std::{
+    hint::black_box,
+    net::{Ipv4Addr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use anyhow::Context;
+use longshore_proto::{JobSpec, Rank, Rule, checksum::Crc32, limits::BLOCK_ELEMENTS};
+use longshore_server::{Config, Server};
+use longshore_worker::session::{Options, Probe, Session, Transport};
+use tokio::runtime::Runtime;
+
+use super::{Case, meter::Sample};
+use crate::bench::{job, param};
+
+pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
+    let host = Arc::new(Host::start()?);
+    let elements = (bytes as u64 / 2).next_multiple_of(BLOCK_ELEMENTS);
+    let mut cases = Vec::new();
+    let tcp = host.server.address().to_string();
+    for (rank, address, transport, names) in [
+        (0, tcp.clone(), Transport::Tcp, ["push tcp", "pull tcp", "raw tcp"]),
+        (
+            1,
+            format!("unix:{}", host.socket.display()),
+            Transport::Unix,
+            ["push unix", "pull unix", "raw unix"],
+        ),
+        (2, tcp, Transport::Memfd, ["push memfd", "read memfd", "memcpy"]),
+    ] {
+        let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
+        (options.connections, options.transport) = (connections, transport);
+        let link = Arc::new(Mutex::new(Link::open(&host, options)?));
+        let [push, pull, raw] = names;
+        let (pushing, pulling) = (Arc::clone(&link), link);
+        let lock = |link: &Mutex<Link>| link.lock().unwrap_or_else(PoisonError::into_inner).push();
+        cases.push(Case::new(push, Some(raw), move || lock(&pushing)));
+        let lock = |link: &Mutex<Link>| link.lock().unwrap_or_else(PoisonError::into_inner).pull();
+        cases.push(Case::new(pull, Some(raw), move || lock(&pulling)));
+    }
+    Ok(cases)
+}
+
+/// Each way of one transport, for a bench of something larger.
+pub(in crate::bench) struct Both(Link);
+
+/// Enough to leave every cache, little enough to be measured in each round.
+const BOTH_BYTES: u64 = 256 << 20;
+
+impl Both {
+    pub(in crate::bench) fn open(connections: usize, transport: Transport) -> anyhow::Result<Both> {
+        let host = Arc::new(Host::start()?);
+        let address = match transport {
+            Transport::Unix => format!("unix:{}", host.socket.display()),
+            _ => host.server.address().to_string(),
+        };
+        let mut options = Options::new(vec![address], spec(BOTH_BYTES / 2)?, Rank(0));
+        (options.connections, options.transport) = (connections, transport);
+        Ok(Both(Link::open(&host, options)?))
+    }
+
+    /// GB/s.
+    pub(in crate::bench) fn push(&mut self) -> anyhow::Result<f64> {
+        Ok(self.0.push()?.gb_per_s())
+    }
+
+    /// GB/s. In shared memory the weights are read once.
+    pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<f64> {
+        Ok(self.0.pull()?.gb_per_s())
+    }
+}
+
+/// A server on both transports.
+struct Host {
+    server: Server,
+    socket: std::path::PathBuf,
+    _folder: tempfile::TempDir,
+    _runtime: Runtime,
+}
+
+impl Host {
+    fn start() -> anyhow::Result<Host> {
+        let folder = tempfile::tempdir()?;
+        let socket = folder.path().join("bench.sock");
+        let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let config = Config { listen_unix: Some(socket.clone()), ..defaults };
+        let runtime = longshore_server::runtime("server")?;
+        let server = runtime.block_on(Server::start(config))?;
+        Ok(Host { server, socket, _folder: folder, _runtime: runtime })
+    }
+}
+
+/// One rank's session, and the gradient it pushes again and again. A fourth rank never comes, so that no sum is formed.
+struct Link {
+    probe: Probe,
+    _host: Arc<Host>,
+}
+
+fn spec(elements: u64) -> anyhow::Result<JobSpec> {
+    Ok(JobSpec { rule: Rule::Sgd, world_size: 4, ..job("bench-wire", vec![param("all", elements)])? })
+}
+
+impl Link {
+    fn open(host: &Arc<Host>, options: Options) -> anyhow::Result<Link> {
+        let elements = options.spec.params[0].elements().unwrap_or(0);
+        let mut session = Session::connect(options)?;
+        session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job")?;
+        Ok(Link { probe: Probe::new(session)?, _host: Arc::clone(host) })
+    }
+
+    /// The whole gradient, until every chunk is acknowledged.
+    fn push(&mut self) -> anyhow::Result<Sample> {
+        self.probe.rejoin().context("joining again")?;
+        let mut sample = Sample::default();
+        sample.time(self.probe.bytes(), || Ok(self.probe.push()?))?;
+        self.probe.release();
+        Ok(sample)
+    }
+
+    /// Version 0, until all of it is there: in memory of this rank, or where the server has it, and then read once, so that
+    /// the bytes have been in this rank's hands either way.
+    fn pull(&mut self) -> anyhow::Result<Sample> {
+        let whole = 0..self.probe.session().layout().elements();
+        let mut sample = Sample::default();
+        let bytes = whole.end as usize * 2;
+        sample.time(bytes, || {
+            let feed = self.probe.pull()?;
+            if !self.probe.reads_in_place() {
+                return Ok(feed.wait(whole)?);
+            }
+            let mut sum = Crc32::new();
+            feed.pieces(whole, |_, bytes| sum.update(bytes))?;
+            black_box(sum.value());
+            Ok(())
+        })?;
+        Ok(sample)
+    }
+}

@@ -1,0 +1,263 @@
+//! Commands that call every server of a job: checkpoint, resume, delete, drain.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use longshore_proto::FaultKind;
+use longshore_wire::v1;
+use longshore_worker::session::{Checkpoint, TRIES, common, has_passed, is_taken, lead, numbered, paused_at};
+use serde_json::json;
+
+use super::client::Servers;
+
+#[derive(clap::Args)]
+pub(super) struct ServersArgs {
+    /// The servers, in the order the job was opened with
+    #[arg(
+        long,
+        env = "LONGSHORE_SERVERS",
+        value_delimiter = ',',
+        required = true,
+        value_name = "HOST:PORT,..."
+    )]
+    pub(super) servers: Vec<String>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct JobArgs {
+    #[command(flatten)]
+    pub(super) servers: ServersArgs,
+    /// The job [default: the only one there]
+    #[arg(long)]
+    pub(super) job: Option<String>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct CheckpointArgs {
+    #[command(flatten)]
+    pub(super) target: JobArgs,
+    /// The checkpoint's name [default: from the version]
+    #[arg(long)]
+    name: Option<String>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+pub(super) struct CheckpointsArgs {
+    #[command(flatten)]
+    target: JobArgs,
+    /// One JSON object a checkpoint
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+pub(super) struct DeleteArgs {
+    #[command(flatten)]
+    servers: ServersArgs,
+    /// The job: what is deleted must be named
+    #[arg(long)]
+    job: String,
+    /// Also what a server keeps of it and cannot read, as when a drive is missing or damaged: it is lost for good then
+    #[arg(long)]
+    discard_unreadable: bool,
+}
+
+#[derive(clap::Args)]
+pub(super) struct ResumeArgs {
+    #[command(flatten)]
+    pub(super) target: JobArgs,
+    /// Go on with this loss scale [default: the one the job paused with]
+    #[arg(long)]
+    loss_scale: Option<f64>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct StepBackArgs {
+    #[command(flatten)]
+    pub(super) target: JobArgs,
+    /// The version before the newest
+    #[arg(long)]
+    version: u64,
+}
+
+/// Name of a checkpoint that the caller did not name.
+pub(crate) fn checkpoint_name(version: u64) -> String {
+    format!("step-{version:08}")
+}
+
+pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let (mut tried, mut taken) = (0, 0);
+    let (name, parts) = loop {
+        let described = describe(&mut servers, &job)?;
+        let newest = described.iter().filter_map(|d| Some(d.progress.as_ref()?.version)).max().unwrap_or(0);
+        let version = newest + lead(tried);
+        let free = || numbered(&checkpoint_name(version)).nth(taken);
+        let Some(name) = args.name.clone().or_else(free) else {
+            anyhow::bail!("every name for a checkpoint of version {version} is taken: choose one with --name")
+        };
+        let request =
+            v1::CheckpointRequest { job: job.clone(), name: name.clone(), version, ..Default::default() };
+        let parts = servers.each(|mut admin| {
+            let request = request.clone();
+            async move { admin.checkpoint(request).await }
+        });
+        match parts {
+            Err(error) if tried < TRIES && error.downcast_ref().is_some_and(has_passed) => tried += 1,
+            Err(error) if args.name.is_none() && error.downcast_ref().is_some_and(is_taken) => taken += 1,
+            Err(error) => {
+                discard(&mut servers, &job, &name);
+                return Err(error);
+            }
+            Ok(parts) => break (name, parts),
+        }
+    };
+    let seal = v1::SealCheckpointRequest {
+        job: job.clone(),
+        name: name.clone(),
+        parts: parts.iter().map(|(_, answer)| answer.part.clone()).collect(),
+    };
+    let sealed = servers.each(|mut admin| {
+        let seal = seal.clone();
+        async move { admin.seal_checkpoint(seal).await }
+    });
+    let sealed = match sealed {
+        Ok(sealed) => sealed,
+        Err(error) => {
+            discard(&mut servers, &job, &name);
+            return Err(error);
+        }
+    };
+    let version = parts.first().map_or(0, |(_, answer)| answer.version);
+    if args.json {
+        let manifest = |(address, answer): &(String, v1::SealCheckpointResponse)| json!({"server": address, "manifest": answer.manifest});
+        let manifests: Vec<_> = sealed.iter().map(manifest).collect();
+        say!("{}", json!({"job": job, "name": name, "version": version, "manifests": manifests}));
+        return Ok(());
+    }
+    say!("checkpoint {name} of version {version}");
+    for (address, answer) in sealed {
+        say!("  {address}: {}", answer.manifest);
+        if answer.visible_parts < answer.parts {
+            say!(
+                "    with {} of {} parts: restored by the same servers only",
+                answer.visible_parts,
+                answer.parts
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Gives back the room of the parts that were written. Where that fails the next checkpoint does it.
+fn discard(servers: &mut Servers, job: &str, name: &str) {
+    let request = v1::DiscardCheckpointRequest { job: job.to_string(), name: name.to_string() };
+    let _ = servers.answers(|mut admin| {
+        let request = request.clone();
+        async move { admin.discard_checkpoint(request).await }
+    });
+}
+
+pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let found = common_checkpoints(&mut servers, &job)?;
+    if found.is_empty() {
+        // Checkpoints outlive their job, so that one that is not there is no error before.
+        servers.check_job(&job)?;
+    }
+    for Checkpoint { name, version, stale, damage, .. } in found {
+        if args.json {
+            let version = version.0;
+            say!(
+                "{}",
+                json!({"job": job, "name": name, "version": version, "stale": stale, "damage": damage})
+            );
+        } else {
+            let stale = if stale { "  stale: left behind when the job went back" } else { "" };
+            let damage = damage.map(|damage| format!("  DAMAGED {damage}")).unwrap_or_default();
+            say!("{name}  version {}{stale}{damage}", version.0);
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    // Named, so that a server which a first try has reached does not refuse the second.
+    let version =
+        paused_at(describe(&mut servers, &job)?.iter().filter_map(|answer| answer.progress.as_ref()));
+    let request = v1::ResumeRequest { job, loss_scale: args.loss_scale.unwrap_or(0.0), version };
+    servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.resume(request).await }
+    })?;
+    say!("resumed");
+    Ok(())
+}
+
+pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
+    let request = v1::StepBackRequest { job, incarnation, version: args.version };
+    servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.step_back(request).await }
+    })?;
+    say!("version {}", args.version);
+    Ok(())
+}
+
+pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
+    let job = &args.job;
+    let mut servers = Servers::connect(&args.servers.servers)?;
+    let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
+    let answers = servers.answers(|mut admin| {
+        let request = request.clone();
+        async move { admin.delete_job(request).await }
+    });
+    let any = answers.iter().any(|(_, answer)| answer.is_ok());
+    for (address, answer) in answers {
+        match answer {
+            // Deleted there before, by a call that did not reach all of them.
+            Err(fault) if any && fault.kind == FaultKind::NotFound && fault.field == "job" => {}
+            answer => answer.map(|_| ()).context(address)?,
+        }
+    }
+    say!("deleted {job}");
+    Ok(())
+}
+
+pub(super) fn drain(args: &ServersArgs) -> anyhow::Result<()> {
+    let mut servers = Servers::connect(&args.servers)?;
+    servers.each(|mut admin| async move { admin.drain(v1::DrainRequest {}).await })?;
+    say!("draining");
+    Ok(())
+}
+
+pub(super) fn target(args: &JobArgs) -> anyhow::Result<(Servers, String)> {
+    let mut servers = Servers::connect(&args.servers.servers)?;
+    let job = servers.job(args.job.as_ref())?;
+    Ok((servers, job))
+}
+
+fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::DescribeResponse>> {
+    let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
+    let answers = servers.each_promptly(|mut admin| {
+        let request = request.clone();
+        async move { admin.describe(request).await }
+    })?;
+    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
+}
+
+/// What the servers list, in the order in which it was sealed.
+fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<Checkpoint>> {
+    let request = v1::ListCheckpointsRequest { job: job.to_string() };
+    let lists = servers.each_promptly(|mut admin| {
+        let request = request.clone();
+        async move { admin.list_checkpoints(request).await }
+    })?;
+    Ok(common(lists.into_iter().map(|(address, list)| (address, list.checkpoints)).collect()))
+}

@@ -1,0 +1,209 @@
+//! Operators' calls to several servers at once, for commands that belong to no rank.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use futures_util::future::join_all;
+use longshore_proto::{Fault, FaultKind, limits::MAX_CONTROL_MESSAGE_BYTES};
+use longshore_wire::{
+    self as wire, fault_from_status,
+    v1::{self, admin_client::AdminClient},
+};
+use longshore_worker::session::{endpoint, with_sources};
+use tokio::runtime::{Handle, Runtime};
+use tonic::{
+    Status,
+    transport::{Channel, Endpoint},
+};
+
+/// Longest wait for a connection; an operator wants to know soon.
+const CONNECT: Duration = Duration::from_secs(5);
+/// Longest wait for an answer that takes no work. A process that is stopped still has its connections accepted.
+pub(crate) const PROMPTLY: Duration = Duration::from_secs(10);
+
+pub(crate) struct Server {
+    pub(crate) address: String,
+    pub(crate) admin: AdminClient<Channel>,
+}
+
+pub(crate) struct Servers {
+    runtime: Runtime,
+    servers: Vec<Server>,
+}
+
+/// Addresses of servers that cannot be asked, and why.
+pub(crate) type Silent = Vec<(String, String)>;
+
+impl Servers {
+    /// Connects to every server; those that cannot be reached are an error that names them.
+    pub(crate) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
+        let (servers, silent) = Servers::reach(addresses)?;
+        anyhow::ensure!(silent.is_empty(), "{}", name_silent(&silent));
+        Ok(servers)
+    }
+
+    /// Connects to the servers that can be reached, in the order given.
+    pub(super) fn reach(addresses: &[String]) -> anyhow::Result<(Servers, Silent)> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let endpoints = addresses.iter().map(|address| Ok(endpoint(address)?.connect_timeout(CONNECT)));
+        let endpoints = endpoints.collect::<Result<Vec<Endpoint>, Fault>>()?;
+        let connect = |endpoint: &Endpoint| {
+            let endpoint = endpoint.clone();
+            async move { tokio::time::timeout(2 * CONNECT, endpoint.connect()).await }
+        };
+        let channels = runtime.block_on(join_all(endpoints.iter().map(connect)));
+        let (mut servers, mut silent) = (Vec::new(), Vec::new());
+        for (address, channel) in addresses.iter().cloned().zip(channels) {
+            let why = match channel {
+                Ok(Ok(channel)) => {
+                    let admin =
+                        AdminClient::new(channel).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
+                    servers.push(Server { address, admin });
+                    continue;
+                }
+                Ok(Err(error)) => with_sources(&error),
+                Err(_) => "no answer".to_string(),
+            };
+            silent.push((
+                address,
+                format!("cannot be reached ({why}): check that longshored runs there, and --servers"),
+            ));
+        }
+        Ok((Servers { runtime, servers }, silent))
+    }
+
+    /// Asks no more of those that were silent.
+    pub(super) fn leave_out(&mut self, silent: &Silent) {
+        self.servers.retain(|server| silent.iter().all(|(address, _)| *address != server.address));
+    }
+
+    pub(crate) fn list(&self) -> &[Server] {
+        &self.servers
+    }
+
+    /// Where calls of several threads run.
+    pub(crate) fn handle(&self) -> &Handle {
+        self.runtime.handle()
+    }
+
+    /// One call on every server at once; the first refusal is the answer.
+    pub(crate) fn each<T, F>(
+        &mut self,
+        call: impl FnMut(AdminClient<Channel>) -> F,
+    ) -> anyhow::Result<Vec<(String, T)>>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        all_or_first(self.answers(call))
+    }
+
+    /// As `each`, of a call that takes no work: a server that is silent is refused as such.
+    pub(crate) fn each_promptly<T, F>(
+        &mut self,
+        call: impl FnMut(AdminClient<Channel>) -> F,
+    ) -> anyhow::Result<Vec<(String, T)>>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        all_or_first(self.answers_within(PROMPTLY, call))
+    }
+
+    /// One call on every server at once, with what each says within `patience`.
+    pub(super) fn answers_within<T, F>(
+        &mut self,
+        patience: Duration,
+        mut call: impl FnMut(AdminClient<Channel>) -> F,
+    ) -> Vec<(String, Result<T, Fault>)>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        self.answers(|admin| {
+            let answer = call(admin);
+            async move {
+                tokio::time::timeout(patience, answer).await.unwrap_or_else(|_| Err(silence(patience)))
+            }
+        })
+    }
+
+    /// One call on every server at once, with what each says.
+    pub(super) fn answers<T, F>(
+        &mut self,
+        mut call: impl FnMut(AdminClient<Channel>) -> F,
+    ) -> Vec<(String, Result<T, Fault>)>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let answers =
+            self.runtime.block_on(join_all(self.servers.iter().map(|server| call(server.admin.clone()))));
+        let answer = |(server, answer): (&Server, Result<tonic::Response<T>, Status>)| {
+            let answer = answer.map_err(|status| fault_from_status(&status, &server.address));
+            (server.address.clone(), answer.map(tonic::Response::into_inner))
+        };
+        self.servers.iter().zip(answers).map(answer).collect()
+    }
+
+    /// The job to act on: the one named, or the only one there is.
+    pub(super) fn job(&mut self, named: Option<&String>) -> anyhow::Result<String> {
+        if let Some(name) = named {
+            return Ok(name.clone());
+        }
+        let jobs = self.jobs()?;
+        match jobs.as_slice() {
+            [job] => Ok(job.clone()),
+            [] => anyhow::bail!(
+                "no job on these servers: start one with `longshore train --servers ...`, or name the job of a checkpoint with --job"
+            ),
+            several => {
+                anyhow::bail!("several jobs on these servers, name one with --job: {}", several.join(", "))
+            }
+        }
+    }
+
+    /// An error when no server holds the job.
+    pub(super) fn check_job(&mut self, name: &str) -> anyhow::Result<()> {
+        let jobs = self.jobs()?;
+        anyhow::ensure!(jobs.iter().any(|job| job == name), "{}", no_such_job(name, &jobs));
+        Ok(())
+    }
+
+    fn jobs(&mut self) -> anyhow::Result<Vec<String>> {
+        let lists =
+            self.each_promptly(|mut admin| async move { admin.list_jobs(v1::ListJobsRequest {}).await })?;
+        Ok(jobs_of(&lists))
+    }
+}
+
+/// All servers' jobs, by name.
+pub(super) fn jobs_of(lists: &[(String, v1::ListJobsResponse)]) -> Vec<String> {
+    let mut jobs: Vec<String> = lists.iter().flat_map(|(_, list)| list.jobs.clone()).collect();
+    jobs.sort();
+    jobs.dedup();
+    jobs
+}
+
+pub(super) fn no_such_job(name: &str, jobs: &[String]) -> String {
+    let there =
+        if jobs.is_empty() { "none is there".to_string() } else { format!("there are {}", jobs.join(", ")) };
+    format!("no job {name:?} on these servers: {there}")
+}
+
+fn all_or_first<T>(answers: Vec<(String, Result<T, Fault>)>) -> anyhow::Result<Vec<(String, T)>> {
+    let named = |(address, answer): (String, Result<T, Fault>)| {
+        let answer = answer.with_context(|| address.clone())?;
+        Ok((address, answer))
+    };
+    answers.into_iter().map(named).collect()
+}
+
+/// A process that takes connections and calls, and answers none.
+fn silence(patience: Duration) -> Status {
+    let remedy = "see whether that process is stopped or its host overloaded, and its log";
+    let value = format!("silent for {} s", patience.as_secs());
+    wire::status(&Fault::new(FaultKind::Deadline, "server", value, "answering", remedy))
+}
+
+/// Servers that cannot be asked, in one line.
+pub(super) fn name_silent(silent: &Silent) -> String {
+    let named: Vec<String> = silent.iter().map(|(address, why)| format!("{address} {why}")).collect();
+    named.join("; ")
+}

@@ -1,0 +1,104 @@
+//! `longshore restore`: a job filled from a checkpoint on all its servers, opened there first where it is not.
+
+use anyhow::Context;
+use longshore_proto::{Fault, JobSpec, Rank};
+use longshore_wire::{
+    Wire,
+    v1::{ListCheckpointsRequest, RestoreMode, RestoreRequest, RestoreResponse},
+};
+use longshore_worker::session::{GoBack, Options, Session};
+use serde_json::json;
+
+use super::{
+    admin::{JobArgs, target},
+    client::Servers,
+};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    target: JobArgs,
+    /// The checkpoint's name [default: the newest that can be restored]
+    #[arg(long)]
+    name: Option<String>,
+    /// Delete the state that servers hold, and go back to the checkpoint
+    #[arg(long)]
+    discard_state: bool,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let (mut servers, job) = target(&args.target)?;
+    let spec = spec(&mut servers, &job, args.name.as_ref())?;
+    let addresses = servers.list().iter().map(|server| server.address.clone()).collect();
+    drop(servers);
+    // As rank 0: its view of the servers is the one that counts. It does not join.
+    let session = Session::connect(Options { connections: 1, ..Options::new(addresses, spec, Rank(0)) })?;
+    let how = GoBack { checkpoint: args.name.clone(), discard_state: args.discard_state };
+    let restored = session.go_back(&how)?;
+    if args.json {
+        say!("{}", json!({"job": job, "name": restored.name, "version": restored.version.0}));
+    } else {
+        say!("restored {}: version {}", restored.name, restored.version.0);
+    }
+    Ok(())
+}
+
+/// What the job is on the servers that have it, or was when a checkpoint was made.
+fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Result<JobSpec> {
+    let names = match name {
+        Some(name) => vec![name.clone()],
+        None => names(servers, job)?,
+    };
+    let mut refusal = None;
+    for name in names.iter().rev() {
+        let request = RestoreRequest {
+            job: job.to_string(),
+            name: name.clone(),
+            mode: RestoreMode::Check.into(),
+            deadline_ms: 0,
+        };
+        let answers = servers.answers(|mut admin| {
+            let request = request.clone();
+            async move { admin.restore(request).await }
+        });
+        let (found, refused) = split(answers);
+        // The job as it is open comes before the checkpoint's, which may have had another tier or world size.
+        let open = found.iter().position(|answer| answer.progress.is_some());
+        if let Some(answer) = found.into_iter().nth(open.unwrap_or(0)) {
+            return Ok(JobSpec::from_wire(answer.spec)?);
+        }
+        refusal = refusal.or(refused);
+    }
+    let (address, fault) = refusal.with_context(|| {
+        format!("there is no checkpoint of job {job}: look with `longshore checkpoints --job {job}`")
+    })?;
+    Err(anyhow::Error::from(fault).context(address))
+}
+
+fn split(
+    answers: Vec<(String, Result<RestoreResponse, Fault>)>,
+) -> (Vec<RestoreResponse>, Option<(String, Fault)>) {
+    let (mut found, mut refused) = (Vec::new(), None);
+    for (address, answer) in answers {
+        match answer {
+            Ok(answer) => found.push(answer),
+            Err(fault) => refused = refused.or(Some((address, fault))),
+        }
+    }
+    (found, refused)
+}
+
+/// The names of the checkpoints that any server lists, oldest first.
+fn names(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<String>> {
+    let request = ListCheckpointsRequest { job: job.to_string() };
+    let lists = servers.each(|mut admin| {
+        let request = request.clone();
+        async move { admin.list_checkpoints(request).await }
+    })?;
+    let mut all: Vec<_> = lists.into_iter().flat_map(|(_, list)| list.checkpoints).collect();
+    all.sort_by_key(|checkpoint| checkpoint.version);
+    Ok(all.into_iter().map(|checkpoint| checkpoint.name).collect())
+}

@@ -1,0 +1,108 @@
+//! Asks every server what it holds: one that is silent does not hide the others.
+
+use std::time::Duration;
+
+use anyhow::{bail, ensure};
+use longshore_proto::{Fault, FaultKind};
+use longshore_wire::v1;
+use longshore_worker::session::whole;
+
+use crate::commands::client::{Servers, Silent, jobs_of, name_silent, no_such_job};
+
+/// Longest wait for a state hash: all of the state is read, after the updates that are decided.
+const HASHING: Duration = Duration::from_secs(600);
+
+pub(super) const GONE: &str = "does not hold this job: it restarted, or belongs to another one";
+
+/// Each server's address and answer.
+pub(super) type Answers = Vec<(String, v1::DescribeResponse)>;
+/// Addresses of servers that gave no answer, and why.
+pub(super) type Without = Vec<(String, String)>;
+
+/// What all servers hold.
+pub(super) struct Found {
+    servers: Servers,
+    patience: Duration,
+    pub(super) lists: Vec<(String, v1::ListJobsResponse)>,
+    pub(super) silent: Silent,
+}
+
+impl Found {
+    /// # Errors
+    /// When no server answers within `patience`.
+    pub(super) fn ask(addresses: &[String], patience: Duration) -> anyhow::Result<Found> {
+        let (mut servers, mut silent) = Servers::reach(addresses)?;
+        let answers = servers.answers_within(patience, |mut admin| async move {
+            admin.list_jobs(v1::ListJobsRequest {}).await
+        });
+        let mut lists = Vec::new();
+        for (address, answer) in answers {
+            match answer {
+                Ok(list) => lists.push((address, list)),
+                Err(fault) => silent.push((address, format!("does not answer: {fault}"))),
+            }
+        }
+        ensure!(!lists.is_empty(), "{}", name_silent(&silent));
+        servers.leave_out(&silent);
+        Ok(Found { servers, patience, lists, silent })
+    }
+
+    /// The jobs there, or the one that is named.
+    pub(super) fn jobs(&self, named: Option<&str>) -> anyhow::Result<Vec<String>> {
+        let jobs = jobs_of(&self.lists);
+        let Some(named) = named else { return Ok(jobs) };
+        if jobs.iter().any(|job| job == named) {
+            return Ok(vec![named.to_string()]);
+        }
+        let silent = if self.silent.is_empty() {
+            String::new()
+        } else {
+            format!(". Not asked: {}", name_silent(&self.silent))
+        };
+        bail!("{}{silent}", no_such_job(named, &jobs))
+    }
+
+    /// The answers of the servers that hold the job, and why the others have none: one that restarted empty, cannot read
+    /// its drives, or is stopped, is when a status is wanted most.
+    pub(super) fn describe(&mut self, job: &str) -> (Answers, Without) {
+        let request = v1::DescribeRequest { job: job.to_string(), ..v1::DescribeRequest::default() };
+        let found = self.servers.answers_within(self.patience, |admin| whole(admin, request.clone()));
+        let (mut answers, mut without) = (Vec::new(), self.silent.clone());
+        for (address, answer) in found {
+            match answer {
+                Ok(answer) => answers.push((address, answer)),
+                Err(fault) => without.push((address, reason(&fault))),
+            }
+        }
+        (answers, without)
+    }
+}
+
+/// Puts each server's hashes beside its answer. Says why one has none.
+pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Option<String> {
+    let request = v1::DescribeRequest { job: job.to_string(), state_hash: true, brief: true };
+    let asked: Vec<String> = answers.iter().map(|(address, _)| address.clone()).collect();
+    let hashes = found.servers.answers_within(HASHING, |admin| whole(admin, request.clone()));
+    let mut failed = None;
+    for (address, answer) in hashes.into_iter().filter(|(address, _)| asked.contains(address)) {
+        let Some((_, known)) = answers.iter_mut().find(|(known, _)| *known == address) else { continue };
+        match answer {
+            // What is beside the hashes is newer, too.
+            Ok(answer) => {
+                let (spec, placement) = (known.spec.take(), known.placement.take());
+                *known = v1::DescribeResponse { spec, placement, ..answer };
+            }
+            Err(fault) => failed = Some(format!("{address} gave none: {fault}")),
+        }
+    }
+    failed
+}
+
+/// Why a server has no answer.
+fn reason(fault: &Fault) -> String {
+    match (fault.kind, fault.field.as_str()) {
+        (FaultKind::NotFound, "job") => GONE.to_string(),
+        (FaultKind::Unavailable, "job") => format!("is recovering this job: {}", fault.remedy),
+        _ => format!("does not serve this job: {fault}"),
+    }
+}

@@ -1,0 +1,11 @@
+//! What `longshore` does: the trainer, the operator's commands, the export of weights, the benches.
+//!
+//! Beside the worker library it links the server, to embed one where a run names none.
+
+#[macro_use]
+mod say;
+
+mod bench;
+pub mod commands;
+mod export;
+pub mod train;

@@ -1,0 +1,84 @@
+//! A layer's gradients on their way to the servers, as soon as backward has made them.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use longshore_proto::Dtype;
+use longshore_worker::{
+    convert,
+    device::{Buffer, Device},
+    error::Result,
+    push::Assembler,
+};
+
+use super::{
+    gpt::{self, BoxError, Gpt, Gradients},
+    memory::largest_stage,
+    staging::Staging,
+    tested::Noise,
+};
+
+/// Device memory for the fp32 gradients of one layer: the only ones there are.
+pub struct LayerGradients {
+    staging: Staging,
+    buffer: Buffer,
+    noise: Option<Noise>,
+}
+
+impl LayerGradients {
+    /// # Errors
+    /// `Shortage` when the device's budget has no room for the largest layer's.
+    pub fn allocate(device: Arc<dyn Device>, model: &Gpt) -> Result<LayerGradients> {
+        let buffer = device.allocate("fp32 gradients of a layer", largest_stage(model) * 4)?;
+        Ok(LayerGradients { staging: Staging::new(device), buffer, noise: Noise::from_environment() })
+    }
+}
+
+/// Hands each gradient to the step's assembler.
+pub struct Sink<'a> {
+    model: &'a Gpt,
+    memory: &'a mut LayerGradients,
+    assembler: Assembler,
+}
+
+impl<'a> Sink<'a> {
+    pub fn new(model: &'a Gpt, memory: &'a mut LayerGradients, assembler: Assembler) -> Sink<'a> {
+        Sink { model, memory, assembler }
+    }
+
+    /// The micro-step's last gradient has been emitted.
+    pub fn finish(self) -> Result<()> {
+        self.assembler.finish()
+    }
+}
+
+impl Gradients for Sink<'_> {
+    fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
+        let LayerGradients { staging, buffer, noise } = &mut *self.memory;
+        let params = self.model.stages()[stage].params.clone();
+        let mut offset = 0;
+        let mut places = Vec::with_capacity(gradients.len());
+        // candle computes on the CPU: what it made is put where a GPU would have left it.
+        for (param, gradient) in params.zip(gradients) {
+            let bytes = gradient.elem_count() as u64 * 4;
+            staging.copy_in(buffer, offset, bytes, |host| {
+                gpt::elements(&gradient, |values| convert::from_f32(Dtype::F32, values, host))?;
+                Ok(())
+            })?;
+            places.push((param, offset, bytes));
+            offset += bytes;
+        }
+        let mut values = Vec::new();
+        // Backward order within the layer too: its last tensors come from the flat space's end.
+        for (param, offset, bytes) in places.into_iter().rev() {
+            values.resize(bytes as usize / 4, 0.0);
+            staging.copy_out(buffer, offset, bytes, |host| {
+                convert::to_f32(Dtype::F32, host, &mut values);
+                Ok(())
+            })?;
+            noise.iter().for_each(|noise| noise.add(&mut values));
+            self.assembler.put(param, &values)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,238 @@
+//! What a run leaves behind: checkpoints on its way and at its end, and the export. And where that is.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use longshore_proto::{FaultKind, TierKind, Version};
+use longshore_worker::{error::Error, session::Session};
+
+use super::{Settings, report::Report};
+use crate::{
+    commands::{Servers, checkpoint_name, human},
+    export,
+};
+
+/// Bytes of tensors in one file, as `longshore export` has it.
+const EXPORT_FILE_BYTES: u64 = 5 << 30;
+
+/// Rank 0's: writes what is wanted when it is due.
+pub(super) struct Keeper<'a> {
+    settings: &'a Settings,
+    servers: &'a [String],
+    embedded: bool,
+    /// The newest one written by this run.
+    last: Option<(String, Version)>,
+    /// Attempts that failed since.
+    failures: u32,
+    /// The step after which the next attempt is made, once one has failed.
+    retry_at: u64,
+    said_not_shared: bool,
+}
+
+/// What a run has left behind.
+pub(super) struct Kept {
+    pub(super) export: Option<PathBuf>,
+    pub(super) checkpoint: Option<String>,
+    /// Where the weights are, a line each.
+    pub(super) lines: Vec<String>,
+    /// The weights went with the embedded server.
+    pub(super) gone: bool,
+    /// What was wanted and could not be written.
+    pub(super) failure: Option<anyhow::Error>,
+}
+
+impl<'a> Keeper<'a> {
+    pub(super) fn new(settings: &'a Settings, servers: &'a [String], embedded: bool) -> Keeper<'a> {
+        Keeper { settings, servers, embedded, last: None, failures: 0, retry_at: 0, said_not_shared: false }
+    }
+
+    fn wants_checkpoints(&self) -> bool {
+        self.settings.checkpoint_every > 0 || self.embedded && self.settings.checkpoint_dir.is_some()
+    }
+
+    /// Whether what will be wanted could be written now. A run that has steps behind it goes on without.
+    pub(super) fn check(&self, session: &Session, version: Version, report: &Report) -> anyhow::Result<()> {
+        if let Some(dir) = &self.settings.export {
+            export::check_target(dir).context("the weights could not be exported at the end")?;
+        }
+        if !self.wants_checkpoints() {
+            return Ok(());
+        }
+        match session.check_checkpoint() {
+            Ok(()) => Ok(()),
+            Err(error) if version > Version(0) && is_of_checkpoints(&error) => {
+                report.note(&format!("no checkpoint could be written now, and training goes on: {error}"));
+                Ok(())
+            }
+            Err(error) => Err(error).context("nothing was trained: no checkpoint could be written now"),
+        }
+    }
+
+    /// Whether a checkpoint is wanted after this step.
+    pub(super) fn is_due(&self, step: u64) -> bool {
+        let every = self.settings.checkpoint_every;
+        let again = self.failures > 0 && step >= self.retry_at;
+        every > 0 && step < self.settings.steps && (step.is_multiple_of(every) || again)
+    }
+
+    /// Writes a checkpoint of `step`, the version that the servers are at. One that fails does not end the run.
+    pub(super) fn checkpoint(
+        &mut self,
+        session: &Session,
+        step: u64,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
+        let name = checkpoint_name(step);
+        let written = match session.checkpoint_numbered(&name) {
+            Err(error) if is_of_checkpoints(&error) => {
+                let wait = self.put_off(step);
+                report.note(&format!(
+                    "no checkpoint of step {step}: {error}. Training goes on, and it is tried again {wait}"
+                ));
+                return Ok(());
+            }
+            written => written?,
+        };
+        if written.name != name {
+            report.note(&format!(
+                "{name} is a checkpoint of another state already, from before the job went back"
+            ));
+        }
+        if !written.shared && !std::mem::replace(&mut self.said_not_shared, true) {
+            report.note(
+                "the servers do not share a checkpoint folder: each keeps its own part. The same servers, in the same \
+                 order, can restore it; for other servers bring the parts together in one folder first",
+            );
+        }
+        report.checkpoint(&written.name, written.version.0);
+        self.failures = 0;
+        self.last = Some((written.name, written.version));
+        Ok(())
+    }
+
+    /// Twice as many steps each time, and never beyond the next one that is due anyway.
+    fn put_off(&mut self, step: u64) -> String {
+        let wait = 1 << self.failures.min(16);
+        self.failures += 1;
+        self.retry_at = step + wait;
+        let next = self.settings.checkpoint_every.max(1);
+        let at = self.retry_at.min((step / next + 1) * next);
+        if at < self.settings.steps { format!("after step {at}") } else { "at the end".to_string() }
+    }
+
+    /// At the end of training: the last version's checkpoint, and the export.
+    pub(super) fn finish(
+        &mut self,
+        session: &Session,
+        version: Version,
+        report: &mut Report,
+    ) -> anyhow::Result<Kept> {
+        let is_last = |(_, kept): &(String, Version)| *kept == version;
+        if self.wants_checkpoints() && !self.last.as_ref().is_some_and(is_last) {
+            self.checkpoint(session, version.0, report)?;
+        }
+        let mut failure = None;
+        if self.wants_checkpoints() && self.failures > 0 {
+            failure = Some(anyhow::anyhow!(
+                "training is done, and version {} is in no checkpoint: see the reason above{}",
+                version.0,
+                if self.is_gone_with_us() {
+                    ""
+                } else {
+                    ". It is on the servers: make room, then `longshore checkpoint`"
+                }
+            ));
+        }
+        let mut lines = Vec::new();
+        let mut exported = None;
+        if let Some(dir) = &self.settings.export {
+            match self.export(dir.clone()) {
+                Ok(line) => {
+                    lines.push(line);
+                    exported = Some(dir.clone());
+                }
+                Err(error) => failure = Some(error),
+            }
+        }
+        let checkpoint = self.last.as_ref().map(|(name, _)| name.clone());
+        lines.extend(checkpoint.as_ref().map(|name| self.checkpoint_line(name)));
+        let gone = self.is_gone_with_us() && exported.is_none() && checkpoint.is_none();
+        lines.push(self.state_line(gone, version));
+        Ok(Kept { export: exported, checkpoint, lines, gone, failure })
+    }
+
+    fn export(&self, dir: PathBuf) -> anyhow::Result<String> {
+        let settings = export::Settings {
+            job: self.settings.job.to_string(),
+            out: dir,
+            dtype: self.settings.export_dtype,
+            max_file_bytes: EXPORT_FILE_BYTES,
+            deadline: self.settings.deadline,
+            replace: true,
+        };
+        let mut servers = Servers::connect(self.servers)?;
+        let exported = export::run(&mut servers, &settings);
+        let exported = exported.with_context(|| {
+            format!("training is done, and its weights were not exported to {}", settings.out.display())
+        })?;
+        let bytes = human(exported.bytes);
+        Ok(format!("weights           {} ({bytes} as {})", settings.out.display(), settings.dtype))
+    }
+
+    fn checkpoint_line(&self, name: &str) -> String {
+        match &self.settings.checkpoint_dir {
+            Some(dir) if self.embedded => {
+                let folder = dir.join(self.settings.job.as_str()).join(name);
+                format!("checkpoint        {}: --resume and more --steps go on from it", folder.display())
+            }
+            _ => format!("checkpoint        {name}, in the servers' checkpoint folder"),
+        }
+    }
+
+    /// The state itself dies with an embedded server that keeps it in memory.
+    fn is_gone_with_us(&self) -> bool {
+        self.embedded && self.settings.tier == TierKind::Memory
+    }
+
+    fn state_line(&self, gone: bool, version: Version) -> String {
+        let Settings { job, state_dirs, shm_dir, tier, .. } = self.settings;
+        let label = "state            ";
+        if !self.embedded {
+            let servers = self.servers.join(",");
+            return format!(
+                "{label} job {job} at version {} stays on its servers: `longshore export --servers {servers} --job {job} \
+                 --out DIR` writes its weights",
+                version.0
+            );
+        }
+        if *tier != TierKind::Memory {
+            let folders: Vec<_> =
+                state_dirs.iter().chain(shm_dir).map(|dir| dir.display().to_string()).collect();
+            return format!(
+                "{label} in {}: the same command with more --steps goes on from version {}",
+                folders.join(","),
+                version.0
+            );
+        }
+        if gone {
+            return format!(
+                "{label} gone: the embedded server kept it in memory and ends now, trained weights included. Next time say \
+                 --export DIR to write the weights, or --checkpoint-dir DIR to go on later"
+            );
+        }
+        format!("{label} in memory of the embedded server, which ends now: what is named above stays")
+    }
+}
+
+/// Whether a failure is of writing a checkpoint alone. One of a server that is gone, or of the job, is met at the next step
+/// too, and is better said by it.
+fn is_of_checkpoints(error: &Error) -> bool {
+    match error {
+        Error::Call(failed) => {
+            matches!(failed.call, "Checkpoint" | "SealCheckpoint")
+                && failed.fault.kind != FaultKind::Unavailable
+        }
+        Error::TimedOut(_) => true,
+        _ => false,
+    }
+}

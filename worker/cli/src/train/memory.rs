@@ -1,0 +1,144 @@
+//! Which of the model fits the device: ZeRO stage 2 or 3, and what each keeps there.
+
+use std::ops::Range;
+
+use longshore_proto::{Dtype, Layout};
+use longshore_worker::{
+    device::Budget,
+    error::{Result, Shortage},
+};
+
+use super::gpt::{self, Gpt};
+
+/// ZeRO's names for where the 16-bit weights are between their uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// On the device.
+    Two,
+    /// On the servers: each layer is pulled just before use, freed after, and the next one prefetched.
+    Three,
+}
+
+/// What a rank does at a time.
+pub struct Work {
+    pub dtype: Dtype,
+    pub delay: u32,
+    /// Of one micro-step.
+    pub sequences: usize,
+    pub device_budget: Option<u64>,
+}
+
+/// Activations that a model without a device budget keeps instead of computing them again in backward: half of the time
+/// of a forward pass saved, on a device whose memory nobody counts.
+const KEPT_ACTIVATIONS: usize = 256 << 20;
+
+/// Bytes of activations beside the weights: what enters each stage, and the inside of one block (its attention matrix,
+/// and 16 times its input for projections and the MLP), or the logits and their gradient.
+pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u64>) -> u64 {
+    let config = model.config();
+    let rows = (sequences * config.context) as u64;
+    let input = rows * config.width as u64;
+    let attention = rows * (config.context * config.heads) as u64;
+    let logits = 2 * rows * gpt::VOCABULARY as u64;
+    let inputs = (config.layers as u64 + 1) * input;
+    let inside = 16 * input + attention;
+    let kept = match device_budget {
+        None => (inside * 4 * (config.layers as u64 - 1)).min(KEPT_ACTIVATIONS as u64),
+        Some(_) => 0,
+    };
+    (inputs + inside.max(logits)) * 4 + kept
+}
+
+/// Lets a model keep activations where there is room for them.
+pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> Gpt {
+    match device_budget {
+        None => model.with_activation_budget(KEPT_ACTIVATIONS),
+        Some(_) => model,
+    }
+}
+
+/// Bytes of device memory that a stage needs at most at once: the 16-bit weights, one layer widened to fp32 to compute
+/// with, its gradient beside it, and the activations.
+fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Work) -> u64 {
+    let working = 2 * largest_stage(model) * 4 + activations(model, work.sequences, work.device_budget);
+    match stage {
+        Stage::Two => whole_images(layout, work.dtype, work.delay) + working,
+        // The layer in use and the one being prefetched.
+        Stage::Three => 2 * largest_layer(model, layout) * work.dtype.bytes() + working,
+    }
+}
+
+/// Elements of the largest stage's parameters.
+pub(super) fn largest_stage(model: &Gpt) -> u64 {
+    (0..model.stages().len()).map(|stage| stage_elements(model, stage)).max().unwrap_or(0)
+}
+
+/// Elements of the largest stage's flat range.
+pub(super) fn largest_layer(model: &Gpt, layout: &Layout) -> u64 {
+    let elements = |stage| {
+        let range = stage_range(model, layout, stage);
+        range.end - range.start
+    };
+    (0..model.stages().len()).map(elements).max().unwrap_or(0)
+}
+
+/// The flat range of one stage, from its first parameter's start to its last one's end.
+pub(super) fn stage_range(model: &Gpt, layout: &Layout, stage: usize) -> Range<u64> {
+    let params = &model.stages()[stage].params;
+    layout.param_range(params.start).start..layout.param_range(params.end - 1).end
+}
+
+/// Bytes of the whole model's 16-bit weights at stage 2: a delayed step computes with one version while the next one
+/// arrives.
+pub(super) fn whole_images(layout: &Layout, dtype: Dtype, delay: u32) -> u64 {
+    layout.elements() * dtype.bytes() * u64::from(1 + delay)
+}
+
+/// Elements of one stage's parameters.
+pub(super) fn stage_elements(model: &Gpt, stage: usize) -> u64 {
+    model.params()[model.stages()[stage].params.clone()].iter().map(|param| param.elements() as u64).sum()
+}
+
+/// The stage asked for if it fits, or the lowest that does.
+///
+/// # Errors
+/// `Shortage` when not even one layer fits.
+pub fn plan_stage(
+    asked: Option<u32>,
+    model: &Gpt,
+    layout: &Layout,
+    work: &Work,
+    device: &Budget,
+) -> Result<Stage> {
+    let fits = |stage: Stage| {
+        let bytes = need(stage, model, layout, work);
+        if bytes <= device.free() {
+            return Ok(stage);
+        }
+        Err(Shortage {
+            device: device.name().to_string(),
+            field: match stage {
+                Stage::Two => {
+                    "all 16-bit weights, one fp32 layer with its gradient, and activations (stage 2)"
+                        .to_string()
+                }
+                Stage::Three => {
+                    "one layer (16-bit twice, fp32, and its gradient) and activations (stage 3)".to_string()
+                }
+            },
+            asked: bytes,
+            free: device.free(),
+            budget: device.limit(),
+            remedy: match stage {
+                Stage::Two => "use --stage 3, or raise --device-budget",
+                Stage::Three => "raise --device-budget, use a smaller --batch, or choose a narrower model",
+            },
+        })
+    };
+    let stage = match asked {
+        Some(2) => fits(Stage::Two),
+        Some(3) => fits(Stage::Three),
+        _ => fits(Stage::Two).or_else(|_| fits(Stage::Three)),
+    };
+    Ok(stage?)
+}

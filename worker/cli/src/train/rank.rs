@@ -1,0 +1,425 @@
+//! One rank's run: open or continue the job, step, evaluate, checkpoint, and what it ends with.
+
+use std::sync::Arc;
+
+use candle_core::Device as Compute;
+use longshore_proto::{Layout, Rank, Step, Version};
+use longshore_worker::{
+    device::{Budget, Device},
+    error::Error,
+    pipeline::{Pipeline, PipelineOptions, StepPlan, Weights as Pulled},
+    pull::Feed,
+    session::{GoBack, Joined, Opened, Options, Session},
+};
+
+use super::{
+    LayerGradients, LayerImages, PullLayer, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
+    gpt::{self, Gpt, Weights},
+    keep::Keeper,
+    memory::{Work, activations, plan_stage, with_kept_activations},
+    report::{Around, Ending, Opening, Report},
+    tested,
+    text::{Batch, Corpus},
+};
+
+/// Sequences of one validation batch; small ones keep the activations of an evaluation below those of a step.
+const VALIDATION_SEQUENCES: usize = 4;
+
+/// Everything about a run that does not change from step to step.
+struct Run<'a> {
+    settings: &'a Settings,
+    model: Gpt,
+    corpus: Corpus,
+    validation: Vec<Batch>,
+    layout: Layout,
+    device: Arc<dyn Device>,
+    stage: Stage,
+    rank: u32,
+}
+
+/// Device memory held for the whole run.
+struct Memory {
+    images: Images,
+    gradients: LayerGradients,
+}
+
+enum Images {
+    Whole(WholeImages),
+    Layers(LayerImages),
+}
+
+/// Runs one rank to the end of training.
+pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: bool) -> anyhow::Result<()> {
+    let run = Run::prepare(settings, rank)?;
+    let tokens = (settings.batch * run.model.config().context) as u64
+        * u64::from(settings.micro_steps)
+        * u64::from(settings.world_size);
+    let mut report = Report::new(rank, settings.json, settings.steps, tokens);
+    let place = Place { servers, embedded };
+    loop {
+        match run.train(place, &mut report) {
+            Err(error) if is_outdated(&error) => report.note(&format!("{error}. Starting over")),
+            ended => return ended,
+        }
+    }
+}
+
+/// Where the servers are.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    servers: &'a [String],
+    embedded: bool,
+}
+
+impl<'a> Run<'a> {
+    fn prepare(settings: &'a Settings, rank: u32) -> anyhow::Result<Run<'a>> {
+        let model = Gpt::new(settings.model, &Compute::Cpu)?;
+        let model = with_kept_activations(model, settings.device_budget);
+        let corpus = Corpus::load(&settings.data)?;
+        corpus.check_context(settings.model.context)?;
+        let validation =
+            corpus.validation(settings.eval_batches, VALIDATION_SEQUENCES, settings.model.context);
+        let spec = settings.spec(&model);
+        let layout = spec.validate()?;
+        let device = settings.device.open(rank, settings.device_budget)?;
+        let work = Work {
+            dtype: spec.image_dtype,
+            delay: settings.delay,
+            sequences: settings.batch,
+            device_budget: settings.device_budget,
+        };
+        let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
+        Ok(Run { settings, model, corpus, validation, layout, device, stage, rank })
+    }
+
+    /// From where the servers are to the last step.
+    ///
+    /// # Errors
+    /// `Outdated`: then nothing is lost, and it may be called again.
+    fn train(&self, Place { servers, embedded }: Place<'_>, report: &mut Report) -> anyhow::Result<()> {
+        let settings = self.settings;
+        let host = Budget::unlimited("host memory of the worker");
+        let options = Options {
+            transport: settings.transport,
+            deadline: settings.deadline,
+            pause_deadline: settings.pause_deadline,
+            host_budget: host.clone(),
+            ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
+        };
+        let (session, joined) = self.enter(options, report)?;
+        let mut keeper = Keeper::new(settings, servers, embedded);
+        if self.rank == 0 {
+            keeper.check(&session, joined.version, report)?;
+        }
+        let mut memory = self.allocate()?;
+        let summary = self.corpus.summary();
+        report.opening(&Opening {
+            job: settings.job.as_str(),
+            parameters: self.model.params().iter().map(|param| param.elements() as u64).sum(),
+            shards: self.layout.shards(),
+            servers,
+            embedded,
+            files: summary.files,
+            train_bytes: summary.train_bytes,
+            validation_bytes: summary.validation_bytes,
+            first_step: joined.version.0 + 1,
+            stage: self.stage_name(),
+            device: self.device.name(),
+        });
+        let first_loss = self.evaluate_at(&session, joined.version, &mut memory, report)?;
+        let mut pipeline = Pipeline::new(session, &joined, self.pipeline_options()?)?;
+        self.check_resumed(&pipeline, report);
+        while pipeline.last_step().0 < settings.steps {
+            self.step(&mut pipeline, &mut memory, report)?;
+            self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;
+        }
+        let version = pipeline.drain()?;
+        report.decided(pipeline.outcomes());
+        let mut failure = None;
+        if self.rank == 0 {
+            let around = Around {
+                first_loss,
+                servers: servers.len(),
+                embedded,
+                host_peak: host.peak(),
+                formats: settings.formats,
+            };
+            let ending = self.end(&pipeline, version, &mut memory, around)?;
+            let kept = keeper.finish(pipeline.session(), version, report)?;
+            report.ending(&ending, &kept);
+            failure = kept.failure;
+        }
+        drop(memory);
+        pipeline.close()?.leave()?;
+        failure.map_or(Ok(()), Err)
+    }
+
+    /// Connects, creates or finds the job, gives it weights if it has none, and takes the rank.
+    fn enter(&self, options: Options, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
+        let mut session = Session::connect(options)?;
+        if self.rank != 0 {
+            let joined = session.start(&|_| Vec::new())?;
+            return Ok((session, joined));
+        }
+        let opened = session.open();
+        if let Some(how) = self.goes_back(&opened, report) {
+            let restored = session.go_back(&how)?;
+            if let Err(Error::StateLost(lost)) = &opened {
+                report.note(&format!("server {} lost its part of the job: {}", lost.server, lost.detail));
+            }
+            report.note(&format!("restored checkpoint {} of {}", restored.name, restored.version));
+            return Ok(session.join().map(|joined| (session, joined))?);
+        }
+        let fresh = opened?.is_fresh();
+        let joined = session.join()?;
+        if fresh {
+            session.upload(&|param| self.model.init(self.settings.seed, param))?;
+            session.wait_training()?;
+        }
+        Ok((session, joined))
+    }
+
+    /// Whether the job is to be filled from a checkpoint, and how. A restore that was begun is brought to its end, whoever
+    /// began it; a job that has its state goes on from there.
+    fn goes_back(&self, opened: &Result<Opened, Error>, report: &Report) -> Option<GoBack> {
+        let asked = self.settings.resume.clone();
+        match opened {
+            Ok(Opened::Running { version, .. }) => {
+                if let Some(name) = asked.and_then(|how| how.checkpoint) {
+                    report.note(&format!(
+                        "the servers hold {version}: going on from there, and not from checkpoint {name}"
+                    ));
+                }
+                None
+            }
+            Ok(Opened::Restoring { checkpoint }) => {
+                let how = asked.unwrap_or_default();
+                Some(GoBack { checkpoint: how.checkpoint.or_else(|| Some(checkpoint.clone())), ..how })
+            }
+            Ok(Opened::Fresh) | Err(Error::StateLost(_)) => asked,
+            Err(_) => None,
+        }
+    }
+
+    fn allocate(&self) -> anyhow::Result<Memory> {
+        let (device, dtype) = (|| self.device.clone(), self.settings.image_dtype);
+        let images = match self.stage {
+            Stage::Two => {
+                Images::Whole(WholeImages::allocate(device(), &self.layout, dtype, self.settings.delay)?)
+            }
+            Stage::Three => {
+                Images::Layers(LayerImages::allocate(device(), &self.model, &self.layout, dtype)?)
+            }
+        };
+        Ok(Memory { images, gradients: LayerGradients::allocate(device(), &self.model)? })
+    }
+
+    fn stage_name(&self) -> &'static str {
+        match self.stage {
+            Stage::Two => "stage 2: 16-bit weights on the device",
+            Stage::Three => "stage 3: layers pulled just before use",
+        }
+    }
+
+    fn pipeline_options(&self) -> anyhow::Result<PipelineOptions> {
+        let settings = self.settings.clone();
+        let hyper = move |step: Step| settings.hypers(step);
+        Ok(PipelineOptions {
+            schedule: self.settings.schedule(),
+            clip: self.settings.clip,
+            compensation: self.settings.compensation,
+            weights: match self.stage {
+                Stage::Two => Pulled::Whole,
+                Stage::Three => Pulled::OnDemand,
+            },
+            ..PipelineOptions::new(self.settings.scaler()?, hyper)
+        })
+    }
+
+    fn step(&self, pipeline: &mut Pipeline, memory: &mut Memory, report: &mut Report) -> anyhow::Result<()> {
+        let plan = pipeline.begin()?;
+        let mut loss = 0.0;
+        for micro_step in 0..self.settings.micro_steps {
+            loss += self.micro_step(pipeline, plan, micro_step, memory)? / self.settings.micro_steps as f32;
+        }
+        report.loss(plan.step, loss);
+        if self.settings.step_weights {
+            let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
+            report.weights(self.rank, plan, checksum);
+        }
+        pipeline.finish(self.trainer_state())?;
+        report.decided(pipeline.outcomes());
+        Ok(())
+    }
+
+    fn micro_step(
+        &self,
+        pipeline: &mut Pipeline,
+        plan: StepPlan,
+        micro_step: u32,
+        memory: &mut Memory,
+    ) -> anyhow::Result<f32> {
+        let Settings { seed, batch, .. } = *self.settings;
+        let batch =
+            self.corpus.batch(seed, plan.step.0, micro_step, self.rank, batch, self.model.config().context);
+        let _activations = self.device.reserve("activations", self.activations())?;
+        let mut sink = Sink::new(&self.model, &mut memory.gradients, pipeline.assembler(micro_step)?);
+        let mut weights: Box<dyn Weights> = match &mut memory.images {
+            Images::Whole(images) => Box::new(self.whole(images, pipeline.weights()?)),
+            Images::Layers(images) => {
+                Box::new(self.staged(images, Box::new(|range| pipeline.pull(&[range])), true))
+            }
+        };
+        let scale = plan.loss_scale as f32;
+        let loss =
+            gpt::micro_step(&self.model, &mut *weights, &mut sink, &batch, scale).map_err(unwrap_library)?;
+        drop(weights);
+        sink.finish()?;
+        Ok(loss)
+    }
+
+    fn activations(&self) -> u64 {
+        activations(&self.model, self.settings.batch, self.settings.device_budget)
+    }
+
+    fn whole<'s>(&'s self, images: &'s mut WholeImages, feed: Feed) -> WholeWeights<'s> {
+        WholeWeights::new(&self.model, &self.layout, images, feed)
+    }
+
+    fn staged<'s>(
+        &'s self,
+        images: &'s mut LayerImages,
+        pull: PullLayer<'s>,
+        training: bool,
+    ) -> StagedWeights<'s> {
+        StagedWeights::new(&self.model, &self.layout, images, pull, training)
+    }
+
+    fn after_step(
+        &self,
+        pipeline: &mut Pipeline,
+        memory: &mut Memory,
+        keeper: &mut Keeper<'_>,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
+        let step = pipeline.last_step().0;
+        let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.settings.steps;
+        if due(self.settings.eval_every) {
+            let version = pipeline.drain()?;
+            report.decided(pipeline.outcomes());
+            self.evaluate_at(pipeline.session(), version, memory, report)?;
+        }
+        if self.rank == 0 && keeper.is_due(step) {
+            pipeline.drain()?;
+            keeper.checkpoint(pipeline.session(), step, report)?;
+        }
+        Ok(())
+    }
+
+    /// Rank 0's validation loss of a version.
+    fn evaluate_at(
+        &self,
+        session: &Session,
+        version: Version,
+        memory: &mut Memory,
+        report: &mut Report,
+    ) -> anyhow::Result<Option<f32>> {
+        if self.rank != 0 || self.validation.is_empty() {
+            return Ok(None);
+        }
+        let mut weights = self.weights_of(session, version, memory)?;
+        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
+        let loss = loss.map_err(unwrap_library)?;
+        report.validation(version.0, loss);
+        Ok(Some(loss))
+    }
+
+    /// Weights for a forward pass outside a step.
+    fn weights_of<'s>(
+        &'s self,
+        session: &'s Session,
+        version: Version,
+        memory: &'s mut Memory,
+    ) -> anyhow::Result<Box<dyn Weights + 's>> {
+        Ok(match &mut memory.images {
+            Images::Whole(images) => {
+                let whole = 0..self.layout.elements();
+                Box::new(self.whole(images, session.pull(version, &[whole], self.settings.image_dtype)?))
+            }
+            Images::Layers(images) => {
+                let dtype = self.settings.image_dtype;
+                Box::new(self.staged(
+                    images,
+                    Box::new(move |range| session.pull(version, &[range], dtype)),
+                    false,
+                ))
+            }
+        })
+    }
+
+    fn end(
+        &self,
+        pipeline: &Pipeline,
+        version: Version,
+        memory: &mut Memory,
+        around: Around,
+    ) -> anyhow::Result<Ending> {
+        let session = pipeline.session();
+        let mut weights = self.weights_of(session, version, memory)?;
+        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
+        drop(weights);
+        let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
+        let sample = gpt::generate(
+            &self.model,
+            &mut *self.weights_of(session, version, memory)?,
+            prompt.as_bytes(),
+            *sample_bytes,
+            *temperature,
+            *seed,
+        );
+        Ok(Ending {
+            around,
+            version: version.0,
+            state_hash: session.state_hash()?.hash,
+            validation_loss: loss.map_err(unwrap_library)?,
+            sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
+            device: self.device.name().to_string(),
+            device_peak: self.device.budget().peak(),
+            device_budget: self.settings.device_budget,
+            stage: self.stage_name(),
+            server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
+        })
+    }
+
+    /// What must be the same for a resumed run to be the same run.
+    fn trainer_state(&self) -> Vec<u8> {
+        let Settings { seed, batch, micro_steps, steps, .. } = *self.settings;
+        serde_json::json!({"seed": seed, "batch": batch, "micro_steps": micro_steps, "steps": steps})
+            .to_string()
+            .into_bytes()
+    }
+
+    fn check_resumed(&self, pipeline: &Pipeline, report: &Report) {
+        if pipeline.resumed().is_some_and(|state| state != self.trainer_state()) {
+            report.note("this job was trained so far with another seed, batch or number of steps");
+        }
+    }
+}
+
+/// An error of this library that passed through the model is shown as itself.
+fn unwrap_library(error: gpt::Error) -> anyhow::Error {
+    match error {
+        gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
+            match source.downcast::<Error>() {
+                Ok(error) => (*error).into(),
+                Err(source) => anyhow::Error::from_boxed(source),
+            }
+        }
+        other => other.into(),
+    }
+}
+
+/// Whether the run can go on by joining again.
+fn is_outdated(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(Error::Outdated(_)))
+}

@@ -1,0 +1,337 @@
+//! What a run shows: a bar on a terminal, plain lines on a pipe, one JSON object a line for machines.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, IsTerminal, Write},
+    time::{Duration, Instant},
+};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use longshore_proto::{Formats, Step};
+use longshore_worker::pipeline::{StepOutcome, StepPlan};
+use serde_json::json;
+
+use super::keep::Kept;
+use crate::commands::human;
+
+/// Plain lines of a whole run, so that a log stays readable.
+const PLAIN_LINES: u64 = 40;
+
+enum Output {
+    Bar(ProgressBar),
+    Plain,
+    Json,
+    /// Ranks other than 0.
+    Silent,
+}
+
+/// Shows a run's events as they come, and keeps what the summary needs.
+pub(super) struct Report {
+    output: Output,
+    steps: u64,
+    tokens_per_step: u64,
+    losses: BTreeMap<Step, f32>,
+    started: Instant,
+    done: u64,
+    exposed: Duration,
+    wall: Duration,
+    pushed: u64,
+    pulled: u64,
+    skipped: u64,
+    last_shown: Option<Instant>,
+}
+
+/// What a run trains, shown before its first step.
+pub(super) struct Opening<'a> {
+    pub(super) job: &'a str,
+    pub(super) parameters: u64,
+    pub(super) shards: u32,
+    pub(super) servers: &'a [String],
+    pub(super) embedded: bool,
+    pub(super) files: usize,
+    pub(super) train_bytes: usize,
+    pub(super) validation_bytes: usize,
+    pub(super) first_step: u64,
+    pub(super) stage: &'a str,
+    pub(super) device: &'a str,
+}
+
+/// What is known of a run beside its last version.
+pub(super) struct Around {
+    pub(super) first_loss: Option<f32>,
+    pub(super) servers: usize,
+    pub(super) embedded: bool,
+    pub(super) host_peak: u64,
+    pub(super) formats: Formats,
+}
+
+/// What a run ends with.
+pub(super) struct Ending {
+    pub(super) around: Around,
+    pub(super) version: u64,
+    pub(super) state_hash: String,
+    pub(super) validation_loss: f32,
+    pub(super) sample: String,
+    pub(super) device: String,
+    pub(super) device_peak: u64,
+    pub(super) device_budget: Option<u64>,
+    pub(super) stage: &'static str,
+    pub(super) server_bytes: u64,
+}
+
+impl Report {
+    pub(super) fn new(rank: u32, json: bool, steps: u64, tokens_per_step: u64) -> Report {
+        let output = match (rank, json) {
+            (0, true) => Output::Json,
+            (0, false) if io::stdout().is_terminal() && io::stderr().is_terminal() => Output::Bar(bar(steps)),
+            (0, false) => Output::Plain,
+            _ => Output::Silent,
+        };
+        Report {
+            output,
+            steps,
+            tokens_per_step,
+            losses: BTreeMap::new(),
+            started: Instant::now(),
+            done: 0,
+            exposed: Duration::ZERO,
+            wall: Duration::ZERO,
+            pushed: 0,
+            pulled: 0,
+            skipped: 0,
+            last_shown: None,
+        }
+    }
+
+    pub(super) fn opening(&mut self, opening: &Opening<'_>) {
+        let Opening {
+            job,
+            parameters,
+            shards,
+            servers,
+            files,
+            train_bytes,
+            validation_bytes,
+            first_step,
+            stage,
+            device,
+            ..
+        } = *opening;
+        if let Output::Json = self.output {
+            self.json(&json!({
+                "event": "start", "job": job, "parameters": parameters, "shards": shards, "servers": servers,
+                "embedded": opening.embedded, "files": files, "train_bytes": train_bytes,
+                "validation_bytes": validation_bytes, "first_step": first_step, "steps": self.steps, "stage": stage,
+                "device": device,
+            }));
+            return;
+        }
+        let place = if opening.embedded { "an embedded server".to_string() } else { servers.join(", ") };
+        self.line(&format!(
+            "job {job}: {:.2} M parameters in {shards} shards on {place}, {stage} ({device})",
+            parameters as f64 / 1e6
+        ));
+        self.line(&format!(
+            "text: {files} files, {} to train on, {} to validate with",
+            human(train_bytes as u64),
+            human(validation_bytes as u64)
+        ));
+        if first_step > 1 {
+            self.line(&format!("continuing at step {first_step} of {}", self.steps));
+        }
+        if let Output::Bar(bar) = &self.output {
+            bar.set_position(first_step - 1);
+        }
+        self.started = Instant::now();
+    }
+
+    /// The loss a step computed; shown once the step is decided.
+    pub(super) fn loss(&mut self, step: Step, loss: f32) {
+        self.losses.insert(step, loss);
+    }
+
+    pub(super) fn decided(&mut self, outcomes: Vec<StepOutcome>) {
+        for outcome in outcomes {
+            let loss = self.losses.remove(&outcome.step).unwrap_or(f32::NAN);
+            self.done += 1;
+            self.skipped += u64::from(outcome.skip);
+            self.exposed += outcome.timing.exposed;
+            self.wall += outcome.timing.wall;
+            self.pushed += outcome.timing.pushed_bytes;
+            self.pulled += outcome.timing.pulled_bytes;
+            self.step(&outcome, loss);
+        }
+    }
+
+    fn step(&mut self, outcome: &StepOutcome, loss: f32) {
+        let step = outcome.step.0;
+        let seconds = outcome.timing.wall.as_secs_f64().max(1e-9);
+        let tokens = self.tokens_per_step as f64 / seconds;
+        let exposed = outcome.timing.exposed.as_secs_f64() * 1e3;
+        let text = format!("loss {loss:.3}  {tokens:.0} tokens/s  exposed {exposed:.1} ms");
+        if outcome.skip {
+            let tensor = outcome.overflow.as_deref().unwrap_or("an unknown tensor");
+            self.note(&format!(
+                "step {step} skipped: overflow in {tensor}; loss scale now {}",
+                outcome.loss_scale_next
+            ));
+        }
+        match &self.output {
+            Output::Bar(bar) => {
+                bar.set_position(step);
+                bar.set_message(text);
+            }
+            Output::Plain => {
+                let every = self.steps.div_ceil(PLAIN_LINES).max(1);
+                // A slow run shows signs of life all the same.
+                let late = self.last_shown.is_none_or(|shown| shown.elapsed() > Duration::from_secs(10));
+                if step.is_multiple_of(every) || step == self.steps || late {
+                    self.last_shown = Some(Instant::now());
+                    self.line(&format!("step {step:>5} of {}  {text}", self.steps));
+                }
+            }
+            Output::Json => self.json(&json!({
+                "event": "step", "step": step, "loss": loss, "tokens_per_s": tokens, "exposed_ms": exposed,
+                "step_ms": seconds * 1e3, "norm": outcome.norm, "clip": outcome.clip_coefficient,
+                "skip": outcome.skip, "overflow": outcome.overflow, "loss_scale": outcome.loss_scale,
+                "read_version": outcome.read.0, "pushed_bytes": outcome.timing.pushed_bytes,
+                "pulled_bytes": outcome.timing.pulled_bytes,
+            })),
+            Output::Silent => {}
+        }
+    }
+
+    pub(super) fn validation(&mut self, version: u64, loss: f32) {
+        match self.output {
+            Output::Json => self.json(&json!({"event": "validation", "version": version, "loss": loss})),
+            _ => self.line(&format!("validation loss at version {version}: {loss:.3} nats per byte")),
+        }
+    }
+
+    /// What a step computed with, whichever the rank.
+    pub(super) fn weights(&self, rank: u32, plan: StepPlan, crc32: u32) {
+        let (step, version) = (plan.step.0, plan.reads.0);
+        self.json(
+            &json!({"event": "weights", "rank": rank, "step": step, "version": version, "crc32": crc32}),
+        );
+    }
+
+    pub(super) fn checkpoint(&mut self, name: &str, version: u64) {
+        match self.output {
+            Output::Json => self.json(&json!({"event": "checkpoint", "name": name, "version": version})),
+            _ => self.line(&format!("checkpoint {name} of version {version}")),
+        }
+    }
+
+    /// Something the reader should know; on stderr for machines.
+    pub(super) fn note(&self, text: &str) {
+        match &self.output {
+            Output::Json | Output::Silent => eprintln!("longshore: {text}"),
+            _ => self.line(text),
+        }
+    }
+
+    pub(super) fn ending(&mut self, ending: &Ending, left: &Kept) {
+        if let Output::Bar(bar) = &self.output {
+            bar.finish_and_clear();
+        }
+        let steps = self.done.max(1);
+        let per_step = |bytes: u64| bytes / steps;
+        let exposed_ms = self.exposed.as_secs_f64() * 1e3 / steps as f64;
+        let step_ms = self.wall.as_secs_f64() * 1e3 / steps as f64;
+        if let Output::Json = self.output {
+            self.json(&json!({
+                "event": "end", "version": ending.version, "state_hash": ending.state_hash,
+                "validation_loss": ending.validation_loss, "first_validation_loss": ending.around.first_loss,
+                "sample": ending.sample, "steps": self.done, "skipped": self.skipped,
+                "seconds": self.started.elapsed().as_secs_f64(), "step_ms": step_ms, "exposed_ms": exposed_ms,
+                "state_format": ending.around.formats.state.name(),
+                "master_format": ending.around.formats.master.name(),
+                "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
+                "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
+                "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
+                "export": left.export, "checkpoint": left.checkpoint, "weights_gone": left.gone,
+            }));
+            return;
+        }
+        let budget = match ending.device_budget {
+            Some(budget) => format!("of a budget of {}", human(budget)),
+            None => "no budget set (--device-budget)".to_string(),
+        };
+        let before = ending.around.first_loss.map(|loss| format!("{loss:.3} -> ")).unwrap_or_default();
+        let servers = if ending.around.servers == 1 {
+            "1 server".to_string()
+        } else {
+            format!("{} servers", ending.around.servers)
+        };
+        let percent = if step_ms > 0.0 { 100.0 * exposed_ms / step_ms } else { 0.0 };
+        self.line("");
+        self.line(&format!("sample: {}", ending.sample.escape_debug()));
+        self.line("");
+        self.line(&format!("validation loss   {before}{:.3} nats per byte", ending.validation_loss));
+        self.line(&format!(
+            "time              {:.1} s for {} steps, {:.0} tokens/s, {} skipped",
+            self.started.elapsed().as_secs_f64(),
+            self.done,
+            self.tokens_per_step as f64 * 1e3 / step_ms.max(1e-9),
+            self.skipped
+        ));
+        self.line(&format!(
+            "a step            {step_ms:.1} ms, of which exposed {exposed_ms:.1} ms ({percent:.1}%)"
+        ));
+        self.line("where the bytes lived");
+        self.line(&format!(
+            "  device          {}: peak {}, {budget}, {}",
+            ending.device,
+            human(ending.device_peak),
+            ending.stage
+        ));
+        self.line(&format!(
+            "  worker's host   peak {} of weights under way and gradients kept",
+            human(ending.around.host_peak)
+        ));
+        self.line(&format!(
+            "  servers         {} on {servers}: {}, images, gradients, transfers",
+            human(ending.server_bytes),
+            kept(ending.around.formats)
+        ));
+        self.line(&format!(
+            "  on the wire     {} pushed and {} pulled a step",
+            human(per_step(self.pushed)),
+            human(per_step(self.pulled))
+        ));
+        self.line(&format!("state hash        {} at version {}", ending.state_hash, ending.version));
+        left.lines.iter().for_each(|line| self.line(line));
+        if ending.around.embedded {
+            self.line("");
+            self.line("next: start `longshored` on each node, and train with --servers HOST:PORT,... to keep the job when workers die");
+        }
+    }
+
+    fn json(&self, value: &serde_json::Value) {
+        // A reader that closed the pipe does not stop a training run.
+        let _ = writeln!(io::stdout().lock(), "{value}");
+    }
+
+    fn line(&self, text: &str) {
+        match &self.output {
+            Output::Bar(bar) if !bar.is_finished() => bar.println(text),
+            Output::Bar(_) | Output::Plain => {
+                let _ = writeln!(io::stdout().lock(), "{text}");
+            }
+            Output::Json | Output::Silent => {}
+        }
+    }
+}
+
+fn kept(formats: Formats) -> String {
+    match formats.is_fp32() {
+        true => "master weights, Adam state".to_string(),
+        false => format!("{} master weights, {} Adam state", formats.master, formats.state),
+    }
+}
+
+fn bar(steps: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:30} step {pos} of {len}  {msg}  {eta} left");
+    ProgressBar::new(steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}

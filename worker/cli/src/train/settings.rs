@@ -1,0 +1,171 @@
+//! What a training run is: everything that decides its bits, and how it is shown.
+
+use std::{path::PathBuf, time::Duration};
+
+use longshore_proto::{
+    Dtype, Fault, Formats, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind,
+    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
+};
+use longshore_worker::{
+    device::DeviceChoice,
+    loss_scale::{LossScaler, LossScalerOptions},
+    schedule::Schedule,
+    session::{GoBack, Transport},
+};
+
+use super::gpt::{Config, Gpt, Group};
+
+/// Where servers are, what to train on, and how.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub job: JobName,
+    /// Empty: a server is embedded in the process.
+    pub servers: Vec<String>,
+    /// The server is embedded in the process that started this one, and ends with it.
+    pub embedded: bool,
+    pub data: PathBuf,
+    pub model: Config,
+    pub steps: u64,
+    /// Sequences of each rank and micro-step.
+    pub batch: usize,
+    pub micro_steps: u32,
+    pub world_size: u32,
+    /// None: this process starts all ranks.
+    pub rank: Option<u32>,
+    pub rule: Rule,
+    pub hyper: Hyper,
+    pub lr_warmup_steps: u64,
+    /// The learning rate falls along a cosine to this part of itself.
+    pub lr_floor: f64,
+    pub clip: Option<f64>,
+    /// Gradients are used as they come.
+    pub unchecked: bool,
+    pub delay: u32,
+    pub delay_warmup_steps: u64,
+    pub compensation: f64,
+    pub gradient_dtype: Dtype,
+    pub image_dtype: Dtype,
+    pub loss_scale: LossScale,
+    pub seed: u64,
+    /// None: chosen from the model's size.
+    pub shard_elements: Option<u64>,
+    /// Where the servers keep the state.
+    pub tier: TierKind,
+    /// In which bits they keep it.
+    pub formats: Formats,
+    pub device: DeviceChoice,
+    pub device_budget: Option<u64>,
+    pub stage: Option<u32>,
+    pub checkpoint_dir: Option<PathBuf>,
+    pub checkpoint_every: u64,
+    /// Where servers have nothing of the job, to which checkpoint it goes back. None: it starts afresh.
+    pub resume: Option<GoBack>,
+    /// Where the weights are written at the end.
+    pub export: Option<PathBuf>,
+    pub export_dtype: Dtype,
+    pub eval_every: u64,
+    pub eval_batches: usize,
+    pub sample_bytes: usize,
+    pub prompt: String,
+    pub temperature: f64,
+    pub transport: Transport,
+    pub deadline: Duration,
+    pub pause_deadline: Duration,
+    /// Update threads of an embedded server; None takes all cores.
+    pub threads: Option<usize>,
+    /// Memory of an embedded server.
+    pub memory: Option<u64>,
+    /// Where an embedded server keeps the state of tier `nvme`.
+    pub state_dirs: Vec<PathBuf>,
+    /// Memory in which it keeps a part of that state.
+    pub resident: u64,
+    /// Where an embedded server keeps the state of tier `shm`.
+    pub shm_dir: Option<PathBuf>,
+    pub json: bool,
+    /// Each step's weights are summed and shown, for tests.
+    pub step_weights: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    pub mode: LossScaleMode,
+    pub options: LossScalerOptions,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LossScaleMode {
+    Dynamic,
+    Fixed(f64),
+}
+
+/// Shards of a small model: enough for streaming to be seen and for several servers to have some each.
+const SMALL_MODEL_SHARDS: u64 = 16;
+
+impl Settings {
+    pub fn spec(&self, model: &Gpt) -> JobSpec {
+        let params: Vec<Param> = model
+            .params()
+            .iter()
+            .map(|param| Param {
+                name: param.name.clone(),
+                shape: param.shape.iter().map(|&side| side as u64).collect(),
+                group: match param.group {
+                    Group::Decay => 0,
+                    Group::NoDecay => 1,
+                },
+            })
+            .collect();
+        let elements: u64 = params.iter().filter_map(Param::elements).sum();
+        let shard = elements.div_ceil(SMALL_MODEL_SHARDS).next_multiple_of(BLOCK_ELEMENTS);
+        JobSpec {
+            name: self.job.clone(),
+            params,
+            groups: vec!["decay".to_string(), "no_decay".to_string()],
+            rule: self.rule,
+            gradient_dtype: self.gradient_dtype,
+            image_dtype: self.image_dtype,
+            world_size: self.world_size,
+            micro_steps: self.micro_steps,
+            max_delay: self.delay,
+            shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
+            tier: self.tier,
+            formats: self.formats,
+            unchecked: self.unchecked,
+        }
+    }
+
+    pub fn scaler(&self) -> Result<LossScaler, Fault> {
+        match self.loss_scale.mode {
+            LossScaleMode::Dynamic => LossScaler::dynamic(self.loss_scale.options),
+            LossScaleMode::Fixed(scale) => LossScaler::fixed(scale),
+        }
+    }
+
+    /// An evaluation and the end read the newest version, so a delayed run drains before them.
+    pub fn schedule(&self) -> Schedule {
+        let (every, last) = (self.eval_every, self.steps);
+        match self.delay {
+            0 => Schedule::exact(),
+            _ => Schedule::delayed(self.delay_warmup_steps)
+                .draining_when(move |step| step.0 == last || every > 0 && step.0.is_multiple_of(every)),
+        }
+    }
+
+    /// Linear warm-up, then a cosine down to the floor at the last step.
+    pub fn learning_rate(&self, step: Step) -> f64 {
+        let (step, warmup) = (step.0 as f64, self.lr_warmup_steps as f64);
+        if step <= warmup {
+            return self.hyper.lr * step / warmup;
+        }
+        let rest = (self.steps as f64 - warmup).max(1.0);
+        let progress = ((step - warmup) / rest).min(1.0);
+        let cosine = 0.5 * (1.0 + (std::f64::consts::PI * progress).cos());
+        self.hyper.lr * (self.lr_floor + (1.0 - self.lr_floor) * cosine)
+    }
+
+    /// One entry for each group of [`Settings::spec`].
+    pub fn hypers(&self, step: Step) -> Vec<Hyper> {
+        let decay = Hyper { lr: self.learning_rate(step), ..self.hyper };
+        vec![decay, Hyper { weight_decay: 0.0, ..decay }]
+    }
+}

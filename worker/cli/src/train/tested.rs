@@ -1,0 +1,38 @@
+//! What tests ask of the trainer: gradients that no other process makes, and the weights that each step computed with.
+
+use std::{
+    env,
+    hash::{DefaultHasher, Hash, Hasher},
+    process,
+};
+
+use longshore_proto::checksum::Crc32;
+use longshore_worker::{error::Result, pull::Feed};
+
+/// A number. Set: gradients differ by process, as those of a framework whose arithmetic is not deterministic do.
+const PERTURB: &str = "LONGSHORE_TEST_PERTURB";
+
+/// What this process's gradients are multiplied by.
+#[derive(Clone, Copy)]
+pub(super) struct Noise(f32);
+
+impl Noise {
+    pub(super) fn from_environment() -> Option<Noise> {
+        let seed = env::var_os(PERTURB)?;
+        let mut hasher = DefaultHasher::new();
+        (seed, process::id()).hash(&mut hasher);
+        // In 16 bits too every element that is not zero changes, and the run still learns.
+        Some(Noise(1.0 + (1 + hasher.finish() % 64) as f32 / 64.0))
+    }
+
+    pub(super) fn add(self, gradient: &mut [f32]) {
+        gradient.iter_mut().for_each(|value| *value *= self.0);
+    }
+}
+
+/// CRC-32 of all of a version's weights, as they came.
+pub(super) fn checksum(feed: &Feed, elements: u64) -> Result<u32> {
+    let mut sum = Crc32::new();
+    feed.pieces(0..elements, |_, bytes| sum.update(bytes))?;
+    Ok(sum.value())
+}

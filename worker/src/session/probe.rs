@@ -1,0 +1,93 @@
+//! The two ways of a rank without steps: the whole gradient pushed again and again, a version pulled. What a bench measures.
+
+use std::{sync::Arc, thread, time::Duration};
+
+use longshore_proto::{ChunkId, Dtype, Incarnation, MicroStep, ShardId, Step, Version, checksum::crc32};
+use longshore_wire::{fault_from_status, v1::JoinRequest};
+
+use super::Session;
+use crate::{
+    error::Result,
+    pull::{Feed, Reading},
+    push::{ChunkKey, Outbox, Payload},
+};
+
+/// A session that has joined, and a bf16 gradient of its job. Nothing sums the gradient as long as another rank of the job
+/// never comes.
+pub struct Probe {
+    session: Session,
+    incarnation: Incarnation,
+    chunks: Vec<(ChunkKey, Payload, u32)>,
+}
+
+impl Probe {
+    pub fn new(session: Session) -> Result<Probe> {
+        let layout = session.layout();
+        let mut chunks = Vec::new();
+        for shard in (0..layout.shards()).map(ShardId) {
+            for chunk in (0..layout.chunks(shard, Dtype::Bf16)).map(ChunkId) {
+                let range = layout.chunk_bytes(shard, chunk, Dtype::Bf16).unwrap_or(0..0);
+                let mut buffer = session.core().chunk_pool.take((range.end - range.start) as usize)?;
+                buffer.as_mut().fill(chunk.0 as u8);
+                let payload = Payload::from(buffer);
+                let key = ChunkKey { step: Step(1), micro_step: MicroStep(0), shard, chunk };
+                chunks.push((key, payload.clone(), crc32(&payload.bytes)));
+            }
+        }
+        let incarnation = session.core().incarnation();
+        Ok(Probe { session, incarnation, chunks })
+    }
+
+    /// The size of the gradient.
+    pub fn bytes(&self) -> usize {
+        self.chunks.iter().map(|(_, payload, _)| payload.bytes.len()).sum()
+    }
+
+    /// Joins as a new process would: the server forgets the rank's chunks, so that the next ones are stored and not compared.
+    pub fn rejoin(&mut self) -> Result<()> {
+        self.incarnation = Incarnation(self.incarnation.0 + 1);
+        let core = self.session.core();
+        let (job, incarnation) = (core.job().to_string(), self.incarnation.0);
+        let request = JoinRequest { job, rank: self.session.rank().0, incarnation, fence_only: false };
+        let joined = core.block_on(async { Ok(core.peers[0].training().join(request).await) })?;
+        let failed =
+            |status| core.explain(0, "Join", None, fault_from_status(&status, &core.peers[0].address));
+        joined.map_err(failed)?;
+        core.set_incarnation(self.incarnation);
+        core.block_on(async { Ok(core.relink(0).await?) })
+    }
+
+    /// Pushes the whole gradient, until every chunk is acknowledged.
+    pub fn push(&self) -> Result<()> {
+        let core = Arc::clone(self.session.core());
+        let outbox = Outbox::new(Arc::clone(&core), 1.0, Reading::new(Version(0)), Arc::default());
+        for (key, payload, crc32) in &self.chunks {
+            outbox.send(*key, payload.clone(), *crc32)?;
+        }
+        while self.session.unacknowledged_chunks() > 0 {
+            core.check()?;
+            // Asking ten times as often took 0.03 s of CPU time a GB, which no worker spends.
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Forgets the gradient that was pushed.
+    pub fn release(&self) {
+        self.session.core().retained.release(Step(1));
+    }
+
+    /// Starts to pull all of version 0.
+    pub fn pull(&self) -> Result<Feed> {
+        self.session.pull(Version(0), &[0..self.session.layout().elements()], Dtype::Bf16)
+    }
+
+    /// Whether weights are read where the server has them.
+    pub fn reads_in_place(&self) -> bool {
+        self.session.core().link(0).is_some()
+    }
+
+    pub fn session(&self) -> &Session {
+        &self.session
+    }
+}
