@@ -1,0 +1,162 @@
+"""One rank's side of the protocol: it joins, pulls weights, pushes gradients and learns what was decided."""
+
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from .layout import Layout, chunks, decode, encode
+from .wire import Protocol, Server
+
+
+@dataclass
+class Job:
+    """What all ranks of a job know before it starts."""
+
+    protocol: Protocol
+    addresses: list
+    name: str
+    spec: object
+    layout: Layout
+    dtype: str  # of gradients and images, as layout.py says it
+    wire_dtype: int  # the same, as the protocol says it
+    loss_scale: float  # of steps that read version 0
+
+    def connect(self):
+        """The servers, over connections of the caller's own."""
+        return [Server(self.protocol, number, address) for number, address in enumerate(self.addresses)]
+
+
+@dataclass
+class Pulled:
+    """One version's image, the incarnation that decided it, and the loss scale for steps that read it."""
+
+    version: int
+    decided_by: int
+    loss_scale: float
+    weights: np.ndarray
+
+
+class ChunkRefused(Exception):
+    """A server refused a chunk of a Push."""
+
+    def __init__(self, result):
+        super().__init__(str(result))
+        self.reason, self.field = result.refusal.kind, result.refusal.field
+
+
+class Rank:
+    """A process of a rank, with an incarnation of its own."""
+
+    def __init__(self, job: Job, number: int):
+        self.job, self.number, self.layout = job, number, job.layout
+        self.servers, self.messages = job.connect(), job.protocol.messages
+        self.incarnation = None
+        self.version = 0  # the newest that this process knows of
+        self.loss_scales = {}  # of the versions that this process knows of
+        self.kept = {}  # the chunks of each step that may be asked for again, for each server
+        self.events = None
+
+    def everywhere(self, method: str, **fields):
+        return [self.call(server, method, **fields) for server in self.servers]
+
+    def call(self, server, method: str, **fields):
+        return server.call(method, job=self.job.name, **fields)
+
+    def join(self, **how):
+        """Joins all servers, above every incarnation that the rank had; where each of them stands."""
+        if self.incarnation is None:
+            known = [rank for answer in self.everywhere("Describe", brief=True) for rank in answer.ranks]
+            last = max((rank.incarnation for rank in known if rank.rank == self.number), default=0)
+            self.incarnation = max(int(time.time() * 1e6), last + 1)
+        answers = self.everywhere("Join", rank=self.number, incarnation=self.incarnation, **how)
+        for progress in (answer.progress for answer in answers):
+            decided = progress.HasField("last_commit")
+            self._know(progress.version, progress.last_commit.loss_scale if decided else self.job.loss_scale)
+        return [answer.progress for answer in answers]
+
+    def leave(self):
+        self.everywhere("Leave", rank=self.number, incarnation=self.incarnation)
+
+    def _know(self, version: int, loss_scale: float):
+        self.version = max(self.version, version)
+        self.loss_scales[version] = loss_scale
+
+    def watch(self, server):
+        """Follows what is decided after the newest version known, by what one server says."""
+        self.events = server.stream("Watch", job=self.job.name, after_step=self.version)
+
+    def learn(self):
+        """Waits for the next event, and says its kind and what it is."""
+        event = next(self.events)
+        kind = event.WhichOneof("event")
+        if kind == "commit":
+            self._know(event.commit.step, event.commit.loss_scale)
+        elif kind == "resumed" and event.resumed.loss_scale:
+            self.loss_scales[self.version] = event.resumed.loss_scale
+        return kind, getattr(event, kind)
+
+    def pull(self, version: int) -> Pulled:
+        """All of a version."""
+        weights = np.full(self.layout.elements, np.nan, np.float32)
+        decided_by = {who for server in self.servers for who in self.pull_from(server, version, weights)}
+        assert len(decided_by) == 1, f"slices of two versions {version}: {decided_by}"
+        return Pulled(version, decided_by.pop(), self.loss_scales[version], weights)
+
+    def pull_from(self, server, version: int, weights):
+        """One server's shards, into the flat space; who decided the version, as each slice says."""
+        slices = [
+            self.messages.Slice(shard=shard, offset=0, elements=part.stop - part.start)
+            for shard, part in self.layout.owned(server.number)
+        ]
+        what = dict(job=self.job.name, rank=self.number, version=version, dtype=self.job.wire_dtype, slices=slices)
+        for answer in server.stream("Pull", **what):
+            assert zlib.crc32(answer.payload) == answer.crc32
+            values = decode(answer.payload, self.job.dtype)
+            start = answer.shard * self.layout.shard_elements + answer.offset
+            weights[start : start + len(values)] = values
+            yield answer.decided_by
+
+    def requests(self, server, step: int, reads: Pulled, gradients):
+        """The chunks of one server's shards. Micro-steps ascend."""
+        for micro_step, gradient in enumerate(gradients):
+            for shard, part in self.layout.owned(server.number):
+                for chunk, payload, crc32 in chunks(encode(gradient[part], self.job.dtype)):
+                    yield self.messages.PushRequest(
+                        job=self.job.name,
+                        incarnation=self.incarnation,
+                        rank=self.number,
+                        step=step,
+                        micro_step=micro_step,
+                        shard=shard,
+                        chunk=chunk,
+                        loss_scale=reads.loss_scale,
+                        dtype=self.job.wire_dtype,
+                        crc32=crc32,
+                        reads_version=reads.version,
+                        reads_decided_by=reads.decided_by,
+                        payload=payload,
+                    )
+
+    def push(self, step: int, reads: Pulled, gradients, servers=None):
+        """Pushes the gradients of all micro-steps, and keeps them."""
+        self.kept[step] = [list(self.requests(server, step, reads, gradients)) for server in self.servers]
+        return self.push_again(step, servers)
+
+    def push_again(self, step: int, servers=None):
+        """Sends what is kept of a step to all servers, or some, at once. The results, of which none is a refusal."""
+        servers = self.servers if servers is None else servers
+        with ThreadPoolExecutor(len(servers)) as threads:
+            results = list(threads.map(lambda server: server.push(self.kept[step][server.number]), servers))
+        for server, found in zip(servers, results):
+            for result in found:
+                if result.HasField("refusal"):
+                    raise ChunkRefused(result)
+            assert len(found) == len(self.kept[step][server.number]), "each chunk is answered"
+        return [result for found in results for result in found]
+
+    def forget(self):
+        """Drops what was kept of steps that no server can lose any more: those before the newest version."""
+        self.kept = {step: kept for step, kept in self.kept.items() if step >= self.version}

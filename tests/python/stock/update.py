@@ -1,0 +1,109 @@
+"""What the servers must come to, by NumPy: the sum, its statistics, the decision, the update and the state hash."""
+
+import math
+import struct
+
+import numpy as np
+from blake3 import blake3
+
+from .layout import BLOCK, Layout, rounded
+
+
+def summed(contributions) -> np.ndarray:
+    """The gradients of each micro-step's ranks, added in fp32: micro-step after micro-step, in each the ranks in order."""
+    total = np.zeros_like(contributions[0][0])
+    for ranks in contributions:
+        for gradient in ranks:
+            total = total + gradient
+    return total
+
+
+def statistics(gradient):
+    """(sum of squares, the first element that is not finite or None) of each block."""
+    for block in gradient.reshape(-1, BLOCK):
+        broken = np.flatnonzero(~np.isfinite(block))
+        yield float(np.sum(block.astype(np.float64) ** 2)), int(broken[0]) if broken.size else None
+
+
+def power(base: float, exponent: int) -> float:
+    """Repeated squaring, from the lowest bit of the exponent on."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def adamw(hyper, applied: int, weights, first, second, gradient):
+    """New weights and moments, in fp32. Scalars are formed in f64 and rounded once."""
+    f32 = np.float32
+    bias1, bias2 = 1.0 - power(hyper["beta1"], applied), 1.0 - power(hyper["beta2"], applied)
+    weights = weights * f32(1.0 - hyper["lr"] * hyper["weight_decay"])
+    first = first + (gradient - first) * f32(1.0 - hyper["beta1"])
+    second = second * f32(hyper["beta2"]) + (f32(1.0 - hyper["beta2"]) * gradient) * gradient
+    root = np.sqrt(second) * f32(1.0 / math.sqrt(bias2)) + f32(hyper["eps"])
+    return weights - f32(hyper["lr"] / bias1) * (first / root), first, second
+
+
+class Reference:
+    """The state of the whole job, as it must be on the servers."""
+
+    def __init__(self, layout: Layout, groups, dtype: str, weights):
+        self.layout, self.groups, self.dtype = layout, groups, dtype
+        self.version = self.applied = 0
+        self.weights, self.first, self.second = weights, np.zeros_like(weights), np.zeros_like(weights)
+        self.images = {0: rounded(weights, dtype)}
+
+    def step(self, commit, gradient):
+        """Makes the next version as the commit says, from the sum of the gradients."""
+        self.version += 1
+        if commit.skip:  # the version before, with another number
+            self.images[self.version] = self.images[self.version - 1]
+            return
+        self.applied += 1
+        before = self.weights
+        self._update(commit, gradient * np.float32(commit.clip_coefficient / commit.gradient_scale))
+        image = self.weights
+        if commit.compensation:
+            image = self.weights - np.float32(commit.compensation) * (before - self.weights)
+        self.images[self.version] = rounded(image, self.dtype)
+
+    def _update(self, commit, gradient):
+        state = [self.weights.copy(), self.first.copy(), self.second.copy()]
+        for group, part in zip(self.groups, self.layout.parameters):
+            hyper = {field.name: value for field, value in commit.groups[group].ListFields()}
+            hyper = {"weight_decay": 0.0} | hyper
+            old = [values[part] for values in state]
+            for values, new in zip(state, adamw(hyper, self.applied, *old, gradient[part])):
+                values[part] = new
+        self.weights, self.first, self.second = state
+
+    def saved(self):
+        """What `restore` brings back."""
+        return self.version, self.applied, self.weights, self.first, self.second, dict(self.images)
+
+    def restore(self, saved):
+        self.version, self.applied, self.weights, self.first, self.second, self.images = saved
+        self.images = dict(self.images)
+
+    def block_hashes(self):
+        """The BLAKE3 of each block's weights and moments."""
+        state = [values.astype("<f4").reshape(-1, BLOCK) for values in (self.weights, self.first, self.second)]
+        return [blake3(b"".join(part.tobytes() for part in block)).digest() for block in zip(*state)]
+
+    def state_hash(self) -> str:
+        return state_hash(self.version, self.applied, self.block_hashes())
+
+
+def state_hash(version: int, applied: int, block_hashes) -> str:
+    start = b"longshore state v1" + struct.pack("<QQ", version, applied)
+    return blake3(start + b"".join(block_hashes)).hexdigest()[:32]
+
+
+def assert_same_bits(found: np.ndarray, expected: np.ndarray, what: str):
+    differs = np.flatnonzero(found.view(np.uint32) != expected.view(np.uint32))
+    if differs.size:
+        at = differs[0]
+        raise AssertionError(f"{what}: {differs.size} differ, the first at {at}: {found[at]}, must be {expected[at]}")
