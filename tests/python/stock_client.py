@@ -1,8 +1,9 @@
 """Training over the wire with stock gRPC, written from docs/protocol.md and the .proto files alone.
 
-Two ranks train a job on several servers: exact, delayed and skipped steps, a rank 0 that dies while it commits, pauses, and a
-checkpoint that the job is restored from. Every version and every state is compared bit for bit with what NumPy computes.
-The servers need --state-dir and --checkpoint-dir. The parts are in the folder stock.
+Two ranks train a job on several servers: exact, delayed and skipped steps, a rank 0 that dies while it commits, a step
+that is taken back, pauses, and a checkpoint that the job is restored from. Every version and every state is compared
+bit for bit with what NumPy computes. The servers need --state-dir and --checkpoint-dir. The parts are in the folder
+stock.
 """
 
 import argparse

@@ -158,5 +158,9 @@ class Rank:
         return [result for found in results for result in found]
 
     def forget(self):
-        """Drops what was kept of steps that no server can lose any more: those before the newest version."""
-        self.kept = {step: kept for step, kept in self.kept.items() if step >= self.version}
+        """Drops what no server can ask for again: a commit of the step after says that all have a step for good.
+
+        On tier nvme a server may still step back from a version that it cannot read any more.
+        """
+        oldest = self.version - (1 if self.job.spec.tier == self.messages.TIER_NVME else 0)
+        self.kept = {step: kept for step, kept in self.kept.items() if step >= oldest}

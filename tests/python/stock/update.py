@@ -10,7 +10,7 @@ from .layout import BLOCK, Layout, rounded
 
 
 def summed(contributions) -> np.ndarray:
-    """The gradients of each micro-step's ranks, added in fp32: micro-step after micro-step, in each the ranks in order."""
+    """The gradients of each micro-step's ranks, added in fp32: micro-step after micro-step, each in rank order."""
     total = np.zeros_like(contributions[0][0])
     for ranks in contributions:
         for gradient in ranks:
