@@ -70,7 +70,7 @@ pub struct JobSpec {
 /// Which server owns which shard. Every server owns at least one: name fewer servers than shards, or choose smaller shards.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Placement {
-    /// rises with every change of ownership
+    /// 1 at first; rises with every change of ownership
     #[prost(uint64, tag = "1")]
     pub epoch: u64,
     /// addresses, as the workers dial them
@@ -109,8 +109,9 @@ pub struct Commit {
     /// 1-based; must be the next undecided one
     #[prost(uint64, tag = "1")]
     pub step: u64,
-    /// Overflow: nothing is updated, and the version still rises. If the server's own gradient statistics name an element that is
-    /// inf or NaN, the step can only be skipped, unless the job is unchecked.
+    /// Overflow: nothing is updated, and the version still rises, with the image of the one before. The other fields are filled as
+    /// in any commit. If the server's own gradient statistics name an element that is inf or NaN, the step can only be skipped,
+    /// unless the job is unchecked.
     #[prost(bool, tag = "2")]
     pub skip: bool,
     /// The gradient is divided by this: the step's loss scale x world size x micro-steps, to 1 in 10^12. Any other is refused.
@@ -125,10 +126,11 @@ pub struct Commit {
     /// one for each param group
     #[prost(message, repeated, tag = "6")]
     pub groups: ::prost::alloc::vec::Vec<Hyper>,
-    /// global gradient norm after unscaling, before clipping; for status only
+    /// global gradient norm after unscaling, before clipping; for status only, may be inf
     #[prost(double, tag = "7")]
     pub norm: f64,
-    /// The loss scaler's value for steps that read this version: their contributions are refused with any other.
+    /// The loss scaler's value for steps that read this version: their contributions are refused with any other. A resume may
+    /// put another one here.
     #[prost(double, tag = "8")]
     pub loss_scale: f64,
     /// the trainer's own resume data; at most 1 MiB
@@ -347,7 +349,8 @@ pub struct PushRequest {
     #[prost(message, optional, tag = "11")]
     pub place: ::core::option::Option<MemfdPlace>,
     /// The version that the gradient was computed with, and Commit.decided_by of the decision that made it, as Pull said. A
-    /// contribution computed with a version that was taken back is refused. `reads_decided_by` 0 is not compared.
+    /// contribution computed with a version that was taken back is refused. `reads_decided_by` 0 is not compared; nor is
+    /// anything on a server that does not have that version when the chunk comes: send it once the server has.
     #[prost(uint64, tag = "12")]
     pub reads_version: u64,
     #[prost(uint64, tag = "13")]
@@ -426,6 +429,7 @@ pub struct PullRequest {
     pub rank: u32,
     #[prost(uint64, tag = "3")]
     pub version: u64,
+    /// the job's image_dtype
     #[prost(enumeration = "Dtype", tag = "4")]
     pub dtype: i32,
     /// sent in this order; each within one owned shard
@@ -596,7 +600,8 @@ pub mod tensors_client {
         /// of a step ascend: on one stream no chunk follows one of a later micro-step, and the same chunk of the earlier micro-steps is
         /// sent before it on the same stream, or was acknowledged before on another. A chunk that breaks this order could wait for ever
         /// for one behind it, and is refused at once (PRECONDITION of micro_step). A chunk whose buffer is not free yet, since other
-        /// chunks or ranks of the micro-step before are missing, holds its stream up until it is, for `deadline_ms` at most.
+        /// chunks or ranks of the micro-step before are missing, holds its stream up until it is, for `deadline_ms` at most. What is
+        /// sent behind it may fill the flow control window of its connection: nothing else should have to pass there.
         pub async fn push(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::PushRequest>,
@@ -691,7 +696,8 @@ pub mod tensors_server {
         /// of a step ascend: on one stream no chunk follows one of a later micro-step, and the same chunk of the earlier micro-steps is
         /// sent before it on the same stream, or was acknowledged before on another. A chunk that breaks this order could wait for ever
         /// for one behind it, and is refused at once (PRECONDITION of micro_step). A chunk whose buffer is not free yet, since other
-        /// chunks or ranks of the micro-step before are missing, holds its stream up until it is, for `deadline_ms` at most.
+        /// chunks or ranks of the micro-step before are missing, holds its stream up until it is, for `deadline_ms` at most. What is
+        /// sent behind it may fill the flow control window of its connection: nothing else should have to pass there.
         async fn push(
             &self,
             request: tonic::Request<tonic::Streaming<super::PushRequest>>,
@@ -1121,6 +1127,7 @@ pub struct JoinResponse {
 pub struct StatsRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
+    /// undecided: the statistics of a decided step are gone (PRECONDITION)
     #[prost(uint64, tag = "2")]
     pub step: u64,
     /// from now; 0 takes the server's default
@@ -1183,9 +1190,11 @@ pub struct AwaitDurableResponse {}
 pub struct WatchRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
+    /// the version that the caller has; NOT_FOUND where the steps after it are not all kept any more
     #[prost(uint64, tag = "2")]
     pub after_step: u64,
 }
+/// During a pause the first event is `paused`. A decision that pauses comes as `paused` and then `commit`.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Event {
     #[prost(oneof = "event::Event", tags = "1, 2, 3")]
@@ -1210,7 +1219,7 @@ pub struct Paused {
 }
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct Resumed {
-    /// The operator's new loss scale; 0 keeps the old one.
+    /// The operator's new loss scale, for steps that read the newest version; 0 keeps the old one.
     #[prost(double, tag = "1")]
     pub loss_scale: f64,
 }
@@ -2241,7 +2250,7 @@ pub struct BlockHash {
     /// global index
     #[prost(uint32, tag = "1")]
     pub block: u32,
-    /// BLAKE3 of master, first and second moment as the job keeps them, little-endian
+    /// the 32 bytes of BLAKE3 of master, first and second moment as the job keeps them, little-endian
     #[prost(bytes = "bytes", tag = "2")]
     pub hash: ::prost::bytes::Bytes,
 }
@@ -2252,7 +2261,7 @@ pub struct CheckpointRequest {
     /// 1 to 128 of \[A-Za-z0-9.\_-\]
     #[prost(string, tag = "2")]
     pub name: ::prost::alloc::string::String,
-    /// the current one, or one to come, which is waited for; 0 takes the current one
+    /// The current one, or one to come, which is waited for; 0 takes the current one. One that is past is refused (PRECONDITION).
     #[prost(uint64, tag = "3")]
     pub version: u64,
     /// Write nothing, and say whether the folder could take this server's part now. `name` and `version` are ignored, and the
