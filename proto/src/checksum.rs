@@ -2,13 +2,14 @@
 
 use crate::ids::Version;
 
-/// CRC-32 as zlib, gzip and Python's `zlib.crc32` compute it, so that a stock client needs no library for it.
-/// The CPU's carry-less multiply makes it faster than the memory copy beside it.
+/// CRC-32 as zlib, gzip and Python's `zlib.crc32` compute it, so that a stock client needs no library for it. The
+/// CPU's carry-less multiply makes it faster than the memory copy beside it.
 pub fn crc32(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32
 }
 
-/// Bytes copied and summed at a time: half of a 32 KiB L1 cache, so that the sum reads what the copy has just written.
+/// How many bytes are copied and summed at a time: half of a 32 KiB L1 cache, so that the sum reads what the copy has
+/// just written.
 pub const TILE_BYTES: usize = 16 * 1024;
 
 /// The same CRC-32 over bytes that come in pieces.

@@ -8,34 +8,34 @@ use crate::{
     limits::{MAX_DELAY, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
 };
 
-/// Apply or skip, and everything the update of one step needs. The same on every server of a job.
+/// Apply or skip, and everything that the update of one step needs. It is the same on every server of a job.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Commit {
     pub step: Step,
     /// Overflow: the version rises and nothing is updated.
     pub skip: bool,
-    /// The summed gradient is divided by this: loss scale x world size x micro-steps.
+    /// What the summed gradient is divided by: loss scale x world size x micro-steps.
     pub gradient_scale: f64,
-    /// 1 when not clipped.
+    /// It is 1 when the gradient is not clipped.
     pub clip_coefficient: f64,
-    /// c of `image = cast(z - c*u)`.
+    /// The c in `image = cast(z - c*u)`.
     pub compensation: f64,
     pub groups: Vec<Hyper>,
-    /// Global gradient norm before clipping, for status only.
+    /// The global gradient norm before clipping, for status only.
     pub norm: f64,
     /// The loss scaler's value for steps that read this version.
     pub loss_scale: f64,
     /// The trainer's own resume data.
     pub trainer_state: Vec<u8>,
-    /// The rank 0 that made the decision: with the step it names a version for good. 0 where the client did not say.
+    /// The rank 0 that made the decision. With the step it names a version for good. 0 where the client did not say.
     #[serde(default)]
     pub decided_by: Incarnation,
-    /// Not empty: the job is paused with this decision, and why.
+    /// If not empty, the job is paused with this decision, for this reason.
     pub pause_reason: String,
 }
 
 impl Commit {
-    /// The one factor the kernels multiply the summed gradient by, formed in f64 and rounded once.
+    /// The one factor that the kernels multiply the summed gradient by, formed in f64 and rounded once.
     pub fn gradient_multiplier(&self) -> f32 {
         (self.clip_coefficient / self.gradient_scale) as f32
     }
@@ -77,7 +77,7 @@ impl Commit {
     }
 }
 
-/// Checks the reason of a pause, with a decision or without.
+/// Checks the reason of a pause, whether or not it comes with a decision.
 pub fn check_pause_reason(field: &str, reason: &str) -> Result<(), Fault> {
     if reason.len() <= MAX_PAUSE_REASON_BYTES {
         return Ok(());

@@ -22,23 +22,24 @@ impl fmt::Display for Contribution {
     }
 }
 
-/// A version by its number and its decision: a number is given again where a step was taken back.
+/// A version, by its number and its decision: a number is given again when a step was taken back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reads {
     pub version: Version,
-    /// As [`crate::Commit::decided_by`]; 0 where it is not known.
+    /// The decision's [`crate::Commit::decided_by`]; 0 where it is unknown.
     pub decided_by: Incarnation,
 }
 
-/// From which processes contributions came: of a shard, or added up over a server's shards. Equal numbers mean the same gradients
-/// to the bit, since a process never makes two of one batch. 0 is an origin that is not known.
+/// A number that says from which processes contributions came: those of a shard, or those of all of a server's shards
+/// added up. Equal numbers mean the same gradients to the bit, since a process never makes two of one batch. 0 is an
+/// unknown origin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin(pub u64);
 
 impl Origin {
     pub const UNKNOWN: Origin = Origin(0);
 
-    /// The origin of both together: not known where one of them is not.
+    /// The origin of both together. It is unknown where one of them is.
     pub fn and(self, other: Origin) -> Origin {
         match (self, other) {
             (Origin::UNKNOWN, _) | (_, Origin::UNKNOWN) => Origin::UNKNOWN,
@@ -58,15 +59,15 @@ pub struct ContributionChunk {
     pub contribution: Contribution,
     pub incarnation: Incarnation,
     pub chunk: ChunkId,
-    /// The loss this gradient came from was multiplied by this.
+    /// What the loss of this gradient was multiplied by.
     pub loss_scale: f64,
     pub dtype: Dtype,
-    /// Payload bytes.
+    /// How many bytes the payload has.
     pub bytes: u64,
     pub crc32: u32,
-    /// The version it was computed with.
+    /// The version that the gradient was computed with.
     pub reads: Reads,
-    /// All of the shard at once, in memory that its sender leaves as it is until the step's update is done. `chunk` is 0;
-    /// there is no checksum, since nothing is moved.
+    /// The chunk is all of the shard at once, in memory that its sender leaves as it is until the step's update is
+    /// done. `chunk` is then 0, and there is no checksum, since nothing is moved.
     pub lent: bool,
 }

@@ -16,7 +16,7 @@ pub enum FaultKind {
     Conflict,
     /// It names something that is not there.
     NotFound,
-    /// Not in this state; it may be right later or earlier.
+    /// It is wrong in this state; it may be right later or earlier.
     Precondition,
     /// A newer incarnation has taken the rank.
     Fenced,

@@ -17,7 +17,7 @@ pub enum Rule {
 impl Rule {
     pub const ALL: [Rule; 5] = [Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::Lion, Rule::Adagrad];
 
-    /// fp32 state arrays beside the master weights.
+    /// How many fp32 state arrays the rule has beside the master weights.
     pub fn state_slots(self) -> usize {
         match self {
             Rule::AdamW | Rule::Adam => 2,
@@ -67,7 +67,7 @@ pub struct Hyper {
 }
 
 impl Default for Hyper {
-    /// torch.optim.AdamW's, and no momentum or learning rate decay.
+    /// The defaults of torch.optim.AdamW, without momentum or learning rate decay.
     fn default() -> Self {
         Hyper {
             lr: 1e-3,

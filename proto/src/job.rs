@@ -1,4 +1,4 @@
-//! What a job is: the part that must not change while it lives.
+//! What a job is: the part of it that must not change while it lives.
 
 use std::{fmt, str::FromStr};
 
@@ -79,21 +79,22 @@ impl FromStr for TierKind {
 pub struct JobSpec {
     pub name: JobName,
     pub params: Vec<Param>,
-    /// Names of the param groups; `Param::group` indexes them.
+    /// The names of the param groups. `Param::group` indexes them.
     pub groups: Vec<String>,
     pub rule: Rule,
     pub gradient_dtype: Dtype,
     pub image_dtype: Dtype,
     pub world_size: u32,
     pub micro_steps: u32,
-    /// 0: exact steps only. 1: the job has room for one delayed step.
+    /// 0 means exact steps only. With 1 the job has room for one delayed step.
     pub max_delay: u32,
     pub shard_elements: u64,
     pub tier: TierKind,
     /// How master weights and moments are kept.
     #[serde(default, skip_serializing_if = "Formats::is_default")]
     pub formats: Formats,
-    /// No figures are taken of gradients: no norm, no clipping, no overflow check, as in a plain fp32 or bf16 loop.
+    /// No gradient statistics are taken: there is no norm, no clipping and no overflow check, as in a plain fp32 or
+    /// bf16 loop.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
 }
@@ -124,17 +125,17 @@ impl JobSpec {
         Layout::new(&self.params, self.groups.len(), self.shard_elements)
     }
 
-    /// Contributions to a shard in one step.
+    /// How many contributions a shard gets in one step.
     pub fn contributions(&self) -> u64 {
         u64::from(self.world_size) * u64::from(self.micro_steps)
     }
 
-    /// Whether contributions are summed; a lone one is left as it came.
+    /// Whether contributions are summed. A lone one is left as it came.
     pub fn accumulates(&self) -> bool {
         self.contributions() > 1
     }
 
-    /// Steps whose gradients may be held at once.
+    /// The number of steps whose gradients may be held at once.
     pub fn gradient_slots(&self) -> usize {
         1 + self.max_delay as usize
     }

@@ -38,7 +38,7 @@ impl fmt::Display for Param {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slice {
     pub shard: ShardId,
-    /// Elements from the shard's start.
+    /// The first element, counted from the shard's start.
     pub offset: u64,
     pub elements: u64,
 }
@@ -49,7 +49,7 @@ struct Placed {
     group: u32,
 }
 
-/// Where every parameter, shard and block lies. The tail is padded to whole blocks; padding and gaps hold zeros for
+/// Where every parameter, shard and block lies. The tail is padded to whole blocks. Padding and gaps hold zeros for
 /// ever, since their gradient is zero.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
@@ -89,7 +89,7 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Elements of the flat space, whole blocks.
+    /// The elements of the flat space, which is whole blocks.
     pub fn elements(&self) -> u64 {
         self.elements
     }
@@ -102,7 +102,7 @@ impl Layout {
         (self.elements / BLOCK_ELEMENTS) as u32
     }
 
-    /// Flat elements of a shard. The last one may be shorter, but is whole blocks.
+    /// The flat elements of a shard. The last shard may be shorter, but is whole blocks.
     pub fn shard_range(&self, shard: ShardId) -> Range<u64> {
         let start = u64::from(shard.0) * self.shard_elements;
         start..(start + self.shard_elements).min(self.elements)
@@ -113,18 +113,18 @@ impl Layout {
         range.end - range.start
     }
 
-    /// Global ids of a shard's blocks.
+    /// The global ids of a shard's blocks.
     pub fn shard_blocks(&self, shard: ShardId) -> Range<u32> {
         let range = self.shard_range(shard);
         (range.start / BLOCK_ELEMENTS) as u32..(range.end / BLOCK_ELEMENTS) as u32
     }
 
-    /// Flat elements of a parameter, padding not counted.
+    /// The flat elements of a parameter, without padding.
     pub fn param_range(&self, param: usize) -> Range<u64> {
         self.placed[param].range.clone()
     }
 
-    /// What of a flat range is padding, in order.
+    /// The parts of a flat range that are padding, in order.
     pub fn padding(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let first = self.placed.partition_point(|placed| placed.range.end <= range.start);
         let mut params = self.placed[first..].iter();
@@ -149,7 +149,8 @@ impl Layout {
         self.placed[index].range.contains(&element).then_some(index)
     }
 
-    /// A block cut where the param group changes: (elements inside the block, group). Gaps take the group before them.
+    /// A block, cut where the param group changes, as (elements inside the block, group). A gap takes the group
+    /// before it.
     pub fn block_groups(&self, block: BlockId) -> Vec<(Range<usize>, u32)> {
         let start = u64::from(block.0) * BLOCK_ELEMENTS;
         let end = start + BLOCK_ELEMENTS;
@@ -183,12 +184,12 @@ impl Layout {
         slices
     }
 
-    /// Chunks of a shard's data on the wire.
+    /// How many chunks a shard's data have on the wire.
     pub fn chunks(&self, shard: ShardId, dtype: Dtype) -> u32 {
         (self.shard_len(shard) * dtype.bytes()).div_ceil(CHUNK_BYTES as u64) as u32
     }
 
-    /// Bytes of one chunk inside its shard; None beyond the last chunk.
+    /// The bytes of one chunk inside its shard; None beyond the last chunk.
     pub fn chunk_bytes(&self, shard: ShardId, chunk: ChunkId, dtype: Dtype) -> Option<Range<u64>> {
         let total = self.shard_len(shard) * dtype.bytes();
         let start = u64::from(chunk.0) * CHUNK_BYTES as u64;

@@ -2,80 +2,88 @@
 
 use std::time::Duration;
 
-/// Elements of a block: the unit of norms, checksums and parallel update. At 14 bytes of state and gradient an element
-/// a block is 900 KiB, so one block's working set stays in a core's 1 MiB L2.
+/// The elements of a block, which is the unit of norms, checksums and parallel update. At 14 bytes of state and
+/// gradient an element a block is 900 KiB, so one block's working set stays in a core's 1 MiB L2.
 pub const BLOCK_ELEMENTS: u64 = 64 * 1024;
 /// Each parameter starts at a multiple of this: 64 fp32 elements are four cache lines, so no two parameters share one.
 pub const ALIGN_ELEMENTS: u64 = 64;
-/// Elements that share a scale in 8-bit state. bitsandbytes takes 256 too: larger groups lose more to one outlier, smaller ones
-/// pay more for scales (here 1.6 %).
+/// How many elements share a scale in 8-bit state. bitsandbytes takes 256 too: larger groups lose more to one
+/// outlier, and smaller ones pay more for scales (here 1.6 %).
 pub const QUANTIZATION_ELEMENTS: usize = 256;
-/// Default shard: 16 MiB of fp32 master, 8 MiB on a 16-bit wire.
+/// The default shard: 16 MiB of fp32 master weights, 8 MiB on a 16-bit wire.
 pub const DEFAULT_SHARD_ELEMENTS: u64 = 4 * 1024 * 1024;
-/// Largest shard: 1 Gi elements. Offsets inside a shard fit 32 bits.
+/// The largest shard: 1 Gi elements, so that offsets inside a shard fit 32 bits.
 pub const MAX_SHARD_ELEMENTS: u64 = 1 << 30;
 
-/// Payload of one data-plane message.
+/// The most payload of one data-plane message.
 pub const CHUNK_BYTES: usize = 1024 * 1024;
-/// HTTP/2 window of a server's data connection: what a sender may have under way while the server does not read. 16 ranks
-/// with two connections each filled windows of 16 MiB with 300 MiB; at 2 MiB pushes are as fast (0.85 of raw TCP).
+/// The HTTP/2 window of a server's data connection: how much a sender may have under way while the server does not
+/// read. 16 ranks with two connections each filled windows of 16 MiB with 300 MiB; at 2 MiB pushes are as fast (0.85
+/// of raw TCP).
 pub const WINDOW_BYTES: usize = 2 * CHUNK_BYTES;
-/// Data connections of a rank to each server, unless its options say otherwise.
+/// How many data connections a rank has to each server, unless its options say otherwise.
 pub const DATA_CONNECTIONS: usize = 2;
-/// What a server may hold of one data connection: its window, the frame being read, and what the allocator keeps of
+/// What a server may hold for one data connection: its window, the frame being read, and what the allocator keeps of
 /// earlier frames and of an upload's messages, which tonic's codec holds more than once.
 pub const CONNECTION_BYTES: usize = WINDOW_BYTES + 5 * CHUNK_BYTES;
-/// And of one by which images are pulled that were read from drives: messages made, ready, and being sent. With sixteen
-/// ranks whose gradients were on the drives, too, both together came to 9 MiB.
+/// What a server may also hold for a connection that pulls images which were read from drives: messages made, ready,
+/// and being sent. With sixteen ranks whose gradients were on the drives too, a connection came to 9 MiB in all.
 pub const SPILLED_PULL_BYTES: usize = 4 * CHUNK_BYTES;
-/// Exports of a job that a server gives at once. Each of them reads all of its weights between two updates.
+/// How many exports of a job a server gives at once. Each of them reads all of its weights between two updates.
 pub const MAX_EXPORTS_AT_ONCE: usize = 4;
-/// Checkpoints of a job that a server writes at once: one of training's and one of an operator's.
+/// How many checkpoints of a job a server writes at once: one of training's and one of an operator's.
 pub const MAX_CHECKPOINTS_AT_ONCE: usize = 2;
-/// Memory of a snapshot (an export, a checkpoint, a state hash) beside what the server's budget lends it while training goes on.
+/// The memory of a snapshot (an export, a checkpoint, a state hash) beside what the server's budget lends it while
+/// training goes on.
 pub const SNAPSHOT_BYTES: usize = 8 * 1024 * 1024;
-/// A worker's connections to a server: control, data, and one that is made anew while the old one is not yet found dead.
+/// How many connections a worker has to a server: control, data, and one that is made anew while the old one is not
+/// yet found dead.
 pub const CONNECTIONS_PER_RANK: usize = DATA_CONNECTIONS + 2;
 
-// What strangers can make a server hold: docs/limits.md adds it up.
+// The limits that follow say what strangers can make a server hold: docs/limits.md adds it up.
 
-/// Connections that a server takes beside those of its jobs' ranks.
+/// How many connections a server takes beside those of its jobs' ranks.
 pub const SPARE_CONNECTIONS: usize = 1024;
-/// Calls open at once on a connection. A worker has a dozen; gRPC's own guidance is 100.
+/// How many calls may be open at once on a connection. A worker has a dozen; gRPC's own guidance is 100.
 pub const MAX_CONNECTION_CALLS: u32 = 128;
-/// Calls open at once on all connections. With more, a connection that has more than [`CALLS_SHARE`] is ended.
+/// How many calls may be open at once on all connections. Beyond that, a connection that has more than
+/// [`CALLS_SHARE`] is ended.
 pub const MAX_CALLS: usize = 4096;
-/// Calls that a connection may always have open: those of a worker, whatever strangers do.
+/// How many calls a connection may always have open, whatever strangers do. A worker needs so many.
 pub const CALLS_SHARE: usize = 4;
-/// Headers of a call as they are sent, ended or not. HTTP/2 alone allows them a frame and as much again in five more.
+/// The largest headers of a call as they are sent, ended or not. HTTP/2 alone allows them a frame and as much again
+/// in five more.
 pub const MAX_HEADER_BLOCK_BYTES: usize = 32 * 1024;
-/// Headers of a call once they are unpacked; gRPC libraries allow 8 to 16 KiB.
+/// The largest headers of a call once they are unpacked; gRPC libraries allow 8 to 16 KiB.
 pub const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
-/// What strangers' connections may hold together of frames and messages that have not ended, beyond
-/// [`UNFINISHED_SHARE_BYTES`] a connection and [`SMALL_MESSAGE_BYTES`] a call. Four of the largest control messages.
+/// How many bytes of unfinished frames and messages strangers' connections may hold together, beyond
+/// [`UNFINISHED_SHARE_BYTES`] a connection and [`SMALL_MESSAGE_BYTES`] a call. It is four of the largest control
+/// messages.
 pub const MAX_UNFINISHED_BYTES: usize = 4 * MAX_CONTROL_MESSAGE_BYTES;
 pub const UNFINISHED_SHARE_BYTES: usize = 64 * 1024;
-/// Larger than any control message but a job's description, a commit with a trainer's state, and uploads.
+/// Every control message is smaller, but for a job's description, a commit with a trainer's state, and uploads.
 pub const SMALL_MESSAGE_BYTES: usize = 4 * 1024;
-/// What a connection without a call costs a server, and what a call that waits costs it: tasks, HTTP/2's state, buffers.
+/// What a connection without a call costs a server, and what a waiting call costs it: tasks, HTTP/2's state, buffers.
 pub const IDLE_CONNECTION_BYTES: usize = 48 * 1024;
 pub const IDLE_CALL_BYTES: usize = 10 * 1024;
-/// So this is the most that strangers can make a server hold, whatever they send.
+/// The most that strangers can make a server hold, whatever they send.
 pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + UNFINISHED_SHARE_BYTES)
     + (MAX_CALLS + SPARE_CONNECTIONS * CALLS_SHARE) * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES)
     + MAX_UNFINISHED_BYTES;
-/// A client sends its preface and its settings as soon as it is connected.
+/// How long a client may take to send its preface and settings, which it does as soon as it is connected.
 pub const PREFACE_DEADLINE: Duration = Duration::from_secs(10);
-/// A worker's data connections wait for their first call while the job is opened and its weights are uploaded.
+/// How long a connection may wait with its first call. A worker's data connections wait while the job is opened and
+/// its weights are uploaded.
 pub const FIRST_CALL_DEADLINE: Duration = Duration::from_secs(600);
-/// A message once it has begun: the largest one at 3 Mbit/s.
+/// How long a message may take once it has begun: the largest one at 3 Mbit/s.
 pub const MESSAGE_DEADLINE: Duration = Duration::from_secs(60);
 
-/// What stock gRPC clients accept unless told otherwise.
+/// The largest message that stock gRPC clients accept unless told otherwise.
 pub const STOCK_MESSAGE_BYTES: usize = 4 * 1024 * 1024;
 /// Room for the fields beside a chunk's payload: ids and the job's name.
 pub const CHUNK_HEADROOM_BYTES: usize = 4 * 1024;
-/// Largest control message: a `JobSpec` with as many parameters as a large mixture of experts (60,000 at 200 bytes).
+/// The largest control message: a `JobSpec` with as many parameters as a large mixture of experts (60,000 at 200
+/// bytes).
 pub const MAX_CONTROL_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
 
 pub const MAX_JOB_NAME_BYTES: usize = 128;
@@ -86,23 +94,23 @@ pub const MAX_GROUPS: usize = 1024;
 pub const MAX_WORLD_SIZE: u32 = 4096;
 pub const MAX_MICRO_STEPS: u32 = 65536;
 pub const MAX_SERVERS: usize = 4096;
-/// Largest flat space of one job: 2^44 elements, 16 T parameters; byte counts stay far inside u64.
+/// The largest flat space of one job: 2^44 elements, 16 T parameters. Byte counts stay far inside u64.
 pub const MAX_ELEMENTS: u64 = 1 << 44;
-/// Largest number of shards of one job; bounds per-shard bookkeeping before anything is allocated.
+/// The largest number of shards of one job. It bounds per-shard bookkeeping before anything is allocated.
 pub const MAX_SHARDS: u64 = 1 << 20;
-/// A trainer's own resume data on a commit: random states and loader positions, not tensors.
+/// The most resume data that a trainer may put on a commit: random states and loader positions, not tensors.
 pub const MAX_TRAINER_STATE_BYTES: usize = 1024 * 1024;
 pub const MAX_PAUSE_REASON_BYTES: usize = 4096;
-/// Slices of one pull: a whole large model layer by layer.
+/// The most slices of one pull: a whole large model layer by layer.
 pub const MAX_PULL_SLICES: usize = 1 << 20;
-/// Images kept of each shard, by version parity.
+/// How many images are kept of each shard, by version parity.
 pub const IMAGES: u64 = 2;
-/// Steps a worker may be ahead of the decided version: one exact, one more delayed.
+/// How many steps a worker may be ahead of the decided version beyond one exact step.
 pub const MAX_DELAY: u32 = 1;
 
-/// Longest wait of one call when the caller names none.
+/// The longest wait of one call when the caller names none.
 pub const DEFAULT_DEADLINE_MS: u64 = 60_000;
-/// Longest wait a caller may ask for.
+/// The longest wait that a caller may ask for.
 pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
 
 const _: () = {

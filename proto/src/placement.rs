@@ -11,12 +11,12 @@ pub struct Placement {
     pub epoch: Epoch,
     /// Addresses, as the workers dial them.
     pub servers: Vec<String>,
-    /// For each shard its owner.
+    /// By shard: its owner.
     pub owners: Vec<ServerId>,
 }
 
 impl Placement {
-    /// Shards dealt in turn, so that all servers work on the first layers at once and none idles during the others'
+    /// Deals shards in turn, so that all servers work on the first layers at once and none idles during the others'
     /// part of a forward pass.
     pub fn striped(servers: Vec<String>, shards: u32) -> Placement {
         let count = servers.len() as u32;
@@ -58,7 +58,7 @@ impl Placement {
         self.check_all_own()
     }
 
-    /// A server without a shard would wait for weights that nobody sends.
+    /// Refuses a server without a shard, which would wait for weights that nobody sends.
     fn check_all_own(&self) -> Result<(), Fault> {
         let mut owns = vec![false; self.servers.len()];
         self.owners.iter().for_each(|owner| owns[owner.0 as usize] = true);
@@ -70,7 +70,7 @@ impl Placement {
         Err(Fault::invalid("placement.servers", value, limit, remedy))
     }
 
-    /// Checks a second open of a job. Addresses may change (a restarted server elsewhere), ownership may not.
+    /// Checks a second open of a job. Addresses may change (a server may restart elsewhere), ownership may not.
     pub fn same_owners(&self, other: &Placement) -> Result<(), Fault> {
         if self.owners == other.owners {
             return Ok(());
@@ -114,7 +114,7 @@ mod tests {
             fault.to_string().contains("3 servers, of which server 2 (host2:7070) owns no shard"),
             "{fault}"
         );
-        // Also where a later one owns shards.
+        // A server without a shard may also stand before one that has some.
         let owners = vec![ServerId(0), ServerId(2)];
         let fault = Placement { owners, ..Placement::striped(servers(3), 2) }.validate(2).unwrap_err();
         assert!(fault.value.contains("server 1 (host1:7070)"), "{fault}");

@@ -1,22 +1,22 @@
-//! In which bits a job keeps its optimizer state: in memory, on disk and in checkpoints alike.
+//! The formats in which a job keeps its optimizer state: in memory, on disk and in checkpoints alike.
 
 use std::{fmt, str::FromStr};
 
 use crate::{fault::Fault, limits::QUANTIZATION_ELEMENTS};
 
-/// How a moment is kept: Adam's two, momentum, sums of squares.
+/// How a moment is kept: Adam's two, momentum, or sums of squares.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StateFormat {
     #[default]
     #[serde(rename = "fp32")]
     F32,
-    /// Stochastically rounded in updates. What is beyond the largest finite bf16 may round to infinity.
+    /// Updates round stochastically. A value beyond the largest finite bf16 may round to infinity.
     Bf16,
-    /// A code of 8 bits for each element and an f32 scale, the largest magnitude, for each
-    /// [`QUANTIZATION_ELEMENTS`], stochastically rounded in updates.
+    /// A code of 8 bits for each element and an f32 scale, the largest magnitude, for each [`QUANTIZATION_ELEMENTS`].
+    /// Updates round stochastically.
     ///
-    /// A group with an element that is not finite gets a NaN scale and decodes to NaN everywhere; a group without a
+    /// A group with an element that is not finite gets a NaN scale and decodes to NaN everywhere. A group without a
     /// normal number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
     Block8,
 }
@@ -28,18 +28,18 @@ pub enum MasterFormat {
     #[default]
     #[serde(rename = "fp32")]
     F32,
-    /// Stochastically rounded in updates. The image is made of the rounded weights, as it is when it is made anew
-    /// from stored ones.
+    /// Updates round stochastically. The image is made of the rounded weights, in an update as well as when it is
+    /// made anew from stored ones.
     Bf16,
 }
 
-/// Of one job. All but fp32 trade bits for bytes.
+/// The formats of one job. All but fp32 trade bits for bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Formats {
     pub state: StateFormat,
     pub master: MasterFormat,
-    /// Of stochastic rounding, which draws an element's bits from this, the step and the element's index. Unused where
-    /// all is fp32.
+    /// The seed of stochastic rounding, which draws an element's bits from it, the step and the element's index. It
+    /// is unused where all is fp32.
     pub seed: u64,
 }
 
@@ -49,14 +49,15 @@ impl Formats {
         self.state == StateFormat::F32 && self.master == MasterFormat::F32
     }
 
-    /// Written to no header, so that an fp32 job's files are as they were before there were other formats.
+    /// Whether these are the default, which is written to no header, so that an fp32 job's files are as they were
+    /// before there were other formats.
     pub(crate) fn is_default(&self) -> bool {
         *self == Formats::default()
     }
 }
 
 impl StateFormat {
-    /// Bytes that `count` elements take, `count` a multiple of [`QUANTIZATION_ELEMENTS`].
+    /// How many bytes `count` elements take, `count` being a multiple of [`QUANTIZATION_ELEMENTS`].
     pub fn bytes(self, count: usize) -> usize {
         match self {
             StateFormat::F32 => 4 * count,

@@ -1,4 +1,4 @@
-//! Wire messages to domain types, once, at the edge.
+//! Wire messages become domain types here, once, at the edge.
 
 use std::time::Duration;
 
@@ -26,12 +26,12 @@ fn unknown(field: &str, value: i32) -> Fault {
     Fault::invalid(field, value, "a named enum value", "use a value of this server's protocol version")
 }
 
-/// A job's or a checkpoint's name.
+/// Parses a job's or a checkpoint's name.
 pub fn parse_name(field: &str, text: &str) -> Result<JobName, Fault> {
     JobName::parse(field, text)
 }
 
-/// A caller's wait, with the default for 0.
+/// A caller's wait; 0 means the default.
 pub fn deadline(millis: u64) -> Result<Duration, Fault> {
     match millis {
         0 => Ok(Duration::from_millis(DEFAULT_DEADLINE_MS)),
@@ -47,7 +47,7 @@ pub fn deadline(millis: u64) -> Result<Duration, Fault> {
 pub trait Wire: Sized {
     type Message;
 
-    /// Field by field; the type's own `validate` checks its limits.
+    /// Takes each field as it is; the type's own `validate` checks its limits.
     ///
     /// # Errors
     /// `Invalid` for a message that is missing, and for a field that has no value of its type.
@@ -111,7 +111,7 @@ fn tier_to_wire(tier: TierKind) -> i32 {
     }) as i32
 }
 
-/// A client that knows no formats means fp32.
+/// The formats of a spec. A client that knows no formats means fp32.
 fn formats_from_wire(spec: &v1::JobSpec) -> Result<Formats, Fault> {
     let state = match v1::StateFormat::try_from(spec.state_format) {
         Ok(v1::StateFormat::Unspecified | v1::StateFormat::F32) => StateFormat::F32,
@@ -275,7 +275,7 @@ impl Wire for Commit {
     }
 }
 
-/// The incarnation of a process that has joined or wants to. 0 stands for none that ever has.
+/// The incarnation of a process that has joined or wants to join. 0 is refused: it stands for no process.
 pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
     match value {
         0 => Err(Fault::invalid(
@@ -288,7 +288,7 @@ pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
     }
 }
 
-/// A pushed chunk with a payload of `bytes`, which is checked against its checksum as it arrives.
+/// A pushed chunk whose payload has `bytes` bytes. The payload is compared with the checksum as it arrives.
 pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<ContributionChunk, Fault> {
     Ok(ContributionChunk {
         contribution: Contribution {

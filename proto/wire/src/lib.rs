@@ -1,4 +1,4 @@
-//! Generated messages and stubs, and the one place where they become domain types.
+//! The transport: generated messages and stubs, the one place where they become domain types, and gRPC below the codec.
 
 mod convert;
 pub mod direct;

@@ -5,14 +5,14 @@ use prost::Message;
 
 use super::v1::{BlockHash, DescribeResponse, JobProgress, JobSpec, Param, Placement};
 
-/// Bytes of lists in one part.
+/// How many bytes of lists go into one part.
 const PART_BYTES: usize = CHUNK_BYTES;
-/// Most that a list's item takes as a packed number, and beside its own bytes as a message.
+/// The most that a list's item takes as a packed number, and that it takes as a message beside its own bytes.
 const NUMBER_BYTES: usize = 5;
 const FRAME_BYTES: usize = 6;
 
 impl DescribeResponse {
-    /// Parts whose lists, one after the other, are this one's. All else is in the first.
+    /// Cuts it into parts whose lists, one after the other, are its own. The first part has everything else.
     pub fn into_parts(mut self) -> Vec<DescribeResponse> {
         let Lists { params, owners, missing, hashes } = self.take_lists();
         let mut parts = vec![self];
@@ -79,7 +79,7 @@ impl DescribeResponse {
     }
 }
 
-/// What grows with the model.
+/// The lists, which grow with the model.
 struct Lists {
     params: Vec<Param>,
     owners: Vec<u32>,
@@ -141,7 +141,7 @@ mod tests {
             assert!(part.encoded_len() <= PART_BYTES + FRAME_BYTES, "{}", part.encoded_len());
             bytes.extend(part.encode_to_vec());
         }
-        // As any language's protobuf merges them.
+        // They merge as in any language's protobuf.
         assert_eq!(DescribeResponse::decode(&*bytes), Ok(whole.clone()));
         let mut parts = parts.into_iter();
         let mut joined = parts.next().unwrap_or_default();

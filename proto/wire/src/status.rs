@@ -25,7 +25,7 @@ fn code(kind: FaultKind) -> Code {
     }
 }
 
-/// A status that says all the fault says, to people in its message and to programs in its details.
+/// A status that says all that the fault says, to people in its message and to programs in its details.
 pub fn status(fault: &Fault) -> Status {
     let metadata = HashMap::from([
         ("field".to_string(), fault.field.clone()),
@@ -37,9 +37,9 @@ pub fn status(fault: &Fault) -> Status {
     Status::with_error_details(code(fault.kind), fault.to_string(), details)
 }
 
-/// The fault inside a status. Only a status with our details is a server's word: any other was made on the way, by
-/// tonic, hyper or h2 here or there, or by a proxy, and its code says how that one noticed rather than what a server
-/// decided. It is `Unavailable`, which callers try again, but for two codes that trying again does not mend.
+/// The fault inside a status. Only a status with our details comes from a server. Any other was made on the way, by
+/// tonic, hyper or h2 at either end, or by a proxy, and its code says what that one noticed and not what a server
+/// decided. It becomes `Unavailable`, which callers try again, but for two codes that trying again does not mend.
 pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
     if let Some(info) = status.get_details_error_info()
         && info.domain == DOMAIN

@@ -1,4 +1,4 @@
-//! Calls below the codec against tonic's generated server: what is sent is what it understands, and the other way.
+//! Calls below the codec against tonic's generated server: each understands what the other sends.
 
 use std::time::Duration;
 

@@ -1,5 +1,6 @@
-//! Any bytes on a connection, in any pieces, into any sink: it comes to an end, makes nothing up, passes all on where no stream is
-//! tapped, and is cut off only where frames have a wrong size, headers do not end, or a window is ignored.
+//! Any bytes on a connection, in any pieces, into any sink. The connection comes to an end, makes nothing up, and
+//! passes all on where no stream is tapped. It is cut off only where frames have a wrong size, headers do not end, or
+//! a window is ignored.
 
 #![no_main]
 
@@ -23,7 +24,7 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const HEADER_BYTES: usize = 9;
 const WINDOW: usize = 2048;
 
-/// Sizes, one after the other, again and again.
+/// Sizes that come one after the other, again and again.
 struct Cuts(Vec<u8>, usize);
 
 impl Cuts {
@@ -31,7 +32,7 @@ impl Cuts {
         self.1 += 1;
         match self.0.get(self.1 % self.0.len().max(1)) {
             Some(&cut) if cut >= 128 => usize::from(cut - 127) * 131,
-            // Never none for ever.
+            // A size of 0 never comes for ever.
             Some(&cut) => usize::from(cut) + usize::from(self.1 % 7 == 0),
             None => 4096,
         }
@@ -125,7 +126,7 @@ impl Sink for Count {
     }
 }
 
-/// Bytes before `rest`: a connection on which stream 1 may have begun with a mark.
+/// The bytes before `rest`: those of a connection on which stream 1 may have begun with a mark.
 fn connection(mark: Option<Mark>, rest: &[u8]) -> Vec<u8> {
     let mut bytes = PREFACE.to_vec();
     if let Some(mark) = mark {
@@ -142,7 +143,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
     let (marked, drop_at, cuts, modes, rest) = input;
     let mark = Mark::of_request();
     let incoming = connection(marked.then_some(mark), rest);
-    // Other streams can begin with marks that nobody claims.
+    // Other streams may begin with marks that nobody claims.
     let begun = marked || rest.windows(8).any(|bytes| bytes == b"ls-push\0");
     let taps = Taps::default();
     let script = Script { incoming: incoming.clone(), at: Mutex::new((0, Cuts(cuts.clone(), 0))) };
@@ -151,7 +152,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
     let (mut claim, mut passed, mut room) = (None, Vec::new(), Cuts(cuts, 3));
     let mut context = Context::from_waker(Waker::noop());
     let (mut over, mut cut_off) = (false, false);
-    // Each byte can be waited for a few times.
+    // Each byte may be waited for a few times.
     for turn in 0..1000 + 64 * incoming.len() {
         let mut place = vec![0; room.next().max(1)];
         let mut out = ReadBuf::new(&mut place);
@@ -161,7 +162,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
                 break;
             }
             Poll::Ready(Ok(())) => passed.extend_from_slice(out.filled()),
-            // Frames that no peer may send: the connection is cut off, and h2 has got what came before.
+            // The peer sent frames that none may send: the connection is cut off, and h2 has got what came before.
             Poll::Ready(Err(error)) => {
                 assert!(error.to_string().starts_with("the peer "), "{error}");
                 cut_off = true;

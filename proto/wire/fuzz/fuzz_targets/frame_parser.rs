@@ -9,7 +9,7 @@ use longshore_wire::{
     v1::{PullRequest, PullResponse, PushRequest, PushResponse},
 };
 
-/// Messages of a stream, with their payloads, and whether it ended well.
+/// The messages of a stream with their payloads, and whether the stream ended well.
 type Parsed<M> = (Vec<(M, Bytes)>, bool);
 
 fn parse<M: Frame>(stream: &[u8], cuts: &[u8]) -> Parsed<M> {
@@ -17,7 +17,7 @@ fn parse<M: Frame>(stream: &[u8], cuts: &[u8]) -> Parsed<M> {
     let (mut payload, mut announced, mut open) = (BytesMut::new(), 0, None);
     let (mut rest, mut cut) = (stream, cuts.iter().cycle());
     while !rest.is_empty() {
-        // Mostly short pieces, some of a frame's size.
+        // Most pieces are short, and some have a frame's size.
         let wanted = match cut.next() {
             Some(255) | None => rest.len(),
             Some(&cut) if cut >= 192 => usize::from(cut - 191) * 257,
@@ -73,7 +73,7 @@ fn check<M: Frame + PartialEq>(stream: &[u8], cuts: &[u8]) {
     let (found, ended) = parse::<M>(stream, cuts);
     let (messages, whole) = expected::<M>(stream);
     assert_eq!(ended, whole);
-    // Encoded, so that NaNs compare.
+    // They are encoded, so that NaNs compare.
     let bytes = |parsed: &[(M, Bytes)]| -> Vec<(Vec<u8>, Bytes)> {
         parsed.iter().map(|(message, payload)| (message.encode_to_vec(), payload.clone())).collect()
     };

@@ -32,9 +32,9 @@ const MOST: u64 = 1 << 20;
 enum Packet {
     /// Bytes as they are.
     Raw(Vec<u8>, Vec<Passed>),
-    /// A message as it should be, about a memory that may be another.
+    /// A valid message about a memory, which may describe another one.
     Memory(u64, Vec<Passed>),
-    /// Not sent: what a Push says of the memories that were taken.
+    /// A place as a Push would name it, in the memories that were taken. It is not sent.
     Place { memory: u8, offset: u64, bytes: u64, small: bool },
 }
 
@@ -63,7 +63,7 @@ impl Passed {
     }
 }
 
-/// A listener and its name, once for the process.
+/// A listener and its name, made once for the process.
 fn host() -> &'static (Runtime, Listener, String) {
     static HOST: OnceLock<(Runtime, Listener, String)> = OnceLock::new();
     HOST.get_or_init(|| {
@@ -88,7 +88,7 @@ fn send(socket: &OwnedFd, bytes: &[u8], passed: &[Passed]) {
     if !descriptors.is_empty() {
         assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
     }
-    // Empty packets are an end, and tell nothing new.
+    // An empty packet is an end, and tells nothing new.
     let bytes = if bytes.is_empty() { &[0] } else { bytes };
     sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
 }
@@ -132,7 +132,7 @@ fuzz_target!(|packets: Vec<Packet>| {
                 Packet::Raw(bytes, passed) => send(&client, bytes, passed),
                 Packet::Memory(bytes, passed) => {
                     let bytes = match passed.first() {
-                        // The right size half of the time.
+                        // The size is right half of the time.
                         Some(Passed::Memfd { bytes: size, .. }) if bytes % 2 == 0 => {
                             u64::from(*size) % (2 * MOST)
                         }

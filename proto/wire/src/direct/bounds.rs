@@ -17,7 +17,7 @@ use super::tap::{Line, Taps};
 pub struct Bounds {
     connections: AtomicUsize,
     calls: AtomicUsize,
-    /// Bytes of frames and messages that have not ended.
+    /// How many bytes of frames and messages there are that have not ended.
     unfinished: AtomicUsize,
 }
 
@@ -30,21 +30,21 @@ impl Bounds {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Room for so many bytes of what has not ended; None where there is none left.
+    /// Counts so many bytes of something unfinished; None where there is no room for them.
     pub fn hold(self: &Arc<Self>, bytes: usize) -> Option<Held> {
         let mut held = Held { bounds: Arc::clone(self), bytes: 0 };
         held.resize(bytes).then_some(held)
     }
 }
 
-/// Bytes that count as unfinished until dropped.
+/// Bytes that count as unfinished until this is dropped.
 pub struct Held {
     bounds: Arc<Bounds>,
     bytes: usize,
 }
 
 impl Held {
-    /// Holds so many bytes instead; false, and as many as before, where there is no room.
+    /// Counts so many bytes instead. Returns false, and counts as many as before, where there is no room.
     pub fn resize(&mut self, bytes: usize) -> bool {
         let unfinished = &self.bounds.unfinished;
         if bytes <= self.bytes {
@@ -74,14 +74,14 @@ pub struct Standing {
     pub(super) taps: Taps,
     calls: AtomicUsize,
     called: AtomicBool,
-    /// When its last call ended, in milliseconds since it began.
+    /// When its last call ended, in milliseconds since the connection began.
     quiet: AtomicU64,
     ended: AtomicBool,
     cut: AtomicBool,
 }
 
 impl Standing {
-    /// Whether it is a rank's.
+    /// Whether it is a rank's connection.
     pub fn is_vouched(&self) -> bool {
         self.taps.is_vouched()
     }
@@ -111,14 +111,14 @@ impl Standing {
         self.line.wake();
     }
 
-    /// Ends the connection, and its calls.
+    /// Ends the connection and its calls.
     pub fn cut(&self) {
         self.cut.store(true, Ordering::Relaxed);
         self.line.wake();
     }
 }
 
-/// A connection's own end of its standing; the connection counts until it is dropped.
+/// The connection's own end of its standing. The connection counts until this is dropped.
 pub(super) struct Guest {
     pub(super) standing: Arc<Standing>,
     bounds: Arc<Bounds>,
@@ -155,10 +155,10 @@ impl Guest {
         self.standing.began
     }
 
-    /// Headers came on a stream. False where no more calls may be open.
+    /// Notes that headers came on a stream. Returns false where no more calls may be open.
     pub(super) fn call(&mut self, stream: u32) -> bool {
         if stream <= self.last {
-            // Its trailers.
+            // These headers are the call's trailers.
             return true;
         }
         self.last = stream;
@@ -169,7 +169,7 @@ impl Guest {
         all <= MAX_CALLS || self.open.len() <= CALLS_SHARE
     }
 
-    /// A call ended.
+    /// Notes that a call ended.
     pub(super) fn hang_up(&mut self, stream: u32) {
         let Some(at) = self.open.iter().position(|&open| open == stream) else { return };
         self.open.swap_remove(at);
@@ -179,13 +179,13 @@ impl Guest {
         self.standing.quiet.store(quiet, Ordering::Relaxed);
     }
 
-    /// Whether the server wants it to end.
+    /// Whether the server wants the connection to end.
     pub(super) fn is_to_end(&self) -> bool {
         let Standing { ended, cut, .. } = &*self.standing;
         ended.swap(false, Ordering::Relaxed) && self.open.is_empty() || cut.load(Ordering::Relaxed)
     }
 
-    /// False where there is no room for so many bytes.
+    /// Returns false where there is no room for so many bytes.
     pub(super) fn hold(&mut self, bytes: usize) -> bool {
         bytes == self.held.bytes || self.held.resize(bytes)
     }

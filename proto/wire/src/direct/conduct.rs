@@ -1,7 +1,8 @@
-//! What a peer's frames may be: of the right size, with headers that end, seldom without use, and never beyond the window.
+//! What a peer's frames may be: they have the right size, headers end, few are useless, and none goes beyond the
+//! window.
 //!
-//! h2 checks some of this for what it sees. It does not see tapped streams, holds headers of megabytes, answers any number
-//! of pings, and calls a frame of the wrong size a PROTOCOL_ERROR.
+//! h2 checks some of this for what it sees. It does not see tapped streams, holds headers of megabytes, answers any
+//! number of pings, and calls a frame of the wrong size a PROTOCOL_ERROR.
 
 use std::time::Instant;
 
@@ -11,21 +12,21 @@ use super::outward::Header;
 
 /// Every connection's window before the first WINDOW_UPDATE.
 const FIRST_WINDOW_BYTES: i64 = 65_535;
-/// A frame without use (PING, SETTINGS, PRIORITY, RST_STREAM, empty DATA and the like) counts as this much, a second
-/// allows [`SPARE_BYTES`], and so does what is sent to the peer: it may answer each piece with a WINDOW_UPDATE. So 20,000
-/// useless frames a second are too many; gRPC's own pings and resets come to some hundreds.
+/// How much a useless frame (PING, SETTINGS, PRIORITY, RST_STREAM, empty DATA and the like) counts. A second allows
+/// [`SPARE_BYTES`], and each byte sent to the peer allows one more, since the peer may answer each piece with a
+/// WINDOW_UPDATE. So 20,000 useless frames a second are too many; gRPC's own pings and resets come to some hundreds.
 const USELESS_BYTES: u64 = 1024;
-/// h2 makes room for a call before its peer resets it.
+/// How much a reset counts: h2 makes room for a call before its peer resets it.
 const RESET_BYTES: u64 = 8 * USELESS_BYTES;
 const SPARE_BYTES: u64 = 20 * 1024 * 1024;
 
 /// Why a connection is ended, by its code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Breach {
-    /// More than the window.
+    /// The peer sent more than the window.
     FlowControl = 3,
     FrameSize = 6,
-    /// ENHANCE_YOUR_CALM.
+    /// The peer went too far: ENHANCE_YOUR_CALM.
     Excess = 11,
 }
 
@@ -43,9 +44,9 @@ impl Breach {
 pub(super) struct Conduct {
     /// What the peer may still send.
     pub(super) window: i64,
-    /// Bytes of the headers that have not ended.
+    /// The bytes of headers that have not ended.
     block: usize,
-    /// What useless frames may still count.
+    /// How much useless frames may still count.
     spare: u64,
     counted: Option<Instant>,
 }
@@ -55,17 +56,17 @@ impl Conduct {
         Conduct { window: FIRST_WINDOW_BYTES, block: 0, spare: SPARE_BYTES, counted: None }
     }
 
-    /// The peer was given as much more of the window.
+    /// Notes that the peer was given so much more of the window.
     pub(super) fn grant(&mut self, bytes: usize) {
         self.window = self.window.saturating_add(bytes as i64);
     }
 
-    /// So much was sent to the peer.
+    /// Notes that so much was sent to the peer.
     pub(super) fn sent(&mut self, bytes: usize) {
         self.spare = (self.spare + bytes as u64).min(SPARE_BYTES);
     }
 
-    /// The next frame of the peer's.
+    /// Checks the peer's next frame.
     pub(super) fn follow(&mut self, header: &Header) -> Result<(), Breach> {
         if !has_right_size(header) {
             return Err(Breach::FrameSize);
@@ -103,7 +104,7 @@ impl Conduct {
     fn useless(&mut self, bytes: u64) -> Result<(), Breach> {
         if self.spare < bytes {
             let now = Instant::now();
-            // What is allowed to a first burst comes again once it is used up.
+            // The allowance for a first burst comes again once it is used up.
             let since = self.counted.replace(now).map_or(0.0, |then| (now - then).as_secs_f64());
             self.sent((since.min(1.0) * SPARE_BYTES as f64) as usize);
         }

@@ -1,12 +1,12 @@
-//! Windows given back for bytes that h2 never saw.
+//! The windows that are given back for bytes that h2 never saw.
 
 use super::outward::Header;
 
-/// Given back at a time, or a quarter of the window where that is less: h2 holds back up to half of it, and so a quarter
-/// is always open.
+/// How much is given back at a time, or a quarter of the window where that is less. h2 holds back up to half of the
+/// window, and so a quarter is always open.
 const STEP_BYTES: usize = 512 * 1024;
 
-/// What is owed on a connection, and the frames that say so on their way.
+/// The window that is owed on a connection, and the frames on their way that give it back.
 pub(super) struct Credit {
     pub(super) step: usize,
     pub(super) owed: usize,
@@ -23,7 +23,8 @@ impl Credit {
         self.owed >= self.step
     }
 
-    /// Makes WINDOW_UPDATE frames of all that is owed: of the connection, and of these streams. Returns the connection's.
+    /// Makes WINDOW_UPDATE frames for all that is owed, on the connection and on these streams. Returns the
+    /// connection's part.
     pub(super) fn make(&mut self, streams: impl Iterator<Item = (u32, usize)>) -> usize {
         self.frames.clear();
         self.written = 0;
@@ -37,7 +38,7 @@ impl Credit {
         owed
     }
 
-    /// Behind what is on its way, the frame that ends a connection.
+    /// Puts the frame that ends a connection behind the frames on their way.
     pub(super) fn end(&mut self, last: u32, code: u32) {
         let header = Header { len: 8, kind: Header::GO_AWAY, flags: 0, stream: 0 };
         self.frames.extend_from_slice(&header.write());
@@ -45,7 +46,7 @@ impl Credit {
         self.frames.extend_from_slice(&code.to_be_bytes());
     }
 
-    /// Of the frames, what is not written yet.
+    /// The frames that are not written yet.
     pub(super) fn rest(&self) -> &[u8] {
         &self.frames[self.written..]
     }

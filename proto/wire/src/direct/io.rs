@@ -27,26 +27,27 @@ use super::{
     tap::{Line, Tap, Taps},
 };
 
-/// Where frames' headers and what else is copied arrive.
+/// The size of the buffer that receives frames' headers, and whatever else is copied.
 const BUFFER_BYTES: usize = 16 * 1024;
-/// Read behind the end of a payload: the next message's head with the headers of its frames takes about 130 bytes, and
-/// what is read beyond is payload that must be copied.
+/// How much is read behind the end of a payload. The next message's head takes about 130 bytes with the headers of
+/// its frames, and what is read beyond it is payload that must be copied.
 const GAP_BYTES: usize = 256;
-/// Read for taps before others get their turn on this thread.
+/// How much is read for taps before other connections get their turn on this thread.
 const TURN_BYTES: usize = 4 * 1024 * 1024;
-/// And of a connection that nobody has vouched for: after each turn it is looked at what it holds.
+/// How much is read in one turn from a stranger's connection. After each turn it is checked how much the connection
+/// makes the server hold.
 const STRANGER_TURN_BYTES: usize = UNFINISHED_SHARE_BYTES;
-/// What a frame takes of a turn beside its bytes.
+/// How much a frame counts in a turn beside its bytes.
 const FRAME_TURN_BYTES: usize = 512;
-/// Taps of one connection; further streams pass through h2.
+/// How many taps a connection may have. Further streams pass through h2.
 const TAPS_MOST: usize = 64;
 
 /// Which end of the connection this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// Taps requests that begin with a mark.
+    /// It taps requests that begin with a mark.
     Server,
-    /// Taps answers to requests that begin with a mark.
+    /// It taps answers to requests that begin with a mark.
     Client,
 }
 
@@ -58,11 +59,11 @@ pub struct Direct<S> {
     line: Arc<Line>,
     streams: Vec<Stream>,
     inward: Inward,
-    /// Bytes of the frame that goes to h2.
+    /// How many bytes of the current frame still go to h2.
     passing: usize,
     outward: Outward,
     conduct: Conduct,
-    /// On a server.
+    /// Present on a server.
     guest: Option<Guest>,
     patience: Patience,
     buffer: Box<[u8]>,
@@ -78,21 +79,21 @@ struct Stream {
     mark: Mark,
     tap: Arc<Tap>,
     owed: usize,
-    /// Its last frame has come: it has no window any more.
+    /// Its last frame has come, so it has no window any more.
     ended: bool,
 }
 
-/// Where in the frames the socket is.
+/// What the socket's next bytes are.
 enum Inward {
     Preface,
     Header,
-    /// A header that may come, and where its frame goes is still to be found out.
+    /// A header that is allowed. It is not known yet where its frame goes.
     Frame(Header),
-    /// Goes to h2.
+    /// Bytes that go to h2.
     Pass {
         left: usize,
     },
-    /// No HTTP/2, or its end.
+    /// Bytes of what is not HTTP/2, or the end of the stream.
     Raw,
     Divert {
         stream: usize,
@@ -104,7 +105,7 @@ enum Inward {
 }
 
 impl<S: Socket> Direct<S> {
-    /// A server's end of a connection, held to what one may take; and what the server knows of it.
+    /// A server's end of a connection, held to the limits of one; and what the server knows of it.
     pub fn serve(socket: S, bounds: &Arc<Bounds>) -> (Direct<S>, Arc<Standing>) {
         let guest = Guest::new(bounds);
         let standing = Arc::clone(&guest.standing);
@@ -114,7 +115,7 @@ impl<S: Socket> Direct<S> {
         (direct, standing)
     }
 
-    /// `window`: the larger of the windows that h2 has been told to give.
+    /// `window` is the larger of the windows that h2 has been told to give.
     pub fn new(socket: S, side: Side, window: usize, taps: Taps) -> Direct<S> {
         socket.size_buffers();
         let (inward, outward) = match side {
@@ -145,12 +146,12 @@ impl<S: Socket> Direct<S> {
         &self.buffer[self.start..self.end]
     }
 
-    /// Reads at least until `least` bytes are buffered; false at the end of the stream.
+    /// Reads until at least `least` bytes are buffered. Returns false at the end of the stream.
     fn fill(&mut self, context: &mut Context<'_>, least: usize) -> Poll<io::Result<bool>> {
         while self.end - self.start < least {
             self.buffer.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
-            // Where a payload may follow little is read, so that it need not be copied.
+            // Where a payload may follow little is read, so that the payload need not be copied.
             let most = if self.streams.is_empty() { BUFFER_BYTES } else { least.max(GAP_BYTES) };
             let room = &mut self.buffer[self.end..most];
             let count = ready!(poll_read(&self.socket, context, room))?;
@@ -194,7 +195,7 @@ impl<S: Socket> Direct<S> {
                 Inward::Pass { left: 0 } => self.inward = Inward::Header,
                 Inward::Pass { left } => {
                     let now = ready!(self.pass(context, out, left))?;
-                    // At the end of the stream it stays so.
+                    // At the end of the stream this stays so.
                     self.inward = Inward::Pass { left: left - now };
                     return Poll::Ready(Ok(()));
                 }
@@ -213,7 +214,7 @@ impl<S: Socket> Direct<S> {
                         ready!(self.discard(context, stream, padding))?
                     };
                     if now == 0 {
-                        // The end of the stream: h2 finds it too.
+                        // This is the end of the stream, and h2 finds it too.
                         return Poll::Ready(Ok(()));
                     }
                     turn = turn.saturating_sub(now);
@@ -230,7 +231,7 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// The next frame's header; none at the end.
+    /// The next frame's header; None at the end.
     fn header(&mut self, context: &mut Context<'_>) -> Poll<io::Result<Option<Header>>> {
         if !ready!(self.fill(context, HEADER_BYTES))? {
             return Poll::Ready(Ok(None));
@@ -252,7 +253,7 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Says why, and gives h2 the error that ends the connection.
+    /// Logs the breach, and makes the error that ends h2's connection.
     fn cut_off(&mut self, context: &mut Context<'_>, breach: Breach) -> io::Error {
         tracing::debug!(?breach, "connection cut off");
         self.say_good_bye(context, breach as u32);
@@ -268,7 +269,7 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Decides where a frame goes; false where the stream ends inside it.
+    /// Decides where a frame goes. Returns false where the stream ends inside it.
     fn frame(&mut self, context: &mut Context<'_>, header: Header) -> Poll<io::Result<bool>> {
         let stream = self.streams.iter().position(|stream| stream.id == header.stream);
         let pass = Inward::Pass { left: HEADER_BYTES + header.len };
@@ -305,7 +306,7 @@ impl<S: Socket> Direct<S> {
         Poll::Ready(Ok(true))
     }
 
-    /// A DATA frame of a tapped stream.
+    /// Takes a DATA frame of a tapped stream.
     fn data(&mut self, context: &mut Context<'_>, stream: usize, header: Header) -> Poll<io::Result<bool>> {
         let padded = header.flags & Header::PADDED != 0;
         let prefix = HEADER_BYTES + usize::from(padded);
@@ -333,7 +334,7 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Some bytes of a frame that h2 gets.
+    /// Gives h2 some bytes of a frame.
     fn pass(
         &mut self,
         context: &mut Context<'_>,
@@ -358,7 +359,7 @@ impl<S: Socket> Direct<S> {
         Poll::Ready(Ok(now))
     }
 
-    /// Collects what taps have given back, and lets go of those that were closed.
+    /// Collects what taps have given back, and lets go of taps that were closed.
     fn collect(&mut self) {
         if !self.line.take_changed() {
             return;
@@ -380,7 +381,7 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Writes WINDOW_UPDATE frames, where one frame of h2's has ended and enough has been taken.
+    /// Writes WINDOW_UPDATE frames where a frame of h2's has ended and enough has been taken.
     fn give_back(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         match self.poll_updates(context) {
             Poll::Ready(result) => result,

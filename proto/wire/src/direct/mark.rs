@@ -6,11 +6,11 @@ use bytes::{BufMut, BytesMut};
 
 use crate::frame::Piece;
 
-/// Prefix of a message, the mark's field, magic, number.
+/// A call's first bytes: the prefix of a message, the mark's field, magic and number.
 pub(super) const START_BYTES: usize = PREFIX_BYTES + FIELD_BYTES;
 const PREFIX_BYTES: usize = 5;
 const FIELD_BYTES: usize = 3 + 8 + 8;
-/// Field 100, of 16 bytes: no message has it, so that protobuf skips it.
+/// Field 100, of 16 bytes. No message has it, so that protobuf skips it.
 const KEY: [u8; 3] = [0xA2, 0x06, 16];
 
 /// A number that names a call on its connection.
@@ -21,9 +21,9 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// Of calls whose request is large.
+    /// Marks calls whose request is large.
     pub(super) const REQUEST: [u8; 8] = *b"ls-push\0";
-    /// Of calls whose answer is large.
+    /// Marks calls whose answer is large.
     pub(super) const ANSWER: [u8; 8] = *b"ls-pull\0";
 
     pub fn of_request() -> Mark {
@@ -66,7 +66,7 @@ impl Mark {
     }
 }
 
-/// Proxies may join the calls of strangers into one connection: a counter would have them meet.
+/// A random number. Counters would collide where a proxy joins the calls of strangers into one connection.
 fn random() -> u64 {
     RandomState::new().hash_one(0)
 }

@@ -1,14 +1,14 @@
 //! The way of payloads below HTTP/2: from the socket straight to their place.
 //!
-//! h2 reads each DATA frame into memory of its own, from where its user must copy it. [`Direct`] sits between the socket
-//! and h2 and looks at the headers of frames. All passes, but the DATA frames of a stream with a [`Tap`]: their payload
-//! is read from the socket to where the tap's [`Sink`] says, and h2 never sees it. Nor does it count it, so that the
-//! windows are given back here, once the bytes have been taken.
+//! h2 reads each DATA frame into memory of its own, and its user must copy it from there. [`Direct`] sits between the
+//! socket and h2 and looks at the headers of frames. It passes all of them to h2, but for the DATA frames of a stream
+//! with a [`Tap`]: their payload is read from the socket to where the tap's [`Sink`] says. h2 neither sees nor counts
+//! it, so `Direct` gives the windows back once the bytes have been taken.
 //!
-//! Which stream a call has, hyper tells neither of its users. So whoever makes a call that may be tapped puts a [`Mark`]
-//! before its first message, in a protobuf field that others skip, and `Direct` looks for it at the start of DATA frames:
-//! of those that come in, on a server, for calls with large requests; of those that go out, on a client, for calls with
-//! large answers. Who sends no mark has nothing but HTTP/2 at the other end.
+//! hyper does not tell its users which stream a call has. So whoever makes a call that may be tapped puts a [`Mark`]
+//! before its first message, in a protobuf field that others skip, and `Direct` looks for it at the start of DATA
+//! frames: on a server in those that come in, for calls with large requests; on a client in those that go out, for
+//! calls with large answers. A peer that sends no mark has nothing but HTTP/2 at the other end.
 
 mod bounds;
 mod conduct;

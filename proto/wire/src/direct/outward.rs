@@ -1,5 +1,5 @@
-//! Follows the frames that go out: where one ends, how the first message of a call begins, which calls end, and what is
-//! granted of the connection's window.
+//! Follows the frames that go out: where a frame ends, how the first message of a call begins, which calls end, and
+//! how much of the connection's window is granted.
 
 use super::mark::{Mark, START_BYTES};
 
@@ -44,12 +44,12 @@ impl Header {
     }
 }
 
-/// What is seen among the frames.
+/// What was found among the frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Seen {
     /// The first message of the call on this stream begins with a mark.
     Marked(u32, Mark),
-    /// So much more of the connection's window.
+    /// So much more of the connection's window was granted.
     Granted(usize),
     /// This end has nothing more to say on this stream.
     Ended(u32),
@@ -58,12 +58,12 @@ pub(super) enum Seen {
 /// Where in the frames the written bytes end.
 #[derive(Default)]
 pub(super) struct Outward {
-    /// Of the preface or a frame's payload, not yet written.
+    /// How many bytes of the preface or of a frame's payload are not written yet.
     left: usize,
     header: [u8; HEADER_BYTES],
-    /// Bytes of the header that were written.
+    /// How many bytes of the header were written.
     have: usize,
-    /// The start of a payload that says something.
+    /// The start of a payload, where that says something.
     start: Option<Start>,
 }
 
@@ -85,7 +85,7 @@ impl Outward {
         self.left == 0 && self.have == 0
     }
 
-    /// Follows bytes that were written. `marks`: whether to look for them.
+    /// Follows bytes that were written. `marks` says whether to look for marks.
     pub(super) fn follow(&mut self, mut bytes: &[u8], marks: bool, mut seen: impl FnMut(Seen)) {
         while !bytes.is_empty() {
             if self.left > 0 {

@@ -13,30 +13,30 @@ use tokio::{
     net::{TcpStream, UnixStream},
 };
 
-/// Send buffer over loopback. Left alone it grows to 4 MiB, so that what is copied in has left the cache when it is copied
-/// out: a push then took 0.52 s of CPU time a GB, with this 0.39, with half of it 0.41, with twice as much 0.50. Between
-/// hosts the kernel decides, since there it must hold what is on the wire.
+/// The send buffer over loopback. Left alone it grows to 4 MiB, and what is copied in has left the cache when it is
+/// copied out: a push then took 0.52 s of CPU time a GB, and takes 0.39 with this. Between hosts the kernel decides,
+/// since there the buffer must hold what is on the wire.
 pub const LOOPBACK_BYTES: usize = 256 * 1024;
-/// Send buffer of a Unix socket, as far as net.core.wmem_max allows: its default of 208 KiB has sender and receiver wait
-/// for each other, at 0.80 of a raw socket's speed, where this gives 0.96.
+/// The send buffer of a Unix socket, as far as net.core.wmem_max allows. With its default of 208 KiB sender and
+/// receiver wait for each other, at 0.80 of a raw socket's speed; with this it is 0.96.
 pub const UNIX_BYTES: usize = 1024 * 1024;
 
 /// TCP or Unix.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     fn poll_readable(&self, context: &mut Context<'_>) -> Poll<io::Result<()>>;
 
-    /// Reads what is there into the first place, then the next.
+    /// Reads what is there into the first place, then into the next.
     ///
     /// # Errors
     /// `WouldBlock` where nothing is there: [`Socket::poll_readable`] tells when to ask again.
     fn try_read_into(&self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
-    /// Sets how much may be under way in the kernel, where it should not decide.
+    /// Sets how much may be under way in the kernel, where the kernel should not decide.
     fn size_buffers(&self);
 }
 
-/// A read that was not filled has emptied the socket: the next one would only be told so. Saying it in advance saves that
-/// system call.
+/// Reads. A read that was not filled has emptied the socket, and the next one would only be told so; its answer is
+/// given in advance, which saves that system call.
 fn read_all(socket: impl AsFd, places: &mut [IoSliceMut<'_>], count: &mut Option<usize>) -> io::Result<()> {
     let room: usize = places.iter().map(|place| place.len()).sum();
     let read = rustix::io::readv(socket, places)?;

@@ -1,4 +1,4 @@
-//! One stream whose DATA frames do not pass through h2, between the connection's task and that of the call.
+//! A tap: one stream whose DATA frames do not pass through h2, between the connection's task and that of the call.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -20,28 +20,30 @@ pub type Read<'a> = dyn FnMut(&mut [u8]) -> io::Result<usize> + 'a;
 /// What a sink can take next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// What comes before a payload. Little of it: it is copied.
+    /// The bytes before a payload. It takes few of them at a time, since they are copied.
     Fields,
     /// Payload that has no place of its own.
     Payload,
-    /// This many bytes of payload, read to their place.
+    /// So many bytes of payload, read straight to their place.
     Direct(usize),
-    /// Nothing, until its owner calls [`Claim::resume`].
+    /// Nothing, until the call's task calls [`Claim::resume`].
     Stalled,
 }
 
-/// Takes what comes on one stream. It is called by the connection's task, and must not wait.
+/// Takes what comes on one stream. The connection's task calls it, and it must not wait.
 pub trait Sink: Send {
     fn mode(&mut self) -> Mode;
 
-    /// Takes bytes from the front, all of them unless it stalls.
+    /// Takes bytes from the front: all of them, unless it stalls.
     fn put(&mut self, bytes: &mut Bytes);
 
-    /// Has payload read to its place, at most `most` bytes and as many as [`Mode::Direct`] said, with one call of `read`.
+    /// Has payload read to its place with one call of `read`: at most `most` bytes, and at most as many as
+    /// [`Mode::Direct`] said.
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize>;
 }
 
-/// Kept bytes are gathered into pieces of this size, so that many small frames take no more memory than large ones.
+/// The size of the pieces in which kept bytes are gathered, so that many small frames take no more memory than large
+/// ones.
 const PIECE_BYTES: usize = 64 * 1024;
 
 /// How a call's task reaches the connection's.
@@ -59,12 +61,12 @@ impl Line {
         }
     }
 
-    /// Whether a tap has something to say since this was asked.
+    /// Whether a tap has something to say since this was last called.
     pub(super) fn take_changed(&self) -> bool {
         self.changed.swap(false, Ordering::AcqRel)
     }
 
-    /// Has the connection look at its taps when it is polled again.
+    /// Makes the connection look at its taps when it is polled again.
     pub(super) fn note(&self) {
         self.changed.store(true, Ordering::Release);
     }
@@ -84,13 +86,13 @@ pub struct Tap(Mutex<State>);
 #[derive(Default)]
 pub(super) struct State {
     sink: Option<Box<dyn Sink>>,
-    /// What came while the sink could not take it, oldest first; `front` before the rest.
+    /// What came while the sink could not take it, oldest first; `front` comes before the rest.
     front: Bytes,
     kept: VecDeque<BytesMut>,
     kept_bytes: usize,
     /// Nobody wants what still comes.
     closed: bool,
-    /// Kept bytes that were taken meanwhile, whose window is to be given back.
+    /// How many kept bytes were taken meanwhile. Their window is to be given back.
     released: usize,
     line: Option<Arc<Line>>,
 }
@@ -116,7 +118,7 @@ impl State {
         }
     }
 
-    /// Hands bytes to the sink; what it leaves is kept. Returns how many it took.
+    /// Hands bytes to the sink and keeps what it leaves. Returns how many it took.
     pub(super) fn put(&mut self, bytes: &[u8]) -> usize {
         let Some(sink) = &mut self.sink else { return 0 };
         let mut rest = Bytes::copy_from_slice(bytes);
@@ -140,7 +142,7 @@ impl State {
                     last.extend_from_slice(part);
                     bytes = rest;
                 }
-                // Whole from the start: one that grows takes up to twice its bytes.
+                // It has its full size from the start: a piece that grows takes up to twice its bytes.
                 _ => self.kept.push_back(BytesMut::with_capacity(PIECE_BYTES)),
             }
         }
@@ -195,7 +197,7 @@ impl Tap {
         self.state().line = Some(Arc::clone(line));
     }
 
-    /// What came and still comes is for nobody.
+    /// Discards what came and what still comes.
     pub(super) fn close(&self) {
         self.state().close();
     }
@@ -208,7 +210,8 @@ impl Tap {
     }
 }
 
-/// Taps of a connection (on a server) or a channel (on a client) that one side has made and the other not yet met.
+/// The taps of a connection (on a server) or a channel (on a client) that one side has made and the other has not met
+/// yet.
 #[derive(Clone, Default)]
 pub struct Taps(Arc<Meeting>);
 
@@ -219,7 +222,7 @@ struct Meeting {
 }
 
 impl Taps {
-    /// On a client, before the call with this mark is made.
+    /// Called on a client, before the call with this mark is made.
     pub fn expect(&self, mark: Mark, sink: Box<dyn Sink>) -> Claim {
         let tap = Arc::new(Tap::default());
         tap.state().sink = Some(sink);
@@ -227,12 +230,12 @@ impl Taps {
         Claim { tap, taps: self.clone(), mark }
     }
 
-    /// On a server, where a call's request begins with this mark; once.
+    /// Called once on a server, where a call's request begins with this mark.
     pub fn claim(&self, mark: Mark) -> Option<Claim> {
         self.meet(mark).map(|tap| Claim { tap, taps: self.clone(), mark })
     }
 
-    /// On a server: the connection is that of a rank which was admitted, and so is what it may have under way.
+    /// Called on a server: the connection is a rank's that was admitted, and so is what it may have under way.
     pub fn vouch(&self) {
         self.0.vouched.store(true, Ordering::Relaxed);
     }
@@ -245,7 +248,7 @@ impl Taps {
         lock(&self.0.waiting).is_empty()
     }
 
-    /// False when the mark is taken.
+    /// Returns false when the mark is taken.
     pub(super) fn offer(&self, mark: Mark, tap: Arc<Tap>) -> bool {
         let mut waiting = lock(&self.0.waiting);
         let free = !waiting.contains_key(&mark);
@@ -260,7 +263,7 @@ impl Taps {
     }
 }
 
-/// The call's end of a tap. Dropped, what still comes on the stream goes to h2 again, which discards it.
+/// The call's end of a tap. Once it is dropped, what still comes on the stream goes to h2 again, which discards it.
 pub struct Claim {
     tap: Arc<Tap>,
     taps: Taps,
@@ -274,7 +277,7 @@ impl Claim {
         self.resume();
     }
 
-    /// After a stall: gives the sink what was kept.
+    /// Called after a stall: gives the sink what was kept.
     pub fn resume(&self) {
         self.tap.state().drain();
         self.tap.tell();

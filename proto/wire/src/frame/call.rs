@@ -12,7 +12,7 @@ const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 /// The way into a call's request, or out of a server with its answer.
 pub type Pieces = mpsc::Sender<Result<Piece, Status>>;
 
-/// A streaming call: sends what comes through `pieces` until its senders are gone.
+/// Makes a streaming call, which sends what comes through `pieces` until its senders are gone.
 ///
 /// # Errors
 /// The server's refusal, or `Unavailable` and the like from the connection.
@@ -39,10 +39,10 @@ pub async fn call<M: Frame>(
     Ok(Incoming::answer(response.into_body()))
 }
 
-/// A call with one request.
+/// Makes a call with one request.
 ///
 /// # Errors
-/// As [`call`].
+/// Those of [`call`].
 pub async fn call_once<M: Frame>(
     channel: &mut Channel,
     path: &'static str,
@@ -55,7 +55,7 @@ pub async fn call_once<M: Frame>(
     call(channel, path, pieces).await
 }
 
-/// A server's answer: sends what comes through `pieces`; an error ends it with that status.
+/// A server's answer, which sends what comes through `pieces`. An error ends it with that status.
 pub fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Response<Body> {
     let mut response = Response::new(Body::new(Outgoing::answer(pieces)));
     response.headers_mut().insert(header::CONTENT_TYPE, GRPC);

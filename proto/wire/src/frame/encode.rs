@@ -1,11 +1,11 @@
-//! Messages for the wire: prefix and head in one small buffer, the payload beside it as it is.
+//! Messages for the wire: prefix and head in one small buffer, and the payload beside it as it is.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use prost::encoding::{WireType, encode_key, encode_varint};
 
 use super::{Frame, Piece};
 
-/// A message without a payload, or with it inside.
+/// Encodes a message that has no payload, or that has it inside.
 pub fn encode<M: Frame>(message: &M) -> Piece {
     let len = message.encoded_len();
     let mut head = BytesMut::with_capacity(5 + len);
@@ -16,7 +16,7 @@ pub fn encode<M: Frame>(message: &M) -> Piece {
     Piece { head: head.freeze(), payload: Bytes::new() }
 }
 
-/// A message with `payload` as its payload, which is not copied. `head`'s own payload must be empty.
+/// Encodes a message with `payload` as its payload, which is not copied. `head`'s own payload must be empty.
 pub fn encode_with<M: Frame>(head: &M, payload: Bytes) -> Piece {
     let Some(field) = M::PAYLOAD.filter(|_| !payload.is_empty()) else { return encode(head) };
     let fields = head.encoded_len();

@@ -1,13 +1,13 @@
-//! Just enough protobuf to find where a payload begins. Whatever is unusual is left to prost, on the whole message.
+//! Just enough protobuf to find where a payload begins. Anything unusual is left to prost, on the whole message.
 
 /// What the start of a message holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// A field that is not all here yet begins at `from`; all before it is whole.
+    /// A field that is not all here yet begins at `from`, and all before it is whole.
     More { from: usize },
     /// The payload's tag is at `tag`; its `len` bytes begin at `data`.
     Payload { tag: usize, data: usize, len: u64 },
-    /// Something a writer in field order would not send: groups, wrong wire types, overlong numbers.
+    /// Something that a writer in field order would not send: groups, wrong wire types, overlong numbers.
     Unusual,
 }
 
@@ -53,7 +53,7 @@ pub(super) fn find_payload(head: &[u8], mut from: usize, payload: Option<u32>) -
 }
 
 enum Varint {
-    /// The number, and where the next byte is.
+    /// The number, and the index of the next byte.
     Is(u64, usize),
     More,
     Overlong,

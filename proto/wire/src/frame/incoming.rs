@@ -12,13 +12,13 @@ use crate::status;
 
 /// Where the status of the call comes from.
 enum End {
-    /// A request just ends.
+    /// A request has no status; it just ends.
     Request,
-    /// An answer's trailers, once they came.
+    /// The trailers of an answer, once they came.
     Answer(Option<HeaderMap>),
 }
 
-/// Reads events. The sender is held back while nobody asks, by HTTP/2's windows.
+/// Reads events. While nobody asks for the next one, HTTP/2's windows hold the sender back.
 pub struct Incoming<M> {
     body: Body,
     parser: Parser<M>,
@@ -58,7 +58,7 @@ impl<M: Frame> Incoming<M> {
     }
 
     /// Takes all messages to where they belong, also those that come past h2, until the stream ends or they cannot be
-    /// taken: see [`Intake::fault`](super::Intake::fault). What lands there must not stall.
+    /// taken: see [`Intake::fault`](super::Intake::fault). What takes them must not stall.
     ///
     /// # Errors
     /// The status of a failed call or connection.

@@ -1,4 +1,4 @@
-//! The messages of one stream to where they belong, whether they come through h2 or past it.
+//! Takes the messages of one stream to where they belong, whether they come through h2 or past it.
 
 use std::{
     io,
@@ -12,38 +12,38 @@ use tokio::sync::Notify;
 use super::{Event, Frame, Parser};
 use crate::direct::{Mode, Read, Sink};
 
-/// Where a stream's messages go. None of these may wait.
+/// Where a stream's messages go. None of these methods may wait.
 pub trait Land<M>: Send {
-    /// A message begins, of whose payload `bytes` follow. False: it cannot be taken yet, and nothing more is given
-    /// before [`Shared::go_on`].
+    /// Takes the head of a message, whose payload of `bytes` follows. False means that it cannot be taken yet;
+    /// nothing more is given before [`Shared::go_on`].
     ///
     /// # Errors
-    /// What ends the stream.
+    /// The fault that ends the stream.
     fn begin(&mut self, head: M, bytes: usize) -> Result<bool, Fault>;
 
-    /// Whether the payload can be read to its place.
+    /// Whether the payload can be read straight to its place.
     fn is_direct(&self) -> bool;
 
     /// Takes the next bytes of the payload.
     fn put(&mut self, slice: &[u8]);
 
-    /// As [`Sink::read`].
+    /// Does what [`Sink::read`] does.
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize>;
 
-    /// The message is whole. True: the stream's task is to look.
+    /// The message is whole. True means that the stream's task must look.
     ///
     /// # Errors
-    /// What ends the stream.
+    /// The fault that ends the stream.
     fn end(&mut self) -> Result<bool, Fault>;
 }
 
-/// Parser and place of a stream, and what has become of it.
+/// A stream's parser, and where its messages go.
 pub struct Intake<M, L> {
     parser: Parser<M>,
     pub land: L,
     stalled: bool,
     fault: Option<Fault>,
-    /// Bytes taken, to tell silence from slowness.
+    /// How many bytes were taken, which tells silence from slowness.
     received: u64,
     changed: Arc<Notify>,
 }
@@ -71,7 +71,7 @@ impl<M: Frame, L: Land<M>> Intake<M, L> {
         self.fault.clone().map_or_else(|| self.parser.finish(), Err)
     }
 
-    /// Takes bytes until they are used up, or it stalls.
+    /// Takes bytes until they are used up or it stalls.
     fn take(&mut self, bytes: &mut Bytes) {
         let before = bytes.len();
         while !self.stalled && self.fault.is_none() {
@@ -110,7 +110,7 @@ impl<M: Frame, L: Land<M>> Intake<M, L> {
     }
 }
 
-/// An intake in the hands of its stream's task and of the connection's.
+/// An intake that the stream's task and the connection's task share.
 pub struct Shared<M, L> {
     intake: Arc<Mutex<Intake<M, L>>>,
     changed: Arc<Notify>,
@@ -140,12 +140,12 @@ impl<M: Frame, L: Land<M>> Shared<M, L> {
         self.intake.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes what came through h2; what it leaves is to be given again once it does not stall.
+    /// Takes what came through h2. What it leaves is to be given again once it does not stall.
     pub fn take(&self, bytes: &mut Bytes) {
         self.lock().take(bytes);
     }
 
-    /// What it stalled for is there.
+    /// Goes on after a stall: what it waited for is there.
     pub fn go_on(&self) {
         let mut intake = self.lock();
         intake.stalled = false;
@@ -153,7 +153,7 @@ impl<M: Frame, L: Land<M>> Shared<M, L> {
         intake.take(&mut Bytes::new());
     }
 
-    /// Until there is something to look at: a fault, a stall, or what [`Land::end`] says.
+    /// Waits until there is something to look at: a fault, a stall, or what [`Land::end`] says.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }

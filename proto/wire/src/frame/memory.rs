@@ -2,12 +2,12 @@
 
 use std::{hint::black_box, sync::Once};
 
-/// glibc maps requests above a threshold one by one and trims its heaps above twice that; freeing a mapped block raises
-/// the threshold to its size, up to 32 MiB.
+/// The largest block whose release raises glibc's thresholds. glibc maps requests above a threshold one by one and
+/// trims its heaps above twice that; freeing a mapped block raises the threshold to its size, up to 32 MiB.
 const LARGEST_RAISED_BYTES: usize = 31 * 1024 * 1024;
 
-/// To be called once by each process that moves chunks. HTTP/2 reads each DATA frame into memory of its own; left to
-/// the defaults a frame's pages are unmapped, mapped and cleared again, which costs as much as copying them does. Each
+/// Must be called once by each process that moves chunks. HTTP/2 reads each DATA frame into memory of its own. With
+/// glibc's defaults a frame's pages are unmapped, mapped and cleared again, which costs as much as copying them. Each
 /// thread that frees frames may keep 62 MiB for the next ones. Other allocators just see a block come and go.
 pub fn keep_buffers() {
     static ONCE: Once = Once::new();

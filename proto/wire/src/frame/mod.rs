@@ -1,8 +1,8 @@
-//! gRPC messages below the codec: the payload of a chunk goes from socket buffer to its place, and from there to the
-//! socket, without passing through a message of its own.
+//! gRPC messages below the codec: the payload of a chunk goes from the socket's buffer to its place, and from there
+//! to the socket, without passing through a message of its own.
 //!
 //! On the wire nothing differs from what generated stubs send and take. A codec must hold a whole message in one
-//! buffer, which costs one copy on sending and two on receiving: 0.65 s of CPU time a GB against 0.28 s without.
+//! buffer, which costs one copy on sending and two on receiving: 0.65 s of CPU time a GB, against 0.28 s without.
 
 mod body;
 mod call;
@@ -32,9 +32,9 @@ use super::v1;
 
 /// A message of the data plane.
 pub trait Frame: Message + Default {
-    /// The field handed over in slices. Stock clients write fields by number, so it is the highest.
+    /// The field that is handed over in slices. Stock clients write fields by number, so it is the highest.
     const PAYLOAD: Option<u32> = None;
-    /// Bytes of a whole message, as the length before it says.
+    /// The largest message, in bytes, as the length before it says.
     const LIMIT: usize = CHUNK_BYTES + CHUNK_HEADROOM_BYTES;
 
     /// Takes the payload out of a message that was decoded whole.

@@ -1,7 +1,7 @@
 //! A resumable parser of length-prefixed messages over the pieces of a stream, however they are cut.
 //!
-//! Nothing is allocated from a length that was only announced: memory follows the bytes that came, and a payload at
-//! the end of its message, where field order puts it, is never gathered at all.
+//! Nothing is allocated from a length that was only announced: memory follows the bytes that came. A payload at the
+//! end of its message, where field order puts it, is never gathered.
 
 use std::marker::PhantomData;
 
@@ -14,13 +14,14 @@ use super::{
 };
 
 const PREFIX_BYTES: usize = 5;
-/// Looked at in one go while fields before the payload are read: those of a push or pull take about 80.
+/// How many bytes are looked at in one go while fields before the payload are read. Those of a push or pull take
+/// about 80.
 const HEAD_STEP: usize = 256;
 
-/// What comes out, for each message: its head, pieces of its payload, its end.
+/// What the parser gives for each message: its head, pieces of its payload, its end.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event<M> {
-    /// All fields but the payload, which follows with this many bytes.
+    /// All fields but the payload, which follows with so many bytes.
     Head(M, usize),
     Payload(Bytes),
     End,
@@ -28,16 +29,16 @@ pub enum Event<M> {
 
 enum State {
     Prefix,
-    /// Gathering the fields before the payload; the ones before `scanned` are whole.
+    /// Gathers the fields before the payload. The fields before `scanned` are whole.
     Head {
         scanned: usize,
     },
     Payload {
         left: usize,
     },
-    /// Gathering a message whose payload is not at its end, for prost.
+    /// Gathers a message whose payload is not at its end, for prost.
     Whole,
-    /// A message decoded whole: its payload and end are still to be told.
+    /// The message was decoded whole. Its payload and its end are still to be given.
     Decoded {
         payload: Bytes,
     },
@@ -45,12 +46,12 @@ enum State {
     Failed(Fault),
 }
 
-/// Feed it a stream's pieces with [`Parser::next`]. After a fault it only repeats it.
+/// Feed it a stream's pieces with [`Parser::next`]. After a fault it only repeats the fault.
 pub struct Parser<M> {
     state: State,
-    /// Of the prefix, the fields before the payload, or a whole message.
+    /// Bytes of the prefix, of the fields before the payload, or of a whole message.
     pub(super) gathered: Vec<u8>,
-    /// Bytes of the current message not yet taken from the stream.
+    /// How many bytes of the current message are not yet taken from the stream.
     left: usize,
     message: PhantomData<fn() -> M>,
 }
@@ -71,12 +72,13 @@ impl<M: Frame> Parser<M> {
         matches!(self.state, State::Prefix) && self.gathered.is_empty()
     }
 
-    /// Bytes of a payload that follow; 0 elsewhere.
+    /// How many bytes of a payload follow; 0 elsewhere.
     pub fn payload_left(&self) -> usize {
         if let State::Payload { left } = self.state { left } else { 0 }
     }
 
-    /// Bytes of the payload went to their place without coming through here: at most [`Parser::payload_left`].
+    /// Notes that bytes of the payload went to their place without coming through here: at most
+    /// [`Parser::payload_left`].
     pub fn skip(&mut self, bytes: usize) {
         if let State::Payload { left } = &mut self.state {
             let bytes = bytes.min(*left);
@@ -163,7 +165,7 @@ impl<M: Frame> Parser<M> {
         }
     }
 
-    /// Takes bytes until `wanted` are gathered or the piece is empty; how many.
+    /// Takes bytes until `wanted` are gathered or the piece is empty. Returns how many it took.
     fn gather(&mut self, piece: &mut Bytes, wanted: usize) -> usize {
         let now = piece.len().min(wanted.saturating_sub(self.gathered.len()));
         self.gathered.extend_from_slice(&piece[..now]);
@@ -194,13 +196,13 @@ impl<M: Frame> Parser<M> {
         Ok(())
     }
 
-    /// Takes a step of the fields before the payload, and gives back what belongs to the payload.
+    /// Takes a part of the fields before the payload, and gives back what belongs to the payload.
     fn head(&mut self, piece: &mut Bytes, scanned: usize) -> Result<Option<Event<M>>, Fault> {
         let before = piece.clone();
         let step = HEAD_STEP.min(self.left);
         self.left -= self.gather(piece, self.gathered.len() + step);
         match find_payload(&self.gathered, scanned, M::PAYLOAD) {
-            // The usual end: the payload is the rest of the message.
+            // This is the usual end: the payload is the rest of the message.
             Found::Payload { tag, data, len } if len == (self.gathered.len() - data + self.left) as u64 => {
                 let over = self.gathered.len() - data;
                 *piece = before.slice(before.len() - piece.len() - over..);
@@ -228,7 +230,7 @@ impl<M: Frame> Parser<M> {
     }
 
     fn decode_whole(&mut self) -> Result<Event<M>, Fault> {
-        // From `Bytes`, prost takes the payload out without a copy.
+        // prost takes the payload out of a `Bytes` without a copy.
         let whole = Bytes::from(std::mem::take(&mut self.gathered));
         let mut message = M::decode(whole).map_err(malformed)?;
         let payload = message.take_payload();

@@ -9,12 +9,12 @@ use std::os::fd::AsFd;
 use longshore_memory::{Foreign, ForeignError};
 use longshore_proto::fault::{Fault, FaultKind};
 
-/// Largest piece of a worker's memory that is mapped as one.
+/// The largest piece of a worker's memory that is mapped as one.
 pub const MAX_MEMORY_BYTES: u64 = 1 << 30;
-/// Pieces of one link: a terabyte of gradients retained by one process.
+/// How many pieces one link may have: a terabyte of gradients retained by one process.
 pub const MAX_MEMORIES: usize = 1024;
 
-/// Names the kernel that runs: processes with the same one share a host, or containers of it.
+/// Names the running kernel. Processes with the same name share a host, or are containers of it.
 pub fn boot_id() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(id.trim().to_string())
@@ -35,7 +35,8 @@ pub fn map(descriptor: impl AsFd, bytes: u64, most: u64) -> Result<Foreign, Faul
     Foreign::map(descriptor, bytes, most).map_err(invalid)
 }
 
-/// A link or memory that is not, or not any more, what a request takes it for. Its sender should make a new link.
+/// The fault of a link or memory that is not, or no longer, what a request takes it for. The sender should make a new
+/// link.
 pub fn stale(value: impl std::fmt::Display, limit: &str) -> Fault {
     Fault::new(FaultKind::Precondition, STALE, value, limit, "link again, or send payloads inline")
 }

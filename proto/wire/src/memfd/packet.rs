@@ -1,4 +1,4 @@
-//! One message a packet, with at most one descriptor beside it.
+//! One message in each packet, with at most one descriptor beside it.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -21,29 +21,29 @@ use tokio::{
     net::{UnixListener, UnixStream},
 };
 
-/// Room for a hello with the longest job name, or a fault; what is longer is no message.
+/// Room for a hello with the longest job name, or for a fault. Anything longer is no message of ours.
 const MOST_BYTES: usize = 16 * 1024;
-/// Links that may wait to be accepted: those of a host's ranks that start at the same moment.
+/// How many links may wait to be accepted: those of a host's ranks that start at the same moment.
 const BACKLOG: i32 = 1024;
 const NAME_BYTES: usize = 64;
 
-/// What came.
+/// A message that came, with its descriptor.
 pub struct Packet<M> {
     pub message: M,
     pub descriptor: Option<OwnedFd>,
 }
 
-/// One end of a link. Must be made inside a tokio runtime. The standard types stand for any Unix socket here: streams
-/// could not keep packets apart.
+/// One end of a link. It must be made inside a tokio runtime. The socket is one of packets, since a stream could not
+/// keep them apart; tokio's stream type stands for any Unix socket here.
 pub struct Socket(UnixStream);
 
 /// Where links are asked for.
 pub struct Listener(UnixListener);
 
-/// A packet's bytes as a message.
+/// Parses a packet's bytes as a message.
 ///
 /// # Errors
-/// `Invalid` for what is none.
+/// `Invalid` if the bytes are not such a message.
 pub fn decode<M: Message + Default>(bytes: &[u8]) -> Result<M, Fault> {
     let invalid = |value: String| {
         let remedy = "speak longshore/v1/memfd.proto of the same version";
@@ -81,12 +81,12 @@ impl Socket {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "no name of a socket"));
         }
         let socket = socket()?;
-        // Between Unix sockets connecting never waits for the peer: a full backlog is an error.
+        // Between Unix sockets, connecting never waits for the peer: a full backlog is an error.
         connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
         Ok(Socket(UnixStream::from_std(net::UnixStream::from(socket))?))
     }
 
-    /// The effective user of the process at the other end, as the kernel has it.
+    /// The effective user of the process at the other end, as the kernel knows it.
     pub fn peer_uid(&self) -> io::Result<u32> {
         Ok(self.0.peer_cred()?.uid())
     }
@@ -116,7 +116,8 @@ impl Socket {
         Ok(Some(Packet { message: decode(&bytes).map_err(invalid)?, descriptor }))
     }
 
-    /// Whether the other end is still open. It sends nothing that was not asked for, so anything else is an end too.
+    /// Whether the other end is still open. It sends nothing that was not asked for, so anything that comes means an
+    /// end too.
     pub fn is_open(&self) -> bool {
         let mut byte = [0u8; 1];
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
@@ -124,7 +125,7 @@ impl Socket {
     }
 }
 
-/// One packet, and the first descriptor of those it brought; others are closed at once.
+/// One packet, and the first of the descriptors that it brought. Others are closed at once.
 fn packet(socket: &UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     let mut bytes = vec![0; MOST_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];

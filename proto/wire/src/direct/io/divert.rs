@@ -14,7 +14,7 @@ use crate::direct::{
 };
 
 impl<S: Socket> Direct<S> {
-    /// Some bytes of a tapped stream, to where its sink wants them.
+    /// Takes some bytes of a tapped stream to where its sink wants them.
     pub(super) fn divert(
         &mut self,
         context: &mut Context<'_>,
@@ -30,7 +30,7 @@ impl<S: Socket> Direct<S> {
                         return Poll::Ready(Ok(count));
                     }
                 }
-                // Its fields only: the payload behind them is to be read to its place.
+                // It gets its fields only, since the payload behind them is to be read to its place.
                 Want::Sink(Mode::Fields) => {
                     if !ready!(self.fill(context, 1))? {
                         return Poll::Ready(Ok(0));
@@ -63,8 +63,8 @@ impl<S: Socket> Direct<S> {
         Poll::Ready(Ok(now))
     }
 
-    /// Payload from the socket to its place; behind its end, what comes next into the buffer. None when it has no place
-    /// any more.
+    /// Reads payload from the socket to its place, and what comes behind its end into the buffer. None when the
+    /// payload has no place any more.
     fn read_direct(
         &mut self,
         context: &mut Context<'_>,

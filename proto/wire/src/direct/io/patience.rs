@@ -13,9 +13,10 @@ use tokio::time::{Sleep, sleep_until};
 use super::{Direct, Inward};
 use crate::direct::{conduct::Breach, socket::Socket};
 
-/// A connection with more under way than there is room for is not read; longer than this it does not wait.
+/// A connection whose unfinished frames and messages exceed the room that strangers share is not read. After this
+/// time it is ended.
 const ROOM_DEADLINE: Duration = Duration::from_secs(10);
-/// How often it is looked whether there is room.
+/// How often such a connection checks whether there is room.
 const ROOM_POLL: Duration = Duration::from_millis(20);
 
 #[derive(Default)]
@@ -28,7 +29,7 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    /// Whether that time has come; if not, the task is woken then.
+    /// Whether that time has come. If not, the task is woken then.
     fn is_due(&mut self, context: &mut Context<'_>, at: Instant) -> bool {
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(at.into())));
         if timer.deadline() != at.into() {
@@ -44,7 +45,8 @@ impl<S: Socket> Direct<S> {
         self.guest.is_some() && !self.taps.is_vouched()
     }
 
-    /// Ends a connection that says nothing, or that the server wants to end; holds one back that there is no room for.
+    /// Ends a connection that says nothing, or that the server wants to end. Holds back one for which there is no
+    /// room.
     pub(super) fn poll_patience(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let unfinished = self.unfinished();
         let Some(guest) = &mut self.guest else { return Poll::Ready(Ok(())) };
@@ -82,7 +84,8 @@ impl<S: Socket> Direct<S> {
         Poll::Pending
     }
 
-    /// Bytes that lie here, or at h2, because their frame or their place is not complete.
+    /// How many bytes are kept here or in h2 because their frame, or the message that they belong to, is not
+    /// complete.
     fn unfinished(&self) -> usize {
         if !self.is_stranger() {
             return 0;

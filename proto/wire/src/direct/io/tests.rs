@@ -1,4 +1,4 @@
-//! Any frames, any cuts of what is read and written: what h2 and the sinks get, and what is given back.
+//! Any frames, and any cuts of what is read and written: what h2 and the sinks get, and what is given back.
 
 use std::{
     collections::VecDeque,
@@ -133,7 +133,7 @@ impl Sink for Collect {
     fn put(&mut self, bytes: &mut Bytes) {
         let mut held = self.lock();
         while !bytes.is_empty() && held.modes[0] != Mode::Stalled {
-            // Where it is about to stall it takes a part only.
+            // Just before it stalls it takes only a part.
             let part = if held.modes[1] == Mode::Stalled { bytes.len().div_ceil(2) } else { bytes.len() };
             held.got.extend_from_slice(&bytes.split_to(part));
             held.modes.rotate_left(1);
@@ -167,17 +167,18 @@ fn marked(mark: Mark) -> Vec<u8> {
 /// What a peer sends: a kind, on which of three streams, how much, and how it is padded.
 type Sent = (u8, usize, usize, Option<u8>);
 
-/// The bytes of a connection, and what is to become of them.
+/// The bytes of a connection, and where they are expected to go.
 #[derive(Default)]
 struct Expected {
     sent: Vec<u8>,
     passed: Vec<u8>,
-    /// By stream: what its sink gets, and what of its window is taken.
+    /// By stream: what its sink gets, and how much of its window is taken.
     diverted: [(Vec<u8>, usize); 2],
     ended: [bool; 2],
 }
 
-/// Streams 1 and 3 are tapped, stream 5 is not. `marks`: those of requests that come; none when they have gone out.
+/// Streams 1 and 3 are tapped, and stream 5 is not. `marks` are those of requests that come; there are none when they
+/// have gone out.
 fn expected(frames: &[Sent], marks: Option<[Mark; 2]>) -> Expected {
     let mut expected = Expected::default();
     if marks.is_some() {
@@ -193,7 +194,7 @@ fn expected(frames: &[Sent], marks: Option<[Mark; 2]>) -> Expected {
             expected.passed.extend_from_slice(&frame);
         };
         if kind > 3 {
-            // A frame of a kind that may have any size.
+            // This frame is of a kind that may have any size.
             pass(frame(kind + 16, 0, stream, &payload), &mut expected);
         } else if which == 2 {
             pass(frame(Header::DATA, 0, stream, &payload), &mut expected);
@@ -248,7 +249,7 @@ fn sent() -> impl Strategy<Value = Vec<Sent>> {
     prop::collection::vec(frame, 1..40)
 }
 
-/// Frames that h2 writes: none is a WINDOW_UPDATE, so that those are told apart.
+/// The frames that h2 writes. None is a WINDOW_UPDATE, so that those that `Direct` writes can be told apart.
 fn written(lens: &[usize]) -> Vec<Vec<u8>> {
     lens.iter().enumerate().map(|(index, &len)| frame(4, 0, 7, &bytes(len, index))).collect()
 }
@@ -272,7 +273,7 @@ impl Run {
         Run { direct, passed: Vec::new(), room: sizes.clone(), writing, slices: sizes }
     }
 
-    /// One turn of h2's; true when it found the end of the stream.
+    /// Takes one turn of h2's. Returns true when it found the end of the stream.
     fn turn(&mut self) -> io::Result<bool> {
         let mut context = Context::from_waker(Waker::noop());
         let (a, b) = (next(&mut self.slices).min(self.writing.len()), next(&mut self.slices));
@@ -365,7 +366,7 @@ proptest! {
                 break;
             }
         }
-        // The last of what is owed.
+        // This is the last of what is owed.
         for _ in 0..100 {
             run.turn().unwrap();
         }
@@ -397,7 +398,7 @@ proptest! {
                 run.writing.drain(..count.unwrap());
             }
         }
-        // Only now can there be answers.
+        // Answers can come only now.
         run.direct.socket.incoming = expected.sent.clone();
         for _ in 0..200_000 {
             let over = run.turn().unwrap();
@@ -424,7 +425,7 @@ proptest! {
         modes in modes(),
         kept in any::<prop::sample::Index>(),
     ) {
-        // Frames whose flags, padding and order are anything, cut off anywhere.
+        // The frames have any flags, padding and order, and are cut off anywhere.
         let frames = noise.iter().map(|&(flags, len, kind, stream, first)| {
             frame(kind, flags, stream, &[&[first][..], &bytes(len, 3)].concat())
         });
@@ -452,7 +453,7 @@ proptest! {
     }
 }
 
-/// A server's connection on which stream 1 has begun with a mark, and sends what follows.
+/// A server's connection on which stream 1 has begun with a mark, and which sends `rest`.
 fn begun(rest: &[u8]) -> (Run, Mark) {
     let mark = Mark::of_request();
     let first = frame(Header::DATA, 0, 1, &marked(mark));

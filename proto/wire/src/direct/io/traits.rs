@@ -1,4 +1,4 @@
-//! What h2 and tonic call.
+//! The methods that h2 and tonic call.
 
 use std::{
     io::{self, IoSlice},
@@ -20,7 +20,7 @@ impl<S: Socket> AsyncRead for Direct<S> {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         this.line.register(context.waker());
-        // A peer that sends without end does not keep the others waiting.
+        // A peer that sends without end must not keep the others waiting.
         let turn = ready!(tokio::task::coop::poll_proceed(context));
         this.collect();
         ready!(this.poll_patience(context))?;
