@@ -10,7 +10,7 @@ use clap::Parser;
 
 fn main() -> ExitCode {
     let parsed = longshore_cli::commands::Cli::try_parse();
-    // Help is given whatever the environment; but a flag that is missing may be a variable that was mistyped.
+    // Help is given whatever the environment is. But a flag that is missing may be a variable that was mistyped.
     let helps = parsed.as_ref().is_err_and(|error| !error.use_stderr());
     if let (false, Err(error)) = (helps, longshore_cli::commands::check_environment()) {
         eprintln!("longshore: {error}");

@@ -1,6 +1,6 @@
-//! Lines on stdout whose reader may leave.
+//! Lines on stdout, whose reader may leave.
 
-/// As `println!`, which would end the process with a panic when a reader such as `head` has seen enough.
+/// Prints as `println!` does, which would end the process with a panic when a reader such as `head` has seen enough.
 macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write;

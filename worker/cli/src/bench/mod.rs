@@ -1,6 +1,6 @@
-//! What `longshore bench` measures and how it is told: each case beside the limit of the same machine, taken in the
-//! same round. Memory, disks and loopback of a shared host change speed by a factor of two within minutes, so a rate
-//! means something only beside a limit taken at its side.
+//! What `longshore bench` measures and how it is told. Each case is measured beside the limit of the same machine, in
+//! the same round: memory, disks and loopback of a shared host change speed by a factor of two within minutes, so a
+//! rate means something only beside a limit taken at its side.
 
 mod limit;
 mod receive;
@@ -19,7 +19,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 pub(crate) use self::table::print;
 
-/// A job to measure with: AdamW, bf16 both ways, one rank, exact. What a bench varies it sets.
+/// A job to measure with: AdamW, bf16 both ways, one rank, exact. A bench sets what it varies.
 fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
     Ok(JobSpec {
         name: JobName::parse("job", name)?,
@@ -42,15 +42,15 @@ fn param(name: impl Into<String>, elements: u64) -> Param {
     Param { name: name.into(), shape: vec![elements], group: 0 }
 }
 
-/// One case: how long it and its limit took in each round.
+/// One case, with its own time and its limit's in each round.
 pub(crate) struct Measured {
     pub(crate) bench: &'static str,
     pub(crate) case: String,
     pub(crate) threads: usize,
-    /// Moved by the case, and by its limit, in a round.
+    /// The bytes that the case and its limit move in a round.
     pub(crate) bytes: u64,
     pub(crate) params: u64,
-    /// Seconds of each round.
+    /// The seconds of each round.
     pub(crate) times: Vec<f64>,
     pub(crate) limits: Vec<f64>,
 }
@@ -106,13 +106,13 @@ impl Measured {
     }
 }
 
-/// Of all threads: both ends of a bench run in one process, so that this is theirs together.
+/// The CPU time of all threads. Both ends of a bench run in one process, so that this is theirs together.
 fn process_cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Of an even number, the mean of the middle two.
+/// The median; of an even number of values, the mean of the middle two.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn the_fraction_pairs_rounds_and_rates_use_medians() {
-        // The host halves its speed in one round: the ratio of that round stays.
+        // The host halves its speed in one round, and the ratio of that round stays.
         let measured = Measured {
             bench: "update",
             case: "adamw".to_string(),

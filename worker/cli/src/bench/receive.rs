@@ -1,5 +1,5 @@
-//! Receiving a gradient as a server does: chunks come into their slot, and while a part is in cache its checksum is taken, and
-//! each of its blocks' sum of squares and first non-finite element. The limit is the same without the latter.
+//! Receives a gradient as a server does. Chunks come into their slot, and while a part is in cache its checksum and
+//! its blocks' gradient statistics are taken. The limit is the same without statistics.
 
 use std::{
     fmt,
@@ -23,9 +23,9 @@ const RECEIVED: usize = 256 * 1024;
 /// Where bytes come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Source {
-    /// A buffer in cache, on all threads at once: nothing but the writing.
+    /// A buffer in cache, on all threads at once: only the writing is measured.
     Memory,
-    /// Connections over loopback: of two threads of the pool's number, one receives and one stands for the worker.
+    /// Connections over loopback. Of two threads of the pool's number one receives, and one stands for the worker.
     Tcp,
 }
 
@@ -38,17 +38,18 @@ impl fmt::Display for Source {
     }
 }
 
-/// Written into slots. The figures' reading of it is what is measured, and not counted.
+/// How many bytes are written into a slot for each block. That statistics read them is what is measured, and is not
+/// counted.
 pub(super) fn block_bytes(wire: Dtype) -> usize {
     BLOCK * wire.bytes() as usize
 }
 
-/// As f16 about 1, as bf16 and f32 about 0.008.
+/// The values are about 1 as f16, and about 0.008 as bf16 and f32.
 pub(super) fn fill(part: &mut [u16]) {
     part.iter_mut().enumerate().for_each(|(at, bits)| *bits = 0x3C00 | ((at * 40503) >> 7 & 0x7F) as u16);
 }
 
-/// Receives every shard; with its figures, where an instruction set for them is given.
+/// Receives every shard, with its statistics where an instruction set for them is given.
 pub(super) fn pass(
     arrays: &mut Arrays,
     pool: &Pool,
@@ -134,7 +135,7 @@ fn receive(receiver: &mut TcpStream, slot: &mut [u8], wire: Dtype, isa: Option<I
     Ok(())
 }
 
-/// Of whole blocks.
+/// Takes the statistics of whole blocks.
 fn take_figures(wire: Dtype, isa: Option<Isa>, received: &[u8]) {
     let Some(isa) = isa else { return };
     for block in received.chunks(block_bytes(wire)) {

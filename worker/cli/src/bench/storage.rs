@@ -1,5 +1,5 @@
-//! How near the `nvme` tier comes to its drives: a bare loop of a step's reads and writes, then a step of the store, in
-//! turns. The update in between only touches every byte.
+//! How near the `nvme` tier comes to its drives: a bare loop of a step's reads and writes, and in turn with it a step
+//! of the store. The update only touches every byte.
 
 use std::path::{Path, PathBuf};
 
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         say!("{}", head());
     }
     for case in cases(&args.resident) {
-        // Beside whatever is in the folders, and gone with the case.
+        // The case has folders of its own beside whatever is there, which go with it.
         let folders = args.dir.iter().map(|dir| folder_in(dir)).collect::<anyhow::Result<Vec<_>>>()?;
         let storage = Storage {
             dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
@@ -93,7 +93,8 @@ fn folder_in(dir: &Path) -> anyhow::Result<TempDir> {
     })
 }
 
-/// The engines, then what residency saves: reads where each version is made durable, writes too where nothing is kept.
+/// The cases: the engines, then what residency saves, which is reads where each version is made durable, and writes
+/// too where nothing is kept.
 fn cases(resident: &[f64]) -> Vec<Case> {
     let case = |engine, durability, resident| Case { engine, durability, resident };
     let mut cases = vec![case(Engine::Threads, Durability::EachVersion, 0.0)];

@@ -2,7 +2,7 @@
 
 use super::Measured;
 
-/// A table, or one JSON object a line.
+/// Prints a table, or one JSON object a line.
 pub(crate) fn print(measured: &[Measured], json: bool) {
     if json {
         for case in measured {
@@ -13,7 +13,7 @@ pub(crate) fn print(measured: &[Measured], json: bool) {
     }
 }
 
-/// Markdown, so that it can be pasted into a page as it is.
+/// The table is Markdown, so that it can be pasted into a page as it is.
 fn table(measured: &[Measured]) -> String {
     let head = ["case", "threads", "GB/s", "min..max", "limit GB/s", "of the limit", "ns/param"];
     let mut rows = vec![head.map(str::to_string)];

@@ -23,11 +23,11 @@ pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 const SHARD: usize = DEFAULT_SHARD_ELEMENTS as usize;
 /// Gradient and image in the widest format, and three fp32 arrays.
 const BYTES_PER_PARAM: u64 = 20;
-/// Enough to leave every cache: 5.6 GB go through memory in a round.
+/// This is enough to leave every cache: 5.6 GB go through memory in a round.
 const DEFAULT_PARAMS: u64 = 200_000_000;
 
 pub(crate) struct Settings {
-    /// None: 200 million, or what half of the available memory holds.
+    /// None means 200 million, or what half of the available memory holds.
     pub(crate) params: Option<u64>,
     pub(crate) rounds: usize,
     /// Only cases whose name contains this.
@@ -40,7 +40,7 @@ pub(crate) struct Settings {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Case {
     Update(Update),
-    /// Figures of what is received, beside receiving it.
+    /// Gradient statistics of what is received, beside receiving it.
     Receive {
         source: Source,
         wire: Dtype,
@@ -51,13 +51,13 @@ enum Case {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Update {
     rule: Rule,
-    /// Of gradient and image.
+    /// The format of gradient and image.
     wire: Dtype,
     isa: Isa,
     formats: Formats,
 }
 
-/// Bytes of each array. What an update and its limit have in common.
+/// The bytes of each array, which an update and its limit have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
     pub(super) wire: Dtype,
@@ -66,13 +66,13 @@ pub(super) struct Shape {
 
 pub(super) struct Arrays {
     pub(super) shards: Vec<Shard>,
-    /// Of the values that the state now holds.
+    /// The formats of the values that the state holds now.
     formats: Formats,
 }
 
 pub(super) struct Shard {
     pub(super) len: usize,
-    /// Room for fp32, here and below; a case of fewer bits uses the first part.
+    /// There is room for fp32, here and below; a case of fewer bits uses the first part.
     pub(super) gradient: Region,
     master: Region,
     first: Region,
@@ -88,7 +88,7 @@ impl Case {
         }
     }
 
-    /// Bytes through memory for each block.
+    /// How many bytes go through memory for each block.
     fn block_bytes(&self) -> usize {
         match self {
             Case::Update(update) => update.shape().block_bytes(),
@@ -96,7 +96,7 @@ impl Case {
         }
     }
 
-    /// AdamW in every form and the other rules in the fastest; or everything.
+    /// The cases: AdamW in every form and the other rules in the fastest, or everything.
     fn list(all: bool) -> Vec<Case> {
         let (best, mut cases) = (Isa::detect(), Vec::new());
         for rule in Rule::ALL {
@@ -123,7 +123,7 @@ impl Case {
     }
 }
 
-/// Of moments and master weights.
+/// The formats of moments and master weights.
 const FORMATS: [(StateFormat, MasterFormat); 5] = [
     (StateFormat::F32, MasterFormat::F32),
     (StateFormat::Bf16, MasterFormat::F32),
@@ -133,7 +133,7 @@ const FORMATS: [(StateFormat, MasterFormat); 5] = [
 ];
 
 impl Update {
-    /// What is not fp32 is named.
+    /// The name says which arrays are not fp32.
     fn name(&self) -> String {
         let mut name = format!("{}/{}/{}", self.rule, self.wire, self.isa);
         if self.formats.state != StateFormat::F32 {
@@ -151,14 +151,14 @@ impl Update {
 }
 
 impl Shape {
-    /// Bytes through memory for each block: the state is read and written.
+    /// How many bytes go through memory for each block: the state is read and written.
     fn block_bytes(&self) -> usize {
         2 * (BLOCK * self.wire.bytes() as usize + self.state.block().iter().sum::<usize>())
     }
 }
 
 impl Arrays {
-    /// In shards, as a server holds them, touched by the threads that will use them.
+    /// The arrays in shards, as a server holds them, touched by the threads that will use them.
     fn allocate(params: usize, pool: &Pool) -> anyhow::Result<Arrays> {
         let mut lengths = vec![SHARD; params / SHARD];
         lengths.extend((!params.is_multiple_of(SHARD)).then_some(params % SHARD));
@@ -184,7 +184,7 @@ impl Arrays {
         Ok(arrays)
     }
 
-    /// Has the state hold values of these formats.
+    /// Makes the state hold values of these formats.
     fn prepare(&mut self, pool: &Pool, formats: Formats) {
         if self.formats != formats {
             self.formats = formats;
@@ -200,7 +200,7 @@ impl Arrays {
         }
     }
 
-    /// Seconds of one pass of a case, or of its limit.
+    /// How many seconds one pass of a case or of its limit takes.
     fn time(&mut self, pool: &Pool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
         if let Case::Update(update) = case {
             self.prepare(pool, update.formats);
@@ -237,8 +237,8 @@ impl Arrays {
     }
 }
 
-/// Positive and far from denormal in every format and under every rule, however often they are updated: an
-/// instruction that meets a denormal or NaN takes another time.
+/// The values are positive and far from denormal in every format and under every rule, however often they are
+/// updated: an instruction that meets a denormal or NaN takes another time.
 fn fill(block: &mut StateMut<'_>) {
     use kernels::{MasterMut, MomentMut, encode};
     let low = block.low();
@@ -339,7 +339,8 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
         pools.push(Pool::new(available_threads())?);
     }
     let all = &pools[pools.len() - 1];
-    // As a job's thread: left to the scheduler this one may share a core with the pool's second thread throughout.
+    // The caller is bound as a job's thread is. Left to the scheduler it might share a core with the pool's second
+    // thread throughout.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
     let mut measured = Vec::new();
@@ -358,7 +359,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
     for round in 0..settings.rounds {
         for (index, measured) in measured.iter_mut().enumerate() {
             let (case, pool) = (cases[index / pools.len()], &pools[index % pools.len()]);
-            // By turns, so that neither always follows the other.
+            // They take turns, so that neither always follows the other.
             let limit_first = round % 2 == 0;
             for is_limit in [limit_first, !limit_first] {
                 let seconds = arrays.time(pool, case, is_limit)?;
@@ -382,7 +383,7 @@ fn selected(settings: &Settings) -> anyhow::Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// Whole blocks, at least one.
+/// The number of parameters: whole blocks, at least one.
 fn fitting(asked: Option<u64>, available: u64) -> anyhow::Result<usize> {
     let blocks = match asked {
         Some(params) => params / BLOCK_ELEMENTS,

@@ -83,7 +83,7 @@ pub(super) struct StepBackArgs {
     version: u64,
 }
 
-/// Name of a checkpoint that the caller did not name.
+/// The name of a checkpoint that the caller did not name.
 pub(crate) fn checkpoint_name(version: u64) -> String {
     format!("step-{version:08}")
 }
@@ -165,7 +165,7 @@ pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     let found = common_checkpoints(&mut servers, &job)?;
     if found.is_empty() {
-        // Checkpoints outlive their job, so that one that is not there is no error before.
+        // Checkpoints outlive their job, so that a missing job is no error before.
         servers.check_job(&job)?;
     }
     for Checkpoint { name, version, stale, damage, .. } in found {
@@ -186,7 +186,7 @@ pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
 
 pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
-    // Named, so that a server which a first try has reached does not refuse the second.
+    // The version is named, so that a server which a first try has reached does not refuse the second.
     let version =
         paused_at(describe(&mut servers, &job)?.iter().filter_map(|answer| answer.progress.as_ref()));
     let request = v1::ResumeRequest { job, loss_scale: args.loss_scale.unwrap_or(0.0), version };
@@ -221,7 +221,7 @@ pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
     let any = answers.iter().any(|(_, answer)| answer.is_ok());
     for (address, answer) in answers {
         match answer {
-            // Deleted there before, by a call that did not reach all of them.
+            // It was deleted there before, by a call that did not reach all of them.
             Err(fault) if any && fault.kind == FaultKind::NotFound && fault.field == "job" => {}
             answer => answer.map(|_| ()).context(address)?,
         }

@@ -16,9 +16,10 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-/// Longest wait for a connection; an operator wants to know soon.
+/// The longest wait for a connection, since an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(5);
-/// Longest wait for an answer that takes no work. A process that is stopped still has its connections accepted.
+/// The longest wait for an answer that takes no work. The kernel accepts connections even for a process that is
+/// stopped.
 pub(crate) const PROMPTLY: Duration = Duration::from_secs(10);
 
 pub(crate) struct Server {
@@ -31,11 +32,11 @@ pub(crate) struct Servers {
     servers: Vec<Server>,
 }
 
-/// Addresses of servers that cannot be asked, and why.
+/// The addresses of servers that cannot be asked, and why.
 pub(crate) type Silent = Vec<(String, String)>;
 
 impl Servers {
-    /// Connects to every server; those that cannot be reached are an error that names them.
+    /// Connects to every server. If some cannot be reached, the error names them.
     pub(crate) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
         let (servers, silent) = Servers::reach(addresses)?;
         anyhow::ensure!(silent.is_empty(), "{}", name_silent(&silent));
@@ -72,7 +73,7 @@ impl Servers {
         Ok((Servers { runtime, servers }, silent))
     }
 
-    /// Asks no more of those that were silent.
+    /// Stops asking the servers that were silent.
     pub(super) fn leave_out(&mut self, silent: &Silent) {
         self.servers.retain(|server| silent.iter().all(|(address, _)| *address != server.address));
     }
@@ -86,7 +87,7 @@ impl Servers {
         self.runtime.handle()
     }
 
-    /// One call on every server at once; the first refusal is the answer.
+    /// Makes one call on every server at once. The first refusal is the answer.
     pub(crate) fn each<T, F>(
         &mut self,
         call: impl FnMut(AdminClient<Channel>) -> F,
@@ -97,7 +98,7 @@ impl Servers {
         all_or_first(self.answers(call))
     }
 
-    /// As `each`, of a call that takes no work: a server that is silent is refused as such.
+    /// Does what `each` does, for a call that takes no work: a silent server is an error.
     pub(crate) fn each_promptly<T, F>(
         &mut self,
         call: impl FnMut(AdminClient<Channel>) -> F,
@@ -108,7 +109,7 @@ impl Servers {
         all_or_first(self.answers_within(PROMPTLY, call))
     }
 
-    /// One call on every server at once, with what each says within `patience`.
+    /// Makes one call on every server at once, and gives what each says within `patience`.
     pub(super) fn answers_within<T, F>(
         &mut self,
         patience: Duration,
@@ -125,7 +126,7 @@ impl Servers {
         })
     }
 
-    /// One call on every server at once, with what each says.
+    /// Makes one call on every server at once, and gives what each says.
     pub(super) fn answers<T, F>(
         &mut self,
         mut call: impl FnMut(AdminClient<Channel>) -> F,
@@ -195,7 +196,7 @@ fn all_or_first<T>(answers: Vec<(String, Result<T, Fault>)>) -> anyhow::Result<V
     answers.into_iter().map(named).collect()
 }
 
-/// A process that takes connections and calls, and answers none.
+/// The status of a process that takes connections and calls, and answers none.
 fn silence(patience: Duration) -> Status {
     let remedy = "see whether that process is stopped or its host overloaded, and its log";
     let value = format!("silent for {} s", patience.as_secs());

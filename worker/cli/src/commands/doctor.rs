@@ -26,14 +26,15 @@ use super::{
     sizes::human,
 };
 
-/// A rank has 3 connections to each server unless its options say otherwise: enough for some hundreds.
+/// How many descriptors are enough. A rank has 3 connections to each server unless its options say otherwise, so this
+/// does for some hundreds.
 const DESCRIPTORS: u64 = 4096;
 const TMPFS: &str = "/dev/shm";
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
-/// What a file is probed with.
+/// How many bytes a file is probed with.
 const PROBE_BYTES: u64 = 1024 * 1024;
-/// Logs of several hosts are read side by side.
+/// How far clocks may be apart, since logs of several hosts are read side by side.
 const CLOCKS_APART: Duration = Duration::from_secs(5);
 
 #[derive(clap::Args)]
@@ -88,7 +89,7 @@ fn bad(what: impl Into<String>, said: impl Into<String>, remedy: &'static str) -
     Finding { what: what.into(), state: State::Bad, said: said.into(), remedy }
 }
 
-/// Prints what was found. An error when something does not work; what is merely slower is none.
+/// Prints what was found. The result is an error when something does not work, and not when something is only slow.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let mut findings =
         vec![cores(), memory(), huge_pages(), io_uring(), tmpfs(Path::new(TMPFS)), descriptors()];
@@ -260,8 +261,8 @@ fn servers(addresses: &[String]) -> anyhow::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// How far a server's clock is from this one's, at least: it was read at some time of a call that `took` so long. An older
-/// server does not say.
+/// How far a server's clock is from this one's, at least: the server read it at some time of a call that `took` so
+/// long. An older server does not say.
 fn clocks_apart(theirs: u64, took: Duration) -> Duration {
     let here = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
     match theirs {

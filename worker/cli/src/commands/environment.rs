@@ -1,4 +1,4 @@
-//! The environment variables of the command line: one that is mistyped is refused, with the name that was meant.
+//! The environment variables of the command line. A mistyped one is refused, with the name that was meant.
 
 use clap::{Command, CommandFactory};
 use longshore_server::config::{ConfigError, check_variables};
@@ -6,7 +6,7 @@ use longshore_server::config::{ConfigError, check_variables};
 use super::Cli;
 
 const PREFIX: &str = "LONGSHORE_";
-/// Read by the update kernels of an embedded server, and set for tests.
+/// Variables without a flag: those read by the update kernels of an embedded server, and those set for tests.
 const NO_FLAGS: [&str; 6] = [
     "LONGSHORE_ISA",
     "LONGSHORE_BIN_DIR",
@@ -25,7 +25,7 @@ pub fn check_environment() -> Result<(), ConfigError> {
     check_variables(PREFIX, &known, std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned()))
 }
 
-/// Those of all flags of a command and of those below it.
+/// Collects the variables of all flags of a command and of those below it.
 fn collect<'a>(command: &'a Command, known: &mut Vec<&'a str>) {
     known.extend(command.get_arguments().filter_map(|flag| flag.get_env()?.to_str()));
     command.get_subcommands().for_each(|command| collect(command, known));

@@ -28,8 +28,8 @@ struct Amiss {
     in_use: Vec<String>,
 }
 
-/// Reads and verifies everything. An error when a folder has no version that is whole, when its newest one is damaged, and when
-/// a server uses it.
+/// Reads and verifies everything. The result is an error when a folder has no whole version, when its newest version
+/// is damaged, and when a server uses it.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let mut amiss = Amiss::default();
     for folder in folders(&args.dir)? {
@@ -85,7 +85,7 @@ impl Amiss {
     }
 }
 
-/// With what the job itself needs of the folder.
+/// Inspects a folder, with what the job itself needs of it.
 fn look(folder: &Path) -> Result<Report, Fault> {
     let mut report = inspect(folder)?;
     if report.header.tier == TierKind::Shm {

@@ -88,7 +88,7 @@ impl Command {
 
 impl Cli {
     pub fn run(self) -> anyhow::Result<()> {
-        // Kept to the end: then the trace is written out.
+        // The guard is kept to the end, when the trace is written out.
         let (stages, _trace) = self.command.trace().map(trace::to).transpose()?.unzip();
         longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log, stages);
         match self.command {

@@ -86,19 +86,19 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// What the server with most of the job takes.
+/// What the job takes of the server with most of it.
 struct Plan {
     parameters: u64,
     need: Need,
-    /// To or from one rank in a step, each way; of each micro-step where gradients are pushed.
+    /// The bytes to or from one rank in a step, each way. Where gradients are pushed it is those of each micro-step.
     wire: u64,
-    /// Bytes written a day.
+    /// The bytes written a day.
     daily: Option<f64>,
     endurance_days: Option<f64>,
     short: Vec<String>,
 }
 
-/// Prints the plan. An error when it does not fit.
+/// Prints the plan. The result is an error when the job does not fit.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let plan = Plan::of(args)?;
     if args.json {
@@ -132,9 +132,9 @@ impl Args {
             }
             None => self.params.context("--params or --preset is needed")?,
         };
-        // Cut where shards are: how they are divided into tensors changes nothing.
+        // Tensors are cut where shards are: how parameters are divided into tensors changes nothing.
         let cut = self.shard_elements;
-        // Before they are listed.
+        // This is checked before they are listed.
         ensure!(
             elements.div_ceil(cut) <= MAX_SHARDS,
             "{elements} parameters in shards of {cut} are more than {MAX_SHARDS} shards: give a larger --shard-elements"
@@ -162,7 +162,7 @@ impl Args {
 
     fn storage(&self) -> Storage {
         Storage {
-            // Only how many there are counts.
+            // Only how many folders there are counts.
             dirs: (0..self.state_dirs).map(|index| index.to_string().into()).collect(),
             resident_bytes: self.resident.map_or(0, |size| size.0),
             buffers: self.storage_buffers,
@@ -178,7 +178,7 @@ impl Plan {
         args.check()?;
         let spec = args.spec()?;
         let layout = spec.validate()?;
-        // As opening the job does.
+        // Opening the job checks this too.
         ensure!(
             args.servers <= layout.shards(),
             "--servers is {}, but must be at most {}, the job's shards: name fewer servers, or give smaller --shard-elements",
@@ -186,7 +186,7 @@ impl Plan {
             layout.shards()
         );
         let servers = (0..args.servers).map(|server| server.to_string()).collect();
-        // Shards are dealt in turn: the first server has the most.
+        // Shards are dealt in turn, so the first server has the most.
         let owned = Placement::striped(servers, layout.shards()).owned(ServerId(0));
         let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
         let need = Need::of(&spec, &layout, &owned, &args.storage());

@@ -34,7 +34,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let spec = spec(&mut servers, &job, args.name.as_ref())?;
     let addresses = servers.list().iter().map(|server| server.address.clone()).collect();
     drop(servers);
-    // As rank 0: its view of the servers is the one that counts. It does not join.
+    // It connects as rank 0, whose view of the servers is the one that counts. It does not join.
     let session = Session::connect(Options { connections: 1, ..Options::new(addresses, spec, Rank(0)) })?;
     let how = GoBack { checkpoint: args.name.clone(), discard_state: args.discard_state };
     let restored = session.go_back(&how)?;
@@ -46,7 +46,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the job is on the servers that have it, or was when a checkpoint was made.
+/// The job's spec: as it is open on the servers that have it, or as it was when the checkpoint was made.
 fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Result<JobSpec> {
     let names = match name {
         Some(name) => vec![name.clone()],
@@ -65,7 +65,7 @@ fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Resu
             async move { admin.restore(request).await }
         });
         let (found, refused) = split(answers);
-        // The job as it is open comes before the checkpoint's, which may have had another tier or world size.
+        // The spec of the open job comes before the checkpoint's, which may have had another tier or world size.
         let open = found.iter().position(|answer| answer.progress.is_some());
         if let Some(answer) = found.into_iter().nth(open.unwrap_or(0)) {
             return Ok(JobSpec::from_wire(answer.spec)?);

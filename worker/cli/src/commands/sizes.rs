@@ -1,6 +1,6 @@
 //! Byte counts as people read them, and counts as they write them.
 
-/// Three significant digits and a binary unit: `1.50 GiB`.
+/// Formats bytes with three significant digits and a binary unit: `1.50 GiB`.
 pub(crate) fn human(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64;
@@ -18,7 +18,7 @@ pub(crate) fn human(bytes: u64) -> String {
     format!("{value:.digits$} {}", UNITS[unit])
 }
 
-/// `200M`, `1.5B` or plain digits.
+/// Parses `200M`, `1.5B` or plain digits.
 pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);

@@ -36,7 +36,8 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// Prints what the servers that answer say. An error when one does not, or when none holds the job that was named.
+/// Prints what the servers that answer say. The result is an error when one does not answer, or when none holds the
+/// job that was named.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let mut found = Found::ask(&args.servers.servers, Duration::from_secs(args.deadline_s))?;
     if !args.json {
@@ -231,7 +232,7 @@ fn last_checkpoint(status: &v1::CheckpointStatus) -> String {
     }
 }
 
-/// As this host's clock has it, which need not be the server's.
+/// How long ago it was by this host's clock, which need not be the server's.
 fn ago(unix_ms: u64) -> String {
     let then = UNIX_EPOCH + Duration::from_millis(unix_ms);
     let seconds = SystemTime::now().duration_since(then).unwrap_or_default().as_secs();
@@ -262,11 +263,11 @@ fn rank(rank: &v1::RankStatus) -> serde_json::Value {
     })
 }
 
-/// What training at the pace it had so far does to a server's drives.
+/// What training does to a server's drives at the pace that it has had so far.
 struct Wear {
     step_bytes: u64,
     day_bytes: u64,
-    /// Until the drives have taken what they are rated for, counted from new.
+    /// How many days until the drives have taken what they are rated for, counted from new.
     days: Option<f64>,
 }
 
@@ -336,7 +337,7 @@ fn json(job: &str, answers: &Answers, without: &Without) -> serde_json::Value {
         "tensors": first.map(|first| first.tensors),
         "last_step": commit.map(|commit| commit.step),
         "skipped": commit.map(|commit| commit.skip),
-        // A step that is skipped has none.
+        // A skipped step has no norm.
         "norm": commit.filter(|commit| !commit.skip).map(|commit| commit.norm),
         "clip_coefficient": commit.map(|commit| commit.clip_coefficient),
         "loss_scale": commit.map(|commit| commit.loss_scale),

@@ -21,7 +21,7 @@ pub(super) struct TraceFlag {
     pub(super) trace: Option<PathBuf>,
 }
 
-/// The trace is whole once the guard is dropped.
+/// Starts the trace. It is whole once the guard is dropped.
 pub(super) fn to(path: &Path) -> anyhow::Result<(Reader, FlushGuard)> {
     let file = File::create(path).with_context(|| format!("--trace {}", path.display()))?;
     let (layer, guard) = ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build();

@@ -298,7 +298,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
     })
 }
 
-/// What is rounded is rounded by the run's seed; an fp32 job may go on with another one.
+/// The formats of the state. Rounding takes the run's seed; an fp32 job may go on with another seed.
 fn formats(args: &Args) -> Formats {
     let formats = Formats { state: args.state, master: args.master, seed: args.seed };
     if formats.is_fp32() { Formats::default() } else { formats }
@@ -339,7 +339,7 @@ fn resume(args: &Args) -> Result<Option<GoBack>, Fault> {
     Ok(None)
 }
 
-/// What no later check would name by its flag.
+/// Checks what no later check would name by its flag.
 fn check(args: &Args) -> Result<(), Fault> {
     let positive = |field: &str, value: u64| {
         if value > 0 {
@@ -369,7 +369,8 @@ fn check(args: &Args) -> Result<(), Fault> {
     check_folders(args)
 }
 
-/// An embedded server has no port to be found again by: what should outlive it needs a folder.
+/// Checks the folders of an embedded server. It has no port to be found again by, so what should outlive it needs a
+/// folder.
 fn check_folders(args: &Args) -> Result<(), Fault> {
     let given = [
         ("--state-dir", !args.state_dir.is_empty(), TierKind::Nvme),

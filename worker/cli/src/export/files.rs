@@ -25,14 +25,15 @@ pub(super) struct Target {
 /// Where one parameter lies.
 struct Place {
     file: usize,
-    /// Of its first byte in the file.
+    /// The file's byte at which its values start.
     start: u64,
-    /// Its elements in the flat space.
+    /// The parameter's elements in the flat space.
     flat: Range<u64>,
 }
 
-/// The files of one export: `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. They are written in a
-/// folder beside the target, which takes its place when all is there: an export that fails leaves nothing behind.
+/// The files of one export: `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. They are
+/// written in a folder beside the target, which takes the target's place when all is there, so that a failed export
+/// leaves nothing behind.
 pub(super) struct Files {
     target: Target,
     draft: tempfile::TempDir,
@@ -60,7 +61,7 @@ fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
     }
 }
 
-/// Parameters of each file, none of them above `limit` bytes unless one parameter alone is.
+/// The parameters of each file. No file is larger than `limit` bytes, unless one parameter alone is.
 fn split(spec: &JobSpec, dtype: Dtype, limit: u64) -> Vec<Range<usize>> {
     let (mut files, mut first, mut bytes) = (Vec::new(), 0, 0);
     for (index, param) in spec.params.iter().enumerate() {
@@ -76,7 +77,7 @@ fn split(spec: &JobSpec, dtype: Dtype, limit: u64) -> Vec<Range<usize>> {
 }
 
 impl Files {
-    /// Reserves all space. `limit`: bytes of tensors in one file.
+    /// Reserves all space. `limit` is how many bytes of tensors go into one file.
     ///
     /// # Errors
     /// `Io` when `target` holds something, cannot be written, or has no room.
@@ -112,7 +113,7 @@ impl Files {
         Ok(files)
     }
 
-    /// One file with its header.
+    /// Adds one file with its header.
     fn add(
         &mut self,
         name: String,
@@ -143,7 +144,8 @@ impl Files {
             let value = format!("{name} (its header: {error})");
             Fault::new(FaultKind::Invalid, "out", value, "a safetensors file", remedy)
         };
-        // Hugging Face's loaders demand it. One entry: more would be written in another order each time.
+        // Hugging Face's loaders demand this entry. It is the only one, since several would be written in another
+        // order each time.
         let about = HashMap::from([("format".to_string(), "pt".to_string())]);
         let header = Metadata::new(Some(about), tensors).map_err(|error| refused(&error))?;
         let mut header = serde_json::to_vec(&header).map_err(|error| refused(&error))?;
@@ -175,7 +177,7 @@ impl Files {
         &self.names
     }
 
-    /// Writes the values of flat elements from `at`; those between parameters go nowhere.
+    /// Writes the values of flat elements from `at`. Values of elements between parameters are dropped.
     pub(super) fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Fault> {
         let size = self.dtype.bytes();
         let end = at + bytes.len() as u64 / size;
@@ -191,7 +193,7 @@ impl Files {
         Ok(())
     }
 
-    /// Makes all durable and puts the folder in its place.
+    /// Makes all files durable and puts the folder in its place.
     pub(super) fn publish(self) -> Result<(), Fault> {
         let folder = self.draft.path();
         for (file, name) in self.files.iter().zip(&self.names) {
@@ -203,7 +205,7 @@ impl Files {
             fs::write(&path, text).map_err(failed("write", &path))?;
             File::open(&path).and_then(|file| file.sync_all()).map_err(failed("sync", &path))?;
         }
-        // The draft's own mode is 0700, for its time as a draft.
+        // The draft's own mode is 0700 while it is a draft.
         set_mode(folder).map_err(failed("chmod", folder))?;
         let parent = self.target.parent().to_path_buf();
         self.target.take(self.draft)?;
@@ -236,10 +238,10 @@ impl Target {
         parent.unwrap_or(Path::new("."))
     }
 
-    /// Gives the draft its place, in one operation: there is the earlier export or this one, and both whole.
+    /// Gives the draft its place in one operation, so that either the earlier export or this one is there, and whole.
     fn take(&self, draft: tempfile::TempDir) -> Result<(), Fault> {
         if self.holds_export()? {
-            // What the draft's name then leads to is the earlier export, and goes with it.
+            // The draft's name then leads to the earlier export, which goes with it.
             return rustix::fs::renameat_with(CWD, draft.path(), CWD, &self.folder, RenameFlags::EXCHANGE)
                 .map_err(|error| failed("rename", &self.folder)(error.into()));
         }
@@ -248,7 +250,7 @@ impl Target {
         Ok(())
     }
 
-    /// Nothing of anyone's is overwritten: what may be there is nothing, or an export.
+    /// Whether an export is there. Nothing else may be overwritten: the target must be empty or hold an export.
     fn holds_export(&self) -> Result<bool, Fault> {
         let entries = match fs::read_dir(&self.folder) {
             Ok(entries) => entries,

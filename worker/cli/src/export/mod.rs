@@ -1,5 +1,5 @@
-//! A job's weights as Hugging Face style safetensors, from its servers' master weights, while training goes on. Memory is
-//! bounded by a few messages of each server: every one is written where it belongs as it comes.
+//! A job's weights as Hugging Face style safetensors, from its servers' master weights, while training goes on.
+//! Memory is bounded by a few messages of each server, since every message is written where it belongs as it comes.
 
 mod files;
 mod receive;
@@ -23,11 +23,11 @@ pub(crate) struct Settings {
     pub(crate) job: String,
     pub(crate) out: PathBuf,
     pub(crate) dtype: Dtype,
-    /// Bytes of tensors in one file.
+    /// How many bytes of tensors go into one file.
     pub(crate) max_file_bytes: u64,
     /// Longest wait for a version that all servers can give.
     pub(crate) deadline: Duration,
-    /// Put it in the place of an earlier export.
+    /// The export may take the place of an earlier one.
     pub(crate) replace: bool,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Exported {
     pub(crate) files: Vec<String>,
 }
 
-/// What does not change of a job.
+/// What does not change in a job.
 struct Described {
     spec: JobSpec,
     layout: Layout,

@@ -1,4 +1,4 @@
-//! All servers' streams at once, each message checked and written as it comes.
+//! All servers' streams are read at once, and each message is checked and written as it comes.
 
 use std::{sync::Mutex, thread};
 
@@ -45,7 +45,7 @@ pub(super) fn receive(
                 let received =
                     job.receive_from(servers.handle(), &server.address, server.admin.clone(), &owned);
                 if let Err(fault) = received {
-                    // The first is the cause; the others may be its consequence.
+                    // The first fault is the cause, and the others may be its consequence.
                     first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(fault);
                 }
             });
@@ -97,7 +97,7 @@ impl Job<'_> {
         let within = |call| runtime.block_on(async { tokio::time::timeout(patience, call).await });
         let answer = within(admin.export(request)).map_err(|_| silent())?;
         let mut stream = answer.map_err(refused)?.into_inner();
-        // Elements received of each owned shard: they come from its start on.
+        // How many elements of each owned shard were received. They come from its start on.
         let mut received = vec![0; owned.len()];
         loop {
             let message = runtime.block_on(async { tokio::time::timeout(patience, stream.message()).await });

@@ -1,5 +1,5 @@
-//! What bounds a step, each measured alone and in turn with steps: an update of as many parameters, each way of the wire, and the
-//! cores.
+//! What bounds a step. Each bound is measured alone and in turn with steps: an update of as many parameters, each way
+//! of the wire, and the cores.
 
 use std::time::{Duration, Instant};
 
@@ -11,9 +11,9 @@ use crate::bench::{median, process_cpu, update::Bare, wire};
 pub(super) struct Limits {
     bare: Bare,
     wire: wire::Both,
-    /// Bytes of all parameters on the wire, one way.
+    /// The bytes of all parameters on the wire, one way.
     bytes: f64,
-    /// Milliseconds of each round: push, pull, update, CPU time over cores.
+    /// The milliseconds of each round: push, pull, update, and CPU time over cores.
     rounds: Vec<[f64; 4]>,
     cpu: f64,
 }
@@ -29,7 +29,7 @@ impl Limits {
         })
     }
 
-    /// CPU time of all ranks and the server while `steps` are made.
+    /// Measures the CPU time of all ranks and the server while `steps` are made.
     pub(super) fn time_steps<T>(&mut self, steps: usize, wait: impl FnOnce() -> T) {
         let before = process_cpu();
         wait();
@@ -49,7 +49,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Medians.
+    /// The medians.
     pub(super) fn ms(&self) -> [f64; 4] {
         [0, 1, 2, 3].map(|limit| median(&self.rounds.iter().map(|round| round[limit]).collect::<Vec<_>>()))
     }

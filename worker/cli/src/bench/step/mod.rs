@@ -95,7 +95,7 @@ impl Args {
     }
 
     fn spec(&self) -> anyhow::Result<JobSpec> {
-        // One tensor a shard: shards are what a step streams.
+        // There is one tensor a shard, since shards are what a step streams.
         let params = (0..self.params.div_ceil(DEFAULT_SHARD_ELEMENTS)).map(|index| {
             let elements = DEFAULT_SHARD_ELEMENTS.min(self.params - index * DEFAULT_SHARD_ELEMENTS);
             param(format!("layer{index}"), elements.next_multiple_of(BLOCK_ELEMENTS))
@@ -156,7 +156,7 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
     };
     let (step, exposed) = (of(|step| step.wall), of(|step| step.exposed));
     let [push, pull, update, cpu] = limits.ms();
-    // Wire time counts once each way; a step of several micro-steps pushes as many times.
+    // The wire's time counts once each way; a step of several micro-steps pushes as many times.
     let push = push * f64::from(args.micro_steps) * f64::from(args.ranks);
     let pull = pull * f64::from(args.ranks);
     let bound = push.max(pull).max(update).max(cpu);

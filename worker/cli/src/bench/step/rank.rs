@@ -25,13 +25,13 @@ pub(super) struct Measured {
 pub(super) struct Step {
     pub(super) wall: Duration,
     pub(super) exposed: Duration,
-    /// Of an exact step without compute: from its decision to the last of its weights.
+    /// In an exact step without compute: the time from its decision to the last of its weights.
     pub(super) update: Duration,
     pub(super) timing: Timing,
 }
 
-/// Compute that takes time and no core, as a GPU's does. What one part takes too long, for the scheduler's sake, the next
-/// one takes less; time in which it waited for weights is lost to it.
+/// Compute that takes time and no core, as a GPU's does. If the scheduler makes one part take too long, the next one
+/// takes less; time in which it waited for weights is lost to it.
 struct Compute {
     until: Instant,
     total: Duration,
@@ -49,7 +49,7 @@ impl Compute {
         thread::sleep(self.until - now);
     }
 
-    /// What comes next cannot have begun before now.
+    /// Says that what comes next cannot have begun before now.
     fn held_up(&mut self) {
         self.until = self.until.max(Instant::now());
     }
@@ -69,7 +69,7 @@ pub(super) fn run(
     for round in 0..=args.rounds {
         turns.wait();
         for _ in 0..args.steps {
-            // A failure is told at the end: others wait at the barrier.
+            // A failure is reported at the end, since others wait at the barrier.
             let Some(pipeline) = pipeline.as_mut().filter(|_| failed.is_none()) else { continue };
             match step(args, pipeline) {
                 Ok(made) if round > 0 => measured.steps.push(made),
@@ -143,8 +143,8 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     drop(feed);
     pipeline.finish(Vec::new())?;
     let decided = Instant::now();
-    // Without compute to hide behind, an exact step ends when the worker has all its weights. With it, the next step's forward
-    // takes them shard by shard, and what it waits for is exposed there.
+    // Without compute to hide behind, an exact step ends when the worker has all its weights. With compute, the next
+    // step's forward takes them shard by shard, and the time that it waits for them is exposed there.
     if let Some(feed) = pipeline.upcoming().filter(|_| args.delay == 0 && args.compute_ms == 0.0) {
         (0..layers).try_for_each(|layer| feed.wait(layout.param_range(layer)))?;
     }
@@ -153,11 +153,12 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     Ok(Step { wall, exposed, update: decided.elapsed(), timing: Timing::default() })
 }
 
-/// The gradient as a device's copy engine leaves it: no CPU writes it. Memory that comes round again holds it still.
+/// Makes the gradient as a device's copy engine leaves it: no CPU writes it. Memory that is used again still holds
+/// it.
 fn produce(target: &mut [u8]) {
     if target.starts_with(&[0; 4]) {
         target.chunks_exact_mut(2).zip(1u16..).for_each(|(element, value)| {
-            // bf16 numbers from 2^-13 to 2^-12.
+            // These are bf16 numbers from 2^-13 to 2^-12.
             element.copy_from_slice(&(0x3900 | value & 0x7F).to_le_bytes());
         });
     }

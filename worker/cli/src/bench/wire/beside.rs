@@ -1,4 +1,5 @@
-//! An update that goes on beside what is measured: of a large array, over and over, on threads of the engine's own pool.
+//! An update that goes on beside what is measured. It updates a large array over and over, on threads of the engine's
+//! own pool.
 
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
@@ -10,9 +11,9 @@ use anyhow::ensure;
 
 use crate::bench::update::Bare;
 
-/// Beyond every cache, and a pass takes a thread a tenth of a second.
+/// This is beyond every cache, and a pass takes a thread a tenth of a second.
 pub(super) const PARAMS: usize = 32 << 20;
-/// For a pass to begin or to end.
+/// The longest wait for a pass to begin or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Updates while it is [on](Update::on).
@@ -42,7 +43,7 @@ impl Update {
         let (mut bare, shared) = (Bare::new(params, threads)?, Arc::new(Shared::default()));
         let theirs = Arc::clone(&shared);
         let run = move || {
-            // As a job's compute thread does.
+            // A job's compute thread does so too.
             bare.adopt_caller();
             theirs.serve(&mut bare);
         };
@@ -50,12 +51,12 @@ impl Update {
         Ok(Update { params, shared, thread })
     }
 
-    /// Once it returns, an update is going on.
+    /// Starts the update. Once this returns, it is going on.
     pub(super) fn on(&self) -> anyhow::Result<()> {
         self.set(true)
     }
 
-    /// Once it returns, none is.
+    /// Stops the update. Once this returns, none is going on.
     pub(super) fn off(&self) -> anyhow::Result<()> {
         self.set(false)
     }
@@ -74,7 +75,7 @@ impl Update {
         Ok(())
     }
 
-    /// What a parameter took while it was on.
+    /// How long a parameter took while the update was on.
     pub(super) fn ns_per_param(&self) -> f64 {
         let state = self.shared.lock();
         state.time.as_secs_f64() * 1e9 / (f64::from(state.passes) * self.params as f64)
@@ -106,7 +107,7 @@ impl Shared {
             state.running = state.wanted;
             self.changed.notify_all();
             if !state.running {
-                // Idle until told otherwise: whoever tells waits with a deadline.
+                // The thread is idle until told otherwise: whoever tells it waits with a deadline.
                 drop(self.changed.wait(state));
                 continue;
             }

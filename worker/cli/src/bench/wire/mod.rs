@@ -42,14 +42,14 @@ fn default_connections() -> usize {
     (available_threads() / 2).clamp(1, DATA_CONNECTIONS)
 }
 
-/// One thing measured again and again.
+/// One thing that is measured again and again.
 struct Case {
     name: &'static str,
-    /// The case it is compared with.
+    /// The case that it is compared with.
     limit: Option<&'static str>,
     sample: Box<dyn FnMut() -> anyhow::Result<Sample>>,
     samples: Vec<Sample>,
-    /// Each right before or after the one at its place in `samples`.
+    /// The samples beside an update. Each was taken right before or after the one at the same index in `samples`.
     during_update: Vec<Sample>,
 }
 
@@ -66,9 +66,9 @@ impl Case {
         median(&self.samples.iter().map(value).collect::<Vec<f64>>())
     }
 
-    /// A round's samples: one, or two by turns.
+    /// Takes a round's samples: one, or two by turns.
     fn round(&mut self, round: usize, update: Option<&Update>) -> anyhow::Result<()> {
-        // The first warms up: memory is touched, windows and socket buffers open.
+        // The first round warms up: memory is touched, windows and socket buffers open.
         let keep = round > 0;
         for with_update in [round.is_multiple_of(2), !round.is_multiple_of(2)] {
             let sample = match update {
@@ -88,7 +88,7 @@ impl Case {
         Ok(())
     }
 
-    /// The median rate beside an update, and the median of the rounds' ratios to that without.
+    /// The median rate beside an update, and the median of the rounds' ratios to the rate without.
     fn beside(&self) -> Option<(f64, f64)> {
         let rates: Vec<f64> = self.during_update.iter().map(Sample::gb_per_s).collect();
         let ratios: Vec<f64> = rates.iter().zip(&self.samples).map(|(rate, s)| rate / s.gb_per_s()).collect();

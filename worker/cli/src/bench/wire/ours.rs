@@ -44,10 +44,10 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     Ok(cases)
 }
 
-/// Each way of one transport, for a bench of something larger.
+/// Push and pull over one transport, for a bench of something larger.
 pub(in crate::bench) struct Both(Link);
 
-/// Enough to leave every cache, little enough to be measured in each round.
+/// This is enough to leave every cache, and little enough to be measured in each round.
 const BOTH_BYTES: u64 = 256 << 20;
 
 impl Both {
@@ -62,12 +62,12 @@ impl Both {
         Ok(Both(Link::open(&host, options)?))
     }
 
-    /// GB/s.
+    /// The speed in GB/s.
     pub(in crate::bench) fn push(&mut self) -> anyhow::Result<f64> {
         Ok(self.0.push()?.gb_per_s())
     }
 
-    /// GB/s. In shared memory the weights are read once.
+    /// The speed in GB/s. In shared memory the weights are read once.
     pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<f64> {
         Ok(self.0.pull()?.gb_per_s())
     }
@@ -93,7 +93,8 @@ impl Host {
     }
 }
 
-/// One rank's session, and the gradient it pushes again and again. A fourth rank never comes, so that no sum is formed.
+/// One rank's session, and the gradient that it pushes again and again. A fourth rank never comes, so that no sum is
+/// formed.
 struct Link {
     probe: Probe,
     _host: Arc<Host>,
@@ -111,7 +112,7 @@ impl Link {
         Ok(Link { probe: Probe::new(session)?, _host: Arc::clone(host) })
     }
 
-    /// The whole gradient, until every chunk is acknowledged.
+    /// Pushes the whole gradient, and waits until every chunk is acknowledged.
     fn push(&mut self) -> anyhow::Result<Sample> {
         self.probe.rejoin().context("joining again")?;
         let mut sample = Sample::default();
@@ -120,8 +121,8 @@ impl Link {
         Ok(sample)
     }
 
-    /// Version 0, until all of it is there: in memory of this rank, or where the server has it, and then read once, so that
-    /// the bytes have been in this rank's hands either way.
+    /// Pulls version 0 until all of it is there: in this rank's memory, or where the server has it. There it is read
+    /// once, so that this rank has seen the bytes either way.
     fn pull(&mut self) -> anyhow::Result<Sample> {
         let whole = 0..self.probe.session().layout().elements();
         let mut sample = Sample::default();

@@ -1,4 +1,4 @@
-//! Asks every server what it holds: one that is silent does not hide the others.
+//! Asks every server what it holds. A silent server does not hide the others.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use longshore_worker::session::whole;
 
 use crate::commands::client::{Servers, Silent, jobs_of, name_silent, no_such_job};
 
-/// Longest wait for a state hash: all of the state is read, after the updates that are decided.
+/// The longest wait for a state hash: all of the state is read, after the updates that are decided.
 const HASHING: Duration = Duration::from_secs(600);
 
 pub(super) const GONE: &str = "does not hold this job: it restarted, or belongs to another one";
@@ -62,8 +62,8 @@ impl Found {
         bail!("{}{silent}", no_such_job(named, &jobs))
     }
 
-    /// The answers of the servers that hold the job, and why the others have none: one that restarted empty, cannot read
-    /// its drives, or is stopped, is when a status is wanted most.
+    /// The answers of the servers that hold the job, and why the others have none. An operator wants a status most
+    /// when a server has restarted empty, cannot read its drives, or is stopped.
     pub(super) fn describe(&mut self, job: &str) -> (Answers, Without) {
         let request = v1::DescribeRequest { job: job.to_string(), ..v1::DescribeRequest::default() };
         let found = self.servers.answers_within(self.patience, |admin| whole(admin, request.clone()));
@@ -87,7 +87,7 @@ pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Opt
     for (address, answer) in hashes.into_iter().filter(|(address, _)| asked.contains(address)) {
         let Some((_, known)) = answers.iter_mut().find(|(known, _)| *known == address) else { continue };
         match answer {
-            // What is beside the hashes is newer, too.
+            // What is beside the hashes is newer too.
             Ok(answer) => {
                 let (spec, placement) = (known.spec.take(), known.placement.take());
                 *known = v1::DescribeResponse { spec, placement, ..answer };
