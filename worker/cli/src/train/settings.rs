@@ -19,18 +19,18 @@ use super::gpt::{Config, Gpt, Group};
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub job: JobName,
-    /// Empty: a server is embedded in the process.
+    /// If there is none, a server is embedded in the process.
     pub servers: Vec<String>,
     /// The server is embedded in the process that started this one, and ends with it.
     pub embedded: bool,
     pub data: PathBuf,
     pub model: Config,
     pub steps: u64,
-    /// Sequences of each rank and micro-step.
+    /// How many sequences each rank has in a micro-step.
     pub batch: usize,
     pub micro_steps: u32,
     pub world_size: u32,
-    /// None: this process starts all ranks.
+    /// None means that this process starts all ranks.
     pub rank: Option<u32>,
     pub rule: Rule,
     pub hyper: Hyper,
@@ -47,18 +47,18 @@ pub struct Settings {
     pub image_dtype: Dtype,
     pub loss_scale: LossScale,
     pub seed: u64,
-    /// None: chosen from the model's size.
+    /// None means that it is chosen from the model's size.
     pub shard_elements: Option<u64>,
     /// Where the servers keep the state.
     pub tier: TierKind,
-    /// In which bits they keep it.
+    /// The formats in which they keep it.
     pub formats: Formats,
     pub device: DeviceChoice,
     pub device_budget: Option<u64>,
     pub stage: Option<u32>,
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_every: u64,
-    /// Where servers have nothing of the job, to which checkpoint it goes back. None: it starts afresh.
+    /// The checkpoint that the job goes back to where servers have nothing of it. None means that it starts afresh.
     pub resume: Option<GoBack>,
     /// Where the weights are written at the end.
     pub export: Option<PathBuf>,
@@ -71,7 +71,7 @@ pub struct Settings {
     pub transport: Transport,
     pub deadline: Duration,
     pub pause_deadline: Duration,
-    /// Update threads of an embedded server; None takes all cores.
+    /// How many update threads an embedded server has; None takes all cores.
     pub threads: Option<usize>,
     /// Memory of an embedded server.
     pub memory: Option<u64>,
@@ -82,7 +82,7 @@ pub struct Settings {
     /// Where an embedded server keeps the state of tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub json: bool,
-    /// Each step's weights are summed and shown, for tests.
+    /// The checksum of each step's weights is shown, for tests.
     pub step_weights: bool,
 }
 
@@ -98,7 +98,7 @@ pub enum LossScaleMode {
     Fixed(f64),
 }
 
-/// Shards of a small model: enough for streaming to be seen and for several servers to have some each.
+/// How many shards a small model has: enough for streaming to be seen, and for several servers to have some each.
 const SMALL_MODEL_SHARDS: u64 = 16;
 
 impl Settings {

@@ -13,7 +13,7 @@ use super::gpt::BoxError;
 pub(super) struct Staging {
     device: Arc<dyn Device>,
     idle: HashMap<u64, HostBuffer>,
-    /// The last copy in, which the next one waits for. A copy out is behind it on the device in any case.
+    /// The last copy in, which the next one waits for. On the device a copy out comes after it in any case.
     under_way: Option<Transfer>,
 }
 

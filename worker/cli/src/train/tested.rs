@@ -9,7 +9,8 @@ use std::{
 use longshore_proto::checksum::Crc32;
 use longshore_worker::{error::Result, pull::Feed};
 
-/// A number. Set: gradients differ by process, as those of a framework whose arithmetic is not deterministic do.
+/// A variable with a number. If it is set, gradients differ by process, as in a framework whose arithmetic is not
+/// deterministic.
 const PERTURB: &str = "LONGSHORE_TEST_PERTURB";
 
 /// What this process's gradients are multiplied by.
@@ -21,7 +22,7 @@ impl Noise {
         let seed = env::var_os(PERTURB)?;
         let mut hasher = DefaultHasher::new();
         (seed, process::id()).hash(&mut hasher);
-        // In 16 bits too every element that is not zero changes, and the run still learns.
+        // Every element that is not zero changes, also in 16 bits, and the run still learns.
         Some(Noise(1.0 + (1 + hasher.finish() % 64) as f32 / 64.0))
     }
 
@@ -30,7 +31,7 @@ impl Noise {
     }
 }
 
-/// CRC-32 of all of a version's weights, as they came.
+/// The CRC-32 of all of a version's weights, as they came.
 pub(super) fn checksum(feed: &Feed, elements: u64) -> Result<u32> {
     let mut sum = Crc32::new();
     feed.pieces(0..elements, |_, bytes| sum.update(bytes))?;

@@ -11,13 +11,13 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
-/// Larger files are generated far more often than written.
+/// The largest file that is read. Larger ones are generated far more often than written.
 pub const FILE_BYTES_MAX: u64 = 1 << 20;
-/// What a worker holds in memory at most; a byte-level demo never gets through this much.
+/// The most text that a worker holds in memory; a byte-level demo never gets through this much.
 pub const CORPUS_BYTES_MAX: usize = 1 << 30;
-/// The unit of the split. Long enough for the longest preset's context in a validation chunk.
+/// The unit of the split. A validation chunk is long enough for the longest preset's context.
 const CHUNK_BYTES: usize = 4096;
-/// Of this many consecutive chunks, the last is for validation.
+/// The last of this many consecutive chunks is for validation.
 const CHUNKS_PER_SPLIT: usize = 10;
 /// Follows each file's text, in which it cannot occur.
 const END_OF_FILE: u8 = 0;
@@ -65,7 +65,7 @@ pub struct Summary {
 pub struct Corpus {
     bytes: Vec<u8>,
     files: usize,
-    /// Unbroken pieces; a sequence lies within one.
+    /// Unbroken pieces of text. A sequence lies within one.
     train: Vec<Range<usize>>,
     validation: Vec<Range<usize>>,
 }
