@@ -19,6 +19,9 @@ use crate::{
 #[serde(transparent)]
 pub struct JobName(String);
 
+/// So much of a wrong name is quoted. Escaped, a character takes at most 10 bytes.
+const MAX_QUOTED_CHARS: usize = 16;
+
 impl JobName {
     pub fn as_str(&self) -> &str {
         &self.0
@@ -32,7 +35,11 @@ impl JobName {
             return Ok(JobName(text.to_string()));
         }
         let limit = format!("1 to {MAX_JOB_NAME_BYTES} of A-Z a-z 0-9 . _ - and not start with a dot");
-        Err(Fault::invalid(field, format!("{text:?}"), limit, "choose another name"))
+        // Who sends nonsense is not sent all of it back: a server keeps what it answers until it is taken.
+        let beginning: String = text.chars().take(MAX_QUOTED_CHARS).collect();
+        let rest =
+            if beginning.len() < text.len() { format!("... ({} bytes)", text.len()) } else { String::new() };
+        Err(Fault::invalid(field, format!("{beginning:?}{rest}"), limit, "choose another name"))
     }
 }
 

@@ -66,9 +66,16 @@ pub const SMALL_MESSAGE_BYTES: usize = 4 * 1024;
 /// What a connection without a call costs a server, and what a waiting call costs it: tasks, HTTP/2's state, buffers.
 pub const IDLE_CONNECTION_BYTES: usize = 48 * 1024;
 pub const IDLE_CALL_BYTES: usize = 10 * 1024;
+/// How many results of a Push call may wait for a sender that does not take them, until a rank's chunk has come on its
+/// connection.
+pub const STRANGER_RESULTS: usize = 4;
+/// What they cost a call: as many lie in each of three messages that are encoded and not sent. The largest result quotes
+/// the beginning of a wrong job name in 400 bytes.
+pub const UNTAKEN_RESULTS_BYTES: usize = 4 * STRANGER_RESULTS * 400;
 /// The most that strangers can make a server hold, whatever they send.
 pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + UNFINISHED_SHARE_BYTES)
-    + (MAX_CALLS + SPARE_CONNECTIONS * CALLS_SHARE) * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES)
+    + (MAX_CALLS + SPARE_CONNECTIONS * CALLS_SHARE)
+        * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES + UNTAKEN_RESULTS_BYTES)
     + MAX_UNFINISHED_BYTES;
 /// How long a client may take to send its preface and settings, which it does as soon as it is connected.
 pub const PREFACE_DEADLINE: Duration = Duration::from_secs(10);

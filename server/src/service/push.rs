@@ -21,6 +21,7 @@ use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
     ContributionChunk, Fault, FaultKind,
     checksum::{Crc32, TILE_BYTES},
+    limits::STRANGER_RESULTS,
 };
 use longshore_wire::{
     self as wire,
@@ -40,7 +41,7 @@ use crate::{jobs::JobHandle, memfd::Payload};
 /// How many acknowledgements go into one message. HTTP/2 peers would take many small messages for abuse, and each
 /// costs a write of 5 to 10 microseconds at both ends, against 200 for a chunk.
 const RESULTS_BATCHED: usize = 16;
-/// How many results may wait to leave on one stream. Each takes 300 bytes, so that the 128 streams of a connection
+/// How many results may wait to leave on one stream of a rank. Each takes 300 bytes, so that the 128 streams of a connection
 /// hold 10 MB.
 const RESULTS_MOST: usize = 256;
 /// How long an acknowledgement waits for others. No worker waits for one: a commit frees what the worker retains.
@@ -144,17 +145,19 @@ impl Stream {
 
     async fn receive(&mut self) -> Result<std::convert::Infallible, Over> {
         loop {
-            let (fault, waiting, results) = {
+            let (fault, waiting, results, full) = {
                 let mut intake = self.intake.lock();
                 let waiting = intake.land.waiting.take();
-                (intake.fault().cloned(), waiting, intake.land.results.len())
+                let full = intake.land.held_back.is_some();
+                (intake.fault().cloned(), waiting, intake.land.results.len(), full)
             };
             if let Some(fault) = fault {
                 return self.over(Some(wire::status(&fault))).await;
             }
             if results == 0 {
                 self.due = None;
-            } else if results >= RESULTS_BATCHED || self.due.is_some_and(|due| due <= Instant::now()) {
+            } else if full || results >= RESULTS_BATCHED || self.due.is_some_and(|due| due <= Instant::now())
+            {
                 self.acknowledge().await?;
             } else {
                 self.due.get_or_insert_with(|| Instant::now() + RESULTS_DELAY);
@@ -274,7 +277,8 @@ impl Stream {
 impl Land<PushRequest> for Receiving {
     fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
         // What a peer sends who takes no answers stays on its connection.
-        if self.results.len() >= RESULTS_MOST {
+        let most = if self.stranger.is_some() { STRANGER_RESULTS } else { RESULTS_MOST };
+        if self.results.len() >= most {
             self.held_back = Some((request, bytes));
             return Ok(false);
         }

@@ -2,7 +2,7 @@
 
 use longshore_proto::limits::{
     CALLS_SHARE, IDLE_CALL_BYTES, IDLE_CONNECTION_BYTES, MAX_CALLS, MAX_CONNECTION_CALLS,
-    MAX_UNFINISHED_BYTES, SMALL_MESSAGE_BYTES, UNFINISHED_SHARE_BYTES, WINDOW_BYTES,
+    MAX_UNFINISHED_BYTES, SMALL_MESSAGE_BYTES, UNFINISHED_SHARE_BYTES, UNTAKEN_RESULTS_BYTES, WINDOW_BYTES,
 };
 use longshore_tests::{
     peer::{
@@ -127,6 +127,44 @@ fn calls_of_many_connections_are_bounded_together() {
     let bound = connections * IDLE_CONNECTION_BYTES
         + (MAX_CALLS + connections * CALLS_SHARE) * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES);
     assert!(most < bound as u64 + ONE_CONNECTION, "{most}");
+}
+
+/// Pushes that are refused one by one, on `calls` calls of each connection, by peers that take no answer.
+fn untaken_answers(connections: usize, calls: usize, messages: usize) {
+    let server = ServerOptions::new().start();
+    let nonsense = PushRequest { job: "\u{1}".repeat(64), ..PushRequest::default() };
+    let messages = encode(&nonsense).head.repeat(messages);
+    let (most, _) = growth(&server, || {
+        let mut peers = Vec::new();
+        for _ in 0..connections {
+            let mut peer = Peer::connect(server.address()).unwrap();
+            // SETTINGS_INITIAL_WINDOW_SIZE: nothing may be sent to it.
+            peer.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0])).unwrap();
+            for stream in streams(calls) {
+                peer.send(&frame(HEADERS, END_HEADERS, stream, &call(PUSH))).unwrap();
+                peer.flood(messages.chunks(16_384).map(|piece| frame(DATA, 0, stream, piece)));
+            }
+            peers.push(peer);
+        }
+        let alive = peers.iter_mut().filter_map(|peer| peer.is_alive().then_some(())).count();
+        eprintln!("{alive} of {connections} connections are left");
+        assert!(Peer::connect(server.address()).unwrap().lists_jobs());
+    });
+    let each = IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES + UNTAKEN_RESULTS_BYTES;
+    let bound = connections * (IDLE_CONNECTION_BYTES + UNFINISHED_SHARE_BYTES)
+        + (connections * calls).min(MAX_CALLS + connections * CALLS_SHARE) * each
+        + MAX_UNFINISHED_BYTES;
+    assert!(most < bound as u64, "{most} of {bound}");
+}
+
+#[test]
+fn answers_that_nobody_takes_are_bounded_for_many_calls() {
+    untaken_answers(many(32, 200), MAX_CONNECTION_CALLS as usize, 100);
+}
+
+#[test]
+fn answers_that_nobody_takes_are_bounded_for_many_connections() {
+    untaken_answers(many(200, 1000), 1, WINDOW_BYTES / 100);
 }
 
 #[test]
