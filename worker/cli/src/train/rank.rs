@@ -238,15 +238,16 @@ impl<'a> Run<'a> {
 
     fn step(&self, pipeline: &mut Pipeline, memory: &mut Memory, report: &mut Report) -> anyhow::Result<()> {
         let plan = pipeline.begin()?;
+        if self.settings.step_weights {
+            // Before anything is pushed: a process that is killed later may have said all that the step needs.
+            let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
+            report.weights(self.rank, plan, checksum);
+        }
         let mut loss = 0.0;
         for micro_step in 0..self.settings.micro_steps {
             loss += self.micro_step(pipeline, plan, micro_step, memory)? / self.settings.micro_steps as f32;
         }
         report.loss(plan.step, loss);
-        if self.settings.step_weights {
-            let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
-            report.weights(self.rank, plan, checksum);
-        }
         pipeline.finish(self.trainer_state())?;
         report.decided(pipeline.outcomes());
         Ok(())
