@@ -288,6 +288,16 @@ pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
     }
 }
 
+/// What a chunk says that it was computed with: a version before the one that its step makes.
+fn reads_from_wire(request: &v1::PushRequest) -> Result<Reads, Fault> {
+    let (version, step) = (request.reads_version, request.step);
+    if version > 0 && version >= step {
+        let remedy = "say which version the step's weights had, as Pull said it";
+        return Err(Fault::invalid("push.reads_version", version, format!("below step {step}"), remedy));
+    }
+    Ok(Reads { version: Version(version), decided_by: Incarnation(request.reads_decided_by) })
+}
+
 /// A pushed chunk whose payload has `bytes` bytes. The payload is compared with the checksum as it arrives.
 pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<ContributionChunk, Fault> {
     Ok(ContributionChunk {
@@ -303,10 +313,7 @@ pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<Contribu
         dtype: dtype_from_wire("push.dtype", request.dtype)?,
         bytes,
         crc32: request.crc32,
-        reads: Reads {
-            version: Version(request.reads_version),
-            decided_by: Incarnation(request.reads_decided_by),
-        },
+        reads: reads_from_wire(request)?,
         lent: request.place.is_some_and(|place| place.lent),
     })
 }

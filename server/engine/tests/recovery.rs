@@ -275,3 +275,22 @@ fn what_was_computed_with_a_version_that_was_taken_back_is_refused() {
     finish(&mut cluster, 2, &second);
     assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
 }
+
+/// A delayed job takes a step ahead, and so may be sent what was computed with a version that it has yet to reach.
+#[test]
+fn what_was_computed_with_a_version_that_is_not_reached_waits_until_it_can_be_judged() {
+    let spec = shape(1, 1, 1);
+    let gradients: Vec<_> = (1..=2).map(|seed| step_gradients(&spec, seed)).collect();
+    let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
+    let reads =
+        |decided_by| Reads { version: longshore_proto::Version(1), decided_by: Incarnation(decided_by) };
+    let (chunk, payload) = all_chunks(&cluster, 2, &gradients[1])[0];
+    let [stale, right] = [6, 7].map(|decided_by| ContributionChunk { reads: reads(decided_by), ..chunk });
+    assert_eq!(cluster.store(&stale, payload), Ok(Stored::Busy));
+    assert_eq!(cluster.store(&right, payload), Ok(Stored::Busy));
+    cluster.push(1, &gradients[0]);
+    cluster.commit(&Commit { decided_by: Incarnation(7), ..commit(&spec, 1) }).unwrap();
+    let fault = cluster.store(&stale, payload).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Conflict, "push.reads"));
+    assert_eq!(cluster.store(&right, payload), Ok(Stored::New(None)));
+}

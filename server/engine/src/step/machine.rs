@@ -380,8 +380,7 @@ impl Machine {
         if step > newest {
             return Err(Refusal::StepTooEarly { step, newest });
         }
-        self.check_reads(chunk.reads)?;
-        if !self.check_scale(chunk)? {
+        if !self.check_reads(chunk.reads)? || !self.check_scale(chunk)? {
             return Ok(Admission::Busy);
         }
         let shard = &mut self.shards[owned];
@@ -397,13 +396,21 @@ impl Machine {
         }
     }
 
-    /// Refuses a gradient that was computed with a version which has since been taken back and decided anew. This
-    /// server cannot judge a version that it has not reached or does not remember, and lets it pass.
-    fn check_reads(&self, reads: Reads) -> Result<(), Refusal> {
+    /// Refuses a gradient that was computed with a version which has since been taken back and decided anew. The answer
+    /// is false while this server has not reached that version: a restarted server is told by rank 0 how the version was
+    /// decided, and that may be another decision than the one the rank computed with. A version that the server does not
+    /// remember passes.
+    fn check_reads(&self, reads: Reads) -> Result<bool, Refusal> {
         let decided_by = self.decided_by(reads.version);
         let unknown = Incarnation::default();
-        if reads.decided_by == unknown || decided_by == unknown || reads.decided_by == decided_by {
-            return Ok(());
+        if reads.decided_by == unknown {
+            return Ok(true);
+        }
+        if reads.version > self.version {
+            return Ok(false);
+        }
+        if decided_by == unknown || reads.decided_by == decided_by {
+            return Ok(true);
         }
         Err(Refusal::Withdrawn { reads, decided_by })
     }
