@@ -4,10 +4,7 @@ use std::{fmt::Write, sync::Arc};
 
 use longshore_cli::train::{
     LayerGradients, LayerImages, Sink, StagedWeights, WholeImages, WholeWeights,
-    gpt::{
-        self, BoxError, Config, Gpt, Gradients, Group, Weights,
-        candle_core::{self, Tensor},
-    },
+    gpt::{self, BoxError, Config, Gpt, Gradients, Group, Tensor, Weights},
     text::Corpus,
 };
 use longshore_proto::Param;
@@ -27,7 +24,7 @@ const SEQUENCES: usize = 3;
 impl Bytes {
     pub fn new(device: Arc<dyn Device>) -> Bytes {
         let config = Config { context: 16, width: 32, heads: 2, layers: 1 };
-        let model = Gpt::new(config, &candle_core::Device::Cpu).expect("a model");
+        let model = Gpt::new(config).expect("a model");
         let folder = text();
         let corpus = Corpus::load(folder.path()).expect("text");
         Bytes { model, corpus, device }
@@ -62,10 +59,9 @@ impl Weights for Image<'_> {
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
         let params = self.model.stages()[stage].params.clone();
         let tensor = |param: usize| {
-            let shape = self.model.params()[param].shape.as_slice();
-            Ok(Tensor::from_slice(&self.weights[param], shape, self.model.device())?)
+            Tensor::new(self.model.params()[param].shape.as_slice(), self.weights[param].clone())
         };
-        params.map(tensor).collect()
+        Ok(params.map(tensor).collect())
     }
 
     fn release(&mut self, _stage: usize, _weights: Vec<Tensor>) {}
@@ -80,7 +76,7 @@ struct Collected<'a> {
 impl Gradients for Collected<'_> {
     fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
         for (param, gradient) in self.model.stages()[stage].params.clone().zip(gradients) {
-            self.gradients[param] = gradient.flatten_all()?.to_vec1()?;
+            self.gradients[param] = gradient.values().to_vec();
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::{fs, path::Path, time::Duration};
 
 use longshore_cli::train::{
     self, LossScale, LossScaleMode, Settings,
-    gpt::{Config, Gpt, candle_core::Device},
+    gpt::{Config, Gpt},
     text,
 };
 use longshore_proto::{Dtype, Hyper, JobName, Rule};
@@ -152,7 +152,7 @@ fn a_small_device_needs_stage_3_and_a_smaller_one_is_refused_with_the_shortage()
 }
 
 fn hash(cluster: &Cluster, settings: &Settings) -> longshore_worker::StateHash {
-    let model = Gpt::new(settings.model, &Device::Cpu).expect("a model");
+    let model = Gpt::new(settings.model).expect("a model");
     let session = Session::connect(cluster.options(&settings.spec(&model), 0)).expect("a connection");
     let hash = session.state_hash().expect("a hash");
     assert_eq!((hash.version.0, hash.applied), (settings.steps, settings.steps));

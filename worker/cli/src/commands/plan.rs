@@ -1,7 +1,6 @@
 //! `longshore plan`: what a job will take of its servers, by the arithmetic they admit jobs with.
 
 use anyhow::{Context, ensure};
-use candle_core::Device;
 use longshore_engine::{
     admission::Need,
     tier::{self, Storage, nvme::DEFAULT_BUFFERS},
@@ -127,7 +126,7 @@ impl Args {
     fn spec(&self) -> anyhow::Result<JobSpec> {
         let elements = match &self.preset {
             Some(name) => {
-                let model = Gpt::new(preset(name)?, &Device::Cpu)?;
+                let model = Gpt::new(preset(name)?)?;
                 model.params().iter().map(|param| param.elements() as u64).sum()
             }
             None => self.params.context("--params or --preset is needed")?,

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
 use longshore_proto::Dtype;
 use longshore_worker::{
     convert,
@@ -12,7 +11,7 @@ use longshore_worker::{
 };
 
 use super::{
-    gpt::{self, BoxError, Gpt, Gradients},
+    gpt::{BoxError, Gpt, Gradients, Tensor},
     memory::largest_stage,
     staging::Staging,
     tested::Noise,
@@ -58,11 +57,11 @@ impl Gradients for Sink<'_> {
         let params = self.model.stages()[stage].params.clone();
         let mut offset = 0;
         let mut places = Vec::with_capacity(gradients.len());
-        // candle computes on the CPU: what it made is put where a GPU would have left it.
+        // The model computes on the CPU: what it made is put where a GPU would have left it.
         for (param, gradient) in params.zip(gradients) {
-            let bytes = gradient.elem_count() as u64 * 4;
+            let bytes = gradient.values().len() as u64 * 4;
             staging.copy_in(buffer, offset, bytes, |host| {
-                gpt::elements(&gradient, |values| convert::from_f32(Dtype::F32, values, host))?;
+                convert::from_f32(Dtype::F32, gradient.values(), host);
                 Ok(())
             })?;
             places.push((param, offset, bytes));

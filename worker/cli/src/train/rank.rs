@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use candle_core::Device as Compute;
 use longshore_proto::{Layout, Rank, Step, Version};
 use longshore_worker::{
     device::{Budget, Device},
@@ -73,7 +72,7 @@ struct Place<'a> {
 
 impl<'a> Run<'a> {
     fn prepare(settings: &'a Settings, rank: u32) -> anyhow::Result<Run<'a>> {
-        let model = Gpt::new(settings.model, &Compute::Cpu)?;
+        let model = Gpt::new(settings.model)?;
         let model = with_kept_activations(model, settings.device_budget);
         let corpus = Corpus::load(&settings.data)?;
         corpus.check_context(settings.model.context)?;

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
 use longshore_proto::{Dtype, Layout};
 use longshore_worker::{
     convert,
@@ -13,18 +12,12 @@ use longshore_worker::{
 
 use super::{
     LayerImages, WholeImages,
-    gpt::{BoxError, Gpt, Weights},
+    gpt::{BoxError, Gpt, Tensor, Weights},
     memory::{stage_elements, stage_range},
 };
 
 /// The tensors of one stage from its bytes.
-fn widen(
-    model: &Gpt,
-    layout: &Layout,
-    stage: usize,
-    dtype: Dtype,
-    bytes: &[u8],
-) -> Result<Vec<Tensor>, BoxError> {
+fn widen(model: &Gpt, layout: &Layout, stage: usize, dtype: Dtype, bytes: &[u8]) -> Vec<Tensor> {
     let mut tensors = Vec::new();
     let start = stage_range(model, layout, stage).start;
     for index in model.stages()[stage].params.clone() {
@@ -33,12 +26,12 @@ fn widen(
         let [first, end] = [first, end].map(|element| ((element - start) * dtype.bytes()) as usize);
         let mut values = vec![0.0; param.elements()];
         convert::to_f32(dtype, &bytes[first..end], &mut values);
-        tensors.push(Tensor::from_vec(values, param.shape.as_slice(), model.device())?);
+        tensors.push(Tensor::new(param.shape.as_slice(), values));
     }
-    Ok(tensors)
+    tensors
 }
 
-/// The room that candle takes for a widened layer.
+/// The room that a widened layer takes.
 fn reserve(device: &dyn Device, model: &Gpt, stage: usize) -> Result<Lease, BoxError> {
     Ok(device.reserve("fp32 weights of a layer", stage_elements(model, stage) * 4)?)
 }
@@ -68,7 +61,7 @@ impl Weights for WholeWeights<'_> {
         let WholeWeights { model, layout, images, feed, lent } = self;
         *lent = Some(reserve(images.staging.device(), model, stage)?);
         let range = stage_range(model, layout, stage);
-        images.layer(feed, stage, range, |bytes| widen(model, layout, stage, feed.dtype(), bytes))
+        images.layer(feed, stage, range, |bytes| Ok(widen(model, layout, stage, feed.dtype(), bytes)))
     }
 
     fn release(&mut self, _stage: usize, weights: Vec<Tensor>) {
@@ -157,7 +150,7 @@ impl Weights for StagedWeights<'_> {
         let range = stage_range(model, layout, stage);
         let bytes = (range.end - range.start) * feed.dtype().bytes();
         images.staging.copy_in(&buffer, 0, bytes, |host| Ok(feed.read_raw(range, host)?))?;
-        let read = |bytes: &[u8]| widen(model, layout, stage, feed.dtype(), bytes);
+        let read = |bytes: &[u8]| Ok(widen(model, layout, stage, feed.dtype(), bytes));
         let tensors = images.staging.copy_out(&buffer, 0, bytes, read)?;
         self.lent = Some((buffer, widened));
         Ok(tensors)

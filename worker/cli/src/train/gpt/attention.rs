@@ -3,24 +3,24 @@
 //! Threads share out the sequences, each of which stays in a core's cache: the products here are too small to
 //! be worth dividing one by one.
 
-use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
 
 use super::{
+    Tensor,
     rows::{self, Real},
-    stages::{Shape, matrix, read},
+    stages::Shape,
 };
 
 /// What backward needs again, of one sequence: [heads, context, head width], and the attention weights.
-pub(super) struct Saved {
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor,
+pub(super) struct Saved<T> {
+    query: Tensor<T>,
+    key: Tensor<T>,
+    value: Tensor<T>,
+    weights: Tensor<T>,
 }
 
-impl Saved {
-    pub(super) fn tensors(&self) -> [&Tensor; 4] {
+impl<T> Saved<T> {
+    pub(super) fn tensors(&self) -> [&Tensor<T>; 4] {
         [&self.query, &self.key, &self.value, &self.weights]
     }
 }
@@ -28,61 +28,54 @@ impl Saved {
 /// From `projected`, in which each row is a query, a key and a value still lacking `bias`, to the heads'
 /// outputs side by side.
 pub(super) fn forward<T: Real>(
-    projected: &Tensor,
-    bias: &Tensor,
+    projected: &Tensor<T>,
+    bias: &Tensor<T>,
     shape: &Shape,
-) -> Result<(Tensor, Vec<Saved>)> {
+) -> (Tensor<T>, Vec<Saved<T>>) {
     let width = shape.width;
     let mut out = vec![T::from_f64(0.0); shape.rows() * width];
-    let saved: Result<Vec<Saved>> = read::<T, _, _>([projected, bias], |[projected, bias]| {
-        let outs = out.par_chunks_exact_mut(shape.context * width);
-        let sequences = outs.zip(projected.par_chunks_exact(shape.context * 3 * width));
-        sequences.map(|(out, projected)| forward_sequence(projected, bias, out, shape)).collect()
-    })?;
-    Ok((matrix(out, width, projected)?, saved?))
+    let outs = out.par_chunks_exact_mut(shape.context * width);
+    let sequences = outs.zip(projected.values().par_chunks_exact(shape.context * 3 * width));
+    let saved = sequences.map(|(out, projected)| forward_sequence(projected, bias.values(), out, shape));
+    let saved = saved.collect();
+    (Tensor::matrix(out, width), saved)
 }
 
-fn forward_sequence<T: Real>(projected: &[T], bias: &[T], out: &mut [T], shape: &Shape) -> Result<Saved> {
-    let heads = |part| -> Result<Tensor> {
+fn forward_sequence<T: Real>(projected: &[T], bias: &[T], out: &mut [T], shape: &Shape) -> Saved<T> {
+    let heads = |part| {
         let mut split = split(projected, 3, part, shape);
         add_bias(&mut split, &bias[part * shape.width..], shape);
-        Tensor::from_vec(split, shape.heads(), &Device::Cpu)
+        Tensor::new(shape.heads(), split)
     };
-    let (query, key, value) = (heads(0)?, heads(1)?, heads(2)?);
-    let scores = query.matmul(&key.t()?)?;
+    let (query, key, value) = (heads(0), heads(1), heads(2));
+    let scores = query.times(key.t());
     let scale = T::from_f64(shape.attention_scale());
-    let weights = read::<T, _, _>([&scores], |[s]| rows::causal_softmax(s, shape.context, scale))?;
-    let weights = Tensor::from_vec(weights, scores.shape(), &Device::Cpu)?;
-    read::<T, _, _>([&weights.matmul(&value)?], |[heads]| merge(heads, out, 1, 0, shape))?;
-    Ok(Saved { query, key, value, weights })
+    let weights = scores.like(rows::causal_softmax(scores.values(), shape.context, scale));
+    merge(weights.times(&value).values(), out, 1, 0, shape);
+    Saved { query, key, value, weights }
 }
 
 /// The gradient of `projected`; the bias's is the sum of its rows.
-pub(super) fn backward<T: Real>(saved: &[Saved], dy: &Tensor, shape: &Shape) -> Result<Tensor> {
+pub(super) fn backward<T: Real>(saved: &[Saved<T>], dy: &Tensor<T>, shape: &Shape) -> Tensor<T> {
     let width = shape.width;
     let mut out = vec![T::from_f64(0.0); shape.rows() * 3 * width];
-    read::<T, _, _>([dy], |[dy]| {
-        let outs = out.par_chunks_exact_mut(shape.context * 3 * width);
-        let sequences = outs.zip(dy.par_chunks_exact(shape.context * width)).zip(saved);
-        sequences.try_for_each(|((out, dy), saved)| backward_sequence(saved, dy, out, shape))
-    })??;
-    matrix(out, 3 * width, dy)
+    let outs = out.par_chunks_exact_mut(shape.context * 3 * width);
+    let sequences = outs.zip(dy.values().par_chunks_exact(shape.context * width)).zip(saved);
+    sequences.for_each(|((out, dy), saved)| backward_sequence(saved, dy, out, shape));
+    Tensor::matrix(out, 3 * width)
 }
 
-fn backward_sequence<T: Real>(saved: &Saved, dy: &[T], out: &mut [T], shape: &Shape) -> Result<()> {
+fn backward_sequence<T: Real>(saved: &Saved<T>, dy: &[T], out: &mut [T], shape: &Shape) {
     let Saved { query, key, value, weights } = saved;
-    let dy = Tensor::from_vec(split(dy, 1, 0, shape), shape.heads(), &Device::Cpu)?;
-    let dweights = dy.matmul(&value.t()?)?;
+    let dy = Tensor::new(shape.heads(), split(dy, 1, 0, shape));
+    let dweights = dy.times(value.t());
     let scale = T::from_f64(shape.attention_scale());
-    let dscores = read::<T, _, _>([weights, &dweights], |[weights, dweights]| {
-        rows::causal_softmax_backward(weights, dweights, shape.context, scale)
-    })?;
-    let dscores = Tensor::from_vec(dscores, weights.shape(), &Device::Cpu)?;
-    let parts = [dscores.matmul(key)?, dscores.t()?.matmul(query)?, weights.t()?.matmul(&dy)?];
+    let dscores = rows::causal_softmax_backward(weights.values(), dweights.values(), shape.context, scale);
+    let dscores = weights.like(dscores);
+    let parts = [dscores.times(key), dscores.t().times(query), weights.t().times(&dy)];
     for (part, gradient) in parts.iter().enumerate() {
-        read::<T, _, _>([gradient], |[gradient]| merge(gradient, out, 3, part, shape))?;
+        merge(gradient.values(), out, 3, part, shape);
     }
-    Ok(())
 }
 
 /// One of the `parts` of each row of `x`, head by head, so that each head's is one matrix.

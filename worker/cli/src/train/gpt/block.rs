@@ -1,31 +1,29 @@
 //! A transformer block, pre-norm as in GPT-2: forward, and backward written out by hand.
 
-use candle_core::{Result, Tensor};
-
 use super::{
-    attention,
+    Tensor, attention,
     rows::{self, Real},
-    stages::{Shape, like, matrix, read, vector},
+    stages::Shape,
 };
 
 /// A block's parameters, in registration order.
-struct Parameters<'a> {
-    norm1_gain: &'a Tensor,
-    norm1_bias: &'a Tensor,
-    attention: &'a Tensor,
-    attention_bias: &'a Tensor,
-    project: &'a Tensor,
-    project_bias: &'a Tensor,
-    norm2_gain: &'a Tensor,
-    norm2_bias: &'a Tensor,
-    expand: &'a Tensor,
-    expand_bias: &'a Tensor,
-    contract: &'a Tensor,
-    contract_bias: &'a Tensor,
+struct Parameters<'a, T> {
+    norm1_gain: &'a Tensor<T>,
+    norm1_bias: &'a Tensor<T>,
+    attention: &'a Tensor<T>,
+    attention_bias: &'a Tensor<T>,
+    project: &'a Tensor<T>,
+    project_bias: &'a Tensor<T>,
+    norm2_gain: &'a Tensor<T>,
+    norm2_bias: &'a Tensor<T>,
+    expand: &'a Tensor<T>,
+    expand_bias: &'a Tensor<T>,
+    contract: &'a Tensor<T>,
+    contract_bias: &'a Tensor<T>,
 }
 
-impl<'a> Parameters<'a> {
-    fn new(weights: &'a [Tensor]) -> Parameters<'a> {
+impl<'a, T> Parameters<'a, T> {
+    fn new(weights: &'a [Tensor<T>]) -> Parameters<'a, T> {
         let [
             norm1_gain,
             norm1_bias,
@@ -61,19 +59,19 @@ impl<'a> Parameters<'a> {
 }
 
 /// Everything inside a block that its backward pass needs.
-pub(super) struct Saved {
-    input: Tensor,
-    normal1: Tensor,
-    attention: Vec<attention::Saved>,
-    attended: Tensor,
-    middle: Tensor,
-    normal2: Tensor,
+pub(super) struct Saved<T> {
+    input: Tensor<T>,
+    normal1: Tensor<T>,
+    attention: Vec<attention::Saved<T>>,
+    attended: Tensor<T>,
+    middle: Tensor<T>,
+    normal2: Tensor<T>,
     /// Before its bias and the nonlinearity.
-    expanded: Tensor,
-    hidden: Tensor,
+    expanded: Tensor<T>,
+    hidden: Tensor<T>,
 }
 
-impl Saved {
+impl<T> Saved<T> {
     pub(super) fn bytes(&self) -> usize {
         let own = [
             &self.input,
@@ -85,83 +83,79 @@ impl Saved {
             &self.hidden,
         ];
         let tensors = own.into_iter().chain(self.attention.iter().flat_map(attention::Saved::tensors));
-        tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
+        tensors.map(Tensor::bytes).sum()
     }
 }
 
-pub(super) fn forward<T: Real>(x: &Tensor, weights: &[Tensor], shape: &Shape) -> Result<(Tensor, Saved)> {
+pub(super) fn forward<T: Real>(x: &Tensor<T>, weights: &[Tensor<T>], shape: &Shape) -> (Tensor<T>, Saved<T>) {
     let p = Parameters::new(weights);
-    let normal1 =
-        read::<T, _, _>([x, p.norm1_gain, p.norm1_bias], |[x, gain, bias]| rows::norm(x, gain, bias))?;
-    let normal1 = like(normal1, x)?;
-    let projected = normal1.matmul(p.attention)?;
-    let (attended, attention) = attention::forward::<T>(&projected, p.attention_bias, shape)?;
+    let normal1 = norm(x, p.norm1_gain, p.norm1_bias);
+    let projected = normal1.times(p.attention);
+    let (attended, attention) = attention::forward(&projected, p.attention_bias, shape);
     drop(projected);
-    let middle = add_branch::<T>(x, &attended.matmul(p.project)?, p.project_bias)?;
+    let middle = add_branch(x, &attended.times(p.project), p.project_bias);
 
-    let normal2 = [&middle, p.norm2_gain, p.norm2_bias];
-    let normal2 = read::<T, _, _>(normal2, |[x, gain, bias]| rows::norm(x, gain, bias))?;
-    let normal2 = like(normal2, x)?;
-    let expanded = normal2.matmul(p.expand)?;
-    let hidden = read::<T, _, _>([&expanded, p.expand_bias], |[x, bias]| rows::gelu(x, bias))?;
-    let hidden = like(hidden, &expanded)?;
-    let y = add_branch::<T>(&middle, &hidden.matmul(p.contract)?, p.contract_bias)?;
-    Ok((y, Saved { input: x.clone(), normal1, attention, attended, middle, normal2, expanded, hidden }))
+    let normal2 = norm(&middle, p.norm2_gain, p.norm2_bias);
+    let expanded = normal2.times(p.expand);
+    let hidden = expanded.like(rows::gelu(expanded.values(), p.expand_bias.values()));
+    let y = add_branch(&middle, &hidden.times(p.contract), p.contract_bias);
+    (y, Saved { input: x.clone(), normal1, attention, attended, middle, normal2, expanded, hidden })
 }
 
-fn add_branch<T: Real>(x: &Tensor, branch: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    like(read::<T, _, _>([x, branch, bias], |[x, branch, bias]| rows::residual(x, branch, bias))?, x)
+pub(super) fn norm<T: Real>(x: &Tensor<T>, gain: &Tensor<T>, bias: &Tensor<T>) -> Tensor<T> {
+    x.like(rows::norm(x.values(), gain.values(), bias.values()))
+}
+
+fn add_branch<T: Real>(x: &Tensor<T>, branch: &Tensor<T>, bias: &Tensor<T>) -> Tensor<T> {
+    x.like(rows::residual(x.values(), branch.values(), bias.values()))
 }
 
 /// The gradient of the block's input, and of its parameters in registration order.
 pub(super) fn backward<T: Real>(
-    saved: &Saved,
-    weights: &[Tensor],
-    dy: &Tensor,
+    saved: &Saved<T>,
+    weights: &[Tensor<T>],
+    dy: &Tensor<T>,
     shape: &Shape,
-) -> Result<(Tensor, Vec<Tensor>)> {
+) -> (Tensor<T>, Vec<Tensor<T>>) {
     let p = Parameters::new(weights);
-    let dcontract_bias = bias_gradient::<T>(dy)?;
-    let dcontract = saved.hidden.t()?.matmul(dy)?;
-    let dhidden = dy.matmul(&p.contract.t()?)?;
-    let gelu = [&saved.expanded, p.expand_bias, &dhidden];
-    let (dexpanded, dexpand_bias) = read::<T, _, _>(gelu, |[x, bias, dy]| rows::gelu_backward(x, bias, dy))?;
+    let dcontract_bias = bias_gradient(dy);
+    let dcontract = saved.hidden.t().times(dy);
+    let dhidden = dy.times(p.contract.t());
+    let (dexpanded, dexpand_bias) =
+        rows::gelu_backward(saved.expanded.values(), p.expand_bias.values(), dhidden.values());
     drop(dhidden);
-    let (dexpanded, dexpand_bias) = (like(dexpanded, &saved.expanded)?, vector(dexpand_bias, dy)?);
-    let dexpand = saved.normal2.t()?.matmul(&dexpanded)?;
-    let dnormal2 = dexpanded.matmul(&p.expand.t()?)?;
+    let (dexpanded, dexpand_bias) = (saved.expanded.like(dexpanded), Tensor::vector(dexpand_bias));
+    let dexpand = saved.normal2.t().times(&dexpanded);
+    let dnormal2 = dexpanded.times(p.expand.t());
     drop(dexpanded);
-    let (dmiddle, [dgain2, dbias2]) = norm_gradient::<T>(&saved.middle, p.norm2_gain, &dnormal2, dy)?;
+    let (dmiddle, [dgain2, dbias2]) = norm_gradient(&saved.middle, p.norm2_gain, &dnormal2, dy);
 
-    let dproject_bias = bias_gradient::<T>(&dmiddle)?;
-    let dproject = saved.attended.t()?.matmul(&dmiddle)?;
-    let dattended = dmiddle.matmul(&p.project.t()?)?;
-    let dprojected = attention::backward::<T>(&saved.attention, &dattended, shape)?;
-    let dattention_bias = bias_gradient::<T>(&dprojected)?;
-    let dattention = saved.normal1.t()?.matmul(&dprojected)?;
-    let dnormal1 = dprojected.matmul(&p.attention.t()?)?;
-    let (dx, [dgain1, dbias1]) = norm_gradient::<T>(&saved.input, p.norm1_gain, &dnormal1, &dmiddle)?;
+    let dproject_bias = bias_gradient(&dmiddle);
+    let dproject = saved.attended.t().times(&dmiddle);
+    let dattended = dmiddle.times(p.project.t());
+    let dprojected = attention::backward(&saved.attention, &dattended, shape);
+    let dattention_bias = bias_gradient(&dprojected);
+    let dattention = saved.normal1.t().times(&dprojected);
+    let dnormal1 = dprojected.times(p.attention.t());
+    let (dx, [dgain1, dbias1]) = norm_gradient(&saved.input, p.norm1_gain, &dnormal1, &dmiddle);
 
     let first = [dgain1, dbias1, dattention, dattention_bias, dproject, dproject_bias];
     let second = [dgain2, dbias2, dexpand, dexpand_bias, dcontract, dcontract_bias];
-    Ok((dx, first.into_iter().chain(second).collect()))
+    (dx, first.into_iter().chain(second).collect())
 }
 
-fn bias_gradient<T: Real>(dy: &Tensor) -> Result<Tensor> {
-    let width = dy.dim(1)?;
-    vector(read::<T, _, _>([dy], |[dy]| rows::column_sums(dy, width))?, dy)
+fn bias_gradient<T: Real>(dy: &Tensor<T>) -> Tensor<T> {
+    Tensor::vector(rows::column_sums(dy.values(), dy.columns()))
 }
 
 /// The gradients of a norm's input, with that of the branch around the norm added, and of its gain and bias.
 pub(super) fn norm_gradient<T: Real>(
-    x: &Tensor,
-    gain: &Tensor,
-    dy: &Tensor,
-    around: &Tensor,
-) -> Result<(Tensor, [Tensor; 2])> {
-    let inputs = [x, gain, dy, around];
-    let (dx, mut dgain) =
-        read::<T, _, _>(inputs, |[x, gain, dy, around]| rows::norm_backward(x, gain, dy, around))?;
+    x: &Tensor<T>,
+    gain: &Tensor<T>,
+    dy: &Tensor<T>,
+    around: &Tensor<T>,
+) -> (Tensor<T>, [Tensor<T>; 2]) {
+    let (dx, mut dgain) = rows::norm_backward(x.values(), gain.values(), dy.values(), around.values());
     let dbias = dgain.split_off(dgain.len() / 2);
-    Ok((matrix(dx, x.dim(1)?, x)?, [vector(dgain, x)?, vector(dbias, x)?]))
+    (x.like(dx), [Tensor::vector(dgain), Tensor::vector(dbias)])
 }

@@ -1,14 +1,13 @@
 //! Text from a trained model, a byte at a time.
 
-use candle_core::Tensor;
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
 };
 
 use super::{
-    Batch, BoxError, Error, Gpt, Weights, block,
-    stages::{self, Shape, read},
+    Batch, BoxError, Error, Gpt, Tensor, Weights, block,
+    stages::{self, Shape},
     step::check_weights,
 };
 
@@ -28,7 +27,7 @@ pub fn generate(
     }
     let mut held = Vec::with_capacity(model.stages().len());
     let result = acquire_all(model, weights, &mut held)
-        .and_then(|()| continue_text(model, &held, prompt, bytes, temperature, seed));
+        .map(|()| continue_text(model, &held, prompt, bytes, temperature, seed));
     for (stage, tensors) in held.into_iter().enumerate() {
         weights.release(stage, tensors);
     }
@@ -39,7 +38,7 @@ fn acquire_all(model: &Gpt, weights: &mut dyn Weights, held: &mut Vec<Vec<Tensor
     for (index, stage) in model.stages().iter().enumerate() {
         let tensors = weights.acquire(index);
         held.push(tensors.map_err(|source: BoxError| Error::Acquire { stage: stage.name.clone(), source })?);
-        check_weights::<f32>(model, index, &held[index])?;
+        check_weights(model, index, &held[index])?;
     }
     Ok(())
 }
@@ -51,7 +50,7 @@ fn continue_text(
     bytes: usize,
     temperature: f64,
     seed: u64,
-) -> Result<Vec<u8>, Error> {
+) -> Vec<u8> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     // Byte 0 ends every file of a corpus, so it is also what a first byte follows.
     let mut text = vec![0];
@@ -59,23 +58,22 @@ fn continue_text(
     for _ in 0..bytes {
         let seen = &text[text.len().saturating_sub(model.config().context)..];
         let uniform = (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
-        text.push(sample(&logits(model, weights, seen)?, temperature, uniform));
+        text.push(sample(logits(model, weights, seen).values(), temperature, uniform));
     }
-    Ok(text.split_off(1 + prompt.len()))
+    text.split_off(1 + prompt.len())
 }
 
-/// Of the byte that follows `seen`.
-fn logits(model: &Gpt, weights: &[Vec<Tensor>], seen: &[u8]) -> Result<Vec<f32>, Error> {
+/// The logits of the byte that follows `seen`.
+fn logits(model: &Gpt, weights: &[Vec<Tensor>], seen: &[u8]) -> Tensor {
     let inputs = seen.iter().map(|byte| *byte as u32).collect();
     let batch = Batch { inputs, targets: Vec::new(), sequences: 1, context: seen.len() };
     let shape = Shape::new(model.config(), &batch);
-    let mut x = stages::embed::<f32>(&weights[0], &batch, &shape)?;
+    let mut x = stages::embed(&weights[0], &batch, &shape);
     for block in &weights[1..=model.config().layers] {
-        x = block::forward::<f32>(&x, block, &shape)?.0;
+        x = block::forward(&x, block, &shape).0;
     }
-    let last = x.narrow(0, seen.len() - 1, 1)?;
-    let (_, logits) = stages::head::<f32>(&last, &weights[weights.len() - 1])?;
-    Ok(read::<f32, _, _>([&logits], |[logits]| logits.to_vec())?)
+    let last = &x.values()[(seen.len() - 1) * shape.width..];
+    stages::head(&Tensor::matrix(last.to_vec(), shape.width), &weights[weights.len() - 1]).1
 }
 
 fn sample(logits: &[f32], temperature: f64, uniform: f64) -> u8 {

@@ -2,13 +2,12 @@
 
 use std::ops::Range;
 
-use candle_core::Device;
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
 };
 
-use super::{Config, Error, VOCABULARY};
+use super::{Config, ConfigError, VOCABULARY};
 
 /// Which hyperparameters a parameter trains with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,24 +57,20 @@ pub struct Stage {
 #[derive(Debug, Clone)]
 pub struct Gpt {
     config: Config,
-    device: Device,
     params: Vec<Param>,
     stages: Vec<Stage>,
     pub(super) activation_budget_bytes: usize,
 }
 
 impl Gpt {
-    pub fn new(config: Config, device: &Device) -> Result<Gpt, Error> {
+    pub fn new(config: Config) -> Result<Gpt, ConfigError> {
         config.validate()?;
-        if !device.is_cpu() {
-            return Err(Error::Device { value: format!("{:?}", device.location()) });
-        }
         let mut layout = Layout::default();
         layout.embedding(&config);
         (0..config.layers).for_each(|layer| layout.block(layer, &config));
         layout.head(&config);
         let Layout { params, stages } = layout;
-        Ok(Gpt { config, device: device.clone(), params, stages, activation_budget_bytes: 0 })
+        Ok(Gpt { config, params, stages, activation_budget_bytes: 0 })
     }
 
     /// Lets the last blocks keep their activations for the backward pass instead of computing them again, as
@@ -88,10 +83,6 @@ impl Gpt {
 
     pub fn config(&self) -> &Config {
         &self.config
-    }
-
-    pub fn device(&self) -> &Device {
-        &self.device
     }
 
     /// In forward order.

@@ -3,8 +3,8 @@
 //!
 //! Forward keeps only what enters each stage (activation checkpointing); backward walks the stages in
 //! reverse, computes a stage's inside again, and emits its gradients at once. So neither all weights nor all
-//! gradients are ever in one place, as in ZeRO-3 offload. Backward is written out rather than left to
-//! candle's autograd: a stage's gradients are then return values that cannot be forgotten, and no copies of
+//! gradients are ever in one place, as in ZeRO-3 offload. Backward is written out rather than left to automatic
+//! differentiation: a stage's gradients are then return values that cannot be forgotten, and no copies of
 //! weights are made to be tracked.
 
 mod attention;
@@ -12,19 +12,19 @@ mod block;
 mod config;
 mod generate;
 mod layout;
+mod product;
 mod rows;
 mod stages;
 mod step;
+mod tensor;
 #[cfg(test)]
 mod tests;
 
-/// The traits below are in its terms.
-pub use candle_core;
 pub use config::{Config, ConfigError, PRESETS, VOCABULARY, preset};
 pub use generate::generate;
 pub use layout::{Gpt, Group, Param, Stage};
-pub(super) use stages::elements;
 pub use step::{Gradients, Weights, evaluate, micro_step};
+pub use tensor::Tensor;
 
 use super::text::Batch;
 
@@ -35,8 +35,6 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 pub enum Error {
     #[error(transparent)]
     Config(#[from] ConfigError),
-    #[error("device is {value}, but the model computes on the CPU only; use the CPU device")]
-    Device { value: String },
     #[error("{field} of the batch is {value}, the limit is {limit}; {remedy}")]
     Batch { field: &'static str, value: usize, limit: usize, remedy: &'static str },
     #[error(
@@ -45,16 +43,13 @@ pub enum Error {
     )]
     WeightCount { stage: String, got: usize, expected: usize },
     #[error(
-        "weight {param} was acquired as {got}, expected {expected}; return it contiguous, in the model's \
-         shape"
+        "weight {param} was acquired in shape {got:?}, expected {expected:?}; return it in the model's shape"
     )]
-    WeightShape { param: String, got: String, expected: String },
+    WeightShape { param: String, got: Vec<usize>, expected: Vec<usize> },
     #[error("temperature is {value}, not a number of 0 or more; 0 takes the likeliest byte")]
     Temperature { value: f64 },
     #[error("cannot acquire the weights of stage {stage}")]
     Acquire { stage: String, source: BoxError },
     #[error("cannot hand over the gradients of stage {stage}")]
     Emit { stage: String, source: BoxError },
-    #[error("tensor arithmetic failed")]
-    Arithmetic(#[from] candle_core::Error),
 }

@@ -1,11 +1,14 @@
-//! The arithmetic between the matrix products, forward and backward: fused passes over rows, since candle's
-//! own fused operations have no gradient and its elementary ones walk memory a dozen times for each of these.
+//! The arithmetic between the matrix products, forward and backward: passes over rows, each of which does at once
+//! what a dozen elementary operations would walk memory for one by one.
 //!
 //! Rows are shared out among threads in chunks of a fixed size, and sums across rows are taken chunk by chunk
 //! in order, so a result does not depend on the number of threads.
 
-use candle_core::WithDType;
+use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub, SubAssign};
+
 use rayon::prelude::*;
+
+use super::product::Gemm;
 
 /// Rows handled as one: enough that handing a chunk to a thread costs nothing beside it.
 const CHUNK_ROWS: usize = 32;
@@ -14,17 +17,57 @@ const LANES: usize = 16;
 const NORM_EPSILON: f64 = 1e-5;
 
 /// f32 to train, f64 for tests to difference against.
-pub(super) trait Real: WithDType {
+pub(super) trait Real:
+    Copy
+    + PartialOrd
+    + Send
+    + Sync
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + AddAssign
+    + SubAssign
+    + MulAssign
+    + 'static
+{
+    fn from_f64(value: f64) -> Self;
+    fn to_f64(self) -> f64;
     fn exp(self) -> Self;
+    /// The function for products of matrices of this type.
+    fn gemm() -> Gemm<Self>;
 }
 
+#[cfg(test)]
 impl Real for f64 {
+    fn from_f64(value: f64) -> f64 {
+        value
+    }
+
+    fn to_f64(self) -> f64 {
+        self
+    }
+
     fn exp(self) -> f64 {
         f64::exp(self)
+    }
+
+    fn gemm() -> Gemm<f64> {
+        gemm_f64::gemm::f64::get_gemm_fn()
     }
 }
 
 impl Real for f32 {
+    #[inline(always)]
+    fn from_f64(value: f64) -> f32 {
+        value as f32
+    }
+
+    #[inline(always)]
+    fn to_f64(self) -> f64 {
+        self as f64
+    }
+
     /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's it vectorises, and has the same bits
     /// on every machine. Comparisons, not `clamp`, so that NaN stays NaN and an overflow is seen.
     #[inline(always)]
@@ -42,6 +85,10 @@ impl Real for f32 {
         let p = p * r + 0.5;
         let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
         (p * r * r + r + 1.0) * power
+    }
+
+    fn gemm() -> Gemm<f32> {
+        gemm_f32::gemm::f32::get_gemm_fn()
     }
 }
 

@@ -1,10 +1,9 @@
 //! One pass over a batch, stage by stage: who holds what, and when.
 
-use candle_core::Tensor;
 use tracing::debug_span;
 
 use super::{
-    Batch, BoxError, Error, Gpt, VOCABULARY,
+    Batch, BoxError, Error, Gpt, Tensor, VOCABULARY,
     block::{self, Saved},
     rows::Real,
     stages::{self, Shape},
@@ -15,17 +14,17 @@ use super::{
 /// A micro-step of n stages acquires 0, 1 .. n-1 and then n-2 .. 1, each once it has released the one before:
 /// the last stage turns round on one loan, and the embedding's gradient needs no weights. So a source can
 /// prefetch.
-pub trait Weights {
-    /// Contiguous f32 tensors on the model's device, in the order of the stage's parameters.
-    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError>;
+pub trait Weights<T = f32> {
+    /// Tensors in the order and the shapes of the stage's parameters.
+    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor<T>>, BoxError>;
     /// Called for every successful `acquire`, also when the computation in between fails.
-    fn release(&mut self, stage: usize, weights: Vec<Tensor>);
+    fn release(&mut self, stage: usize, weights: Vec<Tensor<T>>);
 }
 
 /// Where a stage's gradients go, from the last stage to the first.
-pub trait Gradients {
+pub trait Gradients<T = f32> {
     /// In the order of the stage's parameters and multiplied by the loss scale.
-    fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError>;
+    fn emit(&mut self, stage: usize, gradients: Vec<Tensor<T>>) -> Result<(), BoxError>;
 }
 
 /// Computes the gradients of the batch's mean loss times `loss_scale`, and returns the loss, unscaled, in
@@ -83,29 +82,32 @@ pub(super) fn check(model: &Gpt, batch: &Batch) -> Result<(), Error> {
 /// One batch on its way through the stages. `T` is f64 only where tests difference the loss.
 pub(super) struct Pass<'a, T> {
     model: &'a Gpt,
-    weights: &'a mut dyn Weights,
+    weights: &'a mut dyn Weights<T>,
     batch: &'a Batch,
     shape: Shape,
-    element: std::marker::PhantomData<T>,
 }
 
 impl<'a, T: Real> Pass<'a, T> {
-    pub(super) fn new(model: &'a Gpt, weights: &'a mut dyn Weights, batch: &'a Batch) -> Pass<'a, T> {
+    pub(super) fn new(model: &'a Gpt, weights: &'a mut dyn Weights<T>, batch: &'a Batch) -> Pass<'a, T> {
         let shape = Shape::new(model.config(), batch);
-        Pass { model, weights, batch, shape, element: std::marker::PhantomData }
+        Pass { model, weights, batch, shape }
     }
 
     pub(super) fn loss(mut self) -> Result<f64, Error> {
         let batch = self.batch;
         let x = (1..=self.blocks())
             .try_fold(self.embed()?, |x, stage| Ok::<_, Error>(self.block(stage, &x)?.0))?;
-        self.with(self.head(), |weights| stages::loss::<T>(&stages::head::<T>(&x, weights)?.1, batch))
+        self.with(self.head(), |weights| stages::loss(&stages::head(&x, weights).1, batch))
     }
 
-    pub(super) fn micro_step(mut self, gradients: &mut dyn Gradients, loss_scale: f32) -> Result<f64, Error> {
+    pub(super) fn micro_step(
+        mut self,
+        gradients: &mut dyn Gradients<T>,
+        loss_scale: f32,
+    ) -> Result<f64, Error> {
         let (batch, shape, blocks) = (self.batch, self.shape, self.blocks());
         let mut inputs = vec![self.embed()?];
-        let mut kept: Vec<Saved> = Vec::new(); // of the last few blocks
+        let mut kept: Vec<Saved<T>> = Vec::new(); // of the last few blocks
         for stage in 1..=blocks {
             let (y, saved) = self.block(stage, &inputs[stage - 1])?;
             self.keep(&mut kept, saved, blocks - stage);
@@ -113,9 +115,9 @@ impl<'a, T: Real> Pass<'a, T> {
         }
         let x = &inputs[blocks];
         let (loss, (mut dy, of_head)) = self.with(self.head(), |weights| {
-            let (normal, logits) = stages::head::<T>(x, weights)?;
-            let loss = stages::loss::<T>(&logits, batch)?;
-            Ok((loss, stages::head_backward::<T>(x, weights, (&normal, &logits), batch, loss_scale)?))
+            let (normal, logits) = stages::head(x, weights);
+            let loss = stages::loss(&logits, batch);
+            (loss, stages::head_backward(x, weights, (&normal, &logits), batch, loss_scale))
         })?;
         self.emit(gradients, self.head(), of_head)?;
         inputs.truncate(blocks);
@@ -125,22 +127,22 @@ impl<'a, T: Real> Pass<'a, T> {
             let (dx, of_block) = self.with(stage, |weights| {
                 let saved = match (saved, x) {
                     (Some(saved), _) => saved,
-                    (None, Some(x)) => block::forward::<T>(&x, weights, &shape)?.1,
+                    (None, Some(x)) => block::forward(&x, weights, &shape).1,
                     (None, None) => unreachable!("every block's input was pushed"),
                 };
-                block::backward::<T>(&saved, weights, &dy, &shape)
+                block::backward(&saved, weights, &dy, &shape)
             })?;
             self.emit(gradients, stage, of_block)?;
             dy = dx;
         }
-        let of_embedding = stages::embed_backward::<T>(batch, &dy, self.model.config().context, &shape)?;
+        let of_embedding = stages::embed_backward(batch, &dy, self.model.config().context, &shape);
         self.emit(gradients, 0, of_embedding)?;
         Ok(loss)
     }
 
     /// Keeps what is inside a block with `after` blocks behind it if it and all of those fit the budget; in
     /// any case the last one's, which is needed again at once.
-    fn keep(&self, kept: &mut Vec<Saved>, saved: Saved, after: usize) {
+    fn keep(&self, kept: &mut Vec<Saved<T>>, saved: Saved<T>, after: usize) {
         if saved.bytes().saturating_mul(after + 1) <= self.model.activation_budget_bytes || after == 0 {
             kept.push(saved);
         }
@@ -154,15 +156,15 @@ impl<'a, T: Real> Pass<'a, T> {
         self.blocks() + 1
     }
 
-    fn embed(&mut self) -> Result<Tensor, Error> {
+    fn embed(&mut self) -> Result<Tensor<T>, Error> {
         let (batch, shape) = (self.batch, self.shape);
-        self.with(0, |weights| stages::embed::<T>(weights, batch, &shape))
+        self.with(0, |weights| stages::embed(weights, batch, &shape))
     }
 
-    fn block(&mut self, stage: usize, x: &Tensor) -> Result<(Tensor, Saved), Error> {
+    fn block(&mut self, stage: usize, x: &Tensor<T>) -> Result<(Tensor<T>, Saved<T>), Error> {
         let _stage = debug_span!(target: "stage", "forward", stage).entered();
         let shape = self.shape;
-        self.with(stage, |weights| block::forward::<T>(x, weights, &shape))
+        self.with(stage, |weights| block::forward(x, weights, &shape))
     }
 
     /// Calls `body` with a stage's weights, on loan, and on a thread of rayon's pool: from there its many
@@ -170,37 +172,37 @@ impl<'a, T: Real> Pass<'a, T> {
     fn with<R: Send>(
         &mut self,
         stage: usize,
-        body: impl FnOnce(&[Tensor]) -> candle_core::Result<R> + Send,
+        body: impl FnOnce(&[Tensor<T>]) -> R + Send,
     ) -> Result<R, Error> {
         let acquired = self.weights.acquire(stage);
         let name = || self.model.stages()[stage].name.clone();
         let weights = acquired.map_err(|source| Error::Acquire { stage: name(), source })?;
-        let result = check_weights::<T>(self.model, stage, &weights)
-            .and_then(|()| Ok(rayon::scope(|_| body(&weights))?));
+        let result = check_weights(self.model, stage, &weights).map(|()| rayon::scope(|_| body(&weights)));
         self.weights.release(stage, weights);
         result
     }
 
-    fn emit(&self, gradients: &mut dyn Gradients, stage: usize, tensors: Vec<Tensor>) -> Result<(), Error> {
+    fn emit(
+        &self,
+        gradients: &mut dyn Gradients<T>,
+        stage: usize,
+        tensors: Vec<Tensor<T>>,
+    ) -> Result<(), Error> {
         let name = || self.model.stages()[stage].name.clone();
         gradients.emit(stage, tensors).map_err(|source| Error::Emit { stage: name(), source })
     }
 }
 
-pub(super) fn check_weights<T: Real>(model: &Gpt, stage: usize, weights: &[Tensor]) -> Result<(), Error> {
+pub(super) fn check_weights<T>(model: &Gpt, stage: usize, weights: &[Tensor<T>]) -> Result<(), Error> {
     let params = model.stage_params(stage);
     if weights.len() != params.len() {
         let stage = model.stages()[stage].name.clone();
         return Err(Error::WeightCount { stage, got: weights.len(), expected: params.len() });
     }
     for (param, weight) in params.iter().zip(weights) {
-        if weight.dims() != param.shape || weight.dtype() != T::DTYPE || !weight.is_contiguous() {
-            let contiguous = if weight.is_contiguous() { "contiguous" } else { "strided" };
-            return Err(Error::WeightShape {
-                param: param.name.clone(),
-                got: format!("{contiguous} {:?} {:?}", weight.dtype(), weight.dims()),
-                expected: format!("contiguous {:?} {:?}", T::DTYPE, param.shape),
-            });
+        if weight.shape() != param.shape {
+            let (got, expected) = (weight.shape().to_vec(), param.shape.clone());
+            return Err(Error::WeightShape { param: param.name.clone(), got, expected });
         }
     }
     Ok(())

@@ -1,67 +1,66 @@
 //! Gradients against finite differences, and what must not change a bit.
 
-use candle_core::{DType, Device, Tensor};
-
 use super::{
-    Batch, BoxError, Config, ConfigError, Error, Gpt, Gradients, Group, PRESETS, Weights, evaluate, generate,
-    micro_step, preset, rows::Real, step::Pass,
+    Batch, BoxError, Config, ConfigError, Error, Gpt, Gradients, Group, PRESETS, Tensor, Weights, evaluate,
+    generate, micro_step, preset, rows::Real, step::Pass,
 };
 
 /// The head width is no multiple of anything vectors like, so that the ends of rows are covered too.
 const CONFIG: Config = Config { context: 6, width: 18, heads: 2, layers: 2 };
 
 /// Holds all weights, and counts loans.
-struct Held {
-    stages: Vec<Vec<Tensor>>,
+struct Held<T> {
+    stages: Vec<Vec<Tensor<T>>>,
     acquired: Vec<usize>,
     on_loan: usize,
 }
 
-impl Weights for Held {
-    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
+impl<T: Clone> Weights<T> for Held<T> {
+    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor<T>>, BoxError> {
         self.acquired.push(stage);
         self.on_loan += 1;
         Ok(self.stages[stage].clone())
     }
 
-    fn release(&mut self, _stage: usize, _weights: Vec<Tensor>) {
+    fn release(&mut self, _stage: usize, _weights: Vec<Tensor<T>>) {
         self.on_loan -= 1;
     }
 }
 
-#[derive(Default)]
-struct Emitted(Vec<(usize, Vec<Tensor>)>);
+struct Emitted<T>(Vec<(usize, Vec<Tensor<T>>)>);
 
-impl Gradients for Emitted {
-    fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
+impl<T> Default for Emitted<T> {
+    fn default() -> Emitted<T> {
+        Emitted(Vec::new())
+    }
+}
+
+impl<T> Gradients<T> for Emitted<T> {
+    fn emit(&mut self, stage: usize, gradients: Vec<Tensor<T>>) -> Result<(), BoxError> {
         self.0.push((stage, gradients));
         Ok(())
     }
 }
 
-impl Emitted {
+impl Emitted<f32> {
     fn bits(&self) -> Vec<u32> {
         let tensors = self.0.iter().flat_map(|(_, tensors)| tensors);
-        let values = tensors.flat_map(|tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
-        values.map(f32::to_bits).collect()
+        tensors.flat_map(Tensor::values).map(|value| value.to_bits()).collect()
     }
 }
 
 fn model() -> Gpt {
-    Gpt::new(CONFIG, &Device::Cpu).unwrap()
+    Gpt::new(CONFIG).unwrap()
 }
 
 /// Initial weights, with the zeros and ones shaken and the rest enlarged so that no path is too faint to be
 /// seen.
-fn held(model: &Gpt, dtype: DType) -> Held {
+fn held<T: Real>(model: &Gpt) -> Held<T> {
     let tensor = |index: usize| {
         let values = model.init(3, index);
-        let values: Vec<f64> =
-            values.iter().enumerate().map(|(i, x)| (*x * 8.0) as f64 + (i as f64).sin() / 7.0).collect();
-        Tensor::from_vec(values, model.params()[index].shape.clone(), &Device::Cpu)
-            .unwrap()
-            .to_dtype(dtype)
-            .unwrap()
+        let shaken = |(i, x): (usize, &f32)| T::from_f64((*x * 8.0) as f64 + (i as f64).sin() / 7.0);
+        let values = values.iter().enumerate().map(shaken).collect();
+        Tensor::new(model.params()[index].shape.as_slice(), values)
     };
     let stages = model.stages().iter().map(|stage| stage.params.clone().map(tensor).collect()).collect();
     Held { stages, acquired: Vec::new(), on_loan: 0 }
@@ -78,14 +77,14 @@ fn batch(context: usize) -> Batch {
     }
 }
 
-fn loss(model: &Gpt, weights: &mut Held, batch: &Batch) -> f64 {
+fn loss(model: &Gpt, weights: &mut Held<f64>, batch: &Batch) -> f64 {
     Pass::<f64>::new(model, weights, batch).loss().unwrap()
 }
 
-fn nudged(tensor: &Tensor, element: usize, by: f64) -> Tensor {
-    let mut values = tensor.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+fn nudged(tensor: &Tensor<f64>, element: usize, by: f64) -> Tensor<f64> {
+    let mut values = tensor.values().to_vec();
     values[element] += by;
-    Tensor::from_vec(values, tensor.shape(), tensor.device()).unwrap()
+    tensor.like(values)
 }
 
 #[test]
@@ -93,7 +92,7 @@ fn every_parameter_has_the_gradient_of_finite_differences() {
     const LOSS_SCALE: f32 = 4.0;
     const STEP: f64 = 1e-5;
     let (model, batch) = (model(), batch(CONFIG.context));
-    let mut weights = held(&model, DType::F64);
+    let mut weights = held(&model);
     let mut emitted = Emitted::default();
     Pass::<f64>::new(&model, &mut weights, &batch).micro_step(&mut emitted, LOSS_SCALE).unwrap();
     assert_eq!(emitted.0.len(), model.stages().len());
@@ -101,8 +100,8 @@ fn every_parameter_has_the_gradient_of_finite_differences() {
         let params = model.stage_params(stage);
         assert_eq!(gradients.len(), params.len());
         for (index, (param, gradient)) in params.iter().zip(&gradients).enumerate() {
-            assert_eq!(gradient.dims(), param.shape, "{}", param.name);
-            let gradient = gradient.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            assert_eq!(gradient.shape(), param.shape, "{}", param.name);
+            let gradient = gradient.values();
             let largest =
                 (0..gradient.len()).max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs())).unwrap();
             // The keys' biases shift all scores of a query alike, which softmax ignores: their true gradient
@@ -128,9 +127,9 @@ fn every_parameter_has_the_gradient_of_finite_differences() {
 fn a_micro_step_has_the_same_bits_whatever_recomputes_or_shares_it() {
     // Several chunks of rows, and an incomplete one.
     let config = Config { context: 50, ..CONFIG };
-    let (model, batch) = (Gpt::new(config, &Device::Cpu).unwrap(), batch(config.context));
+    let (model, batch) = (Gpt::new(config).unwrap(), batch(config.context));
     let run = |model: &Gpt| {
-        let (mut weights, mut emitted) = (held(model, DType::F32), Emitted::default());
+        let (mut weights, mut emitted) = (held(model), Emitted::default());
         let loss = micro_step(model, &mut weights, &mut emitted, &batch, 1024.0).unwrap();
         assert_eq!(weights.on_loan, 0);
         (loss.to_bits(), emitted.bits())
@@ -148,16 +147,15 @@ fn a_micro_step_has_the_same_bits_whatever_recomputes_or_shares_it() {
 fn single_precision_agrees_with_double() {
     let (model, batch) = (model(), batch(CONFIG.context));
     let (mut single, mut double) = (Emitted::default(), Emitted::default());
-    let loss = micro_step(&model, &mut held(&model, DType::F32), &mut single, &batch, 1.0).unwrap();
-    let mut weights = held(&model, DType::F64);
+    let loss = micro_step(&model, &mut held::<f32>(&model), &mut single, &batch, 1.0).unwrap();
+    let mut weights = held(&model);
     let expected = Pass::<f64>::new(&model, &mut weights, &batch).micro_step(&mut double, 1.0).unwrap();
     assert!((loss as f64 - expected).abs() < 1e-5, "{loss} is not {expected}");
     for ((stage, single), (_, double)) in single.0.iter().zip(&double.0) {
         for (param, (single, double)) in model.stage_params(*stage).iter().zip(single.iter().zip(double)) {
-            let difference = (single.to_dtype(DType::F64).unwrap() - double).unwrap().abs().unwrap();
-            let largest =
-                |tensor: Tensor| tensor.flatten_all().unwrap().max(0).unwrap().to_scalar::<f64>().unwrap();
-            let (worst, limit) = (largest(difference), 1e-4 * largest(double.abs().unwrap()));
+            let (single, double) = (single.values().iter(), double.values().iter());
+            let limit = 1e-4 * double.clone().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+            let worst = single.zip(double).fold(0.0, |worst: f64, (x, y)| worst.max((*x as f64 - y).abs()));
             assert!(worst < limit, "{}: off by {worst}", param.name);
         }
     }
@@ -176,8 +174,8 @@ fn exponentials_are_near_libm_and_keep_what_is_not_finite() {
 
 #[test]
 fn stages_are_acquired_in_the_documented_order() {
-    let model = Gpt::new(Config { layers: 3, ..CONFIG }, &Device::Cpu).unwrap();
-    let (mut weights, mut emitted) = (held(&model, DType::F32), Emitted::default());
+    let model = Gpt::new(Config { layers: 3, ..CONFIG }).unwrap();
+    let (mut weights, mut emitted) = (held::<f32>(&model), Emitted::default());
     micro_step(&model, &mut weights, &mut emitted, &batch(CONFIG.context), 1.0).unwrap();
     assert_eq!(weights.acquired, [0, 1, 2, 3, 4, 3, 2, 1]);
     let emitted: Vec<usize> = emitted.0.iter().map(|(stage, _)| *stage).collect();
@@ -187,13 +185,13 @@ fn stages_are_acquired_in_the_documented_order() {
 #[test]
 fn a_short_batch_trains_and_a_wrong_one_is_refused() {
     let model = model();
-    let mut weights = held(&model, DType::F32);
+    let mut weights = held::<f32>(&model);
     let loss = micro_step(&model, &mut weights, &mut Emitted::default(), &batch(4), 1.0).unwrap();
     let evaluated = evaluate(&model, &mut weights, &[batch(4), batch(4)]).unwrap();
     assert_eq!(loss.to_bits(), evaluated.to_bits());
 
     let refused = |batch: Batch| {
-        let error = evaluate(&model, &mut held(&model, DType::F32), &[batch]).unwrap_err();
+        let error = evaluate(&model, &mut held::<f32>(&model), &[batch]).unwrap_err();
         match error {
             Error::Batch { field, .. } => field,
             error => panic!("{error}"),
@@ -207,7 +205,8 @@ fn a_short_batch_trains_and_a_wrong_one_is_refused() {
 #[test]
 fn wrong_weights_are_refused_and_given_back() {
     let model = model();
-    let mut weights = held(&model, DType::F64);
+    let mut weights = held(&model);
+    weights.stages[1].swap(0, 2);
     let error = evaluate(&model, &mut weights, &[batch(4)]).unwrap_err();
     assert!(matches!(error, Error::WeightShape { .. }), "{error}");
     weights.stages[0].pop();
@@ -219,7 +218,7 @@ fn wrong_weights_are_refused_and_given_back() {
 #[test]
 fn generation_is_a_function_of_its_seed() {
     let model = model();
-    let mut weights = held(&model, DType::F32);
+    let mut weights = held::<f32>(&model);
     let mut sample = |temperature, seed| generate(&model, &mut weights, b"fn", 9, temperature, seed).unwrap();
     assert_eq!(sample(1.0, 5), sample(1.0, 5));
     assert_ne!(sample(1.0, 5), sample(1.0, 6));
@@ -231,7 +230,7 @@ fn generation_is_a_function_of_its_seed() {
 
 #[test]
 fn parameters_start_as_documented_and_apart_from_each_other() {
-    let model = Gpt::new(preset("tiny").unwrap(), &Device::Cpu).unwrap();
+    let model = Gpt::new(preset("tiny").unwrap()).unwrap();
     for (index, param) in model.params().iter().enumerate() {
         let values = model.init(1, index);
         assert_eq!(values.len(), param.elements(), "{}", param.name);
@@ -252,7 +251,7 @@ fn parameters_start_as_documented_and_apart_from_each_other() {
 #[test]
 fn stages_cover_the_parameters_and_presets_are_valid() {
     for (name, config) in PRESETS {
-        let model = Gpt::new(*config, &Device::Cpu).unwrap();
+        let model = Gpt::new(*config).unwrap();
         let covered: Vec<usize> = model.stages().iter().flat_map(|stage| stage.params.clone()).collect();
         assert!(covered.into_iter().eq(0..model.params().len()), "{name}");
     }

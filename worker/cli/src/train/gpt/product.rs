@@ -1,0 +1,165 @@
+//! The matrix product. It is the only call of `gemm`, whose functions take pointers.
+
+use gemm_common::Parallelism;
+
+use super::rows::Real;
+
+/// What `gemm` computes: `destination = alpha * destination + beta * left * right`, each matrix being a pointer, the
+/// distance between columns and the distance between rows.
+pub(super) type Gemm<T> = unsafe fn(
+    rows: usize,
+    columns: usize,
+    depth: usize,
+    destination: *mut T,
+    destination_column: isize,
+    destination_row: isize,
+    read_destination: bool,
+    left: *const T,
+    left_column: isize,
+    left_row: isize,
+    right: *const T,
+    right_column: isize,
+    right_row: isize,
+    alpha: T,
+    beta: T,
+    conjugate_destination: bool,
+    conjugate_left: bool,
+    conjugate_right: bool,
+    parallelism: Parallelism,
+);
+
+/// A slice seen as a matrix: the element (row, column) lies at `row * row_stride + column * column_stride`, which is
+/// inside the slice for every row below `rows` and column below `columns`.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<'a, T> {
+    values: &'a [T],
+    rows: usize,
+    columns: usize,
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a, T> Matrix<'a, T> {
+    /// The slice holds whole rows, one after the other.
+    pub(super) fn new(values: &'a [T], columns: usize) -> Matrix<'a, T> {
+        assert!(columns > 0 && values.len().is_multiple_of(columns), "{} in rows of {columns}", values.len());
+        Matrix { values, rows: values.len() / columns, columns, row_stride: columns, column_stride: 1 }
+    }
+
+    pub(super) fn transposed(self) -> Matrix<'a, T> {
+        Matrix {
+            rows: self.columns,
+            columns: self.rows,
+            row_stride: self.column_stride,
+            column_stride: self.row_stride,
+            ..self
+        }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(super) fn columns(&self) -> usize {
+        self.columns
+    }
+}
+
+/// Writes `left` times `right` to `out`, row after row.
+///
+/// The bits do not depend on the number of threads: they share out rows and columns, never a sum.
+pub(super) fn multiply<T: Real>(left: Matrix<T>, right: Matrix<T>, out: &mut [T]) {
+    assert_eq!(left.columns, right.rows, "the depths of a product");
+    assert_eq!(out.len(), left.rows * right.columns, "the elements of a product");
+    if right.columns > 1 {
+        // gemm's kernels write columns. So the transposed product is what they compute.
+        product(right.transposed(), left.transposed(), out, (right.columns, 1))
+    } else {
+        product(left, right, out, (1, 1))
+    }
+}
+
+/// `strides` are the distances between columns and between rows of `out`.
+#[allow(unsafe_code)]
+fn product<T: Real>(left: Matrix<T>, right: Matrix<T>, out: &mut [T], strides: (usize, usize)) {
+    let (zero, one) = (T::from_f64(0.0), T::from_f64(1.0));
+    let threads = rayon::current_num_threads();
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let gemm = T::gemm();
+    // SAFETY: a `Matrix` lies inside its slice, and `multiply` checked that the depths agree and that `out` is as long
+    // as the product, whose rows or columns follow each other. `T::gemm` gives the function for this element type.
+    unsafe {
+        gemm(
+            left.rows,
+            right.columns,
+            left.columns,
+            out.as_mut_ptr(),
+            strides.0 as isize,
+            strides.1 as isize,
+            false,
+            left.values.as_ptr(),
+            left.column_stride as isize,
+            left.row_stride as isize,
+            right.values.as_ptr(),
+            right.column_stride as isize,
+            right.row_stride as isize,
+            zero,
+            one,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(count: usize) -> Vec<f32> {
+        (0..count).map(|index| ((index * index * 31 + 7) % 97) as f32 / 16.0 - 3.0).collect()
+    }
+
+    fn transpose(values: &[f32], columns: usize) -> Vec<f32> {
+        (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
+    }
+
+    #[test]
+    fn each_element_is_its_row_times_its_column() {
+        for (rows, depth, columns) in
+            [(1, 1, 1), (5, 7, 3), (33, 20, 1), (1, 20, 33), (40, 2, 40), (70, 65, 90)]
+        {
+            let (left, right) = (values(rows * depth), values(depth * columns));
+            let (left_t, right_t) = (transpose(&left, depth), transpose(&right, columns));
+            let lefts = [Matrix::new(&left, depth), Matrix::new(&left_t, rows).transposed()];
+            let rights = [Matrix::new(&right, columns), Matrix::new(&right_t, depth).transposed()];
+            for (left_view, right_view) in lefts.iter().flat_map(|left| rights.map(|right| (*left, right))) {
+                let mut out = vec![f32::NAN; rows * columns];
+                multiply(left_view, right_view, &mut out);
+                for (index, got) in out.iter().enumerate() {
+                    let (row, column) = (index / columns, index % columns);
+                    let terms = (0..depth).map(|k| left[row * depth + k] * right[k * columns + column]);
+                    // Multiples of 1/256 that f32 holds exactly: whatever the order of the sum, it has one value.
+                    assert_eq!(*got, terms.sum::<f32>(), "[{row}, {column}] of {rows} x {depth} x {columns}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_bits_do_not_depend_on_the_threads() {
+        // More than the size below which gemm takes one thread.
+        let (rows, depth, columns) = (150, 333, 70);
+        let scattered = |count: usize| -> Vec<f32> { (0..count).map(|i| (i as f32 * 0.7).sin()).collect() };
+        let (left, right) = (scattered(rows * depth), scattered(depth * columns));
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut out = vec![0.0; rows * columns];
+            pool.install(|| multiply(Matrix::new(&left, depth), Matrix::new(&right, columns), &mut out));
+            out.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        let alone = run(1);
+        assert!([2, 3, 7].into_iter().all(|threads| run(threads) == alone));
+    }
+}
