@@ -10,5 +10,6 @@ pub mod process;
 pub mod proxy;
 pub mod seed;
 pub mod server;
+pub mod skip;
 pub mod status;
 pub mod train;

@@ -16,6 +16,7 @@ use longshore_tests::{
     command::{Output, longshore, longshored},
     process::Process,
     server::{Longshored, ServerOptions},
+    skip,
     status::job_status,
     train::Train,
 };
@@ -303,8 +304,7 @@ fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 /// The directory is read-only, as after an error that made the kernel mount it so.
 fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
     let Some(shell) = read_only(dir) else {
-        eprintln!("skipped: this user may not mount anything, not even in a namespace of its own");
-        return;
+        return skip::skipped("this user may not mount anything, not even in a namespace of its own");
     };
     let expected = hash();
     let train = |address: &str| Train::new(STEPS).args(["--tier", tier]).servers(&[address.to_string()]);

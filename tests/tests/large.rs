@@ -20,6 +20,7 @@ use longshore_tests::{
     command::run,
     process::{forget_peak, memory_of},
     server::{Longshored, ServerOptions},
+    skip,
     status::job_status,
 };
 use longshore_wire::v1::{self, training_client::TrainingClient};
@@ -201,9 +202,10 @@ type Moved = (usize, Direction, Region, io::Result<()>);
 /// Both tests are too large to run beside each other.
 static ALONE: Mutex<()> = Mutex::new(());
 
+#[track_caller]
 fn alone() -> Option<MutexGuard<'static, ()>> {
     if env::var_os("LONGSHORE_SOAK").is_none() {
-        eprintln!("skipped: slow, and it takes 25 GB of disk (tests/run --soak)");
+        skip::skipped("slow, and it takes 25 GB of disk (tests/run --soak)");
         return None;
     }
     Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner))

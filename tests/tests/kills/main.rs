@@ -18,6 +18,7 @@ use std::{
 
 use longshore_tests::{
     server::{self, Longshored, ServerOptions},
+    skip,
     train::{Run, Train},
 };
 use tempfile::TempDir;
@@ -27,8 +28,9 @@ fn kills(few: u64, soak: u64) -> u64 {
     if env::var_os("LONGSHORE_SOAK").is_some() { soak } else { few }
 }
 
+#[track_caller]
 fn skipped() {
-    eprintln!("skipped: slow (tests/run --soak)");
+    skip::skipped("slow (tests/run --soak)");
 }
 
 /// Splits the kills over runs of at most `each`, so that a run's steps stay few. Gives those of each run.

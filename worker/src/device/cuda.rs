@@ -234,18 +234,25 @@ impl Device for CudaDevice {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
     use crate::error::Error;
 
-    /// The first GPU, or None with a message.
+    /// The first GPU. Where there is none the test is reported as skipped, as `skipped` of the tests' crate does.
     fn gpu(budget: u64) -> Option<CudaDevice> {
-        match CudaDevice::new(0, Some(budget)) {
-            Ok(device) => Some(device),
-            Err(error) => {
-                eprintln!("skipped, it needs a GPU: {error}");
-                None
-            }
+        let error = match CudaDevice::new(0, Some(budget)) {
+            Ok(device) => return Some(device),
+            Err(error) => error,
+        };
+        let thread = std::thread::current();
+        let line = format!("{}: {}: no GPU: {error}\n", file!(), thread.name().unwrap_or("a test"));
+        eprint!("skipped: {line}");
+        if let Some(path) = std::env::var_os("LONGSHORE_TEST_SKIPPED") {
+            let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+            file.unwrap().write_all(line.as_bytes()).unwrap();
         }
+        None
     }
 
     #[test]

@@ -7,11 +7,12 @@ use super::Cli;
 
 const PREFIX: &str = "LONGSHORE_";
 /// Variables without a flag: those read by the update kernels of an embedded server, and those set for tests.
-const NO_FLAGS: [&str; 6] = [
+const NO_FLAGS: [&str; 7] = [
     "LONGSHORE_ISA",
     "LONGSHORE_BIN_DIR",
     "LONGSHORE_TEST_PYTHON",
     "LONGSHORE_TEST_PERTURB",
+    "LONGSHORE_TEST_SKIPPED",
     "LONGSHORE_SOAK",
     "LONGSHORE_SEED",
 ];

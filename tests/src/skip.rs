@@ -1,0 +1,50 @@
+//! A test that finds that it cannot run says so, and is not counted as passed.
+
+use std::{env, fs::OpenOptions, io::Write, panic::Location, thread};
+
+/// Set by `tests/run`: a file that gets a line for each test that was skipped.
+const REPORT: &str = "LONGSHORE_TEST_SKIPPED";
+
+/// Reports the calling test as skipped. The test returns after it.
+///
+/// `cuda.rs` of the worker has a copy: a unit test cannot use this crate, which is built from the worker.
+#[track_caller]
+pub fn skipped(reason: &str) {
+    let file = Location::caller().file();
+    let thread = thread::current();
+    let line = format!("{file}: {}: {reason}\n", thread.name().unwrap_or("a test"));
+    eprint!("skipped: {line}");
+    if let Some(path) = env::var_os(REPORT) {
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        // In one write, since other tests report at the same time.
+        file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the report of skipped tests");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, process::Command};
+
+    use super::*;
+
+    /// Run by the test below, in a process of its own.
+    #[test]
+    #[ignore = "reports itself as skipped, to the test that starts it"]
+    fn one_that_cannot_run() {
+        skipped("it has no legs");
+    }
+
+    #[test]
+    fn a_skipped_test_is_reported_with_its_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let report = folder.path().join("skipped");
+        let name = "skip::tests::one_that_cannot_run";
+        for _ in 0..2 {
+            let mut test = Command::new(env::current_exe().unwrap());
+            test.args(["--ignored", "--exact", name, "--test-threads", "2"]).env(REPORT, &report);
+            assert!(test.output().unwrap().status.success());
+        }
+        let line = format!("tests/src/skip.rs: {name}: it has no legs\n");
+        assert_eq!(fs::read_to_string(&report).unwrap(), line.repeat(2));
+    }
+}
