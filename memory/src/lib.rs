@@ -19,6 +19,7 @@ pub mod lend;
 #[cfg(all(test, loom))]
 mod models;
 mod region;
+mod shared;
 mod slab;
 mod source;
 mod stamp;
@@ -27,7 +28,8 @@ mod traffic;
 
 pub use file::SharedFile;
 pub use foreign::{Foreign, ForeignError};
-pub use region::{Glimpse, Mapping, Region, Words};
+pub use region::{Mapping, Region, Words};
+pub use shared::{MOST_PARTS, Part, SharedBytes, write_parts};
 pub use slab::{AllocationError, Near, Slab};
 pub use source::{Element, Source};
 pub use traffic::Traffic;

@@ -2,12 +2,13 @@
 
 use std::{
     io,
+    ops::Range,
     sync::{Arc, atomic::AtomicU64},
 };
 
 use memmap2::{MmapRaw, UncheckedAdvice};
 
-use super::stamp::publish;
+use super::{SharedBytes, stamp::publish};
 
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
@@ -48,35 +49,14 @@ impl Mapping {
     }
 }
 
-/// Bytes of a region as a socket may read them: they stay mapped, but their owner may overwrite them meanwhile.
-///
-/// Whoever gets what was sent must tell by its checksum whether that happened. So weights can be sent from where they
-/// are, and no reader, however slow, keeps the next update from its buffer.
-pub struct Glimpse {
-    start: *const u8,
-    len: usize,
-    _map: Arc<MmapRaw>,
-}
-
-// SAFETY: it holds the mapping, which may be used from any thread, and only ever gives out its bytes to be read.
-unsafe impl Send for Glimpse {}
-// SAFETY: as above.
-unsafe impl Sync for Glimpse {}
-
-impl AsRef<[u8]> for Glimpse {
-    fn as_ref(&self) -> &[u8] {
-        // SAFETY: the bytes were inside the region, and stay mapped and initialised. They may change while the slice
-        // lives: every value is a valid byte, and its only use is to be handed to the kernel by address. What arrives
-        // does not count before its checksum was compared with the one taken while nobody could write.
-        unsafe { std::slice::from_raw_parts(self.start, self.len) }
-    }
-}
-
 impl Region {
-    /// Bytes that are sent after the borrow has ended: see [`Glimpse`].
-    pub fn glimpse(&self, within: std::ops::Range<usize>) -> Glimpse {
+    /// Bytes that are sent after the borrow has ended, and which the region's owner may overwrite meanwhile.
+    ///
+    /// # Panics
+    /// If the range is not inside.
+    pub fn share(&self, within: Range<usize>) -> SharedBytes {
         let bytes = &self.bytes()[within];
-        Glimpse { start: bytes.as_ptr(), len: bytes.len(), _map: Arc::clone(&self.map) }
+        SharedBytes::new(bytes.as_ptr(), bytes.len(), Arc::clone(&self.map))
     }
 
     /// The caller gives each byte of the mapping to at most one region.

@@ -1,20 +1,23 @@
 //! Images for workers, slice by slice, each as soon as its shard has the version asked for.
 //!
-//! They are sent from where the update wrote them: to copy them first, in the pass that takes their checksum, cost as
-//! much as sending them through a Unix socket. The update never waits for a slow reader. Such a reader gets bytes
-//! that do not match their checksum, asks again, and is told that the version is gone.
+//! To a worker that marks its call they are sent from where the update wrote them: to copy them first, in the pass that
+//! takes their checksum, cost as much as sending them through a Unix socket. The update never waits for a slow reader.
+//! Such a reader gets bytes that do not match their checksum, asks again, and is told that the version is gone. Other
+//! clients are sent copies, since HTTP/2 reads what it sends in this process, where an update may write meanwhile.
 
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::Response;
-use longshore_engine::job::ImageBytes;
+use longshore_engine::{job::ImageBytes, memory::SharedBytes};
 use longshore_proto::{
     Dtype, Fault, ShardId, Slice, Version,
     limits::{CHUNK_BYTES, MAX_PULL_SLICES},
 };
 use longshore_wire::{
-    self as wire, dtype_from_wire,
+    self as wire,
+    direct::{Mark, Payloads, Taps, blank},
+    dtype_from_wire,
     frame::{self, Event, Incoming, Piece, Pieces},
     v1,
 };
@@ -28,19 +31,25 @@ use crate::jobs::JobHandle;
 /// into cache, and with more of them it would have left the cache before the socket reads it.
 const MESSAGES_AHEAD: usize = 2;
 
-pub(super) async fn answer(services: &Services, body: Body) -> Result<Response<Body>, Status> {
-    let request = request(body).await?;
+/// `taps`: those of the call's connection.
+pub(super) async fn answer(
+    services: &Services,
+    taps: Option<&Taps>,
+    body: Body,
+) -> Result<Response<Body>, Status> {
+    let (request, mark) = request(body).await?;
     let job = request.job.clone();
     let pull = Pull::new(services, request).map_err(|fault| refuse("Pull", &job, fault))?;
     let (sender, pieces) = mpsc::channel(MESSAGES_AHEAD);
-    tokio::spawn(pull.send(sender));
+    let payloads = taps.zip(mark).and_then(|(taps, mark)| Payloads::claim(taps, mark));
+    tokio::spawn(pull.send(sender, payloads));
     Ok(frame::answer(pieces))
 }
 
-async fn request(body: Body) -> Result<v1::PullRequest, Status> {
+async fn request(body: Body) -> Result<(v1::PullRequest, Option<Mark>), Status> {
     let mut incoming = Incoming::<v1::PullRequest>::request(body);
     match incoming.next().await? {
-        Some(Event::Head(request, _)) => Ok(request),
+        Some(Event::Head(request, _)) => Ok((request, incoming.mark())),
         _ => Err(Status::invalid_argument("a pull must have one request")),
     }
 }
@@ -80,17 +89,24 @@ impl Pull {
         Ok(Pull { in_place, handle, slices, dtype, version: Version(request.version), wait })
     }
 
-    async fn send(self, sender: Pieces) {
+    /// `payloads`: how bytes of images go out past HTTP/2, where they can.
+    async fn send(self, sender: Pieces, mut payloads: Option<Payloads>) {
         // The larger a slice, the later a reader of its start can go on. In shared memory a shard is ready as a
         // whole.
         let most = if self.in_place { u64::MAX } else { CHUNK_BYTES as u64 / self.dtype.bytes() };
         for slice in self.slices.iter().flat_map(|&slice| pieces(slice, most)) {
-            let piece = tokio::select! {
-                piece = self.message(slice) => piece,
+            let message = tokio::select! {
+                message = self.message(slice, payloads.is_some()) => message,
                 () = sender.closed() => return,
             };
             let job = self.handle.job.spec().name.as_str();
-            let piece = piece.map_err(|fault| refuse("Pull", job, fault));
+            let message = message.map_err(|fault| refuse("Pull", job, fault));
+            let piece = message.map(|Outgoing { piece, payload }| {
+                if let Some(payloads) = &mut payloads {
+                    payloads.follow(&piece, payload);
+                }
+                piece
+            });
             let failed = piece.is_err();
             if sender.send(piece).await.is_err() || failed {
                 return;
@@ -98,9 +114,13 @@ impl Pull {
         }
     }
 
-    /// Makes one message, once the shard has the version.
-    async fn message(&self, slice: Slice) -> Result<Piece, Fault> {
-        if self.in_place { self.place(slice).await } else { self.read(slice).await }
+    /// Makes one message, once the shard has the version. `past`: whether its payload may go out past HTTP/2.
+    async fn message(&self, slice: Slice, past: bool) -> Result<Outgoing, Fault> {
+        match (self.in_place, past) {
+            (true, _) => self.place(slice).await.map(Outgoing::whole),
+            (false, true) => self.lend(slice).await,
+            (false, false) => self.copy(slice).await.map(Outgoing::whole),
+        }
     }
 
     async fn place(&self, slice: Slice) -> Result<Piece, Fault> {
@@ -126,29 +146,64 @@ impl Pull {
         self.handle.until(Instant::now() + self.wait, check, late).await
     }
 
-    async fn read(&self, slice: Slice) -> Result<Piece, Fault> {
+    async fn lend(&self, slice: Slice) -> Result<Outgoing, Fault> {
         let lend = || self.handle.job.lend_image(&slice, self.version);
+        let (bytes, crc32) = self.read(slice, lend).await?;
+        match bytes {
+            ImageBytes::Read(bytes) => Ok(Outgoing::whole(self.encode(slice, crc32, self.owned(bytes)))),
+            ImageBytes::Here(bytes) => {
+                let piece = self.encode(slice, crc32, blank(&bytes));
+                // Its job's memory counts as used for as long.
+                Ok(Outgoing { piece, payload: Some(bytes.holding(Arc::clone(&self.handle) as _)) })
+            }
+        }
+    }
+
+    async fn copy(&self, slice: Slice) -> Result<Piece, Fault> {
+        let copy = || self.handle.job.copy_image(&slice, self.version);
+        let (bytes, crc32) = self.read(slice, copy).await?;
+        Ok(self.encode(slice, crc32, self.owned(bytes)))
+    }
+
+    async fn read<T>(&self, slice: Slice, read: impl Fn() -> Result<Option<T>, Fault>) -> Result<T, Fault> {
         // A drive takes longer than other calls of this thread may wait.
         let waits = self.handle.job.spills_images();
-        let check = || if waits { tokio::task::block_in_place(lend) } else { lend() };
-        let (bytes, crc32) = self.once_ready(slice, check).await?;
+        self.once_ready(slice, || if waits { tokio::task::block_in_place(&read) } else { read() }).await
+    }
+
+    fn encode(&self, slice: Slice, crc32: u32, payload: Bytes) -> Piece {
         let (shard, offset) = (slice.shard.0, slice.offset);
         let decided_by = self.decided_by();
         let head = v1::PullResponse { shard, offset, crc32, decided_by, ..Default::default() };
-        let lent = Lent { bytes, _handle: Arc::clone(&self.handle) };
-        Ok(frame::encode_with(&head, Bytes::from_owner(lent)))
+        frame::encode_with(&head, payload)
+    }
+
+    fn owned(&self, bytes: Vec<u8>) -> Bytes {
+        Bytes::from_owner(Copied { bytes, _handle: Arc::clone(&self.handle) })
+    }
+}
+
+/// A message, and what takes the place of its payload.
+struct Outgoing {
+    piece: Piece,
+    payload: Option<SharedBytes>,
+}
+
+impl Outgoing {
+    fn whole(piece: Piece) -> Outgoing {
+        Outgoing { piece, payload: None }
     }
 }
 
 /// A part of an image on its way. Its job's memory counts as used for as long.
-struct Lent {
-    bytes: ImageBytes,
+struct Copied {
+    bytes: Vec<u8>,
     _handle: Arc<JobHandle>,
 }
 
-impl AsRef<[u8]> for Lent {
+impl AsRef<[u8]> for Copied {
     fn as_ref(&self) -> &[u8] {
-        self.bytes.as_ref()
+        &self.bytes
     }
 }
 

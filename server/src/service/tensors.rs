@@ -64,7 +64,8 @@ impl Service<Request<Body>> for DataPlane {
             PULL => {
                 let services = self.services.clone();
                 Box::pin(async move {
-                    let answer = pull::answer(&services, request.into_body()).await;
+                    let taps = request.extensions().get::<Taps>().cloned();
+                    let answer = pull::answer(&services, taps.as_ref(), request.into_body()).await;
                     Ok(answer.unwrap_or_else(Status::into_http))
                 })
             }

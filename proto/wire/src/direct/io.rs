@@ -22,6 +22,7 @@ use super::{
     conduct::{Breach, Conduct},
     credit::Credit,
     mark::{Mark, START_BYTES},
+    outlet::Outgoing,
     outward::{HEADER_BYTES, Header, Outward, PREFACE},
     socket::Socket,
     tap::{Line, Tap, Taps},
@@ -58,6 +59,8 @@ pub struct Direct<S> {
     taps: Taps,
     line: Arc<Line>,
     streams: Vec<Stream>,
+    /// Answers whose payload goes out past h2.
+    outlets: Vec<Outgoing>,
     inward: Inward,
     /// How many bytes of the current frame still go to h2.
     passing: usize,
@@ -128,6 +131,7 @@ impl<S: Socket> Direct<S> {
             taps,
             line: Arc::default(),
             streams: Vec::new(),
+            outlets: Vec::new(),
             inward,
             passing: 0,
             outward,
@@ -288,6 +292,9 @@ impl<S: Socket> Direct<S> {
                     self.tap(header.stream, mark);
                 }
             }
+            if header.kind == Header::RESET {
+                self.outlets.iter_mut().filter(|of| of.stream == header.stream).for_each(|of| of.over = true);
+            }
             self.inward = pass;
             return Poll::Ready(Ok(true));
         };
@@ -328,8 +335,13 @@ impl<S: Socket> Direct<S> {
     }
 
     fn tap(&mut self, id: u32, mark: Mark) {
+        if !mark.is_of_request() {
+            let may_go_past = self.socket.takes_addresses() && self.outlets.len() < TAPS_MOST;
+            self.outlets.extend(may_go_past.then(|| Outgoing::offer(id, mark, &self.taps)).flatten());
+            return;
+        }
         let tap = Arc::new(Tap::on(&self.line));
-        if mark.is_of_request() && self.taps.offer(mark, Arc::clone(&tap)) {
+        if self.taps.offer(mark, Arc::clone(&tap)) {
             self.streams.push(Stream { id, mark, tap, owed: 0, ended: false });
         }
     }

@@ -51,18 +51,57 @@ pub(super) enum Seen {
     Marked(u32, Mark),
     /// So much more of the connection's window was granted.
     Granted(usize),
-    /// This end has nothing more to say on this stream.
+    /// So many bytes of DATA frames of this stream.
+    Data(u32, usize),
+    /// This end has nothing more to say on this stream, once the frame is written that says so.
     Ended(u32),
 }
 
 /// Where in the frames the written bytes end.
-#[derive(Default)]
-pub(super) struct Outward {
+#[derive(Clone, Copy, Default)]
+pub(super) struct Cursor {
     /// How many bytes of the preface or of a frame's payload are not written yet.
     left: usize,
     header: [u8; HEADER_BYTES],
     /// How many bytes of the header were written.
     have: usize,
+    /// The stream of the DATA frame whose payload is not yet written; else 0.
+    data_of: u32,
+}
+
+/// What some bytes are.
+pub(super) enum Follows {
+    /// Of a frame's header; the whole of it, if they end it.
+    Header(Option<Header>),
+    /// Of a payload; the stream, if it is a DATA frame's.
+    Payload(u32),
+}
+
+impl Cursor {
+    /// Goes on to the next boundary; says how many of the bytes lie before it, and what they are.
+    pub(super) fn step(&mut self, bytes: &[u8]) -> (usize, Follows) {
+        if self.left > 0 {
+            let now = bytes.len().min(self.left);
+            self.left -= now;
+            return (now, Follows::Payload(self.data_of));
+        }
+        let now = bytes.len().min(HEADER_BYTES - self.have);
+        self.header[self.have..self.have + now].copy_from_slice(&bytes[..now]);
+        self.have += now;
+        if self.have < HEADER_BYTES {
+            return (now, Follows::Header(None));
+        }
+        let header = Header::read(&self.header);
+        (self.have, self.left) = (0, header.len);
+        self.data_of = if header.kind == Header::DATA { header.stream } else { 0 };
+        (now, Follows::Header(Some(header)))
+    }
+}
+
+/// Follows what is written.
+#[derive(Default)]
+pub(super) struct Outward {
+    cursor: Cursor,
     /// The start of a payload, where that says something.
     start: Option<Start>,
 }
@@ -77,37 +116,44 @@ struct Start {
 
 impl Outward {
     pub(super) fn after_preface(bytes: usize) -> Outward {
-        Outward { left: bytes, ..Outward::default() }
+        Outward { cursor: Cursor { left: bytes, ..Cursor::default() }, start: None }
+    }
+
+    /// Where the bytes end that were written so far.
+    pub(super) fn cursor(&self) -> Cursor {
+        self.cursor
     }
 
     /// Whether a frame may be put in here.
     pub(super) fn is_between_frames(&self) -> bool {
-        self.left == 0 && self.have == 0
+        self.cursor.left == 0 && self.cursor.have == 0
+    }
+
+    /// Whether a DATA frame of this stream is not yet written to its end.
+    pub(super) fn is_inside_data_of(&self, stream: u32) -> bool {
+        self.cursor.left > 0 && self.cursor.data_of == stream
     }
 
     /// Follows bytes that were written. `marks` says whether to look for marks.
     pub(super) fn follow(&mut self, mut bytes: &[u8], marks: bool, mut seen: impl FnMut(Seen)) {
         while !bytes.is_empty() {
-            if self.left > 0 {
-                let (now, later) = bytes.split_at(bytes.len().min(self.left));
-                self.left -= now.len();
-                bytes = later;
-                self.gather(now).into_iter().for_each(&mut seen);
-                continue;
-            }
-            let now = bytes.len().min(HEADER_BYTES - self.have);
-            self.header[self.have..self.have + now].copy_from_slice(&bytes[..now]);
-            self.have += now;
-            bytes = &bytes[now..];
-            if self.have == HEADER_BYTES {
-                self.have = 0;
-                self.begin(Header::read(&self.header), marks).into_iter().for_each(&mut seen);
+            let (now, what) = self.cursor.step(bytes);
+            let (now, later) = bytes.split_at(now);
+            bytes = later;
+            match what {
+                Follows::Header(None) => {}
+                Follows::Header(Some(header)) => self.begin(header, marks).into_iter().for_each(&mut seen),
+                Follows::Payload(stream) => {
+                    self.gather(now).into_iter().for_each(&mut seen);
+                    if stream > 0 {
+                        seen(Seen::Data(stream, now.len()));
+                    }
+                }
             }
         }
     }
 
     fn begin(&mut self, Header { len, kind, flags, stream }: Header, marks: bool) -> Option<Seen> {
-        self.left = len;
         let want = match kind {
             Header::DATA if marks && len >= START_BYTES => START_BYTES,
             Header::WINDOW_UPDATE if stream == 0 && len == 4 => 4,

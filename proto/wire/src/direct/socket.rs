@@ -4,9 +4,10 @@ use std::{
     io::{self, IoSlice, IoSliceMut},
     os::fd::AsFd,
     pin::Pin,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
 };
 
+use longshore_memory::{Part, write_parts};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::{
     io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
@@ -30,6 +31,16 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     /// # Errors
     /// `WouldBlock` where nothing is there: [`Socket::poll_readable`] tells when to ask again.
     fn try_read_into(&self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
+
+    /// Whether [`Socket::poll_write_parts`] works: whether it is the kernel that reads what is sent, and not this process.
+    fn takes_addresses(&self) -> bool {
+        false
+    }
+
+    /// Writes parts one after the other; tells how many bytes it took.
+    fn poll_write_parts(&mut self, _: &mut Context<'_>, _: &[Part<'_>]) -> Poll<io::Result<usize>> {
+        Poll::Ready(Err(io::ErrorKind::Unsupported.into()))
+    }
 
     /// Sets how much may be under way in the kernel, where the kernel should not decide.
     fn size_buffers(&self);
@@ -57,6 +68,25 @@ macro_rules! socket {
                 match count {
                     Some(count) => Ok(count),
                     None => outcome.map(|()| 0),
+                }
+            }
+
+            fn takes_addresses(&self) -> bool {
+                true
+            }
+
+            fn poll_write_parts(
+                &mut self,
+                context: &mut Context<'_>,
+                parts: &[Part<'_>],
+            ) -> Poll<io::Result<usize>> {
+                loop {
+                    ready!(self.poll_write_ready(context))?;
+                    match self.try_io(Interest::WRITABLE, || write_parts(&*self, parts)) {
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                        Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                        other => return Poll::Ready(other),
+                    }
                 }
             }
 

@@ -12,7 +12,7 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 
-use super::mark::Mark;
+use super::{mark::Mark, outlet::Outlet};
 
 /// Reads from the socket into a place, as [`io::Read::read`] does.
 pub type Read<'a> = dyn FnMut(&mut [u8]) -> io::Result<usize> + 'a;
@@ -218,6 +218,8 @@ pub struct Taps(Arc<Meeting>);
 #[derive(Default)]
 struct Meeting {
     waiting: Mutex<HashMap<Mark, Arc<Tap>>>,
+    /// Likewise, of calls whose answer is large.
+    outlets: Mutex<HashMap<Mark, Arc<Outlet>>>,
     vouched: AtomicBool,
 }
 
@@ -260,6 +262,20 @@ impl Taps {
 
     pub(super) fn meet(&self, mark: Mark) -> Option<Arc<Tap>> {
         lock(&self.0.waiting).remove(&mark)
+    }
+
+    /// On a server; false when the mark is taken.
+    pub(super) fn offer_outlet(&self, mark: Mark, outlet: Arc<Outlet>) -> bool {
+        let mut outlets = lock(&self.0.outlets);
+        let free = !outlets.contains_key(&mark);
+        if free {
+            outlets.insert(mark, outlet);
+        }
+        free
+    }
+
+    pub(super) fn meet_outlet(&self, mark: Mark) -> Option<Arc<Outlet>> {
+        lock(&self.0.outlets).remove(&mark)
     }
 }
 

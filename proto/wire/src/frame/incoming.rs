@@ -8,7 +8,7 @@ use http_body::Body as _;
 use tonic::{Code, Status, body::Body};
 
 use super::{Event, Frame, Land, Parser, Shared};
-use crate::status;
+use crate::{direct::Mark, status};
 
 /// Where the status of the call comes from.
 enum End {
@@ -23,16 +23,31 @@ pub struct Incoming<M> {
     body: Body,
     parser: Parser<M>,
     piece: Bytes,
+    /// At the start of the first piece.
+    mark: Option<Mark>,
+    begun: bool,
     end: End,
 }
 
 impl<M: Frame> Incoming<M> {
     pub fn request(body: Body) -> Incoming<M> {
-        Incoming { body, parser: Parser::new(), piece: Bytes::new(), end: End::Request }
+        Incoming {
+            body,
+            parser: Parser::new(),
+            piece: Bytes::new(),
+            mark: None,
+            begun: false,
+            end: End::Request,
+        }
     }
 
     pub(super) fn answer(body: Body) -> Incoming<M> {
         Incoming { end: End::Answer(None), ..Incoming::request(body) }
+    }
+
+    /// The mark that it began with, once something has come.
+    pub fn mark(&self) -> Option<Mark> {
+        self.mark
     }
 
     /// The next event; None at the end. Nothing is lost when the future is dropped.
@@ -47,7 +62,12 @@ impl<M: Frame> Incoming<M> {
             }
             match poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await {
                 Some(Ok(frame)) => match (frame.into_data(), &mut self.end) {
-                    (Ok(data), _) => self.piece = data,
+                    (Ok(data), _) => {
+                        if !std::mem::replace(&mut self.begun, true) {
+                            self.mark = Mark::find(&data);
+                        }
+                        self.piece = data;
+                    }
                     (Err(frame), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
                     (Err(_), End::Request) => {}
                 },

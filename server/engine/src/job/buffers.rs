@@ -13,7 +13,7 @@ use longshore_proto::{Dtype, JobSpec, Version, checksum::crc32, limits::CHUNK_BY
 use super::contribution::Contribution;
 use crate::{
     kernels::{Figures, ImageMut},
-    memory::{AllocationError, Glimpse, Region, SharedFile, Slab, Words},
+    memory::{AllocationError, Region, SharedBytes, SharedFile, Slab, Words},
     threads::Pool,
     tier::Storage,
 };
@@ -88,8 +88,8 @@ impl Image {
     }
 
     /// Bytes to be sent, which the version after next may overwrite meanwhile.
-    pub(super) fn glimpse(&self, within: Range<usize>) -> Glimpse {
-        self.region.glimpse(within)
+    pub(super) fn share(&self, within: Range<usize>) -> SharedBytes {
+        self.region.share(within)
     }
 
     /// What to write the next version to. Readers of the one before find it gone, not half overwritten.

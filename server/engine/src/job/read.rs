@@ -1,11 +1,11 @@
 //! Pulls: bytes of the image of one version.
 
-use std::sync::atomic::Ordering;
+use std::{ops::Range, sync::atomic::Ordering};
 
 use longshore_proto::{Dtype, Fault, Slice, Version, checksum::crc32};
 
-use super::Job;
-use crate::{lock, memory::Glimpse, step::Refusal};
+use super::{Job, buffers::Image};
+use crate::{lock, memory::SharedBytes, step::Refusal};
 
 /// What a pull found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,18 +27,9 @@ pub struct ImagePlace {
 pub enum ImageBytes {
     /// In the job's memory. The version after next may overwrite them while they are sent: then the checksum is wrong for
     /// what arrives, and whoever asks again is told that the version is gone.
-    Here(Glimpse),
-    /// Of an image that lives on drives.
+    Here(SharedBytes),
+    /// Read from the drives where the image lives.
     Read(Vec<u8>),
-}
-
-impl AsRef<[u8]> for ImageBytes {
-    fn as_ref(&self) -> &[u8] {
-        match self {
-            ImageBytes::Here(bytes) => bytes.as_ref(),
-            ImageBytes::Read(bytes) => bytes,
-        }
-    }
 }
 
 impl Job {
@@ -75,23 +66,44 @@ impl Job {
         Ok(ImageRead::Done)
     }
 
-    /// The bytes of a checked slice of one version's image, and their checksum. None: it is not there yet.
+    /// The bytes of a checked slice of one version's image, for the kernel to read, and their checksum. None: it is not
+    /// there yet.
     pub fn lend_image(&self, slice: &Slice, version: Version) -> Result<Option<(ImageBytes, u32)>, Fault> {
+        self.take_image(
+            slice,
+            version,
+            |image, within| ImageBytes::Here(image.share(within)),
+            ImageBytes::Read,
+        )
+    }
+
+    /// As [`Job::lend_image`], for who must read the bytes in this process: copied while no update can write them.
+    pub fn copy_image(&self, slice: &Slice, version: Version) -> Result<Option<(Vec<u8>, u32)>, Fault> {
+        self.take_image(slice, version, |image, within| image.bytes()[within].to_vec(), |read| read)
+    }
+
+    fn take_image<T>(
+        &self,
+        slice: &Slice,
+        version: Version,
+        here: impl FnOnce(&Image, Range<usize>) -> T,
+        read: impl FnOnce(Vec<u8>) -> T,
+    ) -> Result<Option<(T, u32)>, Fault> {
         let (start, bytes) = self.image_bytes(slice);
         let within = start..start + bytes;
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
-        let lent = if let Some(image) = self.image_here(owned, version) {
-            (ImageBytes::Here(image.glimpse(within.clone())), image.checksum(within))
+        let taken = if let Some(image) = self.image_here(owned, version) {
+            (here(&image, within.clone()), image.checksum(within))
         } else {
-            let mut read = Vec::with_capacity(bytes);
-            if !self.tier.read_image(owned, version, within, &mut |part| read.extend_from_slice(part))? {
+            let mut found = Vec::with_capacity(bytes);
+            if !self.tier.read_image(owned, version, within, &mut |part| found.extend_from_slice(part))? {
                 return Err(self.gone(owned, version));
             }
-            let sum = crc32(&read);
-            (ImageBytes::Read(read), sum)
+            let sum = crc32(&found);
+            (read(found), sum)
         };
         self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        Ok(Some(lent))
+        Ok(Some(taken))
     }
 
     /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`].

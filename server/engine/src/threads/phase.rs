@@ -1,10 +1,12 @@
 //! The blocks of one call, shared out. Each seat has its own run of them, and a seat that is done helps one that is
 //! not.
 
-use std::{
-    ops::Range,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::ops::Range;
+#[cfg(not(loom))]
+use std::sync::atomic::{AtomicU64, Ordering};
+
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicU64, Ordering};
 
 use super::Seat;
 
@@ -47,7 +49,8 @@ impl Phase {
 
     /// Gives up what nobody has taken.
     pub(super) fn abandon(&self) {
-        self.runs.iter().for_each(|run| run.0.store(0, Ordering::Relaxed));
+        // Not a store: what others take at the same moment comes before it or fails, in loom's models too.
+        self.runs.iter().for_each(|run| _ = run.0.swap(0, Ordering::Relaxed));
     }
 }
 
@@ -83,5 +86,56 @@ impl Run {
     fn is_empty(&self) -> bool {
         let run = self.0.load(Ordering::Relaxed);
         run as u32 >= (run >> 32) as u32
+    }
+}
+
+/// Every order in which seats may take blocks: see ARCHITECTURE.md for how to run it.
+#[cfg(all(test, loom))]
+mod models {
+    use std::sync::Arc;
+
+    use loom::{model, thread};
+
+    use super::*;
+
+    fn phase(runs: [Range<usize>; 2]) -> Arc<Phase> {
+        let seat = || Seat { cores: Vec::new(), reach: 0..2 };
+        Arc::new(Phase::new(runs.into(), &[seat(), seat()]))
+    }
+
+    fn take_all(phase: &Phase, seat: usize) -> Vec<usize> {
+        std::iter::from_fn(|| phase.take(seat)).collect()
+    }
+
+    #[test]
+    fn loom_each_block_is_taken_once_whoever_takes_it() {
+        for runs in [[0..2, 2..3], [0..3, 3..3], [0..1, 1..2]] {
+            let last = runs[1].end;
+            model(move || {
+                let phase = phase(runs.clone());
+                let other = Arc::clone(&phase);
+                let other = thread::spawn(move || take_all(&other, 1));
+                let mut taken = take_all(&phase, 0);
+                taken.extend(other.join().unwrap());
+                taken.sort_unstable();
+                assert_eq!(taken, (0..last).collect::<Vec<_>>());
+                assert!(!phase.has_blocks_for(0) && !phase.has_blocks_for(1));
+            });
+        }
+    }
+
+    #[test]
+    fn loom_what_is_given_up_is_taken_by_nobody_after() {
+        model(|| {
+            let phase = phase([0..2, 2..3]);
+            let other = Arc::clone(&phase);
+            let other = thread::spawn(move || take_all(&other, 1));
+            phase.abandon();
+            assert_eq!(phase.take(0), None);
+            let mut taken = other.join().unwrap();
+            taken.sort_unstable();
+            taken.dedup();
+            assert!(taken.len() <= 3 && !phase.has_blocks_for(1));
+        });
     }
 }

@@ -1,5 +1,11 @@
 //! Images that a server refuses.
 
+use std::io::{Read, Seek};
+
+use longshore_engine::{
+    job::ImageBytes,
+    memory::{Part, write_parts},
+};
 use longshore_proto::{Dtype, FaultKind, ShardId, Slice, Version, checksum::crc32};
 
 use super::{BLOCK, Midway, check, commit};
@@ -24,6 +30,17 @@ fn a_version_is_there_or_not_yet_or_gone() {
     assert!(image(&midway, 1).unwrap().is_some() && image(&midway, 2).unwrap().is_some());
 }
 
+/// As the kernel sends them.
+fn sent(bytes: &ImageBytes) -> Vec<u8> {
+    let ImageBytes::Here(bytes) = bytes else { panic!("the image is in memory") };
+    let mut file = tempfile::tempfile().unwrap();
+    assert_eq!(write_parts(&file, &[Part::Shared(bytes.clone())]).unwrap(), bytes.len());
+    file.rewind().unwrap();
+    let mut sent = Vec::new();
+    file.read_to_end(&mut sent).unwrap();
+    sent
+}
+
 #[test]
 fn what_is_overwritten_while_it_is_sent_has_another_checksum() {
     let mut midway = Midway::new();
@@ -36,19 +53,21 @@ fn what_is_overwritten_while_it_is_sent_has_another_checksum() {
         let first = job.lend_image(&slice, Version(1)).unwrap().unwrap();
         // The second time the checksum is known.
         let again = job.lend_image(&slice, Version(1)).unwrap().unwrap();
-        assert_eq!((crc32(first.0.as_ref()), first.1), (again.1, crc32(again.0.as_ref())));
+        assert_eq!((crc32(&sent(&first.0)), first.1), (again.1, crc32(&sent(&again.0))));
+        let copied = job.copy_image(&slice, Version(1)).unwrap().unwrap();
+        assert_eq!(copied, (sent(&first.0), first.1));
     }
     let slice = Slice { shard: ShardId(0), offset: 0, elements: 5 * BLOCK as u64 };
     let (bytes, sum) = midway.cluster.jobs[0].lend_image(&slice, Version(0)).unwrap().unwrap();
-    assert_eq!(crc32(bytes.as_ref()), sum);
+    assert_eq!(crc32(&sent(&bytes)), sum);
     let flats = midway.second.clone();
     midway.cluster.step(&flats, &commit(&midway.cluster.spec, 2));
-    assert_ne!(crc32(bytes.as_ref()), sum);
+    assert_ne!(crc32(&sent(&bytes)), sum);
     let job = &midway.cluster.jobs[0];
     let fault = job.lend_image(&slice, Version(0)).err().unwrap();
     check(&fault, (NotFound, "version", &["is 0", "one of those kept: 1 and 2"]));
     let (bytes, sum) = job.lend_image(&slice, Version(2)).unwrap().unwrap();
-    assert_eq!(crc32(bytes.as_ref()), sum, "the checksum of the version before is forgotten");
+    assert_eq!(crc32(&sent(&bytes)), sum, "the checksum of the version before is forgotten");
     midway.finish();
 }
 

@@ -2,18 +2,19 @@
 
 use std::{
     collections::VecDeque,
-    io::IoSlice,
+    io::{IoSlice, Read as _},
     sync::{Mutex, PoisonError},
     task::Waker,
 };
 
 use bytes::Bytes;
+use longshore_memory::{Part, SharedFile, write_parts};
 use proptest::prelude::*;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::*;
 use crate::{
-    direct::{Claim, Mode, Read, Sink},
+    direct::{Claim, Mode, Payloads, Read, Sink, blank},
     frame::{Piece, encode},
     v1::PushRequest,
 };
@@ -63,6 +64,30 @@ impl Socket for Script {
             (*at, left, count) = (*at + now, left - now, count + now);
         }
         Ok(count)
+    }
+
+    fn takes_addresses(&self) -> bool {
+        true
+    }
+
+    fn poll_write_parts(&mut self, _: &mut Context<'_>, parts: &[Part<'_>]) -> Poll<io::Result<usize>> {
+        let mut left = next(&mut self.accepts);
+        if left == 0 {
+            return Poll::Pending;
+        }
+        // The kernel reads what nobody else can.
+        let (mut reader, writer) = io::pipe()?;
+        for part in parts {
+            let now = left.min(part.len());
+            left -= now;
+            let part = match part {
+                Part::Own(bytes) => Part::Own(&bytes[..now]),
+                Part::Shared(bytes) => Part::Shared(bytes.slice(0..now)),
+            };
+            assert_eq!(write_parts(&writer, &[part])?, now);
+        }
+        drop(writer);
+        Poll::Ready(reader.read_to_end(&mut self.outgoing))
     }
 
     fn size_buffers(&self) {}
@@ -336,7 +361,69 @@ impl Run {
     }
 }
 
+/// An answer's messages, of which some have a payload that goes out past h2: what h2 is given, and what is to arrive.
+fn answer(lens: &[(usize, usize)], payloads: &mut Payloads) -> (Vec<u8>, Vec<u8>) {
+    let (mut given, mut wanted) = (Vec::new(), Vec::new());
+    for (index, &(head, payload)) in lens.iter().enumerate() {
+        let head = Bytes::from(bytes(head, index));
+        let body = bytes(payload, index + 1);
+        let (mut region, _) = SharedFile::lendable(payload.max(1)).unwrap();
+        region.bytes_mut()[..payload].copy_from_slice(&body);
+        let shared = (payload > 0).then(|| region.share(0..payload));
+        // Some have one of their own.
+        let shared = shared.filter(|_| index % 3 < 2);
+        let own = shared.as_ref().map_or_else(|| Bytes::from(body.clone()), blank);
+        given.extend_from_slice(&[&head[..], &own].concat());
+        wanted.extend_from_slice(&[&head[..], &body].concat());
+        payloads.follow(&Piece { head, payload: own }, shared);
+    }
+    (given, wanted)
+}
+
 proptest! {
+
+    /// However h2 cuts an answer into frames and its frames into writes, each payload lies in the place of its blank.
+    #[test]
+    fn payloads_take_the_place_of_blanks(
+        lens in prop::collection::vec((0usize..40, prop_oneof![Just(0), 1usize..60, 1usize..3000]), 1..12),
+        frames in prop::collection::vec((0u8..4, 0usize..2000), 1..12),
+        cuts in cuts(),
+    ) {
+        let mark = Mark::of_answer();
+        let request = frame(Header::DATA, 0, 3, &marked(mark));
+        let mut run = Run::new(Side::Server, [&PREFACE[..], &request].concat(), Vec::new(), &cuts);
+        while !run.direct.socket.is_read() || run.direct.outlets.is_empty() {
+            run.turn().unwrap();
+        }
+        let taps = run.direct.taps.clone();
+        let mut payloads = Payloads::claim(&taps, mark).unwrap();
+        prop_assert!(Payloads::claim(&taps, mark).is_none(), "once");
+        let (given, wanted) = answer(&lens, &mut payloads);
+        let (mut at, mut expected) = (0, Vec::new());
+        for &(kind, len) in frames.iter().cycle() {
+            let other = frame(if kind == 0 { 4 } else { Header::DATA }, 0, 5, &bytes(len, 3));
+            if kind < 2 {
+                run.writing.extend_from_slice(&other);
+                expected.extend_from_slice(&other);
+            }
+            let end = given.len().min(at + len + 1);
+            run.writing.extend_from_slice(&frame(Header::DATA, 0, 3, &given[at..end]));
+            expected.extend_from_slice(&frame(Header::DATA, 0, 3, &wanted[at..end]));
+            at = end;
+            if at == given.len() {
+                break;
+            }
+        }
+        let trailers = frame(Header::HEADERS, Header::END_STREAM, 3, b"status");
+        run.writing.extend_from_slice(&trailers);
+        expected.extend_from_slice(&trailers);
+        let before = run.direct.socket.outgoing.len();
+        while !run.writing.is_empty() {
+            run.turn().unwrap();
+        }
+        prop_assert!(run.direct.socket.outgoing[before..] == expected);
+        prop_assert!(run.direct.outlets.is_empty(), "it is over");
+    }
     #[test]
     fn requests_part_at_their_marks(
         frames in sent(),

@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
 use super::{Direct, Side, Stream};
-use crate::direct::{outward::Seen, socket::Socket, tap::Taps};
+use crate::direct::{outlet::fill_blanks, outward::Seen, socket::Socket, tap::Taps};
 
 impl<S: Socket> AsyncRead for Direct<S> {
     fn poll_read(
@@ -45,9 +45,14 @@ impl<S: Socket> AsyncWrite for Direct<S> {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         ready!(this.poll_updates(context))?;
-        let count = ready!(Pin::new(&mut this.socket).poll_write_vectored(context, slices))?;
+        let count = if this.outlets.is_empty() {
+            ready!(Pin::new(&mut this.socket).poll_write_vectored(context, slices))?
+        } else {
+            let parts = fill_blanks(this.outward.cursor(), slices, &this.outlets);
+            ready!(this.socket.poll_write_parts(context, &parts))?
+        };
         let marks = this.side == Side::Client && !this.taps.is_empty();
-        let Direct { outward, taps, streams, line, conduct, guest, .. } = this;
+        let Direct { outward, taps, streams, outlets, line, conduct, guest, .. } = this;
         conduct.sent(count);
         let mut left = count;
         for slice in slices {
@@ -61,9 +66,16 @@ impl<S: Socket> AsyncWrite for Direct<S> {
                     }
                 }
                 Seen::Granted(bytes) => conduct.grant(bytes),
-                Seen::Ended(id) => guest.iter_mut().for_each(|guest| guest.hang_up(id)),
+                Seen::Data(id, bytes) => {
+                    outlets.iter_mut().filter(|of| of.stream == id).for_each(|of| of.advance(bytes));
+                }
+                Seen::Ended(id) => {
+                    guest.iter_mut().for_each(|guest| guest.hang_up(id));
+                    outlets.iter_mut().filter(|of| of.stream == id).for_each(|of| of.over = true);
+                }
             });
         }
+        outlets.retain(|of| !of.over || outward.is_inside_data_of(of.stream));
         Poll::Ready(Ok(count))
     }
 

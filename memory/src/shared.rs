@@ -1,0 +1,144 @@
+//! Bytes that another thread of this process may overwrite: an address for the kernel to read from.
+
+use std::{
+    any::Any,
+    io::{self, Error},
+    ops::Range,
+    os::fd::{AsFd, AsRawFd},
+    sync::Arc,
+};
+
+use memmap2::MmapRaw;
+
+/// A part of a [`Region`](super::Region) that is sent while the region's owner may write it.
+///
+/// No Rust code can read these bytes soundly: the owner writes them with ordinary stores, and whatever loads race with those,
+/// atomic ones included, are undefined behaviour. So this type has no way to read them. It gives their address to a system
+/// call ([`write_parts`]); what the kernel does with it is no access of this program, and reads each byte as it is just
+/// then. What arrives counts only if a checksum, taken while nobody could write, says so.
+///
+/// Who needs the bytes in this process copies them from the region, under the lock that its owner writes under.
+#[derive(Clone)]
+pub struct SharedBytes {
+    start: *const u8,
+    len: usize,
+    /// Keeps the bytes mapped.
+    map: Arc<MmapRaw>,
+    /// What else must live while they are sent.
+    held: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: it holds the mapping, which may be used from any thread, and only ever gives its address to the kernel.
+unsafe impl Send for SharedBytes {}
+// SAFETY: as above.
+unsafe impl Sync for SharedBytes {}
+
+impl SharedBytes {
+    /// `start` and `len`: inside the mapping.
+    pub(super) fn new(start: *const u8, len: usize, map: Arc<MmapRaw>) -> SharedBytes {
+        SharedBytes { start, len, map, held: None }
+    }
+
+    /// Keeps `what` alive as long as itself and its clones.
+    #[must_use]
+    pub fn holding(self, what: Arc<dyn Any + Send + Sync>) -> SharedBytes {
+        SharedBytes { held: Some(what), ..self }
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// # Panics
+    /// If the range is not inside.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> SharedBytes {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        // SAFETY: inside, as just asserted.
+        let start = unsafe { self.start.add(range.start) };
+        SharedBytes {
+            start,
+            len: range.end - range.start,
+            map: Arc::clone(&self.map),
+            held: self.held.clone(),
+        }
+    }
+}
+
+/// What is written at once, one after the other.
+#[derive(Clone)]
+pub enum Part<'a> {
+    Own(&'a [u8]),
+    Shared(SharedBytes),
+}
+
+impl Part<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            Part::Own(bytes) => bytes.len(),
+            Part::Shared(bytes) => bytes.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Most parts written with one call; what follows them is left for the next.
+pub const MOST_PARTS: usize = 64;
+
+/// Writes to a socket, a pipe or a file, as `writev` does; returns how many bytes it took.
+pub fn write_parts(to: impl AsFd, parts: &[Part<'_>]) -> io::Result<usize> {
+    let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; MOST_PARTS];
+    let count = parts.len().min(MOST_PARTS);
+    for (vector, part) in vectors.iter_mut().zip(parts) {
+        let (start, len) = match part {
+            Part::Own(bytes) => (bytes.as_ptr(), bytes.len()),
+            Part::Shared(bytes) => (bytes.start, bytes.len),
+        };
+        *vector = libc::iovec { iov_base: start.cast_mut().cast(), iov_len: len };
+    }
+    // SAFETY: the descriptor is open; every vector is readable memory that `parts` keeps alive; writev writes none of it.
+    let written = unsafe { libc::writev(to.as_fd().as_raw_fd(), vectors.as_ptr(), count as libc::c_int) };
+    if written < 0 { Err(Error::last_os_error()) } else { Ok(written as usize) }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+    use crate::SharedFile;
+
+    /// The bytes as they are when they are written, in order, beside bytes of one's own.
+    #[test]
+    fn the_kernel_reads_what_is_there_when_it_reads() {
+        let (mut region, _file) = SharedFile::lendable(8192).unwrap();
+        let bytes = region.share(4000..4100);
+        let held = Arc::new(());
+        let last = bytes.slice(90..100).holding(held.clone());
+        region.bytes_mut().fill(7);
+        drop(region);
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        let parts = [Part::Own(b"head"), Part::Shared(bytes), Part::Own(b""), Part::Shared(last)];
+        assert_eq!(write_parts(&writer, &parts).unwrap(), 114);
+        assert_eq!(Arc::strong_count(&held), 2);
+        drop((writer, parts));
+        let mut seen = Vec::new();
+        reader.read_to_end(&mut seen).unwrap();
+        assert!(seen.starts_with(b"head") && seen.len() == 114 && seen[4..].iter().all(|&byte| byte == 7));
+        assert_eq!(Arc::strong_count(&held), 1);
+    }
+
+    #[test]
+    fn more_parts_than_one_call_takes_are_left_for_the_next() {
+        let (_reader, writer) = std::io::pipe().unwrap();
+        let parts: Vec<Part<'_>> = (0..MOST_PARTS + 1).map(|_| Part::Own(b"12")).collect();
+        assert_eq!(write_parts(&writer, &parts).unwrap(), 2 * MOST_PARTS);
+    }
+}

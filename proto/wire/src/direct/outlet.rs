@@ -1,0 +1,160 @@
+//! Payload that goes out past h2. h2 is given blanks of its length, whose frames it makes and counts; at the socket the payload
+//! takes the blanks' place.
+//!
+//! h2 copies what it sends, at least in part, and what another thread may overwrite cannot be copied: see [`SharedBytes`].
+//! Blanks are found by their place in the stream, since h2 cuts and copies them as it likes.
+
+use std::{
+    collections::VecDeque,
+    io::IoSlice,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use bytes::Bytes;
+use longshore_memory::{MOST_PARTS, Part, SharedBytes};
+use longshore_proto::limits::CHUNK_BYTES;
+
+use super::{
+    mark::Mark,
+    outward::{Cursor, Follows},
+    tap::Taps,
+};
+use crate::frame::Piece;
+
+/// What h2 is given to send: never written, and read by nobody but the few bytes that h2 copies.
+static BLANK: [u8; CHUNK_BYTES] = [0; CHUNK_BYTES];
+
+/// What is to go out on one stream, by its place among the bytes of the stream's DATA frames.
+#[derive(Default)]
+pub(super) struct Outlet(Mutex<VecDeque<(Range<u64>, SharedBytes)>>);
+
+impl Outlet {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(Range<u64>, SharedBytes)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many of the `most` bytes from `at` are of one kind, and what takes their place, if anything does.
+    pub(super) fn find(&self, at: u64, most: usize) -> (usize, Option<SharedBytes>) {
+        let held = self.lock();
+        let end = at + most as u64;
+        match held.iter().find(|(range, _)| at < range.end) {
+            Some((range, bytes)) if range.start <= at => {
+                let within = (at - range.start) as usize..(end.min(range.end) - range.start) as usize;
+                (within.len(), Some(bytes.slice(within)))
+            }
+            Some((range, _)) => ((end.min(range.start) - at) as usize, None),
+            None => (most, None),
+        }
+    }
+
+    /// All before `at` has been written.
+    pub(super) fn written(&self, at: u64) {
+        let mut held = self.lock();
+        while held.front().is_some_and(|(range, _)| range.end <= at) {
+            held.pop_front();
+        }
+    }
+}
+
+/// A connection's end of an outlet.
+pub(super) struct Outgoing {
+    pub(super) stream: u32,
+    outlet: Arc<Outlet>,
+    /// Bytes of the stream's DATA frames that were written.
+    at: u64,
+    /// Nothing follows the frame that is on its way.
+    pub(super) over: bool,
+    /// Where the call finds it, and takes it.
+    mark: Mark,
+    taps: Taps,
+}
+
+impl Outgoing {
+    /// None when the mark is taken.
+    pub(super) fn offer(stream: u32, mark: Mark, taps: &Taps) -> Option<Outgoing> {
+        let outlet = Arc::new(Outlet::default());
+        let offered = taps.offer_outlet(mark, Arc::clone(&outlet));
+        offered.then(|| Outgoing { stream, outlet, at: 0, over: false, mark, taps: taps.clone() })
+    }
+
+    pub(super) fn advance(&mut self, bytes: usize) {
+        self.at += bytes as u64;
+        self.outlet.written(self.at);
+    }
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        // Nobody may have taken it.
+        self.taps.meet_outlet(self.mark);
+    }
+}
+
+/// What to write for these slices, of which the first byte lies at the cursor.
+pub(super) fn fill_blanks<'a>(
+    mut cursor: Cursor,
+    slices: &'a [IoSlice<'_>],
+    outlets: &[Outgoing],
+) -> Vec<Part<'a>> {
+    let mut at: Vec<u64> = outlets.iter().map(|of| of.at).collect();
+    let mut parts = Vec::new();
+    for slice in slices {
+        let mut rest: &[u8] = slice;
+        while !rest.is_empty() && parts.len() < MOST_PARTS {
+            let (now, what) = cursor.step(rest);
+            let (mut now, later) = rest.split_at(now);
+            rest = later;
+            let of = match what {
+                Follows::Payload(stream) => outlets.iter().position(|of| of.stream == stream),
+                Follows::Header(_) => None,
+            };
+            while let Some(of) = of.filter(|_| !now.is_empty()) {
+                let (count, instead) = outlets[of].outlet.find(at[of], now.len());
+                let (same, after) = now.split_at(count);
+                parts.push(instead.map_or(Part::Own(same), Part::Shared));
+                at[of] += count as u64;
+                now = after;
+            }
+            parts.extend((!now.is_empty()).then_some(Part::Own(now)));
+        }
+    }
+    parts
+}
+
+/// The call's end of an outlet, which must see all of the call's messages.
+pub struct Payloads {
+    outlet: Arc<Outlet>,
+    at: u64,
+}
+
+impl Payloads {
+    /// On a server, where a call's request begins with this mark; once. None where the connection's socket takes no
+    /// addresses, or has too many such calls.
+    pub fn claim(taps: &Taps, mark: Mark) -> Option<Payloads> {
+        taps.meet_outlet(mark).map(|outlet| Payloads { outlet, at: 0 })
+    }
+
+    /// The next message, before it is sent: `payload` takes the place of its own, which is a [`blank`] of its length.
+    pub fn follow(&mut self, message: &Piece, payload: Option<SharedBytes>) {
+        self.at += message.head.len() as u64;
+        let end = self.at + message.payload.len() as u64;
+        if let Some(payload) = payload {
+            debug_assert_eq!(
+                payload.len(),
+                message.payload.len(),
+                "a blank is as long as what takes its place"
+            );
+            self.outlet.lock().push_back((self.at..end, payload));
+        }
+        self.at = end;
+    }
+}
+
+/// As long as `payload`, at most a chunk.
+///
+/// # Panics
+/// If it is longer.
+pub fn blank(payload: &SharedBytes) -> Bytes {
+    Bytes::from_static(&BLANK[..payload.len()])
+}
