@@ -17,7 +17,7 @@ use super::{
     tested::Noise,
 };
 
-/// Device memory for the fp32 gradients of one layer: the only ones there are.
+/// Device memory for the fp32 gradients of one layer. There are no others.
 pub struct LayerGradients {
     staging: Staging,
     buffer: Buffer,
@@ -57,7 +57,7 @@ impl Gradients for Sink<'_> {
         let params = self.model.stages()[stage].params.clone();
         let mut offset = 0;
         let mut places = Vec::with_capacity(gradients.len());
-        // The model computes on the CPU: what it made is put where a GPU would have left it.
+        // The model computes on the CPU, so what it made is put where a GPU would have left it.
         for (param, gradient) in params.zip(gradients) {
             let bytes = gradient.values().len() as u64 * 4;
             staging.copy_in(buffer, offset, bytes, |host| {
@@ -68,7 +68,7 @@ impl Gradients for Sink<'_> {
             offset += bytes;
         }
         let mut values = Vec::new();
-        // Backward order within the layer too: its last tensors come from the flat space's end.
+        // The order is backward's within the layer too: its last tensors come from the flat space's end.
         for (param, offset, bytes) in places.into_iter().rev() {
             values.resize(bytes as usize / 4, 0.0);
             staging.copy_out(buffer, offset, bytes, |host| {

@@ -15,7 +15,7 @@ use super::{
     staging::Staging,
 };
 
-/// Stage 2: the versions that steps compute with, one that is read and with a delay one that arrives.
+/// Stage 2: the versions that steps compute with. One is read, and with a delay another one arrives.
 pub struct WholeImages {
     pub(super) staging: Staging,
     dtype: Dtype,
@@ -68,7 +68,7 @@ impl WholeImages {
         self.staging.copy_out(&slot.buffer, start, bytes, read)
     }
 
-    /// The slot of a version; the oldest version makes room.
+    /// The slot of a version. The oldest version makes room for a new one.
     fn slot(slots: &mut [Slot], version: Version) -> &mut Slot {
         let held = slots.iter().position(|slot| slot.version == Some(version));
         let index = held.unwrap_or_else(|| {
@@ -103,7 +103,7 @@ impl LayerImages {
         Ok(LayerImages { staging: Staging::new(device), spare, bytes })
     }
 
-    /// A buffer for a layer, to be given back.
+    /// A buffer for a layer, which is to be given back.
     pub(super) fn take(&mut self) -> Result<Buffer> {
         match self.spare.pop() {
             Some(buffer) => Ok(buffer),

@@ -1,4 +1,4 @@
-//! What a run leaves behind: checkpoints on its way and at its end, and the export. And where that is.
+//! What a run leaves behind, and where: checkpoints on its way and at its end, and the export.
 
 use std::path::PathBuf;
 
@@ -12,17 +12,17 @@ use crate::{
     export,
 };
 
-/// Bytes of tensors in one file, as `longshore export` has it.
+/// How many bytes of tensors go into one file, as in `longshore export`.
 const EXPORT_FILE_BYTES: u64 = 5 << 30;
 
-/// Rank 0's: writes what is wanted when it is due.
+/// Writes on rank 0 what is wanted when it is due.
 pub(super) struct Keeper<'a> {
     settings: &'a Settings,
     servers: &'a [String],
     embedded: bool,
-    /// The newest one written by this run.
+    /// The newest checkpoint that this run wrote.
     last: Option<(String, Version)>,
-    /// Attempts that failed since.
+    /// How many attempts failed since.
     failures: u32,
     /// The step after which the next attempt is made, once one has failed.
     retry_at: u64,
@@ -50,7 +50,7 @@ impl<'a> Keeper<'a> {
         self.settings.checkpoint_every > 0 || self.embedded && self.settings.checkpoint_dir.is_some()
     }
 
-    /// Whether what will be wanted could be written now. A run that has steps behind it goes on without.
+    /// Checks that what will be wanted could be written now. A run that has steps behind it goes on without.
     pub(super) fn check(&self, session: &Session, version: Version, report: &Report) -> anyhow::Result<()> {
         if let Some(dir) = &self.settings.export {
             export::check_target(dir).context("the weights could not be exported at the end")?;
@@ -110,7 +110,7 @@ impl<'a> Keeper<'a> {
         Ok(())
     }
 
-    /// Twice as many steps each time, and never beyond the next one that is due anyway.
+    /// Puts the next attempt off: by twice as many steps each time, and never beyond the next one that is due anyway.
     fn put_off(&mut self, step: u64) -> String {
         let wait = 1 << self.failures.min(16);
         self.failures += 1;
@@ -120,7 +120,7 @@ impl<'a> Keeper<'a> {
         if at < self.settings.steps { format!("after step {at}") } else { "at the end".to_string() }
     }
 
-    /// At the end of training: the last version's checkpoint, and the export.
+    /// Writes what is wanted at the end of training: the last version's checkpoint, and the export.
     pub(super) fn finish(
         &mut self,
         session: &Session,
@@ -189,7 +189,7 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// The state itself dies with an embedded server that keeps it in memory.
+    /// Whether the state itself dies with an embedded server that keeps it in memory.
     fn is_gone_with_us(&self) -> bool {
         self.embedded && self.settings.tier == TierKind::Memory
     }
@@ -224,8 +224,8 @@ impl<'a> Keeper<'a> {
     }
 }
 
-/// Whether a failure is of writing a checkpoint alone. One of a server that is gone, or of the job, is met at the next step
-/// too, and is better said by it.
+/// Whether only the writing of a checkpoint failed. If a server is gone or the job has failed, the next step meets
+/// that too, and its error says it better.
 fn is_of_checkpoints(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {

@@ -1,4 +1,4 @@
-//! From settings to running ranks: an embedded server when none is named, and a process for each rank.
+//! Starts a run from its settings: an embedded server when none is named, and a process for each rank.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 
 use super::{Settings, rank};
 
-/// How often the ranks' processes are looked at.
+/// How often the ranks' processes are checked.
 const POLL: Duration = Duration::from_millis(100);
 
 /// Trains to the end.
@@ -31,8 +31,8 @@ pub fn run(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// A server inside this process, on a free loopback port; gone with it. What it keeps in folders the next run's server finds
-/// there, whatever its port.
+/// A server inside this process, on a free loopback port, which goes with the process. The next run's server finds
+/// what it keeps in folders, whatever its port.
 struct Embedded {
     server: Server,
     _runtime: Runtime,
@@ -60,7 +60,7 @@ impl Embedded {
     }
 }
 
-/// One process a rank, started with this one's own arguments. The first to fail ends the others.
+/// Starts one process a rank, with this process's own arguments. The first to fail ends the others.
 fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
     let mut ranks = Ranks(Vec::new());
     for rank in 0..settings.world_size {
@@ -79,7 +79,7 @@ fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
     ranks.wait()
 }
 
-/// Killed with their parent's stack frame: no rank outlives a failed run.
+/// The ranks' processes. They are killed when this is dropped, so that no rank outlives a failed run.
 struct Ranks(Vec<Option<Child>>);
 
 impl Ranks {

@@ -1,4 +1,4 @@
-//! Which of the model fits the device: ZeRO stage 2 or 3, and what each keeps there.
+//! Which part of the model fits the device: ZeRO stage 2 or 3, and what each keeps there.
 
 use std::ops::Range;
 
@@ -23,17 +23,17 @@ pub enum Stage {
 pub struct Work {
     pub dtype: Dtype,
     pub delay: u32,
-    /// Of one micro-step.
+    /// The sequences of one micro-step.
     pub sequences: usize,
     pub device_budget: Option<u64>,
 }
 
-/// Activations that a model without a device budget keeps instead of computing them again in backward: half of the time
-/// of a forward pass saved, on a device whose memory nobody counts.
+/// How many bytes of activations a model without a device budget keeps instead of computing them again in backward.
+/// That saves half of the time of a forward pass, on a device whose memory nobody counts.
 const KEPT_ACTIVATIONS: usize = 256 << 20;
 
-/// Bytes of activations beside the weights: what enters each stage, and the inside of one block (its attention matrix,
-/// and 16 times its input for projections and the MLP), or the logits and their gradient.
+/// The bytes of activations beside the weights: what enters each stage, and the inside of one block (its attention
+/// matrix, and 16 times its input for projections and the MLP), or the logits and their gradient.
 pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u64>) -> u64 {
     let config = model.config();
     let rows = (sequences * config.context) as u64;
@@ -57,23 +57,23 @@ pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> G
     }
 }
 
-/// Bytes of device memory that a stage needs at most at once: the 16-bit weights, one layer widened to fp32 to compute
-/// with, its gradient beside it, and the activations.
+/// The most device memory that a stage needs at once, in bytes: the 16-bit weights, one layer widened to fp32 to
+/// compute with, its gradient beside it, and the activations.
 fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Work) -> u64 {
     let working = 2 * largest_stage(model) * 4 + activations(model, work.sequences, work.device_budget);
     match stage {
         Stage::Two => whole_images(layout, work.dtype, work.delay) + working,
-        // The layer in use and the one being prefetched.
+        // These are the layer in use and the one being prefetched.
         Stage::Three => 2 * largest_layer(model, layout) * work.dtype.bytes() + working,
     }
 }
 
-/// Elements of the largest stage's parameters.
+/// The elements of the largest stage's parameters.
 pub(super) fn largest_stage(model: &Gpt) -> u64 {
     (0..model.stages().len()).map(|stage| stage_elements(model, stage)).max().unwrap_or(0)
 }
 
-/// Elements of the largest stage's flat range.
+/// The elements of the largest stage's flat range.
 pub(super) fn largest_layer(model: &Gpt, layout: &Layout) -> u64 {
     let elements = |stage| {
         let range = stage_range(model, layout, stage);
@@ -88,13 +88,13 @@ pub(super) fn stage_range(model: &Gpt, layout: &Layout, stage: usize) -> Range<u
     layout.param_range(params.start).start..layout.param_range(params.end - 1).end
 }
 
-/// Bytes of the whole model's 16-bit weights at stage 2: a delayed step computes with one version while the next one
-/// arrives.
+/// The bytes of the whole model's 16-bit weights at stage 2. A delayed step computes with one version while the next
+/// one arrives.
 pub(super) fn whole_images(layout: &Layout, dtype: Dtype, delay: u32) -> u64 {
     layout.elements() * dtype.bytes() * u64::from(1 + delay)
 }
 
-/// Elements of one stage's parameters.
+/// The elements of one stage's parameters.
 pub(super) fn stage_elements(model: &Gpt, stage: usize) -> u64 {
     model.params()[model.stages()[stage].params.clone()].iter().map(|param| param.elements() as u64).sum()
 }

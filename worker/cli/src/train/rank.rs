@@ -1,4 +1,4 @@
-//! One rank's run: open or continue the job, step, evaluate, checkpoint, and what it ends with.
+//! One rank's run: it opens or continues the job, makes steps, evaluates, writes checkpoints, and ends.
 
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ use super::{
     text::{Batch, Corpus},
 };
 
-/// Sequences of one validation batch; small ones keep the activations of an evaluation below those of a step.
+/// How many sequences a validation batch has. Few of them keep the activations of an evaluation below those of a
+/// step.
 const VALIDATION_SEQUENCES: usize = 4;
 
 /// Everything about a run that does not change from step to step.
@@ -91,7 +92,7 @@ impl<'a> Run<'a> {
         Ok(Run { settings, model, corpus, validation, layout, device, stage, rank })
     }
 
-    /// From where the servers are to the last step.
+    /// Trains from connecting to the servers to the last step.
     ///
     /// # Errors
     /// `Outdated`: then nothing is lost, and it may be called again.
@@ -178,8 +179,8 @@ impl<'a> Run<'a> {
         Ok((session, joined))
     }
 
-    /// Whether the job is to be filled from a checkpoint, and how. A restore that was begun is brought to its end, whoever
-    /// began it; a job that has its state goes on from there.
+    /// Whether the job is to be filled from a checkpoint, and how. A restore that was begun is brought to its end,
+    /// whoever began it; a job that has its state goes on from there.
     fn goes_back(&self, opened: &Result<Opened, Error>, report: &Report) -> Option<GoBack> {
         let asked = self.settings.resume.clone();
         match opened {

@@ -1,4 +1,4 @@
-//! What a run shows: a bar on a terminal, plain lines on a pipe, one JSON object a line for machines.
+//! What a run shows: a bar on a terminal, plain lines on a pipe, one JSON object a line for programs.
 
 use std::{
     collections::BTreeMap,
@@ -14,14 +14,14 @@ use serde_json::json;
 use super::keep::Kept;
 use crate::commands::human;
 
-/// Plain lines of a whole run, so that a log stays readable.
+/// How many plain lines a whole run writes, so that a log stays readable.
 const PLAIN_LINES: u64 = 40;
 
 enum Output {
     Bar(ProgressBar),
     Plain,
     Json,
-    /// Ranks other than 0.
+    /// The mode of ranks other than 0.
     Silent,
 }
 
@@ -145,7 +145,7 @@ impl Report {
         self.started = Instant::now();
     }
 
-    /// The loss a step computed; shown once the step is decided.
+    /// Notes the loss that a step computed. It is shown once the step is decided.
     pub(super) fn loss(&mut self, step: Step, loss: f32) {
         self.losses.insert(step, loss);
     }
@@ -183,7 +183,7 @@ impl Report {
             }
             Output::Plain => {
                 let every = self.steps.div_ceil(PLAIN_LINES).max(1);
-                // A slow run shows signs of life all the same.
+                // A slow run shows signs of life too.
                 let late = self.last_shown.is_none_or(|shown| shown.elapsed() > Duration::from_secs(10));
                 if step.is_multiple_of(every) || step == self.steps || late {
                     self.last_shown = Some(Instant::now());
@@ -208,7 +208,7 @@ impl Report {
         }
     }
 
-    /// What a step computed with, whichever the rank.
+    /// Says what a step computed with, on any rank.
     pub(super) fn weights(&self, rank: u32, plan: StepPlan, crc32: u32) {
         let (step, version) = (plan.step.0, plan.reads.0);
         self.json(
@@ -223,7 +223,7 @@ impl Report {
         }
     }
 
-    /// Something the reader should know; on stderr for machines.
+    /// Says something that the reader should know; on stderr if programs read stdout.
     pub(super) fn note(&self, text: &str) {
         match &self.output {
             Output::Json | Output::Silent => eprintln!("longshore: {text}"),

@@ -79,7 +79,7 @@ pub struct StagedWeights<'a> {
     layout: &'a Layout,
     images: &'a mut LayerImages,
     pull: PullLayer<'a>,
-    /// Also backward, from the last stage to the first.
+    /// There is a backward pass too, from the last stage to the first.
     training: bool,
     /// Whether the last acquired stage was the last one of the model, so that the order has turned.
     backward: bool,

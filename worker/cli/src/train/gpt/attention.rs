@@ -11,7 +11,7 @@ use super::{
     stages::Shape,
 };
 
-/// What backward needs again, of one sequence: [heads, context, head width], and the attention weights.
+/// What backward needs again of one sequence: [heads, context, head width], and the attention weights.
 pub(super) struct Saved<T> {
     query: Tensor<T>,
     key: Tensor<T>,
@@ -25,8 +25,8 @@ impl<T> Saved<T> {
     }
 }
 
-/// From `projected`, in which each row is a query, a key and a value still lacking `bias`, to the heads'
-/// outputs side by side.
+/// Turns `projected`, in which each row is a query, a key and a value still lacking `bias`, into the heads' outputs
+/// side by side.
 pub(super) fn forward<T: Real>(
     projected: &Tensor<T>,
     bias: &Tensor<T>,
@@ -55,7 +55,7 @@ fn forward_sequence<T: Real>(projected: &[T], bias: &[T], out: &mut [T], shape: 
     Saved { query, key, value, weights }
 }
 
-/// The gradient of `projected`; the bias's is the sum of its rows.
+/// The gradient of `projected`. The bias's gradient is the sum of its rows.
 pub(super) fn backward<T: Real>(saved: &[Saved<T>], dy: &Tensor<T>, shape: &Shape) -> Tensor<T> {
     let width = shape.width;
     let mut out = vec![T::from_f64(0.0); shape.rows() * 3 * width];

@@ -66,7 +66,7 @@ pub(super) struct Saved<T> {
     attended: Tensor<T>,
     middle: Tensor<T>,
     normal2: Tensor<T>,
-    /// Before its bias and the nonlinearity.
+    /// The expanded rows, before their bias and the nonlinearity.
     expanded: Tensor<T>,
     hidden: Tensor<T>,
 }

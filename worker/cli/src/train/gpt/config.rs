@@ -13,7 +13,7 @@ pub struct Config {
     pub layers: usize,
 }
 
-/// The shapes other than "tiny" are GPT-2's and GPT-3's published ones, with a vocabulary of bytes.
+/// Shapes other than "tiny" are GPT-2's and GPT-3's published ones, with a vocabulary of bytes.
 pub const PRESETS: &[(&str, Config)] = &[
     ("tiny", Config { context: 128, width: 128, heads: 4, layers: 4 }),
     ("small", Config { context: 256, width: 384, heads: 6, layers: 6 }),
@@ -28,7 +28,7 @@ pub fn preset(name: &str) -> Option<Config> {
     PRESETS.iter().find(|(known, _)| *known == name).map(|(_, config)| *config)
 }
 
-/// Beyond these a value is a typing error: the largest published dense models stay well below each.
+/// A value beyond these is a typing error: the largest published dense models stay well below each.
 const CONTEXT_MAX: usize = 1 << 17;
 const WIDTH_MAX: usize = 1 << 15;
 const HEADS_MAX: usize = 256;
@@ -65,7 +65,7 @@ impl Config {
         Ok(())
     }
 
-    /// Of the feed-forward layer inside a block.
+    /// The width of the feed-forward layer inside a block.
     pub(super) fn hidden(&self) -> usize {
         4 * self.width
     }

@@ -52,7 +52,7 @@ fn continue_text(
     seed: u64,
 ) -> Vec<u8> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
-    // Byte 0 ends every file of a corpus, so it is also what a first byte follows.
+    // Byte 0 ends every file of a corpus, so a first byte follows it too.
     let mut text = vec![0];
     text.extend_from_slice(prompt);
     for _ in 0..bytes {

@@ -14,7 +14,7 @@ use super::{Config, ConfigError, VOCABULARY};
 pub enum Group {
     /// Matrices.
     Decay,
-    /// Biases, norms and positions: decay would pull these away from the values that make them neutral.
+    /// Biases, norms and positions. Decay would pull these away from the values that make them neutral.
     NoDecay,
 }
 
@@ -40,8 +40,8 @@ enum Start {
     Zero,
     One,
     Normal,
-    /// The end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with unit
-    /// variance whatever the depth.
+    /// The weight is the end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with
+    /// unit variance whatever the depth.
     Residual,
 }
 
@@ -49,7 +49,7 @@ enum Start {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
     pub name: String,
-    /// Into [`Gpt::params`].
+    /// The stage's parameters, as indices into [`Gpt::params`].
     pub params: Range<usize>,
 }
 
@@ -85,12 +85,12 @@ impl Gpt {
         &self.config
     }
 
-    /// In forward order.
+    /// The parameters, in forward order.
     pub fn params(&self) -> &[Param] {
         &self.params
     }
 
-    /// In forward order: the embedding, the blocks, the head.
+    /// The stages in forward order: the embedding, the blocks, the head.
     pub fn stages(&self) -> &[Stage] {
         &self.stages
     }
@@ -114,11 +114,11 @@ impl Gpt {
     }
 }
 
-/// Box-Muller in f64, two values a draw.
+/// Normal numbers by Box-Muller in f64, two values a draw.
 fn normal(seed: u64, stream: u64, elements: usize, deviation: f64) -> Vec<f32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     random.set_stream(stream);
-    // In (0, 1], whose logarithm is finite.
+    // The number is in (0, 1], whose logarithm is finite.
     let mut uniform = || ((random.next_u64() >> 11) + 1) as f64 / (1u64 << 53) as f64;
     let mut values = Vec::with_capacity(elements + 1);
     while values.len() < elements {
@@ -170,7 +170,7 @@ impl Layout {
         self.param(&format!("{name}.bias"), [width], Group::NoDecay, Start::Zero);
     }
 
-    /// Stored input-major: `output = input x weight + bias`.
+    /// A linear layer, stored input-major: `output = input x weight + bias`.
     fn linear(&mut self, name: &str, input: usize, output: usize, start: Start) {
         self.param(&format!("{name}.weight"), [input, output], Group::Decay, start);
         self.param(&format!("{name}.bias"), [output], Group::NoDecay, Start::Zero);

@@ -28,7 +28,7 @@ pub use tensor::Tensor;
 
 use super::text::Batch;
 
-/// What a source of weights or a sink of gradients may fail with.
+/// The error of a source of weights or of a sink of gradients.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 #[derive(Debug, thiserror::Error)]

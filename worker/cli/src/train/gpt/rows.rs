@@ -10,13 +10,13 @@ use rayon::prelude::*;
 
 use super::product::Gemm;
 
-/// Rows handled as one: enough that handing a chunk to a thread costs nothing beside it.
+/// How many rows are handled as one: enough that handing a chunk to a thread costs nothing beside it.
 const CHUNK_ROWS: usize = 32;
-/// Independent sums in one row, so that they vectorise without reassociating a single one.
+/// How many independent sums a row has, so that they vectorise without reassociating a single one.
 const LANES: usize = 16;
 const NORM_EPSILON: f64 = 1e-5;
 
-/// f32 to train, f64 for tests to difference against.
+/// f32 for training, and f64 for tests that take finite differences.
 pub(super) trait Real:
     Copy
     + PartialOrd
@@ -68,8 +68,8 @@ impl Real for f32 {
         self as f64
     }
 
-    /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's it vectorises, and has the same bits
-    /// on every machine. Comparisons, not `clamp`, so that NaN stays NaN and an overflow is seen.
+    /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's it vectorises, and has the same bits on every
+    /// machine. It compares instead of using `clamp`, so that NaN stays NaN and an overflow is seen.
     #[inline(always)]
     fn exp(self) -> f32 {
         const ROUND: f32 = 12_582_912.0; // 1.5 x 2^23: adding it leaves the nearest integer in the low bits
@@ -112,7 +112,7 @@ fn add_to<T: Real>(totals: &mut [T], terms: &[T]) {
     totals.iter_mut().zip(terms).for_each(|(total, term)| *total += *term);
 }
 
-/// Fills a new matrix, `body` being given a row's index and its place.
+/// Fills a new matrix. `body` gets a row's index and its elements.
 fn fill<T: Real>(rows: usize, width: usize, body: impl Fn(usize, &mut [T]) + Sync) -> Vec<T> {
     let mut out = vec![zero(); rows * width];
     out.par_chunks_mut(CHUNK_ROWS * width).enumerate().for_each(|(chunk, out)| {
@@ -123,7 +123,7 @@ fn fill<T: Real>(rows: usize, width: usize, body: impl Fn(usize, &mut [T]) + Syn
     out
 }
 
-/// As [`fill`], with `totals` values summed over all rows beside it.
+/// Does what [`fill`] does, and sums `totals` values over all rows.
 fn fill_and_sum<T: Real>(
     rows: usize,
     width: usize,
@@ -189,7 +189,7 @@ pub(super) fn norm_backward<T: Real>(x: &[T], gain: &[T], dy: &[T], residual: &[
     })
 }
 
-// GELU in the tanh form of GPT-2: u * sigmoid(2 * sqrt(2/pi) * (u + 0.044715 u^3)).
+// This is GELU in the tanh form of GPT-2: u * sigmoid(2 * sqrt(2/pi) * (u + 0.044715 u^3)).
 const GELU_SLOPE: f64 = 1.595_769_121_605_730_7;
 const GELU_CUBIC: f64 = 0.044_715;
 
@@ -251,8 +251,8 @@ pub(super) fn column_sums<T: Real>(dy: &[T], width: usize) -> Vec<T> {
     sums
 }
 
-/// Attention weights from scores, of which there is a `length` x `length` matrix a head. A position sees
-/// itself and those before it: later scores are not read, and their weights are exactly 0.
+/// Attention weights from scores, which are a `length` x `length` matrix a head. A position sees itself and those
+/// before it: later scores are not read, and their weights are exactly 0.
 pub(super) fn causal_softmax<T: Real>(scores: &[T], length: usize, scale: T) -> Vec<T> {
     fill(scores.len() / length, length, |index, out| {
         let seen = index % length + 1;

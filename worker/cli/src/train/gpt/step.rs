@@ -1,4 +1,4 @@
-//! One pass over a batch, stage by stage: who holds what, and when.
+//! One pass over a batch, stage by stage, with what is held when.
 
 use tracing::debug_span;
 
@@ -15,7 +15,7 @@ use super::{
 /// the last stage turns round on one loan, and the embedding's gradient needs no weights. So a source can
 /// prefetch.
 pub trait Weights<T = f32> {
-    /// Tensors in the order and the shapes of the stage's parameters.
+    /// The tensors, in the order and the shapes of the stage's parameters.
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor<T>>, BoxError>;
     /// Called for every successful `acquire`, also when the computation in between fails.
     fn release(&mut self, stage: usize, weights: Vec<Tensor<T>>);
@@ -23,7 +23,7 @@ pub trait Weights<T = f32> {
 
 /// Where a stage's gradients go, from the last stage to the first.
 pub trait Gradients<T = f32> {
-    /// In the order of the stage's parameters and multiplied by the loss scale.
+    /// Takes gradients in the order of the stage's parameters, multiplied by the loss scale.
     fn emit(&mut self, stage: usize, gradients: Vec<Tensor<T>>) -> Result<(), BoxError>;
 }
 
@@ -140,8 +140,8 @@ impl<'a, T: Real> Pass<'a, T> {
         Ok(loss)
     }
 
-    /// Keeps what is inside a block with `after` blocks behind it if it and all of those fit the budget; in
-    /// any case the last one's, which is needed again at once.
+    /// Keeps what is inside a block, with `after` blocks behind it, if it and all of those fit the budget. The last
+    /// block's is always kept, since it is needed again at once.
     fn keep(&self, kept: &mut Vec<Saved<T>>, saved: Saved<T>, after: usize) {
         if saved.bytes().saturating_mul(after + 1) <= self.model.activation_budget_bytes || after == 0 {
             kept.push(saved);
@@ -167,8 +167,8 @@ impl<'a, T: Real> Pass<'a, T> {
         self.with(stage, |weights| block::forward(x, weights, &shape))
     }
 
-    /// Calls `body` with a stage's weights, on loan, and on a thread of rayon's pool: from there its many
-    /// short parallel passes start without putting this thread to sleep and waking it up again for each.
+    /// Calls `body` with a stage's weights, on loan, and on a thread of rayon's pool. From there its many short
+    /// parallel passes start without putting this thread to sleep and waking it up again for each.
     fn with<R: Send>(
         &mut self,
         stage: usize,
