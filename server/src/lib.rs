@@ -10,6 +10,7 @@ pub mod config;
 mod connections;
 mod descriptors;
 mod directories;
+mod draining;
 mod jobs;
 pub mod lifecycle;
 pub mod log;

@@ -33,6 +33,7 @@ use crate::{
     connections::Connections,
     descriptors,
     directories::Directories,
+    draining::Draining,
     jobs::{JobHandle, Jobs},
     memfd::{self, Links},
     requests::Metered,
@@ -73,42 +74,6 @@ pub enum ServerError {
     Serve(String),
     #[error("told to stop a second time: the drain was broken off")]
     BrokenOff,
-}
-
-/// Says whether a drain has begun. Cheap to clone.
-#[derive(Clone)]
-pub(crate) struct Draining {
-    begun: watch::Sender<bool>,
-}
-
-impl Draining {
-    fn new() -> Draining {
-        Draining { begun: watch::Sender::new(false) }
-    }
-
-    pub(crate) fn begin(&self) {
-        self.begun.send_replace(true);
-    }
-
-    /// Refuses what should not begin any more.
-    pub(crate) fn refuse(&self) -> Result<(), Fault> {
-        if !*self.begun.borrow() {
-            return Ok(());
-        }
-        Err(Fault::new(
-            FaultKind::Unavailable,
-            "server",
-            "draining",
-            "serving",
-            "use another server, or start it again",
-        ))
-    }
-
-    async fn wait(&self) {
-        let mut begun = self.begun.subscribe();
-        // The sender lives as long as self, so the wait ends only with a drain.
-        let _ = begun.wait_for(|begun| *begun).await;
-    }
 }
 
 /// SIGTERM and SIGINT. They are caught from here on, so that one which comes while the server starts still ends in a

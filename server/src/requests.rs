@@ -20,12 +20,11 @@ use longshore_proto::{
 use longshore_wire::{
     self as wire,
     direct::{Bounds, Held, Taps},
+    frame::PUSH,
 };
 use tokio::time::{Sleep, sleep};
 use tonic::{Status, body::Body, server::NamedService};
 use tower_service::Service;
-
-use crate::service::PUSH;
 
 /// What comes before each message: whether it is compressed, and its length.
 const PREFIX_BYTES: usize = 5;

@@ -12,4 +12,5 @@ pub mod seed;
 pub mod server;
 pub mod skip;
 pub mod status;
+pub mod structure;
 pub mod train;

@@ -1,7 +1,5 @@
 //! Sessions and pipelines against real servers in this process, over loopback.
 
-#![cfg(feature = "cli")]
-
 use std::{
     net::SocketAddr,
     sync::{

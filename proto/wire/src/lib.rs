@@ -3,8 +3,11 @@
 mod convert;
 pub mod direct;
 pub mod frame;
+mod mark;
 pub mod memfd;
 mod parts;
+mod piece;
+pub mod sink;
 mod status;
 
 pub use convert::{

@@ -21,11 +21,11 @@ use longshore_wire::{self as wire};
 use tokio::time::Instant;
 use tonic::Status;
 
-pub(crate) use self::tensors::{DataPlane, PUSH};
+pub(crate) use self::tensors::DataPlane;
 use crate::{
     checkpoints::CheckpointLog,
+    draining::Draining,
     jobs::{JobHandle, Jobs},
-    lifecycle::Draining,
     memfd::Links,
 };
 

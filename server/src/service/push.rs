@@ -6,9 +6,11 @@
 //! control, and the server holds nothing beside the slots but what its window allows. Over a link the payload is used
 //! where it lies in the worker's memory, or is copied from there once its slot is free.
 
+mod place;
+
 use std::{
     future::poll_fn,
-    io,
+    io, mem,
     pin::Pin,
     sync::{Arc, Weak},
     time::Duration,
@@ -17,16 +19,12 @@ use std::{
 use bytes::Bytes;
 use http::Response;
 use http_body::Body as _;
-use longshore_engine::job::{Admitted, Job, Writing, check_sum};
-use longshore_proto::{
-    ContributionChunk, Fault, FaultKind,
-    checksum::{Crc32, TILE_BYTES},
-    limits::STRANGER_RESULTS,
-};
+use longshore_proto::{ContributionChunk, Fault, FaultKind, limits::STRANGER_RESULTS};
 use longshore_wire::{
     self as wire,
-    direct::{Claim, Mark, Read, Taps},
-    frame::{self, Land, Pieces, Shared},
+    direct::{Claim, Mark, Taps},
+    frame::{self, Pieces, Shared},
+    sink::{MessageSink, Mode, Read, Sink},
     v1::{PushRequest, PushResponse, PushResult},
 };
 use tokio::{
@@ -35,6 +33,7 @@ use tokio::{
 };
 use tonic::{Status, body::Body};
 
+use self::place::{Fate, Place, finish, place_now};
 use super::{Services, refuse};
 use crate::{jobs::JobHandle, memfd::Payload};
 
@@ -118,22 +117,6 @@ struct Waiting {
     patience: Duration,
 }
 
-/// Where a payload goes.
-enum Place {
-    Slot(Arc<JobHandle>, Writing<Arc<Job>>),
-    /// The payload is not wanted. Only its own checksum is compared.
-    Nowhere(Fate, Crc32),
-}
-
-/// What became of a chunk that was not refused.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Fate {
-    Stored,
-    Duplicate,
-    Superseded,
-    Decided,
-}
-
 /// The call is over, and its caller knows or is gone.
 struct Over;
 
@@ -147,9 +130,9 @@ impl Stream {
         loop {
             let (fault, waiting, results, full) = {
                 let mut intake = self.intake.lock();
-                let waiting = intake.land.waiting.take();
-                let full = intake.land.held_back.is_some();
-                (intake.fault().cloned(), waiting, intake.land.results.len(), full)
+                let waiting = intake.sink.waiting.take();
+                let full = intake.sink.held_back.is_some();
+                (intake.fault().cloned(), waiting, intake.sink.results.len(), full)
             };
             if let Some(fault) = fault {
                 return self.over(Some(wire::status(&fault))).await;
@@ -170,8 +153,8 @@ impl Stream {
                 let place = self.place(waiting).await?;
                 {
                     let mut intake = self.intake.lock();
-                    intake.land.placed(&place, &chunk);
-                    intake.land.chunk = Some((request, place));
+                    intake.sink.placed(&place, &chunk);
+                    intake.sink.chunk = Some((request, place));
                 }
                 self.intake.go_on();
                 self.claim.iter().for_each(Claim::resume);
@@ -193,8 +176,8 @@ impl Stream {
     fn take_held_back(&self) -> bool {
         let has_place = {
             let mut intake = self.intake.lock();
-            let Some((request, bytes)) = intake.land.held_back.take() else { return false };
-            intake.land.start(request, bytes)
+            let Some((request, bytes)) = intake.sink.held_back.take() else { return false };
+            intake.sink.start(request, bytes)
         };
         if has_place {
             self.intake.go_on();
@@ -207,7 +190,7 @@ impl Stream {
     async fn more(&mut self) -> Result<(), Over> {
         let (received, closing) = {
             let intake = self.intake.lock();
-            (intake.received(), intake.land.closing.clone())
+            (intake.received(), intake.sink.closing.clone())
         };
         let closed = async { closing?.wait_for(Option::is_some).await.ok()?.clone() };
         let patience = self.due.unwrap_or_else(|| Instant::now() + CHUNK_SILENCE);
@@ -252,7 +235,7 @@ impl Stream {
 
     async fn acknowledge(&mut self) -> Result<(), Over> {
         self.due = None;
-        let results = std::mem::take(&mut self.intake.lock().land.results);
+        let results = mem::take(&mut self.intake.lock().sink.results);
         if results.is_empty() {
             return Ok(());
         }
@@ -274,30 +257,24 @@ impl Stream {
     }
 }
 
-impl Land<PushRequest> for Receiving {
-    fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
-        // What a peer sends who takes no answers stays on its connection.
-        let most = if self.stranger.is_some() { STRANGER_RESULTS } else { RESULTS_MOST };
-        if self.results.len() >= most {
-            self.held_back = Some((request, bytes));
-            return Ok(false);
+impl Sink for Receiving {
+    fn mode(&mut self) -> Mode {
+        match &self.chunk {
+            Some((_, Ok(Place::Slot(..)))) => Mode::Direct(usize::MAX),
+            _ => Mode::Payload,
         }
-        Ok(self.start(request, bytes))
     }
 
-    fn is_direct(&self) -> bool {
-        matches!(&self.chunk, Some((_, Ok(Place::Slot(..)))))
-    }
-
-    fn put(&mut self, slice: &[u8]) {
+    fn put(&mut self, bytes: &mut Bytes) {
+        let bytes = mem::take(bytes);
         let Some((_, place)) = &mut self.chunk else { return };
         match place {
             Ok(Place::Slot(_, writing)) => {
-                if let Err(fault) = writing.write(slice) {
+                if let Err(fault) = writing.write(&bytes) {
                     *place = Err(fault);
                 }
             }
-            Ok(Place::Nowhere(_, sum)) => sum.update(slice),
+            Ok(Place::Nowhere(_, sum)) => sum.update(&bytes),
             Err(_) => {}
         }
     }
@@ -307,6 +284,18 @@ impl Land<PushRequest> for Receiving {
             Some((_, Ok(Place::Slot(_, writing)))) => writing.read_from(most, read),
             _ => Ok(0),
         }
+    }
+}
+
+impl MessageSink<PushRequest> for Receiving {
+    fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
+        // What a peer sends who takes no answers stays on its connection.
+        let most = if self.stranger.is_some() { STRANGER_RESULTS } else { RESULTS_MOST };
+        if self.results.len() >= most {
+            self.held_back = Some((request, bytes));
+            return Ok(false);
+        }
+        Ok(self.start(request, bytes))
     }
 
     fn end(&mut self) -> Result<bool, Fault> {
@@ -394,60 +383,6 @@ impl Receiving {
     fn placed(&mut self, place: &Result<Place, Fault>, chunk: &ContributionChunk) {
         if let Ok(Place::Slot(..)) = place {
             self.last = Some(*chunk);
-        }
-    }
-}
-
-impl Place {
-    /// Brings in the payload, if it lies in the worker's memory.
-    fn holding(mut self, payload: Option<Payload>, lent: bool) -> Result<Place, Fault> {
-        match (payload, &mut self) {
-            (None, _) => {}
-            (Some(payload), Place::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
-            // The chunk is held already, and nothing was moved that could be damaged.
-            (Some(_), Place::Nowhere(..)) if lent => {}
-            (Some(payload), place) => place.fetch(&payload),
-        }
-        Ok(self)
-    }
-
-    /// Takes a payload that lies in the worker's memory.
-    fn fetch(&mut self, payload: &Payload) {
-        match self {
-            Place::Slot(_, writing) => writing.fetch(&mut |from, target| payload.copy(from, target)),
-            Place::Nowhere(_, sum) => {
-                let mut tile = [0; TILE_BYTES];
-                let bytes = payload.bytes() as usize;
-                for from in (0..bytes).step_by(TILE_BYTES) {
-                    let tile = &mut tile[..TILE_BYTES.min(bytes - from)];
-                    payload.copy(from, tile);
-                    sum.update(tile);
-                }
-            }
-        }
-    }
-}
-
-/// None while the slot is busy.
-fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Option<Place>, Fault> {
-    Ok(match Job::admit(Arc::clone(&handle.job), chunk)? {
-        Admitted::Busy => None,
-        Admitted::Duplicate => Some(Place::Nowhere(Fate::Duplicate, Crc32::new())),
-        Admitted::Superseded => Some(Place::Nowhere(Fate::Superseded, Crc32::new())),
-        Admitted::Decided => Some(Place::Nowhere(Fate::Decided, Crc32::new())),
-        Admitted::Write(writing) => Some(Place::Slot(Arc::clone(handle), writing)),
-    })
-}
-
-/// `crc32` is None for a lent payload.
-fn finish(place: Place, crc32: Option<u32>) -> Result<Fate, Fault> {
-    match place {
-        Place::Slot(handle, writing) => {
-            handle.perform(writing.finish()?);
-            Ok(Fate::Stored)
-        }
-        Place::Nowhere(fate, sum) => {
-            crc32.map_or(Ok(()), |claimed| check_sum(claimed, sum.value())).map(|()| fate)
         }
     }
 }

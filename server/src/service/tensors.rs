@@ -11,6 +11,7 @@ use http::{Request, Response};
 use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
 use longshore_wire::{
     direct::Taps,
+    frame::{PULL, PUSH},
     v1::{
         self,
         tensors_server::{Tensors, TensorsServer},
@@ -21,9 +22,6 @@ use tonic::{Status, Streaming, body::Body, server::NamedService};
 use tower_service::Service;
 
 use super::{Services, pull, push, upload};
-
-pub(crate) const PUSH: &str = "/longshore.v1.Tensors/Push";
-pub(crate) const PULL: &str = "/longshore.v1.Tensors/Pull";
 
 /// `longshore.v1.Tensors`. A caller sees no difference between calls that are served by hand and those served by
 /// generated code.

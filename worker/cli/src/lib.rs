@@ -8,4 +8,6 @@ mod say;
 mod bench;
 pub mod commands;
 mod export;
+mod servers;
+mod sizes;
 pub mod train;

@@ -4,7 +4,7 @@
 //! written a buffer must have finished (its stream synchronised) before it is copied out.
 #![allow(unsafe_code)]
 
-use std::{ffi::c_void, sync::Arc};
+use std::{ffi::c_void, mem, sync::Arc};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sys};
 
@@ -75,24 +75,33 @@ impl Drop for Pinned {
     }
 }
 
-struct Done {
-    event: CudaEvent,
+/// A copy on the stream, and both of its ends.
+struct Copy {
+    done: CudaEvent,
     device: String,
+    /// None once the copy is over, or given up.
+    ends: Option<(HostBuffer, Buffer)>,
 }
 
-impl Event for Done {
+impl Event for Copy {
     fn is_done(&self) -> Result<bool> {
         Ok(self
-            .event
+            .done
             .try_is_complete()
             .map_err(|error| failed(&self.device, "cuEventQuery", error, DRIVER))?)
     }
 
-    fn wait(&self) -> Result<()> {
-        Ok(self
-            .event
-            .synchronize()
-            .map_err(|error| failed(&self.device, "cuEventSynchronize", error, DRIVER))?)
+    fn wait(&mut self) -> Result<HostBuffer> {
+        let ends = self.ends.take();
+        match (self.done.synchronize(), ends) {
+            (Ok(()), Some((host, _))) => Ok(host),
+            (Ok(()), None) => Ok(HostBuffer::new(Vec::new())),
+            (Err(error), ends) => {
+                // The GPU may still write: memory lost is better than memory corrupted.
+                mem::forget(ends);
+                Err(failed(&self.device, "cuEventSynchronize", error, DRIVER).into())
+            }
+        }
     }
 }
 
@@ -151,16 +160,16 @@ impl CudaDevice {
 
     /// What a started copy leaves: an event behind it, and both ends until then.
     fn transfer(&self, host: HostBuffer, device: &Buffer) -> Result<Transfer> {
-        let event = match self.copies.record_event(None) {
-            Ok(event) => event,
+        let done = match self.copies.record_event(None) {
+            Ok(done) => done,
             Err(error) => {
                 // Without an event the copy's end is unknown: its memory must outlive the process.
-                std::mem::forget((host, device.clone()));
+                mem::forget((host, device.clone()));
                 return Err(failed(&self.name, "cuEventRecord", error, DRIVER).into());
             }
         };
-        let event: Box<dyn Event> = Box::new(Done { event, device: self.name.clone() });
-        Ok(Transfer { host: Some(host), device: Some(device.clone()), event: Some(event) })
+        let ends = Some((host, device.clone()));
+        Ok(Transfer::under_way(Copy { done, device: self.name.clone(), ends }))
     }
 }
 
@@ -209,21 +218,23 @@ impl Device for CudaDevice {
         let memory = memory.cast::<u8>();
         // SAFETY: the driver just gave us `size` writable bytes.
         unsafe { memory.write_bytes(0, size) };
-        Ok(HostBuffer(Box::new(Pinned { context: self.context.clone(), memory, bytes: bytes as usize })))
+        Ok(HostBuffer::new(Pinned { context: self.context.clone(), memory, bytes: bytes as usize }))
     }
 
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer> {
-        let memory: &Memory = target.of(&self.name, offset, source.len() as u64)?;
+        source.check::<Pinned>(&self.name)?;
+        let memory: &Memory = target.memory(&self.name, offset, source.len() as u64)?;
         self.bind()?;
-        // SAFETY: `of` checked the bounds. The transfer owns both ends until its event has happened, and the heap memory
-        // behind the boxed source does not move with it.
+        // SAFETY: `memory` checked the bounds. The transfer owns both ends until its event has happened, and the memory that
+        // the source points to, which `check` found to be this device's own, does not move with it.
         unsafe { result::memcpy_htod_async(memory.address + offset, &source, self.copies.cu_stream()) }
             .map_err(|error| failed(&self.name, "cuMemcpyHtoDAsync", error, DRIVER))?;
         self.transfer(source, target)
     }
 
     fn copy_out(&self, source: &Buffer, offset: u64, mut target: HostBuffer) -> Result<Transfer> {
-        let memory: &Memory = source.of(&self.name, offset, target.len() as u64)?;
+        target.check::<Pinned>(&self.name)?;
+        let memory: &Memory = source.memory(&self.name, offset, target.len() as u64)?;
         self.bind()?;
         // SAFETY: as in `copy_in`; nobody reads the target before the transfer gives it back.
         unsafe { result::memcpy_dtoh_async(&mut target, memory.address + offset, self.copies.cu_stream()) }
@@ -279,11 +290,16 @@ mod tests {
     }
 
     #[test]
-    fn another_devices_buffer_is_refused() {
+    fn another_devices_buffers_are_refused() {
         let Some(device) = gpu(1 << 20) else { return };
         let host = super::super::HostDevice::new(1 << 20);
         let foreign = host.allocate("weights", 64).unwrap();
         let bytes = device.allocate_host(64).unwrap();
         assert!(matches!(device.copy_in(bytes, &foreign, 0), Err(Error::Device(_))));
+        let buffer = device.allocate("weights", 64).unwrap();
+        let pageable = host.allocate_host(64).unwrap();
+        assert!(matches!(device.copy_in(pageable, &buffer, 0), Err(Error::Device(_))));
+        let pageable = host.allocate_host(64).unwrap();
+        assert!(matches!(device.copy_out(&buffer, 0, pageable), Err(Error::Device(_))));
     }
 }

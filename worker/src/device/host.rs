@@ -39,24 +39,24 @@ impl Device for HostDevice {
     }
 
     fn allocate_host(&self, bytes: u64) -> Result<HostBuffer> {
-        Ok(HostBuffer(Box::new(zeroed(bytes)?)))
+        Ok(HostBuffer::new(zeroed(bytes)?))
     }
 
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer> {
-        let memory: &Memory = target.of(NAME, offset, source.len() as u64)?;
+        let memory: &Memory = target.memory(NAME, offset, source.len() as u64)?;
         let start = offset as usize;
         memory.bytes.lock().unwrap_or_else(PoisonError::into_inner)[start..start + source.len()]
             .copy_from_slice(&source);
-        Ok(Transfer { host: Some(source), device: None, event: None })
+        Ok(Transfer::done(source))
     }
 
     fn copy_out(&self, source: &Buffer, offset: u64, mut target: HostBuffer) -> Result<Transfer> {
-        let memory: &Memory = source.of(NAME, offset, target.len() as u64)?;
+        let memory: &Memory = source.memory(NAME, offset, target.len() as u64)?;
         let start = offset as usize;
         let bytes = memory.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         let end = start + target.len();
         target.copy_from_slice(&bytes[start..end]);
-        Ok(Transfer { host: Some(target), device: None, event: None })
+        Ok(Transfer::done(target))
     }
 }
 

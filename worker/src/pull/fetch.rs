@@ -1,13 +1,15 @@
 //! One connection's part of a feed: pulls its slices, checks and stores them, and asks again for what is missing.
 
-use std::{io, ops::Range, sync::Arc};
+use std::{io, mem, ops::Range, sync::Arc};
 
+use bytes::Bytes;
 use longshore_proto::{Fault, FaultKind, ShardId, Slice, checksum::Crc32, limits::MAX_PULL_SLICES};
 use longshore_wire::{
-    direct::{Mark, Read},
+    direct::Mark,
     dtype_to_wire, fault_from_status,
-    frame::{self, Land, Shared},
+    frame::{self, PULL, Shared},
     memfd::STALE,
+    sink::{MessageSink, Mode, Read, Sink},
     v1::{self, PullRequest, PullResponse},
 };
 
@@ -19,8 +21,6 @@ use crate::{error::Shortage, memfd::Link, session::Backoff};
 
 /// A damaged chunk is asked for again this often before it is an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;
-
-const PULL: &str = "/longshore.v1.Tensors/Pull";
 
 pub(super) struct Fetch {
     pub(super) shared: Arc<feed::Shared>,
@@ -111,7 +111,7 @@ impl Fetch {
         };
         let poured = poured.await;
         let intake = intake.lock();
-        *progress = intake.land.progress;
+        *progress = intake.sink.progress;
         // What was wrong with the messages says more than how the call ended.
         intake.fault().cloned().map_or(Ok(()), Err)?;
         poured.map_err(|status| fault_from_status(&status, &peer.address))?;
@@ -142,7 +142,27 @@ struct Payload {
     bytes: u64,
 }
 
-impl Land<PullResponse> for Landing {
+impl Sink for Landing {
+    fn mode(&mut self) -> Mode {
+        if self.payload.is_some() { Mode::Direct(usize::MAX) } else { Mode::Payload }
+    }
+
+    fn put(&mut self, bytes: &mut Bytes) {
+        let bytes = mem::take(bytes);
+        if let Some(Payload { place, sum, .. }) = &mut self.payload {
+            self.shared.store.put(place, &bytes, sum);
+        }
+    }
+
+    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
+        match &mut self.payload {
+            Some(Payload { place, sum, .. }) => self.shared.store.read_from(place, most, sum, read),
+            None => Ok(0),
+        }
+    }
+}
+
+impl MessageSink<PullResponse> for Landing {
     fn begin(&mut self, head: PullResponse, bytes: usize) -> Result<bool, Fault> {
         self.shared.reading.found(head.decided_by)?;
         if head.place.is_some() {
@@ -152,23 +172,6 @@ impl Land<PullResponse> for Landing {
             self.payload = Some(self.place(&head, bytes as u64)?);
         }
         Ok(true)
-    }
-
-    fn is_direct(&self) -> bool {
-        self.payload.is_some()
-    }
-
-    fn put(&mut self, slice: &[u8]) {
-        if let Some(Payload { place, sum, .. }) = &mut self.payload {
-            self.shared.store.put(place, slice, sum);
-        }
-    }
-
-    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
-        match &mut self.payload {
-            Some(Payload { place, sum, .. }) => self.shared.store.read_from(place, most, sum, read),
-            None => Ok(0),
-        }
     }
 
     fn end(&mut self) -> Result<bool, Fault> {

@@ -14,7 +14,7 @@ use std::{
 
 use longshore_memory::{Foreign, Source};
 use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, Version, checksum::Crc32, limits::CHUNK_BYTES};
-use longshore_wire::direct::Read;
+use longshore_wire::sink::Read;
 
 use crate::{
     device::{Pool, PooledBuffer},

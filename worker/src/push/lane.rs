@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, Step, checksum::crc32, limits::CHUNK_BYT
 use longshore_wire::{
     direct::Mark,
     dtype_to_wire, fault_from_status, fault_from_wire,
-    frame::{self, Event, Incoming, Piece, Pieces},
+    frame::{self, Event, Incoming, PUSH, Piece, Pieces},
     v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
 };
 use tokio::sync::mpsc;
@@ -25,7 +25,6 @@ use crate::{
 
 /// Requests handed to the transport ahead of its own window: one being framed, one ready.
 const READY_REQUESTS: usize = 2;
-const PUSH: &str = "/longshore.v1.Tensors/Push";
 
 /// The queues of all lanes.
 pub(crate) struct Lanes {

@@ -23,6 +23,11 @@ pub struct Checkpoint {
 /// How many checkpoints may share a name, told apart by a number.
 const MOST_NAMES: u32 = 100;
 
+/// The name of a checkpoint that the caller did not name.
+pub fn checkpoint_name(version: u64) -> String {
+    format!("step-{version:08}")
+}
+
 /// The name, and then those to take where it is another state's.
 pub fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
     let name = name.to_string();

@@ -34,7 +34,7 @@ use longshore_wire::{frame::keep_buffers, v1};
 pub use self::{
     admin::StateHash,
     checkpoint::is_taken,
-    checkpoints::{Checkpoint, common, numbered},
+    checkpoints::{Checkpoint, checkpoint_name, common, numbered},
     go_back::GoBack,
     join::Joined,
     open::Opened,

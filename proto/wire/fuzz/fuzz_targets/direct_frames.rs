@@ -14,8 +14,9 @@ use std::{
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
 use longshore_wire::{
-    direct::{Direct, Mark, Mode, Read, Side, Sink, Socket, Taps},
+    direct::{Direct, Mark, Side, Socket, Taps},
     frame::encode,
+    sink::{Mode, Read, Sink},
     v1::PushRequest,
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -45,15 +46,15 @@ struct Script {
 }
 
 impl Socket for Script {
-    fn poll_readable(&self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Pending
-    }
-
-    fn try_read_into(&self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    fn poll_read_into(
+        &mut self,
+        _: &mut Context<'_>,
+        places: &mut [IoSliceMut<'_>],
+    ) -> Poll<io::Result<usize>> {
         let (at, cuts) = &mut *self.at.lock().unwrap();
         let mut left = cuts.next().min(self.incoming.len() - *at);
         if left == 0 && *at < self.incoming.len() {
-            return Err(io::ErrorKind::WouldBlock.into());
+            return Poll::Pending;
         }
         let before = *at;
         for place in places {
@@ -61,15 +62,13 @@ impl Socket for Script {
             place[..now].copy_from_slice(&self.incoming[*at..*at + now]);
             (*at, left) = (*at + now, left - now);
         }
-        Ok(*at - before)
+        Poll::Ready(Ok(*at - before))
     }
-
-    fn size_buffers(&self) {}
 }
 
 impl AsyncRead for Script {
     fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        unreachable!("it is read with try_read_into")
+        unreachable!("it is read with poll_read_into")
     }
 }
 

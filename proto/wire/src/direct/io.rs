@@ -1,14 +1,15 @@
 //! The socket as h2 sees it, without the DATA frames of tapped streams.
 
 mod divert;
+mod frames;
 mod patience;
 #[cfg(test)]
 mod tests;
 mod traits;
+mod windows;
 
 use std::{
     io::{self, IoSliceMut},
-    pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
 };
@@ -19,14 +20,14 @@ use tokio::io::ReadBuf;
 use self::patience::Patience;
 use super::{
     bounds::{Bounds, Guest, Standing},
-    conduct::{Breach, Conduct},
+    conduct::Conduct,
     credit::Credit,
-    mark::{Mark, START_BYTES},
     outlet::Outgoing,
-    outward::{HEADER_BYTES, Header, Outward, PREFACE},
+    outward::{Header, Outward, PREFACE},
     socket::Socket,
     tap::{Line, Tap, Taps},
 };
+use crate::mark::Mark;
 
 /// The size of the buffer that receives frames' headers, and whatever else is copied.
 const BUFFER_BYTES: usize = 16 * 1024;
@@ -158,7 +159,7 @@ impl<S: Socket> Direct<S> {
             // Where a payload may follow little is read, so that the payload need not be copied.
             let most = if self.streams.is_empty() { BUFFER_BYTES } else { least.max(GAP_BYTES) };
             let room = &mut self.buffer[self.end..most];
-            let count = ready!(poll_read(&self.socket, context, room))?;
+            let count = ready!(poll_read(&mut self.socket, context, room))?;
             if count == 0 {
                 return Poll::Ready(Ok(false));
             }
@@ -235,117 +236,6 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// The next frame's header; None at the end.
-    fn header(&mut self, context: &mut Context<'_>) -> Poll<io::Result<Option<Header>>> {
-        if !ready!(self.fill(context, HEADER_BYTES))? {
-            return Poll::Ready(Ok(None));
-        }
-        let Some(bytes) = self.buffered().first_chunk() else { return Poll::Ready(Ok(None)) };
-        let header = Header::read(bytes);
-        self.patience.greeted = true;
-        let mut conduct = self.conduct.follow(&header);
-        if let Some(guest) = &mut self.guest {
-            match header.kind {
-                Header::HEADERS if !guest.call(header.stream) => conduct = Err(Breach::Excess),
-                Header::RESET => guest.hang_up(header.stream),
-                _ => {}
-            }
-        }
-        match conduct {
-            Ok(()) => Poll::Ready(Ok(Some(header))),
-            Err(breach) => Poll::Ready(Err(self.cut_off(context, breach))),
-        }
-    }
-
-    /// Logs the breach, and makes the error that ends h2's connection.
-    fn cut_off(&mut self, context: &mut Context<'_>, breach: Breach) -> io::Error {
-        tracing::debug!(?breach, "connection cut off");
-        self.say_good_bye(context, breach as u32);
-        io::Error::other(breach.text())
-    }
-
-    /// Sends GOAWAY with this code, unless one of h2's frames is on its way or the peer takes nothing.
-    fn say_good_bye(&mut self, context: &mut Context<'_>, code: u32) {
-        self.inward = Inward::Over;
-        if self.outward.is_between_frames() {
-            self.credit.end(self.guest.as_ref().map_or(0, |guest| guest.last), code);
-            let _ = self.poll_updates(context);
-        }
-    }
-
-    /// Decides where a frame goes. Returns false where the stream ends inside it.
-    fn frame(&mut self, context: &mut Context<'_>, header: Header) -> Poll<io::Result<bool>> {
-        let stream = self.streams.iter().position(|stream| stream.id == header.stream);
-        let pass = Inward::Pass { left: HEADER_BYTES + header.len };
-        self.passing = HEADER_BYTES + header.len;
-        let Some(stream) = stream else {
-            let may_begin = self.side == Side::Server
-                && header.kind == Header::DATA
-                && header.flags & Header::PADDED == 0
-                && header.len >= START_BYTES
-                && self.streams.len() < TAPS_MOST;
-            if may_begin {
-                if !ready!(self.fill(context, HEADER_BYTES + START_BYTES))? {
-                    return Poll::Ready(Ok(false));
-                }
-                if let Some(mark) = Mark::find(&self.buffered()[HEADER_BYTES..]) {
-                    self.tap(header.stream, mark);
-                }
-            }
-            if header.kind == Header::RESET {
-                self.outlets.iter_mut().filter(|of| of.stream == header.stream).for_each(|of| of.over = true);
-            }
-            self.inward = pass;
-            return Poll::Ready(Ok(true));
-        };
-        match header.kind {
-            Header::DATA => return self.data(context, stream, header),
-            Header::RESET => {
-                let Stream { mark, tap, .. } = &self.streams[stream];
-                // Nobody may have claimed it yet.
-                self.taps.meet(*mark);
-                tap.close();
-                self.line.note();
-            }
-            _ => {}
-        }
-        self.inward = pass;
-        Poll::Ready(Ok(true))
-    }
-
-    /// Takes a DATA frame of a tapped stream.
-    fn data(&mut self, context: &mut Context<'_>, stream: usize, header: Header) -> Poll<io::Result<bool>> {
-        let padded = header.flags & Header::PADDED != 0;
-        let prefix = HEADER_BYTES + usize::from(padded);
-        if padded && !ready!(self.fill(context, prefix))? {
-            return Poll::Ready(Ok(false));
-        }
-        let padding = if padded { usize::from(self.buffered()[HEADER_BYTES]) } else { 0 };
-        let wrong = usize::from(padded) + padding > header.len;
-        if wrong || self.streams[stream].tap.state().is_closed() {
-            self.inward = Inward::Pass { left: HEADER_BYTES + header.len };
-            return Poll::Ready(Ok(true));
-        }
-        self.start += prefix;
-        self.take(stream, usize::from(padded));
-        self.streams[stream].ended = header.flags & Header::END_STREAM != 0;
-        let left = header.len - usize::from(padded) - padding;
-        self.inward = Inward::Divert { stream, left, padding };
-        Poll::Ready(Ok(true))
-    }
-
-    fn tap(&mut self, id: u32, mark: Mark) {
-        if !mark.is_of_request() {
-            let may_go_past = self.socket.takes_addresses() && self.outlets.len() < TAPS_MOST;
-            self.outlets.extend(may_go_past.then(|| Outgoing::offer(id, mark, &self.taps)).flatten());
-            return;
-        }
-        let tap = Arc::new(Tap::on(&self.line));
-        if self.taps.offer(mark, Arc::clone(&tap)) {
-            self.streams.push(Stream { id, mark, tap, owed: 0, ended: false });
-        }
-    }
-
     /// Gives h2 some bytes of a frame.
     fn pass(
         &mut self,
@@ -357,7 +247,7 @@ impl<S: Socket> Direct<S> {
         let room = out.remaining().min(left).min(most);
         if self.start == self.end {
             if room >= BUFFER_BYTES {
-                let count = ready!(poll_read(&self.socket, context, out.initialize_unfilled_to(room)))?;
+                let count = ready!(poll_read(&mut self.socket, context, out.initialize_unfilled_to(room)))?;
                 out.advance(count);
                 return Poll::Ready(Ok(count));
             }
@@ -370,67 +260,12 @@ impl<S: Socket> Direct<S> {
         self.start += now;
         Poll::Ready(Ok(now))
     }
-
-    /// Collects what taps have given back, and lets go of taps that were closed.
-    fn collect(&mut self) {
-        if !self.line.take_changed() {
-            return;
-        }
-        let busy = match self.inward {
-            Inward::Divert { stream, .. } => Some(self.streams[stream].id),
-            _ => None,
-        };
-        let owed = &mut self.credit.owed;
-        self.streams.retain_mut(|stream| {
-            let mut state = stream.tap.state();
-            let released = state.take_released();
-            *owed += released;
-            stream.owed += released;
-            !state.is_closed() || busy == Some(stream.id)
-        });
-        if let Inward::Divert { stream, .. } = &mut self.inward {
-            *stream = self.streams.iter().position(|stream| Some(stream.id) == busy).unwrap_or(0);
-        }
-    }
-
-    /// Writes WINDOW_UPDATE frames where a frame of h2's has ended and enough has been taken.
-    fn give_back(&mut self, context: &mut Context<'_>) -> io::Result<()> {
-        match self.poll_updates(context) {
-            Poll::Ready(result) => result,
-            Poll::Pending => Ok(()),
-        }
-    }
-
-    fn poll_updates(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.credit.rest().is_empty() {
-            if !self.outward.is_between_frames() || !self.credit.is_due() {
-                return Poll::Ready(Ok(()));
-            }
-            let taken = |stream: &mut Stream| (stream.id, std::mem::take(&mut stream.owed));
-            let open = self.streams.iter_mut().filter(|stream| stream.owed > 0 && !stream.ended);
-            let granted = self.credit.make(open.map(taken));
-            self.conduct.grant(granted);
-        }
-        while !self.credit.rest().is_empty() {
-            let write = Pin::new(&mut self.socket).poll_write(context, self.credit.rest());
-            let count = ready!(write)?;
-            if count == 0 {
-                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
-            }
-            self.credit.advance(count);
-        }
-        Poll::Ready(Ok(()))
-    }
 }
 
-fn poll_read(socket: &impl Socket, context: &mut Context<'_>, place: &mut [u8]) -> Poll<io::Result<usize>> {
-    loop {
-        match socket.try_read_into(&mut [IoSliceMut::new(place)]) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                ready!(socket.poll_readable(context))?;
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            other => return Poll::Ready(other),
-        }
-    }
+fn poll_read(
+    socket: &mut impl Socket,
+    context: &mut Context<'_>,
+    place: &mut [u8],
+) -> Poll<io::Result<usize>> {
+    socket.poll_read_into(context, &mut [IoSliceMut::new(place)])
 }

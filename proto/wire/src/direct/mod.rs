@@ -2,7 +2,7 @@
 //!
 //! h2 reads each DATA frame into memory of its own, and its user must copy it from there. [`Direct`] sits between the
 //! socket and h2 and looks at the headers of frames. It passes all of them to h2, but for the DATA frames of a stream
-//! with a [`Tap`]: their payload is read from the socket to where the tap's [`Sink`] says. h2 neither sees nor counts
+//! with a [`Tap`]: their payload is read from the socket to where the tap's [`Sink`](crate::sink::Sink) says. h2 neither sees nor counts
 //! it, so `Direct` gives the windows back once the bytes have been taken.
 //!
 //! hyper does not tell its users which stream a call has. So whoever makes a call that may be tapped puts a [`Mark`]
@@ -13,16 +13,17 @@
 mod bounds;
 mod conduct;
 mod credit;
+mod dialled;
 mod io;
-mod mark;
 mod outlet;
 mod outward;
 mod socket;
 mod tap;
 
+pub use crate::mark::Mark;
 pub use bounds::{Bounds, Held, Standing};
+pub use dialled::Dialled;
 pub use io::{Direct, Side};
-pub use mark::Mark;
 pub use outlet::{Payloads, blank};
-pub use socket::{Dialled, LOOPBACK_BYTES, Socket, UNIX_BYTES};
-pub use tap::{Claim, Mode, Read, Sink, Tap, Taps};
+pub use socket::{LOOPBACK_BYTES, Socket, UNIX_BYTES};
+pub use tap::{Claim, Tap, Taps};

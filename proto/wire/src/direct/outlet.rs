@@ -16,11 +16,10 @@ use longshore_memory::{MOST_PARTS, Part, SharedBytes};
 use longshore_proto::limits::CHUNK_BYTES;
 
 use super::{
-    mark::Mark,
     outward::{Cursor, Follows},
     tap::Taps,
 };
-use crate::frame::Piece;
+use crate::{mark::Mark, piece::Piece};
 
 /// What h2 is given to send: never written, and read by nobody but the few bytes that h2 copies.
 static BLANK: [u8; CHUNK_BYTES] = [0; CHUNK_BYTES];

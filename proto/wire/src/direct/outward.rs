@@ -1,7 +1,7 @@
 //! Follows the frames that go out: where a frame ends, how the first message of a call begins, which calls end, and
 //! how much of the connection's window is granted.
 
-use super::mark::{Mark, START_BYTES};
+use crate::mark::{Mark, START_BYTES};
 
 pub(super) const HEADER_BYTES: usize = 9;
 /// What a client sends before its first frame.

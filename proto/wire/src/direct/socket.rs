@@ -1,7 +1,7 @@
-//! What `Direct` needs of a socket beyond reading and writing: to read into several places at once.
+//! What `Direct` needs of a socket beyond reading and writing, and which sockets have it.
 
 use std::{
-    io::{self, IoSlice, IoSliceMut},
+    io::{self, IoSliceMut},
     os::fd::AsFd,
     pin::Pin,
     task::{Context, Poll, ready},
@@ -22,15 +22,28 @@ pub const LOOPBACK_BYTES: usize = 256 * 1024;
 /// receiver wait for each other, at 0.80 of a raw socket's speed; with this it is 0.96.
 pub const UNIX_BYTES: usize = 1024 * 1024;
 
-/// TCP or Unix.
+/// A byte stream that [`Direct`](super::Direct) can lie on: TCP, a Unix socket, or what wraps one of them.
+///
+/// A stream of TLS implements it with `impl Socket for TlsStream<TcpStream> {}` alone, since the provided methods read through
+/// [`AsyncRead`]: the payload is then decrypted straight to its place, as far as the room there reaches. It should pass
+/// [`Socket::size_buffers`] on to the socket below, and say true in [`AsyncWrite::is_write_vectored`] where it takes several
+/// slices with one call, since each message is a small head and a large payload.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
-    fn poll_readable(&self, context: &mut Context<'_>) -> Poll<io::Result<()>>;
-
-    /// Reads what is there into the first place, then into the next.
-    ///
-    /// # Errors
-    /// `WouldBlock` where nothing is there: [`Socket::poll_readable`] tells when to ask again.
-    fn try_read_into(&self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
+    /// Reads what is there into the first place, then into the next, and returns how many bytes that were: 0 at the end of
+    /// the stream. Nothing is lost where it is pending, and the task is woken once there is something. A stream that can fill one place only leaves the
+    /// others as they are.
+    fn poll_read_into(
+        &mut self,
+        context: &mut Context<'_>,
+        places: &mut [IoSliceMut<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let Some(place) = places.iter_mut().find(|place| !place.is_empty()) else {
+            return Poll::Ready(Ok(0));
+        };
+        let mut buffer = ReadBuf::new(place);
+        ready!(Pin::new(self).poll_read(context, &mut buffer))?;
+        Poll::Ready(Ok(buffer.filled().len()))
+    }
 
     /// Whether [`Socket::poll_write_parts`] works: whether it is the kernel that reads what is sent, and not this process.
     fn takes_addresses(&self) -> bool {
@@ -43,7 +56,7 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     }
 
     /// Sets how much may be under way in the kernel, where the kernel should not decide.
-    fn size_buffers(&self);
+    fn size_buffers(&self) {}
 }
 
 /// Reads. A read that was not filled has emptied the socket, and the next one would only be told so; its answer is
@@ -58,16 +71,22 @@ fn read_all(socket: impl AsFd, places: &mut [IoSliceMut<'_>], count: &mut Option
 macro_rules! socket {
     ($type:ty, $buffer:expr) => {
         impl Socket for $type {
-            fn poll_readable(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-                self.poll_read_ready(context)
-            }
-
-            fn try_read_into(&self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-                let mut count = None;
-                let outcome = self.try_io(Interest::READABLE, || read_all(self, places, &mut count));
-                match count {
-                    Some(count) => Ok(count),
-                    None => outcome.map(|()| 0),
+            fn poll_read_into(
+                &mut self,
+                context: &mut Context<'_>,
+                places: &mut [IoSliceMut<'_>],
+            ) -> Poll<io::Result<usize>> {
+                loop {
+                    let mut count = None;
+                    let outcome = self.try_io(Interest::READABLE, || read_all(&*self, places, &mut count));
+                    match (count, outcome) {
+                        (Some(count), _) => return Poll::Ready(Ok(count)),
+                        (None, Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                            ready!(self.poll_read_ready(context))?;
+                        }
+                        (None, Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                        (None, outcome) => return Poll::Ready(outcome.map(|()| 0)),
+                    }
                 }
             }
 
@@ -105,69 +124,3 @@ socket!(TcpStream, |socket: &TcpStream| {
     local.then_some(LOOPBACK_BYTES)
 });
 socket!(UnixStream, |_: &UnixStream| Some(UNIX_BYTES));
-
-/// What a client dialled.
-#[derive(Debug)]
-pub enum Dialled {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
-
-macro_rules! either {
-    ($self:expr, $socket:ident => $then:expr) => {
-        match $self {
-            Dialled::Tcp($socket) => $then,
-            Dialled::Unix($socket) => $then,
-        }
-    };
-}
-
-impl Socket for Dialled {
-    fn poll_readable(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        either!(self, socket => socket.poll_readable(context))
-    }
-
-    fn try_read_into(&self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        either!(self, socket => socket.try_read_into(places))
-    }
-
-    fn size_buffers(&self) {
-        either!(self, socket => socket.size_buffers());
-    }
-}
-
-impl AsyncRead for Dialled {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        either!(self.get_mut(), socket => Pin::new(socket).poll_read(context, buffer))
-    }
-}
-
-impl AsyncWrite for Dialled {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        either!(self.get_mut(), socket => Pin::new(socket).poll_write(context, bytes))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        slices: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        either!(self.get_mut(), socket => Pin::new(socket).poll_write_vectored(context, slices))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        either!(self.get_mut(), socket => Pin::new(socket).poll_flush(context))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        either!(self.get_mut(), socket => Pin::new(socket).poll_shutdown(context))
-    }
-}

@@ -12,35 +12,11 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 
-use super::{mark::Mark, outlet::Outlet};
-
-/// Reads from the socket into a place, as [`io::Read::read`] does.
-pub type Read<'a> = dyn FnMut(&mut [u8]) -> io::Result<usize> + 'a;
-
-/// What a sink can take next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// The bytes before a payload. It takes few of them at a time, since they are copied.
-    Fields,
-    /// Payload that has no place of its own.
-    Payload,
-    /// So many bytes of payload, read straight to their place.
-    Direct(usize),
-    /// Nothing, until the call's task calls [`Claim::resume`].
-    Stalled,
-}
-
-/// Takes what comes on one stream. The connection's task calls it, and it must not wait.
-pub trait Sink: Send {
-    fn mode(&mut self) -> Mode;
-
-    /// Takes bytes from the front: all of them, unless it stalls.
-    fn put(&mut self, bytes: &mut Bytes);
-
-    /// Has payload read to its place with one call of `read`: at most `most` bytes, and at most as many as
-    /// [`Mode::Direct`] said.
-    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize>;
-}
+use super::outlet::Outlet;
+use crate::{
+    mark::Mark,
+    sink::{Mode, Read, Sink},
+};
 
 /// The size of the pieces in which kept bytes are gathered, so that many small frames take no more memory than large
 /// ones.

@@ -10,12 +10,7 @@ use http::HeaderMap;
 use tokio::sync::mpsc;
 use tonic::{Code, Status};
 
-/// One encoded message. Its two parts become two DATA frames, and one write sends the small one with the large one.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Piece {
-    pub head: Bytes,
-    pub payload: Bytes,
-}
+use crate::piece::Piece;
 
 /// Sends what comes through a channel. A server's answer ends with the status in its trailers; a request has no
 /// trailers.

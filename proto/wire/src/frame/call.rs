@@ -9,6 +9,10 @@ use super::{Frame, Incoming, Outgoing, Piece};
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
+/// The paths of the two calls with payloads.
+pub const PUSH: &str = "/longshore.v1.Tensors/Push";
+pub const PULL: &str = "/longshore.v1.Tensors/Pull";
+
 /// The way into a call's request, or out of a server with its answer.
 pub type Pieces = mpsc::Sender<Result<Piece, Status>>;
 

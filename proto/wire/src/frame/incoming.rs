@@ -7,8 +7,8 @@ use http::HeaderMap;
 use http_body::Body as _;
 use tonic::{Code, Status, body::Body};
 
-use super::{Event, Frame, Land, Parser, Shared};
-use crate::{direct::Mark, status};
+use super::{Event, Frame, Parser, Shared};
+use crate::{mark::Mark, sink::MessageSink, status};
 
 /// Where the status of the call comes from.
 enum End {
@@ -78,11 +78,11 @@ impl<M: Frame> Incoming<M> {
     }
 
     /// Takes all messages to where they belong, also those that come past h2, until the stream ends or they cannot be
-    /// taken: see [`Intake::fault`](super::Intake::fault). What takes them must not stall.
+    /// taken: see [`Intake::fault`](super::Intake::fault). The sink must not stall.
     ///
     /// # Errors
     /// The status of a failed call or connection.
-    pub async fn pour<L: Land<M>>(mut self, intake: &Shared<M, L>) -> Result<(), Status> {
+    pub async fn pour<S: MessageSink<M>>(mut self, intake: &Shared<M, S>) -> Result<(), Status> {
         while intake.lock().fault().is_none() {
             let frame = tokio::select! {
                 frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)) => frame,

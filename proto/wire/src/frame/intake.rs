@@ -10,37 +10,12 @@ use longshore_proto::fault::Fault;
 use tokio::sync::Notify;
 
 use super::{Event, Frame, Parser};
-use crate::direct::{Mode, Read, Sink};
-
-/// Where a stream's messages go. None of these methods may wait.
-pub trait Land<M>: Send {
-    /// Takes the head of a message, whose payload of `bytes` follows. False means that it cannot be taken yet;
-    /// nothing more is given before [`Shared::go_on`].
-    ///
-    /// # Errors
-    /// The fault that ends the stream.
-    fn begin(&mut self, head: M, bytes: usize) -> Result<bool, Fault>;
-
-    /// Whether the payload can be read straight to its place.
-    fn is_direct(&self) -> bool;
-
-    /// Takes the next bytes of the payload.
-    fn put(&mut self, slice: &[u8]);
-
-    /// Does what [`Sink::read`] does.
-    fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize>;
-
-    /// The message is whole. True means that the stream's task must look.
-    ///
-    /// # Errors
-    /// The fault that ends the stream.
-    fn end(&mut self) -> Result<bool, Fault>;
-}
+use crate::sink::{MessageSink, Mode, Read, Sink};
 
 /// A stream's parser, and where its messages go.
-pub struct Intake<M, L> {
+pub struct Intake<M, S> {
     parser: Parser<M>,
-    pub land: L,
+    pub sink: S,
     stalled: bool,
     fault: Option<Fault>,
     /// How many bytes were taken, which tells silence from slowness.
@@ -48,7 +23,7 @@ pub struct Intake<M, L> {
     changed: Arc<Notify>,
 }
 
-impl<M: Frame, L: Land<M>> Intake<M, L> {
+impl<M: Frame, S: MessageSink<M>> Intake<M, S> {
     /// Why the stream cannot go on.
     pub fn fault(&self) -> Option<&Fault> {
         self.fault.as_ref()
@@ -94,14 +69,14 @@ impl<M: Frame, L: Land<M>> Intake<M, L> {
         match self.parser.next(bytes)? {
             None => return Ok(false),
             Some(Event::Head(head, payload)) => {
-                self.stalled = !self.land.begin(head, payload)?;
+                self.stalled = !self.sink.begin(head, payload)?;
                 if self.stalled {
                     self.changed.notify_one();
                 }
             }
-            Some(Event::Payload(slice)) => self.land.put(&slice),
+            Some(Event::Payload(mut slice)) => self.sink.put(&mut slice),
             Some(Event::End) => {
-                if self.land.end()? {
+                if self.sink.end()? {
                     self.changed.notify_one();
                 }
             }
@@ -111,23 +86,23 @@ impl<M: Frame, L: Land<M>> Intake<M, L> {
 }
 
 /// An intake that the stream's task and the connection's task share.
-pub struct Shared<M, L> {
-    intake: Arc<Mutex<Intake<M, L>>>,
+pub struct Shared<M, S> {
+    intake: Arc<Mutex<Intake<M, S>>>,
     changed: Arc<Notify>,
 }
 
-impl<M, L> Clone for Shared<M, L> {
+impl<M, S> Clone for Shared<M, S> {
     fn clone(&self) -> Self {
         Shared { intake: Arc::clone(&self.intake), changed: Arc::clone(&self.changed) }
     }
 }
 
-impl<M: Frame, L: Land<M>> Shared<M, L> {
-    pub fn new(land: L) -> Shared<M, L> {
+impl<M: Frame, S: MessageSink<M>> Shared<M, S> {
+    pub fn new(sink: S) -> Shared<M, S> {
         let changed = Arc::new(Notify::new());
         let intake = Intake {
             parser: Parser::new(),
-            land,
+            sink,
             stalled: false,
             fault: None,
             received: 0,
@@ -136,7 +111,7 @@ impl<M: Frame, L: Land<M>> Shared<M, L> {
         Shared { intake: Arc::new(Mutex::new(intake)), changed }
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, Intake<M, L>> {
+    pub fn lock(&self) -> MutexGuard<'_, Intake<M, S>> {
         self.intake.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -153,22 +128,24 @@ impl<M: Frame, L: Land<M>> Shared<M, L> {
         intake.take(&mut Bytes::new());
     }
 
-    /// Waits until there is something to look at: a fault, a stall, or what [`Land::end`] says.
+    /// Waits until there is something to look at: a fault, a stall, or what [`MessageSink::end`] says.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }
 }
 
-impl<M: Frame, L: Land<M>> Sink for Shared<M, L> {
+impl<M: Frame, S: MessageSink<M>> Sink for Shared<M, S> {
     fn mode(&mut self) -> Mode {
-        let intake = self.lock();
+        let mut intake = self.lock();
         let payload = intake.parser.payload_left();
         match () {
             () if intake.fault.is_some() => Mode::Payload,
             () if intake.stalled => Mode::Stalled,
             () if payload == 0 => Mode::Fields,
-            () if intake.land.is_direct() => Mode::Direct(payload),
-            () => Mode::Payload,
+            () => match intake.sink.mode() {
+                Mode::Direct(most) => Mode::Direct(payload.min(most)),
+                mode => mode,
+            },
         }
     }
 
@@ -178,7 +155,7 @@ impl<M: Frame, L: Land<M>> Sink for Shared<M, L> {
 
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
         let mut intake = self.lock();
-        let count = intake.land.read(most, read)?;
+        let count = intake.sink.read(most, read)?;
         intake.parser.skip(count);
         intake.received += count as u64;
         if intake.parser.payload_left() == 0 {

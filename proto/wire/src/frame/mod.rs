@@ -15,11 +15,11 @@ mod parse;
 #[cfg(test)]
 mod tests;
 
-pub use body::Piece;
-pub use call::{Pieces, answer, call, call_once};
+pub use crate::piece::Piece;
+pub use call::{PULL, PUSH, Pieces, answer, call, call_once};
 pub use encode::{encode, encode_with};
 pub use incoming::Incoming;
-pub use intake::{Intake, Land, Shared};
+pub use intake::{Intake, Shared};
 pub use memory::keep_buffers;
 pub use parse::{Event, Parser};
 

@@ -17,7 +17,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::{job, median, param};
-use crate::commands::{human, parse_count};
+use crate::sizes::{human, parse_count};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

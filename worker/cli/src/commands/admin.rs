@@ -5,10 +5,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::Context;
 use longshore_proto::FaultKind;
 use longshore_wire::v1;
-use longshore_worker::session::{Checkpoint, TRIES, common, has_passed, is_taken, lead, numbered, paused_at};
+use longshore_worker::session::{
+    Checkpoint, TRIES, checkpoint_name, common, has_passed, is_taken, lead, numbered, paused_at,
+};
 use serde_json::json;
 
-use super::client::Servers;
+use crate::servers::Servers;
 
 #[derive(clap::Args)]
 pub(super) struct ServersArgs {
@@ -81,11 +83,6 @@ pub(super) struct StepBackArgs {
     /// The version before the newest
     #[arg(long)]
     version: u64,
-}
-
-/// The name of a checkpoint that the caller did not name.
-pub(crate) fn checkpoint_name(version: u64) -> String {
-    format!("step-{version:08}")
 }
 
 pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {

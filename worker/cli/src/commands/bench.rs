@@ -2,8 +2,11 @@
 
 use std::path::Path;
 
-use super::{parse_count, trace::TraceFlag};
-use crate::bench::{self, step, storage, update, wire};
+use super::trace::TraceFlag;
+use crate::{
+    bench::{self, step, storage, update, wire},
+    sizes::parse_count,
+};
 
 #[derive(clap::Subcommand)]
 pub(super) enum Bench {

@@ -21,8 +21,8 @@ use rustix::{
 use serde_json::json;
 use tonic::Response;
 
-use super::{
-    client::{PROMPTLY, Servers},
+use crate::{
+    servers::{PROMPTLY, Servers},
     sizes::human,
 };
 

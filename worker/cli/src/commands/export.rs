@@ -7,8 +7,8 @@ use longshore_proto::Dtype;
 use longshore_server::config::ByteSize;
 use serde_json::json;
 
-use super::{admin::JobArgs, client::Servers, sizes::human};
-use crate::export;
+use super::admin::JobArgs;
+use crate::{export, servers::Servers, sizes::human};
 
 #[derive(clap::Args)]
 pub(super) struct Args {

@@ -2,14 +2,12 @@
 
 mod admin;
 mod bench;
-mod client;
 mod doctor;
 mod environment;
 mod export;
 mod inspect;
 mod plan;
 mod restore;
-mod sizes;
 mod status;
 mod trace;
 mod train;
@@ -19,11 +17,6 @@ use std::path::Path;
 use clap::{Parser, Subcommand};
 
 pub use self::environment::check_environment;
-pub(crate) use self::{
-    admin::checkpoint_name,
-    client::Servers,
-    sizes::{human, parse_count},
-};
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]

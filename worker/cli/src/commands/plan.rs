@@ -12,11 +12,11 @@ use longshore_proto::{
 use longshore_server::config::{ByteSize, Durability, Spill};
 use serde_json::json;
 
-use super::{
+use super::train::preset;
+use crate::{
     sizes::{human, parse_count},
-    train::preset,
+    train::gpt::Gpt,
 };
-use crate::train::gpt::Gpt;
 
 #[derive(clap::Args)]
 pub(super) struct Args {

@@ -9,10 +9,8 @@ use longshore_wire::{
 use longshore_worker::session::{GoBack, Options, Session};
 use serde_json::json;
 
-use super::{
-    admin::{JobArgs, target},
-    client::Servers,
-};
+use super::admin::{JobArgs, target};
+use crate::servers::Servers;
 
 #[derive(clap::Args)]
 pub(super) struct Args {

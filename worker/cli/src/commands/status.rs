@@ -12,9 +12,9 @@ use longshore_proto::{
 use longshore_wire::{Wire, v1};
 
 use self::gather::{Answers, Found, GONE, Without, hashed};
-use super::{
-    admin::ServersArgs,
-    client::{PROMPTLY, name_silent},
+use super::admin::ServersArgs;
+use crate::{
+    servers::{PROMPTLY, name_silent},
     sizes::human,
 };
 

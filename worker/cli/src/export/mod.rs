@@ -17,7 +17,7 @@ use self::{
     files::{Files, Target},
     receive::receive,
 };
-use crate::commands::Servers;
+use crate::servers::Servers;
 
 pub(crate) struct Settings {
     pub(crate) job: String,

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tonic::transport::Channel;
 
 use super::{Settings, files::Files};
-use crate::commands::Servers;
+use crate::servers::Servers;
 
 /// How much longer than its own deadline a server may be silent.
 const GRACE: std::time::Duration = std::time::Duration::from_secs(30);

@@ -4,13 +4,16 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use longshore_proto::{FaultKind, TierKind, Version};
-use longshore_worker::{error::Error, session::Session};
-
-use super::{Settings, report::Report};
-use crate::{
-    commands::{Servers, checkpoint_name, human},
-    export,
+use longshore_worker::{
+    error::Error,
+    session::{Session, checkpoint_name},
 };
+
+use super::{
+    Settings,
+    report::{Kept, Report},
+};
+use crate::{export, servers::Servers, sizes::human};
 
 /// How many bytes of tensors go into one file, as in `longshore export`.
 const EXPORT_FILE_BYTES: u64 = 5 << 30;
@@ -27,18 +30,6 @@ pub(super) struct Keeper<'a> {
     /// The step after which the next attempt is made, once one has failed.
     retry_at: u64,
     said_not_shared: bool,
-}
-
-/// What a run has left behind.
-pub(super) struct Kept {
-    pub(super) export: Option<PathBuf>,
-    pub(super) checkpoint: Option<String>,
-    /// Where the weights are, a line each.
-    pub(super) lines: Vec<String>,
-    /// The weights went with the embedded server.
-    pub(super) gone: bool,
-    /// What was wanted and could not be written.
-    pub(super) failure: Option<anyhow::Error>,
 }
 
 impl<'a> Keeper<'a> {

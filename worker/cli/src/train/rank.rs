@@ -1,8 +1,10 @@
 //! One rank's run: it opens or continues the job, makes steps, evaluates, writes checkpoints, and ends.
 
+mod evaluate;
+
 use std::sync::Arc;
 
-use longshore_proto::{Layout, Rank, Step, Version};
+use longshore_proto::{Layout, Rank, Step};
 use longshore_worker::{
     device::{Budget, Device},
     error::Error,
@@ -11,12 +13,13 @@ use longshore_worker::{
     session::{GoBack, Joined, Opened, Options, Session},
 };
 
+use self::evaluate::unwrap_library;
 use super::{
     LayerGradients, LayerImages, PullLayer, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
     gpt::{self, Gpt, Weights},
     keep::Keeper,
     memory::{Work, activations, plan_stage, with_kept_activations},
-    report::{Around, Ending, Opening, Report},
+    report::{Around, Opening, Report},
     tested,
     text::{Batch, Corpus},
 };
@@ -296,102 +299,6 @@ impl<'a> Run<'a> {
         StagedWeights::new(&self.model, &self.layout, images, pull, training)
     }
 
-    fn after_step(
-        &self,
-        pipeline: &mut Pipeline,
-        memory: &mut Memory,
-        keeper: &mut Keeper<'_>,
-        report: &mut Report,
-    ) -> anyhow::Result<()> {
-        let step = pipeline.last_step().0;
-        let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.settings.steps;
-        if due(self.settings.eval_every) {
-            let version = pipeline.drain()?;
-            report.decided(pipeline.outcomes());
-            self.evaluate_at(pipeline.session(), version, memory, report)?;
-        }
-        if self.rank == 0 && keeper.is_due(step) {
-            pipeline.drain()?;
-            keeper.checkpoint(pipeline.session(), step, report)?;
-        }
-        Ok(())
-    }
-
-    /// Rank 0's validation loss of a version.
-    fn evaluate_at(
-        &self,
-        session: &Session,
-        version: Version,
-        memory: &mut Memory,
-        report: &mut Report,
-    ) -> anyhow::Result<Option<f32>> {
-        if self.rank != 0 || self.validation.is_empty() {
-            return Ok(None);
-        }
-        let mut weights = self.weights_of(session, version, memory)?;
-        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
-        let loss = loss.map_err(unwrap_library)?;
-        report.validation(version.0, loss);
-        Ok(Some(loss))
-    }
-
-    /// Weights for a forward pass outside a step.
-    fn weights_of<'s>(
-        &'s self,
-        session: &'s Session,
-        version: Version,
-        memory: &'s mut Memory,
-    ) -> anyhow::Result<Box<dyn Weights + 's>> {
-        Ok(match &mut memory.images {
-            Images::Whole(images) => {
-                let whole = 0..self.layout.elements();
-                Box::new(self.whole(images, session.pull(version, &[whole], self.settings.image_dtype)?))
-            }
-            Images::Layers(images) => {
-                let dtype = self.settings.image_dtype;
-                Box::new(self.staged(
-                    images,
-                    Box::new(move |range| session.pull(version, &[range], dtype)),
-                    false,
-                ))
-            }
-        })
-    }
-
-    fn end(
-        &self,
-        pipeline: &Pipeline,
-        version: Version,
-        memory: &mut Memory,
-        around: Around,
-    ) -> anyhow::Result<Ending> {
-        let session = pipeline.session();
-        let mut weights = self.weights_of(session, version, memory)?;
-        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
-        drop(weights);
-        let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
-        let sample = gpt::generate(
-            &self.model,
-            &mut *self.weights_of(session, version, memory)?,
-            prompt.as_bytes(),
-            *sample_bytes,
-            *temperature,
-            *seed,
-        );
-        Ok(Ending {
-            around,
-            version: version.0,
-            state_hash: session.state_hash()?.hash,
-            validation_loss: loss.map_err(unwrap_library)?,
-            sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
-            device: self.device.name().to_string(),
-            device_peak: self.device.budget().peak(),
-            device_budget: self.settings.device_budget,
-            stage: self.stage_name(),
-            server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
-        })
-    }
-
     /// What must be the same for a resumed run to be the same run.
     fn trainer_state(&self) -> Vec<u8> {
         let Settings { seed, batch, micro_steps, steps, .. } = *self.settings;
@@ -404,19 +311,6 @@ impl<'a> Run<'a> {
         if pipeline.resumed().is_some_and(|state| state != self.trainer_state()) {
             report.note("this job was trained so far with another seed, batch or number of steps");
         }
-    }
-}
-
-/// An error of this library that passed through the model is shown as itself.
-fn unwrap_library(error: gpt::Error) -> anyhow::Error {
-    match error {
-        gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
-            match source.downcast::<Error>() {
-                Ok(error) => (*error).into(),
-                Err(source) => anyhow::Error::from_boxed(source),
-            }
-        }
-        other => other.into(),
     }
 }
 

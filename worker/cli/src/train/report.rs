@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     io::{self, IsTerminal, Write},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -11,8 +12,7 @@ use longshore_proto::{Formats, Step};
 use longshore_worker::pipeline::{StepOutcome, StepPlan};
 use serde_json::json;
 
-use super::keep::Kept;
-use crate::commands::human;
+use crate::sizes::human;
 
 /// How many plain lines a whole run writes, so that a log stays readable.
 const PLAIN_LINES: u64 = 40;
@@ -63,6 +63,18 @@ pub(super) struct Around {
     pub(super) embedded: bool,
     pub(super) host_peak: u64,
     pub(super) formats: Formats,
+}
+
+/// What a run has left behind.
+pub(super) struct Kept {
+    pub(super) export: Option<PathBuf>,
+    pub(super) checkpoint: Option<String>,
+    /// Where the weights are, a line each.
+    pub(super) lines: Vec<String>,
+    /// The weights went with the embedded server.
+    pub(super) gone: bool,
+    /// What was wanted and could not be written.
+    pub(super) failure: Option<anyhow::Error>,
 }
 
 /// What a run ends with.

@@ -7,10 +7,13 @@ use std::{
 };
 
 use super::{BUFFER_BYTES, Direct, GAP_BYTES, Inward, Stream, poll_read};
-use crate::direct::{
-    outward::Header,
-    socket::Socket,
-    tap::{Mode, Want},
+use crate::{
+    direct::{
+        outward::Header,
+        socket::Socket,
+        tap::{Tap, Want},
+    },
+    sink::Mode,
 };
 
 impl<S: Socket> Direct<S> {
@@ -26,7 +29,7 @@ impl<S: Socket> Direct<S> {
             let want = tap.state().want();
             match want {
                 Want::Sink(Mode::Direct(payload)) => {
-                    if let Some(count) = ready!(self.read_direct(context, stream, left.min(payload)))? {
+                    if let Some(count) = ready!(self.read_direct(context, stream, &tap, left.min(payload)))? {
                         return Poll::Ready(Ok(count));
                     }
                 }
@@ -38,7 +41,7 @@ impl<S: Socket> Direct<S> {
                 }
                 Want::Sink(_) | Want::Keep | Want::Discard => {
                     let most = left.min(BUFFER_BYTES);
-                    let count = ready!(poll_read(&self.socket, context, &mut self.buffer[..most]))?;
+                    let count = ready!(poll_read(&mut self.socket, context, &mut self.buffer[..most]))?;
                     if count == 0 {
                         return Poll::Ready(Ok(0));
                     }
@@ -69,32 +72,32 @@ impl<S: Socket> Direct<S> {
         &mut self,
         context: &mut Context<'_>,
         stream: usize,
+        tap: &Tap,
         most: usize,
     ) -> Poll<io::Result<Option<usize>>> {
-        let Direct { socket, streams, buffer, .. } = self;
-        loop {
-            let mut beyond = 0;
-            let mut read = |place: &mut [u8]| {
-                let room = place.len();
-                let gap = if room == most { GAP_BYTES } else { 0 };
-                let mut places = [IoSliceMut::new(place), IoSliceMut::new(&mut buffer[..gap])];
-                let count = socket.try_read_into(&mut places)?;
-                beyond = count.saturating_sub(room);
-                Ok(count - beyond)
+        let Direct { socket, buffer, .. } = self;
+        let mut beyond = 0;
+        let mut read = |place: &mut [u8]| {
+            let room = place.len();
+            let gap = if room == most { GAP_BYTES } else { 0 };
+            let mut places = [IoSliceMut::new(place), IoSliceMut::new(&mut buffer[..gap])];
+            let Poll::Ready(count) = socket.poll_read_into(context, &mut places) else {
+                return Err(io::ErrorKind::WouldBlock.into());
             };
-            let outcome = streams[stream].tap.state().read(most, &mut read);
-            match outcome {
-                Ok(count) => {
-                    (self.start, self.end) = (0, beyond);
-                    self.take(stream, count.unwrap_or(0));
-                    return Poll::Ready(Ok(count));
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    ready!(socket.poll_readable(context))?;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Poll::Ready(Err(error)),
+            let count = count?;
+            beyond = count.saturating_sub(room);
+            Ok(count - beyond)
+        };
+        let outcome = tap.state().read(most, &mut read);
+        match outcome {
+            Ok(count) => {
+                (self.start, self.end) = (0, beyond);
+                self.take(stream, count.unwrap_or(0));
+                Poll::Ready(Ok(count))
             }
+            // The socket wakes the task.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
         }
     }
 

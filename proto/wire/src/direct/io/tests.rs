@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     io::{IoSlice, Read as _},
+    pin::Pin,
     sync::{Mutex, PoisonError},
     task::Waker,
 };
@@ -14,8 +15,9 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::*;
 use crate::{
-    direct::{Claim, Mode, Payloads, Read, Sink, blank},
+    direct::{Claim, Payloads, blank, outward::HEADER_BYTES},
     frame::{Piece, encode},
+    sink::{Mode, Read, Sink},
     v1::PushRequest,
 };
 
@@ -44,17 +46,17 @@ impl Script {
 }
 
 impl Socket for Script {
-    fn poll_readable(&self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        // Whoever waits is asked again.
-        Poll::Pending
-    }
-
-    fn try_read_into(&self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    fn poll_read_into(
+        &mut self,
+        _: &mut Context<'_>,
+        places: &mut [IoSliceMut<'_>],
+    ) -> Poll<io::Result<usize>> {
         let mut held = self.at.lock().unwrap();
         let (at, cuts) = &mut *held;
         let cut = next(cuts);
         if cut == 0 && *at < self.incoming.len() {
-            return Err(io::ErrorKind::WouldBlock.into());
+            // Whoever waits is asked again.
+            return Poll::Pending;
         }
         let mut left = cut.min(self.incoming.len() - *at);
         let mut count = 0;
@@ -63,7 +65,7 @@ impl Socket for Script {
             place[..now].copy_from_slice(&self.incoming[*at..*at + now]);
             (*at, left, count) = (*at + now, left - now, count + now);
         }
-        Ok(count)
+        Poll::Ready(Ok(count))
     }
 
     fn takes_addresses(&self) -> bool {
@@ -89,13 +91,11 @@ impl Socket for Script {
         drop(writer);
         Poll::Ready(reader.read_to_end(&mut self.outgoing))
     }
-
-    fn size_buffers(&self) {}
 }
 
 impl AsyncRead for Script {
     fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        unreachable!("it is read with try_read_into")
+        unreachable!("it is read with poll_read_into")
     }
 }
 

@@ -29,7 +29,7 @@ use serde_json::json;
 
 use self::{limits::Limits, rank::Measured};
 use super::{job, median, param};
-use crate::commands::parse_count;
+use crate::sizes::parse_count;
 
 #[derive(clap::Args, Clone)]
 pub(crate) struct Args {

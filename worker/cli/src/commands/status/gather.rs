@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind};
 use longshore_wire::v1;
 use longshore_worker::session::whole;
 
-use crate::commands::client::{Servers, Silent, jobs_of, name_silent, no_such_job};
+use crate::servers::{Servers, Silent, jobs_of, name_silent, no_such_job};
 
 /// The longest wait for a state hash: all of the state is read, after the updates that are decided.
 const HASHING: Duration = Duration::from_secs(600);

@@ -4,10 +4,10 @@ use std::hash::{BuildHasher, RandomState};
 
 use bytes::{BufMut, BytesMut};
 
-use crate::frame::Piece;
+use crate::piece::Piece;
 
 /// A call's first bytes: the prefix of a message, the mark's field, magic and number.
-pub(super) const START_BYTES: usize = PREFIX_BYTES + FIELD_BYTES;
+pub(crate) const START_BYTES: usize = PREFIX_BYTES + FIELD_BYTES;
 const PREFIX_BYTES: usize = 5;
 const FIELD_BYTES: usize = 3 + 8 + 8;
 /// Field 100, of 16 bytes. No message has it, so that protobuf skips it.
@@ -22,9 +22,9 @@ pub struct Mark {
 
 impl Mark {
     /// Marks calls whose request is large.
-    pub(super) const REQUEST: [u8; 8] = *b"ls-push\0";
+    pub(crate) const REQUEST: [u8; 8] = *b"ls-push\0";
     /// Marks calls whose answer is large.
-    pub(super) const ANSWER: [u8; 8] = *b"ls-pull\0";
+    pub(crate) const ANSWER: [u8; 8] = *b"ls-pull\0";
 
     pub fn of_request() -> Mark {
         Mark { magic: Mark::REQUEST, number: random() }
@@ -61,7 +61,7 @@ impl Mark {
         known.then_some(Mark { magic: *magic, number })
     }
 
-    pub(super) fn is_of_request(self) -> bool {
+    pub(crate) fn is_of_request(self) -> bool {
         self.magic == Mark::REQUEST
     }
 }

@@ -44,7 +44,7 @@ impl Servers {
     }
 
     /// Connects to the servers that can be reached, in the order given.
-    pub(super) fn reach(addresses: &[String]) -> anyhow::Result<(Servers, Silent)> {
+    pub(crate) fn reach(addresses: &[String]) -> anyhow::Result<(Servers, Silent)> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let endpoints = addresses.iter().map(|address| Ok(endpoint(address)?.connect_timeout(CONNECT)));
         let endpoints = endpoints.collect::<Result<Vec<Endpoint>, Fault>>()?;
@@ -74,7 +74,7 @@ impl Servers {
     }
 
     /// Stops asking the servers that were silent.
-    pub(super) fn leave_out(&mut self, silent: &Silent) {
+    pub(crate) fn leave_out(&mut self, silent: &Silent) {
         self.servers.retain(|server| silent.iter().all(|(address, _)| *address != server.address));
     }
 
@@ -110,7 +110,7 @@ impl Servers {
     }
 
     /// Makes one call on every server at once, and gives what each says within `patience`.
-    pub(super) fn answers_within<T, F>(
+    pub(crate) fn answers_within<T, F>(
         &mut self,
         patience: Duration,
         mut call: impl FnMut(AdminClient<Channel>) -> F,
@@ -127,7 +127,7 @@ impl Servers {
     }
 
     /// Makes one call on every server at once, and gives what each says.
-    pub(super) fn answers<T, F>(
+    pub(crate) fn answers<T, F>(
         &mut self,
         mut call: impl FnMut(AdminClient<Channel>) -> F,
     ) -> Vec<(String, Result<T, Fault>)>
@@ -144,7 +144,7 @@ impl Servers {
     }
 
     /// The job to act on: the one named, or the only one there is.
-    pub(super) fn job(&mut self, named: Option<&String>) -> anyhow::Result<String> {
+    pub(crate) fn job(&mut self, named: Option<&String>) -> anyhow::Result<String> {
         if let Some(name) = named {
             return Ok(name.clone());
         }
@@ -161,7 +161,7 @@ impl Servers {
     }
 
     /// An error when no server holds the job.
-    pub(super) fn check_job(&mut self, name: &str) -> anyhow::Result<()> {
+    pub(crate) fn check_job(&mut self, name: &str) -> anyhow::Result<()> {
         let jobs = self.jobs()?;
         anyhow::ensure!(jobs.iter().any(|job| job == name), "{}", no_such_job(name, &jobs));
         Ok(())
@@ -175,14 +175,14 @@ impl Servers {
 }
 
 /// All servers' jobs, by name.
-pub(super) fn jobs_of(lists: &[(String, v1::ListJobsResponse)]) -> Vec<String> {
+pub(crate) fn jobs_of(lists: &[(String, v1::ListJobsResponse)]) -> Vec<String> {
     let mut jobs: Vec<String> = lists.iter().flat_map(|(_, list)| list.jobs.clone()).collect();
     jobs.sort();
     jobs.dedup();
     jobs
 }
 
-pub(super) fn no_such_job(name: &str, jobs: &[String]) -> String {
+pub(crate) fn no_such_job(name: &str, jobs: &[String]) -> String {
     let there =
         if jobs.is_empty() { "none is there".to_string() } else { format!("there are {}", jobs.join(", ")) };
     format!("no job {name:?} on these servers: {there}")
@@ -204,7 +204,7 @@ fn silence(patience: Duration) -> Status {
 }
 
 /// Servers that cannot be asked, in one line.
-pub(super) fn name_silent(silent: &Silent) -> String {
+pub(crate) fn name_silent(silent: &Silent) -> String {
     let named: Vec<String> = silent.iter().map(|(address, why)| format!("{address} {why}")).collect();
     named.join("; ")
 }

@@ -1,75 +1,22 @@
 //! Calls below the codec against tonic's generated server: each understands what the other sends.
 
+mod echo;
+mod wrapped;
+
 use std::time::Duration;
 
 use bytes::Bytes;
 use longshore_wire::{
-    frame::{self, Event, Incoming},
-    v1::{
-        PullRequest, PullResponse, PushRequest, PushResponse, PushResult, Slice, UploadRequest,
-        UploadResponse,
-        tensors_server::{Tensors, TensorsServer},
-    },
+    frame::{self, Event, Incoming, PULL, PUSH},
+    v1::{PullRequest, PullResponse, PushRequest, PushResponse, Slice, tensors_server::TensorsServer},
 };
 use tokio::{net::TcpListener, sync::mpsc};
-use tokio_stream::{Stream, StreamExt};
 use tonic::{
-    Code, Request, Response, Status, Streaming,
+    Code, Status,
     transport::{Channel, Endpoint, Server, server::TcpIncoming},
 };
 
-/// Answers with what it was asked, so that both directions can be compared.
-struct Echo;
-
-type Answers<T> = std::pin::Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
-
-#[tonic::async_trait]
-impl Tensors for Echo {
-    type PushStream = Answers<PushResponse>;
-
-    async fn push(
-        &self,
-        request: Request<Streaming<PushRequest>>,
-    ) -> Result<Response<Self::PushStream>, Status> {
-        let answers = request.into_inner().map(|request| {
-            let PushRequest { step, micro_step, shard, payload, .. } = request?;
-            let chunk = longshore_proto::checksum::crc32(&payload);
-            let result =
-                PushResult { step, micro_step, shard, chunk, duplicate: true, ..PushResult::default() };
-            Ok(PushResponse { results: vec![result] })
-        });
-        Ok(Response::new(Box::pin(answers)))
-    }
-
-    type PullStream = Answers<PullResponse>;
-
-    async fn pull(&self, request: Request<PullRequest>) -> Result<Response<Self::PullStream>, Status> {
-        let request = request.into_inner();
-        if request.job != "echo" {
-            return Err(Status::not_found("no such job"));
-        }
-        let end = (request.version == 9).then(|| Err(Status::data_loss("half way")));
-        let answers = request.slices.into_iter().map(|slice| {
-            let payload = vec![slice.shard as u8; slice.elements as usize].into();
-            Ok(PullResponse {
-                shard: slice.shard,
-                offset: slice.offset,
-                crc32: 7,
-                decided_by: 5,
-                place: None,
-                payload,
-            })
-        });
-        Ok(Response::new(Box::pin(tokio_stream::iter(answers.chain(end).collect::<Vec<_>>()))))
-    }
-
-    async fn upload(&self, _: Request<Streaming<UploadRequest>>) -> Result<Response<UploadResponse>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-}
-
-const PUSH: &str = "/longshore.v1.Tensors/Push";
-const PULL: &str = "/longshore.v1.Tensors/Pull";
+use self::echo::Echo;
 
 async fn connect() -> Channel {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -110,11 +57,15 @@ async fn a_generated_server_takes_pushes_of_any_size() {
     tokio::time::timeout(Duration::from_secs(20), async { tokio::join!(sending, receiving) }).await.unwrap();
 }
 
-async fn pull(channel: &mut Channel, job: &str, version: u64) -> Result<Incoming<PullResponse>, Status> {
+/// For 300,000 and 500,000 bytes.
+fn request(job: &str, version: u64) -> PullRequest {
     let slices =
         [3u32, 5].map(|shard| Slice { shard, offset: 64, elements: u64::from(shard) * 100_000 }).to_vec();
-    let request = PullRequest { job: job.into(), version, slices, ..Default::default() };
-    frame::call_once(channel, PULL, frame::encode(&request)).await
+    PullRequest { job: job.into(), version, slices, ..Default::default() }
+}
+
+async fn pull(channel: &mut Channel, job: &str, version: u64) -> Result<Incoming<PullResponse>, Status> {
+    frame::call_once(channel, PULL, frame::encode(&request(job, version))).await
 }
 
 #[tokio::test]

@@ -1,0 +1,10 @@
+//! A message on its way out.
+
+use bytes::Bytes;
+
+/// One encoded message. Its two parts become two DATA frames, and one write sends the small one with the large one.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Piece {
+    pub head: Bytes,
+    pub payload: Bytes,
+}

@@ -1,0 +1,81 @@
+//! Where the payload of one chunk goes, and what becomes of the chunk.
+
+use std::sync::Arc;
+
+use longshore_engine::job::{Admitted, Job, Writing, check_sum};
+use longshore_proto::{
+    ContributionChunk, Fault,
+    checksum::{Crc32, TILE_BYTES},
+};
+
+use crate::{jobs::JobHandle, memfd::Payload};
+
+/// Where a payload goes.
+pub(super) enum Place {
+    Slot(Arc<JobHandle>, Writing<Arc<Job>>),
+    /// The payload is not wanted. Only its own checksum is compared.
+    Nowhere(Fate, Crc32),
+}
+
+/// What became of a chunk that was not refused.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fate {
+    Stored,
+    Duplicate,
+    Superseded,
+    Decided,
+}
+
+impl Place {
+    /// Brings in the payload, if it lies in the worker's memory.
+    pub(super) fn holding(mut self, payload: Option<Payload>, lent: bool) -> Result<Place, Fault> {
+        match (payload, &mut self) {
+            (None, _) => {}
+            (Some(payload), Place::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
+            // The chunk is held already, and nothing was moved that could be damaged.
+            (Some(_), Place::Nowhere(..)) if lent => {}
+            (Some(payload), place) => place.fetch(&payload),
+        }
+        Ok(self)
+    }
+
+    /// Takes a payload that lies in the worker's memory.
+    fn fetch(&mut self, payload: &Payload) {
+        match self {
+            Place::Slot(_, writing) => writing.fetch(&mut |from, target| payload.copy(from, target)),
+            Place::Nowhere(_, sum) => {
+                let mut tile = [0; TILE_BYTES];
+                let bytes = payload.bytes() as usize;
+                for from in (0..bytes).step_by(TILE_BYTES) {
+                    let tile = &mut tile[..TILE_BYTES.min(bytes - from)];
+                    payload.copy(from, tile);
+                    sum.update(tile);
+                }
+            }
+        }
+    }
+}
+
+/// None while the slot is busy.
+pub(super) fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Option<Place>, Fault> {
+    Ok(match Job::admit(Arc::clone(&handle.job), chunk)? {
+        Admitted::Busy => None,
+        Admitted::Duplicate => Some(Place::Nowhere(Fate::Duplicate, Crc32::new())),
+        Admitted::Superseded => Some(Place::Nowhere(Fate::Superseded, Crc32::new())),
+        Admitted::Decided => Some(Place::Nowhere(Fate::Decided, Crc32::new())),
+        Admitted::Write(writing) => Some(Place::Slot(Arc::clone(handle), writing)),
+    })
+}
+
+/// `crc32` is None for a lent payload.
+pub(super) fn finish(place: Place, crc32: Option<u32>) -> Result<Fate, Fault> {
+    match place {
+        Place::Slot(handle, writing) => {
+            handle.perform(writing.finish()?);
+            Ok(Fate::Stored)
+        }
+        Place::Nowhere(fate, sum) => {
+            crc32.map_or(Ok(()), |claimed| check_sum(claimed, sum.value())).map(|()| fate)
+        }
+    }
+}

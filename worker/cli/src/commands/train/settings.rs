@@ -1,0 +1,190 @@
+//! What a run does, from its flags, each of which is checked where no later check would name it.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, TierKind};
+use longshore_worker::{loss_scale::LossScalerOptions, session::GoBack};
+
+use super::Args;
+use crate::train::{LossScale, LossScaleMode, Settings, gpt};
+
+pub(super) fn settings(args: Args) -> anyhow::Result<Settings> {
+    let model = model(&args)?;
+    check(&args)?;
+    let formats = formats(&args);
+    Ok(Settings {
+        job: JobName::parse("--job", &args.job)?,
+        resume: resume(&args)?,
+        loss_scale: loss_scale(&args)?,
+        servers: args.servers,
+        embedded: args.embedded,
+        data: args.data,
+        model,
+        steps: args.steps,
+        batch: args.batch,
+        micro_steps: args.micro_steps,
+        world_size: args.world_size,
+        rank: args.rank,
+        rule: args.optimizer,
+        hyper: Hyper {
+            lr: args.lr,
+            beta1: args.beta1,
+            beta2: args.beta2,
+            eps: args.eps,
+            weight_decay: args.weight_decay,
+            momentum: args.momentum,
+            ..Hyper::default()
+        },
+        lr_warmup_steps: args.lr_warmup_steps,
+        lr_floor: args.lr_floor,
+        clip: (args.clip > 0.0).then_some(args.clip),
+        unchecked: args.unchecked,
+        delay: args.delay,
+        delay_warmup_steps: args.warmup_steps,
+        compensation: args.compensation,
+        gradient_dtype: args.gradient_dtype,
+        image_dtype: args.weight_dtype,
+        seed: args.seed,
+        shard_elements: args.shard_elements,
+        tier: args.tier,
+        device: args.device,
+        formats,
+        device_budget: args.device_budget.map(|size| size.0),
+        stage: args.stage,
+        checkpoint_dir: args.checkpoint_dir,
+        checkpoint_every: args.checkpoint_every,
+        export: args.export,
+        export_dtype: args.export_dtype,
+        eval_every: args.eval_every,
+        eval_batches: args.eval_batches,
+        sample_bytes: args.sample_bytes,
+        prompt: args.prompt,
+        temperature: args.temperature,
+        transport: args.transport,
+        deadline: Duration::from_secs(args.deadline_s),
+        pause_deadline: Duration::from_secs(args.pause_deadline_s),
+        threads: args.threads,
+        memory: args.memory.map(|size| size.0),
+        state_dirs: args.state_dir,
+        resident: args.resident.map_or(0, |size| size.0),
+        shm_dir: args.shm_dir,
+        json: args.json,
+        step_weights: args.step_weights,
+    })
+}
+
+/// The formats of the state. Rounding takes the run's seed; an fp32 job may go on with another seed.
+fn formats(args: &Args) -> Formats {
+    let formats = Formats { state: args.state, master: args.master, seed: args.seed };
+    if formats.is_fp32() { Formats::default() } else { formats }
+}
+
+pub(in crate::commands) fn preset(name: &str) -> anyhow::Result<gpt::Config> {
+    let names = || gpt::PRESETS.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+    gpt::preset(name).with_context(|| format!("--preset is {name:?}, but must be one of {}", names()))
+}
+
+fn model(args: &Args) -> anyhow::Result<gpt::Config> {
+    let preset = preset(&args.preset)?;
+    let config = gpt::Config {
+        context: args.context.unwrap_or(preset.context),
+        width: args.width.unwrap_or(preset.width),
+        heads: args.heads.unwrap_or(preset.heads),
+        layers: args.layers.unwrap_or(preset.layers),
+    };
+    config.validate()?;
+    Ok(config)
+}
+
+fn resume(args: &Args) -> Result<Option<GoBack>, Fault> {
+    let checkpoint = args.resume_from.clone();
+    checkpoint.as_ref().map(|name| JobName::parse("--resume-from", name)).transpose()?;
+    if args.resume || checkpoint.is_some() {
+        return Ok(Some(GoBack { checkpoint, discard_state: args.discard_state }));
+    }
+    if args.discard_state {
+        let remedy = "say which checkpoint to go back to, or leave --discard-state out";
+        return Err(Fault::invalid(
+            "--discard-state",
+            "given",
+            "given with --resume or --resume-from",
+            remedy,
+        ));
+    }
+    Ok(None)
+}
+
+/// Checks what no later check would name by its flag.
+fn check(args: &Args) -> Result<(), Fault> {
+    let positive = |field: &str, value: u64| {
+        if value > 0 {
+            return Ok(());
+        }
+        Err(Fault::invalid(field, value, "at least 1", "correct the flag"))
+    };
+    positive("--steps", args.steps)?;
+    positive("--batch", args.batch as u64)?;
+    positive("--eval-batches", args.eval_batches as u64)?;
+    positive("--deadline-s", args.deadline_s)?;
+    if !(args.clip >= 0.0 && args.clip.is_finite()) {
+        return Err(Fault::invalid("--clip", args.clip, "finite and at least 0", "0 does not clip"));
+    }
+    if let Some(rank) = args.rank.filter(|&rank| rank >= args.world_size) {
+        let limit = format!("below --world-size, {}", args.world_size);
+        return Err(Fault::invalid("--rank", rank, limit, "ranks count from 0"));
+    }
+    if args.rank.is_some() && args.world_size > 1 && args.servers.is_empty() {
+        let remedy = "say where the servers are: ranks of several processes cannot share an embedded one";
+        return Err(Fault::invalid("--servers", "absent", "given with --rank", remedy));
+    }
+    if args.checkpoint_every > 0 && args.servers.is_empty() && args.checkpoint_dir.is_none() {
+        let remedy = "say where the embedded server puts its checkpoints";
+        return Err(Fault::invalid("--checkpoint-dir", "absent", "given with --checkpoint-every", remedy));
+    }
+    check_folders(args)
+}
+
+/// Checks the folders of an embedded server. It has no port to be found again by, so what should outlive it needs a
+/// folder.
+fn check_folders(args: &Args) -> Result<(), Fault> {
+    let given = [
+        ("--state-dir", !args.state_dir.is_empty(), TierKind::Nvme),
+        ("--shm-dir", args.shm_dir.is_some(), TierKind::Shm),
+    ];
+    for (flag, given, tier) in given {
+        if args.tier == tier && !given && args.servers.is_empty() {
+            let limit = format!("given with --tier {tier} and no --servers");
+            let remedy = "say where the embedded server keeps the state: the same command then continues a run that was killed";
+            return Err(Fault::invalid(flag, "absent", limit, remedy));
+        }
+        if args.tier != tier && given {
+            let remedy = format!("say --tier {tier} as well, or leave {flag} out");
+            return Err(Fault::invalid("--tier", args.tier, format!("{tier} with {flag}"), remedy));
+        }
+    }
+    Ok(())
+}
+
+fn loss_scale(args: &Args) -> Result<LossScale, Fault> {
+    let text = args.loss_scale.as_deref();
+    let mode = match (text, args.gradient_dtype) {
+        (Some("dynamic"), _) | (None, Dtype::F16) => LossScaleMode::Dynamic,
+        (None, _) => LossScaleMode::Fixed(1.0),
+        (Some(number), _) => match number.parse::<f64>() {
+            Ok(scale) if scale.is_finite() && scale > 0.0 => LossScaleMode::Fixed(scale),
+            _ => {
+                let remedy = "say dynamic or give the scale";
+                return Err(Fault::invalid("--loss-scale", number, "dynamic or a number above 0", remedy));
+            }
+        },
+    };
+    let options = LossScalerOptions {
+        initial: args.loss_scale_initial,
+        window: args.loss_scale_window,
+        hysteresis: args.loss_scale_hysteresis,
+        min: args.loss_scale_min,
+        ..LossScalerOptions::default()
+    };
+    Ok(LossScale { mode, options })
+}

@@ -1,0 +1,123 @@
+//! What a run does between its steps and at its end: validation, checkpoints, a sample of the model's text.
+
+use longshore_proto::Version;
+use longshore_worker::{error::Error, pipeline::Pipeline, session::Session};
+
+use super::{Images, Memory, Run};
+use crate::train::{
+    Settings,
+    gpt::{self, Weights},
+    keep::Keeper,
+    report::{Around, Ending, Report},
+};
+
+impl Run<'_> {
+    pub(super) fn after_step(
+        &self,
+        pipeline: &mut Pipeline,
+        memory: &mut Memory,
+        keeper: &mut Keeper<'_>,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
+        let step = pipeline.last_step().0;
+        let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.settings.steps;
+        if due(self.settings.eval_every) {
+            let version = pipeline.drain()?;
+            report.decided(pipeline.outcomes());
+            self.evaluate_at(pipeline.session(), version, memory, report)?;
+        }
+        if self.rank == 0 && keeper.is_due(step) {
+            pipeline.drain()?;
+            keeper.checkpoint(pipeline.session(), step, report)?;
+        }
+        Ok(())
+    }
+
+    /// Rank 0's validation loss of a version.
+    pub(super) fn evaluate_at(
+        &self,
+        session: &Session,
+        version: Version,
+        memory: &mut Memory,
+        report: &mut Report,
+    ) -> anyhow::Result<Option<f32>> {
+        if self.rank != 0 || self.validation.is_empty() {
+            return Ok(None);
+        }
+        let mut weights = self.weights_of(session, version, memory)?;
+        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
+        let loss = loss.map_err(unwrap_library)?;
+        report.validation(version.0, loss);
+        Ok(Some(loss))
+    }
+
+    /// Weights for a forward pass outside a step.
+    fn weights_of<'s>(
+        &'s self,
+        session: &'s Session,
+        version: Version,
+        memory: &'s mut Memory,
+    ) -> anyhow::Result<Box<dyn Weights + 's>> {
+        Ok(match &mut memory.images {
+            Images::Whole(images) => {
+                let whole = 0..self.layout.elements();
+                Box::new(self.whole(images, session.pull(version, &[whole], self.settings.image_dtype)?))
+            }
+            Images::Layers(images) => {
+                let dtype = self.settings.image_dtype;
+                Box::new(self.staged(
+                    images,
+                    Box::new(move |range| session.pull(version, &[range], dtype)),
+                    false,
+                ))
+            }
+        })
+    }
+
+    pub(super) fn end(
+        &self,
+        pipeline: &Pipeline,
+        version: Version,
+        memory: &mut Memory,
+        around: Around,
+    ) -> anyhow::Result<Ending> {
+        let session = pipeline.session();
+        let mut weights = self.weights_of(session, version, memory)?;
+        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
+        drop(weights);
+        let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
+        let sample = gpt::generate(
+            &self.model,
+            &mut *self.weights_of(session, version, memory)?,
+            prompt.as_bytes(),
+            *sample_bytes,
+            *temperature,
+            *seed,
+        );
+        Ok(Ending {
+            around,
+            version: version.0,
+            state_hash: session.state_hash()?.hash,
+            validation_loss: loss.map_err(unwrap_library)?,
+            sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
+            device: self.device.name().to_string(),
+            device_peak: self.device.budget().peak(),
+            device_budget: self.settings.device_budget,
+            stage: self.stage_name(),
+            server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
+        })
+    }
+}
+
+/// An error of this library that passed through the model is shown as itself.
+pub(super) fn unwrap_library(error: gpt::Error) -> anyhow::Error {
+    match error {
+        gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
+            match source.downcast::<Error>() {
+                Ok(error) => (*error).into(),
+                Err(source) => anyhow::Error::from_boxed(source),
+            }
+        }
+        other => other.into(),
+    }
+}

@@ -1,0 +1,107 @@
+//! Memory that devices hand out: their own, and the host's that they copy from and to. Which kind it is only its device knows.
+
+use std::{any::Any, fmt, ops, sync::Arc};
+
+use crate::error::{DeviceError, Result};
+
+/// Memory of a device; it is freed, and given back to the budget, with its last clone.
+#[derive(Clone)]
+pub struct Buffer {
+    memory: Arc<dyn Any + Send + Sync>,
+    bytes: u64,
+    address: Option<u64>,
+}
+
+impl Buffer {
+    /// What a device has allocated: `memory` frees it when it is dropped, and holds the lease of the device's budget.
+    /// `address` is where a framework finds it on the device; None where frameworks have no use for it.
+    pub fn new<M: Any + Send + Sync>(memory: M, bytes: u64, address: Option<u64>) -> Buffer {
+        Buffer { memory: Arc::new(memory), bytes, address }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The device address, to hand to a framework; None on the host.
+    pub fn address(&self) -> Option<u64> {
+        self.address
+    }
+
+    /// The memory as the device of this `name` made it, for a copy of `bytes` from `offset`.
+    ///
+    /// # Errors
+    /// The copy would reach beyond the buffer, or the buffer's memory is no `M` and so another device's.
+    pub fn memory<M: Any>(&self, name: &str, offset: u64, bytes: u64) -> Result<&M, DeviceError> {
+        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            let cause = format!("{bytes} bytes at {offset} in a buffer of {}", self.bytes);
+            return Err(refused(name, cause, "copy inside the buffer"));
+        }
+        let remedy = "copy through the device that allocated the buffer";
+        self.memory
+            .downcast_ref()
+            .ok_or_else(|| refused(name, "the buffer is another device's".into(), remedy))
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer {{ bytes: {}, address: {:?} }}", self.bytes, self.address)
+    }
+}
+
+/// Bytes of host memory that a device can copy. Their number never changes.
+pub trait HostMemory: Any + Send {
+    fn bytes(&self) -> &[u8];
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+impl HostMemory for Vec<u8> {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self
+    }
+}
+
+/// Host memory, owned by whoever may touch it: during a copy, by the copy.
+pub struct HostBuffer(Box<dyn HostMemory>);
+
+impl HostBuffer {
+    pub fn new(memory: impl HostMemory) -> HostBuffer {
+        HostBuffer(Box::new(memory))
+    }
+
+    /// Checks that the memory is an `M`, for a device that can copy no other.
+    ///
+    /// # Errors
+    /// It is not, and so another device's.
+    pub fn check<M: HostMemory>(&self, name: &str) -> Result<(), DeviceError> {
+        let memory: &dyn Any = &*self.0;
+        if memory.is::<M>() {
+            return Ok(());
+        }
+        let remedy = "take host buffers from the device that copies them";
+        Err(refused(name, "the host buffer is another device's".into(), remedy))
+    }
+}
+
+impl ops::Deref for HostBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+impl ops::DerefMut for HostBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.0.bytes_mut()
+    }
+}
+
+fn refused(name: &str, cause: String, remedy: &'static str) -> DeviceError {
+    DeviceError { device: name.into(), call: "copy", cause, remedy }
+}
