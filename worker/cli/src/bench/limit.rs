@@ -3,7 +3,7 @@
 
 use longshore_engine::{memory::Traffic, threads::Pool};
 
-use super::update::{Arrays, BLOCK, Shape};
+use super::arrays::{Arrays, BLOCK, Shape};
 
 /// Moves what one update of all parameters moves.
 pub(super) fn pass(arrays: &mut Arrays, pool: &Pool, shape: Shape) {

@@ -2,6 +2,7 @@
 //! the same round: memory, disks and loopback of a shared host change speed by a factor of two within minutes, so a
 //! rate means something only beside a limit taken at its side.
 
+mod arrays;
 mod limit;
 mod receive;
 pub(crate) mod step;

@@ -15,7 +15,7 @@ use longshore_engine::{
 };
 use longshore_proto::{Dtype, checksum::Crc32, limits::CHUNK_BYTES};
 
-use super::update::{Arrays, BLOCK};
+use super::arrays::{Arrays, BLOCK, fill_gradient};
 
 /// What one read from a socket may bring, as in a server.
 const RECEIVED: usize = 256 * 1024;
@@ -44,11 +44,6 @@ pub(super) fn block_bytes(wire: Dtype) -> usize {
     BLOCK * wire.bytes() as usize
 }
 
-/// The values are about 1 as f16, and about 0.008 as bf16 and f32.
-pub(super) fn fill(part: &mut [u16]) {
-    part.iter_mut().enumerate().for_each(|(at, bits)| *bits = 0x3C00 | ((at * 40503) >> 7 & 0x7F) as u16);
-}
-
 /// Receives every shard, with its statistics where an instruction set for them is given.
 pub(super) fn pass(
     arrays: &mut Arrays,
@@ -58,7 +53,7 @@ pub(super) fn pass(
     isa: Option<Isa>,
 ) -> io::Result<()> {
     let mut values = vec![0u16; CHUNK_BYTES / 2];
-    fill(&mut values);
+    fill_gradient(&mut values);
     let chunk: &[u8] = bytemuck::cast_slice(&values);
     let size = wire.bytes() as usize;
     let slots: Vec<&mut [u8]> =

@@ -2,29 +2,19 @@
 
 use std::time::Instant;
 
-use anyhow::Context;
 use longshore_engine::{
     kernels::{self, Gradient, Hyper, ImageMut, Isa, Random, Rule, Scalars},
-    memory::{Region, Slab},
     threads::{Pool, available_threads},
     tier::{self, StateMut},
 };
-use longshore_proto::{
-    Dtype, Formats, MasterFormat, StateFormat,
-    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
-};
+use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat};
 
 use super::{
-    Measured, limit,
+    Measured,
+    arrays::{Arrays, BLOCK, Shape, Shard, fitting},
+    limit,
     receive::{self, Source},
 };
-
-pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
-const SHARD: usize = DEFAULT_SHARD_ELEMENTS as usize;
-/// Gradient and image in the widest format, and three fp32 arrays.
-const BYTES_PER_PARAM: u64 = 20;
-/// This is enough to leave every cache: 5.6 GB go through memory in a round.
-const DEFAULT_PARAMS: u64 = 200_000_000;
 
 pub(crate) struct Settings {
     /// None means 200 million, or what half of the available memory holds.
@@ -55,29 +45,6 @@ struct Update {
     wire: Dtype,
     isa: Isa,
     formats: Formats,
-}
-
-/// The bytes of each array, which an update and its limit have in common.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Shape {
-    pub(super) wire: Dtype,
-    pub(super) state: tier::Shape,
-}
-
-pub(super) struct Arrays {
-    pub(super) shards: Vec<Shard>,
-    /// The formats of the values that the state holds now.
-    formats: Formats,
-}
-
-pub(super) struct Shard {
-    pub(super) len: usize,
-    /// There is room for fp32, here and below; a case of fewer bits uses the first part.
-    pub(super) gradient: Region,
-    master: Region,
-    first: Region,
-    second: Region,
-    image: Region,
 }
 
 impl Case {
@@ -150,56 +117,7 @@ impl Update {
     }
 }
 
-impl Shape {
-    /// How many bytes go through memory for each block: the state is read and written.
-    fn block_bytes(&self) -> usize {
-        2 * (BLOCK * self.wire.bytes() as usize + self.state.block().iter().sum::<usize>())
-    }
-}
-
 impl Arrays {
-    /// The arrays in shards, as a server holds them, touched by the threads that will use them.
-    fn allocate(params: usize, pool: &Pool) -> anyhow::Result<Arrays> {
-        let mut lengths = vec![SHARD; params / SHARD];
-        lengths.extend((!params.is_multiple_of(SHARD)).then_some(params % SHARD));
-        let sizes: Vec<usize> = lengths.iter().flat_map(|&len| [len * 4; 5]).collect();
-        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut regions = slab.carve(&sizes, pool)?.into_iter();
-        let mut next = || regions.next().context("a region was carved for every size");
-        let mut shards = Vec::new();
-        for len in lengths {
-            let mut shard = Shard {
-                len,
-                gradient: next()?,
-                master: next()?,
-                first: next()?,
-                second: next()?,
-                image: next()?,
-            };
-            shard.fill_gradient(pool);
-            shards.push(shard);
-        }
-        let mut arrays = Arrays { shards, formats: Formats { seed: 1, ..Formats::default() } };
-        arrays.refill(pool);
-        Ok(arrays)
-    }
-
-    /// Makes the state hold values of these formats.
-    fn prepare(&mut self, pool: &Pool, formats: Formats) {
-        if self.formats != formats {
-            self.formats = formats;
-            self.refill(pool);
-        }
-    }
-
-    fn refill(&mut self, pool: &Pool) {
-        let shape = tier::Shape::new(Rule::AdamW, self.formats);
-        for shard in &mut self.shards {
-            let (_, state, _) = shard.cut(Shape { wire: Dtype::F32, state: shape });
-            pool.blocks(state.blocks().collect(), |mut block: StateMut<'_>| fill(&mut block));
-        }
-    }
-
     /// How many seconds one pass of a case or of its limit takes.
     fn time(&mut self, pool: &Pool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
         if let Case::Update(update) = case {
@@ -237,50 +155,7 @@ impl Arrays {
     }
 }
 
-/// The values are positive and far from denormal in every format and under every rule, however often they are
-/// updated: an instruction that meets a denormal or NaN takes another time.
-fn fill(block: &mut StateMut<'_>) {
-    use kernels::{MasterMut, MomentMut, encode};
-    let low = block.low();
-    match low.master {
-        MasterMut::F32(master) => master.fill(0.5),
-        MasterMut::Bf16(master) => master.fill(0x3F00),
-    }
-    let values = |value: f32| -> Vec<f32> {
-        // Each group of 8-bit moments has codes of all sizes.
-        (0..BLOCK).map(|at| value * (1 + at % 64) as f32 / 64.0).collect()
-    };
-    for (code, moment, value) in
-        [(kernels::Code::Signed, low.first, 0.01), (kernels::Code::Unsigned, low.second, 0.001)]
-    {
-        if !matches!(moment, MomentMut::Empty) {
-            encode(Isa::detect(), code, &values(value), moment);
-        }
-    }
-}
-
 impl Shard {
-    fn fill_gradient(&mut self, pool: &Pool) {
-        let gradient = self.gradient.u16_mut().chunks_mut(2 * BLOCK);
-        pool.blocks(gradient.collect(), |part: &mut [u16]| receive::fill(part));
-    }
-
-    /// The parts of the arrays that a case uses: gradient, state and image.
-    pub(super) fn cut(&mut self, shape: Shape) -> (&[u8], StateMut<'_>, &mut [u8]) {
-        let wire = self.len * shape.wire.bytes() as usize;
-        let [master, first, second] = shape.state.arrays(self.len);
-        let arrays = [
-            &mut self.master.bytes_mut()[..master],
-            &mut self.first.bytes_mut()[..first],
-            &mut self.second.bytes_mut()[..second],
-        ];
-        (
-            &self.gradient.bytes()[..wire],
-            StateMut::new(shape.state, arrays),
-            &mut self.image.bytes_mut()[..wire],
-        )
-    }
-
     fn blocks(&mut self, case: Update) -> Vec<(Gradient<'_>, StateMut<'_>, ImageMut<'_>)> {
         let (gradient, state, image) = self.cut(case.shape());
         let wire = BLOCK * case.wire.bytes() as usize;
@@ -383,23 +258,6 @@ fn selected(settings: &Settings) -> anyhow::Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// The number of parameters: whole blocks, at least one.
-fn fitting(asked: Option<u64>, available: u64) -> anyhow::Result<usize> {
-    let blocks = match asked {
-        Some(params) => params / BLOCK_ELEMENTS,
-        None => DEFAULT_PARAMS.min(available / 2 / BYTES_PER_PARAM) / BLOCK_ELEMENTS,
-    };
-    let params = blocks.max(1) * BLOCK_ELEMENTS;
-    let need = params.saturating_mul(BYTES_PER_PARAM);
-    if need > available {
-        let largest = available / BYTES_PER_PARAM;
-        anyhow::bail!(
-            "{params} parameters take {need} bytes, but {available} are available: ask for --params of at most {largest}"
-        );
-    }
-    Ok(usize::try_from(params)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -425,14 +283,6 @@ mod tests {
         let before = arrays.shards[0].first.bytes().to_vec();
         arrays.pass(&pool, case);
         assert_ne!(arrays.shards[0].first.bytes(), before, "nothing was updated");
-    }
-
-    #[test]
-    fn the_default_fits_half_of_memory_and_more_than_all_is_refused() {
-        assert_eq!(fitting(None, 1 << 40).unwrap(), 200_000_000 / BLOCK * BLOCK);
-        assert!(fitting(None, 1 << 30).unwrap() * 40 <= 1 << 30);
-        let refused = fitting(Some(1_000_000_000), 1 << 30).unwrap_err().to_string();
-        assert!(refused.contains("at most 53687091"), "{refused}");
     }
 
     #[test]
