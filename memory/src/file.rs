@@ -19,8 +19,8 @@ pub struct SharedFile {
 }
 
 impl SharedFile {
-    /// One that nobody else can write to: sealed so once it was mapped here, which the kernel keeps to whatever its mode or
-    /// their rights.
+    /// A file that nobody else can write to. It gets file seals for that once it is mapped here, and the kernel keeps to
+    /// them whatever a process's rights are.
     pub(super) fn sealed(bytes: usize) -> io::Result<(MmapRaw, SharedFile)> {
         SharedFile::create("longshore-images", bytes, SealFlags::FUTURE_WRITE)
     }

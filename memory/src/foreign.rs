@@ -11,7 +11,7 @@ use super::{Source, stamp::look};
 /// would be fatal.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// A sealed memfd, mapped read-only. Its owner may change every byte at any moment, but can neither take a page away
+/// A memfd with file seals, mapped read-only. Its owner may change every byte at any moment, but can neither take a page away
 /// nor make a read fail: both are checked before it is mapped. No reference to its bytes is ever made: see [`Source`].
 /// Where the owner is this very process, as with an embedded server, nothing differs: it writes through another mapping, at
 /// other addresses.

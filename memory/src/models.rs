@@ -39,7 +39,7 @@ impl Borrowed {
     }
 }
 
-/// Borrowers run at any time, also after they were told to and the lender has what it lent again.
+/// Borrowers may run at any time, also after the lender has its work back.
 #[test]
 fn loom_a_lender_waits_for_all_who_run_its_work() {
     loom::model(|| {
@@ -58,7 +58,7 @@ fn loom_a_lender_waits_for_all_who_run_its_work() {
     });
 }
 
-/// As a pool does: the lender runs a share itself, and looks whether others still do.
+/// The lender runs a share itself, as a thread pool does, and checks whether others still run theirs.
 #[test]
 fn loom_a_lender_that_works_too_waits_as_well() {
     loom::model(|| {

@@ -72,7 +72,7 @@ impl Region {
         Region::new(Arc::new(map), 0, len)
     }
 
-    /// Takes the first bytes off.
+    /// Splits off the first bytes.
     ///
     /// # Panics
     /// If it is not as long.
@@ -151,7 +151,8 @@ impl Words {
         unsafe { std::slice::from_raw_parts(self.region.start.cast(), self.region.len / 8) }
     }
 
-    /// Sets one beside bytes that readers cannot be locked out of: 0 before the first byte is written, not 0 after the last.
+    /// Sets a stamp beside bytes that readers cannot be locked out of: to 0 before the first byte is written, and to another
+    /// value after the last one is.
     pub fn publish(&self, index: usize, value: u64) {
         publish(&self.get()[index], value);
     }

@@ -1,4 +1,4 @@
-//! Bytes that another thread of this process may overwrite: an address for the kernel to read from.
+//! Bytes that another thread of this process may overwrite. They are held as an address from which the kernel reads.
 
 use std::{
     any::Any,
@@ -17,24 +17,24 @@ use memmap2::MmapRaw;
 /// call ([`write_parts`]); what the kernel does with it is no access of this program, and reads each byte as it is just
 /// then. What arrives counts only if a checksum, taken while nobody could write, says so.
 ///
-/// Who needs the bytes in this process copies them from the region, under the lock that its owner writes under.
+/// Code that needs the bytes in this process copies them from the region, under the lock that its owner writes under.
 #[derive(Clone)]
 pub struct SharedBytes {
     start: *const u8,
     len: usize,
     /// Keeps the bytes mapped.
     map: Arc<MmapRaw>,
-    /// What else must live while they are sent.
+    /// Something else that must live while the bytes are sent.
     held: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 // SAFETY: it holds the mapping, which may be used from any thread, and only ever gives its address to the kernel.
 unsafe impl Send for SharedBytes {}
-// SAFETY: as above.
+// SAFETY: the reason above holds for shared use too.
 unsafe impl Sync for SharedBytes {}
 
 impl SharedBytes {
-    /// `start` and `len`: inside the mapping.
+    /// `start` and `len` must describe bytes inside the mapping.
     pub(super) fn new(start: *const u8, len: usize, map: Arc<MmapRaw>) -> SharedBytes {
         SharedBytes { start, len, map, held: None }
     }
@@ -58,7 +58,7 @@ impl SharedBytes {
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> SharedBytes {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
-        // SAFETY: inside, as just asserted.
+        // SAFETY: the range is inside, as was just asserted.
         let start = unsafe { self.start.add(range.start) };
         SharedBytes {
             start,
@@ -69,7 +69,7 @@ impl SharedBytes {
     }
 }
 
-/// What is written at once, one after the other.
+/// One of the pieces that are written with one call, one after the other.
 #[derive(Clone)]
 pub enum Part<'a> {
     Own(&'a [u8]),
@@ -89,7 +89,7 @@ impl Part<'_> {
     }
 }
 
-/// Most parts written with one call; what follows them is left for the next.
+/// How many parts one call writes at most. Those that follow are left for the next call.
 pub const MOST_PARTS: usize = 64;
 
 /// Writes to a socket, a pipe or a file, as `writev` does; returns how many bytes it took.

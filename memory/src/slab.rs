@@ -27,7 +27,7 @@ pub struct AllocationError {
     pub source: io::Error,
 }
 
-/// Threads by whose places memory is dealt out.
+/// Threads near which memory is put.
 pub trait Near {
     /// Runs `part` once for each thread, with its part of `0..count`, near the memory that it will use.
     fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync));
@@ -191,7 +191,7 @@ fn refusal(setting: &Path) -> Option<String> {
 pub(crate) mod tests {
     use super::*;
 
-    /// So many shares, all on the calling thread.
+    /// Runs so many shares, all on the calling thread.
     pub(crate) struct Shares(pub(crate) usize);
 
     impl Near for Shares {

@@ -2,7 +2,7 @@
 
 use std::{fmt, marker::PhantomData, ops::Range};
 
-/// Numbers of which every pattern of bits is one, without padding.
+/// A kind of number for which every pattern of bits is a value, without padding.
 pub trait Element: bytemuck::Pod {}
 
 impl Element for u8 {}
@@ -17,9 +17,9 @@ type Word = std::arch::aarch64::uint8x16_t;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 type Word = u64;
 
-/// Words a turn of the copy's loop.
+/// How many words one turn of the copy's loop moves.
 const STRIDE: usize = 4;
-/// Bytes of a piece that is copied to be looked at: half of the smallest L1 cache.
+/// The size of a piece that is copied to be looked at: half of the smallest L1 cache.
 const PIECE_BYTES: usize = 16 * 1024;
 
 /// Elements in a row that can be read while it lives.
@@ -55,7 +55,7 @@ impl<T> Clone for Source<'_, T> {
 impl<T> Copy for Source<'_, T> {}
 
 impl<T> fmt::Debug for Source<'_, T> {
-    /// Without the elements, which may be another process's.
+    /// Leaves the elements out, since they may be another process's.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} elements at {:p}", self.len, self.start)
     }
@@ -103,7 +103,7 @@ impl<'a, T> Source<'a, T> {
         self.len == 0
     }
 
-    /// For vector loads, and to see how the elements are aligned.
+    /// The address, for vector loads and to see how the elements are aligned.
     #[inline(always)]
     pub fn as_ptr(&self) -> *const T {
         self.start
@@ -186,7 +186,7 @@ unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
 }
 
 /// # Safety
-/// As for [`copy_volatile`], from byte `at` to `end`.
+/// The caller keeps what [`copy_volatile`] asks for, from byte `at` to `end`.
 unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) {
     for index in at..end {
         // SAFETY: inside both.
@@ -198,7 +198,7 @@ unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) 
 mod tests {
     use super::*;
 
-    /// Any beginning, end and target, as another process's memory.
+    /// The source is treated as another process's memory, with any beginning, end and target.
     #[test]
     fn copies_are_whole_wherever_they_begin_and_end() {
         let bytes: Vec<u8> = (0..50_000u32).map(|index| (index * 31 >> 3) as u8).collect();

@@ -1,4 +1,4 @@
-//! What loom's models replace: atomics and parking.
+//! Atomics and parking, which loom's models replace.
 
 #[cfg(not(loom))]
 pub(crate) use std::{

@@ -1,6 +1,6 @@
 //! Images for workers, slice by slice, each as soon as its shard has the version asked for.
 //!
-//! To a worker that marks its call they are sent from where the update wrote them: to copy them first, in the pass that
+//! A worker that marks its call is sent them from where the update wrote them: copying them first, in the pass that
 //! takes their checksum, cost as much as sending them through a Unix socket. The update never waits for a slow reader.
 //! Such a reader gets bytes that do not match their checksum, asks again, and is told that the version is gone. Other
 //! clients are sent copies, since HTTP/2 reads what it sends in this process, where an update may write meanwhile.
@@ -31,7 +31,7 @@ use crate::jobs::JobHandle;
 /// into cache, and with more of them it would have left the cache before the socket reads it.
 const MESSAGES_AHEAD: usize = 2;
 
-/// `taps`: those of the call's connection.
+/// `taps` are those of the call's connection.
 pub(super) async fn answer(
     services: &Services,
     taps: Option<&Taps>,
@@ -89,7 +89,7 @@ impl Pull {
         Ok(Pull { in_place, handle, slices, dtype, version: Version(request.version), wait })
     }
 
-    /// `payloads`: how bytes of images go out past HTTP/2, where they can.
+    /// By `payloads`, bytes of images go out past HTTP/2, where they can.
     async fn send(self, sender: Pieces, mut payloads: Option<Payloads>) {
         // The larger a slice, the later a reader of its start can go on. In shared memory a shard is ready as a
         // whole.
@@ -114,7 +114,7 @@ impl Pull {
         }
     }
 
-    /// Makes one message, once the shard has the version. `past`: whether its payload may go out past HTTP/2.
+    /// Makes one message, once the shard has the version. `past` says whether its payload may go out past HTTP/2.
     async fn message(&self, slice: Slice, past: bool) -> Result<Outgoing, Fault> {
         match (self.in_place, past) {
             (true, _) => self.place(slice).await.map(Outgoing::whole),
@@ -153,7 +153,7 @@ impl Pull {
             ImageBytes::Read(bytes) => Ok(Outgoing::whole(self.encode(slice, crc32, self.owned(bytes)))),
             ImageBytes::Here(bytes) => {
                 let piece = self.encode(slice, crc32, blank(&bytes));
-                // Its job's memory counts as used for as long.
+                // The job's memory counts as used until the bytes are sent.
                 Ok(Outgoing { piece, payload: Some(bytes.holding(Arc::clone(&self.handle) as _)) })
             }
         }
@@ -183,7 +183,7 @@ impl Pull {
     }
 }
 
-/// A message, and what takes the place of its payload.
+/// A message, and the bytes that take the place of its payload, if any do.
 struct Outgoing {
     piece: Piece,
     payload: Option<SharedBytes>,

@@ -21,10 +21,10 @@ use super::{
 };
 use crate::{mark::Mark, piece::Piece};
 
-/// What h2 is given to send: never written, and read by nobody but the few bytes that h2 copies.
+/// The blanks that h2 is given to send. They are never written. Only h2 reads them, and only the few bytes that it copies.
 static BLANK: [u8; CHUNK_BYTES] = [0; CHUNK_BYTES];
 
-/// What is to go out on one stream, by its place among the bytes of the stream's DATA frames.
+/// The payloads that are to go out on one stream, by their place among the bytes of the stream's DATA frames.
 #[derive(Default)]
 pub(super) struct Outlet(Mutex<VecDeque<(Range<u64>, SharedBytes)>>);
 
@@ -47,7 +47,7 @@ impl Outlet {
         }
     }
 
-    /// All before `at` has been written.
+    /// Forgets the payloads before `at`, which have been written.
     pub(super) fn written(&self, at: u64) {
         let mut held = self.lock();
         while held.front().is_some_and(|(range, _)| range.end <= at) {
@@ -60,17 +60,17 @@ impl Outlet {
 pub(super) struct Outgoing {
     pub(super) stream: u32,
     outlet: Arc<Outlet>,
-    /// Bytes of the stream's DATA frames that were written.
+    /// How many bytes of the stream's DATA frames were written.
     at: u64,
-    /// Nothing follows the frame that is on its way.
+    /// The frame that is being written is the stream's last.
     pub(super) over: bool,
-    /// Where the call finds it, and takes it.
+    /// The call finds and takes its end by this mark.
     mark: Mark,
     taps: Taps,
 }
 
 impl Outgoing {
-    /// None when the mark is taken.
+    /// Returns None if another outlet has this mark.
     pub(super) fn offer(stream: u32, mark: Mark, taps: &Taps) -> Option<Outgoing> {
         let outlet = Arc::new(Outlet::default());
         let offered = taps.offer_outlet(mark, Arc::clone(&outlet));
@@ -85,12 +85,12 @@ impl Outgoing {
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
-        // Nobody may have taken it.
+        // The call may not have taken its end; then it is removed here.
         self.taps.meet_outlet(self.mark);
     }
 }
 
-/// What to write for these slices, of which the first byte lies at the cursor.
+/// Replaces blanks by payloads: returns what is to be written for these slices, whose first byte lies at the cursor.
 pub(super) fn fill_blanks<'a>(
     mut cursor: Cursor,
     slices: &'a [IoSlice<'_>],
@@ -128,13 +128,14 @@ pub struct Payloads {
 }
 
 impl Payloads {
-    /// On a server, where a call's request begins with this mark; once. None where the connection's socket takes no
-    /// addresses, or has too many such calls.
+    /// A server calls this once for a call whose request begins with this mark. Returns None if the connection's socket
+    /// takes no addresses, or if the connection has too many such calls.
     pub fn claim(taps: &Taps, mark: Mark) -> Option<Payloads> {
         taps.meet_outlet(mark).map(|outlet| Payloads { outlet, at: 0 })
     }
 
-    /// The next message, before it is sent: `payload` takes the place of its own, which is a [`blank`] of its length.
+    /// Notes the next message before it is sent. `payload` takes the place of the message's own payload, which is a
+    /// [`blank`] of the same length.
     pub fn follow(&mut self, message: &Piece, payload: Option<SharedBytes>) {
         self.at += message.head.len() as u64;
         let end = self.at + message.payload.len() as u64;
@@ -150,10 +151,10 @@ impl Payloads {
     }
 }
 
-/// As long as `payload`, at most a chunk.
+/// A blank as long as `payload`.
 ///
 /// # Panics
-/// If it is longer.
+/// If `payload` is longer than a chunk.
 pub fn blank(payload: &SharedBytes) -> Bytes {
     Bytes::from_static(&BLANK[..payload.len()])
 }

@@ -51,9 +51,9 @@ pub(super) enum Seen {
     Marked(u32, Mark),
     /// So much more of the connection's window was granted.
     Granted(usize),
-    /// So many bytes of DATA frames of this stream.
+    /// So many bytes of this stream's DATA frames were written.
     Data(u32, usize),
-    /// This end has nothing more to say on this stream, once the frame is written that says so.
+    /// This end sends nothing more on this stream after the frame that is being written.
     Ended(u32),
 }
 
@@ -65,20 +65,20 @@ pub(super) struct Cursor {
     header: [u8; HEADER_BYTES],
     /// How many bytes of the header were written.
     have: usize,
-    /// The stream of the DATA frame whose payload is not yet written; else 0.
+    /// The stream of the DATA frame whose payload is being written, or 0.
     data_of: u32,
 }
 
-/// What some bytes are.
+/// The kind of some bytes that are written.
 pub(super) enum Follows {
-    /// Of a frame's header; the whole of it, if they end it.
+    /// They belong to a frame's header. It is given if they complete it.
     Header(Option<Header>),
-    /// Of a payload; the stream, if it is a DATA frame's.
+    /// They belong to a frame's payload. The number is the stream of a DATA frame, and 0 for other frames.
     Payload(u32),
 }
 
 impl Cursor {
-    /// Goes on to the next boundary; says how many of the bytes lie before it, and what they are.
+    /// Goes on to the next boundary. Returns how many of the bytes lie before it, and their kind.
     pub(super) fn step(&mut self, bytes: &[u8]) -> (usize, Follows) {
         if self.left > 0 {
             let now = bytes.len().min(self.left);
@@ -102,7 +102,7 @@ impl Cursor {
 #[derive(Default)]
 pub(super) struct Outward {
     cursor: Cursor,
-    /// The start of a payload, where that says something.
+    /// The start of the current payload, if its meaning depends on it.
     start: Option<Start>,
 }
 
@@ -119,7 +119,7 @@ impl Outward {
         Outward { cursor: Cursor { left: bytes, ..Cursor::default() }, start: None }
     }
 
-    /// Where the bytes end that were written so far.
+    /// Where the bytes that were written so far end.
     pub(super) fn cursor(&self) -> Cursor {
         self.cursor
     }

@@ -28,7 +28,7 @@ pub enum ImageBytes {
     /// In the job's memory. The version after next may overwrite them while they are sent: then the checksum is wrong for
     /// what arrives, and whoever asks again is told that the version is gone.
     Here(SharedBytes),
-    /// Read from the drives where the image lives.
+    /// The image lives on drives, and the bytes were read from there.
     Read(Vec<u8>),
 }
 
@@ -77,7 +77,8 @@ impl Job {
         )
     }
 
-    /// As [`Job::lend_image`], for who must read the bytes in this process: copied while no update can write them.
+    /// Does what [`Job::lend_image`] does, for a caller that must read the bytes in this process: they are copied while
+    /// no update can write them.
     pub fn copy_image(&self, slice: &Slice, version: Version) -> Result<Option<(Vec<u8>, u32)>, Fault> {
         self.take_image(slice, version, |image, within| image.bytes()[within].to_vec(), |read| read)
     }

@@ -49,7 +49,8 @@ impl Phase {
 
     /// Gives up what nobody has taken.
     pub(super) fn abandon(&self) {
-        // Not a store: what others take at the same moment comes before it or fails, in loom's models too.
+        // A swap and no store: a block that another thread takes at the same moment is then taken before, or not at all,
+        // in loom's models too.
         self.runs.iter().for_each(|run| _ = run.0.swap(0, Ordering::Relaxed));
     }
 }
@@ -89,7 +90,7 @@ impl Run {
     }
 }
 
-/// Every order in which seats may take blocks: see ARCHITECTURE.md for how to run it.
+/// The models go through every order in which seats may take blocks. ARCHITECTURE.md says how to run them.
 #[cfg(all(test, loom))]
 mod models {
     use std::sync::Arc;
