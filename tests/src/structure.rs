@@ -1,4 +1,5 @@
-//! Which room of a crate uses which: the folders and files at the top of its sources, and the paths that lead from one to another.
+//! Finds which room of a crate uses which. A room is a folder or a file at the top of the crate's sources; it uses another
+//! room if a path in it leads there.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,10 +14,10 @@ pub struct Arrow {
     pub path: String,
 }
 
-/// By room, what it uses.
+/// For each room, the rooms that it uses.
 pub type Arrows = BTreeMap<String, BTreeMap<String, Arrow>>;
 
-/// The arrows between the rooms of a crate, tests left out.
+/// The arrows between the rooms of a crate. Tests are left out.
 pub fn arrows(sources: &Path) -> Arrows {
     let mut files = Vec::new();
     collect(sources, &mut Vec::new(), &mut files);
@@ -41,7 +42,7 @@ pub fn arrows(sources: &Path) -> Arrows {
     arrows
 }
 
-/// Rooms each of which uses the next, and the last the first. None where there is no circle.
+/// Finds rooms of which each uses the next one, and the last uses the first. Returns None if there is no circle.
 pub fn circle(arrows: &Arrows) -> Option<Vec<String>> {
     let mut done = BTreeSet::new();
     arrows.keys().find_map(|room| walk(room, arrows, &mut Vec::new(), &mut done))
@@ -68,9 +69,9 @@ fn walk(
 
 struct File {
     path: PathBuf,
-    /// Below the crate.
+    /// The module's path below the crate.
     module: Vec<String>,
-    /// Without comments and without modules of tests.
+    /// The source without comments and without modules of tests.
     text: String,
 }
 
@@ -101,7 +102,7 @@ fn without_tests(text: &str) -> String {
         let next = lines.peek().copied().unwrap_or_default();
         let module = next.trim_start().trim_start_matches("pub(crate) ").starts_with("mod ");
         if is_for_tests(line) && module && next.ends_with('{') {
-            // As rustfmt writes it, the end has the indentation of the beginning.
+            // rustfmt gives the end the indentation of the beginning.
             let end = format!("{}}}", &line[..line.len() - line.trim_start().len()]);
             lines.by_ref().find(|line| *line == end);
             continue;
@@ -112,7 +113,7 @@ fn without_tests(text: &str) -> String {
     kept
 }
 
-/// Whether what follows is built for tests alone.
+/// Whether the line says that what follows it is built for tests alone.
 fn is_for_tests(line: &str) -> bool {
     let condition = line.trim().strip_prefix("#[cfg(").and_then(|line| line.strip_suffix(")]"));
     condition.is_some_and(|condition| condition == "test" || condition.starts_with("all(test"))
@@ -184,14 +185,14 @@ fn expand(tree: &str, prefix: &mut Vec<String>, found: &mut Vec<Vec<String>>) {
     }
 }
 
-/// What the crate's root names again, by its name: `pub use room::Name`.
+/// A name that the crate's root exports from a room (`pub use room::Name`), and the room.
 fn exported(path: &[String], rooms: &BTreeSet<String>) -> Option<(String, String)> {
     let path = path.strip_prefix(&["self".to_string()][..]).unwrap_or(path);
     let (room, name) = (path.first()?, path.last()?);
     (path.len() > 1 && rooms.contains(room)).then(|| (name.clone(), room.clone()))
 }
 
-/// The name below the crate at which a path begins that stands in `module`.
+/// The name below the crate's root at which `path` begins, if the path stands in `module`.
 fn first_segment(module: &[String], path: &[String]) -> Option<String> {
     let mut base = match path.first()?.as_str() {
         "crate" => Vec::new(),

@@ -1,4 +1,5 @@
-//! A device of somebody else's making: it copies late, on a thread of its own, and a run on it has the bits of a run on the host.
+//! A device that is implemented outside the worker. It copies late, on a thread of its own, and a run on it has the bits of a
+//! run on the host.
 
 use std::{
     sync::{
@@ -17,9 +18,9 @@ use longshore_worker::{
 };
 
 const NAME: &str = "late";
-/// Longer than a copy takes, so that whoever does not wait finds what was there before.
+/// How late a copy is made. It is longer than a copy takes, so that code which does not wait finds what was there before.
 const LATE: Duration = Duration::from_micros(300);
-/// What memory holds before something is copied there: no number that a run could go on with.
+/// The byte that fills memory before something is copied there. It makes no number that a run could go on with.
 const UNDEFINED: u8 = 0xFF;
 
 type Copy = Box<dyn FnOnce() + Send>;
@@ -148,7 +149,7 @@ fn copies_of_a_device_from_outside_are_checked_and_awaited() {
     host.fill(7);
     let transfer = device.copy_in(host, &buffer, 48).unwrap();
     assert!(!transfer.is_done().unwrap(), "it copies late");
-    // Dropped, a transfer waits: the copy is behind it.
+    // A transfer that is dropped waits for its copy.
     drop(transfer);
     assert_eq!(device.made.load(Relaxed), 1);
     let host = device.allocate_host(32).unwrap();

@@ -1,4 +1,4 @@
-//! Where the bytes of one stream go, whichever way they come: through h2, or past it.
+//! A sink takes the bytes of one stream, whether they come through h2 or past it.
 
 use std::io;
 
@@ -8,14 +8,14 @@ use longshore_proto::fault::Fault;
 /// Reads from the socket into a place, as [`io::Read::read`] does.
 pub type Read<'a> = dyn FnMut(&mut [u8]) -> io::Result<usize> + 'a;
 
-/// What a sink can take next.
+/// The kind of bytes that a sink can take next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The bytes before a payload. It takes few of them at a time, since they are copied.
     Fields,
     /// Payload that has no place of its own.
     Payload,
-    /// At most so many bytes of payload, read straight to their place.
+    /// At most so many bytes of payload, which are read straight to their place.
     Direct(usize),
     /// Nothing, until the call's task calls [`Claim::resume`](crate::direct::Claim::resume).
     Stalled,

@@ -1,4 +1,4 @@
-//! A number of bytes that leases are taken from. Accounting only: it knows nothing of where the memory is.
+//! A number of bytes that leases are taken from. It only counts, and does not know where the memory is.
 
 use std::sync::{
     Arc,

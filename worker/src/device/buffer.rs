@@ -1,10 +1,10 @@
-//! Memory that devices hand out: their own, and the host's that they copy from and to. Which kind it is only its device knows.
+//! Memory that devices hand out: their own, and the host's, which they copy from and to. Only the device knows its kind.
 
 use std::{any::Any, fmt, ops, sync::Arc};
 
 use crate::error::{DeviceError, Result};
 
-/// Memory of a device; it is freed, and given back to the budget, with its last clone.
+/// Memory of a device. When its last clone is dropped it is freed and given back to the budget.
 #[derive(Clone)]
 pub struct Buffer {
     memory: Arc<dyn Any + Send + Sync>,
@@ -13,8 +13,8 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// What a device has allocated: `memory` frees it when it is dropped, and holds the lease of the device's budget.
-    /// `address` is where a framework finds it on the device; None where frameworks have no use for it.
+    /// A device makes this from what it has allocated: `memory` frees it when it is dropped, and holds the lease of the
+    /// device's budget. A framework finds it at `address` on the device; None if frameworks have no use for the address.
     pub fn new<M: Any + Send + Sync>(memory: M, bytes: u64, address: Option<u64>) -> Buffer {
         Buffer { memory: Arc::new(memory), bytes, address }
     }
@@ -28,10 +28,10 @@ impl Buffer {
         self.address
     }
 
-    /// The memory as the device of this `name` made it, for a copy of `bytes` from `offset`.
+    /// Returns the memory as the device of this `name` made it, for a copy of `bytes` from `offset`.
     ///
     /// # Errors
-    /// The copy would reach beyond the buffer, or the buffer's memory is no `M` and so another device's.
+    /// `Device` if the copy would reach beyond the buffer, or if the memory is not an `M` and so is another device's.
     pub fn memory<M: Any>(&self, name: &str, offset: u64, bytes: u64) -> Result<&M, DeviceError> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             let cause = format!("{bytes} bytes at {offset} in a buffer of {}", self.bytes);
@@ -66,7 +66,7 @@ impl HostMemory for Vec<u8> {
     }
 }
 
-/// Host memory, owned by whoever may touch it: during a copy, by the copy.
+/// Host memory. Whoever may touch it owns it: during a copy, that is the copy.
 pub struct HostBuffer(Box<dyn HostMemory>);
 
 impl HostBuffer {
@@ -77,7 +77,7 @@ impl HostBuffer {
     /// Checks that the memory is an `M`, for a device that can copy no other.
     ///
     /// # Errors
-    /// It is not, and so another device's.
+    /// `Device` if it is not, and so is another device's.
     pub fn check<M: HostMemory>(&self, name: &str) -> Result<(), DeviceError> {
         let memory: &dyn Any = &*self.0;
         if memory.is::<M>() {

@@ -1,4 +1,4 @@
-//! Which device a run uses: named, or found.
+//! Chooses the device of a run, which is named or found.
 
 use std::{fmt, str::FromStr, sync::Arc};
 
@@ -7,7 +7,7 @@ use longshore_proto::Fault;
 use super::{Device, HostDevice};
 use crate::error::Result;
 
-/// What `--device` may say.
+/// The values of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// A GPU if there is one, else the host.

@@ -58,7 +58,7 @@ impl HostMemory for Pinned {
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `&mut self` excludes all others.
+        // SAFETY: the bytes live until drop, as above, and `&mut self` excludes all other users.
         unsafe { std::slice::from_raw_parts_mut(self.memory, self.bytes) }
     }
 }
@@ -79,7 +79,7 @@ impl Drop for Pinned {
 struct Copy {
     done: CudaEvent,
     device: String,
-    /// None once the copy is over, or given up.
+    /// None once the copy is over or was given up.
     ends: Option<(HostBuffer, Buffer)>,
 }
 
@@ -158,7 +158,7 @@ impl CudaDevice {
         self.context.bind_to_thread().map_err(|error| failed(&self.name, "cuCtxSetCurrent", error, DRIVER))
     }
 
-    /// What a started copy leaves: an event behind it, and both ends until then.
+    /// Makes the transfer of a copy that was started. An event follows the copy, and until then the transfer owns both ends.
     fn transfer(&self, host: HostBuffer, device: &Buffer) -> Result<Transfer> {
         let done = match self.copies.record_event(None) {
             Ok(done) => done,
@@ -279,7 +279,7 @@ mod tests {
         host.iter_mut().enumerate().for_each(|(index, byte)| *byte = (index % 251) as u8);
         let mut host = device.copy_in(host, &buffer, 3 << 20).unwrap().wait().unwrap();
         host.fill(0);
-        // Dropped without a wait: the memory must outlive the copy.
+        // The transfer is dropped without a wait, and the memory must outlive the copy.
         drop(device.copy_out(&buffer, 0, device.allocate_host(1 << 20).unwrap()).unwrap());
         let host = device.copy_out(&buffer, 3 << 20, host).unwrap().wait().unwrap();
         assert!(host.iter().enumerate().all(|(index, byte)| *byte == (index % 251) as u8));

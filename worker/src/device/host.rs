@@ -1,4 +1,4 @@
-//! The host as a device: what runs without an accelerator, and what tests run on.
+//! The host as a device. Runs without an accelerator use it, and so do tests.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -24,26 +24,26 @@ pub use transfer::{Event, Transfer};
 
 use crate::error::{Result, Shortage};
 
-/// Where tensors live. Frameworks do the arithmetic; this allocates, copies and counts. All sizes and offsets are bytes, and
-/// the bytes are little-endian elements without gaps: what a layout says of a parameter holds for its bytes here.
+/// A place where tensors live. Frameworks do the arithmetic; a device allocates, copies and counts. All sizes and offsets are
+/// in bytes. The bytes are little-endian elements without gaps, so a parameter's range in a layout is its range here.
 ///
 /// A buffer belongs to the device that allocated it. Calls may come from any thread.
 pub trait Device: Send + Sync {
-    /// As it appears in messages, such as `cuda:0`.
+    /// The device's name in messages, such as `cuda:0`.
     fn name(&self) -> &str;
 
-    /// What may be allocated and reserved. [`Device::allocate`] keeps to it.
+    /// The budget for what is allocated and reserved. [`Device::allocate`] keeps to it.
     fn budget(&self) -> &Budget;
 
-    /// `bytes` of the device's memory, contents undefined. The memory holds a lease of the budget until the last clone of the
-    /// buffer is dropped. `field` says what the memory is for, in the error.
+    /// Allocates `bytes` of the device's memory, whose contents are undefined. The memory holds a lease of the budget until
+    /// the last clone of the buffer is dropped. `field` says what the memory is for, in the error.
     ///
     /// # Errors
     /// `Shortage` where the budget is used up; `Device` where the device itself refuses.
     fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer>;
 
-    /// Host memory of `bytes` zero bytes that this device copies from and to fastest: page-locked where that matters. It does
-    /// not count in the device's budget.
+    /// Allocates `bytes` zero bytes of the host memory that this device copies from and to fastest: page-locked memory where
+    /// that matters. It does not count in the device's budget.
     ///
     /// # Errors
     /// `Device` where the host has no such memory.
@@ -57,8 +57,8 @@ pub trait Device: Send + Sync {
     /// The host buffer is lost then.
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer>;
 
-    /// Starts filling all of `target` from `source` at byte `offset`. What was written before by a framework's own work must
-    /// be finished.
+    /// Starts filling all of `target` from `source` at byte `offset`. A framework's own work that writes there must be
+    /// finished.
     ///
     /// # Errors
     /// As [`Device::copy_in`].

@@ -19,7 +19,7 @@ pub trait Event: Send {
     fn wait(&mut self) -> Result<HostBuffer>;
 }
 
-/// A copy that was started. Dropped, it waits for the copy's end.
+/// A copy that was started. When it is dropped it waits for the copy's end.
 pub struct Transfer(State);
 
 enum State {
@@ -57,7 +57,7 @@ impl Transfer {
         match std::mem::replace(&mut self.0, State::Over) {
             State::Done(host) => Ok(host),
             State::UnderWay(mut event) => event.wait(),
-            // Only this call and the drop leave it so, and each has the transfer for itself.
+            // Only this call and the drop leave it in this state, and each of them owns the transfer.
             State::Over => Ok(HostBuffer::new(Vec::new())),
         }
     }

@@ -57,7 +57,7 @@ async fn a_generated_server_takes_pushes_of_any_size() {
     tokio::time::timeout(Duration::from_secs(20), async { tokio::join!(sending, receiving) }).await.unwrap();
 }
 
-/// For 300,000 and 500,000 bytes.
+/// A request for two slices, of 300,000 and of 500,000 bytes.
 fn request(job: &str, version: u64) -> PullRequest {
     let slices =
         [3u32, 5].map(|shard| Slice { shard, offset: 64, elements: u64::from(shard) * 100_000 }).to_vec();

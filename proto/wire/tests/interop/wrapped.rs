@@ -32,10 +32,10 @@ use crate::{echo::Echo, request};
 const KEY: u8 = 0x5A;
 const WINDOW: u32 = 1 << 20;
 
-/// Encrypts, so to speak.
+/// A socket that changes every byte, as encryption would.
 struct Xor {
     pipe: DuplexStream,
-    /// Bytes that were read, decrypted.
+    /// How many bytes were read and changed back.
     read: Arc<AtomicUsize>,
 }
 
@@ -75,7 +75,7 @@ impl AsyncWrite for Xor {
     }
 }
 
-/// Dials one connection, which is there already.
+/// A connector that hands out one connection, which exists already.
 struct Once(Mutex<Option<Direct<Xor>>>);
 
 impl Service<Uri> for Once {
@@ -93,7 +93,7 @@ impl Service<Uri> for Once {
     }
 }
 
-/// Payloads as they come, and how many of their bytes came past h2.
+/// Collects payloads, and counts their bytes that came past h2.
 #[derive(Default)]
 struct Collect {
     heads: Vec<(u32, usize)>,

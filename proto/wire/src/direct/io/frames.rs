@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl<S: Socket> Direct<S> {
-    /// The next frame's header; None at the end.
+    /// Reads the next frame's header. Returns None at the end of the stream.
     pub(super) fn header(&mut self, context: &mut Context<'_>) -> Poll<io::Result<Option<Header>>> {
         if !ready!(self.fill(context, HEADER_BYTES))? {
             return Poll::Ready(Ok(None));
@@ -86,7 +86,7 @@ impl<S: Socket> Direct<S> {
             Header::DATA => return self.data(context, stream, header),
             Header::RESET => {
                 let Stream { mark, tap, .. } = &self.streams[stream];
-                // Nobody may have claimed it yet.
+                // The call may not have claimed its tap yet.
                 self.taps.meet(*mark);
                 tap.close();
                 self.line.note();
