@@ -24,15 +24,18 @@
 //! # }
 //! ```
 
+mod cluster;
 pub mod convert;
 pub mod decide;
 pub mod device;
 pub mod error;
 pub mod loss_scale;
 mod memfd;
+mod meter;
 pub mod pipeline;
 pub mod pull;
 pub mod push;
+mod rank;
 pub mod schedule;
 pub mod session;
 

@@ -23,6 +23,7 @@ const MOST_IMAGE_BYTES: u64 = 1 << 46;
 
 pub(crate) struct Link {
     pub(crate) id: u64,
+    /// Of this rank, whose process it was made as.
     pub(crate) incarnation: Incarnation,
     /// The server's images, if it shares them.
     pub(crate) images: Option<Arc<Foreign>>,
@@ -54,7 +55,7 @@ impl Link {
         None
     }
 
-    pub(super) async fn open(
+    pub(crate) async fn open(
         offer: &MemfdOffer,
         job: &str,
         rank: Rank,

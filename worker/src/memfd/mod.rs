@@ -2,10 +2,8 @@
 
 mod arena;
 mod link;
-mod links;
 
 pub(crate) use self::{
     arena::{Arena, Extent, Piece},
     link::Link,
-    links::Links,
 };

@@ -2,14 +2,13 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use futures_util::future::join_all;
 use longshore_proto::{Fault, FaultKind, Step, Version};
 use longshore_wire::v1::DescribeResponse;
 use tokio::sync::watch;
 
 use crate::{
+    cluster::{Cluster, Impatience},
     error::{Error, Result, TimedOut},
-    session::{Core, Impatience},
 };
 
 /// Versions kept: one being read, one decided, one delayed, and one for a slow reader of this board.
@@ -43,15 +42,16 @@ impl Board {
     }
 
     /// Waits until `version` is decided, and while the job is paused.
-    pub(super) async fn wait(&self, core: &Core, version: Version) -> Result<f64> {
+    pub(super) async fn wait(&self, cluster: &Cluster, version: Version) -> Result<f64> {
         let mut scales = self.scales.subscribe();
         let known = async { scales.wait_for(|scales| scales.contains_key(&version)).await.map(|_| ()) };
         let what = format!("the decision that makes {version}");
-        match core.watched(&what, core.patiently(core.options.deadline, known)).await {
+        let known = cluster.waits.patiently(cluster.options.deadline, known);
+        match cluster.watched(&what, known).await {
             // The sender is `self`, so the wait ends only with the version known.
             Ok(_) => Ok(self.scale(version).unwrap_or(1.0)),
             Err(Impatience::Failed(error)) => Err(error),
-            Err(Impatience::Elapsed(waited)) => Err(late(core, version, waited).await),
+            Err(Impatience::Elapsed(waited)) => Err(late(cluster, version, waited).await),
         }
     }
 }
@@ -60,16 +60,16 @@ impl Board {
 const ASKING: Duration = Duration::from_secs(1);
 
 /// Names the server that is gone, or the rank and shard that the decision waits for.
-async fn late(core: &Core, version: Version, waited: Duration) -> Error {
-    let answers = join_all((0..core.peers.len()).map(|server| core.describe(server, false, ASKING))).await;
-    let reason = |(server, answer)| Some((server, core.trouble(server).or_else(|| reason(answer))?));
-    let reasons = answers.into_iter().enumerate().filter_map(reason);
+async fn late(cluster: &Cluster, version: Version, waited: Duration) -> Error {
+    let answers = cluster.on_each(|server| cluster.describe(server, false, ASKING)).await;
+    let reason = |(server, answer)| Some((server, cluster.troubles.of(server).or_else(|| reason(answer))?));
+    let reasons = answers.into_iter().filter_map(reason);
     // A server that is gone explains why another one waits.
     let worst = reasons.max_by_key(|(_, fault)| fault.kind == FaultKind::Unavailable);
     TimedOut {
         what: "the decision that makes a version",
-        server: worst.as_ref().map(|(server, _)| core.peers[*server].address.clone()),
-        job: core.job().clone(),
+        server: worst.as_ref().map(|(server, _)| cluster.address(*server).to_string()),
+        job: cluster.job().clone(),
         step: Some(Step(version.0)),
         shard: None,
         version: Some(version),

@@ -5,19 +5,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures_util::future::try_join_all;
-use longshore_proto::{Commit, FaultKind, Step, TierKind, Version, limits::MAX_PAUSE_REASON_BYTES};
+use longshore_proto::{Commit, FaultKind, ServerId, Step, TierKind, Version, limits::MAX_PAUSE_REASON_BYTES};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinHandle,
 };
 
-use super::{Shared, envelope::Envelope, options::PipelineOptions, outcome::Decided, stats::Collected};
+use super::{
+    envelope::Envelope, options::PipelineOptions, outcome::Decided, shared::Shared, stats::Collected,
+};
 use crate::{
+    cluster::{Backoff, Cluster, Impatience},
     decide::{Decision, decide, name_element},
     error::{CallFailed, Environment, Error, Result, TimedOut},
     loss_scale::{Event, LossScaler},
-    session::{Backoff, Impatience, OwnCommit, SharedCore},
+    push::Gradients,
+    rank::{OwnCommit, RankState, await_durable, check_reproducible, version_when_running},
+    session::resume_on,
 };
 
 /// The server's own deadline comes first: its error names who is missing.
@@ -34,7 +38,9 @@ pub(super) struct Work {
 }
 
 pub(super) struct Driver {
-    pub(super) core: SharedCore,
+    pub(super) cluster: Arc<Cluster>,
+    pub(super) rank: Arc<RankState>,
+    pub(super) gradients: Arc<Gradients>,
     pub(super) shared: Arc<Shared>,
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
@@ -51,9 +57,9 @@ impl Drop for Driver {
 }
 
 /// Waits until no crash of any server can take the version back.
-pub(super) async fn durable_everywhere(core: SharedCore, version: Version) -> Result<()> {
-    if core.spec().tier == TierKind::Nvme {
-        try_join_all((0..core.peers.len()).map(|server| core.await_durable(server, version))).await?;
+pub(super) async fn durable_everywhere(cluster: Arc<Cluster>, version: Version) -> Result<()> {
+    if cluster.spec().tier == TierKind::Nvme {
+        cluster.on_all(|server| await_durable(&cluster, server, version)).await?;
     }
     Ok(())
 }
@@ -65,7 +71,7 @@ impl Driver {
             let stats = work.stats.abort_handle();
             if let Err(error) = self.step(work).await {
                 stats.abort();
-                return self.core.fail(error);
+                return self.cluster.waits.fail(error);
             }
         }
     }
@@ -79,11 +85,11 @@ impl Driver {
         self.follow(step).await?;
         let Collected { blocks, origins } =
             self.patiently("the contributions of all ranks", step, work.stats).await?;
-        let gradient_scale = work.loss_scale * self.core.spec().contributions() as f64;
+        let gradient_scale = work.loss_scale * self.cluster.spec().contributions() as f64;
         let decision = decide(&blocks, self.options.clip, gradient_scale);
         let event = self.scaler.update(decision.skip);
         let overflow =
-            decision.first_nonfinite.map(|at| name_element(&self.core.layout, self.core.spec(), at));
+            decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));
         let mut commit = self.commit(step, gradient_scale, &decision, trainer);
         if event == Event::AtFloor {
             commit.pause_reason =
@@ -94,9 +100,10 @@ impl Driver {
         }
         tracing::debug!(target: "stage", step = step.0, "decided");
         let own = Arc::new(OwnCommit { commit, origins });
-        self.core.remember(own.clone());
-        try_join_all((0..self.core.peers.len()).map(|server| self.send(server, &own))).await?;
-        self.durable = Some(self.core.spawn_joined(durable_everywhere(self.core.clone(), step.version())));
+        self.rank.commits.remember(own.clone());
+        self.cluster.on_all(|server| self.send(server, &own)).await?;
+        let durable = durable_everywhere(self.cluster.clone(), step.version());
+        self.durable = Some(self.cluster.runtime.spawn_joined(durable));
         let loss_scale = match own.commit.pause_reason.is_empty() {
             true => own.commit.loss_scale,
             false => self.await_resume(&own.commit).await?,
@@ -112,7 +119,7 @@ impl Driver {
                 scaler: Some(event),
             },
         );
-        self.shared.release(&self.core, step);
+        self.gradients.committed(step);
         // Last: whoever waits for this version finds all the rest done.
         self.shared.board.post(step.version(), loss_scale);
         Ok(())
@@ -120,7 +127,7 @@ impl Driver {
 
     /// The scaler goes on from the loss scale that counts for the version before: an operator may have chosen it.
     async fn follow(&mut self, step: Step) -> Result<()> {
-        let chosen = self.shared.board.wait(&self.core, Version(step.0 - 1)).await?;
+        let chosen = self.shared.board.wait(&self.cluster, Version(step.0 - 1)).await?;
         if chosen != self.scaler.scale() {
             self.scaler.set_scale(chosen)?;
         }
@@ -129,7 +136,7 @@ impl Driver {
 
     /// Awaits a task that has a deadline itself.
     async fn patiently<T>(&self, what: &'static str, step: Step, task: JoinHandle<Result<T>>) -> Result<T> {
-        match self.core.patiently(self.core.options.deadline + GRACE, task).await {
+        match self.cluster.waits.patiently(self.cluster.options.deadline + GRACE, task).await {
             Ok(Ok(result)) => result,
             Ok(Err(panic)) => Err(Environment {
                 what: "deciding a step",
@@ -141,7 +148,7 @@ impl Driver {
             Err(Impatience::Elapsed(waited)) => Err(TimedOut {
                 what,
                 server: None,
-                job: self.core.job().clone(),
+                job: self.cluster.job().clone(),
                 step: Some(step),
                 shard: None,
                 version: None,
@@ -171,31 +178,32 @@ impl Driver {
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
             loss_scale: self.scaler.scale(),
             trainer_state: envelope.encode(),
-            decided_by: self.core.incarnation(),
+            decided_by: self.rank.incarnation(),
             pause_reason: String::new(),
         }
     }
 
     /// To one server; again after a pause that an operator made just then, and while a server that restarted is being
     /// sent what it lacks.
-    async fn send(&self, server: usize, own: &OwnCommit) -> Result<()> {
+    async fn send(&self, server: ServerId, own: &OwnCommit) -> Result<()> {
         let (begun, mut backoff) = (Instant::now(), Backoff::new());
         loop {
-            let error = match self.core.commit(server, own).await {
+            let error = match own.send(&self.cluster, server).await {
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => failed,
                 other => return other,
             };
             self.await_running(server, &error).await?;
-            self.core.check_reproducible(server, own.commit.step).await?;
-            if self.core.out_of_patience(begun, self.core.options.deadline) {
+            check_reproducible(&self.cluster, server, own.commit.step).await?;
+            if self.cluster.waits.out_of_patience(begun, self.cluster.options.deadline) {
                 return Err(Error::Call(error));
             }
-            backoff.pause(Instant::now() + self.core.options.deadline).await;
+            backoff.pause(Instant::now() + self.cluster.options.deadline).await;
         }
     }
 
-    async fn await_running(&self, server: usize, error: &CallFailed) -> Result<()> {
-        match self.core.patiently(self.core.options.deadline, self.core.version_when_running(server)).await {
+    async fn await_running(&self, server: ServerId, error: &CallFailed) -> Result<()> {
+        let running = version_when_running(&self.cluster, server);
+        match self.cluster.waits.patiently(self.cluster.options.deadline, running).await {
             Ok(version) => version.map(|_| ()),
             Err(Impatience::Failed(failure)) => Err(failure),
             Err(Impatience::Elapsed(_)) => Err(error.clone().into()),
@@ -205,12 +213,12 @@ impl Driver {
     /// Until the pause that came with a commit ends. Returns the loss scale to go on with. Whoever resumed the first server
     /// meant them all.
     async fn await_resume(&mut self, commit: &Commit) -> Result<f64> {
-        self.core.paused(&commit.pause_reason);
+        self.cluster.waits.paused(&commit.pause_reason);
         let version = commit.step.version();
-        let loss_scale = self.shared.resumed.wait(&self.core, version).await?;
-        let servers = 0..self.core.peers.len();
-        try_join_all(servers.map(|server| self.core.resume_on(server, Some(version), loss_scale))).await?;
-        self.core.resumed();
+        let loss_scale = self.shared.resumed.wait(&self.cluster, version).await?;
+        let cluster = &*self.cluster;
+        cluster.on_all(|server| resume_on(cluster, server, Some(version), loss_scale)).await?;
+        cluster.waits.resumed();
         Ok(loss_scale)
     }
 }

@@ -1,8 +1,7 @@
 //! The figures of a step, collected from every server while backward still runs.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
-use futures_util::future::try_join_all;
 use longshore_proto::{Fault, FaultKind, Origin, ServerId, ShardId, Step};
 use longshore_wire::{
     fault_from_status,
@@ -11,9 +10,10 @@ use longshore_wire::{
 use tokio::sync::watch;
 
 use crate::{
+    cluster::{Backoff, ByServer, Cluster},
     decide::BlockStats,
     error::{Error, Result},
-    session::{Backoff, SharedCore},
+    rank::{RankState, check_not_fenced, is_undecided},
 };
 
 /// When the trainer finished the step: only from then on are figures late.
@@ -23,23 +23,25 @@ pub(super) type Finished = watch::Receiver<Option<Instant>>;
 pub(super) struct Collected {
     /// Every block's figures, in global block order.
     pub(super) blocks: Vec<BlockStats>,
-    /// By server, whose contributions they are of.
-    pub(super) origins: Vec<Origin>,
+    /// Whose contributions they are of.
+    pub(super) origins: ByServer<Origin>,
 }
 
 /// The figures of `step`.
-pub(super) async fn collect(core: SharedCore, step: Step, finished: Finished) -> Result<Collected> {
-    let servers = (0..core.peers.len()).map(|server| of_server(&core, server, step, finished.clone()));
-    let figures = try_join_all(servers).await?;
-    let mut blocks = vec![BlockStats::default(); core.layout.blocks() as usize];
-    let mut origins = Vec::with_capacity(figures.len());
-    for of_server in figures {
-        let whole = of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
-        origins.push(whole.unwrap_or_default());
-        for ShardFigures { shard, blocks: stats, .. } in of_server {
-            let range = core.layout.shard_blocks(shard);
-            blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
-        }
+pub(super) async fn collect(
+    cluster: Arc<Cluster>,
+    rank: Arc<RankState>,
+    step: Step,
+    finished: Finished,
+) -> Result<Collected> {
+    let collect = |server| of_server(&cluster, &rank, server, step, finished.clone());
+    let figures = cluster.on_all(collect).await?;
+    let mut blocks = vec![BlockStats::default(); cluster.layout.blocks() as usize];
+    let origin = |of_server: &Figures| of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
+    let origins = figures.values().map(|of_server| origin(of_server).unwrap_or_default()).collect();
+    for ShardFigures { shard, blocks: stats, .. } in figures.into_vec().into_iter().flatten() {
+        let range = cluster.layout.shard_blocks(shard);
+        blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
     }
     Ok(Collected { blocks, origins })
 }
@@ -53,48 +55,57 @@ struct ShardFigures {
 type Figures = Vec<ShardFigures>;
 
 /// One server's shards. A broken stream is opened again; the server then repeats what it has.
-async fn of_server(core: &SharedCore, server: usize, step: Step, finished: Finished) -> Result<Figures> {
-    let owned = core.placement.owned(ServerId(server as u32));
+async fn of_server(
+    cluster: &Cluster,
+    rank: &RankState,
+    server: ServerId,
+    step: Step,
+    finished: Finished,
+) -> Result<Figures> {
+    let owned = cluster.placement.owned(server);
     let mut figures = Figures::with_capacity(owned.len());
     let mut backoff = Backoff::new();
     while figures.len() < owned.len() {
-        let Err(fault) = stream(core, server, step, &owned, &mut figures, &finished).await else { continue };
-        let late = finished.borrow().is_some_and(|at| core.out_of_patience(at, core.options.deadline));
+        let Err(fault) = stream(cluster, server, step, &owned, &mut figures, &finished).await else {
+            continue;
+        };
+        let late =
+            finished.borrow().is_some_and(|at| cluster.waits.out_of_patience(at, cluster.options.deadline));
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
             // It restarted, and is or was about to be sent the last commit again.
             // Where it cannot say whether it is decided, the next call fails by itself.
             FaultKind::Precondition => {
-                fault.field == "step" && core.is_undecided(server, step).await.unwrap_or(true)
+                fault.field == "step" && is_undecided(cluster, server, step).await.unwrap_or(true)
             }
             _ => false,
         };
         let again = passes && !late;
         if !again {
             // Decided by somebody else: most likely a newer rank 0. A server that is gone cannot say so.
-            if let Err(fenced @ Error::Fenced(_)) = core.check_not_fenced(server).await {
+            if let Err(fenced @ Error::Fenced(_)) = check_not_fenced(cluster, rank, server).await {
                 return Err(fenced);
             }
-            return Err(core.explain(server, "Stats", Some(step), fault));
+            return Err(cluster.explain(server, "Stats", Some(step), fault));
         }
-        tracing::debug!(server = core.peers[server].address, step = step.0, %fault, "asking for figures again");
-        backoff.pause(Instant::now() + core.options.deadline).await;
+        tracing::debug!(server = cluster.address(server), step = step.0, %fault, "asking for figures again");
+        backoff.pause(Instant::now() + cluster.options.deadline).await;
     }
     Ok(figures)
 }
 
 async fn stream(
-    core: &SharedCore,
-    server: usize,
+    cluster: &Cluster,
+    server: ServerId,
     step: Step,
     owned: &[ShardId],
     figures: &mut Figures,
     finished: &Finished,
 ) -> Result<(), Fault> {
-    let peer = &core.peers[server];
+    let peer = cluster.peer(server);
     let spent = finished.borrow().map_or_else(Default::default, |at| at.elapsed());
-    let left = core.options.deadline.saturating_sub(spent).as_millis().max(1) as u64;
-    let request = StatsRequest { job: core.job().to_string(), step: step.0, deadline_ms: left };
+    let left = cluster.options.deadline.saturating_sub(spent).as_millis().max(1) as u64;
+    let request = StatsRequest { job: cluster.job().to_string(), step: step.0, deadline_ms: left };
     let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
     let mut answers = peer.training().stats(request).await.map_err(fault)?.into_inner();
     while figures.len() < owned.len() {
@@ -112,15 +123,15 @@ async fn stream(
         let known = figures.iter().any(|known| known.shard == shard);
         if !known {
             let origin = Origin(stats.origin);
-            figures.push(ShardFigures { shard, blocks: blocks(core, owned, stats)?, origin });
+            figures.push(ShardFigures { shard, blocks: blocks(cluster, owned, stats)?, origin });
         }
     }
     Ok(())
 }
 
-fn blocks(core: &SharedCore, owned: &[ShardId], stats: ShardStats) -> Result<Vec<BlockStats>, Fault> {
+fn blocks(cluster: &Cluster, owned: &[ShardId], stats: ShardStats) -> Result<Vec<BlockStats>, Fault> {
     let shard = ShardId(stats.shard);
-    if !owned.contains(&shard) || stats.blocks.len() != core.layout.shard_blocks(shard).len() {
+    if !owned.contains(&shard) || stats.blocks.len() != cluster.layout.shard_blocks(shard).len() {
         let value = format!("{} blocks for {shard}", stats.blocks.len());
         let remedy = "server and worker disagree on the layout: use the same version of both";
         return Err(Fault::new(FaultKind::Internal, "stats", value, "an owned shard's blocks", remedy));

@@ -2,23 +2,25 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, Step, Version, fault::READS};
+use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, ServerId, Step, Version, fault::READS};
 use longshore_wire::{
     Wire, fault_from_status,
     v1::{self, Phase, WatchRequest, event},
 };
 
-use super::{Shared, envelope::Envelope, outcome::Decided};
+use super::{envelope::Envelope, outcome::Decided, shared::Shared};
 use crate::{
+    cluster::{Backoff, Cluster},
     error::Result,
-    session::{Backoff, SharedCore},
+    push::Gradients,
 };
 
 /// The server whose word on order counts.
-const SERVER: usize = 0;
+const SERVER: ServerId = ServerId(0);
 
 pub(super) struct Watcher {
-    pub(super) core: SharedCore,
+    pub(super) cluster: Arc<Cluster>,
+    pub(super) gradients: Arc<Gradients>,
     pub(super) shared: Arc<Shared>,
     /// The version this rank joined at.
     pub(super) joined: Version,
@@ -38,28 +40,28 @@ impl Watcher {
         let mut backoff = Backoff::new();
         loop {
             let Err(status) = self.listen(&mut backoff).await else { return };
-            let fault = fault_from_status(&status, &self.core.peers[SERVER].address);
+            let fault = fault_from_status(&status, self.cluster.address(SERVER));
             if fault.kind == FaultKind::NotFound && fault.field == "after_step" {
                 if let Err(error) = self.skip_ahead(fault).await {
-                    return self.core.fail(error);
+                    return self.cluster.waits.fail(error);
                 }
                 continue;
             }
             if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
-                return self.core.fail(self.core.explain(SERVER, "Watch", None, fault));
+                return self.cluster.waits.fail(self.cluster.explain(SERVER, "Watch", None, fault));
             }
             tracing::debug!(%fault, "the watch broke, opening it again");
-            backoff.pause(Instant::now() + self.core.options.deadline).await;
+            backoff.pause(Instant::now() + self.cluster.options.deadline).await;
         }
     }
 
     /// Ok when the session has failed and there is nothing left to listen for.
     async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
         let after = self.seen;
-        let request = WatchRequest { job: self.core.job().to_string(), after_step: after.0 };
-        let mut events = self.core.peers[SERVER].training().watch(request).await?.into_inner();
+        let request = WatchRequest { job: self.cluster.job().to_string(), after_step: after.0 };
+        let mut events = self.cluster.peer(SERVER).training().watch(request).await?.into_inner();
         if let Err(error) = self.catch_up().await {
-            self.core.fail(error);
+            self.cluster.waits.fail(error);
             return Ok(());
         }
         if self.seen < after {
@@ -68,7 +70,7 @@ impl Watcher {
         while let Some(event) = events.message().await? {
             backoff.reset();
             if let Err(error) = self.take(event) {
-                self.core.fail(error);
+                self.cluster.waits.fail(error);
                 return Ok(());
             }
         }
@@ -77,13 +79,13 @@ impl Watcher {
 
     /// A pause may have begun or ended while nobody listened.
     async fn catch_up(&mut self) -> Result<()> {
-        let was_paused = self.core.pause.borrow().now.is_some();
-        let answer = self.core.describe(SERVER, false, self.core.options.deadline).await?;
+        let was_paused = self.cluster.waits.is_paused();
+        let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
         let progress = answer.progress.unwrap_or_default();
         // It lost a version that was not durable: its step is decided again.
         self.seen = self.seen.min(Step(progress.version));
         match progress.phase() {
-            Phase::Paused => self.core.paused(&progress.pause_reason),
+            Phase::Paused => self.cluster.waits.paused(&progress.pause_reason),
             _ if was_paused || self.floor.is_some() => {
                 let scale = progress.last_commit.map(|commit| self.scale_after_pause(&commit)).transpose()?;
                 self.resumed(scale.unwrap_or(0.0));
@@ -106,12 +108,12 @@ impl Watcher {
     /// A server that restarted knows its last commit only. It says what counted before it; and a step is decided once
     /// this rank has pushed it, which it does not before it knows the version that it reads, at most two before.
     async fn skip_ahead(&mut self, fault: Fault) -> Result<()> {
-        let answer = self.core.describe(SERVER, false, self.core.options.deadline).await?;
+        let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
         let last = answer.progress.and_then(|progress| progress.last_commit);
         let last = last.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
-        let made_here = self.core.options.rank == Rank(0);
+        let made_here = self.cluster.options.rank == Rank(0);
         let Some(commit) = last.filter(|commit| made_here || commit.step.0 <= self.seen.0 + 2) else {
-            return Err(self.core.explain(SERVER, "Watch", None, fault));
+            return Err(self.cluster.explain(SERVER, "Watch", None, fault));
         };
         if !made_here && commit.step.0 == self.seen.0 + 2 {
             let before = Envelope::decode(&commit.trainer_state)?.previous_loss_scale;
@@ -123,7 +125,7 @@ impl Watcher {
     fn take(&mut self, event: v1::Event) -> Result<()> {
         match event.event {
             Some(event::Event::Commit(commit)) => self.committed(Commit::from_wire(Some(commit))?)?,
-            Some(event::Event::Paused(paused)) => self.core.paused(&paused.reason),
+            Some(event::Event::Paused(paused)) => self.cluster.waits.paused(&paused.reason),
             Some(event::Event::Resumed(resumed)) => self.resumed(resumed.loss_scale),
             None => {}
         }
@@ -144,10 +146,10 @@ impl Watcher {
         self.note(&commit);
         let paused = !commit.pause_reason.is_empty();
         if paused {
-            self.core.paused(&commit.pause_reason);
+            self.cluster.waits.paused(&commit.pause_reason);
             self.floor = Some((commit.step.version(), commit.loss_scale));
         }
-        if self.core.options.rank == Rank(0) {
+        if self.cluster.options.rank == Rank(0) {
             // It made it, and waits for the end of a pause, which may have come before this was heard.
             if !paused {
                 self.shared.resumed.post(commit.step.version(), commit.loss_scale);
@@ -162,7 +164,7 @@ impl Watcher {
             overflow: None,
             scaler: None,
         };
-        self.shared.release(&self.core, commit.step);
+        self.gradients.committed(commit.step);
         if paused {
             self.held = Some(decided);
         } else {
@@ -189,7 +191,7 @@ impl Watcher {
         let value = format!("{} as decided by {earlier}", commit.step.version());
         let limit = format!("as decided by {}", commit.decided_by);
         let fault = Fault::new(FaultKind::Conflict, READS, value, limit, "it was taken back");
-        Err(self.core.explain(SERVER, "Watch", Some(commit.step), fault))
+        Err(self.cluster.explain(SERVER, "Watch", Some(commit.step), fault))
     }
 
     /// `loss_scale` 0 keeps the old one. Servers take another only in a pause that came with a decision: else it would reach
@@ -201,10 +203,10 @@ impl Watcher {
                 self.shared.outcomes.decided(Step(version.0), Decided { loss_scale_next: scale, ..decided });
             }
             // Rank 0 finishes the step that it decided in this life before the version counts.
-            let decided_here = self.core.options.rank == Rank(0) && version > self.joined;
+            let decided_here = self.cluster.options.rank == Rank(0) && version > self.joined;
             let board = if decided_here { &self.shared.resumed } else { &self.shared.board };
             board.post(version, scale);
         }
-        self.core.resumed();
+        self.cluster.waits.resumed();
     }
 }

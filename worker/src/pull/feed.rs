@@ -2,24 +2,24 @@
 
 use std::{
     ops::Range,
-    sync::{Arc, Mutex, PoisonError, atomic::Ordering::Relaxed},
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use longshore_memory::Source;
-use longshore_proto::{Dtype, Fault, FaultKind, ShardId, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Version};
 use tokio::{sync::Notify, task::AbortHandle};
 use tracing::debug_span;
 
 use super::{
-    Reading,
+    Pulls, Reading,
     fetch::Fetch,
     store::{Overwritten, Segment, Store, cut},
 };
 use crate::{
+    cluster::{ByServer, Cluster, Impatience},
     convert,
     error::{Error, Outdated, Result, TimedOut},
-    session::{Impatience, Meter, SharedCore},
 };
 
 /// Flat ranges of one version's image, arriving in the background. Clones share the memory; it goes back to the
@@ -43,18 +43,18 @@ impl Drop for Handle {
 
 /// What readers and fetches share.
 pub(super) struct Shared {
-    pub(super) core: SharedCore,
+    pub(super) pulls: Arc<Pulls>,
     pub(super) reading: Reading,
     pub(super) store: Store,
     changed: Notify,
     failure: Mutex<Option<Error>>,
     /// What a server said last instead of sending.
-    noted: Mutex<Option<(usize, Fault)>>,
+    noted: Mutex<Option<(ServerId, Fault)>>,
 }
 
 impl Shared {
     pub(super) fn arrived(&self, bytes: u64) {
-        self.core.meter.pulled_bytes.fetch_add(bytes, Relaxed);
+        self.pulls.meter.moved(bytes);
         self.changed.notify_waiters();
     }
 
@@ -63,8 +63,8 @@ impl Shared {
         self.changed.notify_waiters();
     }
 
-    pub(super) fn noted(&self, server: usize, fault: Fault) {
-        tracing::debug!(server = self.core.peers[server].address, %fault, version = self.reading.version().0, "pulling again");
+    pub(super) fn noted(&self, server: ServerId, fault: Fault) {
+        tracing::debug!(server = self.pulls.cluster.address(server), %fault, version = self.reading.version().0, "pulling again");
         *self.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some((server, fault));
     }
 
@@ -87,20 +87,21 @@ impl Shared {
 
     /// Why a wait for `segments` ended at its deadline.
     fn late(&self, segments: &[Segment], waited: Duration) -> Error {
+        let cluster = &self.pulls.cluster;
         let segment = segments.iter().find(|segment| !segment.is_whole());
         let shard = segment.map(|segment| segment.shard);
-        let server = shard.map(|shard| self.core.owner(shard));
+        let server = shard.map(|shard| cluster.owner(shard));
         let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let noted = noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault);
         TimedOut {
             what: "weights",
-            server: server.map(|server| self.core.peers[server].address.clone()),
-            job: self.core.job().clone(),
+            server: server.map(|server| cluster.address(server).to_string()),
+            job: cluster.job().clone(),
             step: None,
             shard,
             version: Some(self.reading.version()),
             waited,
-            last: server.and_then(|server| self.core.trouble(server)).or(noted),
+            last: server.and_then(|server| cluster.troubles.of(server)).or(noted),
         }
         .into()
     }
@@ -108,39 +109,34 @@ impl Shared {
 
 impl Feed {
     pub(crate) fn open(
-        core: &SharedCore,
+        pulls: &Arc<Pulls>,
         reading: Reading,
         order: &[Range<u64>],
         dtype: Dtype,
     ) -> Result<Feed> {
-        let pieces = cut(&core.layout, order)?;
-        let in_place: Vec<bool> = (0..core.peers.len())
-            .map(|server| core.link(server).is_some_and(|link| link.images.is_some()))
+        let Pulls { cluster, rank, pool, .. } = &**pulls;
+        let pieces = cut(&cluster.layout, order)?;
+        let in_place: ByServer<bool> = cluster
+            .servers()
+            .map(|server| rank.link(server).is_some_and(|link| link.images.is_some()))
             .collect();
-        let store = Store::new(dtype, &pieces, &core.feed_pool, |shard| in_place[core.owner(shard)])?;
+        let store = Store::new(dtype, &pieces, pool, |shard| in_place[cluster.owner(shard)])?;
         let shared = Arc::new(Shared {
-            core: core.clone(),
+            pulls: pulls.clone(),
             reading,
             store,
             changed: Notify::new(),
             failure: Mutex::new(None),
             noted: Mutex::new(None),
         });
-        // Slices of a server are dealt over its connections in the order wanted, so that all bring the first layers.
-        let connections = core.options.connections;
-        let mut dealt = vec![Vec::new(); core.peers.len() * connections];
-        let mut turns = vec![0; core.peers.len()];
-        for (slice, range) in pieces {
-            let server = core.owner(slice.shard);
-            dealt[server * connections + turns[server] % connections].push((slice, range));
-            turns[server] += 1;
-        }
-        let parts = dealt.into_iter().enumerate().filter(|(_, pieces)| !pieces.is_empty());
-        let start = |(lane, pieces)| {
-            let (server, connection) = (lane / connections, lane % connections);
-            core.spawn(Fetch { shared: shared.clone(), server, connection, pieces }.run())
+        let dealt = deal(cluster, pieces);
+        let parts = dealt.into_iter().flat_map(|(server, parts)| {
+            parts.into_iter().enumerate().map(move |(connection, pieces)| (server, connection, pieces))
+        });
+        let start = |(server, connection, pieces)| {
+            cluster.runtime.spawn(Fetch { shared: shared.clone(), server, connection, pieces }.run())
         };
-        let fetches = parts.map(start).collect();
+        let fetches = parts.filter(|(.., pieces)| !pieces.is_empty()).map(start).collect();
         Ok(Feed(Arc::new(Handle { shared, fetches })))
     }
 
@@ -218,12 +214,12 @@ impl Feed {
     /// Read too late: what was asked for lay in the server's memory, which has gone on. With what this rank pushed, or with what an
     /// earlier process of it had pushed.
     fn overwritten(&self, shard: ShardId) -> Error {
-        let core = &self.0.shared.core;
+        let cluster = &self.0.shared.pulls.cluster;
         let limit = "kept by its server";
         let remedy = "read weights before the step after next that is made of them is pushed to its end";
         let fault = Fault::new(FaultKind::Precondition, "feed.version", self.version(), limit, remedy);
-        let server = core.peers[core.owner(shard)].address.clone();
-        Outdated { server, job: core.job().clone(), fault }.into()
+        let server = cluster.address(cluster.owner(shard)).to_string();
+        Outdated { server, job: cluster.job().clone(), fault }.into()
     }
 
     fn fits(&self, range: &Range<u64>, given: u64, needed: u64) -> Result<()> {
@@ -249,17 +245,33 @@ impl Feed {
         let start = Instant::now();
         let _stage =
             debug_span!(target: "stage", "wait for weights", version = shared.reading.version().0).entered();
-        let core = &shared.core;
-        let waited = core.block_on(async {
+        let cluster = &shared.pulls.cluster;
+        let waited = cluster.runtime.block_on(async {
             let what = format!("the weights of {}", shared.reading.version());
-            let whole = core.patiently(core.options.deadline, shared.whole(segments));
-            match core.watched(&what, whole).await {
+            let whole = cluster.waits.patiently(cluster.options.deadline, shared.whole(segments));
+            match cluster.watched(&what, whole).await {
                 Ok(result) => result,
                 Err(Impatience::Failed(error)) => Err(error),
                 Err(Impatience::Elapsed(waited)) => Err(shared.late(segments, waited)),
             }
         });
-        Meter::add(&core.meter.weights_nanos, start.elapsed());
+        shared.pulls.meter.held_up(start.elapsed());
         waited.map(|()| segments)
     }
+}
+
+/// A connection's slices, with their flat ranges, in the order wanted.
+type Pieces = Vec<(Slice, Range<u64>)>;
+
+/// Deals the slices of a server over its connections in the order wanted, so that all bring the first layers.
+fn deal(cluster: &Cluster, pieces: Pieces) -> ByServer<Vec<Pieces>> {
+    let connections = cluster.options.connections;
+    let mut dealt = ByServer::new(cluster.servers().len(), |_| vec![Pieces::new(); connections]);
+    let mut turns = ByServer::new(cluster.servers().len(), |_| 0);
+    for (slice, range) in pieces {
+        let server = cluster.owner(slice.shard);
+        dealt[server][turns[server] % connections].push((slice, range));
+        turns[server] += 1;
+    }
+    dealt
 }

@@ -1,9 +1,9 @@
 //! One connection's part of a feed: pulls its slices, checks and stores them, and asks again for what is missing.
 
-use std::{io, mem, ops::Range, sync::Arc};
+use std::{io, mem, ops::Range, sync::Arc, time::Instant};
 
 use bytes::Bytes;
-use longshore_proto::{Fault, FaultKind, ShardId, Slice, checksum::Crc32, limits::MAX_PULL_SLICES};
+use longshore_proto::{Fault, FaultKind, ServerId, ShardId, Slice, checksum::Crc32, limits::MAX_PULL_SLICES};
 use longshore_wire::{
     direct::Mark,
     dtype_to_wire, fault_from_status,
@@ -14,17 +14,17 @@ use longshore_wire::{
 };
 
 use super::{
-    feed,
+    Pulls, feed,
     store::{Place, View},
 };
-use crate::{error::Shortage, memfd::Link, session::Backoff};
+use crate::{cluster::Backoff, error::Shortage, memfd::Link};
 
 /// A damaged chunk is asked for again this often before it is an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;
 
 pub(super) struct Fetch {
     pub(super) shared: Arc<feed::Shared>,
-    pub(super) server: usize,
+    pub(super) server: ServerId,
     pub(super) connection: usize,
     /// In the order wanted.
     pub(super) pieces: Vec<(Slice, Range<u64>)>,
@@ -34,6 +34,7 @@ impl Fetch {
     /// Until everything is there, or a failure that trying again would not mend. Transport failures and the server's own
     /// deadline are tried for ever: whoever waits has a deadline, and dropping the feed ends the task.
     pub(super) async fn run(self) {
+        let Pulls { cluster, rank, .. } = &*self.shared.pulls;
         let mut backoff = Backoff::new();
         let mut damaged = 0;
         loop {
@@ -51,7 +52,7 @@ impl Fetch {
                 FaultKind::Unavailable | FaultKind::Deadline => true,
                 // Too new for a server that has not heard of the last commit yet: rank 0 tells them one by one.
                 FaultKind::Precondition if fault.field == STALE => {
-                    self.shared.core.links.forget(self.server);
+                    rank.forget_link(self.server);
                     true
                 }
                 FaultKind::Precondition => fault.field == "version",
@@ -59,11 +60,10 @@ impl Fetch {
                 _ => false,
             };
             if !again {
-                let error = self.shared.core.explain(self.server, "Pull", None, fault);
-                return self.shared.fail(error);
+                return self.shared.fail(cluster.explain(self.server, "Pull", None, fault));
             }
             self.shared.noted(self.server, fault);
-            backoff.pause(std::time::Instant::now() + self.shared.core.options.deadline).await;
+            backoff.pause(Instant::now() + cluster.options.deadline).await;
         }
     }
 
@@ -86,16 +86,16 @@ impl Fetch {
     }
 
     async fn stream(&self, slices: Vec<v1::Slice>, progress: &mut bool) -> Result<(), Fault> {
-        let core = &self.shared.core;
-        let peer = &core.peers[self.server];
-        let link = core.link(self.server).filter(|link| link.images.is_some());
+        let Pulls { cluster, rank, .. } = &*self.shared.pulls;
+        let peer = cluster.peer(self.server);
+        let link = rank.link(self.server).filter(|link| link.images.is_some());
         let request = PullRequest {
-            job: core.job().to_string(),
-            rank: core.options.rank.0,
+            job: cluster.job().to_string(),
+            rank: cluster.options.rank.0,
             version: self.shared.reading.version().0,
             dtype: dtype_to_wire(self.shared.store.dtype),
             slices,
-            deadline_ms: core.options.deadline.as_millis() as u64,
+            deadline_ms: cluster.options.deadline.as_millis() as u64,
             link: link.as_ref().map_or(0, |link| link.id),
         };
         let landing = Landing { shared: Arc::clone(&self.shared), link, payload: None, progress: false };
@@ -202,7 +202,7 @@ impl Landing {
 
     /// The flat element at which a message's slice begins.
     fn flat(&self, head: &PullResponse) -> Option<u64> {
-        let layout = &self.shared.core.layout;
+        let layout = &self.shared.pulls.cluster.layout;
         let known = head.shard < layout.shards();
         let start = known.then(|| layout.shard_range(ShardId(head.shard)).start)?;
         start.checked_add(head.offset)

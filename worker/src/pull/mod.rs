@@ -3,8 +3,10 @@
 
 mod feed;
 mod fetch;
+mod pulls;
 mod reading;
 mod store;
 
 pub use feed::Feed;
+pub(crate) use pulls::Pulls;
 pub(crate) use reading::Reading;

@@ -8,7 +8,7 @@ use longshore_proto::{
 
 use tracing::debug_span;
 
-use super::{ChunkKey, Payload, outbox::Outbox};
+use super::{ChunkKey, Gradients, Payload, Way, outbox::Outbox};
 use crate::{
     convert,
     device::{Pool, PooledBuffer},
@@ -56,15 +56,6 @@ struct Open {
     buffer: PooledBuffer,
     /// Parameter elements still to come.
     missing: u64,
-}
-
-/// How a shard's gradient leaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// Chunk by chunk, as they are complete.
-    Chunks,
-    /// All at once, to be used by its server where it lies.
-    Lent,
 }
 
 /// Collects one micro-step. Chunks are complete when every parameter element in them has been put; padding is zero.
@@ -214,10 +205,10 @@ impl Assembler {
     /// What was lent for the weights' step and those before is not read any more once all weights are here. Mostly they
     /// are when the first gradient is, whose memory it then becomes.
     fn take_back(&mut self) {
-        let core = self.outbox.core();
-        let all = 0..core.layout.elements();
+        let gradients = self.outbox.gradients();
+        let all = 0..gradients.cluster.layout.elements();
         if let Some(feed) = self.feed.take_if(|feed| feed.is_ready(all)) {
-            core.retained.updated(Step(feed.version().0));
+            gradients.updated(Step(feed.version().0));
         }
     }
 
@@ -228,7 +219,7 @@ impl Assembler {
     /// `Gradient` for a wrong length, a second put or an unknown parameter; `Shortage` when the host budget is used up;
     /// the session's failure, if there is one.
     pub fn put(&mut self, param: usize, gradient: &[f32]) -> Result<()> {
-        let dtype = self.outbox.core().spec().gradient_dtype;
+        let dtype = self.outbox.gradients().cluster.spec().gradient_dtype;
         self.put_with(param, gradient.len() as u64, &mut |range, target| {
             convert::from_f32(dtype, &gradient[range], target);
         })
@@ -249,8 +240,8 @@ impl Assembler {
         self.outbox.check()?;
         self.take_back();
         let Assembler { collector, outbox, .. } = self;
-        let core = outbox.core();
-        let plan = Plan { spec: core.spec(), layout: &core.layout, pool: &core.chunk_pool };
+        let Gradients { cluster, pool, .. } = outbox.gradients();
+        let plan = Plan { spec: cluster.spec(), layout: &cluster.layout, pool };
         collector.put(&plan, param, elements, write, |key, payload, crc| outbox.send(key, payload, crc))
     }
 
@@ -259,7 +250,7 @@ impl Assembler {
     /// # Errors
     /// `Gradient` naming the first parameter without a gradient.
     pub fn finish(self) -> Result<()> {
-        self.collector.finish(self.outbox.core().spec())?;
+        self.collector.finish(self.outbox.gradients().cluster.spec())?;
         self.outbox.finish();
         Ok(())
     }

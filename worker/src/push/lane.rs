@@ -1,9 +1,9 @@
 //! One data connection's push stream: sends queued chunks, takes acknowledgements, and after a break finds out what
 //! the server still knows before sending again.
 
-use std::{collections::VecDeque, time::Instant};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
-use longshore_proto::{Fault, FaultKind, Step, checksum::crc32, limits::CHUNK_BYTES};
+use longshore_proto::{Fault, FaultKind, ServerId, Step, checksum::crc32, limits::CHUNK_BYTES};
 use longshore_wire::{
     direct::Mark,
     dtype_to_wire, fault_from_status, fault_from_wire,
@@ -14,45 +14,36 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use super::{
-    ChunkKey,
+    ChunkKey, Gradients,
+    ids::LaneId,
+    queues::Queues,
     refusal::{self, Verdict},
-    retained::{Chunk, LaneId},
+    retained::Chunk,
 };
 use crate::{
+    cluster::{Backoff, Cluster},
     error::{Error, Result},
-    session::{Backoff, Core, SharedCore},
+    rank::recover,
 };
 
 /// Requests handed to the transport ahead of its own window: one being framed, one ready.
 const READY_REQUESTS: usize = 2;
 
-/// The queues of all lanes.
-pub(crate) struct Lanes {
-    queues: Vec<Vec<mpsc::Sender<ChunkKey>>>,
-}
-
-impl Lanes {
-    pub(super) fn queue(&self, (server, connection): LaneId) -> &mpsc::Sender<ChunkKey> {
-        &self.queues[server][connection]
-    }
-}
-
 /// Opens every lane; once, after joining.
-pub(crate) fn start_lanes(core: &SharedCore) {
-    core.lanes.get_or_init(|| {
-        let start = |lane: LaneId| {
-            let (sender, queue) = mpsc::channel(core.options.in_flight_chunks);
-            core.spawn_for_session(Lane { core: core.clone(), id: lane, queue }.run());
+pub(crate) fn start_lanes(gradients: &Arc<Gradients>) {
+    let cluster = &gradients.cluster;
+    gradients.queues.get_or_init(|| {
+        let open = |id| {
+            let (sender, queue) = mpsc::channel(cluster.options.in_flight_chunks);
+            cluster.runtime.spawn_for_session(Lane { gradients: gradients.clone(), id, queue }.run());
             sender
         };
-        let connections =
-            |server| (0..core.options.connections).map(|connection| start((server, connection))).collect();
-        Lanes { queues: (0..core.peers.len()).map(connections).collect() }
+        Queues::new(cluster.servers(), cluster.options.connections, open)
     });
 }
 
 struct Lane {
-    core: SharedCore,
+    gradients: Arc<Gradients>,
     id: LaneId,
     queue: mpsc::Receiver<ChunkKey>,
 }
@@ -68,6 +59,9 @@ enum End {
 
 impl Lane {
     async fn run(mut self) {
+        let gradients = Arc::clone(&self.gradients);
+        let Gradients { cluster, rank, retained, .. } = &*gradients;
+        let server = self.id.server;
         let mut backoff = Backoff::new();
         let mut broken: Option<Instant> = None;
         let mut resend = Vec::new();
@@ -76,45 +70,49 @@ impl Lane {
             self.relink().await;
             let fault = match self.stream(&resend, &mut answered).await {
                 End::Closed => return,
-                End::Failed(error) => return self.core.fail(error),
+                End::Failed(error) => return cluster.waits.fail(error),
                 End::Broken(fault) => fault,
             };
             if answered {
                 backoff.reset();
             }
             // A lane that no chunk takes hears nothing from a server that is well: what it waits for counts.
-            if answered || !self.core.retained.owes(self.id) {
+            if answered || !retained.owes(self.id) {
                 broken = None;
             }
-            self.core.troubled(self.id.0, &fault);
-            let since = *broken.get_or_insert_with(Instant::now);
-            let deadline = self.core.options.deadline;
-            tracing::debug!(server = self.core.peers[self.id.0].address, %fault, "a push stream broke");
-            backoff.pause(Instant::now() + deadline).await;
-            if self.core.out_of_patience(since, deadline) {
-                let cause = self.core.trouble(self.id.0).unwrap_or(fault);
-                let step = Some(Step(self.core.retained.newest()));
-                return self.core.fail(self.core.explain(self.id.0, "Push", step, cause));
+            if cluster.troubles.note(server, &fault) {
+                let (server, job, step) = (cluster.address(server), cluster.job(), retained.newest());
+                tracing::warn!(server, %job, step, %fault, "waiting for a server: what it lacks is kept and sent again");
             }
-            match Core::recover(&self.core, self.id.0).await {
+            let since = *broken.get_or_insert_with(Instant::now);
+            let deadline = cluster.options.deadline;
+            tracing::debug!(server = cluster.address(server), %fault, "a push stream broke");
+            backoff.pause(Instant::now() + deadline).await;
+            if cluster.waits.out_of_patience(since, deadline) {
+                let cause = cluster.troubles.of(server).unwrap_or(fault);
+                let step = Some(Step(retained.newest()));
+                return cluster.waits.fail(cluster.explain(server, "Push", step, cause));
+            }
+            match recover(cluster, rank, server).await {
                 Ok(()) => {}
                 // Whoever uploads opens the job again: nothing was trained that could be lost.
-                Err(Error::StateLost(_)) if !self.core.has_trained() => {}
+                Err(Error::StateLost(_)) if !rank.has_trained() => {}
                 // Asked for as long as a push may wait: told as what it is the end of, with its step.
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
-                    let step = Some(Step(self.core.retained.newest()));
-                    return self.core.fail(self.core.explain(self.id.0, "Push", step, failed.fault));
+                    let step = Some(Step(retained.newest()));
+                    return cluster.waits.fail(cluster.explain(server, "Push", step, failed.fault));
                 }
-                Err(error) => return self.core.fail(error),
+                Err(error) => return cluster.waits.fail(error),
             }
-            resend = self.core.retained.to_resend(self.id);
+            resend = retained.to_resend(self.id);
         }
     }
 
     /// Without a link payloads go inline, so that a failure is no more than slow.
     async fn relink(&self) {
-        if let Err(fault) = self.core.relink(self.id.0).await {
-            tracing::warn!(server = self.core.peers[self.id.0].address, %fault, "no shared memory");
+        let Gradients { cluster, rank, .. } = &*self.gradients;
+        if let Err(fault) = rank.relink(cluster, self.id.server).await {
+            tracing::warn!(server = cluster.address(self.id.server), %fault, "no shared memory");
         }
     }
 
@@ -122,20 +120,20 @@ impl Lane {
     /// before it has one.
     async fn stream(&mut self, resend: &[ChunkKey], answered: &mut bool) -> End {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
-        let (core, id) = (self.core.clone(), self.id);
+        let (gradients, id) = (self.gradients.clone(), self.id);
         let queue = &mut self.queue;
         // Over a link no payload comes.
-        let mut mark = core.link(id.0).is_none().then(Mark::of_request);
+        let mut mark = gradients.rank.link(id.server).is_none().then(Mark::of_request);
         let send = async {
             for key in resend {
-                offer(&core, id.0, &ready, *key, &mut mark).await;
+                offer(&gradients, id.server, &ready, *key, &mut mark).await;
             }
             while let Some(key) = queue.recv().await {
-                offer(&core, id.0, &ready, key, &mut mark).await;
+                offer(&gradients, id.server, &ready, key, &mut mark).await;
             }
             End::Closed
         };
-        let receive = receive(&core, id, requests, answered);
+        let receive = receive(&gradients, id, requests, answered);
         tokio::select! {
             end = send => end,
             end = receive => end,
@@ -144,19 +142,26 @@ impl Lane {
 }
 
 /// Hands a chunk to the transport, unless its step has been committed meanwhile. The first one takes the stream's mark.
-async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey, mark: &mut Option<Mark>) {
-    let Some(chunk) = core.retained.send(&key) else { return };
-    let place = place(core, server, &chunk).await;
+async fn offer(
+    gradients: &Gradients,
+    server: ServerId,
+    ready: &Pieces,
+    key: ChunkKey,
+    mark: &mut Option<Mark>,
+) {
+    let Gradients { cluster, rank, retained, .. } = gradients;
+    let Some(chunk) = retained.send(&key) else { return };
+    let place = place(gradients, server, &chunk).await;
     let head = |chunk_id: u32, crc32, place| PushRequest {
-        job: core.job().to_string(),
-        incarnation: core.incarnation().0,
-        rank: core.options.rank.0,
+        job: cluster.job().to_string(),
+        incarnation: rank.incarnation().0,
+        rank: cluster.options.rank.0,
         step: key.step.0,
         micro_step: key.micro_step.0,
         shard: key.shard.0,
         chunk: chunk_id,
         loss_scale: chunk.loss_scale,
-        dtype: dtype_to_wire(core.spec().gradient_dtype),
+        dtype: dtype_to_wire(cluster.spec().gradient_dtype),
         crc32,
         place,
         reads_version: chunk.reads.version.0,
@@ -189,38 +194,39 @@ async fn offer(core: &Core, server: usize, ready: &Pieces, key: ChunkKey, mark: 
 }
 
 /// Where the server can read a payload; None where it must be sent.
-async fn place(core: &Core, server: usize, chunk: &Chunk) -> Option<MemfdPlace> {
+async fn place(gradients: &Gradients, server: ServerId, chunk: &Chunk) -> Option<MemfdPlace> {
     let (extent, offset) = chunk.payload.place.as_ref()?;
-    let link = core.link(server)?;
+    let link = gradients.rank.link(server)?;
     match link.memory(extent).await {
         Ok(memory) => {
             let (offset, bytes) = (*offset, chunk.payload.bytes.len() as u64);
             Some(MemfdPlace { link: link.id, memory, offset, bytes, lent: chunk.is_lent() })
         }
         Err(fault) => {
-            tracing::debug!(server = core.peers[server].address, %fault, "a payload goes inline");
+            tracing::debug!(server = gradients.cluster.address(server), %fault, "a payload goes inline");
             None
         }
     }
 }
 
 async fn receive(
-    core: &SharedCore,
-    (server, connection): LaneId,
+    gradients: &Gradients,
+    LaneId { server, connection }: LaneId,
     requests: mpsc::Receiver<Result<Piece, Status>>,
     answered: &mut bool,
 ) -> End {
-    let mut channel = core.peers[server].data(connection).channel;
+    let cluster = &gradients.cluster;
+    let mut channel = cluster.peer(server).data(connection).channel;
     let mut answers = match frame::call::<PushResponse>(&mut channel, PUSH, requests).await {
         Ok(answers) => answers,
-        Err(status) => return ended(core, server, &status),
+        Err(status) => return ended(cluster, server, &status),
     };
     let mut results = VecDeque::new();
     loop {
         let Some(result) = results.pop_front() else {
             match more(&mut answers, &mut results).await {
                 Ok(()) => continue,
-                Err(status) => return ended(core, server, &status),
+                Err(status) => return ended(cluster, server, &status),
             }
         };
         // A refusal may have to wait for the server, which may die meanwhile: then the wait would be for ever.
@@ -233,8 +239,8 @@ async fn receive(
         };
         let settled = tokio::select! {
             biased;
-            settled = settle(core, server, result) => settled,
-            status = broken => Err(ended(core, server, &status)),
+            settled = settle(gradients, server, result) => settled,
+            status = broken => Err(ended(cluster, server, &status)),
         };
         match settled {
             Ok(()) => *answered = true,
@@ -256,28 +262,29 @@ async fn more(
     Ok(())
 }
 
-fn ended(core: &Core, server: usize, status: &Status) -> End {
-    let fault = fault_from_status(status, &core.peers[server].address);
+fn ended(cluster: &Cluster, server: ServerId, status: &Status) -> End {
+    let fault = fault_from_status(status, cluster.address(server));
     match fault.kind {
         FaultKind::Unavailable => End::Broken(fault),
-        _ => End::Failed(core.explain(server, "Push", None, fault)),
+        _ => End::Failed(cluster.explain(server, "Push", None, fault)),
     }
 }
 
 /// One chunk's fate.
-async fn settle(core: &SharedCore, server: usize, result: PushResult) -> Result<(), End> {
+async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> Result<(), End> {
+    let Gradients { cluster, retained, .. } = gradients;
     let key = ChunkKey::from(&result);
     let Some(refusal) = result.refusal else {
-        core.retained.acknowledge(&key);
-        core.untroubled(server);
+        retained.acknowledge(&key);
+        cluster.troubles.clear(server);
         return Ok(());
     };
-    if !core.retained.contains(&key) {
+    if !retained.contains(&key) {
         // Sent again just as its step was committed.
         return Ok(());
     }
-    match refusal::judge(core, server, key, fault_from_wire(refusal)).await {
-        Ok(Verdict::Decided) => core.retained.acknowledge(&key),
+    match refusal::judge(gradients, server, key, fault_from_wire(refusal)).await {
+        Ok(Verdict::Decided) => retained.acknowledge(&key),
         Ok(Verdict::SendAgain(fault)) => return Err(End::Broken(fault)),
         Err(error) => return Err(End::Failed(error)),
     }

@@ -1,14 +1,18 @@
 //! The way of gradients: assembled into chunks, retained until committed, sent over several connections per server.
 
 mod assembler;
+mod gradients;
+mod ids;
 mod lane;
 mod outbox;
+mod queues;
 mod refusal;
 mod retained;
 
 pub use assembler::Assembler;
-pub(crate) use assembler::{Collector, Way};
-pub(crate) use lane::{Lanes, start_lanes};
+pub(crate) use assembler::Collector;
+pub(crate) use gradients::{Gradients, Way};
+pub use ids::ChunkKey;
+pub(crate) use lane::start_lanes;
 pub(crate) use outbox::Outbox;
-pub use retained::ChunkKey;
-pub(crate) use retained::{Payload, Retained};
+pub(crate) use retained::Payload;

@@ -11,18 +11,15 @@ use std::{
 use tokio::sync::mpsc::error::TrySendError;
 use tracing::debug_span;
 
-use super::{
-    ChunkKey, Payload,
-    retained::{Chunk, LaneId},
-};
+use super::{ChunkKey, Gradients, Payload, ids::LaneId, retained::Chunk};
 use crate::{
-    error::{Misuse, Result, TimedOut},
+    cluster::Impatience,
+    error::{Result, TimedOut},
     pull::Reading,
-    session::{Core, Impatience, Meter, SharedCore},
 };
 
 pub(crate) struct Outbox {
-    core: SharedCore,
+    gradients: Arc<Gradients>,
     loss_scale: f64,
     /// What the gradient is computed with.
     reading: Reading,
@@ -32,20 +29,20 @@ pub(crate) struct Outbox {
 
 impl Outbox {
     pub(crate) fn new(
-        core: SharedCore,
+        gradients: Arc<Gradients>,
         loss_scale: f64,
         reading: Reading,
         finished: Arc<AtomicU32>,
     ) -> Outbox {
-        Outbox { core, loss_scale, reading, finished }
+        Outbox { gradients, loss_scale, reading, finished }
     }
 
-    pub(super) fn core(&self) -> &Core {
-        &self.core
+    pub(super) fn gradients(&self) -> &Gradients {
+        &self.gradients
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        self.core.check()
+        self.gradients.cluster.waits.check()
     }
 
     pub(super) fn finish(&self) {
@@ -55,40 +52,41 @@ impl Outbox {
     /// Chunks of a shard take turns over the owner's connections: the same chunk always takes the same one.
     fn lane(&self, key: &ChunkKey) -> LaneId {
         let turn = (key.shard.0 as usize).wrapping_add(key.chunk.0 as usize);
-        (self.core.owner(key.shard), turn % self.core.options.connections)
+        let cluster = &self.gradients.cluster;
+        LaneId { server: cluster.owner(key.shard), connection: turn % cluster.options.connections }
     }
 
     pub(crate) fn send(&self, key: ChunkKey, payload: Payload, crc32: u32) -> Result<()> {
-        let lanes = self.core.lanes.get().ok_or(Misuse("join before pushing"))?;
+        let queues = self.gradients.queues()?;
         let lane = self.lane(&key);
-        self.core.meter.pushed_bytes.fetch_add(payload.bytes.len() as u64, Relaxed);
+        self.gradients.meter.moved(payload.bytes.len() as u64);
         let (loss_scale, reads) = (self.loss_scale, self.reading.reads());
-        self.core.retained.keep(key, Chunk { payload, crc32, loss_scale, reads, lane });
-        let queue = lanes.queue(lane);
+        self.gradients.retained.keep(key, Chunk { payload, crc32, loss_scale, reads, lane });
+        let queue = queues.of(lane);
         match queue.try_send(key) {
             Ok(()) => Ok(()),
             Err(TrySendError::Full(_)) => self.wait_for_room(lane, key),
             // The lane ended: with the session's failure.
-            Err(TrySendError::Closed(_)) => self.core.check(),
+            Err(TrySendError::Closed(_)) => self.check(),
         }
     }
 
     fn wait_for_room(&self, lane: LaneId, key: ChunkKey) -> Result<()> {
         let start = Instant::now();
         let _stage = debug_span!(target: "stage", "wait for room", step = key.step.0).entered();
-        let core = &self.core;
-        let lanes = core.lanes.get().ok_or(Misuse("join before pushing"))?;
-        let sent = core.block_on(async {
-            let what = format!("server {} to take gradients of {}", core.peers[lane.0].address, key.step);
-            let room = core.patiently(core.options.deadline, lanes.queue(lane).send(key));
-            match core.watched(&what, room).await {
+        let (cluster, queues) = (&self.gradients.cluster, self.gradients.queues()?);
+        let server = cluster.address(lane.server);
+        let sent = cluster.runtime.block_on(async {
+            let what = format!("server {server} to take gradients of {}", key.step);
+            let room = cluster.waits.patiently(cluster.options.deadline, queues.of(lane).send(key));
+            match cluster.watched(&what, room).await {
                 Ok(Ok(())) => Ok(()),
-                Ok(Err(_)) => core.check(),
+                Ok(Err(_)) => self.check(),
                 Err(Impatience::Failed(error)) => Err(error),
                 Err(Impatience::Elapsed(waited)) => Err(TimedOut {
                     what: "room in the queue of gradients",
-                    server: Some(core.peers[lane.0].address.clone()),
-                    job: core.job().clone(),
+                    server: Some(server.into()),
+                    job: cluster.job().clone(),
                     step: Some(key.step),
                     shard: Some(key.shard),
                     version: None,
@@ -98,7 +96,7 @@ impl Outbox {
                 .into()),
             }
         });
-        Meter::add(&core.meter.push_nanos, start.elapsed());
+        self.gradients.meter.held_up(start.elapsed());
         sent
     }
 }

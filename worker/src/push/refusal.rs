@@ -6,15 +6,14 @@
 
 use std::time::Instant;
 
-use longshore_proto::{
-    ChunkId, Contribution, Fault, FaultKind, MicroStep, ShardId, Step, checksum::crc32, fault::READS,
-};
-use longshore_wire::{memfd::STALE, v1::PushResult};
+use longshore_proto::{Contribution, Fault, FaultKind, ServerId, checksum::crc32, fault::READS};
+use longshore_wire::memfd::STALE;
 
-use super::{ChunkKey, retained::Chunk};
+use super::{ChunkKey, Gradients, retained::Chunk};
 use crate::{
+    cluster::{Backoff, Cluster, Impatience},
     error::{ChunkRefused, Error, Result},
-    session::{Backoff, Impatience, SharedCore},
+    rank::version_when_running,
 };
 
 pub(super) enum Verdict {
@@ -24,84 +23,81 @@ pub(super) enum Verdict {
     SendAgain(Fault),
 }
 
-impl From<&PushResult> for ChunkKey {
-    fn from(result: &PushResult) -> ChunkKey {
-        ChunkKey {
-            step: Step(result.step),
-            micro_step: MicroStep(result.micro_step),
-            shard: ShardId(result.shard),
-            chunk: ChunkId(result.chunk),
-        }
-    }
-}
-
-pub(super) async fn judge(core: &SharedCore, server: usize, key: ChunkKey, fault: Fault) -> Result<Verdict> {
+pub(super) async fn judge(
+    gradients: &Gradients,
+    server: ServerId,
+    key: ChunkKey,
+    fault: Fault,
+) -> Result<Verdict> {
+    let cluster = &*gradients.cluster;
     match fault.kind {
         // Unavailable: it drains. Deadline: it held the chunk back for a rank that is behind; the fault names it.
         FaultKind::Unavailable | FaultKind::Deadline => Ok(Verdict::SendAgain(fault)),
-        FaultKind::Corrupt if is_sound(core, &key) => {
-            tracing::warn!(server = core.peers[server].address, ?key, %fault, "a chunk arrived damaged");
+        FaultKind::Corrupt if is_sound(gradients, &key) => {
+            tracing::warn!(server = cluster.address(server), ?key, %fault, "a chunk arrived damaged");
             Ok(Verdict::SendAgain(fault))
         }
         // The lane makes a new link before it sends again.
         FaultKind::Precondition if fault.field == STALE => {
-            core.links.forget(server);
+            gradients.rank.forget_link(server);
             Ok(Verdict::SendAgain(fault))
         }
         // It has restarted since it was joined.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         // An earlier micro-step's chunk was overtaken: over a new stream they go in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
-        FaultKind::Precondition => await_turn(core, server, key, fault).await,
+        FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
         FaultKind::Conflict if fault.field == READS => {
-            Err(core.explain(server, "Push", Some(key.step), fault))
+            Err(cluster.explain(server, "Push", Some(key.step), fault))
         }
-        FaultKind::NotFound | FaultKind::Fenced => Err(core.explain(server, "Push", Some(key.step), fault)),
-        _ => Err(refused(core, server, key, fault)),
+        FaultKind::NotFound | FaultKind::Fenced => {
+            Err(cluster.explain(server, "Push", Some(key.step), fault))
+        }
+        _ => Err(refused(cluster, server, key, fault)),
     }
 }
 
 /// Whether the payload still has its own checksum: before the network is blamed.
-fn is_sound(core: &SharedCore, key: &ChunkKey) -> bool {
+fn is_sound(gradients: &Gradients, key: &ChunkKey) -> bool {
     let sound = |chunk: Chunk| chunk.is_lent() || crc32(&chunk.payload.bytes) == chunk.crc32;
-    core.retained.send(key).is_some_and(sound)
+    gradients.retained.send(key).is_some_and(sound)
 }
 
 /// "Not in this state". Waits while the server is paused, or one commit behind the one that started this step: ranks
 /// other than 0 hear of a commit from server 0, and another may get it a moment later.
-async fn await_turn(core: &SharedCore, server: usize, key: ChunkKey, fault: Fault) -> Result<Verdict> {
-    let pauses = core.pause.borrow().count;
-    let slots = core.spec().gradient_slots() as u64;
+async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: Fault) -> Result<Verdict> {
+    let pauses = cluster.waits.pauses();
+    let slots = cluster.spec().gradient_slots() as u64;
     let ready = async {
         let mut backoff = Backoff::new();
-        let first = core.version_when_running(server).await?;
+        let first = version_when_running(cluster, server).await?;
         let mut version = first;
         while version.0 + slots < key.step.0 {
-            backoff.pause(Instant::now() + core.options.deadline).await;
-            version = core.version_when_running(server).await?;
+            backoff.pause(Instant::now() + cluster.options.deadline).await;
+            version = version_when_running(cluster, server).await?;
         }
         // A server that was behind has caught up by now, or its pause has ended, maybe before it was asked: then the fault tells.
         let paused = fault.field == "job.phase" && fault.value == "paused";
         Ok((version, version > first || paused || fault.field == "step"))
     };
-    match core.patiently(core.options.deadline, ready).await {
+    match cluster.waits.patiently(cluster.options.deadline, ready).await {
         Ok(Ok((version, _))) if version >= key.step.version() => Ok(Verdict::Decided),
-        Ok(Ok((_, caught_up))) if caught_up || core.pause.borrow().count > pauses => {
+        Ok(Ok((_, caught_up))) if caught_up || cluster.waits.pauses() > pauses => {
             Ok(Verdict::SendAgain(fault))
         }
-        Ok(Ok(_)) => Err(refused(core, server, key, fault)),
+        Ok(Ok(_)) => Err(refused(cluster, server, key, fault)),
         Ok(Err(error)) | Err(Impatience::Failed(error)) => Err(error),
-        Err(Impatience::Elapsed(_)) => Err(refused(core, server, key, fault)),
+        Err(Impatience::Elapsed(_)) => Err(refused(cluster, server, key, fault)),
     }
 }
 
-fn refused(core: &SharedCore, server: usize, key: ChunkKey, fault: Fault) -> Error {
+fn refused(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: Fault) -> Error {
     let contribution = Contribution {
         step: key.step,
         micro_step: key.micro_step,
-        rank: core.options.rank,
+        rank: cluster.options.rank,
         shard: key.shard,
     };
-    let (server, job) = (core.peers[server].address.clone(), core.job().clone());
+    let (server, job) = (cluster.address(server).to_string(), cluster.job().clone());
     ChunkRefused { server, job, contribution, chunk: key.chunk, fault }.into()
 }

@@ -11,19 +11,8 @@ use std::{
 use bytes::Bytes;
 use longshore_proto::{ChunkId, MicroStep, Reads, ShardId, Step};
 
+use super::ids::{ChunkKey, LaneId};
 use crate::{device::PooledBuffer, memfd::Extent};
-
-/// Which chunk of this rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ChunkKey {
-    pub step: Step,
-    pub micro_step: MicroStep,
-    pub shard: ShardId,
-    pub chunk: ChunkId,
-}
-
-/// A data connection: (server, connection).
-pub(crate) type LaneId = (usize, usize);
 
 /// A chunk's bytes, and where servers of this host find them.
 #[derive(Clone)]
@@ -229,11 +218,17 @@ impl Retained {
 mod tests {
     use std::os::fd::AsFd;
 
+    use longshore_proto::ServerId;
+
     use super::*;
     use crate::device::{Budget, Pool};
 
     fn key(step: u64, chunk: u32) -> ChunkKey {
         ChunkKey { step: Step(step), micro_step: MicroStep(0), shard: ShardId(0), chunk: ChunkId(chunk) }
+    }
+
+    fn lane(server: u32, connection: usize) -> LaneId {
+        LaneId { server: ServerId(server), connection }
     }
 
     fn chunk(lane: LaneId) -> Chunk {
@@ -246,7 +241,7 @@ mod tests {
         let retained = Retained::default();
         for step in 1..=3 {
             for index in 0..4 {
-                retained.keep(key(step, index), chunk((0, (index % 2) as usize)));
+                retained.keep(key(step, index), chunk(lane(0, (index % 2) as usize)));
             }
         }
         retained.acknowledge(&key(1, 0));
@@ -262,19 +257,22 @@ mod tests {
     fn a_lane_resends_what_it_sent_in_order() {
         let retained = Retained::default();
         for index in 0..4 {
-            retained.keep(key(1, index), chunk((0, (index % 2) as usize)));
+            retained.keep(key(1, index), chunk(lane(0, (index % 2) as usize)));
         }
         for index in [2, 0, 1] {
             retained.send(&key(1, index));
         }
         retained.acknowledge(&key(1, 0));
-        assert!(retained.owes((0, 1)) && !retained.owes((1, 0)), "nothing was sent over the last one");
+        assert!(
+            retained.owes(lane(0, 1)) && !retained.owes(lane(1, 0)),
+            "nothing was sent over the last one"
+        );
         retained.acknowledge(&key(1, 2));
-        assert!(!retained.owes((0, 0)));
-        assert_eq!(retained.to_resend((0, 0)), [key(1, 0), key(1, 2)]);
-        assert!(retained.owes((0, 0)), "a server that restarted has forgotten both");
-        assert_eq!(retained.to_resend((0, 1)), [key(1, 1)], "chunk 3 still queues");
-        assert!(retained.to_resend((1, 0)).is_empty());
+        assert!(!retained.owes(lane(0, 0)));
+        assert_eq!(retained.to_resend(lane(0, 0)), [key(1, 0), key(1, 2)]);
+        assert!(retained.owes(lane(0, 0)), "a server that restarted has forgotten both");
+        assert_eq!(retained.to_resend(lane(0, 1)), [key(1, 1)], "chunk 3 still queues");
+        assert!(retained.to_resend(lane(1, 0)).is_empty());
     }
 
     #[test]
@@ -282,7 +280,7 @@ mod tests {
         let retained = Retained::default();
         let payload = Bytes::from(vec![0u8; 16]);
         let kept = Payload { bytes: payload.clone(), place: None, over: None };
-        retained.keep(key(1, 0), Chunk { payload: kept, ..chunk((0, 0)) });
+        retained.keep(key(1, 0), Chunk { payload: kept, ..chunk(lane(0, 0)) });
         assert!(!payload.is_unique());
         retained.release(Step(1));
         assert!(payload.is_unique());
@@ -296,7 +294,7 @@ mod tests {
             let mut buffer = pool.take(4096).unwrap();
             buffer.as_mut().fill(step as u8);
             let place = buffer.place().unwrap();
-            retained.keep(key(step, 0), Chunk { payload: Payload::lent(buffer), ..chunk((0, 0)) });
+            retained.keep(key(step, 0), Chunk { payload: Payload::lent(buffer), ..chunk(lane(0, 0)) });
             place
         };
         let (first, second) = (lend(1), lend(2));

@@ -3,34 +3,22 @@
 mod admin;
 mod checkpoint;
 mod checkpoints;
-mod connector;
-mod core;
 mod go_back;
 mod join;
 mod open;
-mod options;
-mod patience;
-mod peer;
 mod probe;
-mod recover;
 mod restore;
 mod resume;
-mod retry;
 mod takeover;
 mod upload;
 mod version;
-mod vigil;
 
-use std::{
-    ops::Range,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{ops::Range, sync::Arc, time::Duration};
 
-use futures_util::future::try_join_all;
-use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Rank, Version};
-use longshore_wire::{frame::keep_buffers, v1};
+use longshore_proto::{Dtype, JobSpec, Layout, Placement, Rank, Version};
+use longshore_wire::v1;
 
+pub(crate) use self::resume::resume_on;
 pub use self::{
     admin::StateHash,
     checkpoint::is_taken,
@@ -38,27 +26,26 @@ pub use self::{
     go_back::GoBack,
     join::Joined,
     open::Opened,
-    options::{Options, Transport},
-    peer::{endpoint, whole, with_sources},
     probe::Probe,
     resume::paused_at,
     version::{TRIES, has_passed, lead},
 };
-use self::{core::Engine, peer::Peer};
-pub(crate) use self::{
-    core::{Core, Meter, OwnCommit, SharedCore},
-    patience::Impatience,
-    retry::Backoff,
-};
+pub use crate::cluster::{Options, Transport, endpoint, whole, with_sources};
 use crate::{
+    cluster::Cluster,
     error::Result,
-    pull::{Feed, Reading},
+    pull::{Feed, Pulls, Reading},
+    push::{Gradients, start_lanes},
+    rank::RankState,
 };
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, and may be made from any
 /// thread that is not an async runtime's. A failure found in the background is returned by every later call.
 pub struct Session {
-    core: SharedCore,
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) rank: Arc<RankState>,
+    pub(crate) gradients: Arc<Gradients>,
+    pub(crate) pulls: Arc<Pulls>,
 }
 
 impl Session {
@@ -67,17 +54,15 @@ impl Session {
     /// # Errors
     /// `Invalid` for an option or spec that cannot be used; `Unreachable` naming the server.
     pub fn connect(options: Options) -> Result<Session> {
-        let layout = options.validate()?;
-        keep_buffers();
-        let runtime = Engine::start(options.runtime.clone())?;
-        let placement = Placement::striped(options.servers.clone(), layout.shards());
-        placement.validate(layout.shards())?;
-        check_every_server_owns(&placement)?;
-        let start = Instant::now();
-        let end = start + options.deadline;
-        let dial = |address| Peer::connect(address, options.connections, start, end);
-        let peers = runtime.block_on(try_join_all(options.servers.iter().map(|address| dial(address))))?;
-        Ok(Session { core: Arc::new(Core::new(options, layout, placement, peers, runtime)) })
+        let cluster = Arc::new(Cluster::connect(options)?);
+        let rank = Arc::new(RankState::new(cluster.servers().len()));
+        let gradients = Arc::new(Gradients::new(cluster.clone(), rank.clone()));
+        let pulls = Arc::new(Pulls::new(cluster.clone(), rank.clone()));
+        Ok(Session { cluster, rank, gradients, pulls })
+    }
+
+    fn block_on<T>(&self, act: impl Future<Output = Result<T>>) -> Result<T> {
+        self.cluster.runtime.block_on(act)
     }
 
     /// Creates the job on every server, or finds it there. Idempotent. Where a server has trained and another has nothing, the
@@ -87,7 +72,7 @@ impl Session {
     /// `Call` when a server refuses, as for a differing spec or too little memory; to rank 0 `StateLost` when some servers have
     /// trained and others have nothing.
     pub fn open(&self) -> Result<Opened> {
-        self.core.block_on(self.core.open())
+        self.block_on(open::open(&self.cluster))
     }
 
     /// Takes the rank with a new incarnation, fencing an older process, and brings all servers to one version.
@@ -95,9 +80,9 @@ impl Session {
     /// # Errors
     /// `VersionsDiffer` when they do not get there in time; `Misuse` when the session has joined already.
     pub fn join(&mut self) -> Result<Joined> {
-        let joined =
-            self.core.block_on(self.core.watched("the servers' common version", self.core.join()))?;
-        crate::push::start_lanes(&self.core);
+        let join = join::join(&self.cluster, &self.rank);
+        let joined = self.block_on(self.cluster.watched("the servers' common version", join))?;
+        start_lanes(&self.gradients);
         Ok(joined)
     }
 
@@ -105,20 +90,20 @@ impl Session {
     /// elements of parameter i and is called once each, in order (again for parameters whose server had to be retried);
     /// one parameter is held at a time.
     pub fn upload(&self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
-        upload::upload(&self.core, weights)
+        upload::upload(&self.cluster, &self.rank, weights)
     }
 
     /// Waits until every server trains: rank 0 has opened the job, and uploaded or restored. Bound by `slow_deadline`.
     pub fn wait_training(&self) -> Result<()> {
-        let weights = self.core.watched("the initial weights", self.core.wait_training());
-        self.core.block_on(weights)
+        let training = open::wait_training(&self.cluster);
+        self.block_on(self.cluster.watched("the initial weights", training))
     }
 
     /// The usual start of any rank: opens the job, joins it, and if it is fresh fills it: rank 0 uploads `weights`, the
     /// others wait for that. A restore that was begun and cut off is brought to its end. To start from a checkpoint, rank 0
     /// calls `open` and `restore` before this.
     pub fn start(&mut self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<Joined> {
-        if self.core.options.rank == Rank(0) {
+        if self.cluster.options.rank == Rank(0) {
             let opened = self.open()?;
             if let Opened::Restoring { checkpoint } = &opened {
                 self.restore(checkpoint)?;
@@ -139,37 +124,38 @@ impl Session {
     /// Starts pulling `order` (flat ranges, in the order wanted) of one version, as `dtype`. The servers hold the pull
     /// until the version is there. The feed's memory comes from a pool: nothing is allocated in steady state.
     pub fn pull(&self, version: Version, order: &[Range<u64>], dtype: Dtype) -> Result<Feed> {
-        self.core.check()?;
-        Feed::open(&self.core, Reading::new(version), order, dtype)
+        self.cluster.waits.check()?;
+        Feed::open(&self.pulls, Reading::new(version), order, dtype)
     }
 
     /// Where the job stands, server by server.
     pub fn describe(&self) -> Result<Vec<v1::DescribeResponse>> {
-        self.core.block_on(self.core.describe_all(false, self.core.options.deadline))
+        let answers = self.cluster.describe_all(false, self.cluster.options.deadline);
+        Ok(self.block_on(answers)?.into_vec())
     }
 
     /// Hash of all state at one version: the same whatever the number of servers. Waits until the servers agree on a
     /// version, so call it between steps.
     pub fn state_hash(&self) -> Result<StateHash> {
-        self.core.block_on(self.core.state_hash())
+        self.block_on(admin::state_hash(&self.cluster))
     }
 
     /// Sealed checkpoints in the order in which they were sealed, which is not that of their versions once the job went back.
     /// Those that cannot be restored are among them, and say why.
     pub fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
-        self.core.block_on(self.core.list_checkpoints())
+        self.block_on(checkpoint::list_checkpoints(&self.cluster))
     }
 
     /// Whether every server could write its part of a checkpoint now: to be asked before the first step of a run that wants
     /// some.
     pub fn check_checkpoint(&self) -> Result<()> {
-        self.core.block_on(self.core.check_room())
+        self.block_on(checkpoint::check_room(&self.cluster))
     }
 
     /// As `checkpoint`. Where the name is taken by another state, as after a rollback, the first of name.2, name.3, ... that
     /// is not is taken instead.
     pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
-        self.core.block_on(self.core.checkpoint_numbered(name))
+        self.block_on(checkpoint::checkpoint_numbered(&self.cluster, name))
     }
 
     /// Writes a checkpoint of the current version: every server its part, then the manifest beside each part. A sealed one
@@ -178,13 +164,13 @@ impl Session {
     /// # Errors
     /// `Call`, of a `Conflict` of `name`, when it is taken by another state.
     pub fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
-        self.core.block_on(self.core.checkpoint(name))
+        self.block_on(checkpoint::checkpoint(&self.cluster, name))
     }
 
     /// Fills a job that waits for weights from a sealed checkpoint, made by any number of servers: all servers or none. One
     /// that is at the checkpoint's state already is left as it is, so that a restore may be repeated.
     pub fn restore(&self, name: &str) -> Result<Version> {
-        self.core.block_on(self.core.restore(name))
+        self.block_on(restore::restore(&self.cluster, name))
     }
 
     /// Opens the job and fills it from a checkpoint, whatever a part of its servers has lost. State that servers hold is only
@@ -193,72 +179,58 @@ impl Session {
     /// # Errors
     /// `StateKept` when something would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.
     pub fn go_back(&self, how: &GoBack) -> Result<Checkpoint> {
-        self.core.block_on(self.core.go_back(how))
+        self.block_on(go_back::go_back(&self.cluster, how))
     }
 
     /// Forgets the job on every server and frees its memory. Checkpoints stay.
     pub fn delete_job(&self) -> Result<()> {
-        self.core.block_on(self.core.delete_job())
+        self.block_on(admin::delete_job(&self.cluster))
     }
 
     /// Stops the job on every server until `resume`. Rank 0 only, after `join`.
     pub fn pause(&self, reason: &str) -> Result<()> {
-        self.core.block_on(self.core.pause_all(reason))
+        self.block_on(admin::pause_all(&self.cluster, &self.rank, reason))
     }
 
     /// Lets a paused job go on; with `loss_scale`, from that scale, which only a pause that came with a decision allows. May
     /// be called again where not every server was reached.
     pub fn resume(&self, loss_scale: Option<f64>) -> Result<()> {
-        self.core.block_on(self.core.resume_all(loss_scale))
+        self.block_on(resume::resume_all(&self.cluster, loss_scale))
     }
 
     /// Gives the rank up. The incarnation cannot be used again.
     pub fn leave(self) -> Result<()> {
-        self.core.block_on(self.core.leave())
+        self.block_on(join::leave(&self.cluster, &self.rank))
     }
 
     pub fn spec(&self) -> &JobSpec {
-        self.core.spec()
+        self.cluster.spec()
     }
 
     pub fn layout(&self) -> &Layout {
-        &self.core.layout
+        &self.cluster.layout
     }
 
     pub fn placement(&self) -> &Placement {
-        &self.core.placement
+        &self.cluster.placement
     }
 
     pub fn rank(&self) -> Rank {
-        self.core.options.rank
+        self.cluster.options.rank
     }
 
     pub fn deadline(&self) -> Duration {
-        self.core.options.deadline
+        self.cluster.options.deadline
     }
 
     /// Gradient chunks that no server has acknowledged yet.
     pub fn unacknowledged_chunks(&self) -> usize {
-        self.core.retained.unacknowledged()
+        self.gradients.unacknowledged()
     }
-
-    pub(crate) fn core(&self) -> &SharedCore {
-        &self.core
-    }
-}
-
-/// A server without shards would take part in no step.
-fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
-    let (servers, shards) = (placement.servers.len(), placement.owners.len());
-    if shards >= servers {
-        return Ok(());
-    }
-    let limit = format!("at most {shards}, the job's shards");
-    Err(Fault::invalid("options.servers", servers, limit, "use smaller shards, or fewer servers"))
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.core.stop();
+        self.cluster.stop();
     }
 }

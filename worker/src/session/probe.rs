@@ -2,7 +2,9 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
-use longshore_proto::{ChunkId, Dtype, Incarnation, MicroStep, ShardId, Step, Version, checksum::crc32};
+use longshore_proto::{
+    ChunkId, Dtype, Incarnation, MicroStep, ServerId, ShardId, Step, Version, checksum::crc32,
+};
 use longshore_wire::{fault_from_status, v1::JoinRequest};
 
 use super::Session;
@@ -11,6 +13,9 @@ use crate::{
     pull::{Feed, Reading},
     push::{ChunkKey, Outbox, Payload},
 };
+
+/// The only server of the job.
+const SERVER: ServerId = ServerId(0);
 
 /// A session that has joined, and a bf16 gradient of its job. Nothing sums the gradient as long as another rank of the job
 /// never comes.
@@ -27,14 +32,14 @@ impl Probe {
         for shard in (0..layout.shards()).map(ShardId) {
             for chunk in (0..layout.chunks(shard, Dtype::Bf16)).map(ChunkId) {
                 let range = layout.chunk_bytes(shard, chunk, Dtype::Bf16).unwrap_or(0..0);
-                let mut buffer = session.core().chunk_pool.take((range.end - range.start) as usize)?;
+                let mut buffer = session.gradients.buffer((range.end - range.start) as usize)?;
                 buffer.as_mut().fill(chunk.0 as u8);
                 let payload = Payload::from(buffer);
                 let key = ChunkKey { step: Step(1), micro_step: MicroStep(0), shard, chunk };
                 chunks.push((key, payload.clone(), crc32(&payload.bytes)));
             }
         }
-        let incarnation = session.core().incarnation();
+        let incarnation = session.rank.incarnation();
         Ok(Probe { session, incarnation, chunks })
     }
 
@@ -46,26 +51,27 @@ impl Probe {
     /// Joins as a new process would: the server forgets the rank's chunks, so that the next ones are stored and not compared.
     pub fn rejoin(&mut self) -> Result<()> {
         self.incarnation = Incarnation(self.incarnation.0 + 1);
-        let core = self.session.core();
-        let (job, incarnation) = (core.job().to_string(), self.incarnation.0);
-        let request = JoinRequest { job, rank: self.session.rank().0, incarnation, fence_only: false };
-        let joined = core.block_on(async { Ok(core.peers[0].training().join(request).await) })?;
-        let failed =
-            |status| core.explain(0, "Join", None, fault_from_status(&status, &core.peers[0].address));
-        joined.map_err(failed)?;
-        core.set_incarnation(self.incarnation);
-        core.block_on(async { Ok(core.relink(0).await?) })
+        let Session { cluster, rank, .. } = &self.session;
+        let (job, incarnation) = (cluster.job().to_string(), self.incarnation.0);
+        let request = JoinRequest { job, rank: cluster.options.rank.0, incarnation, fence_only: false };
+        let peer = cluster.peer(SERVER);
+        let joined = cluster.runtime.block_on(async { Ok(peer.training().join(request).await) })?;
+        joined.map_err(|status| {
+            cluster.explain(SERVER, "Join", None, fault_from_status(&status, &peer.address))
+        })?;
+        rank.set_incarnation(self.incarnation);
+        cluster.runtime.block_on(async { Ok(rank.relink(cluster, SERVER).await?) })
     }
 
     /// Pushes the whole gradient, until every chunk is acknowledged.
     pub fn push(&self) -> Result<()> {
-        let core = Arc::clone(self.session.core());
-        let outbox = Outbox::new(Arc::clone(&core), 1.0, Reading::new(Version(0)), Arc::default());
+        let Session { cluster, gradients, .. } = &self.session;
+        let outbox = Outbox::new(Arc::clone(gradients), 1.0, Reading::new(Version(0)), Arc::default());
         for (key, payload, crc32) in &self.chunks {
             outbox.send(*key, payload.clone(), *crc32)?;
         }
         while self.session.unacknowledged_chunks() > 0 {
-            core.check()?;
+            cluster.waits.check()?;
             // Asking ten times as often took 0.03 s of CPU time a GB, which no worker spends.
             thread::sleep(Duration::from_millis(1));
         }
@@ -74,7 +80,7 @@ impl Probe {
 
     /// Forgets the gradient that was pushed.
     pub fn release(&self) {
-        self.session.core().retained.release(Step(1));
+        self.session.gradients.committed(Step(1));
     }
 
     /// Starts to pull all of version 0.
@@ -84,7 +90,7 @@ impl Probe {
 
     /// Whether weights are read where the server has them.
     pub fn reads_in_place(&self) -> bool {
-        self.session.core().link(0).is_some()
+        self.session.rank.link(SERVER).is_some()
     }
 
     pub fn session(&self) -> &Session {

@@ -3,11 +3,13 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Fault, FaultKind, Version};
+use longshore_proto::{Fault, FaultKind, ServerId, Version};
 use longshore_wire::v1::{JobProgress, Phase, ResumeRequest};
 
-use super::{Core, retry::Backoff};
-use crate::error::{Error, Result};
+use crate::{
+    cluster::{Backoff, ByServer, Cluster},
+    error::{Error, Result},
+};
 
 /// The version that servers are paused at: the lowest one, since a server that is past it has been resumed. None: none is.
 pub fn paused_at<'a>(progress: impl IntoIterator<Item = &'a JobProgress>) -> Option<u64> {
@@ -19,60 +21,59 @@ fn is_behind(fault: &Fault) -> bool {
     fault.kind == FaultKind::Precondition && fault.field == "version"
 }
 
-impl Core {
-    pub(super) async fn resume_all(&self, loss_scale: Option<f64>) -> Result<()> {
-        let answers = self.describe_all(false, self.options.deadline).await?;
-        let version = paused_at(answers.iter().filter_map(|answer| answer.progress.as_ref())).map(Version);
-        let resume = |server| self.resume_on(server, version, loss_scale.unwrap_or(0.0));
-        try_join_all((0..self.peers.len()).map(resume)).await?;
-        Ok(())
-    }
+pub(super) async fn resume_all(cluster: &Cluster, loss_scale: Option<f64>) -> Result<()> {
+    let answers = cluster.describe_all(false, cluster.options.deadline).await?;
+    let version = paused_at(answers.values().filter_map(|answer| answer.progress.as_ref())).map(Version);
+    cluster.on_all(|server| resume_on(cluster, server, version, loss_scale.unwrap_or(0.0))).await?;
+    Ok(())
+}
 
-    /// Ends the pause that began at a version, or the one in force. `loss_scale` 0 keeps the old one. A server that has lost
-    /// the version in a crash is waited for.
-    pub(crate) async fn resume_on(
-        &self,
-        server: usize,
-        version: Option<Version>,
-        loss_scale: f64,
-    ) -> Result<()> {
-        let version = version.map(|version| version.0);
-        let request = ResumeRequest { job: self.job().to_string(), loss_scale, version };
-        let (end, mut backoff) = (Instant::now() + self.options.deadline, Backoff::new());
-        loop {
-            let answer = self.call(server, "Resume", None, self.options.deadline, |peer| {
-                let request = request.clone();
-                async move { peer.admin().resume(request).await }
-            });
-            let answer = answer.await.map(|_| ());
-            let behind = matches!(&answer, Err(Error::Call(failed)) if is_behind(&failed.fault));
-            if !behind || !backoff.pause(end).await {
-                return answer;
-            }
+/// Ends the pause that began at a version, or the one in force. `loss_scale` 0 keeps the old one. A server that has lost
+/// the version in a crash is waited for.
+pub(crate) async fn resume_on(
+    cluster: &Cluster,
+    server: ServerId,
+    version: Option<Version>,
+    loss_scale: f64,
+) -> Result<()> {
+    let version = version.map(|version| version.0);
+    let request = ResumeRequest { job: cluster.job().to_string(), loss_scale, version };
+    let (end, mut backoff) = (Instant::now() + cluster.options.deadline, Backoff::new());
+    loop {
+        let answer = cluster.call(server, "Resume", None, cluster.options.deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().resume(request).await }
+        });
+        let answer = answer.await.map(|_| ());
+        let behind = matches!(&answer, Err(Error::Call(failed)) if is_behind(&failed.fault));
+        if !behind || !backoff.pause(end).await {
+            return answer;
         }
     }
+}
 
-    /// Brings an operator's resume to the servers that it had not reached when whoever sent it died. `progress`: of all
-    /// servers, at one version. A server that goes on from a version that others are paused at was resumed.
-    pub(super) async fn spread_resume(&self, mut progress: Vec<JobProgress>) -> Result<Vec<JobProgress>> {
-        let with_decision = |progress: &JobProgress| {
-            let commit = progress.last_commit.as_ref();
-            progress.phase() == Phase::Paused && commit.is_some_and(|commit| !commit.pause_reason.is_empty())
-        };
-        let running = progress.iter().find(|progress| progress.phase() == Phase::Training);
-        let Some(commit) = running.and_then(|running| running.last_commit.clone()) else {
-            return Ok(progress);
-        };
-        let paused: Vec<usize> =
-            (0..progress.len()).filter(|&server| with_decision(&progress[server])).collect();
-        let version = Version(commit.step);
-        try_join_all(paused.iter().map(|&server| self.resume_on(server, Some(version), commit.loss_scale)))
-            .await?;
-        for server in paused {
-            tracing::info!(server = self.peers[server].address, %version, "resumed, as another server was");
-            let answer = self.describe(server, false, self.options.deadline).await?;
-            progress[server] = answer.progress.unwrap_or_default();
-        }
-        Ok(progress)
+/// Brings an operator's resume to the servers that it had not reached when whoever sent it died. `progress`: of all
+/// servers, at one version. A server that goes on from a version that others are paused at was resumed.
+pub(super) async fn spread_resume(
+    cluster: &Cluster,
+    mut progress: ByServer<JobProgress>,
+) -> Result<ByServer<JobProgress>> {
+    let with_decision = |progress: &JobProgress| {
+        let commit = progress.last_commit.as_ref();
+        progress.phase() == Phase::Paused && commit.is_some_and(|commit| !commit.pause_reason.is_empty())
+    };
+    let running = progress.values().find(|progress| progress.phase() == Phase::Training);
+    let Some(commit) = running.and_then(|running| running.last_commit.clone()) else {
+        return Ok(progress);
+    };
+    let paused: Vec<ServerId> = progress.ids().filter(|&server| with_decision(&progress[server])).collect();
+    let version = Version(commit.step);
+    try_join_all(paused.iter().map(|&server| resume_on(cluster, server, Some(version), commit.loss_scale)))
+        .await?;
+    for server in paused {
+        tracing::info!(server = cluster.address(server), %version, "resumed, as another server was");
+        let answer = cluster.describe(server, false, cluster.options.deadline).await?;
+        progress[server] = answer.progress.unwrap_or_default();
     }
+    Ok(progress)
 }

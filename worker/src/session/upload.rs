@@ -7,8 +7,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use futures_util::future::join_all;
-use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, ShardId, checksum::crc32};
+use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, ServerId, ShardId, checksum::crc32};
 use longshore_wire::{
     fault_from_status,
     v1::{DescribeResponse, Phase, UploadRequest, UploadResponse},
@@ -17,10 +16,12 @@ use tokio::{sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{Core, SharedCore, retry::Backoff};
+use super::open::open_on;
 use crate::{
+    cluster::{Backoff, ByServer, Cluster},
     convert,
     error::{Error, GradientError, Result, TimedOut},
+    rank::RankState,
 };
 
 /// Chunks under way to one server: enough to keep it busy while the next parameter is made.
@@ -30,21 +31,21 @@ type Weights<'a> = &'a dyn Fn(usize) -> Vec<f32>;
 
 /// Streams what is missing until nothing is. Before each walk every server is asked what it misses, and made ready to take
 /// it: one that restarted has forgotten who had joined, and with the `memory` tier the job.
-pub(super) fn upload(core: &SharedCore, weights: Weights<'_>) -> Result<()> {
+pub(super) fn upload(cluster: &Cluster, rank: &RankState, weights: Weights<'_>) -> Result<()> {
     let start = Instant::now();
-    let end = start + core.options.slow_deadline;
+    let end = start + cluster.options.slow_deadline;
     let mut backoff = Backoff::new();
     loop {
-        let missing = core.block_on(missing_shards(core))?;
+        let missing = cluster.runtime.block_on(missing_shards(cluster, rank))?;
         let Some(&first) = missing.first() else { return Ok(()) };
-        let Some((server, fault)) = pass(core, weights, &missing, end)? else { continue };
-        let address = &core.peers[server].address;
+        let Some((server, fault)) = pass(cluster, rank, weights, &missing, end)? else { continue };
+        let address = cluster.address(server);
         tracing::debug!(server = address, %fault, "an upload broke, looking for what is missing");
-        if !core.block_on(async { Ok(backoff.pause(end).await) })? {
+        if !cluster.runtime.block_on(async { Ok(backoff.pause(end).await) })? {
             return Err(TimedOut {
                 what: "the upload of the initial weights",
-                server: Some(address.clone()),
-                job: core.job().clone(),
+                server: Some(address.into()),
+                job: cluster.job().clone(),
                 step: None,
                 shard: Some(first),
                 version: None,
@@ -56,76 +57,82 @@ pub(super) fn upload(core: &SharedCore, weights: Weights<'_>) -> Result<()> {
     }
 }
 
-async fn missing_shards(core: &SharedCore) -> Result<BTreeSet<ShardId>> {
-    let deadline = core.options.deadline;
-    let answers = join_all((0..core.peers.len()).map(|server| core.describe(server, false, deadline))).await;
+async fn missing_shards(cluster: &Cluster, rank: &RankState) -> Result<BTreeSet<ShardId>> {
+    let deadline = cluster.options.deadline;
+    let answers = cluster.on_each(|server| cluster.describe(server, false, deadline)).await;
     let trained = answers
-        .iter()
+        .values()
         .flatten()
         .filter_map(|answer| answer.progress.as_ref())
         .any(|progress| progress.version > 0);
     let mut missing = BTreeSet::new();
-    for (server, answer) in answers.into_iter().enumerate() {
+    for (server, answer) in answers {
         let answer = match answer {
             // As long as nothing is trained nothing is lost with it.
             Err(Error::StateLost(_)) if !trained => {
-                core.open_on(server).await?;
-                core.describe(server, false, deadline).await?
+                open_on(cluster, server).await?;
+                cluster.describe(server, false, deadline).await?
             }
             other => other?,
         };
-        missing.extend(missing_on(core, server, answer).await?);
+        missing.extend(missing_on(cluster, rank, server, answer).await?);
     }
     Ok(missing)
 }
 
 /// What one server misses, once this rank has joined there.
-async fn missing_on(core: &SharedCore, server: usize, answer: DescribeResponse) -> Result<Vec<ShardId>> {
+async fn missing_on(
+    cluster: &Cluster,
+    rank: &RankState,
+    server: ServerId,
+    answer: DescribeResponse,
+) -> Result<Vec<ShardId>> {
     let progress = answer.progress.unwrap_or_default();
     if progress.phase() != Phase::Loading {
         return Ok(Vec::new());
     }
-    let mine = answer.ranks.iter().find(|rank| rank.rank == core.options.rank.0);
-    if mine.map_or(0, |rank| rank.incarnation) < core.incarnation().0 {
-        core.rejoin(server).await?;
+    let mine = answer.ranks.iter().find(|known| known.rank == cluster.options.rank.0);
+    if mine.map_or(0, |known| known.incarnation) < rank.incarnation().0 {
+        rank.rejoin(cluster, server).await?;
     }
     Ok(progress.missing_shards.into_iter().map(ShardId).collect())
 }
 
 /// One walk over the flat space. Returns the failure that cut it short, if it passes, and whose it was.
 fn pass(
-    core: &SharedCore,
+    cluster: &Cluster,
+    rank: &RankState,
     weights: Weights<'_>,
     missing: &BTreeSet<ShardId>,
     end: Instant,
-) -> Result<Option<(usize, Fault)>> {
-    let mut streams: Vec<Option<Stream>> = (0..core.peers.len()).map(|_| None).collect();
-    let mut walk = Walk { core, weights, param: 0, values: None };
+) -> Result<Option<(ServerId, Fault)>> {
+    let mut streams: ByServer<Option<Stream>> = cluster.servers().map(|_| None).collect();
+    let mut walk = Walk { cluster, weights, param: 0, values: None };
     let mut failed = None;
     'shards: for &shard in missing {
-        let server = core.owner(shard);
-        for chunk in (0..core.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
+        let server = cluster.owner(shard);
+        for chunk in (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
             let payload = walk.chunk(shard, chunk)?;
             let request = UploadRequest {
-                job: core.job().to_string(),
-                incarnation: core.incarnation().0,
+                job: cluster.job().to_string(),
+                incarnation: rank.incarnation().0,
                 shard: shard.0,
                 chunk: chunk.0,
                 crc32: crc32(&payload),
                 payload,
             };
-            let stream = streams[server].get_or_insert_with(|| Stream::open(core, server));
-            if !core.block_on(stream.send(request, end))? {
+            let stream = streams[server].get_or_insert_with(|| Stream::open(cluster, server));
+            if !cluster.runtime.block_on(stream.send(request, end))? {
                 break 'shards;
             }
         }
     }
-    for (server, stream) in streams.into_iter().enumerate() {
+    for (server, stream) in streams {
         let Some(stream) = stream else { continue };
-        if let Err(status) = core.block_on(async { Ok(stream.close(end).await) })? {
-            let fault = fault_from_status(&status, &core.peers[server].address);
+        if let Err(status) = cluster.runtime.block_on(async { Ok(stream.close(end).await) })? {
+            let fault = fault_from_status(&status, cluster.address(server));
             if !passes(&fault) {
-                return Err(core.explain(server, "Upload", None, fault));
+                return Err(cluster.explain(server, "Upload", None, fault));
             }
             failed = Some((server, fault));
         }
@@ -150,13 +157,13 @@ struct Stream {
 }
 
 impl Stream {
-    fn open(core: &SharedCore, server: usize) -> Stream {
+    fn open(cluster: &Cluster, server: ServerId) -> Stream {
         let (queue, requests) = mpsc::channel(QUEUE_CHUNKS);
-        let mut client = core.peers[server].tensors(0);
+        let mut client = cluster.peer(server).tensors(0);
         let answer = async move {
             client.upload(ReceiverStream::new(requests)).await.map(|answer| answer.into_inner())
         };
-        Stream { queue, answer: core.spawn_joined(answer) }
+        Stream { queue, answer: cluster.runtime.spawn_joined(answer) }
     }
 
     /// False when the call has ended early: `close` says why.
@@ -181,7 +188,7 @@ impl Stream {
 
 /// Cuts chunks out of the flat space in ascending order, holding the values of one parameter.
 struct Walk<'a> {
-    core: &'a Core,
+    cluster: &'a Cluster,
     weights: Weights<'a>,
     /// The first parameter that may still overlap.
     param: usize,
@@ -191,13 +198,13 @@ struct Walk<'a> {
 impl Walk<'_> {
     /// A chunk as fp32, padding zero.
     fn chunk(&mut self, shard: ShardId, chunk: ChunkId) -> Result<Bytes> {
-        let core = self.core;
-        let bytes = core.layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);
-        let start = core.layout.shard_range(shard).start + bytes.start / 4;
+        let cluster = self.cluster;
+        let bytes = cluster.layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);
+        let start = cluster.layout.shard_range(shard).start + bytes.start / 4;
         let flat = start..start + (bytes.end - bytes.start) / 4;
         let mut payload = vec![0; (bytes.end - bytes.start) as usize];
-        while self.param < core.spec().params.len() {
-            let range = core.layout.param_range(self.param);
+        while self.param < cluster.spec().params.len() {
+            let range = cluster.layout.param_range(self.param);
             if range.start >= flat.end {
                 break;
             }
@@ -230,7 +237,7 @@ impl Walk<'_> {
         if values.len() as u64 == expected {
             return Ok(values);
         }
-        let name = format!("{} (its initial weights)", self.core.spec().params[self.param].name);
+        let name = format!("{} (its initial weights)", self.cluster.spec().params[self.param].name);
         Err(Error::Gradient(GradientError::Length { name, given: values.len() as u64, expected }))
     }
 }

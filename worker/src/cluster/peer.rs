@@ -1,4 +1,4 @@
-//! One server: its connections, and calls to it that retry what a transport can lose.
+//! One server: its connections, and dialling them.
 
 use std::{
     future::Future,
@@ -6,13 +6,11 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, Step,
-    fault::{ORIGIN, READS},
+    Fault,
     limits::{CHUNK_BYTES, MAX_CONTROL_MESSAGE_BYTES, MAX_TRAINER_STATE_BYTES},
 };
 use longshore_wire::{
     direct::Taps,
-    fault_from_status,
     v1::{
         DescribeRequest, DescribeResponse, admin_client::AdminClient, tensors_client::TensorsClient,
         training_client::TrainingClient,
@@ -23,8 +21,8 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use super::{Core, connector::Connector, retry::Backoff, vigil};
-use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost, Unreachable};
+use super::{connector::Connector, retry::Backoff, waits::LONG};
+use crate::error::{Result, Unreachable};
 
 /// Above one chunk, so that a chunk is never held up by its own stream's window.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
@@ -36,7 +34,7 @@ const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const CONNECT: Duration = Duration::from_secs(5);
 /// A call that was under way for longer than this had a server that answered pings.
-const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
+pub(super) const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
 
 /// A data connection, whose large answers may come past HTTP/2. Cheap to clone.
 #[derive(Clone)]
@@ -154,7 +152,7 @@ where
             Err(_) => "no answer".into(),
         };
         tracing::debug!(server = address, cause, "connecting failed, trying again");
-        if start.elapsed() >= vigil::FIRST && !std::mem::replace(&mut said, true) {
+        if start.elapsed() >= LONG && !std::mem::replace(&mut said, true) {
             let left = end.saturating_duration_since(Instant::now()).as_secs_f64();
             tracing::warn!(
                 server = address,
@@ -180,87 +178,6 @@ pub fn with_sources(error: &dyn std::error::Error) -> String {
         source = inner.source();
     }
     text
-}
-
-impl Core {
-    /// Calls one server until it answers, for at most `deadline`. Transport failures are retried for the session's
-    /// deadline, even in a call that may itself take longer; one that comes after a server was there for long counts from
-    /// then. `call` is the RPC's name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
-    pub(crate) async fn call<T, F, Answer>(
-        &self,
-        server: usize,
-        call: &'static str,
-        step: Option<Step>,
-        deadline: Duration,
-        request: F,
-    ) -> Result<T>
-    where
-        F: Fn(Peer) -> Answer,
-        Answer: Future<Output = Result<Response<T>, Status>>,
-    {
-        let end = Instant::now() + deadline;
-        let mut backoff = Backoff::new();
-        let mut give_up = None;
-        loop {
-            let (peer, begun) = (&self.peers[server], Instant::now());
-            let fault = match tokio::time::timeout_at(end.into(), request(peer.clone())).await {
-                Ok(Ok(response)) => return Ok(response.into_inner()),
-                Ok(Err(status)) => fault_from_status(&status, &peer.address),
-                Err(_) => {
-                    let remedy =
-                        "see what the server waits for with `longshore status`, or raise the deadline";
-                    Fault::new(
-                        FaultKind::Deadline,
-                        call,
-                        format!("unanswered after {deadline:?}"),
-                        "answered",
-                        remedy,
-                    )
-                }
-            };
-            let retry = fault.kind == FaultKind::Unavailable;
-            if begun.elapsed() > SILENCE {
-                give_up = None;
-            }
-            let give_up = *give_up.get_or_insert_with(|| end.min(Instant::now() + self.options.deadline));
-            if !retry || !backoff.pause(give_up).await {
-                return Err(self.explain(server, call, step, fault));
-            }
-            tracing::debug!(server = peer.address, call, %fault, "the call failed, trying again");
-        }
-    }
-
-    /// Joins a server again as this very process: one that restarted may have forgotten who had joined, and offers links
-    /// elsewhere.
-    pub(crate) async fn rejoin(&self, server: usize) -> Result<()> {
-        self.join_server(server, self.incarnation(), false).await.map(|_| ())
-    }
-
-    /// A server's fault as the error that says most.
-    pub(crate) fn explain(
-        &self,
-        server: usize,
-        call: &'static str,
-        step: Option<Step>,
-        fault: Fault,
-    ) -> Error {
-        let server = self.peers[server].address.clone();
-        let job = self.job().clone();
-        match fault.kind {
-            // Other things may be missing on their own: a checkpoint, a version.
-            FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
-                StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
-            }
-            FaultKind::Fenced => Fenced { server, job, fault }.into(),
-            FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {
-                Outdated { server, job, fault }.into()
-            }
-            FaultKind::NotFound if fault.field == "version" && call == "Pull" => {
-                Outdated { server, job, fault }.into()
-            }
-            _ => CallFailed { server, job, call, step, fault }.into(),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,24 +1,42 @@
-//! Deadlines that do not run while the job is paused: then everybody waits for an operator, not for a defect.
+//! How a session's waits end: with what they wait for, with a failure found in the background, or at a deadline. A deadline
+//! does not run while the job is paused: then everybody waits for an operator, not for a defect.
 
 use std::{
     future::Future,
+    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
+use longshore_proto::JobName;
 use tokio::sync::watch;
 
-use super::Core;
-use crate::error::{Error, StillPaused};
+use super::Options;
+use crate::error::{Error, Result, StillPaused};
+
+/// A wait as long as this is told of. A healthy step is done before.
+pub(super) const LONG: Duration = Duration::from_secs(5);
+
+/// What waits end with, besides what they wait for.
+pub(crate) struct Waits {
+    job: JobName,
+    /// Longest wait for an operator.
+    pause_deadline: Duration,
+    /// The first failure found in the background; every later call returns it.
+    failure: watch::Sender<Option<Error>>,
+    pause: watch::Sender<Pause>,
+    /// When a long wait was told of: several threads may wait for the same.
+    told: Mutex<Option<Instant>>,
+}
 
 /// Whether the job is paused, as Watch tells.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Pause {
+struct Pause {
     /// Since when, and the reason.
-    pub(crate) now: Option<(Instant, String)>,
+    now: Option<(Instant, String)>,
     /// When the last pause ended.
-    pub(crate) ended: Option<Instant>,
+    ended: Option<Instant>,
     /// Pauses that have ended.
-    pub(crate) count: u64,
+    count: u64,
 }
 
 /// How a patient wait ended without a result.
@@ -29,7 +47,34 @@ pub(crate) enum Impatience {
     Failed(Error),
 }
 
-impl Core {
+impl Waits {
+    pub(super) fn new(options: &Options) -> Waits {
+        Waits {
+            job: options.spec.name.clone(),
+            pause_deadline: options.pause_deadline,
+            failure: watch::Sender::new(None),
+            pause: watch::Sender::new(Pause::default()),
+            told: Mutex::default(),
+        }
+    }
+
+    /// Keeps the first failure and wakes everybody who waits.
+    pub(crate) fn fail(&self, error: Error) {
+        self.failure.send_if_modified(|failure| {
+            let first = failure.is_none();
+            if first {
+                tracing::debug!(job = %self.job, %error, "the session failed");
+                *failure = Some(error);
+            }
+            first
+        });
+    }
+
+    /// The failure found in the background, if any.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.failure.borrow().clone().map_or(Ok(()), Err)
+    }
+
     /// Awaits `future` for `deadline`, or longer while the job is paused. Ends at once when the session fails.
     pub(crate) async fn patiently<T>(
         &self,
@@ -54,7 +99,7 @@ impl Core {
 
     fn end_of_patience(&self, start: Instant, deadline: Duration, pause: &Pause) -> Instant {
         match (&pause.now, pause.ended) {
-            (Some((since, _)), _) => *since + self.options.pause_deadline,
+            (Some((since, _)), _) => *since + self.pause_deadline,
             (None, Some(ended)) => start.max(ended) + deadline,
             (None, None) => start + deadline,
         }
@@ -63,8 +108,7 @@ impl Core {
     fn impatience(&self, start: Instant, pause: &Pause) -> Impatience {
         match &pause.now {
             Some((since, reason)) => Impatience::Failed(
-                StillPaused { job: self.job().clone(), reason: reason.clone(), waited: since.elapsed() }
-                    .into(),
+                StillPaused { job: self.job.clone(), reason: reason.clone(), waited: since.elapsed() }.into(),
             ),
             None => Impatience::Elapsed(start.elapsed()),
         }
@@ -75,22 +119,43 @@ impl Core {
         self.end_of_patience(start, deadline, &self.pause.borrow()) <= Instant::now()
     }
 
+    /// Whether no long wait was told of for a while; from now on one was.
+    pub(super) fn is_turn_to_tell(&self) -> bool {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = told.is_none_or(|told| told.elapsed() >= LONG);
+        if turn {
+            *told = Some(Instant::now());
+        }
+        turn
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.pause.borrow().now.is_some()
+    }
+
+    /// Pauses that have ended.
+    pub(crate) fn pauses(&self) -> u64 {
+        self.pause.borrow().count
+    }
+
+    /// The job is paused, as of now if that is news.
     pub(crate) fn paused(&self, reason: &str) {
         self.pause.send_if_modified(|pause| {
             let new = pause.now.is_none();
             if new {
-                tracing::warn!(job = %self.job(), reason, "the job is paused");
+                tracing::warn!(job = %self.job, reason, "the job is paused");
                 pause.now = Some((Instant::now(), reason.to_string()));
             }
             new
         });
     }
 
+    /// The job goes on, if it was paused.
     pub(crate) fn resumed(&self) {
         self.pause.send_if_modified(|pause| {
             let ended = pause.now.take().is_some();
             if ended {
-                tracing::info!(job = %self.job(), "the job goes on");
+                tracing::info!(job = %self.job, "the job goes on");
                 pause.ended = Some(Instant::now());
                 pause.count += 1;
             }
@@ -103,7 +168,7 @@ impl Core {
 async fn failed(failure: &mut watch::Receiver<Option<Error>>) -> Error {
     match failure.wait_for(Option::is_some).await.map(|error| error.clone()) {
         Ok(Some(error)) => error,
-        // The sender lives in the core that is awaited from.
+        // The sender lives in what is awaited from.
         _ => std::future::pending().await,
     }
 }

@@ -2,47 +2,25 @@
 
 use std::{
     future::Future,
-    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-use futures_util::future::join_all;
 use longshore_wire::v1::DescribeResponse;
 
-use super::Core;
+use super::{Cluster, waits::LONG};
 use crate::error::{Error, Result};
 
-/// A healthy step is done before.
-pub(super) const FIRST: Duration = Duration::from_secs(5);
-/// From then on.
+/// How often it is said from then on.
 const AGAIN: Duration = Duration::from_secs(30);
 /// Longest time to ask a server whom it waits for: one that is stopped is told of, too.
 const ASKING: Duration = Duration::from_secs(2);
 
-/// When it was last said: several threads may wait for the same.
-#[derive(Default)]
-pub(super) struct Vigil {
-    said: Mutex<Option<Instant>>,
-}
-
-impl Vigil {
-    /// Whether nothing was said for a while; from now on something was.
-    fn turn(&self) -> bool {
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        let turn = said.is_none_or(|said| said.elapsed() >= FIRST);
-        if turn {
-            *said = Some(Instant::now());
-        }
-        turn
-    }
-}
-
-impl Core {
+impl Cluster {
     /// Awaits `future`, and says meanwhile whom the job waits for. `what`: what the future brings.
     pub(crate) async fn watched<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
         let start = Instant::now();
         let vigil = async {
-            tokio::time::sleep(FIRST).await;
+            tokio::time::sleep(LONG).await;
             loop {
                 self.say_who_is_waited_for(what, start).await;
                 tokio::time::sleep(AGAIN).await;
@@ -57,16 +35,13 @@ impl Core {
 
     async fn say_who_is_waited_for(&self, what: &str, start: Instant) {
         // A pause is said when it begins.
-        if self.pause.borrow().now.is_some() || !self.vigil.turn() {
+        if self.waits.is_paused() || !self.waits.is_turn_to_tell() {
             return;
         }
-        let answers =
-            join_all((0..self.peers.len()).map(|server| self.describe(server, false, ASKING))).await;
-        let reasons = answers.into_iter().enumerate();
-        let reasons = reasons.filter_map(|(server, answer)| Some((server, waits(answer)?)));
-        let said: Vec<String> = reasons
-            .map(|(server, reason)| format!("server {} {reason}", self.peers[server].address))
-            .collect();
+        let answers = self.on_each(|server| self.describe(server, false, ASKING)).await;
+        let reasons = answers.into_iter().filter_map(|(server, answer)| Some((server, waits(answer)?)));
+        let said: Vec<String> =
+            reasons.map(|(server, reason)| format!("server {} {reason}", self.address(server))).collect();
         let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
         tracing::warn!(
             job = %self.job(),

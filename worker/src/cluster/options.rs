@@ -32,7 +32,7 @@ impl Transport {
         (Transport::Memfd, "memfd"),
     ];
 
-    pub(super) fn may_share(self) -> bool {
+    pub(crate) fn may_share(self) -> bool {
         matches!(self, Transport::Auto | Transport::Memfd)
     }
 

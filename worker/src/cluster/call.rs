@@ -1,0 +1,143 @@
+//! Calls to servers: tried again as long as only the transport fails, and a server's fault told as the error that says
+//! most.
+
+use std::{
+    future::Future,
+    time::{Duration, Instant},
+};
+
+use futures_util::future::{join_all, try_join_all};
+use longshore_proto::{
+    Fault, FaultKind, ServerId, Step,
+    fault::{ORIGIN, READS},
+};
+use longshore_wire::{
+    fault_from_status,
+    v1::{DescribeRequest, DescribeResponse},
+};
+use tonic::{Response, Status};
+
+use super::{
+    ByServer, Cluster, Peer,
+    peer::{SILENCE, whole},
+    retry::Backoff,
+};
+use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
+
+impl Cluster {
+    /// Calls one server until it answers, for at most `deadline`. Transport failures are retried for the session's
+    /// deadline, even in a call that may itself take longer; one that comes after a server was there for long counts from
+    /// then. `call` is the RPC's name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
+    pub(crate) async fn call<T, F, Answer>(
+        &self,
+        server: ServerId,
+        call: &'static str,
+        step: Option<Step>,
+        deadline: Duration,
+        request: F,
+    ) -> Result<T>
+    where
+        F: Fn(Peer) -> Answer,
+        Answer: Future<Output = Result<Response<T>, Status>>,
+    {
+        let end = Instant::now() + deadline;
+        let mut backoff = Backoff::new();
+        let mut give_up = None;
+        loop {
+            let (peer, begun) = (&self.peers[server], Instant::now());
+            let fault = match tokio::time::timeout_at(end.into(), request(peer.clone())).await {
+                Ok(Ok(response)) => return Ok(response.into_inner()),
+                Ok(Err(status)) => fault_from_status(&status, &peer.address),
+                Err(_) => {
+                    let remedy =
+                        "see what the server waits for with `longshore status`, or raise the deadline";
+                    Fault::new(
+                        FaultKind::Deadline,
+                        call,
+                        format!("unanswered after {deadline:?}"),
+                        "answered",
+                        remedy,
+                    )
+                }
+            };
+            let retry = fault.kind == FaultKind::Unavailable;
+            if begun.elapsed() > SILENCE {
+                give_up = None;
+            }
+            let give_up = *give_up.get_or_insert_with(|| end.min(Instant::now() + self.options.deadline));
+            if !retry || !backoff.pause(give_up).await {
+                return Err(self.explain(server, call, step, fault));
+            }
+            tracing::debug!(server = peer.address, call, %fault, "the call failed, trying again");
+        }
+    }
+
+    /// A server's fault as the error that says most.
+    pub(crate) fn explain(
+        &self,
+        server: ServerId,
+        call: &'static str,
+        step: Option<Step>,
+        fault: Fault,
+    ) -> Error {
+        let server = self.address(server).to_string();
+        let job = self.job().clone();
+        match fault.kind {
+            // Other things may be missing on their own: a checkpoint, a version.
+            FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
+                StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
+            }
+            FaultKind::Fenced => Fenced { server, job, fault }.into(),
+            FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {
+                Outdated { server, job, fault }.into()
+            }
+            FaultKind::NotFound if fault.field == "version" && call == "Pull" => {
+                Outdated { server, job, fault }.into()
+            }
+            _ => CallFailed { server, job, call, step, fault }.into(),
+        }
+    }
+
+    /// The same act on every server at once. The first failure ends the others.
+    pub(crate) async fn on_all<T, Act>(&self, act: impl Fn(ServerId) -> Act) -> Result<ByServer<T>>
+    where
+        Act: Future<Output = Result<T>>,
+    {
+        Ok(try_join_all(self.servers().map(act)).await?.into_iter().collect())
+    }
+
+    /// The same act on every server at once, on each to its end: a server goes on whether it is listened to or not.
+    pub(crate) async fn on_each<Act: Future>(&self, act: impl Fn(ServerId) -> Act) -> ByServer<Act::Output> {
+        join_all(self.servers().map(act)).await.into_iter().collect()
+    }
+
+    /// What a server says of the job.
+    pub(crate) async fn describe(
+        &self,
+        server: ServerId,
+        state_hash: bool,
+        deadline: Duration,
+    ) -> Result<DescribeResponse> {
+        let request = DescribeRequest { job: self.job().to_string(), state_hash, brief: true };
+        self.call(server, "Describe", None, deadline, |peer| {
+            let request = request.clone();
+            async move {
+                // Hashes of a large job exceed one message.
+                if request.state_hash {
+                    whole(peer.admin(), request).await
+                } else {
+                    peer.admin().describe(request).await
+                }
+            }
+        })
+        .await
+    }
+
+    pub(crate) async fn describe_all(
+        &self,
+        state_hash: bool,
+        deadline: Duration,
+    ) -> Result<ByServer<DescribeResponse>> {
+        self.on_all(|server| self.describe(server, state_hash, deadline)).await
+    }
+}

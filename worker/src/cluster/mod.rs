@@ -1,0 +1,104 @@
+//! The servers of one job, as one rank reaches them: connected, called until they answer, and waited for.
+
+mod by_server;
+mod call;
+mod connector;
+mod options;
+mod peer;
+mod retry;
+mod runtime;
+mod troubles;
+mod vigil;
+mod waits;
+
+use std::time::Instant;
+
+use futures_util::future::try_join_all;
+use longshore_proto::{Fault, JobName, JobSpec, Layout, Placement, ServerId, ShardId};
+use longshore_wire::frame::keep_buffers;
+
+pub(crate) use self::{by_server::ByServer, peer::Peer, retry::Backoff, waits::Impatience};
+pub use self::{
+    options::{Options, Transport},
+    peer::{endpoint, whole, with_sources},
+};
+use self::{runtime::Runtime, troubles::Troubles, waits::Waits};
+use crate::error::{Misuse, Result};
+
+/// A job's servers. All that a session does goes through one of these.
+pub(crate) struct Cluster {
+    pub(crate) options: Options,
+    pub(crate) layout: Layout,
+    pub(crate) placement: Placement,
+    peers: ByServer<Peer>,
+    pub(crate) troubles: Troubles,
+    pub(crate) waits: Waits,
+    pub(crate) runtime: Runtime,
+}
+
+impl Cluster {
+    /// Connects to every server, retrying until the deadline.
+    pub(crate) fn connect(options: Options) -> Result<Cluster> {
+        let layout = options.validate()?;
+        keep_buffers();
+        let runtime = Runtime::start(options.runtime.clone())?;
+        let placement = Placement::striped(options.servers.clone(), layout.shards());
+        placement.validate(layout.shards())?;
+        check_every_server_owns(&placement)?;
+        let start = Instant::now();
+        let end = start + options.deadline;
+        let dial = |address| Peer::connect(address, options.connections, start, end);
+        let peers = runtime.block_on(try_join_all(options.servers.iter().map(|address| dial(address))))?;
+        let peers = ByServer::from_iter(peers);
+        let troubles = Troubles::new(peers.len());
+        let waits = Waits::new(&options);
+        Ok(Cluster { options, layout, placement, peers, troubles, waits, runtime })
+    }
+
+    pub(crate) fn spec(&self) -> &JobSpec {
+        &self.options.spec
+    }
+
+    pub(crate) fn job(&self) -> &JobName {
+        &self.options.spec.name
+    }
+
+    /// Every server, in the placement's order.
+    pub(crate) fn servers(&self) -> impl ExactSizeIterator<Item = ServerId> + use<> {
+        self.peers.ids()
+    }
+
+    pub(crate) fn peer(&self, server: ServerId) -> &Peer {
+        &self.peers[server]
+    }
+
+    /// A server's address as the user wrote it, for errors.
+    pub(crate) fn address(&self, server: ServerId) -> &str {
+        &self.peers[server].address
+    }
+
+    /// The addresses of all servers.
+    pub(crate) fn addresses(&self) -> impl Iterator<Item = String> {
+        self.peers.values().map(|peer| peer.address.clone())
+    }
+
+    pub(crate) fn owner(&self, shard: ShardId) -> ServerId {
+        self.placement.owner(shard)
+    }
+
+    /// The session is over: its tasks end, and every wait with them.
+    pub(crate) fn stop(&self) {
+        self.runtime.end_tasks();
+        self.waits.fail(Misuse("the session has ended: connect a new one").into());
+    }
+}
+
+/// A server without shards would take part in no step.
+fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
+    let (servers, shards) = (placement.servers.len(), placement.owners.len());
+    if shards >= servers {
+        return Ok(());
+    }
+    let limit = format!("at most {shards}, the job's shards");
+    Err(Fault::invalid("options.servers", servers, limit, "use smaller shards, or fewer servers"))
+}

@@ -1,0 +1,96 @@
+//! The threads that a session's calls and tasks run on, and the two ways between the blocking outside and the
+//! asynchronous inside.
+
+use std::{
+    future::Future,
+    num::NonZeroUsize,
+    sync::{Mutex, PoisonError},
+    thread,
+};
+
+use tokio::{
+    runtime::Handle,
+    task::{AbortHandle, JoinHandle},
+};
+
+use crate::error::{Environment, Misuse, Result};
+
+/// One frames while the other converts and checks.
+const RUNTIME_THREADS: usize = 2;
+
+/// A runtime of our own, or one that was given.
+pub(crate) struct Runtime {
+    handle: Handle,
+    own: Option<tokio::runtime::Runtime>,
+    /// Tasks that live as long as the session.
+    tasks: Mutex<Vec<AbortHandle>>,
+}
+
+impl Runtime {
+    pub(super) fn start(given: Option<Handle>) -> Result<Runtime> {
+        if let Some(handle) = given {
+            return Ok(Runtime { handle, own: None, tasks: Mutex::default() });
+        }
+        // With two cores a second one gets in the way of the other end's, or of the caller.
+        let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let built = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(RUNTIME_THREADS.min(cores.div_ceil(2)))
+            .thread_name("longshore-io")
+            .enable_all()
+            .build();
+        let own = built.map_err(|error| Environment {
+            what: "starting the session's threads",
+            cause: error.to_string(),
+            remedy: "raise the limits on processes and open files (ulimit -u, ulimit -n)",
+        })?;
+        Ok(Runtime { handle: own.handle().clone(), own: Some(own), tasks: Mutex::default() })
+    }
+
+    /// Blocks this thread on `future`. An error instead of tokio's panic when it is a runtime's own thread.
+    pub(crate) fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
+        if Handle::try_current().is_ok() {
+            let message = "a blocking call of the worker library was made on an async runtime's thread: use \
+                           tokio::task::spawn_blocking or a thread of your own";
+            return Err(Misuse(message).into());
+        }
+        self.handle.block_on(future)
+    }
+
+    /// A task that ends with itself or with its handle.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
+        self.handle.spawn(task).abort_handle()
+    }
+
+    /// A task whose result is awaited.
+    pub(crate) fn spawn_joined<T: Send + 'static>(
+        &self,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> JoinHandle<T> {
+        self.handle.spawn(task)
+    }
+
+    /// A task that lives as long as the session. It holds the cluster that holds this, so `end_tasks` must break that
+    /// circle.
+    pub(crate) fn spawn_for_session(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let handle = self.spawn(task);
+        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.retain(|task| !task.is_finished());
+        tasks.push(handle);
+    }
+
+    /// Ends the tasks that live as long as the session.
+    pub(super) fn end_tasks(&self) {
+        for task in self.tasks.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            task.abort();
+        }
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        // The last clone of the cluster may go on a thread of this very runtime, where waiting for it would panic.
+        if let Some(own) = self.own.take() {
+            own.shutdown_background();
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Failures that a server answered with, or that came of not reaching it.
+
+use std::{fmt, time::Duration};
+
+use longshore_proto::{ChunkId, Contribution, Fault, JobName, Step, Version};
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "server {server} cannot be reached: tried for {tried:.1?}, last: {cause}. Check that longshored runs there \
+     (`longshore doctor`), that address and port are right and that no firewall is between, or raise the deadline"
+)]
+pub struct Unreachable {
+    pub server: String,
+    pub tried: Duration,
+    pub cause: String,
+}
+
+/// A server answered a call with a fault, or the transport failed until the deadline.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{call} of job {job}{} on server {server} failed ({}): {fault}", at(.step, ""), .fault.kind.name())]
+pub struct CallFailed {
+    pub server: String,
+    pub job: JobName,
+    pub call: &'static str,
+    pub step: Option<Step>,
+    pub fault: Fault,
+}
+
+/// A gradient chunk was not stored; nothing changed on the server.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("server {server} refused {contribution}, {chunk} of job {job} ({}): {fault}", .fault.kind.name())]
+pub struct ChunkRefused {
+    pub server: String,
+    pub job: JobName,
+    pub contribution: Contribution,
+    pub chunk: ChunkId,
+    pub fault: Fault,
+}
+
+/// A newer process has taken this rank.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "another process has joined job {job} as this rank on server {server}: {fault}. Only one process may run each \
+     rank; stop this one, or give it another rank"
+)]
+pub struct Fenced {
+    pub server: String,
+    pub job: JobName,
+    pub fault: Fault,
+}
+
+/// What this process holds of the job is of no use any more: a step that it built on was taken back, since a server lost it
+/// together with a rank's process; or the job went on with what an earlier process of this rank had sent. Nothing is lost.
+/// The process need not end: a new session, joined again, goes on from the servers' version as a new process would.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("what this process holds of job {job} is outdated (server {server}): {fault}")]
+pub struct Outdated {
+    pub server: String,
+    pub job: JobName,
+    pub fault: Fault,
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "no server sent a hash for block {block} of job {job} at {version}: the placement does not cover the layout. \
+     Name all servers of the job"
+)]
+pub struct MissingBlock {
+    pub job: JobName,
+    pub block: u32,
+    pub version: Version,
+}
+
+/// " at step 3", or nothing.
+pub(super) fn at<T: fmt::Display>(value: &Option<T>, lead: &str) -> String {
+    let lead = if lead.is_empty() { ", " } else { lead };
+    value.as_ref().map(|value| format!("{lead}{value}")).unwrap_or_default()
+}

@@ -1,0 +1,117 @@
+//! Every failure a worker can meet: one struct each, so that a caller can match on it, and each says what to do.
+//!
+//! All are `Clone`: a failure found in the background is kept and returned by every later call.
+
+mod call;
+mod local;
+mod state;
+mod wait;
+
+use std::fmt;
+
+use longshore_proto::{Fault, JobName};
+
+pub use self::{
+    call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable},
+    local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
+    state::{NoCheckpoint, OtherCheckpoints, StateKept, StateLost, VersionsDiffer},
+    wait::{StillPaused, TimedOut},
+};
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The large ones are boxed, so that a `Result` stays small.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+    #[error(transparent)]
+    Unreachable(#[from] Unreachable),
+    #[error(transparent)]
+    Call(Box<CallFailed>),
+    #[error(transparent)]
+    Refused(Box<ChunkRefused>),
+    #[error(transparent)]
+    StateLost(#[from] StateLost),
+    #[error(transparent)]
+    Fenced(Box<Fenced>),
+    #[error(transparent)]
+    Outdated(Box<Outdated>),
+    #[error(transparent)]
+    VersionsDiffer(#[from] VersionsDiffer),
+    #[error(transparent)]
+    NotRestored(Box<NotRestored>),
+    #[error(transparent)]
+    StateKept(Box<StateKept>),
+    #[error(transparent)]
+    NoCheckpoint(#[from] NoCheckpoint),
+    #[error(transparent)]
+    OtherCheckpoints(#[from] OtherCheckpoints),
+    #[error(transparent)]
+    TimedOut(Box<TimedOut>),
+    #[error(transparent)]
+    StillPaused(#[from] StillPaused),
+    #[error(transparent)]
+    Gradient(#[from] GradientError),
+    #[error(transparent)]
+    Shortage(#[from] Shortage),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error(transparent)]
+    MissingBlock(#[from] MissingBlock),
+    #[error(transparent)]
+    Misuse(#[from] Misuse),
+    #[error(transparent)]
+    Environment(#[from] Environment),
+}
+
+macro_rules! boxed {
+    ($($variant:ident($inner:ident)),*) => {
+        $(impl From<$inner> for Error {
+            fn from(error: $inner) -> Error {
+                Error::$variant(Box::new(error))
+            }
+        })*
+    };
+}
+
+boxed!(
+    Call(CallFailed),
+    Refused(ChunkRefused),
+    Fenced(Fenced),
+    Outdated(Outdated),
+    NotRestored(NotRestored),
+    StateKept(StateKept),
+    TimedOut(TimedOut)
+);
+
+impl From<Fault> for Error {
+    /// For faults found on this side, before anything is sent. A server's fault needs its address: `CallFailed`.
+    fn from(fault: Fault) -> Error {
+        Error::Invalid(Invalid(fault))
+    }
+}
+
+/// A restore that some servers could do and not all: nothing has started, and those wait for weights as before.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \
+     restore it again, as the workers' command with --resume does, or name another checkpoint with --resume-from",
+    .undone.join(", "), Left(.left)
+)]
+pub struct NotRestored {
+    pub job: JobName,
+    /// Servers that had loaded their part.
+    pub undone: Vec<String>,
+    /// Servers that hold their part still, and why.
+    pub left: Vec<(String, Error)>,
+    pub cause: Error,
+}
+
+struct Left<'a>(&'a [(String, Error)]);
+
+impl fmt::Display for Left<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|(server, error)| write!(f, ", and not on {server} ({error})"))
+    }
+}

@@ -1,0 +1,156 @@
+//! A job's state is lost, apart, or would have to be given up: what there is, where, and what brings it back.
+
+use std::{fmt, time::Duration};
+
+use longshore_proto::{JobName, TierKind, Version};
+
+/// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders that its state is in.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("server {server} lost the state of job {job}: {detail}. {}", Regain(*.tier))]
+pub struct StateLost {
+    pub server: String,
+    pub job: JobName,
+    pub tier: TierKind,
+    pub detail: String,
+}
+
+/// What brings lost state back. Where it may still lie somewhere, nothing that would give up a step comes first.
+struct Regain(TierKind);
+
+impl fmt::Display for Regain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == TierKind::Memory {
+            return f.write_str(
+                "Restore the last checkpoint (`longshore train --resume` or `longshore restore`), or delete the job and \
+                 start again; the tiers `shm` and `nvme` survive a restart of the server",
+            );
+        }
+        write!(
+            f,
+            "{}Only if that state is gone for good: --resume with --discard-state, or `longshore restore --discard-state`, \
+             deletes what the other servers hold and goes back to the last checkpoint",
+            Whereabouts(self.0)
+        )
+    }
+}
+
+/// Where state that outlives a process may be; empty for the tier that does not.
+struct Whereabouts(TierKind);
+
+impl fmt::Display for Whereabouts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let question = match self.0 {
+            TierKind::Memory => return Ok(()),
+            TierKind::Shm => "has it the --shm-dir that it had, and has its host stayed up",
+            TierKind::Nvme => "is the drive of its --state-dir mounted",
+        };
+        write!(
+            f,
+            "Tier {} outlives the server's process: {question}, and is it the server that had this place in --servers? \
+             Start it again where its state is, and the job goes on. ",
+            self.0
+        )
+    }
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "the servers of job {job} hold different versions after {waited:.1?}: {}. Only rank 0 brings them together: start \
+     it, or see its log if it runs. No step is lost before that", Listed(.versions)
+)]
+pub struct VersionsDiffer {
+    pub job: JobName,
+    pub versions: Vec<(String, Version)>,
+    pub waited: Duration,
+}
+
+/// Going back to a checkpoint would delete state that servers hold, and nobody has said that it may.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "{}nothing was deleted: job {job} holds state, {}. {}", Lacking(.lost), Listed(.holders), Word(self)
+)]
+pub struct StateKept {
+    pub job: JobName,
+    pub tier: TierKind,
+    /// What it would go back to.
+    pub checkpoint: String,
+    pub version: Version,
+    pub holders: Vec<(String, Version)>,
+    pub lost: Vec<String>,
+}
+
+struct Lacking<'a>(&'a [String]);
+
+impl fmt::Display for Lacking<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => Ok(()),
+            lost => write!(f, "server {} lost its part, or never had it, and ", lost.join(" and server ")),
+        }
+    }
+}
+
+struct Word<'a>(&'a StateKept);
+
+impl fmt::Display for Word<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StateKept { tier, checkpoint, version, lost, .. } = self.0;
+        if !lost.is_empty() {
+            return write!(f, "{}, {checkpoint} of {version}", Regain(*tier));
+        }
+        write!(
+            f,
+            "With --discard-state it goes back to checkpoint {checkpoint} of {version}, and steps after that are lost"
+        )
+    }
+}
+
+/// A job whose state is gone, or was to be given up, and no checkpoint to go back to. Nothing was deleted.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{}there is no checkpoint to resume from: {}", Lacking(.lost), Instead(self))]
+pub struct NoCheckpoint {
+    pub job: JobName,
+    pub tier: TierKind,
+    /// Servers that have nothing of the job, where others hold state of it.
+    pub lost: Vec<String>,
+    pub holders: Vec<(String, Version)>,
+}
+
+struct Instead<'a>(&'a NoCheckpoint);
+
+impl fmt::Display for Instead<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let NoCheckpoint { job, tier, lost, holders } = self.0;
+        if holders.is_empty() {
+            return f.write_str("leave --resume out to start afresh");
+        }
+        write!(f, "nothing was deleted, and job {job} holds state, {}. ", Listed(holders))?;
+        if !lost.is_empty() {
+            write!(f, "{}", Whereabouts(*tier))?;
+        }
+        f.write_str("To give it up and start afresh: `longshore delete`, and leave --resume out")
+    }
+}
+
+/// Servers read different contents under one checkpoint's name.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "checkpoint {checkpoint} of job {job} is not the same everywhere: {}. Nothing has started. Let the servers share one \
+     checkpoint folder, or name another checkpoint", Listed(.versions)
+)]
+pub struct OtherCheckpoints {
+    pub job: JobName,
+    pub checkpoint: String,
+    pub versions: Vec<(String, Version)>,
+}
+
+struct Listed<'a>(&'a [(String, Version)]);
+
+impl fmt::Display for Listed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (server, version)) in self.0.iter().enumerate() {
+            write!(f, "{}{server} at {version}", if index > 0 { ", " } else { "" })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,72 @@
+//! The weights of the step in hand, and those of the next one as soon as they can be on their way.
+
+use longshore_proto::Version;
+
+use super::options::Weights;
+use crate::{error::Result, pull::Feed, session::Session};
+
+#[derive(Default)]
+pub(super) struct Feeds {
+    now: Option<Feed>,
+    next: Option<Feed>,
+}
+
+impl Feeds {
+    pub(super) fn now(&self) -> Option<&Feed> {
+        self.now.as_ref()
+    }
+
+    pub(super) fn next(&self) -> Option<&Feed> {
+        self.next.as_ref()
+    }
+
+    /// Makes the feed of `version` the one of the step in hand: opened ahead, kept from the step before, or opened now.
+    pub(super) fn take(&mut self, session: &Session, weights: &Weights, version: Version) -> Result<()> {
+        let of = |feed: &Feed| feed.version() == version;
+        if self.now.as_ref().is_some_and(of) {
+            return Ok(());
+        }
+        self.now = None;
+        self.now = match self.next.take().filter(of) {
+            Some(feed) => Some(feed),
+            None => open(session, weights, version)?,
+        };
+        Ok(())
+    }
+
+    /// Lets the step's feed go unless it is of `version`: its memory serves the next one.
+    pub(super) fn keep_only(&mut self, version: Version) {
+        self.now = self.now.take().filter(|feed| feed.version() == version);
+    }
+
+    /// Starts pulling `version` for the next step: the servers hold the pull until the version is there.
+    pub(super) fn open_ahead(
+        &mut self,
+        session: &Session,
+        weights: &Weights,
+        version: Version,
+    ) -> Result<()> {
+        let is_open = [&self.now, &self.next].into_iter().flatten().any(|feed| feed.version() == version);
+        if !is_open {
+            self.next = open(session, weights, version)?;
+        }
+        Ok(())
+    }
+}
+
+fn open(session: &Session, weights: &Weights, version: Version) -> Result<Option<Feed>> {
+    let whole = 0..session.layout().elements();
+    let order = match weights {
+        Weights::Whole => std::slice::from_ref(&whole),
+        Weights::Ranges(order) => order,
+        Weights::OnDemand => return Ok(None),
+    };
+    session.pull(version, order, session.spec().image_dtype).map(Some)
+}
+
+/// Whether the next step's weights can come while this one's gradient is made and kept.
+pub(super) fn has_room_ahead(session: &Session) -> bool {
+    let spec = session.spec();
+    let both = spec.image_dtype.bytes() + spec.gradient_dtype.bytes();
+    session.cluster.options.host_budget.free() >= session.layout().elements() * both
+}

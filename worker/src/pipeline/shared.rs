@@ -1,0 +1,10 @@
+//! What trainer, driver and watcher of a pipeline share.
+
+use super::{board::Board, outcome::Outcomes};
+
+pub(super) struct Shared {
+    pub(super) board: Board,
+    /// Versions decided at the loss scale's floor, with the scale to go on with: from the watcher to the driver.
+    pub(super) resumed: Board,
+    pub(super) outcomes: Outcomes,
+}

@@ -1,0 +1,98 @@
+//! One step: what it must do, and between `begin` and `finish` what is left to push of it and where it held the trainer up.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{Fault, Step, Version};
+use tokio::sync::{oneshot, watch};
+
+use super::outcome::{Made, Timing};
+use crate::{
+    error::{Misuse, Result},
+    meter::Shown,
+    pull::Reading,
+    session::Session,
+};
+
+/// What a step must do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepPlan {
+    pub step: Step,
+    /// The version to compute with.
+    pub reads: Version,
+    /// Multiply the loss by this.
+    pub loss_scale: f64,
+}
+
+/// The step between `begin` and `finish`.
+pub(super) struct Current {
+    pub(super) plan: StepPlan,
+    /// The version it reads, over all of its pulls.
+    pub(super) reading: Reading,
+    pub(super) started: Instant,
+    /// Time in `begin`.
+    pub(super) begin: Duration,
+    /// Micro-steps that have their assembler.
+    pub(super) assembled: Vec<bool>,
+    /// Micro-steps that are wholly pushed.
+    pub(super) finished: Arc<AtomicU32>,
+    pub(super) trainer: Option<oneshot::Sender<Vec<u8>>>,
+    pub(super) finished_at: watch::Sender<Option<Instant>>,
+    pub(super) before: Meters,
+}
+
+/// What both ways of payloads have shown.
+#[derive(Clone, Copy)]
+pub(super) struct Meters {
+    pulls: Shown,
+    pushes: Shown,
+}
+
+impl Meters {
+    pub(super) fn read(session: &Session) -> Meters {
+        Meters { pulls: session.pulls.meter.read(), pushes: session.gradients.meter.read() }
+    }
+}
+
+impl Current {
+    /// Marks a micro-step as having its assembler; each once.
+    pub(super) fn assemble(&mut self, micro_step: u32) -> Result<()> {
+        match self.assembled.get_mut(micro_step as usize) {
+            Some(assembled) if !*assembled => *assembled = true,
+            Some(_) => return Err(Misuse("this micro-step has its assembler already").into()),
+            None => {
+                let limit = format!("below {}, the job's micro_steps", self.assembled.len());
+                return Err(
+                    Fault::invalid("micro_step", micro_step, limit, "count micro-steps from 0").into()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_pushed(&self) -> bool {
+        self.finished.load(Relaxed) as usize >= self.assembled.len()
+    }
+
+    /// The trainer's half of the step's outcome. `commit`: the time in `finish`.
+    pub(super) fn made(&self, session: &Session, commit: Duration) -> Made {
+        let (before, after) = (self.before, Meters::read(session));
+        let (pulls, pushes) = (after.pulls.since(before.pulls), after.pushes.since(before.pushes));
+        let timing = Timing {
+            wall: self.started.elapsed(),
+            begin: self.begin,
+            weights: pulls.held_up,
+            push: pushes.held_up,
+            commit,
+            exposed: self.begin + pulls.held_up + pushes.held_up + commit,
+            pushed_bytes: pushes.bytes,
+            pulled_bytes: pulls.bytes,
+        };
+        Made { read: self.plan.reads, loss_scale: self.plan.loss_scale, timing }
+    }
+}

@@ -1,0 +1,92 @@
+//! This rank's gradients: the memory they are put into, what is kept of them until no server can need it, and the lanes
+//! that they leave over.
+
+use std::sync::{Arc, OnceLock};
+
+use longshore_proto::{Rank, ShardId, Step, TierKind};
+
+use super::{queues::Queues, retained::Retained};
+use crate::{
+    cluster::{ByServer, Cluster},
+    device::{Pool, PooledBuffer},
+    error::{Misuse, Result, Shortage},
+    meter::Meter,
+    rank::RankState,
+};
+
+const RETAINED: &str = "gradients retained until their step is committed";
+
+/// How a shard's gradient leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Chunk by chunk, as they are complete.
+    Chunks,
+    /// All at once, to be used by its server where it lies.
+    Lent,
+}
+
+pub(crate) struct Gradients {
+    pub(super) cluster: Arc<Cluster>,
+    pub(super) rank: Arc<RankState>,
+    pub(super) pool: Pool,
+    pub(super) retained: Retained,
+    /// From the join on.
+    pub(super) queues: OnceLock<Queues>,
+    pub(crate) meter: Meter,
+}
+
+impl Gradients {
+    pub(crate) fn new(cluster: Arc<Cluster>, rank: Arc<RankState>) -> Gradients {
+        let budget = cluster.options.host_budget.clone();
+        let pool = match cluster.options.transport.may_share() {
+            true => Pool::shared(budget, RETAINED),
+            false => Pool::new(budget, RETAINED),
+        };
+        let (retained, queues, meter) = (Retained::default(), OnceLock::new(), Meter::default());
+        Gradients { cluster, rank, pool, retained, queues, meter }
+    }
+
+    /// Memory for a chunk, as servers of this host may read it.
+    pub(crate) fn buffer(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
+        self.pool.take(bytes)
+    }
+
+    pub(super) fn queues(&self) -> Result<&Queues, Misuse> {
+        self.queues.get().ok_or(Misuse("join before pushing"))
+    }
+
+    /// How each shard's gradient leaves. Servers of this host use gradients where they are, if this rank will see when they
+    /// have: by all their weights.
+    pub(crate) fn ways(&self, sees_all_weights: bool) -> Vec<Way> {
+        let cluster = &self.cluster;
+        let lends = |server| sees_all_weights && self.rank.link(server).is_some();
+        let way = |server| if lends(server) { Way::Lent } else { Way::Chunks };
+        let by_server: ByServer<Way> = cluster.servers().map(way).collect();
+        (0..cluster.layout.shards()).map(|shard| by_server[cluster.owner(ShardId(shard))]).collect()
+    }
+
+    /// Frees the gradients that no server can need any more. One step more is kept where a server may come back a
+    /// version behind (`nvme`: a step is committed anywhere only once the one before is durable everywhere), and on
+    /// ranks that hear of a commit from one server while another may not have it yet.
+    pub(crate) fn committed(&self, step: Step) {
+        let cluster = &self.cluster;
+        let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;
+        let lag = u64::from(hearsay || cluster.spec().tier == TierKind::Nvme);
+        self.retained.release(Step(step.0.saturating_sub(lag)));
+    }
+
+    /// All weights after these steps were seen: their updates are done, and nothing is read any more that was lent for them.
+    pub(crate) fn updated(&self, step: Step) {
+        self.retained.updated(step);
+    }
+
+    /// Whether servers may be reading gradients here.
+    pub(crate) fn is_lending(&self) -> bool {
+        self.retained.is_lending()
+    }
+
+    /// Chunks that no server has acknowledged yet.
+    pub(crate) fn unacknowledged(&self) -> usize {
+        self.retained.unacknowledged()
+    }
+}

@@ -1,0 +1,92 @@
+//! Decisions of a rank 0: sent to servers, and remembered for those that restarted behind them.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use longshore_proto::{Commit, Incarnation, Origin, ServerId, Step, Version};
+use longshore_wire::{
+    Wire,
+    v1::{AwaitDurableRequest, CommitRequest},
+};
+
+use crate::{
+    cluster::{ByServer, Cluster},
+    error::Result,
+};
+
+/// A commit that this rank 0 made, and from which contributions on each server.
+#[derive(Debug)]
+pub(crate) struct OwnCommit {
+    pub(crate) commit: Commit,
+    pub(crate) origins: ByServer<Origin>,
+}
+
+impl OwnCommit {
+    /// To one server, as the process that made it.
+    pub(crate) async fn send(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
+        commit_as(cluster, server, self.commit.decided_by, &self.commit, self.origins[server]).await
+    }
+}
+
+/// The newest ones.
+#[derive(Default)]
+pub(crate) struct OwnCommits(Mutex<Vec<Arc<OwnCommit>>>);
+
+impl OwnCommits {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<OwnCommit>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Three cover a delayed step and an nvme server that came back one version behind.
+    pub(crate) fn remember(&self, own: Arc<OwnCommit>) {
+        const KEPT: usize = 3;
+        let mut commits = self.lock();
+        if commits.iter().all(|known| known.commit.step != own.commit.step) {
+            commits.push(own);
+        }
+        let surplus = commits.len().saturating_sub(KEPT);
+        commits.drain(..surplus);
+    }
+
+    /// Those after `step`, oldest first.
+    pub(crate) fn after(&self, step: Step) -> Vec<Arc<OwnCommit>> {
+        self.lock().iter().filter(|own| own.commit.step > step).cloned().collect()
+    }
+}
+
+/// Sends a decision to one server.
+pub(crate) async fn commit_as(
+    cluster: &Cluster,
+    server: ServerId,
+    incarnation: Incarnation,
+    commit: &Commit,
+    origin: Origin,
+) -> Result<()> {
+    let request = CommitRequest {
+        job: cluster.job().to_string(),
+        incarnation: incarnation.0,
+        commit: Some(commit.to_wire()),
+        origin: origin.0,
+    };
+    let answer = cluster.call(server, "Commit", Some(commit.step), cluster.options.deadline, |peer| {
+        let request = request.clone();
+        async move { peer.training().commit(request).await }
+    });
+    let duplicate = answer.await?.duplicate;
+    tracing::trace!(server = cluster.address(server), step = commit.step.0, duplicate, "committed");
+    Ok(())
+}
+
+/// Waits until no crash of a server can take the version back.
+pub(crate) async fn await_durable(cluster: &Cluster, server: ServerId, version: Version) -> Result<()> {
+    let request = AwaitDurableRequest {
+        job: cluster.job().to_string(),
+        version: version.0,
+        deadline_ms: cluster.options.deadline.as_millis() as u64,
+    };
+    let step = Some(Step(version.0));
+    let answer = cluster.call(server, "AwaitDurable", step, cluster.options.deadline, |peer| {
+        let request = request.clone();
+        async move { peer.training().await_durable(request).await }
+    });
+    answer.await.map(|_| ())
+}

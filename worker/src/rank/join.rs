@@ -1,0 +1,90 @@
+//! Taking the rank on one server, and the link that this server then offers.
+
+use longshore_proto::{Fault, Incarnation, ServerId};
+use longshore_wire::{
+    memfd::STALE,
+    v1::{JobProgress, JoinRequest, JoinResponse},
+};
+
+use super::RankState;
+use crate::{cluster::Cluster, error::Result};
+
+/// How often a link that a session must have is tried before its first push: a server may die once or twice, but a host on
+/// which there can be no link is said soon.
+const TRIES: usize = 3;
+
+/// Only ends what earlier processes of the rank may do there.
+pub(crate) async fn fence(
+    cluster: &Cluster,
+    server: ServerId,
+    incarnation: Incarnation,
+) -> Result<JobProgress> {
+    Ok(join(cluster, server, incarnation, true).await?.progress.unwrap_or_default())
+}
+
+async fn join(
+    cluster: &Cluster,
+    server: ServerId,
+    incarnation: Incarnation,
+    fence_only: bool,
+) -> Result<JoinResponse> {
+    let request = JoinRequest {
+        job: cluster.job().to_string(),
+        rank: cluster.options.rank.0,
+        incarnation: incarnation.0,
+        fence_only,
+    };
+    let answer = cluster.call(server, "Join", None, cluster.options.deadline, |peer| {
+        let request = request.clone();
+        async move { peer.training().join(request).await }
+    });
+    answer.await
+}
+
+impl RankState {
+    /// Takes the rank. The server also says where a link can be made.
+    pub(crate) async fn join_on(
+        &self,
+        cluster: &Cluster,
+        server: ServerId,
+        incarnation: Incarnation,
+    ) -> Result<JobProgress> {
+        let answer = join(cluster, server, incarnation, false).await?;
+        self.links.offered(server, answer.memfd);
+        Ok(answer.progress.unwrap_or_default())
+    }
+
+    /// Joins a server again as this very process: one that restarted may have forgotten who had joined, and offers links
+    /// elsewhere.
+    pub(crate) async fn rejoin(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
+        self.join_on(cluster, server, self.incarnation()).await.map(|_| ())
+    }
+
+    /// Makes a link where there can be one, before the first push: the server may have died since it was joined.
+    ///
+    /// # Errors
+    /// Why there is none, if the session was told to have one.
+    pub(crate) async fn first_link(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
+        for _ in 1..TRIES {
+            match self.relink(cluster, server).await {
+                // It listens elsewhere once it has restarted.
+                Err(fault) if fault.field == STALE => {
+                    if let Err(error) = self.rejoin(cluster, server).await {
+                        tracing::debug!(server = cluster.address(server), %error, "no link");
+                    }
+                }
+                other => return other,
+            }
+        }
+        self.relink(cluster, server).await
+    }
+
+    /// Makes a link where there can be one and is none. A lane finds out by itself that a server died, and tries again for
+    /// ever.
+    ///
+    /// # Errors
+    /// As [`RankState::first_link`].
+    pub(crate) async fn relink(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
+        self.links.make(cluster, server, self.incarnation()).await
+    }
+}

@@ -1,0 +1,86 @@
+//! The links with all servers: made where they can be, made again where they broke.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use longshore_proto::{Fault, FaultKind, Incarnation, ServerId};
+use longshore_wire::v1::MemfdOffer;
+
+use crate::{
+    cluster::{ByServer, Cluster, Transport},
+    memfd::Link,
+};
+
+pub(crate) struct Links(ByServer<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    offer: Option<MemfdOffer>,
+    link: Option<Arc<Link>>,
+}
+
+impl Links {
+    pub(super) fn new(servers: usize) -> Links {
+        Links(ByServer::new(servers, |_| Mutex::default()))
+    }
+
+    fn of(&self, server: ServerId) -> MutexGuard<'_, State> {
+        self.0[server].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a server said when it was joined.
+    pub(super) fn offered(&self, server: ServerId, offer: Option<MemfdOffer>) {
+        self.of(server).offer = offer;
+    }
+
+    /// A server does not know the link. Forgetting a newer one too costs no more than making it again.
+    pub(super) fn forget(&self, server: ServerId) {
+        self.of(server).link = None;
+    }
+
+    /// The link with a server, if there is one that works and was made as this process.
+    pub(super) fn open(&self, server: ServerId, incarnation: Incarnation) -> Option<Arc<Link>> {
+        let link = self.of(server).link.clone();
+        link.filter(|link| link.incarnation == incarnation && link.is_open())
+    }
+
+    /// Makes a link where there can be one and is none.
+    ///
+    /// # Errors
+    /// Why there is none, if the session was told to have one.
+    pub(super) async fn make(
+        &self,
+        cluster: &Cluster,
+        server: ServerId,
+        incarnation: Incarnation,
+    ) -> Result<(), Fault> {
+        let wanted = cluster.options.transport;
+        if !wanted.may_share() || self.open(server, incarnation).is_some() {
+            return Ok(());
+        }
+        let offer = self.of(server).offer.clone();
+        let made = match offer {
+            Some(offer) => {
+                Link::open(&offer, cluster.job().as_str(), cluster.options.rank, incarnation).await
+            }
+            None => Err(not_offered()),
+        };
+        let address = cluster.address(server);
+        match made {
+            Ok(link) => {
+                tracing::info!(server = address, transport = "memfd", "payloads go through shared memory");
+                self.of(server).link = Some(Arc::new(link));
+                Ok(())
+            }
+            Err(fault) if wanted == Transport::Memfd => Err(fault),
+            Err(fault) => {
+                tracing::debug!(server = address, %fault, "payloads go through the socket");
+                Ok(())
+            }
+        }
+    }
+}
+
+fn not_offered() -> Fault {
+    let remedy = "start it on this host, without --no-memfd";
+    Fault::new(FaultKind::Precondition, "memfd", "not offered by the server", "offered", remedy)
+}
