@@ -1,12 +1,14 @@
-//! f32 to and from the wire's element types, little-endian: free functions over slices, no branches on types inside.
+//! Conversion of f32 to and from the wire's element types, little-endian, as free functions over slices that do not
+//! branch on types inside.
 
 use half::{f16, slice::HalfFloatSliceExt};
 use longshore_proto::Dtype;
 
-/// Elements converted at a time on the stack: 2 KiB of f16 stay in the L1 cache.
+/// How many elements are converted at a time on the stack: 2 KiB of f16 stay in the L1 cache.
 const TILE: usize = 1024;
 
-/// `source` into `target`, rounding to nearest even; f16 overflows to infinity. `target` holds exactly as many elements.
+/// Converts `source` into `target`, rounding to nearest even; f16 overflows to infinity. `target` holds exactly as
+/// many elements.
 pub fn from_f32(dtype: Dtype, source: &[f32], target: &mut [u8]) {
     assert_eq!(source.len() as u64 * dtype.bytes(), target.len() as u64, "both sides hold the same elements");
     match dtype {
@@ -24,7 +26,7 @@ pub fn from_f32(dtype: Dtype, source: &[f32], target: &mut [u8]) {
     }
 }
 
-/// `source` into `target`, exactly.
+/// Converts `source` into `target`, exactly.
 pub fn to_f32(dtype: Dtype, source: &[u8], target: &mut [f32]) {
     assert_eq!(target.len() as u64 * dtype.bytes(), source.len() as u64, "both sides hold the same elements");
     match dtype {
@@ -42,7 +44,7 @@ pub fn to_f32(dtype: Dtype, source: &[u8], target: &mut [f32]) {
     }
 }
 
-/// Without a branch, so that the loop above becomes vector code; `half`'s does not.
+/// Has no branch, so that the loop above becomes vector code; `half`'s function does not.
 fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = (bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16;

@@ -1,40 +1,41 @@
-//! Rank 0's decision on a step from the servers' figures: pure, and in block order, so that it has the same bits
-//! whatever the number of servers and whenever their figures came.
+//! Rank 0's decision on a step, made from the servers' gradient statistics. It is a pure function that adds in block
+//! order, so that it has the same bits whatever the number of servers and whenever their statistics came.
 
 use longshore_proto::{BlockId, JobSpec, Layout, limits::BLOCK_ELEMENTS};
 
-/// Of the summed, still scaled gradient of one block.
+/// The statistics of one block of the summed gradient, which is still scaled.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct BlockStats {
     pub sum_squares: f64,
-    /// Index in the block of the first element that is inf or NaN.
+    /// The index in the block of the first element that is inf or NaN.
     pub first_nonfinite: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// Overflow: update nothing.
+    /// Overflow: nothing is updated.
     pub skip: bool,
-    /// Global norm of the unscaled gradient before clipping. Not finite on an overflow.
+    /// The global norm of the unscaled gradient before clipping. It is not finite on an overflow.
     pub norm: f64,
-    /// In (0, 1]; 1 when not clipped.
+    /// A number in (0, 1]; 1 when the gradient is not clipped.
     pub clip_coefficient: f64,
-    /// Flat element.
+    /// The flat element that overflowed first.
     pub first_nonfinite: Option<u64>,
 }
 
-/// torch.nn.utils.clip_grad_norm_'s guard against dividing by zero.
+/// The guard of torch.nn.utils.clip_grad_norm_ against dividing by zero.
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// `blocks` in global block order, all of them. `clip` is the largest norm, `gradient_scale` loss scale x world size x
-/// micro-steps.
+/// Decides a step. `blocks` are all blocks in global order, `clip` is the largest norm, and `gradient_scale` is loss
+/// scale x world size x micro-steps.
 pub fn decide(blocks: &[BlockStats], clip: Option<f64>, gradient_scale: f64) -> Decision {
     let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
         stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
     });
     let sum: f64 = blocks.iter().map(|stats| stats.sum_squares).sum();
     let norm = sum.sqrt() / gradient_scale;
-    // Finite elements of f32 gradients can have a sum of squares beyond f64 only after 2^256: a defect, never a step.
+    // Finite f32 gradients could have a sum of squares beyond f64 only after 2^256 elements, so that would be a
+    // defect.
     let skip = first_nonfinite.is_some() || !norm.is_finite();
     let clip_coefficient = match clip {
         Some(clip) if !skip => (clip / (norm + CLIP_EPSILON)).min(1.0),
@@ -76,7 +77,8 @@ mod tests {
 
     #[test]
     fn the_sum_is_in_block_order() {
-        // 1 is lost when added to 2^53 first, kept when the ones are added first: order is part of the result.
+        // The order is a part of the result: 1 is lost when it is added to 2^53 first, and kept when the ones are
+        // added first.
         let big = 2f64.powi(53);
         let up = decide(&[stats(1.0), stats(1.0), stats(big)], None, 1.0).norm;
         let down = decide(&[stats(big), stats(1.0), stats(1.0)], None, 1.0).norm;
@@ -91,7 +93,7 @@ mod tests {
         assert!(decision.skip);
         assert_eq!(decision.first_nonfinite, Some(BLOCK_ELEMENTS + 17));
         assert_eq!(decision.clip_coefficient, 1.0);
-        // Figures that leave non-finite elements out of the sum skip as well.
+        // Statistics that leave non-finite elements out of the sum skip the step as well.
         let excluded = BlockStats { sum_squares: 1.0, first_nonfinite: Some(0) };
         assert!(decide(&[excluded], None, 1.0).skip);
     }

@@ -1,5 +1,5 @@
-//! The dynamic loss scaler: DeepSpeed's rules to the letter, so that a run moved here keeps its scales, but for one:
-//! an overflow at the floor is reported, not thrown.
+//! The dynamic loss scaler. It follows DeepSpeed's rules to the letter, so that a run moved here keeps its scales,
+//! with one exception: an overflow at the floor is reported, not thrown.
 
 use longshore_proto::Fault;
 use serde::{Deserialize, Serialize};
@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 pub struct LossScalerOptions {
     /// The first scale.
     pub initial: f64,
-    /// Clean steps before the scale doubles.
+    /// How many clean steps come before the scale doubles.
     pub window: u64,
-    /// Overflows before it halves.
+    /// How many overflows come before it halves.
     pub hysteresis: u32,
     /// Whether a clean step refills the hysteresis.
     pub consecutive_hysteresis: bool,
@@ -36,13 +36,13 @@ impl Default for LossScalerOptions {
 pub enum Event {
     /// The scale stays.
     Kept,
-    /// A window of clean steps: doubled.
+    /// A window of clean steps is full, and the scale is doubled.
     Raised,
-    /// Overflow: one of the hysteresis used, the scale stays.
+    /// An overflow used up one of the hysteresis, and the scale stays.
     Held,
-    /// Overflow: halved.
+    /// An overflow halved the scale.
     Lowered,
-    /// Overflow at the floor: a smaller scale would not help, a person must look.
+    /// An overflow at the floor: a smaller scale would not help, and a person must look.
     AtFloor,
 }
 
@@ -55,9 +55,9 @@ pub struct LossScaler {
     pub(crate) dynamic: bool,
     pub(crate) scale: f64,
     pub(crate) hysteresis_left: u32,
-    /// Updates so far.
+    /// The number of updates so far.
     pub(crate) updates: u64,
-    /// Index of the last overflow; -1 before any.
+    /// The index of the last overflow; -1 before any.
     pub(crate) last_overflow: i64,
 }
 
@@ -94,7 +94,7 @@ impl LossScaler {
         })
     }
 
-    /// Always the same scale. 1 for bf16 and f32, which need none.
+    /// A scaler that always has the same scale. It is 1 for bf16 and f32, which need none.
     pub fn fixed(scale: f64) -> Result<LossScaler, Fault> {
         check("loss_scale", scale)?;
         let options = LossScalerOptions { initial: scale, min: scale, ..LossScalerOptions::default() };
@@ -109,7 +109,8 @@ impl LossScaler {
         self.scale
     }
 
-    /// An operator's choice, after a pause at the floor. It may lie below the old floor, which then moves down to it.
+    /// Takes an operator's scale after a pause at the floor. It may lie below the old floor, which then moves down to
+    /// it.
     pub fn set_scale(&mut self, scale: f64) -> Result<(), Fault> {
         check("loss_scale", scale)?;
         self.scale = scale;
@@ -117,10 +118,10 @@ impl LossScaler {
         Ok(())
     }
 
-    /// To be called once a step, in step order.
+    /// Must be called once a step, in step order.
     pub fn update(&mut self, overflow: bool) -> Event {
         let event = match (self.dynamic, overflow) {
-            // A fixed scale cannot fall: DeepSpeed skips such steps for ever, and so does this.
+            // A fixed scale cannot fall. DeepSpeed skips such steps for ever, and so does this.
             (false, true) => Event::Held,
             (false, false) => Event::Kept,
             (true, true) => self.overflowed(),
@@ -171,11 +172,12 @@ fn check(field: &str, value: f64) -> Result<(), Fault> {
 mod tests {
     use super::{Event::*, *};
 
-    /// Worked out by hand from DeepSpeed's rules: scale 16, window 3, hysteresis 2, floor 1.
+    /// The test is worked out by hand from DeepSpeed's rules: scale 16, window 3, hysteresis 2, floor 1.
     #[test]
     fn twenty_steps_by_hand() {
         let events = [
-            // stable = index - last_overflow - 1, doubling at 3, 6, ... after an overflow; 3 first reached at index 3.
+            // stable = index - last_overflow - 1. The scale doubles at 3, 6, ... after an overflow, and 3 is first
+            // reached at index 3.
             (false, Kept, 16.0),   // 0: stable 0
             (false, Kept, 16.0),   // 1: stable 1
             (false, Kept, 16.0),   // 2: stable 2

@@ -1,18 +1,18 @@
-//! Which version a step computes with. A pure function of the step, so that a restarted worker does the same.
+//! Which version a step computes with. It is a pure function of the step, so that a restarted worker does the same.
 
 use std::{fmt, sync::Arc};
 
 use longshore_proto::{Step, Version};
 
-/// ZeRO-Offload's default: the first steps move the weights most, so they are exact.
+/// ZeRO-Offload's default. The first steps move the weights most, so they are exact.
 pub const DEFAULT_WARMUP_STEPS: u64 = 40;
 
 /// Exact or delayed, with the steps that drain.
 #[derive(Clone)]
 pub struct Schedule {
-    /// 0 or 1 steps.
+    /// The delay: 0 or 1 steps.
     delay: u32,
-    /// Steps computed exactly before the delay starts.
+    /// How many steps are exact before the delay starts.
     warmup_steps: u64,
     drains: Drains,
 }
@@ -50,23 +50,23 @@ impl Schedule {
         Schedule { delay: 1, warmup_steps, drains: Drains::Never }
     }
 
-    /// Drain after every `period`-th step, as before an evaluation. 0: never.
+    /// Drains after every `period`-th step, as before an evaluation; never for 0.
     pub fn draining_every(self, period: u64) -> Schedule {
         let drains = if period == 0 { Drains::Never } else { Drains::Every(period) };
         Schedule { drains, ..self }
     }
 
-    /// Drain after the steps for which `when` holds. It must depend on the step alone.
+    /// Drains after the steps for which `when` holds. It must depend on the step alone.
     pub fn draining_when(self, when: impl Fn(Step) -> bool + Send + Sync + 'static) -> Schedule {
         Schedule { drains: Drains::When(Arc::new(when)), ..self }
     }
 
-    /// The job's `max_delay` this needs.
+    /// The `max_delay` that the job needs for this.
     pub fn delay(&self) -> u32 {
         self.delay
     }
 
-    /// Whether the step after `step` reads the version `step` makes, although delayed.
+    /// Whether the step after `step` reads the version that `step` makes, in a delayed schedule.
     pub fn drains_after(&self, step: Step) -> bool {
         match &self.drains {
             Drains::Never => false,
@@ -75,7 +75,7 @@ impl Schedule {
         }
     }
 
-    /// The version `step` computes with. Steps count from 1.
+    /// The version that `step` computes with. Steps count from 1.
     pub fn reads(&self, step: Step) -> Version {
         let previous = step.0.saturating_sub(1);
         let exact = self.delay == 0 || step.0 <= self.warmup_steps || self.drains_after(Step(previous));

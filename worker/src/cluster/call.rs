@@ -26,8 +26,9 @@ use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
 
 impl Cluster {
     /// Calls one server until it answers, for at most `deadline`. Transport failures are retried for the session's
-    /// deadline, even in a call that may itself take longer; one that comes after a server was there for long counts from
-    /// then. `call` is the RPC's name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
+    /// deadline, even in a call that may itself take longer. If the server had been there for long, that deadline
+    /// counts from the failure. `call` is the RPC's name, for errors. `request` must be idempotent, as all of the
+    /// protocol's control calls are.
     pub(crate) async fn call<T, F, Answer>(
         &self,
         server: ServerId,
@@ -83,7 +84,7 @@ impl Cluster {
         let server = self.address(server).to_string();
         let job = self.job().clone();
         match fault.kind {
-            // Other things may be missing on their own: a checkpoint, a version.
+            // Other things may be missing on their own, such as a checkpoint or a version.
             FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
                 StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
             }
@@ -122,7 +123,7 @@ impl Cluster {
         self.call(server, "Describe", None, deadline, |peer| {
             let request = request.clone();
             async move {
-                // Hashes of a large job exceed one message.
+                // The hashes of a large job exceed one message.
                 if request.state_hash {
                     whole(peer.admin(), request).await
                 } else {

@@ -16,16 +16,16 @@ use tower_service::Service;
 /// What tonic dials through, the first time and after each break.
 #[derive(Clone)]
 pub(super) struct Connector {
-    /// Of the Unix socket; None for TCP.
+    /// The Unix socket's path; None for TCP.
     path: Option<String>,
     window: usize,
     taps: Taps,
 }
 
 impl Connector {
-    /// To an address that was checked; `window` is what HTTP/2 grants the server.
+    /// Dials an address that was checked. `window` is what HTTP/2 grants the server.
     pub(super) fn new(address: &str, window: usize, taps: Taps) -> Connector {
-        // As tonic reads it: `unix:/path` or `unix:///path`.
+        // tonic reads `unix:/path` or `unix:///path` in this way.
         let path =
             address.strip_prefix("unix:").map(|path| path.strip_prefix("//").unwrap_or(path).to_string());
         Connector { path, window, taps }

@@ -93,7 +93,7 @@ impl Cluster {
     }
 }
 
-/// A server without shards would take part in no step.
+/// Refuses a server without shards, which would take part in no step.
 fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
     let (servers, shards) = (placement.servers.len(), placement.owners.len());
     if shards >= servers {

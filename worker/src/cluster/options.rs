@@ -20,7 +20,7 @@ pub enum Transport {
     Tcp,
     /// Unix sockets alone.
     Unix,
-    /// Shared memory with every server, or an error. Weights of a job of the `shm` tier come through the socket.
+    /// Shared memory with every server, or an error. The weights of a job of the `shm` tier come through the socket.
     Memfd,
 }
 
@@ -67,25 +67,27 @@ impl FromStr for Transport {
 /// Start from [`Options::new`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// `host:port`, `http://host:port` or, on the same host, `unix:/path`; the same and in the same order on every rank.
+    /// `host:port`, `http://host:port` or, on the same host, `unix:/path`. They are the same on every rank, in the
+    /// same order.
     pub servers: Vec<String>,
     pub spec: JobSpec,
     pub rank: Rank,
-    /// Longest wait for anything that a healthy job does at once: a connection, another rank, a step.
+    /// The longest wait for anything that a healthy job does at once: a connection, another rank, a step.
     pub deadline: Duration,
-    /// Longest wait for work on all of the state: upload, checkpoint, restore, state hash.
+    /// The longest wait for work on all of the state: upload, checkpoint, restore, state hash.
     pub slow_deadline: Duration,
     /// Longest wait for an operator while the job is paused.
     pub pause_deadline: Duration,
-    /// Data connections to each server. One is bound by one task that does all its framing; control has its own. On two
-    /// cores 1, 2 and 4 took 0.40, 0.38 and 0.39 s of CPU time a GB: more pay where there are more cores.
+    /// How many data connections there are to each server. One task does all of a connection's framing, and that is
+    /// its limit; control has a connection of its own. On two cores 1, 2 and 4 connections took about the same CPU
+    /// time a GB; more pay where there are more cores.
     pub connections: usize,
-    /// Chunks (of 1 MiB) that may queue for one data connection before `put` blocks.
+    /// How many chunks (of 1 MiB) may queue for one data connection before `put` blocks.
     pub in_flight_chunks: usize,
     /// Host memory for weights under way and gradients retained.
     pub host_budget: Budget,
     pub transport: Transport,
-    /// An existing runtime to run on. None: the session starts its own small one.
+    /// An existing runtime to run on. None: the session starts a small one of its own.
     pub runtime: Option<Handle>,
 }
 

@@ -6,7 +6,8 @@ use std::{
 };
 
 const FIRST: Duration = Duration::from_millis(20);
-/// A restarted server is found within a second, and a dead one costs each worker one small packet a second.
+/// The longest pause. A restarted server is then found within a second, and a dead one costs each worker one small
+/// packet a second.
 const LONGEST: Duration = Duration::from_secs(1);
 
 pub(crate) struct Backoff {
@@ -20,12 +21,12 @@ impl Backoff {
         Backoff { next: FIRST, random: RandomState::new(), attempts: 0 }
     }
 
-    /// Something worked: the next failure starts from the shortest pause again.
+    /// Something worked, so the next failure starts from the shortest pause again.
     pub(crate) fn reset(&mut self) {
         self.next = FIRST;
     }
 
-    /// Between half and the whole of the current pause.
+    /// A time between half and the whole of the current pause.
     fn draw(&mut self) -> Duration {
         self.attempts += 1;
         let fraction = self.random.hash_one(self.attempts) as f64 / u64::MAX as f64;
@@ -34,7 +35,8 @@ impl Backoff {
         pause
     }
 
-    /// Sleeps, but not past `end`. False when `end` has come: an attempt without time would hide the reason of the last.
+    /// Sleeps, but not past `end`. Returns false when `end` has come: an attempt without time would hide the reason
+    /// of the last one.
     pub(crate) async fn pause(&mut self, end: Instant) -> bool {
         let (left, pause) = (end.saturating_duration_since(Instant::now()), self.draw());
         tokio::time::sleep(pause.min(left)).await;

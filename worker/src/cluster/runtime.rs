@@ -15,7 +15,7 @@ use tokio::{
 
 use crate::error::{Environment, Misuse, Result};
 
-/// One frames while the other converts and checks.
+/// One thread frames while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
 
 /// A runtime of our own, or one that was given.
@@ -31,7 +31,7 @@ impl Runtime {
         if let Some(handle) = given {
             return Ok(Runtime { handle, own: None, tasks: Mutex::default() });
         }
-        // With two cores a second one gets in the way of the other end's, or of the caller.
+        // With two cores a second thread gets in the way of the other end's, or of the caller.
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let built = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(RUNTIME_THREADS.min(cores.div_ceil(2)))
@@ -46,7 +46,7 @@ impl Runtime {
         Ok(Runtime { handle: own.handle().clone(), own: Some(own), tasks: Mutex::default() })
     }
 
-    /// Blocks this thread on `future`. An error instead of tokio's panic when it is a runtime's own thread.
+    /// Blocks this thread on `future`. On a runtime's own thread it gives an error instead of tokio's panic.
     pub(crate) fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         if Handle::try_current().is_ok() {
             let message = "a blocking call of the worker library was made on an async runtime's thread: use \
@@ -56,12 +56,12 @@ impl Runtime {
         self.handle.block_on(future)
     }
 
-    /// A task that ends with itself or with its handle.
+    /// Starts a task that ends by itself or with its handle.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         self.handle.spawn(task).abort_handle()
     }
 
-    /// A task whose result is awaited.
+    /// Starts a task whose result is awaited.
     pub(crate) fn spawn_joined<T: Send + 'static>(
         &self,
         task: impl Future<Output = T> + Send + 'static,

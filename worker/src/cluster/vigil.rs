@@ -1,4 +1,4 @@
-//! Says whom a rank waits for, while it waits: nobody should have to guess for a whole deadline.
+//! Says whom a rank waits for, while it waits, so that nobody has to guess for a whole deadline.
 
 use std::{
     future::Future,
@@ -12,11 +12,11 @@ use crate::error::{Error, Result};
 
 /// How often it is said from then on.
 const AGAIN: Duration = Duration::from_secs(30);
-/// Longest time to ask a server whom it waits for: one that is stopped is told of, too.
+/// The longest time to ask a server whom it waits for. A server that is stopped is reported too.
 const ASKING: Duration = Duration::from_secs(2);
 
 impl Cluster {
-    /// Awaits `future`, and says meanwhile whom the job waits for. `what`: what the future brings.
+    /// Awaits `future`, and says meanwhile whom the job waits for. `what` names what the future brings.
     pub(crate) async fn watched<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
         let start = Instant::now();
         let vigil = async {
@@ -34,7 +34,7 @@ impl Cluster {
     }
 
     async fn say_who_is_waited_for(&self, what: &str, start: Instant) {
-        // A pause is said when it begins.
+        // A pause was reported when it began.
         if self.waits.is_paused() || !self.waits.is_turn_to_tell() {
             return;
         }
@@ -58,7 +58,7 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
     match answer {
         Ok(answer) if answer.waiting_for.is_empty() => None,
         Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
-        // It has not been opened yet, or was given up: rank 0 sees to that.
+        // It has not been opened yet, or was given up; rank 0 sees to that.
         Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
         Err(error) => Some(format!("cannot go on ({error})")),

@@ -21,7 +21,7 @@ pub(crate) struct Waits {
     job: JobName,
     /// Longest wait for an operator.
     pause_deadline: Duration,
-    /// The first failure found in the background; every later call returns it.
+    /// The first failure found in the background. Every later call returns it.
     failure: watch::Sender<Option<Error>>,
     pause: watch::Sender<Pause>,
     /// When a long wait was told of: several threads may wait for the same.
@@ -31,17 +31,17 @@ pub(crate) struct Waits {
 /// Whether the job is paused, as Watch tells.
 #[derive(Clone, Debug, Default)]
 struct Pause {
-    /// Since when, and the reason.
+    /// Since when, and why.
     now: Option<(Instant, String)>,
     /// When the last pause ended.
     ended: Option<Instant>,
-    /// Pauses that have ended.
+    /// How many pauses have ended.
     count: u64,
 }
 
 /// How a patient wait ended without a result.
 pub(crate) enum Impatience {
-    /// The deadline passed; how long it was.
+    /// The deadline passed, after this long.
     Elapsed(Duration),
     /// The session failed meanwhile, or was paused too long.
     Failed(Error),
@@ -58,7 +58,7 @@ impl Waits {
         }
     }
 
-    /// Keeps the first failure and wakes everybody who waits.
+    /// Keeps the first failure, and wakes everybody who waits.
     pub(crate) fn fail(&self, error: Error) {
         self.failure.send_if_modified(|failure| {
             let first = failure.is_none();
@@ -75,7 +75,7 @@ impl Waits {
         self.failure.borrow().clone().map_or(Ok(()), Err)
     }
 
-    /// Awaits `future` for `deadline`, or longer while the job is paused. Ends at once when the session fails.
+    /// Awaits `future` for `deadline`, or longer while the job is paused. It ends at once when the session fails.
     pub(crate) async fn patiently<T>(
         &self,
         deadline: Duration,

@@ -20,14 +20,14 @@ struct Account {
 }
 
 impl Budget {
-    /// `limit` in bytes. `device` names it in errors.
+    /// `limit` is in bytes. `device` names the budget in errors.
     pub fn new(device: impl Into<String>, limit: u64) -> Budget {
         let account =
             Account { device: device.into(), limit, used: AtomicU64::new(0), peak: AtomicU64::new(0) };
         Budget(Arc::new(account))
     }
 
-    /// Counts without refusing.
+    /// A budget that counts without refusing.
     pub fn unlimited(device: impl Into<String>) -> Budget {
         Budget::new(device, u64::MAX)
     }
@@ -36,12 +36,12 @@ impl Budget {
         &self.0.device
     }
 
-    /// Bytes.
+    /// The limit in bytes.
     pub fn limit(&self) -> u64 {
         self.0.limit
     }
 
-    /// Bytes leased now.
+    /// How many bytes are leased now.
     pub fn used(&self) -> u64 {
         self.0.used.load(Relaxed)
     }
@@ -75,7 +75,7 @@ impl Budget {
     }
 }
 
-/// Bytes taken from a budget; given back on drop.
+/// Bytes taken from a budget, and given back on drop.
 #[derive(Debug)]
 pub struct Lease {
     budget: Budget,

@@ -10,11 +10,11 @@ use crate::error::Result;
 /// The values of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// A GPU if there is one, else the host.
+    /// A GPU if there is one, otherwise the host.
     #[default]
     Auto,
     Host,
-    /// A GPU by its number; without one, each rank takes the next.
+    /// A GPU by its number. Without a number each rank takes the next one.
     Cuda(Option<usize>),
 }
 
@@ -50,7 +50,7 @@ impl FromStr for DeviceChoice {
 }
 
 impl DeviceChoice {
-    /// The device of a rank. `budget` in bytes; None: a GPU's whole memory, and no limit on the host.
+    /// The device of a rank. `budget` is in bytes; None means a GPU's whole memory, and no limit on the host.
     ///
     /// # Errors
     /// `Device` when a GPU is asked for and there is none, or the one found cannot be used.
@@ -58,7 +58,7 @@ impl DeviceChoice {
         let ordinal = match self {
             DeviceChoice::Host => None,
             DeviceChoice::Cuda(Some(ordinal)) => Some(ordinal),
-            // Without a GPU, opening the first says what is missing.
+            // Without a GPU, opening the first one says what is missing.
             DeviceChoice::Cuda(None) => Some(next(rank, gpu::count()).unwrap_or(0)),
             DeviceChoice::Auto => next(rank, gpu::count()),
         };
@@ -69,7 +69,7 @@ impl DeviceChoice {
     }
 }
 
-/// The GPU of a rank: ranks of a host are counted on from each other, so they spread over its GPUs.
+/// The GPU of a rank. A host's ranks have consecutive numbers, so they spread over its GPUs.
 fn next(rank: u32, gpus: usize) -> Option<usize> {
     (rank as usize).checked_rem(gpus)
 }

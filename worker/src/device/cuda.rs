@@ -1,7 +1,7 @@
-//! NVIDIA GPUs through the driver API, loaded at run time: one binary runs with and without a GPU.
+//! NVIDIA GPUs through the driver API, which is loaded at run time, so that one binary runs with and without a GPU.
 //!
-//! Copies go over one non-blocking stream beside the framework's, in the order they are started. A framework that has
-//! written a buffer must have finished (its stream synchronised) before it is copied out.
+//! Copies go over one non-blocking stream beside the framework's, in the order in which they are started. A framework
+//! that has written a buffer must have finished (its stream synchronised) before the buffer is copied out.
 #![allow(unsafe_code)]
 
 use std::{ffi::c_void, mem, sync::Arc};
@@ -38,8 +38,8 @@ impl Drop for Memory {
     }
 }
 
-/// Page-locked host memory that the CPU can also read fast: cudarc's own is write-combined, about 70 times slower to
-/// read.
+/// Page-locked host memory that the CPU can also read fast. cudarc's own is write-combined, and about 70 times slower
+/// to read.
 struct Pinned {
     context: Arc<CudaContext>,
     memory: *mut u8,
@@ -109,7 +109,7 @@ fn failed(device: &str, call: &'static str, error: DriverError, remedy: &'static
     DeviceError { device: device.into(), call, cause: format!("{error:?}"), remedy }
 }
 
-/// Whether the driver's library is there. Any other call would panic without it.
+/// Whether the driver's library is there. Without it any other call would panic.
 fn has_driver() -> bool {
     // SAFETY: opens the driver library and closes it again; NVIDIA's has no unsound initialisers.
     unsafe { sys::is_culib_present() }
@@ -130,8 +130,8 @@ impl CudaDevice {
         }
     }
 
-    /// The GPU `ordinal`, with a budget in bytes; None takes all of its memory. Joins the primary context, which torch
-    /// and candle use too.
+    /// The GPU `ordinal`, with a budget in bytes; None takes all of its memory. It joins the primary context, which
+    /// torch and candle use too.
     ///
     /// # Errors
     /// `Device` when there is no driver or no such GPU.
@@ -163,7 +163,7 @@ impl CudaDevice {
         let done = match self.copies.record_event(None) {
             Ok(done) => done,
             Err(error) => {
-                // Without an event the copy's end is unknown: its memory must outlive the process.
+                // Without an event the copy's end is unknown, so its memory must outlive the process.
                 mem::forget((host, device.clone()));
                 return Err(failed(&self.name, "cuEventRecord", error, DRIVER).into());
             }

@@ -17,7 +17,7 @@ struct Memory {
 const NAME: &str = "host";
 
 impl HostDevice {
-    /// `budget` in bytes.
+    /// `budget` is in bytes.
     pub fn new(budget: u64) -> HostDevice {
         HostDevice { budget: Budget::new(NAME, budget) }
     }

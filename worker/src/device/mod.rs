@@ -1,5 +1,5 @@
-//! Memory of the machine and of accelerators behind one small trait, with a budget that allocation enforces, so that
-//! "this model does not fit" is the same typed error on any machine.
+//! Memory of the machine and of accelerators behind one small trait. Allocation enforces a budget, so that "this
+//! model does not fit" is the same typed error on any machine.
 //!
 //! A framework brings its own device: it implements [`Device`], keeps what memory it likes in a [`Buffer`] and a
 //! [`HostBuffer`], and tells with an [`Event`] when a copy is done.

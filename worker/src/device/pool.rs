@@ -1,5 +1,5 @@
-//! Host buffers that go round: after the first step nothing is allocated any more. Each carries its lease, in use and
-//! at rest, so that the budget shows what is really held.
+//! Host buffers that are used again and again: after the first step nothing is allocated any more. A buffer has its
+//! lease in use and at rest, so that the budget shows what is really held.
 
 use std::{
     collections::HashMap,
@@ -19,7 +19,7 @@ pub struct Pool(Arc<Shelf>);
 struct Shelf {
     budget: Budget,
     field: &'static str,
-    /// By length: a job uses few lengths, mostly one chunk.
+    /// Idle buffers by length. A job uses few lengths, mostly one chunk.
     idle: Mutex<HashMap<usize, Vec<Memory>>>,
     /// Where buffers come from that other processes may be given to read.
     arena: Option<Arena>,
@@ -52,18 +52,18 @@ impl Bytes {
 }
 
 impl Pool {
-    /// `field` says what for, when the budget refuses.
+    /// `field` says what buffers are for when the budget refuses one.
     pub fn new(budget: Budget, field: &'static str) -> Pool {
         Pool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena: None }))
     }
 
-    /// As [`Pool::new`], of buffers that servers of this host can read, where the kernel allows it.
+    /// A pool like [`Pool::new`]'s, whose buffers servers of this host can read, where the kernel allows it.
     pub(crate) fn shared(budget: Budget, field: &'static str) -> Pool {
         let arena = Some(Arena::default());
         Pool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena }))
     }
 
-    /// A buffer of exactly `bytes`, holding whatever its last user left.
+    /// A buffer of exactly `bytes`, which holds whatever its last user left.
     pub fn take(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
         let found = self.lock().get_mut(&bytes).and_then(Vec::pop);
         let memory = match found {
@@ -94,7 +94,7 @@ impl Pool {
     }
 }
 
-/// A buffer on loan; it goes back to its pool on drop. As `Bytes::from_owner` it goes back with the last clone.
+/// A buffer on loan, which goes back to its pool on drop. As `Bytes::from_owner` it goes back with the last clone.
 pub struct PooledBuffer {
     /// None only while dropping.
     memory: Option<Memory>,
@@ -110,7 +110,7 @@ impl PooledBuffer {
         }
     }
 
-    /// Gives it up as it is: other processes may go on reading it, and nobody here writes there any more.
+    /// Gives the buffer up as it is: other processes may go on reading it, and nobody here writes there any more.
     pub(crate) fn abandon(mut self) {
         if let Some(Memory { bytes: Bytes::Shared(piece), .. }) = self.memory.take() {
             piece.abandon();
@@ -153,7 +153,7 @@ mod tests {
         let again = pool.take(100).unwrap();
         assert_eq!(again.as_ref().as_ptr(), address);
         drop(again);
-        // 250 fit only once the idle 100 are given up.
+        // 250 bytes fit only once the idle 100 are given up.
         pool.take(250).unwrap();
         assert_eq!(budget.used(), 250);
         let _held = pool.take(250).unwrap();

@@ -49,9 +49,9 @@ pub struct Fenced {
     pub fault: Fault,
 }
 
-/// What this process holds of the job is of no use any more: a step that it built on was taken back, since a server lost it
-/// together with a rank's process; or the job went on with what an earlier process of this rank had sent. Nothing is lost.
-/// The process need not end: a new session, joined again, goes on from the servers' version as a new process would.
+/// This process holds something outdated: a step that it built on was taken back, since a server lost it together
+/// with a rank's process; or the job went on with what an earlier process of this rank had sent. Nothing is lost. The
+/// process need not end: a new session that joins again goes on from the servers' version, as a new process would.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("what this process holds of job {job} is outdated (server {server}): {fault}")]
 pub struct Outdated {

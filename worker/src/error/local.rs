@@ -2,7 +2,7 @@
 
 use longshore_proto::Fault;
 
-/// An option or argument that cannot be used; nothing was sent.
+/// An option or argument that cannot be used. Nothing was sent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(pub Fault);

@@ -1,6 +1,6 @@
-//! Every failure a worker can meet: one struct each, so that a caller can match on it, and each says what to do.
+//! Every failure that a worker can meet. Each has one struct, so that a caller can match on it, and says what to do.
 //!
-//! All are `Clone`: a failure found in the background is kept and returned by every later call.
+//! All are `Clone`: a failure found in the background is kept, and every later call returns it.
 
 mod call;
 mod local;
@@ -20,7 +20,7 @@ pub use self::{
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The large ones are boxed, so that a `Result` stays small.
+/// The large variants are boxed, so that a `Result` stays small.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -86,13 +86,13 @@ boxed!(
 );
 
 impl From<Fault> for Error {
-    /// For faults found on this side, before anything is sent. A server's fault needs its address: `CallFailed`.
+    /// Converts faults found on this side, before anything is sent. A server's fault needs its address: `CallFailed`.
     fn from(fault: Fault) -> Error {
         Error::Invalid(Invalid(fault))
     }
 }
 
-/// A restore that some servers could do and not all: nothing has started, and those wait for weights as before.
+/// A restore that only some servers could do. Nothing has started, and those servers wait for weights as before.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \
@@ -101,9 +101,9 @@ impl From<Fault> for Error {
 )]
 pub struct NotRestored {
     pub job: JobName,
-    /// Servers that had loaded their part.
+    /// The servers that had loaded their part.
     pub undone: Vec<String>,
-    /// Servers that hold their part still, and why.
+    /// The servers that still hold their part, and why.
     pub left: Vec<(String, Error)>,
     pub cause: Error,
 }

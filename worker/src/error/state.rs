@@ -4,7 +4,8 @@ use std::{fmt, time::Duration};
 
 use longshore_proto::{JobName, TierKind, Version};
 
-/// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders that its state is in.
+/// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders in which its
+/// state lies.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("server {server} lost the state of job {job}: {detail}. {}", Regain(*.tier))]
 pub struct StateLost {
@@ -14,7 +15,8 @@ pub struct StateLost {
     pub detail: String,
 }
 
-/// What brings lost state back. Where it may still lie somewhere, nothing that would give up a step comes first.
+/// Says what brings lost state back. Where the state may still lie somewhere, nothing that would give up a step comes
+/// first.
 struct Regain(TierKind);
 
 impl fmt::Display for Regain {
@@ -34,7 +36,7 @@ impl fmt::Display for Regain {
     }
 }
 
-/// Where state that outlives a process may be; empty for the tier that does not.
+/// Says where state that outlives a process may be. It is empty for the tier that does not.
 struct Whereabouts(TierKind);
 
 impl fmt::Display for Whereabouts {
@@ -72,7 +74,7 @@ pub struct VersionsDiffer {
 pub struct StateKept {
     pub job: JobName,
     pub tier: TierKind,
-    /// What it would go back to.
+    /// The checkpoint that the job would go back to.
     pub checkpoint: String,
     pub version: Version,
     pub holders: Vec<(String, Version)>,
@@ -105,13 +107,13 @@ impl fmt::Display for Word<'_> {
     }
 }
 
-/// A job whose state is gone, or was to be given up, and no checkpoint to go back to. Nothing was deleted.
+/// The job's state is gone, or was to be given up, and there is no checkpoint to go back to. Nothing was deleted.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{}there is no checkpoint to resume from: {}", Lacking(.lost), Instead(self))]
 pub struct NoCheckpoint {
     pub job: JobName,
     pub tier: TierKind,
-    /// Servers that have nothing of the job, where others hold state of it.
+    /// The servers that have nothing of the job, where others hold state of it.
     pub lost: Vec<String>,
     pub holders: Vec<(String, Version)>,
 }

@@ -21,7 +21,7 @@ pub struct TimedOut {
     pub shard: Option<ShardId>,
     pub version: Option<Version>,
     pub waited: Duration,
-    /// What the server said last, naming the rank and shard it waits for, or why it cannot be asked.
+    /// What the server said last: the rank and shard that it waits for, or why it cannot be asked.
     pub last: Option<Fault>,
 }
 

@@ -1,4 +1,4 @@
-//! Memory for gradients that other processes can be given to read.
+//! A worker's memory for gradients, which servers of its host can be given to read.
 
 use std::{
     collections::HashMap,
@@ -13,13 +13,13 @@ use std::{
 use longshore_memory::{Region, SharedFile};
 use longshore_wire::memfd::MAX_MEMORY_BYTES;
 
-/// The first extent; each later one is twice the one before, so that few descriptors do for any size. Address space
-/// alone: a page is allocated when it is first written.
+/// The size of the first extent. Each later one is twice the one before, so that few descriptors do for any size. It
+/// is only address space: a page is allocated when it is first written.
 const FIRST_EXTENT_BYTES: usize = 64 * 1024 * 1024;
 /// Pieces are whole pages, so that a freed one can be given back.
 const PAGE_BYTES: usize = 4096;
 
-/// Hands out pieces of its extents. Clones share them.
+/// Hands out pieces of its extents. Clones share the extents.
 #[derive(Clone, Default)]
 pub(crate) struct Arena(Arc<Mutex<Space>>);
 
@@ -39,8 +39,8 @@ pub(crate) struct Extent {
     file: SharedFile,
 }
 
-/// Bytes that nobody else in this process reaches. No other process writes them: servers, of the same user, map them
-/// to read.
+/// Bytes that nobody else in this process reaches. No other process writes them: servers of the same user map them to
+/// read.
 pub(crate) struct Piece {
     extent: Arc<Extent>,
     /// Whole pages. None only while dropping.
@@ -103,7 +103,7 @@ impl Space {
 }
 
 impl Piece {
-    /// Where it lies.
+    /// The extent that it lies in, and its offset there.
     pub(crate) fn place(&self) -> (Arc<Extent>, u64) {
         (Arc::clone(&self.extent), self.region.as_ref().map_or(0, |region| region.offset() as u64))
     }

@@ -1,4 +1,4 @@
-//! One server's side of shared memory, as this rank sees it.
+//! The worker's end of a link: one server's shared memory, as this rank sees it.
 
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -16,9 +16,9 @@ use tokio::{sync::Mutex, time::timeout};
 
 use super::Extent;
 
-/// A server answers at once: it maps memory, and touches none.
+/// The longest wait for an answer. A server answers at once: it maps memory, and touches none.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Images of one job on one server; more than any host's memory.
+/// The most bytes of images of one job on one server; more than any host's memory.
 const MOST_IMAGE_BYTES: u64 = 1 << 46;
 
 pub(crate) struct Link {
@@ -33,9 +33,9 @@ pub(crate) struct Link {
 
 #[derive(Default)]
 struct Exchange {
-    /// What the server calls each extent that it has.
+    /// By extent: the number that the server gave it.
     memories: HashMap<u64, u32>,
-    /// A question whose answer nobody waited for would be taken for that of the next one.
+    /// An answer was not waited for. It would be taken for that of the next question.
     broken: bool,
 }
 
@@ -64,7 +64,7 @@ impl Link {
         if let Some(fault) = Link::hindrance(offer) {
             return Err(fault);
         }
-        // Containers of one host may have a kernel in common and this not.
+        // Containers of one host may share a kernel and not this socket.
         let socket = Socket::connect(&offer.socket).map_err(|error| broken(&error))?;
         if socket.peer_uid().map_err(|error| broken(&error))? != uid() {
             return Err(stale("another user's", "of this user"));
@@ -85,7 +85,7 @@ impl Link {
         self.exchange.try_lock().map_or(true, |exchange| !exchange.broken && self.socket.is_open())
     }
 
-    /// What the server calls an extent; passes it first, if that was not done.
+    /// The number that the server gave an extent. Passes the extent first, if that was not done.
     pub(crate) async fn memory(&self, extent: &Extent) -> Result<u32, Fault> {
         let mut exchange = self.exchange.lock().await;
         if let Some(&memory) = exchange.memories.get(&extent.id) {

@@ -1,4 +1,5 @@
-//! Payloads through shared memory: gradients in memory that servers of this host can read, weights in memory of theirs.
+//! Payloads through shared memory: gradients in memory that servers of this host can read, weights in the servers'
+//! memory.
 
 mod arena;
 mod link;

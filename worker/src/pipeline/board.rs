@@ -1,4 +1,4 @@
-//! What is known of decided versions: how a step learns the loss scale it must use.
+//! What is known of decided versions, from which a step learns the loss scale that it must use.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Result, TimedOut},
 };
 
-/// Versions kept: one being read, one decided, one delayed, and one for a slow reader of this board.
+/// How many versions are kept: one being read, one decided, one delayed, and one for a slow reader of this board.
 const KEPT: u64 = 4;
 
 pub(super) struct Board {
@@ -23,7 +23,7 @@ impl Board {
         Board { scales: watch::Sender::new(known.into_iter().collect()) }
     }
 
-    /// A version is decided; steps that read it use this loss scale. The first word stands.
+    /// Notes that a version is decided, and the loss scale of steps that read it. What was posted first stays.
     pub(super) fn post(&self, version: Version, loss_scale: f64) {
         self.scales.send_modify(|scales| {
             scales.entry(version).or_insert(loss_scale);
@@ -56,7 +56,7 @@ impl Board {
     }
 }
 
-/// Longest time to ask the servers whom they wait for, once the deadline has passed.
+/// The longest time to ask the servers whom they wait for, once the deadline has passed.
 const ASKING: Duration = Duration::from_secs(1);
 
 /// Names the server that is gone, or the rank and shard that the decision waits for.

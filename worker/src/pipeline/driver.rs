@@ -1,4 +1,5 @@
-//! Rank 0's decisions, in step order, beside the trainer: figures in, commit out, and the pause at the floor.
+//! Rank 0's decisions, in step order, beside the trainer: it takes gradient statistics, sends commits, and pauses at
+//! the floor.
 
 use std::{
     sync::Arc,
@@ -24,16 +25,16 @@ use crate::{
     session::resume_on,
 };
 
-/// The server's own deadline comes first: its error names who is missing.
+/// How much longer than its own deadline a server is given: its error comes first then, and names who is missing.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// A step to decide.
 pub(super) struct Work {
     pub(super) step: Step,
-    /// The gradients' loss scale.
+    /// The loss scale of the step's gradients.
     pub(super) loss_scale: f64,
     pub(super) stats: JoinHandle<Result<Collected>>,
-    /// The trainer's bytes, when it has finished the step.
+    /// The trainer's bytes, once it has finished the step.
     pub(super) finished: oneshot::Receiver<Vec<u8>>,
 }
 
@@ -45,8 +46,8 @@ pub(super) struct Driver {
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<Work>,
-    /// Ends when the last commit is durable on every server. The next one waits for it: so a crash of any of them leaves
-    /// a version that all hold, and at most one step to be sent again.
+    /// Ends when the last commit is durable on every server. The next commit waits for it, so that a crash of any
+    /// server leaves a version that all hold, and at most one step to be sent again.
     pub(super) durable: Option<JoinHandle<Result<()>>>,
 }
 
@@ -65,7 +66,7 @@ pub(super) async fn durable_everywhere(cluster: Arc<Cluster>, version: Version) 
 }
 
 impl Driver {
-    /// Until the pipeline goes, or a step cannot be decided.
+    /// Runs until the pipeline goes, or a step cannot be decided.
     pub(super) async fn run(mut self) {
         while let Some(work) = self.work.recv().await {
             let stats = work.stats.abort_handle();
@@ -120,12 +121,13 @@ impl Driver {
             },
         );
         self.gradients.committed(step);
-        // Last: whoever waits for this version finds all the rest done.
+        // This comes last: whoever waits for this version finds all the rest done.
         self.shared.board.post(step.version(), loss_scale);
         Ok(())
     }
 
-    /// The scaler goes on from the loss scale that counts for the version before: an operator may have chosen it.
+    /// Lets the scaler go on from the loss scale that counts for the version before, since an operator may have
+    /// chosen it.
     async fn follow(&mut self, step: Step) -> Result<()> {
         let chosen = self.shared.board.wait(&self.cluster, Version(step.0 - 1)).await?;
         if chosen != self.scaler.scale() {
@@ -163,7 +165,7 @@ impl Driver {
         let before = Version(step.0 - 1);
         let envelope = Envelope {
             scaler: self.scaler.clone(),
-            // Known: this rank decided it, or joined at it.
+            // It is known: this rank decided that version, or joined at it.
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
             trainer,
         };
@@ -174,7 +176,7 @@ impl Driver {
             clip_coefficient: decision.clip_coefficient,
             compensation: self.options.compensation_of(step),
             groups: (self.options.hyper)(step),
-            // A number that every status page and JSON file can hold; `skip` says the rest.
+            // Every status page and JSON file can hold this number; `skip` says the rest.
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
             loss_scale: self.scaler.scale(),
             trainer_state: envelope.encode(),
@@ -183,8 +185,8 @@ impl Driver {
         }
     }
 
-    /// To one server; again after a pause that an operator made just then, and while a server that restarted is being
-    /// sent what it lacks.
+    /// Sends a commit to one server. It is sent again after a pause that an operator made just then, and while a
+    /// server that restarted is being sent what it lacks.
     async fn send(&self, server: ServerId, own: &OwnCommit) -> Result<()> {
         let (begun, mut backoff) = (Instant::now(), Backoff::new());
         loop {
@@ -210,8 +212,8 @@ impl Driver {
         }
     }
 
-    /// Until the pause that came with a commit ends. Returns the loss scale to go on with. Whoever resumed the first server
-    /// meant them all.
+    /// Waits until the pause that came with a commit ends, and returns the loss scale to go on with. An operator who
+    /// resumed the first server meant all of them.
     async fn await_resume(&mut self, commit: &Commit) -> Result<f64> {
         self.cluster.waits.paused(&commit.pause_reason);
         let version = commit.step.version();
@@ -223,8 +225,8 @@ impl Driver {
     }
 }
 
-/// Why a job is paused at the loss scale's floor. A smaller scale would not help: a person must look, while the job keeps
-/// its place.
+/// Why a job is paused at the loss scale's floor. A smaller scale would not help: a person must look, while the job
+/// keeps its place.
 fn at_floor(step: Step, scale: f64, tensor: &str) -> String {
     let mut reason = format!(
         "{step} overflowed at the smallest loss scale, {scale}: first in {tensor}. The step was skipped and nothing is lost. \

@@ -1,4 +1,4 @@
-//! What rides in a commit's `trainer_state`: the loss scaler after that commit, then the trainer's own bytes. A
+//! What a commit's `trainer_state` holds: the loss scaler after that commit, then the trainer's own bytes. A
 //! restarted worker needs nothing else.
 
 use longshore_proto::{Fault, limits::MAX_TRAINER_STATE_BYTES};
@@ -29,7 +29,7 @@ pub(crate) struct Envelope {
 const MAGIC: [u8; 4] = *b"LSTS";
 const FORMAT: u8 = 1;
 const HEADER_BYTES: usize = 4 + 1 + 1 + 3 * 8 + 8 + 4 + 4 + 8 + 8 + 8;
-/// What is left for the trainer.
+/// How many bytes are left for the trainer.
 pub(crate) const MAX_TRAINER_BYTES: usize = MAX_TRAINER_STATE_BYTES - HEADER_BYTES;
 
 const DYNAMIC: u8 = 2;
@@ -89,7 +89,7 @@ impl Envelope {
         Some(Envelope { scaler, previous_loss_scale, trainer: reader.0.to_vec() })
     }
 
-    /// Values that no scaler can reach would divide by zero or never end.
+    /// Whether the values are ones that a scaler can reach. Others would divide by zero or never end.
     fn is_sound(&self) -> bool {
         let LossScaler { options, scale, hysteresis_left, .. } = &self.scaler;
         let numbers = [*scale, options.initial, options.min, self.previous_loss_scale];

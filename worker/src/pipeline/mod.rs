@@ -1,5 +1,5 @@
-//! A worker's steps, one after the other: which version each reads, its weights already on the way, its gradient
-//! pushed, its decision made or awaited, in the background where the schedule allows.
+//! A worker's steps, one after the other. While a step runs, the weights of the version that it reads are on their
+//! way, its gradient is pushed, and its decision is made or awaited, in the background where the schedule allows.
 
 mod board;
 mod driver;
@@ -50,14 +50,15 @@ use crate::{
     session::{Joined, Session},
 };
 
-/// Steps of one rank, from the version it joined at. Not shared between threads; feeds and assemblers may go to others.
+/// The steps of one rank, from the version that it joined at. A pipeline is not shared between threads; feeds and
+/// assemblers may go to others.
 pub struct Pipeline {
-    /// Before `session`, so that the tasks end first.
+    /// Declared before `session`, so that the tasks end first.
     tasks: Tasks,
     session: Session,
     options: PipelineOptions,
     shared: Arc<Shared>,
-    /// To rank 0's driver.
+    /// The way to rank 0's driver.
     work: Option<mpsc::UnboundedSender<Work>>,
     /// The trainer's bytes of the commit that was joined at.
     resumed: Option<Vec<u8>>,
@@ -67,7 +68,7 @@ pub struct Pipeline {
     feeds: Feeds,
 }
 
-/// Background tasks; ended on drop.
+/// Background tasks, which are ended on drop.
 struct Tasks(Vec<AbortHandle>);
 
 impl Drop for Tasks {
@@ -107,7 +108,7 @@ impl Pipeline {
         let mut tasks = Tasks(vec![cluster.runtime.spawn(watcher.run())]);
         let work = (session.rank() == Rank(0)).then(|| {
             let (sender, work) = mpsc::unbounded_channel();
-            // What an earlier rank 0 decided last may still be on its way to the drives of a server.
+            // What an earlier rank 0 decided last may still be on its way to a server's drives.
             let durable = driver::durable_everywhere(cluster.clone(), joined);
             let driver = Driver {
                 cluster: cluster.clone(),
@@ -132,8 +133,8 @@ impl Pipeline {
         self.resumed.as_deref()
     }
 
-    /// Starts the next step: waits until the version it reads is decided (and while the job is paused), and has its
-    /// weights under way.
+    /// Starts the next step. Waits until the version that it reads is decided (and while the job is paused), and has
+    /// its weights on their way.
     pub fn begin(&mut self) -> Result<StepPlan> {
         let started = Instant::now();
         self.cluster().waits.check()?;
@@ -168,7 +169,7 @@ impl Pipeline {
         Ok(plan)
     }
 
-    /// Tells rank 0's driver of a step, and starts collecting its figures.
+    /// Tells rank 0's driver of a step, and starts collecting its gradient statistics.
     fn announce(&self, plan: StepPlan, finished_at: stats::Finished) -> Option<oneshot::Sender<Vec<u8>>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
@@ -180,7 +181,7 @@ impl Pipeline {
         Some(trainer)
     }
 
-    /// The weights this step reads, on their way since the version was ready or asked for.
+    /// The weights that this step reads. They have been on their way since the version was ready or asked for.
     ///
     /// # Errors
     /// `Misuse` outside a step, or with `Weights::OnDemand`.
@@ -192,8 +193,8 @@ impl Pipeline {
             .ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
     }
 
-    /// The weights of the next step, once they have been asked for: after [`Pipeline::finish`], and of a delayed job with room for
-    /// them in the host's memory from [`Pipeline::begin`] on.
+    /// The weights of the next step, once they have been asked for. That is after [`Pipeline::finish`], and for a
+    /// delayed job with room for them in the host's memory from [`Pipeline::begin`] on.
     pub fn upcoming(&self) -> Option<Feed> {
         self.feeds.next().cloned()
     }
@@ -205,7 +206,7 @@ impl Pipeline {
         Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)
     }
 
-    /// The way for the gradient of one micro-step, counted from 0; each once.
+    /// Takes the gradient of one micro-step, counted from 0. It may be called once for each.
     pub fn assembler(&mut self, micro_step: u32) -> Result<Assembler> {
         let Some(current) = &mut self.current else { return Err(OUTSIDE.into()) };
         current.assemble(micro_step)?;
@@ -219,7 +220,8 @@ impl Pipeline {
     }
 
     /// Ends the step. `trainer_state` is what the trainer needs to resume after it (rank 0's is kept). Returns when
-    /// the step is decided if the next one reads its version, else at once: an error then surfaces at a later call.
+    /// the step is decided if the next one reads its version, otherwise at once; an error then comes out of a later
+    /// call.
     pub fn finish(&mut self, trainer_state: Vec<u8>) -> Result<()> {
         let started = Instant::now();
         self.cluster().waits.check()?;
@@ -265,8 +267,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Waits until every finished step is decided; returns the version then reached. What the next step reads stays
-    /// with the schedule.
+    /// Waits until every finished step is decided, and returns the version then reached. The schedule still says what
+    /// the next step reads.
     pub fn drain(&mut self) -> Result<Version> {
         let version = Version(self.last.0);
         self.await_decision(version)?;
@@ -274,7 +276,7 @@ impl Pipeline {
         Ok(version)
     }
 
-    /// Steps decided and finished since the last call, oldest first.
+    /// The steps decided and finished since the last call, oldest first.
     pub fn outcomes(&mut self) -> Vec<StepOutcome> {
         self.shared.outcomes.take()
     }
@@ -293,7 +295,8 @@ impl Pipeline {
         &self.session
     }
 
-    /// Drains, waits until no crash of a server can take the last version back, and gives the session back, to leave with.
+    /// Drains, waits until no crash of a server can take the last version back, and gives the session back, so that
+    /// the caller can leave.
     pub fn close(mut self) -> Result<Session> {
         let version = self.drain()?;
         let durable = driver::durable_everywhere(self.session.cluster.clone(), version);
@@ -304,7 +307,8 @@ impl Pipeline {
         Ok(session)
     }
 
-    /// Waits until nothing is lent any more, so that its memory can be used again. Where that fails it is given up.
+    /// Waits until nothing is lent any more, so that its memory can be used again. Where that fails, the memory is
+    /// given up.
     fn await_updates(&self, version: Version) {
         let whole = 0..self.session.layout().elements();
         let order = std::slice::from_ref(&whole);

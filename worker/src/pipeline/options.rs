@@ -6,7 +6,7 @@ use longshore_proto::{Fault, Hyper, JobSpec, Step};
 
 use crate::{loss_scale::LossScaler, schedule::Schedule};
 
-/// The hyperparameters of a step, one for each param group. Called on rank 0 only.
+/// The hyperparameters of a step, one for each param group. It is called on rank 0 only.
 pub type HyperOf = Arc<dyn Fn(Step) -> Vec<Hyper> + Send + Sync>;
 
 /// What `begin` has pulled, or starts to pull.
@@ -24,18 +24,18 @@ pub enum Weights {
 #[derive(Clone)]
 pub struct PipelineOptions {
     pub schedule: Schedule,
-    /// Largest global gradient norm; None does not clip.
+    /// The largest global gradient norm; None does not clip.
     pub clip: Option<f64>,
     /// The scaler at version 0. A resumed job continues with the scaler of its last commit.
     pub scaler: LossScaler,
-    /// c in [0, 1]; applied to the images that delayed steps read. Needs a delayed schedule.
+    /// A number c in [0, 1] for the images that delayed steps read. It needs a delayed schedule.
     pub compensation: f64,
     pub hyper: HyperOf,
     pub weights: Weights,
 }
 
 impl PipelineOptions {
-    /// Exact steps, no clipping, no compensation, the whole model.
+    /// Options for exact steps without clipping and compensation, with the whole model.
     pub fn new(
         scaler: LossScaler,
         hyper: impl Fn(Step) -> Vec<Hyper> + Send + Sync + 'static,
@@ -91,7 +91,7 @@ impl PipelineOptions {
         Ok(())
     }
 
-    /// c for the image that `step` makes: only when no step reads it exactly.
+    /// The c of the image that `step` makes. It is not 0 only when no step reads that image exactly.
     pub(super) fn compensation_of(&self, step: Step) -> f64 {
         let exact = self.schedule.reads(Step(step.0 + 1)) == step.version();
         if exact { 0.0 } else { self.compensation }

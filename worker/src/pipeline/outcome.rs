@@ -1,4 +1,4 @@
-//! What became of each step: put together from the trainer's side and from the decision, whichever comes last.
+//! What became of each step. It is put together from the trainer's half and the decision's, whichever comes last.
 
 use std::{
     collections::BTreeMap,
@@ -18,13 +18,13 @@ pub struct StepOutcome {
     pub read: Version,
     /// Overflow: nothing was updated.
     pub skip: bool,
-    /// Global gradient norm before clipping; on ranks other than 0 zero for a skipped step.
+    /// The global gradient norm before clipping. On ranks other than 0 it is zero for a skipped step.
     pub norm: f64,
-    /// 1 when not clipped.
+    /// It is 1 when the gradient was not clipped.
     pub clip_coefficient: f64,
     /// What this step's loss was multiplied by.
     pub loss_scale: f64,
-    /// For steps that read this step's version.
+    /// The loss scale of steps that read this step's version.
     pub loss_scale_next: f64,
     /// The parameter and element that overflowed first, on rank 0.
     pub overflow: Option<String>,
@@ -33,23 +33,23 @@ pub struct StepOutcome {
     pub timing: Timing,
 }
 
-/// Where the trainer's thread was held up in a step.
+/// Where a step held up the trainer's thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timing {
     /// From `begin` to the return of `finish`.
     pub wall: Duration,
-    /// In `begin`, mostly for a decision that the step needs.
+    /// The time in `begin`, mostly for a decision that the step needs.
     pub begin: Duration,
-    /// For weights that had not arrived.
+    /// The time for weights that had not arrived.
     pub weights: Duration,
-    /// In `put`, for room in the connections' queues.
+    /// The time in `put`, for room in the connections' queues.
     pub push: Duration,
-    /// In `finish`, for this step's decision when the next step is exact.
+    /// The time in `finish`, for this step's decision when the next step is exact.
     pub commit: Duration,
     /// The sum of the four: what offloading costs this step.
     pub exposed: Duration,
     pub pushed_bytes: u64,
-    /// Payload that arrived during the step, for whichever version.
+    /// How many bytes of payload arrived during the step, for whichever version.
     pub pulled_bytes: u64,
 }
 
@@ -79,7 +79,7 @@ pub(super) struct Outcomes {
 
 type Halves = (Option<Decided>, Option<Made>);
 
-/// Outcomes that nobody asks for do not pile up beyond this.
+/// How many outcomes that nobody asks for are kept.
 const MAX_UNREAD: usize = 10_000;
 
 impl Outcomes {

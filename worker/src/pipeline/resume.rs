@@ -9,7 +9,7 @@ use crate::{error::Result, loss_scale::LossScaler, session::Joined};
 pub(super) struct Resume {
     pub(super) scaler: LossScaler,
     pub(super) scales: Vec<(Version, f64)>,
-    /// Paused at the floor: the version waits for an operator.
+    /// The job is paused at the floor, and this version waits for an operator.
     pub(super) floor: Option<(Version, f64)>,
     pub(super) trainer: Option<Vec<u8>>,
 }
@@ -22,7 +22,7 @@ impl Resume {
             return Ok(Resume { scaler, scales, floor: None, trainer: None });
         };
         let Envelope { mut scaler, previous_loss_scale, trainer } = Envelope::decode(&commit.trainer_state)?;
-        // The server's word: an operator may have resumed with another scale.
+        // What the server says counts: an operator may have resumed with another scale.
         if scaler.scale() != commit.loss_scale {
             scaler.set_scale(commit.loss_scale)?;
         }

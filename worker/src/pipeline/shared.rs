@@ -4,7 +4,8 @@ use super::{board::Board, outcome::Outcomes};
 
 pub(super) struct Shared {
     pub(super) board: Board,
-    /// Versions decided at the loss scale's floor, with the scale to go on with: from the watcher to the driver.
+    /// Versions that were decided at the loss scale's floor, with the scale to go on with. The watcher tells them to
+    /// the driver.
     pub(super) resumed: Board,
     pub(super) outcomes: Outcomes,
 }

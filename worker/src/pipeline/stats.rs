@@ -1,4 +1,4 @@
-//! The figures of a step, collected from every server while backward still runs.
+//! The gradient statistics of a step, collected from every server while backward still runs.
 
 use std::{sync::Arc, time::Instant};
 
@@ -16,18 +16,18 @@ use crate::{
     rank::{RankState, check_not_fenced, is_undecided},
 };
 
-/// When the trainer finished the step: only from then on are figures late.
+/// When the trainer finished the step. Statistics can be late only from then on.
 pub(super) type Finished = watch::Receiver<Option<Instant>>;
 
 /// What a step is decided from.
 pub(super) struct Collected {
-    /// Every block's figures, in global block order.
+    /// Every block's statistics, in global block order.
     pub(super) blocks: Vec<BlockStats>,
     /// Whose contributions they are of.
     pub(super) origins: ByServer<Origin>,
 }
 
-/// The figures of `step`.
+/// The gradient statistics of `step`.
 pub(super) async fn collect(
     cluster: Arc<Cluster>,
     rank: Arc<RankState>,
@@ -54,7 +54,7 @@ struct ShardFigures {
 
 type Figures = Vec<ShardFigures>;
 
-/// One server's shards. A broken stream is opened again; the server then repeats what it has.
+/// Collects those of one server's shards. A broken stream is opened again, and the server then repeats what it has.
 async fn of_server(
     cluster: &Cluster,
     rank: &RankState,
@@ -73,8 +73,8 @@ async fn of_server(
             finished.borrow().is_some_and(|at| cluster.waits.out_of_patience(at, cluster.options.deadline));
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
-            // It restarted, and is or was about to be sent the last commit again.
-            // Where it cannot say whether it is decided, the next call fails by itself.
+            // The server has restarted, and is or was about to be sent the last commit again. If it cannot say
+            // whether the step is decided, the next call fails by itself.
             FaultKind::Precondition => {
                 fault.field == "step" && is_undecided(cluster, server, step).await.unwrap_or(true)
             }
@@ -82,7 +82,7 @@ async fn of_server(
         };
         let again = passes && !late;
         if !again {
-            // Decided by somebody else: most likely a newer rank 0. A server that is gone cannot say so.
+            // Somebody else decided the step, most likely a newer rank 0. A server that is gone cannot say so.
             if let Err(fenced @ Error::Fenced(_)) = check_not_fenced(cluster, rank, server).await {
                 return Err(fenced);
             }

@@ -25,17 +25,17 @@ pub struct StepPlan {
     pub step: Step,
     /// The version to compute with.
     pub reads: Version,
-    /// Multiply the loss by this.
+    /// What the loss must be multiplied by.
     pub loss_scale: f64,
 }
 
 /// The step between `begin` and `finish`.
 pub(super) struct Current {
     pub(super) plan: StepPlan,
-    /// The version it reads, over all of its pulls.
+    /// The version that the step reads, over all of its pulls.
     pub(super) reading: Reading,
     pub(super) started: Instant,
-    /// Time in `begin`.
+    /// The time spent in `begin`.
     pub(super) begin: Duration,
     /// Micro-steps that have their assembler.
     pub(super) assembled: Vec<bool>,

@@ -1,4 +1,4 @@
-//! Listens to server 0: commits for the ranks that do not make them, pauses and resumes for all.
+//! Listens to server 0: to commits for the ranks that do not make them, to pauses and resumes for all.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -15,27 +15,27 @@ use crate::{
     push::Gradients,
 };
 
-/// The server whose word on order counts.
+/// The server whose order of events counts.
 const SERVER: ServerId = ServerId(0);
 
 pub(super) struct Watcher {
     pub(super) cluster: Arc<Cluster>,
     pub(super) gradients: Arc<Gradients>,
     pub(super) shared: Arc<Shared>,
-    /// The version this rank joined at.
+    /// The version that this rank joined at.
     pub(super) joined: Version,
-    /// The step to ask for what comes after.
+    /// The step after which to ask for news.
     pub(super) seen: Step,
-    /// The newest commits seen, and which decision each was: one that comes again after a step back is another one.
+    /// The newest commits seen, and who decided each. One that comes again after a step back has another decider.
     pub(super) decided: BTreeMap<Step, Incarnation>,
-    /// A commit that paused the job: its version is known only when the job goes on, maybe with another scale.
+    /// A commit that paused the job. Its version is known only when the job goes on, maybe with another scale.
     pub(super) floor: Option<(Version, f64)>,
-    /// What became of the step that made it, told with that scale. None on rank 0, which decided it.
+    /// What became of the step that made it, which is told with that scale. None on rank 0, which decided it.
     pub(super) held: Option<Decided>,
 }
 
 impl Watcher {
-    /// Until the pipeline goes. A lost connection is opened again without end: whoever waits has a deadline.
+    /// Runs until the pipeline goes. A lost connection is opened again without end: whoever waits has a deadline.
     pub(super) async fn run(mut self) {
         let mut backoff = Backoff::new();
         loop {
@@ -55,7 +55,7 @@ impl Watcher {
         }
     }
 
-    /// Ok when the session has failed and there is nothing left to listen for.
+    /// Returns Ok when the session has failed and there is nothing left to listen for.
     async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
         let after = self.seen;
         let request = WatchRequest { job: self.cluster.job().to_string(), after_step: after.0 };
@@ -77,12 +77,12 @@ impl Watcher {
         Err(tonic::Status::unavailable("the server closed the watch"))
     }
 
-    /// A pause may have begun or ended while nobody listened.
+    /// Catches up with a pause that began or ended while nobody listened.
     async fn catch_up(&mut self) -> Result<()> {
         let was_paused = self.cluster.waits.is_paused();
         let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
         let progress = answer.progress.unwrap_or_default();
-        // It lost a version that was not durable: its step is decided again.
+        // The server lost a version that was not durable, and its step is decided again.
         self.seen = self.seen.min(Step(progress.version));
         match progress.phase() {
             Phase::Paused => self.cluster.waits.paused(&progress.pause_reason),
@@ -95,7 +95,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// A delayed job may have decided a step more since the pause ended: that commit tells what counted before it.
+    /// The loss scale after a pause. A delayed job may have decided one more step since the pause ended, and that
+    /// commit says what counted before it.
     fn scale_after_pause(&self, last: &v1::Commit) -> Result<f64> {
         let after = self.floor.is_some_and(|(version, _)| last.step == version.0 + 1);
         if after {
@@ -105,8 +106,9 @@ impl Watcher {
         }
     }
 
-    /// A server that restarted knows its last commit only. It says what counted before it; and a step is decided once
-    /// this rank has pushed it, which it does not before it knows the version that it reads, at most two before.
+    /// Skips to the newest commit. A server that restarted knows only its last commit, which says what counted before
+    /// it. No more is needed: a step is decided only once this rank has pushed it, which it does not do before it
+    /// knows the version that it reads, at most two before.
     async fn skip_ahead(&mut self, fault: Fault) -> Result<()> {
         let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
         let last = answer.progress.and_then(|progress| progress.last_commit);
@@ -150,7 +152,7 @@ impl Watcher {
             self.floor = Some((commit.step.version(), commit.loss_scale));
         }
         if self.cluster.options.rank == Rank(0) {
-            // It made it, and waits for the end of a pause, which may have come before this was heard.
+            // This rank made it, and waits for the end of a pause, which may have come before this was heard.
             if !paused {
                 self.shared.resumed.post(commit.step.version(), commit.loss_scale);
             }
@@ -175,7 +177,7 @@ impl Watcher {
     }
 
     fn note(&mut self, commit: &Commit) {
-        /// A server is never more than one version behind what it had decided.
+        /// How many commits are remembered. A server is never more than one version behind what it had decided.
         const KEPT: usize = 4;
         self.decided.insert(commit.step, commit.decided_by);
         while self.decided.len() > KEPT {
@@ -183,7 +185,7 @@ impl Watcher {
         }
     }
 
-    /// A commit that was seen before: of the same decision, or this rank must start over.
+    /// Compares a commit with one that was seen before. If another decision made it, this rank must start over.
     fn compare(&self, commit: &Commit, earlier: Incarnation) -> Result<()> {
         if commit.decided_by == earlier {
             return Ok(());
@@ -194,8 +196,8 @@ impl Watcher {
         Err(self.cluster.explain(SERVER, "Watch", Some(commit.step), fault))
     }
 
-    /// `loss_scale` 0 keeps the old one. Servers take another only in a pause that came with a decision: else it would reach
-    /// the ranks at different steps.
+    /// Notes a resume; `loss_scale` 0 keeps the old one. Servers take another scale only in a pause that came with a
+    /// decision: otherwise it would reach the ranks at different steps.
     fn resumed(&mut self, loss_scale: f64) {
         if let Some((version, old)) = self.floor.take() {
             let scale = if loss_scale > 0.0 { loss_scale } else { old };

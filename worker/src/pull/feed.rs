@@ -1,4 +1,4 @@
-//! The weights of one version as they arrive: wait for a range, then read it.
+//! The weights of one version as they arrive: a reader waits for a range, then reads it.
 
 use std::{
     ops::Range,
@@ -22,8 +22,8 @@ use crate::{
     error::{Error, Outdated, Result, TimedOut},
 };
 
-/// Flat ranges of one version's image, arriving in the background. Clones share the memory; it goes back to the
-/// session's pool with the last one, and a pull still under way ends.
+/// Flat ranges of one version's image that arrive in the background. Clones share the memory. With the last clone it
+/// goes back to the session's pool, and a pull that is still under way ends.
 #[derive(Clone)]
 pub struct Feed(Arc<Handle>);
 
@@ -144,7 +144,7 @@ impl Feed {
         self.0.shared.reading.version()
     }
 
-    /// What the gradient that is computed with these weights says of them.
+    /// The version that these weights are of, for the gradient that is computed with them.
     pub(crate) fn reading(&self) -> &Reading {
         &self.0.shared.reading
     }
@@ -211,8 +211,8 @@ impl Feed {
         Ok(())
     }
 
-    /// Read too late: what was asked for lay in the server's memory, which has gone on. With what this rank pushed, or with what an
-    /// earlier process of it had pushed.
+    /// The failure of a reader who was too late: the weights lay in the server's memory, and the server has gone on,
+    /// with what this rank or an earlier process of it had pushed.
     fn overwritten(&self, shard: ShardId) -> Error {
         let cluster = &self.0.shared.pulls.cluster;
         let limit = "kept by its server";
@@ -230,7 +230,7 @@ impl Feed {
         Err(Fault::invalid("feed.target's length", given, limit, "size the target to the range").into())
     }
 
-    /// The segments of a range, all of them whole.
+    /// The segments of a range, if all of them are whole.
     fn segments(&self, range: &Range<u64>) -> Result<&[Segment]> {
         let shared = &self.0.shared;
         let Some(segments) = shared.store.covering(range) else {

@@ -1,4 +1,4 @@
-//! One connection's part of a feed: pulls its slices, checks and stores them, and asks again for what is missing.
+//! One connection's part of a feed: it pulls slices, checks and stores them, and asks again for what is missing.
 
 use std::{io, mem, ops::Range, sync::Arc, time::Instant};
 
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{cluster::Backoff, error::Shortage, memfd::Link};
 
-/// A damaged chunk is asked for again this often before it is an error: packets rot, but not three times in a row.
+/// How often a damaged chunk is asked for again before it is an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;
 
 pub(super) struct Fetch {
@@ -31,8 +31,9 @@ pub(super) struct Fetch {
 }
 
 impl Fetch {
-    /// Until everything is there, or a failure that trying again would not mend. Transport failures and the server's own
-    /// deadline are tried for ever: whoever waits has a deadline, and dropping the feed ends the task.
+    /// Runs until everything is there, or until a failure that trying again would not mend. Transport failures and
+    /// the server's own deadline are tried again for ever: whoever waits has a deadline, and dropping the feed ends
+    /// the task.
     pub(super) async fn run(self) {
         let Pulls { cluster, rank, .. } = &*self.shared.pulls;
         let mut backoff = Backoff::new();
@@ -50,7 +51,8 @@ impl Fetch {
             damaged += u32::from(fault.kind == FaultKind::Corrupt);
             let again = match fault.kind {
                 FaultKind::Unavailable | FaultKind::Deadline => true,
-                // Too new for a server that has not heard of the last commit yet: rank 0 tells them one by one.
+                // The version is too new for a server that has not heard of the last commit yet: rank 0 tells them
+                // one by one.
                 FaultKind::Precondition if fault.field == STALE => {
                     rank.forget_link(self.server);
                     true
@@ -73,7 +75,7 @@ impl Fetch {
         let mut slices = Vec::new();
         for (slice, range) in &self.pieces {
             let segments = store.covering(range).unwrap_or_default();
-            // Segments fill in order, so one run from the first unfinished one is all that is missing.
+            // Segments fill in order, so one run from the first unfinished segment on is all that is missing.
             let Some(first) = segments.iter().find(|segment| !segment.is_whole()) else { continue };
             let start = first.missing(store.dtype).start;
             let offset = slice.offset + (start - range.start);
@@ -102,7 +104,7 @@ impl Fetch {
         let intake = Shared::new(landing);
         let mark = Mark::of_answer();
         let mut connection = peer.data(self.connection);
-        // Dropped with this call, what still comes is for nobody.
+        // Once this is dropped with the call, what still comes is discarded.
         let _claim = connection.taps.expect(mark, Box::new(intake.clone()));
         let request = mark.put(frame::encode(&request));
         let poured = async {
@@ -125,12 +127,12 @@ impl Fetch {
     }
 }
 
-/// One call's messages on their way into the store.
+/// The messages of one call, on their way into the store.
 struct Landing {
     shared: Arc<feed::Shared>,
     link: Option<Arc<Link>>,
     payload: Option<Payload>,
-    /// Something of the call counts.
+    /// The call has brought something that counts.
     progress: bool,
 }
 
@@ -208,7 +210,7 @@ impl Landing {
         start.checked_add(head.offset)
     }
 
-    /// Weights lie ready in the server's memory.
+    /// Notes weights that lie ready in the server's memory.
     fn find(&self, head: &PullResponse) -> Result<(), Fault> {
         let store = &self.shared.store;
         let place = head.place.unwrap_or_default();

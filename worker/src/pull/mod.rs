@@ -1,5 +1,5 @@
-//! The way of weights: one version's image, pulled over several connections into pooled host memory, readable as it
-//! arrives.
+//! The way of weights: one version's image is pulled over several connections into pooled host memory, and can be
+//! read as it arrives.
 
 mod feed;
 mod fetch;

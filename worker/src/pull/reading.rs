@@ -7,8 +7,8 @@ use std::sync::{
 
 use longshore_proto::{Fault, FaultKind, Incarnation, Reads, Version, fault::READS};
 
-/// Shared by all pulls of one step, and by the gradient that is computed with what they bring. A number is given again where a
-/// step was taken back; two slices of one reading never come from two decisions.
+/// All pulls of one step share it, and so does the gradient that is computed with what they bring. A number is given
+/// again where a step was taken back, so this sees to it that no two slices of one reading come from two decisions.
 #[derive(Clone, Debug)]
 pub(crate) struct Reading {
     version: Version,
@@ -25,15 +25,15 @@ impl Reading {
         self.version
     }
 
-    /// What contributions made of it say.
+    /// What the contributions say that are computed with this version.
     pub(crate) fn reads(&self) -> Reads {
         Reads { version: self.version, decided_by: Incarnation(self.decided_by.load(Relaxed)) }
     }
 
-    /// A server says which decision made what it sends; 0 where it does not know.
+    /// Notes which decision a server says made what it sends; 0 where the server does not know.
     ///
     /// # Errors
-    /// `Conflict` when it is another one than of what came before.
+    /// `Conflict` when another decision made what came before.
     pub(super) fn found(&self, decided_by: u64) -> Result<(), Fault> {
         let first = match decided_by {
             0 => return Ok(()),

@@ -1,4 +1,5 @@
-//! Host memory of one feed: segments of at most a chunk, each written by one fetch and readable once it is whole.
+//! The host memory of one feed: segments of at most a chunk. One fetch writes each segment, which can be read once it
+//! is whole.
 
 use std::{
     io,
@@ -21,7 +22,7 @@ use crate::{
     error::Shortage,
 };
 
-/// Most bytes read at a time: they are summed while they are in the core's L2 cache.
+/// The most bytes read at a time, so that their checksum is taken while they are in the core's L2 cache.
 const READ_BYTES: usize = 256 * 1024;
 
 /// A run of flat elements inside one shard.
@@ -34,13 +35,13 @@ pub(super) struct Segment {
 
 struct Filling {
     body: Body,
-    /// Bytes received so far, from the start.
+    /// How many bytes were received so far, from the start.
     filled: usize,
 }
 
 enum Body {
     Buffer(PooledBuffer),
-    /// Nothing yet: it will be found in place, or a buffer taken if it is sent after all.
+    /// Nothing yet. The weights will be found in shared memory, or a buffer is taken if they are sent after all.
     Expected,
     InPlace(View),
     /// The feed is gone: a fetch that has not ended yet must not keep the memory from the next feed.
@@ -51,7 +52,7 @@ enum Body {
 #[derive(Clone)]
 pub(super) struct View {
     pub(super) images: Arc<Foreign>,
-    /// Where the first byte is, and the word that holds 1 + the version.
+    /// Where the first byte is, and the version stamp that holds 1 + the version.
     pub(super) at: u64,
     pub(super) word: u64,
     pub(super) version: Version,
@@ -64,7 +65,7 @@ impl View {
     }
 }
 
-/// The weights were overwritten while, or before, they were read.
+/// The weights were overwritten while they were read, or before.
 pub(super) struct Overwritten;
 
 impl Segment {
@@ -72,7 +73,7 @@ impl Segment {
         self.whole.load(Acquire)
     }
 
-    /// Flat elements still to come.
+    /// The flat elements still to come.
     pub(super) fn missing(&self, dtype: Dtype) -> Range<u64> {
         let filled = self.filling.read().unwrap_or_else(PoisonError::into_inner).filled as u64;
         self.range.start + filled / dtype.bytes()..self.range.end
@@ -83,15 +84,15 @@ impl Segment {
         self.missing(dtype).start == at && !self.is_whole()
     }
 
-    /// Writes bytes beyond what counts as received, summing them on the way.
+    /// Writes bytes beyond what counts as received, and takes their checksum on the way.
     fn put(&self, start: usize, payload: &[u8], sum: &mut Crc32) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
-        // Gone with its feed: what still comes is for nobody.
+        // The feed is gone, and what still comes is discarded.
         let Body::Buffer(buffer) = &mut filling.body else { return };
         sum.copy(payload, &mut buffer.as_mut()[start..start + payload.len()]);
     }
 
-    /// As [`Segment::put`], read to its place with one call of `read`.
+    /// Does what [`Segment::put`] does, with bytes that one call of `read` brings to their place.
     fn read_from(
         &self,
         start: usize,
@@ -110,7 +111,7 @@ impl Segment {
         Ok(count)
     }
 
-    /// What was put up to byte `end` counts.
+    /// Makes what was put up to byte `end` count.
     fn commit(&self, end: usize) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         filling.filled = end;
@@ -118,7 +119,7 @@ impl Segment {
         self.whole.store(whole, Release);
     }
 
-    /// Takes a buffer where the payload was expected in place and comes by itself.
+    /// Takes a buffer, because a payload comes where weights in shared memory were expected.
     fn expect_payload(&self, pool: &Pool, dtype: Dtype) -> Result<(), Shortage> {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         if matches!(filling.body, Body::Expected) {
@@ -128,7 +129,7 @@ impl Segment {
         Ok(())
     }
 
-    /// The whole segment is where `view` says.
+    /// Notes that the whole segment is where `view` says.
     fn find(&self, view: View) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         if !matches!(filling.body, Body::Gone) {
@@ -137,7 +138,7 @@ impl Segment {
         }
     }
 
-    /// Some bytes of a whole segment. What `read` has made of them is void unless this succeeds.
+    /// Hands some bytes of a whole segment to `read`, whose results are void unless this succeeds.
     pub(super) fn read(
         &self,
         within: Range<usize>,
@@ -169,7 +170,7 @@ pub(super) struct Store {
     pool: Pool,
 }
 
-/// Flat ranges wanted in an order, cut at shards: (slice, its flat range).
+/// The flat ranges wanted, in their order and cut at shards, as (slice, its flat range).
 pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, Range<u64>)>, Fault> {
     let mut pieces = Vec::new();
     for (index, range) in order.iter().enumerate() {
@@ -199,7 +200,7 @@ pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, R
 }
 
 impl Store {
-    /// `in_place`: whether a shard's weights will be found in its server's memory, and need none here.
+    /// `in_place` says whether a shard's weights will be found in its server's memory, so that they need none here.
     pub(super) fn new(
         dtype: Dtype,
         pieces: &[(Slice, Range<u64>)],
@@ -253,7 +254,7 @@ impl Store {
         Some(first..last)
     }
 
-    /// The place of `elements` flat elements from `at`. None when they were not asked for, or are not next.
+    /// Where `elements` flat elements from `at` go. None when they were not asked for, or are not next.
     pub(super) fn place(&self, at: u64, elements: u64) -> Result<Option<Place>, Shortage> {
         let Some(range) = self.next(at, elements) else { return Ok(None) };
         let segments = &self.segments[range.clone()];
@@ -274,7 +275,7 @@ impl Store {
         }
     }
 
-    /// Has the next bytes of a payload read to their place with one call of `read`, at most `most`.
+    /// Has the next bytes of a payload read to their place, at most `most`, with one call of `read`.
     pub(super) fn read_from(
         &self,
         place: &mut Place,
@@ -315,8 +316,8 @@ impl Store {
         ((segment.range.end - segment.range.start) * self.dtype.bytes()) as usize
     }
 
-    /// `elements` flat elements from `at` are where `view` says. False when they were not asked for, are not next, or
-    /// do not end with a segment.
+    /// Notes that `elements` flat elements from `at` are where `view` says. Returns false when they were not asked
+    /// for, are not next, or do not end with a segment.
     pub(super) fn find(&self, at: u64, elements: u64, view: &View) -> bool {
         let Some(range) = self.next(at, elements) else { return false };
         let segments = &self.segments[range];
@@ -324,7 +325,7 @@ impl Store {
             return false;
         }
         for segment in segments {
-            // A segment that was begun otherwise is found from its start on.
+            // A segment that was begun in another way is found from its start on.
             let before = at.saturating_sub(segment.range.start) * self.dtype.bytes();
             let after = segment.range.start.saturating_sub(at) * self.dtype.bytes();
             segment.find(View { at: view.at - before + after, ..view.clone() });
@@ -332,7 +333,7 @@ impl Store {
         true
     }
 
-    /// The segments of `elements` flat elements from `at`, if these are what comes next in each.
+    /// The segments of `elements` flat elements from `at`, if these are what comes next in each of them.
     fn next(&self, at: u64, elements: u64) -> Option<Range<usize>> {
         let range = self.span(&(at..at.checked_add(elements)?))?;
         let segments = &self.segments[range.clone()];
@@ -375,7 +376,7 @@ mod tests {
         assert!(segment.read(0..bytes as usize, |bytes| bytes.pieces(|_, piece| read(piece))).is_ok());
     }
 
-    /// As a fetch does, in pieces that do not end with elements.
+    /// Writes as a fetch does, in pieces that do not end with elements.
     fn write(store: &Store, at: u64, payload: &[u8]) -> bool {
         let Some(mut place) = store.place(at, payload.len() as u64 / store.dtype.bytes()).unwrap() else {
             return false;

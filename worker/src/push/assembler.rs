@@ -1,4 +1,5 @@
-//! Gradients of one micro-step, put in any order, cut into wire chunks that leave as soon as they are complete.
+//! The gradients of one micro-step. They are put in any order and cut into wire chunks, which leave as soon as they
+//! are complete.
 
 use std::{collections::HashMap, ops::Range};
 
@@ -16,7 +17,7 @@ use crate::{
     pull::Feed,
 };
 
-/// What the chunks are cut from. Shared by all micro-steps.
+/// What chunks are cut by, and the pool of their buffers. All micro-steps share it.
 pub(crate) struct Plan<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) layout: &'a Layout,
@@ -24,7 +25,7 @@ pub(crate) struct Plan<'a> {
 }
 
 impl Plan<'_> {
-    /// Parameter elements inside a chunk; the rest is padding.
+    /// How many parameter elements a chunk has; the rest is padding.
     fn expected(&self, start: u64, end: u64) -> u64 {
         let params = self.spec.params.len();
         let mut param = first_at_or_after(self.layout, params, start);
@@ -54,11 +55,11 @@ fn first_at_or_after(layout: &Layout, params: usize, element: u64) -> usize {
 /// A chunk being filled.
 struct Open {
     buffer: PooledBuffer,
-    /// Parameter elements still to come.
+    /// How many parameter elements are still to come.
     missing: u64,
 }
 
-/// Collects one micro-step. Chunks are complete when every parameter element in them has been put; padding is zero.
+/// Collects one micro-step. A chunk is complete when every parameter element in it has been put. Padding is zero.
 pub(crate) struct Collector {
     pub(crate) step: Step,
     pub(crate) micro_step: MicroStep,
@@ -74,8 +75,8 @@ impl Collector {
         Collector { step, micro_step, open: HashMap::new(), put: vec![false; params], left: params, ways }
     }
 
-    /// Has a parameter's gradient of `elements` written and hands complete chunks to `outbox`. `write` gets a range of its
-    /// elements and where they go, in the wire's type.
+    /// Has a parameter's gradient of `elements` written, and hands complete chunks to `outbox`. `write` gets a range
+    /// of its elements and where they go, in the wire's type.
     pub(crate) fn put(
         &mut self,
         plan: &Plan<'_>,
@@ -108,7 +109,7 @@ impl Collector {
         Ok(())
     }
 
-    /// Elements of a shard that leave together.
+    /// How many elements of a shard leave together.
     fn unit(&self, plan: &Plan<'_>, shard: ShardId) -> u64 {
         match self.ways[shard.index()] {
             Way::Chunks => CHUNK_BYTES as u64 / plan.spec.gradient_dtype.bytes(),
@@ -132,7 +133,7 @@ impl Collector {
         Ok(())
     }
 
-    /// Elements that lie in one chunk. The chunk comes back when it is complete.
+    /// Writes the elements that lie in one chunk. Returns the chunk when it is complete.
     fn fill(
         &mut self,
         plan: &Plan<'_>,
@@ -164,8 +165,8 @@ impl Collector {
         Ok(complete.map(|open| (key, payload(open.buffer))))
     }
 
-    /// Errors unless every parameter was put. Every chunk holds a parameter's element, since gaps and tail are shorter
-    /// than a block, so then every chunk has left.
+    /// Fails unless every parameter was put. Gaps and tail are shorter than a block, so every chunk holds a
+    /// parameter's element, and every chunk has left if all parameters were put.
     pub(crate) fn finish(&self, spec: &JobSpec) -> Result<(), GradientError> {
         match self.put.iter().position(|put| !put) {
             Some(first) => {
@@ -193,7 +194,7 @@ fn begin(plan: &Plan<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> Result<O
 pub struct Assembler {
     collector: Collector,
     outbox: Outbox,
-    /// The weights that backward computes with, until all of them have been seen here.
+    /// The weights that backward computes with, until this has seen all of them.
     feed: Option<Feed>,
 }
 
@@ -202,8 +203,8 @@ impl Assembler {
         Assembler { collector, outbox, feed }
     }
 
-    /// What was lent for the weights' step and those before is not read any more once all weights are here. Mostly they
-    /// are when the first gradient is, whose memory it then becomes.
+    /// Takes back what was lent for the weights' step and the steps before it. Servers do not read that any more once
+    /// all weights are here. Mostly they are here when the first gradient is, which then gets this memory.
     fn take_back(&mut self) {
         let gradients = self.outbox.gradients();
         let all = 0..gradients.cluster.layout.elements();
@@ -212,8 +213,8 @@ impl Assembler {
         }
     }
 
-    /// The gradient of parameter `param`, already multiplied by the step's loss scale; in any order, each once. Blocks
-    /// when the connections are behind.
+    /// Takes the gradient of parameter `param`, already multiplied by the step's loss scale. Parameters may come in
+    /// any order, each once. Blocks when the connections are behind.
     ///
     /// # Errors
     /// `Gradient` for a wrong length, a second put or an unknown parameter; `Shortage` when the host budget is used up;
@@ -225,11 +226,12 @@ impl Assembler {
         })
     }
 
-    /// As [`Assembler::put`], of `elements` that are written straight to where they are sent from, as a device's copy is:
-    /// `write` gets a range of them, and where it goes in the job's gradient type. What it leaves is what was there.
+    /// Does what [`Assembler::put`] does, for `elements` that are written straight to where they are sent from, as a
+    /// device's copy is: `write` gets a range of them, and where it goes in the job's gradient type. Where it writes
+    /// nothing, old bytes stay.
     ///
     /// # Errors
-    /// As [`Assembler::put`].
+    /// Those of [`Assembler::put`].
     pub fn put_with(
         &mut self,
         param: usize,

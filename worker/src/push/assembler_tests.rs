@@ -60,7 +60,7 @@ fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
     chunks
 }
 
-/// What leaves, with what is lent cut into chunks.
+/// The bytes that leave, with lent gradients cut into chunks.
 fn assemble(spec: &JobSpec, layout: &Layout, pool: &Pool, order: &[usize], ways: &[Way]) -> Chunks {
     let plan = Plan { spec, layout, pool };
     let mut collector = Collector::new(Step(1), MicroStep(0), spec.params.len(), ways.to_vec());
@@ -100,7 +100,7 @@ proptest! {
         let spec = spec(&sizes, shard_blocks, dtype);
         let layout = spec.validate().unwrap();
         let pool = Pool::new(Budget::unlimited("test"), "test");
-        // Dirty buffers: padding must be zeroed, not lucky.
+        // The buffers are dirty, so that padding must be zeroed.
         for shard in 0..layout.shards() {
             let whole = layout.shard_len(ShardId(shard)) * dtype.bytes();
             pool.take(whole as usize).unwrap().as_mut().fill(0xAB);

@@ -19,9 +19,9 @@ const RETAINED: &str = "gradients retained until their step is committed";
 /// How a shard's gradient leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// Chunk by chunk, as they are complete.
+    /// It leaves chunk by chunk, as chunks are complete.
     Chunks,
-    /// All at once, to be used by its server where it lies.
+    /// It is lent: it leaves all at once, and its server uses it where it lies.
     Lent,
 }
 
@@ -66,8 +66,8 @@ impl Gradients {
     }
 
     /// Frees the gradients that no server can need any more. One step more is kept where a server may come back a
-    /// version behind (`nvme`: a step is committed anywhere only once the one before is durable everywhere), and on
-    /// ranks that hear of a commit from one server while another may not have it yet.
+    /// version behind (`nvme`: a step is committed anywhere only once the one before is durable everywhere). So it is
+    /// on ranks that hear of a commit from one server while another may not have it yet.
     pub(crate) fn committed(&self, step: Step) {
         let cluster = &self.cluster;
         let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;

@@ -3,7 +3,7 @@
 use longshore_proto::{ChunkId, MicroStep, ServerId, ShardId, Step};
 use longshore_wire::v1::PushResult;
 
-/// Which chunk of this rank.
+/// Names a chunk of this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkKey {
     pub step: Step,

@@ -1,5 +1,5 @@
-//! One data connection's push stream: sends queued chunks, takes acknowledgements, and after a break finds out what
-//! the server still knows before sending again.
+//! One data connection's push stream. It sends queued chunks, takes acknowledgements, and after a break finds out
+//! what the server still knows before it sends again.
 
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
@@ -26,10 +26,10 @@ use crate::{
     rank::recover,
 };
 
-/// Requests handed to the transport ahead of its own window: one being framed, one ready.
+/// How many requests are handed to the transport ahead of its own window: one being framed, one ready.
 const READY_REQUESTS: usize = 2;
 
-/// Opens every lane; once, after joining.
+/// Opens every lane. It is called once, after joining.
 pub(crate) fn start_lanes(gradients: &Arc<Gradients>) {
     let cluster = &gradients.cluster;
     gradients.queues.get_or_init(|| {
@@ -52,7 +52,7 @@ struct Lane {
 enum End {
     /// The session is over.
     Closed,
-    /// The transport failed, or a refusal passes: everything goes out again.
+    /// The transport failed, or a refusal passes, and everything goes out again.
     Broken(Fault),
     Failed(Error),
 }
@@ -76,7 +76,8 @@ impl Lane {
             if answered {
                 backoff.reset();
             }
-            // A lane that no chunk takes hears nothing from a server that is well: what it waits for counts.
+            // A lane that no chunk takes hears nothing from a healthy server, so only silence that is owed an answer
+            // counts.
             if answered || !retained.owes(self.id) {
                 broken = None;
             }
@@ -97,7 +98,8 @@ impl Lane {
                 Ok(()) => {}
                 // Whoever uploads opens the job again: nothing was trained that could be lost.
                 Err(Error::StateLost(_)) if !rank.has_trained() => {}
-                // Asked for as long as a push may wait: told as what it is the end of, with its step.
+                // The server was asked for as long as a push may wait. The error is reported as the end of that push,
+                // with its step.
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
                     let step = Some(Step(retained.newest()));
                     return cluster.waits.fail(cluster.explain(server, "Push", step, failed.fault));
@@ -108,7 +110,7 @@ impl Lane {
         }
     }
 
-    /// Without a link payloads go inline, so that a failure is no more than slow.
+    /// Makes the link again. Without it payloads go inline, so that a failure only makes them slow.
     async fn relink(&self) {
         let Gradients { cluster, rank, .. } = &*self.gradients;
         if let Err(fault) = rank.relink(cluster, self.id.server).await {
@@ -116,8 +118,8 @@ impl Lane {
         }
     }
 
-    /// One stream until it ends. Sending and receiving go on together from the first message: a server need not answer
-    /// before it has one.
+    /// Runs one stream to its end. Sending and receiving go on together from the first message, since a server need
+    /// not answer before it has one.
     async fn stream(&mut self, resend: &[ChunkKey], answered: &mut bool) -> End {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
         let (gradients, id) = (self.gradients.clone(), self.id);
@@ -174,16 +176,17 @@ async fn offer(
             None => message,
         };
         if ready.send(Ok(message)).await.is_err() {
-            // The call has ended; the receiving side is about to say why.
+            // The call has ended, and the receiving side is about to say why.
             std::future::pending::<()>().await;
         }
     };
-    // The retained payload itself goes out, if it does not stay where it is: it is not copied before the socket.
+    // If the payload does not stay where it is, the retained bytes themselves go out: nothing copies them before the
+    // socket.
     let bytes = &chunk.payload.bytes;
     if place.is_some() {
         send(frame::encode(&head(key.chunk.0, chunk.crc32, place))).await;
     } else if chunk.is_lent() {
-        // There was a link, and is none any more.
+        // There was a link, and now there is none.
         for (index, start) in (0..bytes.len()).step_by(CHUNK_BYTES).enumerate() {
             let part = bytes.slice(start..bytes.len().min(start + CHUNK_BYTES));
             send(frame::encode_with(&head(index as u32, crc32(&part), None), part)).await;
@@ -229,7 +232,7 @@ async fn receive(
                 Err(status) => return ended(cluster, server, &status),
             }
         };
-        // A refusal may have to wait for the server, which may die meanwhile: then the wait would be for ever.
+        // A refusal may have to wait for the server. If the server died meanwhile, the wait would be for ever.
         let broken = async {
             loop {
                 if let Err(status) = more(&mut answers, &mut results).await {
@@ -270,7 +273,7 @@ fn ended(cluster: &Cluster, server: ServerId, status: &Status) -> End {
     }
 }
 
-/// One chunk's fate.
+/// Settles one chunk's fate.
 async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> Result<(), End> {
     let Gradients { cluster, retained, .. } = gradients;
     let key = ChunkKey::from(&result);
@@ -280,7 +283,7 @@ async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> 
         return Ok(());
     };
     if !retained.contains(&key) {
-        // Sent again just as its step was committed.
+        // It was sent again just as its step was committed.
         return Ok(());
     }
     match refusal::judge(gradients, server, key, fault_from_wire(refusal)).await {

@@ -1,4 +1,5 @@
-//! The way of gradients: assembled into chunks, retained until committed, sent over several connections per server.
+//! The way of gradients: they are assembled into chunks, retained until their step is committed, and sent over
+//! several connections per server.
 
 mod assembler;
 mod gradients;

@@ -1,4 +1,5 @@
-//! Where complete chunks go: kept, then queued for one of their owner's connections, with back-pressure.
+//! Where complete chunks go: they are retained, then queued for one of their owner's connections, which holds the
+//! caller back when it is behind.
 
 use std::{
     sync::{
@@ -21,9 +22,9 @@ use crate::{
 pub(crate) struct Outbox {
     gradients: Arc<Gradients>,
     loss_scale: f64,
-    /// What the gradient is computed with.
+    /// The version that the gradient is computed with.
     reading: Reading,
-    /// Micro-steps of the step that are wholly pushed.
+    /// How many micro-steps of the step are wholly pushed.
     finished: Arc<AtomicU32>,
 }
 
@@ -49,7 +50,8 @@ impl Outbox {
         self.finished.fetch_add(1, Relaxed);
     }
 
-    /// Chunks of a shard take turns over the owner's connections: the same chunk always takes the same one.
+    /// The lane of a chunk. Chunks of a shard take turns over the owner's connections, and the same chunk always
+    /// takes the same one.
     fn lane(&self, key: &ChunkKey) -> LaneId {
         let turn = (key.shard.0 as usize).wrapping_add(key.chunk.0 as usize);
         let cluster = &self.gradients.cluster;
@@ -66,7 +68,7 @@ impl Outbox {
         match queue.try_send(key) {
             Ok(()) => Ok(()),
             Err(TrySendError::Full(_)) => self.wait_for_room(lane, key),
-            // The lane ended: with the session's failure.
+            // The lane has ended with the session's failure.
             Err(TrySendError::Closed(_)) => self.check(),
         }
     }

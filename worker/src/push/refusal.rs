@@ -1,8 +1,8 @@
-//! What a refused chunk means: some refusals pass (a pause, a damaged packet, a server that has not heard of the last
-//! commit yet), the others are the session's failure.
+//! What a refused chunk means. Some refusals pass (a pause, a damaged packet, a server that has not heard of the last
+//! commit yet); the others are the session's failure.
 //!
-//! What passes goes out again over a new stream, everything in order: a chunk that overtook an earlier micro-step's
-//! would hold up the very stream that brings the earlier one.
+//! What passes goes out again over a new stream, and everything goes in order: a chunk that overtook an earlier
+//! micro-step's would hold up the very stream that brings the earlier one.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ use crate::{
 pub(super) enum Verdict {
     /// The step is committed: the chunk is not needed any more.
     Decided,
-    /// Over a new stream, with all that this one sent.
+    /// It must go out over a new stream, with all that this one sent.
     SendAgain(Fault),
 }
 
@@ -31,7 +31,8 @@ pub(super) async fn judge(
 ) -> Result<Verdict> {
     let cluster = &*gradients.cluster;
     match fault.kind {
-        // Unavailable: it drains. Deadline: it held the chunk back for a rank that is behind; the fault names it.
+        // Unavailable means that it drains. Deadline means that it held the chunk back for a rank that is behind,
+        // which the fault names.
         FaultKind::Unavailable | FaultKind::Deadline => Ok(Verdict::SendAgain(fault)),
         FaultKind::Corrupt if is_sound(gradients, &key) => {
             tracing::warn!(server = cluster.address(server), ?key, %fault, "a chunk arrived damaged");
@@ -42,9 +43,9 @@ pub(super) async fn judge(
             gradients.rank.forget_link(server);
             Ok(Verdict::SendAgain(fault))
         }
-        // It has restarted since it was joined.
+        // The server has restarted since it was joined.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
-        // An earlier micro-step's chunk was overtaken: over a new stream they go in order.
+        // The chunk has overtaken one of an earlier micro-step. Over a new stream they go in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
         FaultKind::Conflict if fault.field == READS => {
@@ -57,14 +58,14 @@ pub(super) async fn judge(
     }
 }
 
-/// Whether the payload still has its own checksum: before the network is blamed.
+/// Whether the payload still has its own checksum, which is checked before the network is blamed.
 fn is_sound(gradients: &Gradients, key: &ChunkKey) -> bool {
     let sound = |chunk: Chunk| chunk.is_lent() || crc32(&chunk.payload.bytes) == chunk.crc32;
     gradients.retained.send(key).is_some_and(sound)
 }
 
-/// "Not in this state". Waits while the server is paused, or one commit behind the one that started this step: ranks
-/// other than 0 hear of a commit from server 0, and another may get it a moment later.
+/// Handles "not in this state". Waits while the server is paused, or one commit behind the one that started this
+/// step: ranks other than 0 hear of a commit from server 0, and another server may get it a moment later.
 async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: Fault) -> Result<Verdict> {
     let pauses = cluster.waits.pauses();
     let slots = cluster.spec().gradient_slots() as u64;
@@ -76,7 +77,8 @@ async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: F
             backoff.pause(Instant::now() + cluster.options.deadline).await;
             version = version_when_running(cluster, server).await?;
         }
-        // A server that was behind has caught up by now, or its pause has ended, maybe before it was asked: then the fault tells.
+        // A server that was behind has caught up by now, or its pause has ended, maybe before it was asked. Then only
+        // the fault tells.
         let paused = fault.field == "job.phase" && fault.value == "paused";
         Ok((version, version > first || paused || fault.field == "step"))
     };

@@ -1,4 +1,5 @@
-//! Gradient chunks kept until their step is committed: what a broken connection or a restarted server is sent again.
+//! Gradient chunks that are retained until their step is committed, so that they can be sent again to a restarted
+//! server or after a break.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +20,7 @@ use crate::{device::PooledBuffer, memfd::Extent};
 pub(crate) struct Payload {
     pub(crate) bytes: Bytes,
     pub(crate) place: Option<(Arc<Extent>, u64)>,
-    /// Of what is lent: set once no server reads it any more.
+    /// Only a lent payload has this flag. It is set once no server reads the payload any more.
     over: Option<Arc<AtomicBool>>,
 }
 
@@ -31,7 +32,7 @@ impl From<PooledBuffer> for Payload {
 }
 
 impl Payload {
-    /// To be used by servers where it lies.
+    /// A payload that servers use where it lies.
     pub(super) fn lent(buffer: PooledBuffer) -> Payload {
         let (place, over) = (buffer.place(), Arc::new(AtomicBool::new(false)));
         let lent = Lent { buffer: Some(buffer), over: Arc::clone(&over) };
@@ -39,7 +40,7 @@ impl Payload {
     }
 }
 
-/// A buffer that servers may be reading. It goes back to its pool only once that is over.
+/// A buffer that servers may be reading. It goes back to its pool only once none does.
 struct Lent {
     /// None only while dropping.
     buffer: Option<PooledBuffer>,
@@ -57,7 +58,8 @@ impl Drop for Lent {
         if let Some(buffer) = self.buffer.take()
             && !self.over.load(Ordering::Acquire)
         {
-            // The session ends before an update does. Its memory goes with the last server that has mapped it.
+            // The session ends while an update may still read the buffer. Its memory goes with the last server that
+            // has mapped it.
             buffer.abandon();
         }
     }
@@ -67,7 +69,7 @@ impl Drop for Lent {
 #[derive(Clone)]
 pub(crate) struct Chunk {
     pub(crate) payload: Payload,
-    /// Of no meaning for what is lent.
+    /// It means nothing for a lent chunk, whose bytes are not sent and so have no checksum.
     pub(crate) crc32: u32,
     pub(crate) loss_scale: f64,
     /// The version that the gradient was computed with.
@@ -96,21 +98,22 @@ impl Entry {
     }
 }
 
-/// Chunks that a server may still need, by key: those of undecided steps, and what is lent until its update is done.
+/// The chunks that a server may still need, by key: those of undecided steps, and lent ones until their update is
+/// done.
 #[derive(Default)]
 pub(crate) struct Retained(Mutex<Entries>);
 
 #[derive(Default)]
 struct Entries {
     by_key: BTreeMap<ChunkKey, Entry>,
-    /// No server asks again for what belongs to these steps.
+    /// No server asks again for what belongs to steps up to this one.
     decided: Step,
-    /// All weights after these steps were seen: their updates are done.
+    /// All weights after steps up to this one were seen, so their updates are done.
     updated: Step,
 }
 
 impl Entries {
-    /// The chunk, or the whole gradient of its shard.
+    /// Finds the chunk, or the lent gradient of its whole shard.
     fn find(&mut self, key: &ChunkKey) -> Option<&mut Entry> {
         let whole = ChunkKey { chunk: ChunkId(0), ..*key };
         let held = match self.by_key.get(&whole).is_some_and(|entry| entry.chunk.is_lent()) {
@@ -161,9 +164,9 @@ impl Retained {
         }
     }
 
-    /// What a lane must send again after its connection broke: all it had sent, acknowledged or not, since a server that
-    /// restarted has forgotten what it acknowledged. One that has not restarted answers with cheap duplicates. Chunks
-    /// that still queue are left to the queue.
+    /// What a lane must send again after its connection broke: all that it had sent, acknowledged or not, since a
+    /// restarted server has forgotten what it acknowledged. A server that has not restarted answers with cheap
+    /// duplicates. Chunks that are still queued stay in the queue.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
         let mut entries = self.lock();
         let sent = entries.by_key.iter_mut().filter(|(_, entry)| entry.sent && entry.chunk.lane == lane);
@@ -185,7 +188,7 @@ impl Retained {
         self.lock().by_key.keys().next_back().map_or(0, |key| key.step.0)
     }
 
-    /// Chunks not yet acknowledged.
+    /// How many chunks are not yet acknowledged.
     pub(crate) fn unacknowledged(&self) -> usize {
         self.lock().by_key.values().filter(|entry| !entry.acknowledged).count()
     }
@@ -195,12 +198,12 @@ impl Retained {
         self.lock().by_key.values().any(|entry| entry.chunk.is_lent())
     }
 
-    /// Frees the chunks of the steps up to and with `step`, but for what is lent: it is committed.
+    /// Frees the chunks of the steps up to `step`, which is committed. Lent chunks stay.
     pub(crate) fn release(&self, step: Step) {
         self.free(|entries| entries.decided = entries.decided.max(step));
     }
 
-    /// Frees what is lent of these steps as well, once they are committed: their updates are done.
+    /// Frees lent chunks up to this step as well, once they are committed: their updates are done.
     pub(crate) fn updated(&self, step: Step) {
         self.free(|entries| entries.updated = entries.updated.max(step));
     }
@@ -304,7 +307,7 @@ mod tests {
         retained.updated(Step(1));
         assert!(!retained.contains(&key(1, 0)));
         assert_eq!(pool.take(4096).unwrap().place().unwrap().1, first.1, "the first buffer is used again");
-        // The session ends while a server may read the second.
+        // The session ends while a server may read the second one.
         drop(retained);
         let (extent, offset) = second;
         let mut seen = [0; 4096];

@@ -13,7 +13,7 @@ use crate::{
     error::Result,
 };
 
-/// A commit that this rank 0 made, and from which contributions on each server.
+/// A commit that this rank 0 made, and the contributions on each server that it was made from.
 #[derive(Debug)]
 pub(crate) struct OwnCommit {
     pub(crate) commit: Commit,

@@ -9,8 +9,8 @@ use longshore_wire::{
 use super::RankState;
 use crate::{cluster::Cluster, error::Result};
 
-/// How often a link that a session must have is tried before its first push: a server may die once or twice, but a host on
-/// which there can be no link is said soon.
+/// How often a link that a session must have is tried before its first push. A server may die once or twice, but a
+/// host on which there can be no link should be reported soon.
 const TRIES: usize = 3;
 
 /// Only ends what earlier processes of the rank may do there.
@@ -54,8 +54,8 @@ impl RankState {
         Ok(answer.progress.unwrap_or_default())
     }
 
-    /// Joins a server again as this very process: one that restarted may have forgotten who had joined, and offers links
-    /// elsewhere.
+    /// Joins a server again as this very process. One that restarted may have forgotten who had joined, and offers
+    /// links elsewhere.
     pub(crate) async fn rejoin(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
         self.join_on(cluster, server, self.incarnation()).await.map(|_| ())
     }

@@ -1,4 +1,4 @@
-//! The links with all servers: made where they can be, made again where they broke.
+//! The links with all servers. They are made where they can be, and made again where they broke.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -27,12 +27,12 @@ impl Links {
         self.0[server].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a server said when it was joined.
+    /// Notes what a server offered when it was joined.
     pub(super) fn offered(&self, server: ServerId, offer: Option<MemfdOffer>) {
         self.of(server).offer = offer;
     }
 
-    /// A server does not know the link. Forgetting a newer one too costs no more than making it again.
+    /// Forgets a link that a server does not know. Forgetting a newer one too costs no more than making it again.
     pub(super) fn forget(&self, server: ServerId) {
         self.of(server).link = None;
     }
@@ -43,7 +43,7 @@ impl Links {
         link.filter(|link| link.incarnation == incarnation && link.is_open())
     }
 
-    /// Makes a link where there can be one and is none.
+    /// Makes a link where there is none and one can be made.
     ///
     /// # Errors
     /// Why there is none, if the session was told to have one.

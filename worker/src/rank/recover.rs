@@ -1,5 +1,5 @@
-//! After a connection broke: is it the same server, does it still know the job and this rank, and which decisions
-//! has it missed? Asked before anything is sent again.
+//! After a connection broke: is it the same server, does it still know the job and this rank, and which decisions has
+//! it missed? This is asked before anything is sent again.
 
 use std::{
     sync::Arc,
@@ -17,7 +17,7 @@ use crate::{
 
 /// How often a paused server is asked whether it goes on.
 const PAUSE_POLL: Duration = Duration::from_millis(200);
-/// Longest wait for one server's answer while another one is what is waited for.
+/// The longest wait for one server's answer while another server is waited for.
 const GLANCE: Duration = Duration::from_secs(1);
 
 /// Joins a server again that may have restarted, and brings it to the newest decision.
@@ -35,7 +35,7 @@ pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &RankState, server: Se
         .into());
     }
     check_reach(cluster, rank, server, Version(progress.version))?;
-    // Also where the server remembers the rank: a new process offers another link.
+    // This is done even where the server remembers the rank, since a new process offers another link.
     rank.rejoin(cluster, server).await?;
     tracing::debug!(server = cluster.address(server), "joined again");
     let missed = rank.commits.after(Step(progress.version));
@@ -46,7 +46,8 @@ pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &RankState, server: Se
     Ok(())
 }
 
-/// Whether this process has made all that a server at `version` lacks: the gradients since it joined, and no earlier ones.
+/// Checks that this process has made all that a server at `version` lacks: it has the gradients since it joined, and
+/// no earlier ones.
 fn check_reach(cluster: &Cluster, rank: &RankState, server: ServerId, version: Version) -> Result<()> {
     let joined = rank.joined_at();
     if version >= joined {
@@ -64,7 +65,7 @@ pub(crate) async fn is_undecided(cluster: &Cluster, server: ServerId, step: Step
     Ok(version(&answer) < step.0)
 }
 
-/// `Fenced` when a newer process has taken this rank.
+/// Gives `Fenced` when a newer process has taken this rank.
 pub(crate) async fn check_not_fenced(cluster: &Cluster, rank: &RankState, server: ServerId) -> Result<()> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
     let mine = answer.ranks.iter().find(|known| known.rank == cluster.options.rank.0);
@@ -90,13 +91,13 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
             return Ok(Version(progress.version));
         }
         was_paused = true;
-        // `patiently` around the caller bounds this by the pause deadline.
+        // The caller is inside `patiently`, which bounds this by the pause deadline.
         cluster.waits.paused(&progress.pause_reason);
         tokio::time::sleep(PAUSE_POLL).await;
     }
 }
 
-/// Beside the pushes, since a server takes a decision only with all contributions, which are being sent again.
+/// Runs beside the pushes, since a server takes a decision only with all contributions, which are being sent again.
 async fn resend_commits(cluster: Arc<Cluster>, server: ServerId, commits: Vec<Arc<OwnCommit>>) {
     let end = Instant::now() + cluster.options.deadline;
     for own in commits {
@@ -121,8 +122,8 @@ async fn resend(cluster: &Cluster, server: ServerId, own: &OwnCommit, end: Insta
     }
 }
 
-/// Whether a step that `server` lacks can be made of the same contributions again: not once a rank has another process than
-/// when it was decided. Servers that do not answer at once are passed over.
+/// Checks that a step which `server` lacks can be made of the same contributions again. It cannot once a rank has
+/// another process than when the step was decided. Servers that do not answer at once are passed over.
 ///
 /// # Errors
 /// `Outdated` when it cannot: this rank 0 must take over as a new one would.

@@ -12,9 +12,9 @@ use crate::memfd::Link;
 
 pub(crate) struct RankState {
     incarnation: AtomicU64,
-    /// The version that it was joined at.
+    /// The version that was joined at.
     joined_at: AtomicU64,
-    /// A pipeline has begun: from then on a server that waits for weights has lost them.
+    /// A pipeline has begun. From then on a server that waits for weights has lost them.
     trained: AtomicBool,
     /// Shared memory with servers, made as this process.
     pub(super) links: Links,

@@ -22,7 +22,7 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateHash {
     pub version: Version,
-    /// Steps that updated.
+    /// The number of steps that updated.
     pub applied: u64,
     /// 32 hexadecimal digits.
     pub hash: String,
@@ -81,7 +81,7 @@ pub(super) async fn delete_job_on(cluster: &Cluster, server: ServerId) -> Result
         async move { peer.admin().delete_job(request).await }
     });
     match deleted.await {
-        // Gone with an attempt whose answer was lost.
+        // It was deleted by an attempt whose answer was lost.
         Err(Error::Call(failed))
             if failed.fault.kind == FaultKind::NotFound && attempts.load(Ordering::Relaxed) > 1 =>
         {

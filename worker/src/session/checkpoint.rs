@@ -1,4 +1,4 @@
-//! Checkpoints over all servers of a job: whether one could be written, writing and sealing, and the list of them.
+//! Checkpoints over all servers of a job: whether one could be written, writing and sealing it, and the list of them.
 
 use std::time::Instant;
 
@@ -17,8 +17,8 @@ use crate::{
     error::{Error, Result, TimedOut},
 };
 
-/// What every server lists, as one list. Seals what servers have written that were drained and do not share a folder: they
-/// cannot tell each other.
+/// What every server lists, as one list. Also seals what was written by servers that were drained and do not share a
+/// folder: they cannot tell each other.
 pub(super) async fn list_checkpoints(cluster: &Cluster) -> Result<Vec<Checkpoint>> {
     let mut lists = listed(cluster).await?;
     let whole = unsealed_but_whole(lists.iter().flat_map(|list| &list.unsealed));
@@ -52,8 +52,8 @@ pub(super) async fn check_room(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Under `name`, or where that is taken by another state, as after a rollback, under the first of name.2, name.3, ... that
-/// is not.
+/// Writes a checkpoint under `name`. Where another state has taken that, as after the job went back, it takes the
+/// first of name.2, name.3, ... that is free.
 pub(super) async fn checkpoint_numbered(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
     let mut names = numbered(name);
     loop {
@@ -83,7 +83,7 @@ async fn write_and_seal(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
     let mut tried = 0;
     let parts = loop {
         match parts(cluster, name, lead(tried)).await {
-            // A commit came between: the version named is no longer the current one.
+            // A commit came between, and the version named is no longer the current one.
             Err(Error::Call(failed)) if has_passed(&failed.fault) => {
                 tried += 1;
                 if tried == TRIES || Instant::now() > end {
@@ -99,7 +99,7 @@ async fn write_and_seal(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
     Ok(Checkpoint { name: name.to_string(), version, shared, stale: false, damage: None })
 }
 
-/// Every server's part, all of one version: the newest, or one so many steps on.
+/// Every server's part, all of one version: the newest, or one `lead` steps on.
 async fn parts(cluster: &Cluster, name: &str, lead: u64) -> Result<Vec<CheckpointResponse>> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let version = answers
@@ -117,7 +117,7 @@ async fn parts(cluster: &Cluster, name: &str, lead: u64) -> Result<Vec<Checkpoin
     parts_of(cluster, &request).await
 }
 
-/// To the end everywhere: a server goes on writing whether it is listened to or not.
+/// Waits for the end on every server: a server goes on writing whether it is listened to or not.
 async fn parts_of(cluster: &Cluster, request: &CheckpointRequest) -> Result<Vec<CheckpointResponse>> {
     let write = |server| {
         cluster.call(server, "Checkpoint", None, cluster.options.slow_deadline, move |peer| {
@@ -140,8 +140,8 @@ async fn seal(cluster: &Cluster, name: &str, parts: Vec<String>) -> Result<Vec<S
     cluster.on_each(seal).await.into_vec().into_iter().collect()
 }
 
-/// Gives back the room of parts that were written, since not all were. Where that fails too, the next checkpoint that is
-/// sealed does it.
+/// Gives back the room of parts that were written, since not all were. Where that fails too, the next checkpoint that
+/// is sealed does it.
 async fn discard(cluster: &Cluster, name: &str) {
     let request = DiscardCheckpointRequest { job: cluster.job().to_string(), name: name.to_string() };
     let discard = |server| {

@@ -1,4 +1,4 @@
-//! What several servers list as one list, and names of checkpoints.
+//! The lists of several servers as one list, and the names of checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,14 +9,14 @@ use longshore_wire::v1::{CheckpointInfo, UnsealedPart};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoint {
     pub name: String,
-    /// A damaged checkpoint has what its manifest still seems to say.
+    /// A damaged checkpoint's version is what its manifest still seems to say.
     pub version: Version,
-    /// Every server sees all parts. Where servers have folders of their own, the same servers can restore it, and others only
-    /// once the parts are brought together.
+    /// Every server sees all parts. Where servers have folders of their own, the same servers can restore it, and
+    /// others only once the parts are brought together.
     pub shared: bool,
-    /// Left behind when the job went back to an older one.
+    /// It was left behind when the job went back to an older one.
     pub stale: bool,
-    /// Why it cannot be restored, and on which server. None: nothing is known against it.
+    /// Why it cannot be restored, and on which server. None when nothing is known against it.
     pub damage: Option<String>,
 }
 
@@ -37,7 +37,8 @@ pub fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
     })
 }
 
-/// Names, and the parts in the order of their servers, of what no one has sealed and of which every server's part is there.
+/// Unsealed checkpoints of which every server's part is there: their names, and the parts in the order of the
+/// servers.
 pub(crate) fn unsealed_but_whole<'a>(
     parts: impl Iterator<Item = &'a UnsealedPart>,
 ) -> Vec<(String, Vec<String>)> {
@@ -53,8 +54,8 @@ pub(crate) fn unsealed_but_whole<'a>(
     whole.map(owned).collect()
 }
 
-/// In the order in which they were sealed. One that a server does not list, or lists otherwise, is damaged: who leaves it out
-/// must be able to say so.
+/// The checkpoints in the order in which they were sealed. One that a server does not list, or lists otherwise, is
+/// given as damaged, so that whoever leaves it out can say why.
 pub fn common(lists: Vec<(String, Vec<CheckpointInfo>)>) -> Vec<Checkpoint> {
     let mut found: Vec<&CheckpointInfo> = Vec::new();
     for info in lists.iter().flat_map(|(_, list)| list) {

@@ -1,5 +1,6 @@
-//! Back to a checkpoint, where servers have nothing of the job, or where what they have is to be given up. Nothing is deleted
-//! before a checkpoint is known that every server can read, and nothing that would survive a restart without a word for it.
+//! Back to a checkpoint, where servers have nothing of the job, or where what they have is to be given up. Nothing is
+//! deleted before a checkpoint is known that every server can read. State that would survive a restart is deleted
+//! only if the caller says so.
 
 use std::time::Instant;
 
@@ -19,13 +20,13 @@ use crate::{
     error::{Error, NoCheckpoint, Result, StateKept},
 };
 
-/// To which checkpoint, and what may be given up for it.
+/// Which checkpoint to go back to, and what may be given up for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GoBack {
-    /// None: the newest that can be restored, with a warning for each newer one that cannot.
+    /// None means the newest that can be restored, with a warning for each newer one that cannot.
     pub checkpoint: Option<String>,
-    /// State that servers hold may be deleted. Without it only what the `memory` tier has after another server lost its
-    /// part.
+    /// State that servers hold may be deleted. Without this only what the `memory` tier has after another server lost
+    /// its part may be.
     pub discard_state: bool,
 }
 
@@ -86,7 +87,7 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
     let version = Version(known.version);
     let checkpoint = Checkpoint { name: name.into(), version, shared: true, stale: false, damage: None };
     let holders = there.holders();
-    // A restore that was cut off, or a part lost at the checkpoint's very version: nothing need be given up.
+    // A restore was cut off, or a part was lost at the checkpoint's very version: nothing has to be given up.
     if holders.iter().all(|&server| there.version(server) == checkpoint.version) {
         open_everywhere(cluster).await?;
         match restore(cluster, name).await {
@@ -110,7 +111,7 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
     Ok(checkpoint)
 }
 
-/// Memory and folders of a job that was deleted are free once its last call has ended.
+/// Opens the job again. The memory and folders of a deleted job are free once its last call has ended.
 async fn open_again(cluster: &Cluster) -> Result<()> {
     let end = Instant::now() + cluster.options.deadline;
     let mut backoff = Backoff::new();
@@ -128,7 +129,7 @@ async fn open_again(cluster: &Cluster) -> Result<()> {
     }
 }
 
-/// Deletes the job on one server. Gone is gone, also when the first answer was lost.
+/// Deletes the job on one server. A job that is gone counts as deleted, also when the first answer was lost.
 async fn discard_on(cluster: &Cluster, server: ServerId) -> Result<()> {
     match delete_job_on(cluster, server).await {
         Err(Error::Call(failed)) if failed.fault.kind == FaultKind::NotFound => Ok(()),
@@ -158,14 +159,14 @@ fn holders_and_lost(cluster: &Cluster, there: &Whereabouts) -> (Vec<(String, Ver
     (holders.into_iter().map(|server| (address(server), there.version(server))).collect(), lost)
 }
 
-/// Every checkpoint that any server lists: one that only some can read is not passed over in silence.
-/// The one sealed last first: after a job went back, versions do not say which is newer.
+/// Every checkpoint that any server lists, so that one which only some can read is not passed over in silence. The
+/// one sealed last comes first: after a job went back, versions do not say which is newer.
 async fn names_newest_first(cluster: &Cluster) -> Result<Vec<String>> {
     let listed = list_checkpoints(cluster).await?;
     Ok(listed.into_iter().rev().map(|checkpoint| checkpoint.name).collect())
 }
 
-/// Whether it is the checkpoint that is at fault, and an older one may be whole.
+/// Whether the checkpoint itself is at fault, so that an older one may be whole.
 fn is_unreadable(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {
@@ -178,7 +179,7 @@ fn is_unreadable(error: &Error) -> bool {
     }
 }
 
-/// Whether a server has state, and other than the checkpoint's.
+/// Whether a server has state, and it is not the checkpoint's.
 fn is_other_state(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {

@@ -1,4 +1,4 @@
-//! Taking a rank: a new incarnation everywhere, and one version on all servers before the first step.
+//! Taking a rank: a new incarnation on all servers, and one version on all of them before the first step.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -15,15 +15,15 @@ use crate::{
     rank::RankState,
 };
 
-/// Where the job stands as this rank takes part.
+/// Where the job stands as this rank begins to take part.
 #[derive(Clone, Debug)]
 pub struct Joined {
     pub incarnation: Incarnation,
-    /// The same on all servers.
+    /// It is the same on all servers.
     pub version: Version,
-    /// Steps that updated, up to `version`.
+    /// The number of steps that updated, up to `version`.
     pub applied: u64,
-    /// The commit that made `version`: the loss scaler and the trainer's bytes are in its `trainer_state`. None at 0.
+    /// The commit that made `version`; None at 0. Its `trainer_state` has the loss scaler and the trainer's bytes.
     pub last_commit: Option<Commit>,
     /// The reason, when the job is paused.
     pub paused: Option<String>,
@@ -62,7 +62,7 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
     })
 }
 
-/// Above every earlier one even when this machine's clock went back.
+/// An incarnation above every earlier one, even when this machine's clock went back.
 fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> Incarnation {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
     let mine =
@@ -71,7 +71,7 @@ fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> 
     Incarnation(now.max(last.saturating_add(1)))
 }
 
-/// Waits until all servers hold one version: rank 0 may be joining, too, and completing a commit.
+/// Waits until all servers hold one version: rank 0 may be joining too, and completing a commit.
 async fn align(cluster: &Cluster, mut progress: ByServer<JobProgress>) -> Result<ByServer<JobProgress>> {
     let start = Instant::now();
     let end = start + cluster.options.deadline;

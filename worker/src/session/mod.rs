@@ -40,7 +40,7 @@ use crate::{
 };
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, and may be made from any
-/// thread that is not an async runtime's. A failure found in the background is returned by every later call.
+/// thread that is not an async runtime's. Every later call returns a failure that was found in the background.
 pub struct Session {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) rank: Arc<RankState>,
@@ -65,12 +65,12 @@ impl Session {
         self.cluster.runtime.block_on(act)
     }
 
-    /// Creates the job on every server, or finds it there. Idempotent. Where a server has trained and another has nothing, the
-    /// job is not created on the other one.
+    /// Creates the job on every server, or finds it there. It may be repeated. Where a server has trained and another
+    /// has nothing, the job is not created on the other one.
     ///
     /// # Errors
-    /// `Call` when a server refuses, as for a differing spec or too little memory; to rank 0 `StateLost` when some servers have
-    /// trained and others have nothing.
+    /// `Call` when a server refuses, as for a differing spec or too little memory; to rank 0 `StateLost` when some servers
+    /// have trained and others have nothing.
     pub fn open(&self) -> Result<Opened> {
         self.block_on(open::open(&self.cluster))
     }
@@ -86,9 +86,9 @@ impl Session {
         Ok(joined)
     }
 
-    /// Rank 0, after `join` on a fresh job: streams the initial fp32 weights to their owners. `weights(i)` returns all
-    /// elements of parameter i and is called once each, in order (again for parameters whose server had to be retried);
-    /// one parameter is held at a time.
+    /// Streams the initial fp32 weights to their owners. Rank 0 calls it, after `join` on a fresh job. `weights(i)`
+    /// returns all elements of parameter i and is called once each, in order (again for parameters whose server had
+    /// to be retried); one parameter is held at a time.
     pub fn upload(&self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
         upload::upload(&self.cluster, &self.rank, weights)
     }
@@ -99,9 +99,9 @@ impl Session {
         self.block_on(self.cluster.watched("the initial weights", training))
     }
 
-    /// The usual start of any rank: opens the job, joins it, and if it is fresh fills it: rank 0 uploads `weights`, the
-    /// others wait for that. A restore that was begun and cut off is brought to its end. To start from a checkpoint, rank 0
-    /// calls `open` and `restore` before this.
+    /// The usual start of any rank: opens the job, joins it, and if it is fresh fills it: rank 0 uploads `weights`,
+    /// and the others wait for that. A restore that was begun and cut off is brought to its end. To start from a
+    /// checkpoint, rank 0 calls `open` and `restore` before this.
     pub fn start(&mut self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<Joined> {
         if self.cluster.options.rank == Rank(0) {
             let opened = self.open()?;
@@ -115,7 +115,8 @@ impl Session {
             }
             return Ok(joined);
         }
-        // Joined first, it would not see what a restore brings. Opened after that, the job is compared and never created.
+        // A rank that joined first would not see what a restore brings. After that, opening compares the job and
+        // never creates it.
         self.wait_training()?;
         self.open()?;
         self.join()
@@ -134,47 +135,48 @@ impl Session {
         Ok(self.block_on(answers)?.into_vec())
     }
 
-    /// Hash of all state at one version: the same whatever the number of servers. Waits until the servers agree on a
-    /// version, so call it between steps.
+    /// The hash of all state at one version, which is the same whatever the number of servers. Waits until the
+    /// servers agree on a version, so call it between steps.
     pub fn state_hash(&self) -> Result<StateHash> {
         self.block_on(admin::state_hash(&self.cluster))
     }
 
-    /// Sealed checkpoints in the order in which they were sealed, which is not that of their versions once the job went back.
-    /// Those that cannot be restored are among them, and say why.
+    /// The sealed checkpoints in the order in which they were sealed, which is not that of their versions once the
+    /// job went back. Those that cannot be restored are among them, and say why.
     pub fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
         self.block_on(checkpoint::list_checkpoints(&self.cluster))
     }
 
-    /// Whether every server could write its part of a checkpoint now: to be asked before the first step of a run that wants
-    /// some.
+    /// Checks whether every server could write its part of a checkpoint now. A run that wants checkpoints asks before
+    /// its first step.
     pub fn check_checkpoint(&self) -> Result<()> {
         self.block_on(checkpoint::check_room(&self.cluster))
     }
 
-    /// As `checkpoint`. Where the name is taken by another state, as after a rollback, the first of name.2, name.3, ... that
-    /// is not is taken instead.
+    /// Does what `checkpoint` does. Where another state has taken the name, as after the job went back, it takes the
+    /// first of name.2, name.3, ... that is free.
     pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
         self.block_on(checkpoint::checkpoint_numbered(&self.cluster, name))
     }
 
-    /// Writes a checkpoint of the current version: every server its part, then the manifest beside each part. A sealed one
-    /// of that name is the answer when it is of this very state.
+    /// Writes a checkpoint of the current version: every server writes its part, then the manifest beside it. If a
+    /// sealed checkpoint of that name is of this very state, it is the answer.
     ///
     /// # Errors
-    /// `Call`, of a `Conflict` of `name`, when it is taken by another state.
+    /// `Call` with a `Conflict` of `name`, when another state has taken it.
     pub fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
         self.block_on(checkpoint::checkpoint(&self.cluster, name))
     }
 
-    /// Fills a job that waits for weights from a sealed checkpoint, made by any number of servers: all servers or none. One
-    /// that is at the checkpoint's state already is left as it is, so that a restore may be repeated.
+    /// Fills a job that waits for weights from a sealed checkpoint, which may have been made by any number of
+    /// servers. It is filled on all servers or on none. A job that is at the checkpoint's state already is left as it
+    /// is, so that a restore may be repeated.
     pub fn restore(&self, name: &str) -> Result<Version> {
         self.block_on(restore::restore(&self.cluster, name))
     }
 
-    /// Opens the job and fills it from a checkpoint, whatever a part of its servers has lost. State that servers hold is only
-    /// given up where that is said, or where the `memory` tier has lost the rest of it.
+    /// Opens the job and fills it from a checkpoint, whichever servers have lost their part. State that servers hold
+    /// is given up only where the caller says so, or where the `memory` tier has lost the rest of it.
     ///
     /// # Errors
     /// `StateKept` when something would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.
@@ -187,18 +189,18 @@ impl Session {
         self.block_on(admin::delete_job(&self.cluster))
     }
 
-    /// Stops the job on every server until `resume`. Rank 0 only, after `join`.
+    /// Stops the job on every server until `resume`. Only rank 0 may call it, after `join`.
     pub fn pause(&self, reason: &str) -> Result<()> {
         self.block_on(admin::pause_all(&self.cluster, &self.rank, reason))
     }
 
-    /// Lets a paused job go on; with `loss_scale`, from that scale, which only a pause that came with a decision allows. May
-    /// be called again where not every server was reached.
+    /// Lets a paused job go on. With `loss_scale` it goes on from that scale, which only a pause that came with a
+    /// decision allows. It may be called again where not every server was reached.
     pub fn resume(&self, loss_scale: Option<f64>) -> Result<()> {
         self.block_on(resume::resume_all(&self.cluster, loss_scale))
     }
 
-    /// Gives the rank up. The incarnation cannot be used again.
+    /// Gives the rank up. Its incarnation cannot be used again.
     pub fn leave(self) -> Result<()> {
         self.block_on(join::leave(&self.cluster, &self.rank))
     }
@@ -223,7 +225,7 @@ impl Session {
         self.cluster.options.deadline
     }
 
-    /// Gradient chunks that no server has acknowledged yet.
+    /// How many gradient chunks no server has acknowledged yet.
     pub fn unacknowledged_chunks(&self) -> usize {
         self.gradients.unacknowledged()
     }

@@ -16,16 +16,16 @@ use crate::{
 /// What `open` found.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Opened {
-    /// No server has all of its weights yet: upload or restore. To ranks other than 0 all that is not `Running` is this: it
-    /// is rank 0 that opens, restores and uploads, and what others see meanwhile says nothing.
+    /// No server has all of its weights yet, so upload or restore. Ranks other than 0 see everything but `Running` as
+    /// this: rank 0 opens, restores and uploads, and what others see meanwhile says nothing.
     Fresh,
-    /// A restore was begun here and has not ended: `restore` of the same checkpoint goes on with it.
+    /// A restore was begun here and has not ended. `restore` of the same checkpoint goes on with it.
     Restoring { checkpoint: String },
     /// Every server has state. Versions may differ by a commit that was under way; `join` settles that.
     Running {
         /// The smallest of the servers' versions.
         version: Version,
-        /// Steps of that server that updated.
+        /// The number of that server's steps that updated.
         applied: u64,
         /// The reason, when the job is paused.
         paused: Option<String>,
@@ -38,8 +38,8 @@ impl Opened {
     }
 }
 
-/// Opens the job where it is, and creates it elsewhere unless a server is ahead that has trained: beside that, an empty
-/// job is a lost one, and creating it would hide what is missing.
+/// Opens the job where it is, and creates it on the other servers, unless one has trained: an empty job beside that
+/// would be a lost one, and creating it would hide what is missing.
 pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
     let there = cluster.on_all(|server| open_if_there(cluster, server)).await?;
     let absent = there.values().any(Option::is_none);
@@ -67,7 +67,7 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
     match find(cluster, server).await {
         Ok(None) => return Ok(None),
         Ok(Some(_)) => {}
-        // It is there and could not be recovered: opening it tries again, and says why it fails.
+        // The job is there and could not be recovered: opening it tries again, and says why it fails.
         Err(Error::Call(failed))
             if !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) => {}
         Err(error) => return Err(error),
@@ -81,7 +81,7 @@ pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<JobPr
         placement: Some(cluster.placement.to_wire()),
         server: server.0,
     };
-    // Slow: a server allocates and touches all of its memory before it answers.
+    // This is slow: a server allocates and touches all of its memory before it answers.
     let answer = cluster.call(server, "OpenJob", None, cluster.options.slow_deadline, |peer| {
         let request = request.clone();
         async move { peer.training().open_job(request).await }
@@ -93,9 +93,9 @@ pub(super) fn judge_all(cluster: &Cluster, progress: &ByServer<JobProgress>) -> 
     judge(cluster, &progress.iter().collect::<Vec<_>>())
 }
 
-/// All loading is fresh, all with state is running; a mixture beyond version 0 means that a server lost its part.
-/// At version 0 the mixture is an upload under way: servers begin to train one by one. That is rank 0's view, which acts on
-/// it; other ranks wait until all servers train.
+/// If all servers are loading the job is fresh, and if all have state it is running. A mixture beyond version 0 means
+/// that a server lost its part; at version 0 it is an upload under way, since servers begin to train one by one. This
+/// is rank 0's view, on which it acts; other ranks wait until all servers train.
 fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Opened> {
     let loading = servers.iter().find(|(_, progress)| progress.phase() == Phase::Loading);
     let ahead = servers.iter().find(|(_, progress)| progress.version > 0);
@@ -132,8 +132,8 @@ fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Open
     }
 }
 
-/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while it gives up one
-/// state for another.
+/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while it replaces
+/// one state by another.
 pub(super) async fn wait_training(cluster: &Cluster) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;

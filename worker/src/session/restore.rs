@@ -1,5 +1,5 @@
-//! A restore as one act over all servers: every one loads its part and holds it, and only when all do, they start. So a fault, a
-//! lost answer or the end of the one who asked leaves a job that waits, and asking again goes on from there.
+//! A restore as one act over all servers: every server loads its part and holds it, and they start only when all do.
+//! So a fault, a lost answer or the death of the client leaves a job that waits, and asking again goes on from there.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +12,15 @@ use crate::{
     error::{Error, NotRestored, OtherCheckpoints, Result},
 };
 
-/// How long a server lets one call wait. Then it is asked how far it is, and waited for again.
+/// How long one call waits on a server. Then the server is asked how far it is, and waited for again.
 const ONE_WAIT: Duration = Duration::from_secs(10);
 
-/// Fills the job from a checkpoint on every server, or on none. A job that is at the checkpoint's state already is left as
-/// it is.
+/// Fills the job from a checkpoint on every server, or on none. A job that is at the checkpoint's state already is
+/// left as it is.
 pub(super) async fn restore(cluster: &Cluster, name: &str) -> Result<Version> {
     let name = JobName::parse("checkpoint.name", name)?;
     let name = name.as_str();
-    // To the end everywhere: a server goes on loading whether it is listened to or not.
+    // Waits for the end on every server: a server goes on loading whether it is listened to or not.
     let held = cluster.on_each(|server| restore_on(cluster, server, name, RestoreMode::Hold));
     let (mut loaded, mut failure) = (Vec::new(), None);
     for (server, answer) in held.await {
@@ -52,7 +52,7 @@ pub(super) async fn verify_checkpoint(cluster: &Cluster, name: &str) -> Result<(
     Ok(())
 }
 
-/// One act on one server, for as long as it gets on.
+/// Makes one act on one server, and waits as long as it makes progress.
 async fn restore_on(
     cluster: &Cluster,
     server: ServerId,
@@ -102,7 +102,8 @@ fn check_alike(cluster: &Cluster, name: &str, answers: &[(ServerId, RestoreRespo
     Err(OtherCheckpoints { job: cluster.job().clone(), checkpoint: name.into(), versions }.into())
 }
 
-/// Has the servers that hold their part give it up, unless the failure may pass: then asking again goes on from there.
+/// Has the servers that hold their part give it up. If the failure may pass they keep it, and asking again goes on
+/// from there.
 async fn take_back(
     cluster: &Cluster,
     name: &str,
@@ -130,7 +131,7 @@ async fn take_back(
     NotRestored { job: cluster.job().clone(), undone, left, cause }.into()
 }
 
-/// Whether a server that failed so may still do it, or be doing it.
+/// Whether a server that failed in this way may still do it, or be doing it.
 fn may_pass(error: &Error) -> bool {
     match error {
         Error::Call(failed) => matches!(failed.fault.kind, FaultKind::Deadline | FaultKind::Unavailable),

@@ -1,4 +1,4 @@
-//! The end of a pause, on every server: what reached some of them is brought to the others.
+//! The end of a pause on every server: a resume that reached some of them is brought to the others.
 
 use std::time::Instant;
 
@@ -11,7 +11,8 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The version that servers are paused at: the lowest one, since a server that is past it has been resumed. None: none is.
+/// The version that servers are paused at, or None. It is the lowest one, since a server that is past it has been
+/// resumed.
 pub fn paused_at<'a>(progress: impl IntoIterator<Item = &'a JobProgress>) -> Option<u64> {
     let paused = progress.into_iter().filter(|progress| progress.phase() == Phase::Paused);
     paused.map(|progress| progress.version).min()
@@ -28,8 +29,8 @@ pub(super) async fn resume_all(cluster: &Cluster, loss_scale: Option<f64>) -> Re
     Ok(())
 }
 
-/// Ends the pause that began at a version, or the one in force. `loss_scale` 0 keeps the old one. A server that has lost
-/// the version in a crash is waited for.
+/// Ends the pause that began at a version, or the current one. `loss_scale` 0 keeps the old scale. A server that has
+/// lost the version in a crash is waited for.
 pub(crate) async fn resume_on(
     cluster: &Cluster,
     server: ServerId,
@@ -52,8 +53,8 @@ pub(crate) async fn resume_on(
     }
 }
 
-/// Brings an operator's resume to the servers that it had not reached when whoever sent it died. `progress`: of all
-/// servers, at one version. A server that goes on from a version that others are paused at was resumed.
+/// Brings an operator's resume to the servers that it had not reached when its sender died. `progress` has all
+/// servers, at one version. A server that goes on from a version at which others are paused was resumed.
 pub(super) async fn spread_resume(
     cluster: &Cluster,
     mut progress: ByServer<JobProgress>,

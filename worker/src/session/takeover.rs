@@ -13,8 +13,8 @@ use crate::{
     rank::{commit_as, fence, version},
 };
 
-/// Ends first what earlier processes of rank 0 may do, everywhere: the versions read after that change no more. Then the
-/// newest decision is completed where it is missing, or taken back where it is not.
+/// First ends what earlier processes of rank 0 may do on all servers, so that the versions read after that change no
+/// more. Then completes the newest decision where it is missing, or takes it back where that cannot be.
 pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
     let progress = cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
     match complete_commit(cluster, &progress, incarnation).await {
@@ -28,9 +28,9 @@ pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Re
     }
 }
 
-/// Rank 0 may have died between its commits: the newest decision goes to the servers one version behind, which have the
-/// contributions that it was made from, or refuse it. A server further behind needs what nobody holds any more: the versions
-/// stay apart, and `align` reports that.
+/// Rank 0 may have died between its commits. The newest decision then goes to the servers one version behind, which
+/// have the contributions that it was made from, or refuse it. A server further behind needs what nobody holds any
+/// more: the versions stay apart, and `align` reports that.
 async fn complete_commit(
     cluster: &Cluster,
     progress: &ByServer<JobProgress>,
@@ -45,7 +45,8 @@ async fn complete_commit(
     let behind = progress.iter().filter(|(_, progress)| progress.version + 1 == newest);
     let send = |server| {
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
-        // From whatever the server has: the origin went with the process that made the decision.
+        // The origin is unknown: it went with the process that made the decision, so the server takes whatever it
+        // has.
         commit_as(cluster, server, incarnation, &commit, Origin::UNKNOWN)
     };
     try_join_all(behind.map(|(server, _)| send(server))).await?;
@@ -54,7 +55,7 @@ async fn complete_commit(
 
 /// Takes the newest decision back on the servers that have it by now, where their tier keeps the version before.
 async fn withdraw(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
-    // Asked again: a commit that was completed a moment ago is taken back, too.
+    // They are asked again: a commit that was completed a moment ago is taken back too.
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let common = answers.values().map(version).min().unwrap_or(0);
     let ahead = answers.iter().filter(|(_, answer)| version(answer) > common);
@@ -69,7 +70,7 @@ async fn step_back(
     incarnation: Incarnation,
 ) -> Result<()> {
     let request = StepBackRequest { job: cluster.job().to_string(), incarnation: incarnation.0, version };
-    // Slow: it reads all of its state.
+    // This is slow: the server reads all of its state.
     let answer = cluster.call(server, "StepBack", None, cluster.options.slow_deadline, |peer| {
         let request = request.clone();
         async move { peer.admin().step_back(request).await }

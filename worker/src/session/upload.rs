@@ -1,4 +1,5 @@
-//! The initial weights, streamed to their owners: the flat space is walked once, one parameter in memory at a time.
+//! The initial weights, streamed to their owners. The flat space is walked once, with one parameter in memory at a
+//! time.
 
 use std::{
     collections::BTreeSet,
@@ -24,13 +25,13 @@ use crate::{
     rank::RankState,
 };
 
-/// Chunks under way to one server: enough to keep it busy while the next parameter is made.
+/// How many chunks are under way to one server: enough to keep it busy while the next parameter is made.
 const QUEUE_CHUNKS: usize = 8;
 
 type Weights<'a> = &'a dyn Fn(usize) -> Vec<f32>;
 
-/// Streams what is missing until nothing is. Before each walk every server is asked what it misses, and made ready to take
-/// it: one that restarted has forgotten who had joined, and with the `memory` tier the job.
+/// Streams what is missing until nothing is. Before each walk every server is asked what it misses, and made ready to
+/// take it: one that restarted has forgotten who had joined, and with the `memory` tier the job too.
 pub(super) fn upload(cluster: &Cluster, rank: &RankState, weights: Weights<'_>) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
@@ -68,7 +69,7 @@ async fn missing_shards(cluster: &Cluster, rank: &RankState) -> Result<BTreeSet<
     let mut missing = BTreeSet::new();
     for (server, answer) in answers {
         let answer = match answer {
-            // As long as nothing is trained nothing is lost with it.
+            // As long as nothing is trained, nothing is lost with it.
             Err(Error::StateLost(_)) if !trained => {
                 open_on(cluster, server).await?;
                 cluster.describe(server, false, deadline).await?
@@ -98,7 +99,8 @@ async fn missing_on(
     Ok(progress.missing_shards.into_iter().map(ShardId).collect())
 }
 
-/// One walk over the flat space. Returns the failure that cut it short, if it passes, and whose it was.
+/// Walks over the flat space once. If a failure that passes cut the walk short, returns it, and which server's it
+/// was.
 fn pass(
     cluster: &Cluster,
     rank: &RankState,
@@ -166,7 +168,7 @@ impl Stream {
         Stream { queue, answer: cluster.runtime.spawn_joined(answer) }
     }
 
-    /// False when the call has ended early: `close` says why.
+    /// Returns false when the call has ended early; `close` says why.
     async fn send(&self, request: UploadRequest, end: Instant) -> Result<bool> {
         Ok(matches!(tokio::time::timeout_at(end.into(), self.queue.send(request)).await, Ok(Ok(()))))
     }
@@ -196,7 +198,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// A chunk as fp32, padding zero.
+    /// A chunk as fp32, with zeros as padding.
     fn chunk(&mut self, shard: ShardId, chunk: ChunkId) -> Result<Bytes> {
         let cluster = self.cluster;
         let bytes = cluster.layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);

@@ -2,8 +2,8 @@
 //!
 //! h2 reads each DATA frame into memory of its own, and its user must copy it from there. [`Direct`] sits between the
 //! socket and h2 and looks at the headers of frames. It passes all of them to h2, but for the DATA frames of a stream
-//! with a [`Tap`]: their payload is read from the socket to where the tap's [`Sink`](crate::sink::Sink) says. h2 neither sees nor counts
-//! it, so `Direct` gives the windows back once the bytes have been taken.
+//! with a [`Tap`]: their payload is read from the socket to where the tap's [`Sink`](crate::sink::Sink) says. h2 neither
+//! sees nor counts it, so `Direct` gives the windows back once the bytes have been taken.
 //!
 //! hyper does not tell its users which stream a call has. So whoever makes a call that may be tapped puts a [`Mark`]
 //! before its first message, in a protobuf field that others skip, and `Direct` looks for it at the start of DATA

@@ -29,9 +29,9 @@ pub const UNIX_BYTES: usize = 1024 * 1024;
 /// [`Socket::size_buffers`] on to the socket below, and say true in [`AsyncWrite::is_write_vectored`] where it takes several
 /// slices with one call, since each message is a small head and a large payload.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
-    /// Reads what is there into the first place, then into the next, and returns how many bytes that were: 0 at the end of
-    /// the stream. Nothing is lost where it is pending, and the task is woken once there is something. A stream that can fill one place only leaves the
-    /// others as they are.
+    /// Reads the bytes that are there into the first place, then into the next, and returns how many they were: 0 at the end
+    /// of the stream. If it returns `Pending` nothing was taken, and the task is woken once bytes are there. A stream that can
+    /// fill only one place leaves the others as they are.
     fn poll_read_into(
         &mut self,
         context: &mut Context<'_>,
@@ -45,17 +45,17 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
         Poll::Ready(Ok(buffer.filled().len()))
     }
 
-    /// Whether [`Socket::poll_write_parts`] works: whether it is the kernel that reads what is sent, and not this process.
+    /// Whether [`Socket::poll_write_parts`] works. It does if the kernel reads what is sent, and not this process.
     fn takes_addresses(&self) -> bool {
         false
     }
 
-    /// Writes parts one after the other; tells how many bytes it took.
+    /// Writes parts one after the other. Returns how many bytes it took.
     fn poll_write_parts(&mut self, _: &mut Context<'_>, _: &[Part<'_>]) -> Poll<io::Result<usize>> {
         Poll::Ready(Err(io::ErrorKind::Unsupported.into()))
     }
 
-    /// Sets how much may be under way in the kernel, where the kernel should not decide.
+    /// Sets how many bytes the kernel may buffer, where the kernel should not decide it.
     fn size_buffers(&self) {}
 }
 
