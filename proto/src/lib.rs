@@ -14,6 +14,7 @@ pub mod job;
 pub mod layout;
 pub mod limits;
 pub mod placement;
+pub mod properties;
 pub mod state;
 
 pub use commit::Commit;
@@ -25,4 +26,5 @@ pub use ids::{BlockId, ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, S
 pub use job::{JobName, JobSpec, TierKind};
 pub use layout::{Layout, Param, Slice};
 pub use placement::Placement;
+pub use properties::{JobProperties, Lifetime};
 pub use state::{Formats, MasterFormat, StateFormat};

@@ -1,16 +1,8 @@
-//! What a job needs on one server, computed before anything is allocated, and the budget it must fit.
+//! The server's memory as a budget, and what a job asks of it before anything is allocated.
 
 use std::sync::{Arc, Mutex};
 
-use longshore_proto::{
-    Fault, FaultKind, JobSpec, Layout, ShardId, TierKind,
-    limits::{CONNECTION_BYTES, DATA_CONNECTIONS, SPILLED_PULL_BYTES},
-};
-
-use crate::{
-    job::{spilled_need, window_need},
-    tier::{Shape, Storage, nvme, shm},
-};
+use longshore_proto::{Fault, FaultKind};
 
 /// Bytes of each kind that a job's shards take on one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,43 +26,6 @@ pub struct Need {
 }
 
 impl Need {
-    pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
-        let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
-        let slots = spec.gradient_slots() as u64;
-        let state = Shape::of(spec).bytes(elements as usize) as u64;
-        let (buffers, state, disk, written) = match spec.tier {
-            TierKind::Memory => (0, state, 0, 0),
-            // A tmpfs is DRAM.
-            TierKind::Shm => (shm::overhead(spec, layout, owned), state, 0, 0),
-            TierKind::Nvme => {
-                let nvme::StoreNeed { buffers, resident, disk, written } =
-                    nvme::need(spec, layout, owned, storage);
-                (buffers, resident, disk, written)
-            }
-        };
-        let (contributions, accumulators) = if storage.spills_gradients(spec) {
-            spilled_need(spec, layout, owned)
-        } else {
-            let contributions = elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size);
-            (contributions, if spec.accumulates() { elements * 4 * slots } else { 0 })
-        };
-        let connection = CONNECTION_BYTES + if storage.spills_images(spec) { SPILLED_PULL_BYTES } else { 0 };
-        Need {
-            state,
-            buffers,
-            disk,
-            written,
-            images: if storage.spills_images(spec) {
-                window_need(spec, layout, owned, storage)
-            } else {
-                elements * spec.image_dtype.bytes() * 2
-            },
-            contributions,
-            transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
-            accumulators,
-        }
-    }
-
     /// Bytes of DRAM.
     pub fn total(&self) -> u64 {
         self.state + self.buffers + self.images + self.contributions + self.accumulators + self.transfers

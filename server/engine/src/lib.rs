@@ -9,6 +9,7 @@ pub mod checkpoint;
 pub mod io;
 pub mod job;
 pub mod kernels;
+pub mod record;
 pub mod step;
 pub mod threads;
 pub mod tier;

@@ -2,7 +2,7 @@
 
 use std::{fmt, time::Duration};
 
-use longshore_proto::{JobName, TierKind, Version};
+use longshore_proto::{JobName, Lifetime, TierKind, Version};
 
 /// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders in which its
 /// state lies.
@@ -21,7 +21,7 @@ struct Regain(TierKind);
 
 impl fmt::Display for Regain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 == TierKind::Memory {
+        if !self.0.properties().survives_restart() {
             return f.write_str(
                 "Restore the last checkpoint (`longshore train --resume` or `longshore restore`), or delete the job and \
                  start again; the tiers `shm` and `nvme` survive a restart of the server",
@@ -41,10 +41,10 @@ struct Whereabouts(TierKind);
 
 impl fmt::Display for Whereabouts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let question = match self.0 {
-            TierKind::Memory => return Ok(()),
-            TierKind::Shm => "has it the --shm-dir that it had, and has its host stayed up",
-            TierKind::Nvme => "is the drive of its --state-dir mounted",
+        let question = match self.0.properties().lifetime {
+            Lifetime::Process => return Ok(()),
+            Lifetime::Host => "has it the --shm-dir that it had, and has its host stayed up",
+            Lifetime::Drive => "is the drive of its --state-dir mounted",
         };
         write!(
             f,

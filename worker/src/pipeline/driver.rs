@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Commit, FaultKind, ServerId, Step, TierKind, Version, limits::MAX_PAUSE_REASON_BYTES};
+use longshore_proto::{Commit, FaultKind, ServerId, Step, Version, limits::MAX_PAUSE_REASON_BYTES};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinHandle,
@@ -59,7 +59,7 @@ impl Drop for Driver {
 
 /// Waits until no crash of any server can take the version back.
 pub(super) async fn durable_everywhere(cluster: Arc<Cluster>, version: Version) -> Result<()> {
-    if cluster.spec().tier == TierKind::Nvme {
+    if cluster.spec().properties().durable_later {
         cluster.on_all(|server| await_durable(&cluster, server, version)).await?;
     }
     Ok(())

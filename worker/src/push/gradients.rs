@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use longshore_proto::{Rank, ShardId, Step, TierKind};
+use longshore_proto::{Rank, ShardId, Step};
 
 use super::{queues::Queues, retained::Retained};
 use crate::{
@@ -71,7 +71,7 @@ impl Gradients {
     pub(crate) fn committed(&self, step: Step) {
         let cluster = &self.cluster;
         let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;
-        let lag = u64::from(hearsay || cluster.spec().tier == TierKind::Nvme);
+        let lag = u64::from(hearsay || cluster.spec().properties().durable_later);
         self.retained.release(Step(step.0.saturating_sub(lag)));
     }
 

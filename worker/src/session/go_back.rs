@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{FaultKind, JobName, ServerId, TierKind, Version};
+use longshore_proto::{FaultKind, JobName, ServerId, Version};
 use longshore_wire::v1::{JobProgress, Phase};
 
 use super::{
@@ -95,7 +95,7 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
             other => return other.map(|_| checkpoint),
         }
     }
-    let gone = cluster.spec().tier == TierKind::Memory && !there.is_whole();
+    let gone = !cluster.spec().properties().survives_restart() && !there.is_whole();
     if !gone && !discard {
         return Err(kept(cluster, &checkpoint, there));
     }

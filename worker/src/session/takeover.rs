@@ -1,7 +1,7 @@
 //! A new rank 0 brings all servers to one version, before it joins.
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Commit, FaultKind, Incarnation, Origin, ServerId, TierKind};
+use longshore_proto::{Commit, FaultKind, Incarnation, Origin, ServerId};
 use longshore_wire::{
     Wire,
     v1::{JobProgress, Phase, StepBackRequest},
@@ -20,7 +20,7 @@ pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Re
     match complete_commit(cluster, &progress, incarnation).await {
         // A server has lost the gradients with the decision, and the process that could send them again is gone.
         Err(Error::Call(failed))
-            if failed.fault.kind == FaultKind::Precondition && cluster.spec().tier == TierKind::Nvme =>
+            if failed.fault.kind == FaultKind::Precondition && cluster.spec().properties().durable_later =>
         {
             withdraw(cluster, incarnation).await
         }

@@ -17,8 +17,9 @@ use super::{
 };
 use crate::{
     job::{CheckpointId, Job, LoadedShard, StoredImages},
+    record::Record,
     step::Phase,
-    tier::{Record, Shape, StateMut},
+    tier::{Shape, StateMut},
 };
 
 impl Store {

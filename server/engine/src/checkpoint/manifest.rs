@@ -6,11 +6,10 @@ use longshore_proto::{Commit, Fault, FaultKind, JobSpec, Version};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    exact,
     fault::{FIELD, corrupt, defect, io},
     part::Part,
 };
-use crate::job::StoredImages;
+use crate::{job::StoredImages, record::exact};
 
 pub(super) const FILE: &str = "manifest.json";
 /// Raised when a reader of the version before would misread the files.

@@ -14,7 +14,6 @@
 //! those.
 
 mod again;
-pub(crate) mod exact;
 mod fault;
 mod files;
 mod hold;

@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{
     lock,
+    record::Record,
     step::{Phase, Restoring},
-    tier::Record,
 };
 
 impl Job {

@@ -6,8 +6,9 @@ use super::{Job, buffers::image_blocks, compute::BLOCK, padding::check_padding};
 use crate::{
     kernels::{ImageMut, MasterMut, cast},
     lock,
+    record::Record,
     step::Refusal,
-    tier::{ImageAge, Record, StateMut, shm},
+    tier::{ImageAge, Interrupted, StateMut},
 };
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
@@ -154,7 +155,7 @@ impl Job {
             None => {}
         }
         self.check_weights(shard, range.start, payload)?;
-        self.tier.load(owned, &mut |mut state| {
+        self.tier.state.load(owned, &mut |mut state| {
             self.store_weights(&mut state, range.start as usize / size_of::<f32>(), payload);
         })?;
         load.seals[owned][chunk.0 as usize] = Some(crc32);
@@ -213,7 +214,7 @@ impl Job {
             let mut older = self.image_to_make(owned, Version(version.0 + 1));
             let length = self.image_len(owned);
             let mut result = Ok(());
-            self.tier.load(owned, &mut |state| {
+            self.tier.state.load(owned, &mut |state| {
                 let image =
                     (images != StoredImages::None).then(|| &mut current.overwrite().bytes_mut()[..length]);
                 let older_image = with_older.then(|| &mut older.overwrite().bytes_mut()[..length]);
@@ -238,7 +239,7 @@ impl Job {
     pub(super) fn forget(&self) {
         self.forget_images();
         for owned in 0..self.owned.len() {
-            let cleared = self.tier.load(owned, &mut |state| {
+            let cleared = self.tier.state.load(owned, &mut |state| {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
             if let Err(fault) = cleared {
@@ -260,7 +261,14 @@ impl Job {
 
     /// Has the tier keep what is loaded, and opens the job for steps.
     pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
-        self.tier.start(record)?;
+        if let Some(kept) = &self.tier.kept {
+            let older = record.version.0.checked_sub(1).map(Version);
+            let loaded = |older| (0..self.owned.len()).all(|owned| self.image_here(owned, older).is_some());
+            kept.older_images(older.is_some_and(loaded));
+        }
+        if let Some(durable) = &self.tier.durable {
+            durable.start(record)?;
+        }
         let Record { version, applied, commit, .. } = record.clone();
         let started = lock(&self.machine).loaded(version, applied, commit);
         self.notify();
@@ -277,7 +285,7 @@ impl Job {
         }
         let mut image = self.image_to_make(owned, version);
         let region = image.overwrite();
-        self.tier.read(owned, &mut |state| {
+        self.tier.state.read(owned, &mut |state| {
             let images = image_blocks(region, self.spec.image_dtype, BLOCK);
             let isa = self.compute.isa();
             // A place may be longer than the shard.
@@ -291,10 +299,11 @@ impl Job {
     }
 
     fn store_images(&self, owned: usize, version: Version) -> Result<(), Fault> {
+        let Some(images) = &self.tier.images else { return Ok(()) };
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
             let image = version.0.checked_sub(behind).and_then(|kept| self.image_here(owned, Version(kept)));
             if let Some(image) = image {
-                self.tier.store_image(owned, age, &image.bytes()[..self.image_len(owned)])?;
+                images.store(owned, age, &image.bytes()[..self.image_len(owned)])?;
             }
         }
         Ok(())
@@ -307,14 +316,18 @@ impl Job {
             let length = self.image_len(owned);
             for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
                 let mut image = self.image_to_make(owned, Version(version.0 + behind));
-                let kept = self.tier.load_image(owned, age, &mut image.overwrite().bytes_mut()[..length])?;
+                let place = &mut image.overwrite().bytes_mut()[..length];
+                let images = self.tier.images.as_ref();
+                let kept = images.map_or(Ok(false), |images| images.load(owned, age, place))?;
                 image.set(kept.then(|| Version(version.0 - behind)));
             }
             // Also where the image was kept: a damaged block is found while the version before can still be taken.
-            self.tier.read(owned, &mut |_| ())?;
+            self.tier.state.read(owned, &mut |_| ())?;
             self.make_image(owned, version)?;
         }
-        self.tier.adopt()?;
+        if let Some(behind) = &self.tier.behind {
+            behind.adopt()?;
+        }
         lock(&self.load).finish();
         lock(&self.machine).recovered(record)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
@@ -323,7 +336,7 @@ impl Job {
 
     /// Goes on from a process that was killed at any instant: what it had decided is updated to the end from the
     /// contributions it had.
-    pub(super) fn resume_updates(&self, kept: shm::Kept) -> Result<(), Fault> {
+    pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         for (buffers, shard) in self.buffers.shards.iter().zip(&kept.shards) {
             let image = |version: Version| {
                 let image = &buffers.images[version.0 as usize % 2];

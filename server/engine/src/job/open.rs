@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64},
 };
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId, TierKind};
+use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId};
 
 use super::{
     Job, Observer, Signal,
@@ -20,15 +20,8 @@ use crate::{
     lock,
     memory::AllocationError,
     step::Machine,
-    tier::{Header, Inputs, MemoryTier, Record, Shape, Storage, Tier, nvme, shm},
+    tier::{self, Header, Inputs, Opened, Recovered, Storage},
 };
-
-/// What a tier has kept of the job.
-enum Kept {
-    Nothing,
-    Nvme(Record),
-    Shm(shm::Kept),
-}
 
 impl Job {
     /// Validates, admits, allocates and touches all the job will ever need here. Where its tier has kept the job it goes
@@ -54,39 +47,21 @@ impl Job {
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let signal = Arc::new(Signal { changed: Condvar::new(), observer });
         let spilled = storage.spills_images(&spec);
-        let anonymous = || Space::allocate(&spec, &lengths, storage).map_err(exhausted);
+        // A tier that keeps the buffers gives their memory.
+        let space = (!tier::keeps_buffers(&spec)).then(|| Space::allocate(&spec, &lengths, storage));
+        let space = space.transpose().map_err(exhausted)?;
         let inputs =
             Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
-        let mut files = None;
-        let (tier, space, kept): (Box<dyn Tier>, Space, Kept) = match spec.tier {
-            TierKind::Memory => {
-                let space = anonymous()?;
-                let tier =
-                    MemoryTier::allocate(&lengths, Shape::of(&spec), compute.pool()).map_err(exhausted)?;
-                (Box::new(tier), space, Kept::Nothing)
-            }
-            TierKind::Shm => {
-                let buffers = Space::bytes(&spec, &lengths);
-                let (tier, slab, kept) = shm::ShmTier::open(&inputs, buffers, compute.pool())?;
-                (Box::new(tier), Space::of_tier(slab, &spec), kept.map_or(Kept::Nothing, Kept::Shm))
-            }
-            TierKind::Nvme => {
-                let space = anonymous()?;
-                let waker = Arc::clone(&signal);
-                let (tier, kept) = nvme::NvmeTier::open(&inputs, Box::new(move || waker.send()))?;
-                if storage.spills_gradients(&spec) {
-                    // A store that was made a moment ago must not stay behind.
-                    let made = tier.create_gradients(&inputs).inspect_err(|_| {
-                        _ = kept.is_none().then(|| tier.discard());
-                    });
-                    files = Some(made?);
-                }
-                (Box::new(tier), space, kept.map_or(Kept::Nothing, Kept::Nvme))
-            }
-        };
+        let waker = Arc::clone(&signal);
+        let kept_bytes = if space.is_none() { Space::bytes(&spec, &lengths) } else { 0 };
+        let opened = tier::open(&inputs, kept_bytes, compute.pool(), Box::new(move || waker.send()))?;
+        let Opened { store: mut tier, buffers, recovered } = opened;
+        let space = space.or_else(|| Some(Space::of_tier(buffers?, &spec)));
+        let space = space.expect("a tier that keeps the buffers gives their memory");
         let buffers = Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
+        let files = tier.gradients.take();
         let spilled =
             files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));
         let spilled = spilled.transpose().map_err(exhausted)?;
@@ -116,11 +91,13 @@ impl Job {
             unfinished: Mutex::default(),
             owed: AtomicBool::new(false),
         };
-        lock(&job.machine).had_joined(&job.tier.who_joined());
-        match kept {
-            Kept::Nothing => {}
-            Kept::Nvme(record) => job.recover(record)?,
-            Kept::Shm(kept) => job.resume_updates(kept)?,
+        if let Some(durable) = &job.tier.durable {
+            lock(&job.machine).had_joined(&durable.who_joined());
+        }
+        match recovered {
+            Recovered::Nothing => {}
+            Recovered::Version(record) => job.recover(record)?,
+            Recovered::Interrupted(interrupted) => job.resume_updates(interrupted)?,
         }
         Ok(job)
     }

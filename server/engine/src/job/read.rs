@@ -59,7 +59,7 @@ impl Job {
         let Some(owned) = self.ready(slice, version)? else { return Ok(ImageRead::NotYet) };
         if let Some(image) = self.image_here(owned, version) {
             read(&image.bytes()[start..][..bytes]);
-        } else if !self.tier.read_image(owned, version, start..start + bytes, read)? {
+        } else if !self.stored_image(owned, version, start..start + bytes, read)? {
             return Err(self.gone(owned, version));
         }
         self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -97,7 +97,7 @@ impl Job {
             (here(&image, within.clone()), image.checksum(within))
         } else {
             let mut found = Vec::with_capacity(bytes);
-            if !self.tier.read_image(owned, version, within, &mut |part| found.extend_from_slice(part))? {
+            if !self.stored_image(owned, version, within, &mut |part| found.extend_from_slice(part))? {
                 return Err(self.gone(owned, version));
             }
             let sum = crc32(&found);

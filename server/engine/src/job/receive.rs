@@ -182,7 +182,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         self.check_padding(0, bytes)?;
         let mut contribution =
             lock(&self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
-        if self.job.tier.keeps_contributions() {
+        if self.job.tier.kept.is_some() {
             contribution.copy(&*lent);
         } else {
             contribution.lend(lent);

@@ -318,7 +318,7 @@ impl Copying {
         let with_images = self.purpose == Purpose::Checkpoint && blocks > 0;
         let read = job.with_images(with_images, owned, self.version, |image, older_image| {
             older = older_image.is_some();
-            job.tier.read(owned, &mut |state| {
+            job.tier.state.read(owned, &mut |state| {
                 let captured = Captured { shard, state, image, older_image };
                 let places = std::mem::take(&mut places).into_iter().enumerate().collect();
                 job.compute.blocks(places, |(index, place): (usize, &mut [u8])| {

@@ -22,7 +22,7 @@ use crate::{
     lock,
     memory::{AllocationError, Region, Slab},
     step::{Sum, Ticket, Work},
-    tier::nvme::{GradientFiles, Kind, Transfer},
+    tier::{GradientPlace, GradientStore, Kind, Transfer},
 };
 
 /// Chunks on their way to the drives, beside one that each connection may be bringing: four for each of four drives, each
@@ -33,7 +33,7 @@ const ON_THEIR_WAY: usize = 16;
 const AHEAD: usize = 2;
 
 pub(super) struct SpilledGradients {
-    files: GradientFiles,
+    files: Arc<dyn GradientStore>,
     desk: Arc<Desk>,
     /// The compute thread's.
     scratch: Mutex<Scratch>,
@@ -115,7 +115,7 @@ impl SpilledGradients {
         spec: &JobSpec,
         layout: &Layout,
         owned: &[ShardId],
-        files: GradientFiles,
+        files: Arc<dyn GradientStore>,
         signal: Arc<Signal>,
     ) -> Result<SpilledGradients, AllocationError> {
         let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
@@ -158,9 +158,10 @@ impl SpilledGradients {
     pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32) {
         let Staged { region, start, figures } = staged;
         let bytes = ticket.chunk.bytes as usize;
-        let place = (ticket.owned, ticket.slot, Kind::Contribution(ticket.chunk.contribution.rank));
+        let kind = Kind::Contribution(ticket.chunk.contribution.rank);
+        let place = GradientPlace { owned: ticket.owned, slot: ticket.slot, kind };
         let desk = Arc::clone(&self.desk);
-        self.files.write(place, start..start + bytes, region, move |region, result| {
+        let moved = move |region, result| {
             lock(&desk.free).push(region);
             lock(&desk.arrived).push_back(Arrived { ticket, crc32, figures, result });
             if let Some(arrival) = desk.arrival.get() {
@@ -168,7 +169,8 @@ impl SpilledGradients {
             }
             // Those who found no buffer free.
             desk.signal.send();
-        });
+        };
+        self.files.write(place, start..start + bytes, region, Box::new(moved));
     }
 }
 
@@ -217,10 +219,10 @@ impl Job {
     ) -> Result<Vec<Figures>, Fault> {
         let scratch = &mut *lock(&spilled.scratch);
         let elements = self.layout.shard_len(self.owned[owned]) as usize;
-        let place = (owned, slot, Kind::Sum);
+        let place = GradientPlace { owned, slot, kind: Kind::Sum };
         let mut region = scratch.sum.take().ok_or_else(lost)?;
         if micro_step.0 > 0 {
-            region = spilled.files.read(place, elements * 4, region).wait()?;
+            region = Transfer::read(&*spilled.files, place, elements * 4, region).wait()?;
             self.verify(spilled, place, &region.bytes()[..elements * 4], &scratch.sums[owned][slot])?;
         }
         let mut figures = Vec::new();
@@ -235,7 +237,7 @@ impl Job {
             let whole = match &arrived {
                 Some(region) => {
                     let bytes = &region.bytes()[..self.contribution_len(owned)];
-                    self.verify(spilled, (owned, slot, kind), bytes, contribution.sums())?;
+                    self.verify(spilled, GradientPlace { owned, slot, kind }, bytes, contribution.sums())?;
                     cast(bytes.into(), self.spec.gradient_dtype)
                 }
                 None => contribution.gradient(self.spec.gradient_dtype),
@@ -250,7 +252,7 @@ impl Job {
             scratch.parts.extend(arrived);
         }
         scratch.sums[owned][slot] = region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();
-        scratch.sum = Some(spilled.files.write_whole(place, elements * 4, region).wait()?);
+        scratch.sum = Some(Transfer::write(&*spilled.files, place, elements * 4, region).wait()?);
         Ok(figures)
     }
 
@@ -276,8 +278,8 @@ impl Job {
             return Ok(None);
         }
         let buffer = parts.pop().ok_or_else(lost)?;
-        let place = (owned, slot, Kind::Contribution(rank));
-        Ok(Some(spilled.files.read(place, self.contribution_len(owned), buffer)))
+        let place = GradientPlace { owned, slot, kind: Kind::Contribution(rank) };
+        Ok(Some(Transfer::read(&*spilled.files, place, self.contribution_len(owned), buffer)))
     }
 
     /// The gradient that a shard's update uses, if it is on the drives; meanwhile the next shard's is read.
@@ -302,11 +304,12 @@ impl Job {
         let region = transfer.wait()?;
         let (kind, bytes) = self.gradient_kind(owned);
         let bytes = &region.bytes()[..bytes];
+        let place = GradientPlace { owned, slot, kind };
         match kind {
-            Kind::Sum => self.verify(spilled, (owned, slot, kind), bytes, &scratch.sums[owned][slot])?,
+            Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned][slot])?,
             Kind::Contribution(_) => {
                 let lone = lock(&self.buffers.shards[owned].contributions[slot][0]);
-                self.verify(spilled, (owned, slot, kind), bytes, lone.sums())?;
+                self.verify(spilled, place, bytes, lone.sums())?;
             }
         }
         Ok(Some(region))
@@ -333,7 +336,8 @@ impl Job {
             return Ok(None);
         }
         let buffer = scratch.gradients.pop().ok_or_else(lost)?;
-        Ok(Some(spilled.files.read((owned, slot, kind), bytes, buffer)))
+        let place = GradientPlace { owned, slot, kind };
+        Ok(Some(Transfer::read(&*spilled.files, place, bytes, buffer)))
     }
 
     /// Gives back what [`Job::fetch_gradient`] gave.
@@ -347,15 +351,14 @@ impl Job {
     fn verify(
         &self,
         spilled: &SpilledGradients,
-        (owned, _, kind): (usize, usize, Kind),
+        place: GradientPlace,
         bytes: &[u8],
         sums: &[u32],
     ) -> Result<(), Fault> {
         let chunks = bytes.chunks(CHUNK_BYTES).collect();
         let found = self.compute.pool().blocks(chunks, crc32);
         let Some(chunk) = found.iter().zip(sums).position(|(found, sum)| found != sum) else { return Ok(()) };
-        let value =
-            format!("{}, MiB {chunk} of it: {:08x}", spilled.files.describe(owned, kind), found[chunk]);
+        let value = format!("{}, MiB {chunk} of it: {:08x}", spilled.files.describe(place), found[chunk]);
         let remedy = "restart the server: it goes on from its last durable version, and workers send the step's gradients \
                       again; if it repeats, replace the drive";
         Err(Fault::new(

@@ -70,7 +70,9 @@ impl Job {
             if self.is_last(micro_step) {
                 nonfinite = first_nonfinite(&figures);
                 *lock(&self.buffers.shards[owned].figures[slot]) = figures;
-                self.tier.complete(owned, step);
+                if let Some(kept) = &self.tier.kept {
+                    kept.complete(owned, step);
+                }
             }
             let complete = lock(&self.machine).summed(owned, slot, nonfinite);
             tracing::trace!(job = %self.spec.name, %step, %micro_step, shard = %self.owned[owned], complete, "summed");

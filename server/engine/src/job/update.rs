@@ -12,7 +12,7 @@ use crate::{
     lock,
     memory::Region,
     step::Work,
-    tier::{StateMut, Turn},
+    tier::{Guard, StateMut, Turn, Unguarded},
 };
 
 /// One block's part of everything an update touches.
@@ -34,7 +34,7 @@ const AHEAD: usize = 8;
 
 impl Job {
     pub(super) fn update(&self, first: usize, step: Step) -> Result<Option<Work>, Fault> {
-        let most = if self.tier.updates_together() { (1 + first / AHEAD).min(MOST_AT_ONCE) } else { 1 };
+        let most = if self.tier.together.is_some() { (1 + first / AHEAD).min(MOST_AT_ONCE) } else { 1 };
         let run = first..first + lock(&self.machine).updatable(first, most, step);
         let _stage =
             debug_span!(target: "stage", "update", shard = self.owned[first].0, shards = run.len(), step = step.0)
@@ -44,7 +44,10 @@ impl Job {
         run.clone().for_each(|owned| self.take_snapshots_before(owned, step));
         if commit.skip {
             for owned in run.clone() {
-                self.tier.carry(owned, step.version(), &mut || self.carry_image(owned, step))?;
+                match &self.tier.kept {
+                    Some(kept) => kept.carry(owned, step.version(), &mut || self.carry_image(owned, step)),
+                    None => self.carry_image(owned, step),
+                }
             }
         } else {
             self.update_shards(run.clone(), &commit, applied)?;
@@ -58,7 +61,7 @@ impl Job {
             next = machine.updated(owned, step);
         }
         if run.end == self.owned.len() {
-            self.record_of(&machine, step, |record| self.tier.finish(record))?;
+            self.finish(&machine, step)?;
         }
         drop(machine);
         tracing::trace!(job = %self.spec.name, %step, ?run, skip = commit.skip, "updated");
@@ -99,7 +102,7 @@ impl Job {
         };
         let version = commit.step.version();
         let mut images: Vec<_> = run.clone().map(|owned| self.image_to_make(owned, version)).collect();
-        self.tier.update(run.clone(), version, &mut |states, guard| {
+        let mut compute = |states: Vec<StateMut<'_>>, guard: &dyn Guard| {
             let shards = run.clone().zip(states).zip(&mut images).enumerate();
             let blocks = shards.map(|(index, ((owned, state), image))| {
                 self.cut(owned, whole(index), state, image.overwrite())
@@ -112,7 +115,14 @@ impl Job {
                 }
             };
             self.compute.groups(blocks.collect(), block, || self.notify_owed());
-        })?;
+        };
+        match &self.tier.together {
+            Some(together) => together.update_run(run.clone(), &mut |states| compute(states, &Unguarded))?,
+            None => {
+                let update = &mut |state: StateMut<'_>, guard: &dyn Guard| compute(vec![state], guard);
+                self.tier.state.update(run.start, version, update)?;
+            }
+        }
         images.iter_mut().for_each(|image| image.set(Some(version)));
         drop((lone, sums));
         fetched.into_iter().for_each(|gradient| self.give_gradient_back(gradient));

@@ -1,9 +1,12 @@
 //! Where a shard's images are: all in DRAM, or on drives and in DRAM those made last. Workers pull shard after shard behind
 //! the update, so that most of what they ask for is still there.
 
-use std::sync::{
-    Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use longshore_proto::{Fault, JobSpec, Layout, ShardId, Version};
@@ -132,7 +135,7 @@ impl Job {
                 copy(&image.bytes()[..length]);
                 true
             }
-            None => self.tier.read_image(owned, version, 0..length, &mut copy)?,
+            None => self.stored_image(owned, version, 0..length, &mut copy)?,
         };
         Ok(with(found.then_some(&aside)))
     }
@@ -143,6 +146,19 @@ impl Job {
         for image in self.window.iter().flat_map(|window| &window.images).chain(shards) {
             image.write().unwrap_or_else(PoisonError::into_inner).set(None);
         }
-        self.tier.forget_images();
+        if let Some(images) = &self.tier.images {
+            images.forget();
+        }
+    }
+
+    /// Hands bytes of an image that only the tier may have to `read`; false where it does not.
+    pub(super) fn stored_image(
+        &self,
+        owned: usize,
+        version: Version,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault> {
+        self.tier.images.as_ref().map_or(Ok(false), |images| images.read(owned, version, bytes, read))
     }
 }

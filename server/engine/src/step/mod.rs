@@ -1,7 +1,10 @@
 //! The step protocol as plain structs: events in, decisions out. No buffers, no threads, no clock.
 
+mod admit;
 mod bitmap;
+mod decide;
 mod machine;
+mod members;
 mod pause;
 mod progress;
 mod refusal;

@@ -7,7 +7,7 @@ use super::{
     machine::{Machine, Phase},
     refusal::Refusal,
 };
-use crate::tier::{Record, Standing};
+use crate::record::{Record, Standing};
 
 impl Machine {
     /// Pauses the job. A job that is paused already keeps its reason. Returns true when the tier must keep the

@@ -4,6 +4,8 @@ use std::{fmt, io, path::Path};
 
 use longshore_proto::{Fault, FaultKind};
 
+use crate::memory::AllocationError;
+
 pub(super) const FIELD: &str = "state_dir";
 /// Where tier `shm` keeps its folders.
 pub(super) const SHM_FIELD: &str = "shm_dir";
@@ -62,4 +64,9 @@ pub(super) fn conflict(
 
 pub(super) fn internal(value: impl fmt::Display, limit: impl fmt::Display) -> Fault {
     Fault::new(FaultKind::Internal, FIELD, value, limit, "report this as a defect of Longshore")
+}
+
+/// The host has less memory than was promised.
+pub(super) fn exhausted(error: AllocationError) -> Fault {
+    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }

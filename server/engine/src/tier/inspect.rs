@@ -1,21 +1,20 @@
 //! What lies in a state directory, whichever tier made it.
 
-mod shm;
+pub(super) mod shm;
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use longshore_proto::{Fault, FaultKind, TierKind};
+use longshore_proto::{Fault, FaultKind};
 
 pub use self::shm::too_short;
 pub use super::nvme::{Report, VersionReport};
 use super::{
-    Header,
+    Header, factory,
     fault::{FIELD, conflict, corrupt, io},
     folder::{Folder, name_of},
-    nvme,
 };
 
 /// The folders of jobs at or below `path`, which is a state directory, a job's folder in it, or one server's folder in that.
@@ -67,13 +66,5 @@ pub fn inspect(path: &Path) -> Result<Report, Fault> {
         let remedy = "name <state-dir>/<job>/server-<i>-of-<n>";
         return Err(corrupt(value, "a job's folder in a state directory", remedy));
     };
-    match header.tier {
-        TierKind::Nvme => nvme::inspect(&folder, header),
-        TierKind::Shm => shm::inspect(&folder, header),
-        TierKind::Memory => Err(corrupt(
-            format!("{} (tier memory)", path.display()),
-            "tier nvme or shm",
-            "the header is not one that a server wrote: restore a checkpoint",
-        )),
-    }
+    factory::inspect(&folder, header)
 }

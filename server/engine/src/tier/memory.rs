@@ -2,16 +2,16 @@
 
 use std::{ops::Range, sync::Mutex};
 
-use longshore_proto::{Fault, TierKind, Version};
+use longshore_proto::{Fault, Version};
 
-use super::{Guard, Shape, StateMut, StateRef, Tier, Unguarded};
+use super::{Guard, Shape, StateMut, StateRef, Tier, Together, Unguarded};
 use crate::{
     lock,
     memory::{AllocationError, Region, Slab},
     threads::Pool,
 };
 
-pub struct MemoryTier {
+pub(super) struct MemoryTier {
     shape: Shape,
     shards: Vec<Mutex<Shard>>,
 }
@@ -21,7 +21,11 @@ type Shard = [Region; 3];
 
 impl MemoryTier {
     /// `lengths`: elements of each owned shard.
-    pub fn allocate(lengths: &[usize], shape: Shape, pool: &Pool) -> Result<MemoryTier, AllocationError> {
+    pub(super) fn allocate(
+        lengths: &[usize],
+        shape: Shape,
+        pool: &Pool,
+    ) -> Result<MemoryTier, AllocationError> {
         let slab = Slab::allocate(MemoryTier::bytes(lengths, shape))?;
         MemoryTier::over(slab, lengths, shape, pool)
     }
@@ -54,36 +58,38 @@ fn sizes(lengths: &[usize], shape: Shape) -> Vec<usize> {
 }
 
 impl Tier for MemoryTier {
-    fn kind(&self) -> TierKind {
-        TierKind::Memory
-    }
-
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut shard = lock(&self.shards[owned]);
         load(StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
         Ok(())
     }
 
-    fn updates_together(&self) -> bool {
-        true
+    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+        let shard = lock(&self.shards[owned]);
+        read(StateRef::new(self.shape, shard.each_ref().map(Region::bytes)));
+        Ok(())
     }
 
     fn update(
         &self,
-        owned: Range<usize>,
+        owned: usize,
         _version: Version,
-        update: &mut dyn FnMut(Vec<StateMut<'_>>, &dyn Guard),
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+    ) -> Result<(), Fault> {
+        self.load(owned, &mut |state| update(state, &Unguarded))
+    }
+}
+
+impl Together for MemoryTier {
+    fn update_run(
+        &self,
+        owned: Range<usize>,
+        update: &mut dyn FnMut(Vec<StateMut<'_>>),
     ) -> Result<(), Fault> {
         let mut shards: Vec<_> = self.shards[owned].iter().map(lock).collect();
         let states =
             shards.iter_mut().map(|shard| StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
-        update(states.collect(), &Unguarded);
-        Ok(())
-    }
-
-    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
-        let shard = lock(&self.shards[owned]);
-        read(StateRef::new(self.shape, shard.each_ref().map(Region::bytes)));
+        update(states.collect());
         Ok(())
     }
 }

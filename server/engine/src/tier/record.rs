@@ -3,8 +3,7 @@
 use longshore_proto::{Commit, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{Record, Standing};
-use crate::checkpoint::exact;
+use crate::record::{Record, Standing, exact};
 
 /// Frames are padded to whole sectors of any known device.
 pub(super) const SECTOR: usize = 4096;

@@ -87,7 +87,7 @@ fn space_is_reserved_before_anything_is_kept() {
         server: ServerId(0),
         storage: &Storage { buffers: 1, ..dirs.storage.clone() },
     };
-    let fault = longshore_engine::tier::nvme::NvmeTier::open(&inputs, Box::new(|| {})).err().unwrap();
+    let fault = longshore_engine::tier::open(&inputs, 0, host().pool(), Box::new(|| {})).err().unwrap();
     assert_eq!(fault.kind, FaultKind::Exhausted, "{fault}");
     assert!(fault.value.contains("reserve space"), "{fault}");
     for dir in &dirs.storage.dirs {

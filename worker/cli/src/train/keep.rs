@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Context;
-use longshore_proto::{FaultKind, TierKind, Version};
+use longshore_proto::{FaultKind, Version};
 use longshore_worker::{
     error::Error,
     session::{Session, checkpoint_name},
@@ -182,7 +182,7 @@ impl<'a> Keeper<'a> {
 
     /// Whether the state itself dies with an embedded server that keeps it in memory.
     fn is_gone_with_us(&self) -> bool {
-        self.embedded && self.settings.tier == TierKind::Memory
+        self.embedded && !self.settings.tier.properties().survives_restart()
     }
 
     fn state_line(&self, gone: bool, version: Version) -> String {
@@ -196,7 +196,7 @@ impl<'a> Keeper<'a> {
                 version.0
             );
         }
-        if *tier != TierKind::Memory {
+        if tier.properties().survives_restart() {
             let folders: Vec<_> =
                 state_dirs.iter().chain(shm_dir).map(|dir| dir.display().to_string()).collect();
             return format!(

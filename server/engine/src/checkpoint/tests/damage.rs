@@ -8,7 +8,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     job::{CheckpointId, StoredImages},
-    tier::{Record, Spill},
+    record::Record,
+    tier::Spill,
 };
 
 /// A good delayed checkpoint of two servers, and a target that stays loading as long as restores fail.

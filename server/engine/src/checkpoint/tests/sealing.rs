@@ -7,7 +7,7 @@ use longshore_proto::FaultKind;
 use super::*;
 use crate::{
     job::{CheckpointId, StoredImages},
-    tier::Record,
+    record::Record,
 };
 
 #[test]

@@ -23,7 +23,7 @@ use crate::memory::Slab;
 
 const WORD: usize = size_of::<u64>();
 
-pub(super) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
+pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
     let owned = header.placement.owned(header.server);

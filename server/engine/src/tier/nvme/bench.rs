@@ -10,13 +10,18 @@ use longshore_proto::{Commit, Fault, JobSpec, Placement, ServerId, Step, Version
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{
-    super::{Durability, Inputs, Record, Storage, Tier, Turn, fault::io},
+    super::{
+        contract::{Durable, Tier, Turn, WriteBehind},
+        fault::io,
+        storage::{Durability, Inputs, Storage},
+    },
     NvmeTier,
 };
 use crate::{
     io::{Direction, Disk, OpenDisk, OpenFile, Part, Request},
     kernels::State,
     memory::{Region, Slab},
+    record::Record,
     threads::Pool,
 };
 
@@ -117,8 +122,8 @@ fn run(
 
 fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Version) -> Result<(), Fault> {
     for owned in 0..shards {
-        tier.update(owned..owned + 1, version, &mut |states, guard| {
-            let blocks = states.into_iter().flat_map(|state| state.blocks()).enumerate();
+        tier.update(owned, version, &mut |state, guard| {
+            let blocks = state.blocks().enumerate();
             pool.blocks(blocks.collect(), |(block, mut part)| {
                 if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
                     touch(&mut part.f32());

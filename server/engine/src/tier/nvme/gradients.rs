@@ -7,15 +7,15 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc::{self, Receiver},
     },
 };
 
-use longshore_proto::{Fault, JobSpec, Layout, Rank, ShardId};
+use longshore_proto::{Fault, JobSpec, Layout, ShardId};
 
 use super::super::{
-    Inputs,
-    fault::{internal, io},
+    fault::io,
+    gradients::{GradientPlace, GradientStore, Kind, Moved},
+    storage::Inputs,
 };
 use super::open::opener;
 use crate::{
@@ -25,22 +25,13 @@ use crate::{
 
 const GRADIENT_FILE: &str = "gradients";
 
-/// Which of a shard's gradients of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Of one rank, in the wire's format.
-    Contribution(Rank),
-    /// Of all ranks and micro-steps so far, in fp32.
-    Sum,
-}
-
 /// One file in each state directory. It has no name once it is open: gradients die with the process, as they do in DRAM,
 /// and workers send them again; and whatever ends the process gives the space back.
 ///
 /// ```text
 /// shard, shard, ...     each: [step slot 0: rank 0, rank 1, ..., sum] [step slot 1: ...]
 /// ```
-pub struct GradientFiles {
+pub(in crate::tier) struct GradientFiles {
     plan: Plan,
     disks: Vec<Arc<dyn Disk>>,
     written: AtomicU64,
@@ -83,7 +74,7 @@ impl Plan {
         self.ranks * self.wire + self.sum
     }
 
-    fn offset(&self, owned: usize, slot: usize, kind: Kind) -> u64 {
+    fn offset(&self, GradientPlace { owned, slot, kind }: GradientPlace) -> u64 {
         let Place { at, elements, .. } = self.shards[owned];
         let before = match kind {
             Kind::Contribution(rank) => u64::from(rank.0) * self.wire,
@@ -98,18 +89,6 @@ pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: us
     let plan = Plan::new(spec, layout, owned, files.max(1));
     let disk = plan.files.iter().sum();
     (disk, disk / spec.gradient_slots() as u64 * u64::from(spec.micro_steps))
-}
-
-/// Bytes on their way.
-pub struct Transfer {
-    done: Receiver<Result<Region, Fault>>,
-}
-
-impl Transfer {
-    /// Gives the buffer back once its bytes are where they belong.
-    pub fn wait(self) -> Result<Region, Fault> {
-        self.done.recv().unwrap_or_else(|_| Err(internal("the disk's thread has ended", "running")))
-    }
 }
 
 impl GradientFiles {
@@ -132,64 +111,15 @@ impl GradientFiles {
         Ok(GradientFiles { plan, disks, written: AtomicU64::new(0) })
     }
 
-    pub fn written_bytes(&self) -> u64 {
-        self.written.load(Ordering::Relaxed)
-    }
-
-    /// Names a part of a gradient in an error.
-    pub fn describe(&self, owned: usize, kind: Kind) -> String {
-        let Place { shard, file, .. } = self.plan.shards[owned];
-        let path = self.disks[file].path().display();
-        match kind {
-            Kind::Contribution(rank) => format!("{path}, gradient of {shard} from {rank}"),
-            Kind::Sum => format!("{path}, summed gradient of {shard}"),
-        }
-    }
-
-    /// Starts writing the first bytes of a buffer to `within` a gradient. `done` is called on a thread of the disk.
-    pub fn write(
-        &self,
-        (owned, slot, kind): (usize, usize, Kind),
-        within: Range<usize>,
-        buffer: Region,
-        done: impl FnOnce(Region, Result<(), Fault>) + Send + 'static,
-    ) {
-        self.start(Direction::Write, (owned, slot, kind), within, buffer, done);
-    }
-
-    /// Starts filling a buffer's first bytes with a whole gradient of so many.
-    pub fn read(&self, place: (usize, usize, Kind), bytes: usize, buffer: Region) -> Transfer {
-        self.whole(Direction::Read, place, bytes, buffer)
-    }
-
-    /// Writes a whole gradient from a buffer's first bytes.
-    pub fn write_whole(&self, place: (usize, usize, Kind), bytes: usize, buffer: Region) -> Transfer {
-        self.whole(Direction::Write, place, bytes, buffer)
-    }
-
-    fn whole(
-        &self,
-        direction: Direction,
-        place: (usize, usize, Kind),
-        bytes: usize,
-        buffer: Region,
-    ) -> Transfer {
-        let (sender, done) = mpsc::channel();
-        self.start(direction, place, 0..bytes, buffer, move |buffer, result| {
-            let _ = sender.send(result.map(|()| buffer));
-        });
-        Transfer { done }
-    }
-
     fn start(
         &self,
         direction: Direction,
-        (owned, slot, kind): (usize, usize, Kind),
+        place: GradientPlace,
         within: Range<usize>,
         buffer: Region,
-        done: impl FnOnce(Region, Result<(), Fault>) + Send + 'static,
+        done: Moved,
     ) {
-        let disk = &self.disks[self.plan.shards[owned].file];
+        let disk = &self.disks[self.plan.shards[place.owned].file];
         let doing = match direction {
             Direction::Read => "read gradients",
             Direction::Write => {
@@ -198,12 +128,35 @@ impl GradientFiles {
             }
         };
         let path = disk.path().to_path_buf();
-        let offset = self.plan.offset(owned, slot, kind) + within.start as u64;
+        let offset = self.plan.offset(place) + within.start as u64;
         disk.submit(Request {
             direction,
             parts: vec![Part { offset, range: 0..within.len() }],
             buffer,
             done: Box::new(move |buffer, result| done(buffer, result.map_err(io(doing, &path)))),
         });
+    }
+}
+
+impl GradientStore for GradientFiles {
+    fn write(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved) {
+        self.start(Direction::Write, place, within, buffer, done);
+    }
+
+    fn read(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved) {
+        self.start(Direction::Read, place, within, buffer, done);
+    }
+
+    fn describe(&self, GradientPlace { owned, kind, .. }: GradientPlace) -> String {
+        let Place { shard, file, .. } = self.plan.shards[owned];
+        let path = self.disks[file].path().display();
+        match kind {
+            Kind::Contribution(rank) => format!("{path}, gradient of {shard} from {rank}"),
+            Kind::Sum => format!("{path}, summed gradient of {shard}"),
+        }
+    }
+
+    fn written_bytes(&self) -> u64 {
+        self.written.load(Ordering::Relaxed)
     }
 }

@@ -9,7 +9,12 @@ use std::{
 use longshore_proto::{Fault, Version, limits::CHUNK_BYTES};
 
 use super::{
-    super::{Durability, ImageAge, fault::internal, record::crc64},
+    super::{
+        contract::{ImageAge, ImageStore},
+        fault::{internal, io},
+        record::crc64,
+        storage::Durability,
+    },
     NvmeTier,
     pool::Seals,
     recover::{damaged, remedy},
@@ -71,69 +76,6 @@ impl NvmeTier {
         slot.filter(|_| kept).map(part)
     }
 
-    pub(super) fn put_image(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
-        if age == ImageAge::Older {
-            // The first store of an older image gives it a slot: the one after the current's.
-            let mut state = self.pool.lock();
-            let next = state.slots.updated().image;
-            state.slots.older_image.get_or_insert(next);
-        }
-        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
-        let seals = &self.pool.seals[owned];
-        for (block, seal) in sealed_blocks(image, seals, slot) {
-            seals.images[slot][block].store(seal, Ordering::Relaxed);
-        }
-        let mut buffer = one_buffer(image.len())?;
-        buffer.bytes_mut().copy_from_slice(image);
-        self.transfer_image(owned, Direction::Write, part.offset, image.len(), buffer)?;
-        Ok(())
-    }
-
-    pub(super) fn get_image(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
-        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(false) };
-        let buffer = one_buffer(image.len())?;
-        let buffer = self.transfer_image(owned, Direction::Read, part.offset, image.len(), buffer)?;
-        image.copy_from_slice(buffer.bytes());
-        match self.damaged_block(owned, slot, 0, image) {
-            Some((block, found)) => Err(self.image_damage(owned, slot, block, found)),
-            None => Ok(true),
-        }
-    }
-
-    /// The blocks around the bytes are read and compared with their checksums.
-    pub(super) fn read_image_part(
-        &self,
-        owned: usize,
-        version: Version,
-        bytes: Range<usize>,
-        read: &mut dyn FnMut(&[u8]),
-    ) -> Result<bool, Fault> {
-        if self.readers.bytes == 0 {
-            return Ok(false);
-        }
-        let block = self.plan().image_block();
-        let Some(slot) = self.pool.stored_image(owned, version)? else { return Ok(false) };
-        let blocks = bytes.start / block..bytes.end.div_ceil(block);
-        let (start, length) = (blocks.start * block, blocks.len() * block);
-        let buffer = self.reader(length)?;
-        let offset = self.plan().image_part(owned, slot).offset + start as u64;
-        let buffer = self.transfer_image(owned, Direction::Read, offset, length, buffer)?;
-        let whole = &buffer.bytes()[..length];
-        let damage = self.damaged_block(owned, slot as usize, blocks.start, whole);
-        // Looked up again: the slot of a version that nobody should need any more may have been written meanwhile.
-        let still = self.pool.lock().image_slot(version) == Some(slot);
-        if still && damage.is_none() {
-            read(&whole[bytes.start - start..bytes.end - start]);
-        }
-        if buffer.bytes().len() == self.readers.bytes {
-            self.readers.give_back(buffer);
-        }
-        match damage.filter(|_| still) {
-            Some((block, found)) => Err(self.image_damage(owned, slot as usize, block, found)),
-            None => Ok(still),
-        }
-    }
-
     /// A buffer of at least so many bytes: one of the few for pulls, or for whole images one of its own.
     fn reader(&self, bytes: usize) -> Result<Region, Fault> {
         if bytes > self.readers.bytes {
@@ -183,8 +125,77 @@ impl NvmeTier {
         let disk = &self.pool.disks[self.plan().shards[owned].file];
         let (buffer, result) = transfer(&**disk, direction, vec![Part { offset, range: 0..bytes }], buffer);
         let doing = if direction == Direction::Read { "read" } else { "write" };
-        result.map_err(|error| self.pool.fail(super::super::fault::io(doing, disk.path())(error)))?;
+        result.map_err(|error| self.pool.fail(io(doing, disk.path())(error)))?;
         buffer.ok_or_else(|| internal("a lost buffer", "given back"))
+    }
+}
+
+impl ImageStore for NvmeTier {
+    fn store(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
+        if age == ImageAge::Older {
+            // The first store of an older image gives it a slot: the one after the current's.
+            let mut state = self.pool.lock();
+            let next = state.slots.updated().image;
+            state.slots.older_image.get_or_insert(next);
+        }
+        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
+        let seals = &self.pool.seals[owned];
+        for (block, seal) in sealed_blocks(image, seals, slot) {
+            seals.images[slot][block].store(seal, Ordering::Relaxed);
+        }
+        let mut buffer = one_buffer(image.len())?;
+        buffer.bytes_mut().copy_from_slice(image);
+        self.transfer_image(owned, Direction::Write, part.offset, image.len(), buffer)?;
+        Ok(())
+    }
+
+    fn load(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
+        let Some((slot, part)) = self.image_place(owned, age) else { return Ok(false) };
+        let buffer = one_buffer(image.len())?;
+        let buffer = self.transfer_image(owned, Direction::Read, part.offset, image.len(), buffer)?;
+        image.copy_from_slice(buffer.bytes());
+        match self.damaged_block(owned, slot, 0, image) {
+            Some((block, found)) => Err(self.image_damage(owned, slot, block, found)),
+            None => Ok(true),
+        }
+    }
+
+    /// The blocks around the bytes are read and compared with their checksums.
+    fn read(
+        &self,
+        owned: usize,
+        version: Version,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault> {
+        if self.readers.bytes == 0 {
+            return Ok(false);
+        }
+        let block = self.plan().image_block();
+        let Some(slot) = self.pool.stored_image(owned, version)? else { return Ok(false) };
+        let blocks = bytes.start / block..bytes.end.div_ceil(block);
+        let (start, length) = (blocks.start * block, blocks.len() * block);
+        let buffer = self.reader(length)?;
+        let offset = self.plan().image_part(owned, slot).offset + start as u64;
+        let buffer = self.transfer_image(owned, Direction::Read, offset, length, buffer)?;
+        let whole = &buffer.bytes()[..length];
+        let damage = self.damaged_block(owned, slot as usize, blocks.start, whole);
+        // Looked up again: the slot of a version that nobody should need any more may have been written meanwhile.
+        let still = self.pool.lock().image_slot(version) == Some(slot);
+        if still && damage.is_none() {
+            read(&whole[bytes.start - start..bytes.end - start]);
+        }
+        if buffer.bytes().len() == self.readers.bytes {
+            self.readers.give_back(buffer);
+        }
+        match damage.filter(|_| still) {
+            Some((block, found)) => Err(self.image_damage(owned, slot as usize, block, found)),
+            None => Ok(still),
+        }
+    }
+
+    fn forget(&self) {
+        self.pool.lock().slots.older_image = None;
     }
 }
 

@@ -29,24 +29,19 @@ mod recover;
 mod seal;
 mod slots;
 
-use std::{
-    ops::Range,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicUsize, Ordering},
 };
 
-use longshore_proto::{Fault, Rank, TierKind, Version};
+use longshore_proto::{Fault, Rank, Version};
 
-pub(super) use self::inspect::inspect;
 pub use self::{
     bench::{StorageFigures, bench},
-    gradients::{GradientFiles, Kind, Transfer},
     inspect::{Report, VersionReport},
-    open::{StoreNeed, need},
 };
 use self::{
+    gradients::GradientFiles,
     images::Readers,
     inspect::check_version,
     plan::Plan,
@@ -55,19 +50,25 @@ use self::{
     recover::{damaged, remedy},
     seal::{Sealer, Sealing},
 };
+pub(super) use self::{inspect::inspect, open::need};
 use super::{
-    Durability, Guard, ImageAge, Inputs, Joined, Record, StateMut, StateRef, Tier, Turn,
+    contract::{Durable, Guard, Tier, Turn, WriteBehind},
     fault::{corrupt, internal},
     folder::Folder,
     record::crc64,
     removal::remove_all,
+    state::{StateMut, StateRef},
+    storage::{Durability, Inputs},
 };
-use crate::lock;
+use crate::{
+    lock,
+    record::{Joined, Record},
+};
 
 /// One being updated, two being written and three being read: more did not make a step faster.
 pub const DEFAULT_BUFFERS: usize = 6;
 
-pub struct NvmeTier {
+pub(super) struct NvmeTier {
     /// First, so that its thread has ended before anything else goes.
     sealing: Sealing,
     sealer: Arc<Sealer>,
@@ -131,9 +132,22 @@ impl NvmeTier {
     }
 
     /// Files for the gradients of a job that spills them.
-    pub fn create_gradients(&self, inputs: &Inputs<'_>) -> Result<GradientFiles, Fault> {
+    pub(super) fn create_gradients(&self, inputs: &Inputs<'_>) -> Result<GradientFiles, Fault> {
         let folders: Vec<_> = self.folders.iter().map(|folder| folder.path.clone()).collect();
         GradientFiles::create(inputs, &folders)
+    }
+
+    /// Whether images lie beside the state.
+    pub(super) fn stores_images(&self) -> bool {
+        self.plan().images
+    }
+
+    /// Removes all that the store keeps.
+    pub(super) fn remove(&self) -> Result<(), Fault> {
+        self.pool.quiesce();
+        let gone = corrupt("the job's folders (removed)", "there", "open the job again");
+        self.pool.fail(gone);
+        remove_all(&self.folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
     }
 
     /// The fault of a block whose bytes are not those that were written.
@@ -173,10 +187,6 @@ impl NvmeTier {
 }
 
 impl Tier for NvmeTier {
-    fn kind(&self) -> TierKind {
-        TierKind::Nvme
-    }
-
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut held = self.pool.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
@@ -190,13 +200,24 @@ impl Tier for NvmeTier {
         Ok(())
     }
 
+    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+        let mut held = self.pool.take(owned)?;
+        let bytes = &held.region.bytes()[..self.plan().shards[owned].state_bytes];
+        if !held.checked {
+            self.verify(owned, bytes)?;
+        }
+        read(self.plan().cut_ref(owned, bytes));
+        held.checked = true;
+        self.pool.keep(owned, held);
+        Ok(())
+    }
+
     fn update(
         &self,
-        owned: Range<usize>,
+        owned: usize,
         version: Version,
-        update: &mut dyn FnMut(Vec<StateMut<'_>>, &dyn Guard),
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
-        let owned = owned.start;
         let before = self.pool.lock().durable.map(Version::next_step);
         if before.is_some_and(|step| step.version() != version) {
             return Err(internal(version, "the one after the durable version"));
@@ -213,7 +234,7 @@ impl Tier for NvmeTier {
             damaged: AtomicUsize::new(usize::MAX),
             images: if block > 0 { image.chunks_mut(block).map(Mutex::new).collect() } else { Vec::new() },
         };
-        update(vec![self.plan().cut(owned, state)], &guard);
+        update(self.plan().cut(owned, state), &guard);
         let damaged = guard.damaged.load(Ordering::Relaxed);
         drop(guard);
         if damaged < usize::MAX {
@@ -223,19 +244,9 @@ impl Tier for NvmeTier {
         self.pool.write(owned, held);
         Ok(())
     }
+}
 
-    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
-        let mut held = self.pool.take(owned)?;
-        let bytes = &held.region.bytes()[..self.plan().shards[owned].state_bytes];
-        if !held.checked {
-            self.verify(owned, bytes)?;
-        }
-        read(self.plan().cut_ref(owned, bytes));
-        held.checked = true;
-        self.pool.keep(owned, held);
-        Ok(())
-    }
-
+impl Durable for NvmeTier {
     fn start(&self, record: &Record) -> Result<(), Fault> {
         self.pool.write_loaded().map_err(|fault| self.pool.fail(fault))?;
         if self.pool.durability == Durability::Nothing {
@@ -246,6 +257,25 @@ impl Tier for NvmeTier {
         self.sealer.seal(record, slots, true)?;
         self.pool.advance(slots, record.version);
         Ok(())
+    }
+
+    fn decide(&self, record: &Record) -> Result<(), Fault> {
+        self.pool.decided(record.is_skipped());
+        Ok(())
+    }
+
+    fn stand(&self, record: &Record) -> Result<(), Fault> {
+        if self.pool.durability == Durability::Nothing {
+            return Ok(());
+        }
+        let (slots, durable) = {
+            let state = self.pool.lock();
+            (state.slots, state.durable)
+        };
+        if durable != Some(record.version) {
+            return Err(internal(record.version, "the durable version"));
+        }
+        self.sealer.publish(record, slots, true).map_err(|fault| self.pool.fail(fault))
     }
 
     fn joined(&self, rank: Rank, joined: Joined, _over: bool) {
@@ -265,77 +295,12 @@ impl Tier for NvmeTier {
         self.ranks.as_ref().map(Ranks::all).unwrap_or_default()
     }
 
-    fn finish(&self, record: &Record) -> Result<(), Fault> {
-        let skip = record.commit.as_ref().is_some_and(|commit| commit.skip);
-        let before = self.pool.lock().slots;
-        let slots = if skip { before.skipped() } else { before.updated() };
-        self.pool.advance(slots, record.version);
-        if self.pool.durability == Durability::Nothing {
-            self.pool.lock().durable = Some(record.version);
-            self.pool.tell();
-            return Ok(());
-        }
-        self.sealing.send(record.clone(), slots);
-        Ok(())
+    fn discard(&self) -> Result<(), Fault> {
+        self.remove()
     }
+}
 
-    fn stand(&self, record: &Record) -> Result<(), Fault> {
-        if self.pool.durability == Durability::Nothing {
-            return Ok(());
-        }
-        let (slots, durable) = {
-            let state = self.pool.lock();
-            (state.slots, state.durable)
-        };
-        if durable != Some(record.version) {
-            return Err(internal(record.version, "the durable version"));
-        }
-        self.sealer.publish(record, slots, true).map_err(|fault| self.pool.fail(fault))
-    }
-
-    fn durable(&self) -> Option<Version> {
-        Some(self.pool.lock().durable.unwrap_or(Version(0)))
-    }
-
-    fn written_bytes(&self) -> u64 {
-        self.pool.written.load(Ordering::Relaxed)
-    }
-
-    fn keeps_previous(&self) -> bool {
-        self.pool.durability == Durability::EachVersion
-    }
-
-    fn failure(&self) -> Option<Fault> {
-        self.pool.failure()
-    }
-
-    fn store_image(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
-        self.put_image(owned, age, image)
-    }
-
-    fn load_image(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
-        self.get_image(owned, age, image)
-    }
-
-    fn read_image(
-        &self,
-        owned: usize,
-        version: Version,
-        bytes: Range<usize>,
-        read: &mut dyn FnMut(&[u8]),
-    ) -> Result<bool, Fault> {
-        self.read_image_part(owned, version, bytes, read)
-    }
-
-    fn forget_images(&self) {
-        self.pool.lock().slots.older_image = None;
-    }
-
-    fn decide(&self, record: &Record) -> Result<(), Fault> {
-        self.pool.decided(record.commit.as_ref().is_some_and(|commit| commit.skip));
-        Ok(())
-    }
-
+impl WriteBehind for NvmeTier {
     fn adopt(&self) -> Result<(), Fault> {
         let Some(recovery) = lock(&self.recovery).take() else { return Ok(()) };
         let adopted = recovery
@@ -346,11 +311,33 @@ impl Tier for NvmeTier {
         adopted.map_err(|fault| self.pool.fail(fault))
     }
 
-    fn discard(&self) -> Result<(), Fault> {
-        self.pool.quiesce();
-        let gone = corrupt("the job's folders (removed)", "there", "open the job again");
-        self.pool.fail(gone);
-        remove_all(&self.folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
+    fn finish(&self, record: &Record) -> Result<(), Fault> {
+        let before = self.pool.lock().slots;
+        let slots = if record.is_skipped() { before.skipped() } else { before.updated() };
+        self.pool.advance(slots, record.version);
+        if self.pool.durability == Durability::Nothing {
+            self.pool.lock().durable = Some(record.version);
+            self.pool.tell();
+            return Ok(());
+        }
+        self.sealing.send(record.clone(), slots);
+        Ok(())
+    }
+
+    fn durable(&self) -> Version {
+        self.pool.lock().durable.unwrap_or(Version(0))
+    }
+
+    fn keeps_previous(&self) -> bool {
+        self.pool.durability == Durability::EachVersion
+    }
+
+    fn written_bytes(&self) -> u64 {
+        self.pool.written.load(Ordering::Relaxed)
+    }
+
+    fn failure(&self) -> Option<Fault> {
+        self.pool.failure()
     }
 }
 

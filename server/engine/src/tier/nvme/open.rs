@@ -9,10 +9,11 @@ use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
 
 use super::{
     super::{
-        Durability, Inputs, Record, Storage,
-        fault::{conflict, io},
+        factory::StoreNeed,
+        fault::{conflict, exhausted, io},
         folder::{Folder, HEADER_FILE, Header, vanished},
         removal::{finish_job, remove_all},
+        storage::{Durability, Inputs, Storage},
         watch::Watch,
     },
     NvmeTier, Recovery, gradients,
@@ -26,6 +27,7 @@ use super::{
 use crate::{
     io::{Disk, OpenDisk, OpenFile},
     memory::{AllocationError, Region, Slab},
+    record::Record,
 };
 
 const DATA_FILE: &str = "data";
@@ -38,18 +40,12 @@ struct Memory {
     meta: Vec<Region>,
 }
 
-/// What a store takes, in bytes.
-pub struct StoreNeed {
-    /// Of DRAM, between it and the drives.
-    pub buffers: u64,
-    /// Of DRAM, for shards that stay there.
-    pub resident: u64,
-    pub disk: u64,
-    /// That a step writes, but for tables and records.
-    pub written: u64,
-}
-
-pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
+pub(in crate::tier) fn need(
+    spec: &JobSpec,
+    layout: &Layout,
+    owned: &[ShardId],
+    storage: &Storage,
+) -> StoreNeed {
     let plan = Plan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills_images(spec));
     let resident = residents(&plan, storage);
     let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
@@ -62,7 +58,7 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     let written: usize = shards.filter(|(_, r)| leaves(**r)).map(|(place, _)| place.bytes()).sum();
     let mut need = StoreNeed {
         buffers: buffers as u64,
-        resident: resident_bytes as u64,
+        state: resident_bytes as u64,
         disk: plan.disk_bytes(),
         written: written as u64,
     };
@@ -115,7 +111,7 @@ impl Memory {
 
 impl NvmeTier {
     /// Creates the job's store or recovers it. With a record it must be read whole, and adopted, before its first step.
-    pub fn open(
+    pub(in crate::tier) fn open(
         inputs: &Inputs<'_>,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<(NvmeTier, Option<Record>), Fault> {
@@ -231,10 +227,6 @@ impl NvmeTier {
         }
         Ok(())
     }
-}
-
-fn exhausted(error: AllocationError) -> Fault {
-    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }
 
 fn header(inputs: &Inputs<'_>, store: u64) -> Header {

@@ -11,7 +11,6 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     super::{
-        Joined,
         fault::{corrupt, internal, io},
         record::{Found, SECTOR, decode, encode},
     },
@@ -21,6 +20,7 @@ use crate::{
     io::{Direction, Disk, OpenDisk, Part, transfer},
     lock,
     memory::{AllocationError, Region, Slab},
+    record::Joined,
 };
 
 /// By parity of the write, so that the one before is whole whatever happens to this one, and each twice, so that a damaged

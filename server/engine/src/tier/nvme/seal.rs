@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     super::{
-        Record,
         fault::{internal, io},
         record::{RecordJson, SECTOR, crc64, encode},
         watch::Watch,
@@ -23,6 +22,7 @@ use crate::{
     io::{Direction, Disk, Part, transfer},
     lock,
     memory::Region,
+    record::Record,
 };
 
 /// What a record says beside the version: whose it is, where the version lies, and its tables' checksums.
@@ -98,7 +98,7 @@ impl Sealer {
     /// may bring an older image; later the older one's table is there already and a durable version's: left alone. So are
     /// all of them in a step that was skipped, whose version lies where the one before does.
     pub(super) fn seal(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
-        let skipped = !first && record.commit.as_ref().is_some_and(|commit| commit.skip);
+        let skipped = !first && record.is_skipped();
         let sealed = self.pool.wait_for_writes().and_then(|()| {
             if !skipped {
                 self.each_file(|file| self.write_tables(file, slots, first))?;

@@ -4,7 +4,7 @@
 use longshore_proto::{Commit, Hyper, Incarnation, Step};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-use crate::tier::Standing;
+use super::Standing;
 
 /// An f64 as Rust prints it: the shortest decimal that reads back as the same bits.
 #[derive(Clone, Copy)]

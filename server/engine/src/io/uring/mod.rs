@@ -5,6 +5,8 @@
 
 #![allow(unsafe_code)]
 
+mod transfer;
+
 use std::{
     collections::VecDeque,
     fs::File,
@@ -14,13 +16,14 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use io_uring::{IoUring, opcode, squeue::Entry, types::Fd};
+use io_uring::{IoUring, opcode, types::Fd};
 use rustix::{
     event::{EventfdFlags, eventfd},
     io::Errno,
 };
 
-use super::{Direction, FILE_ALIGN, QUEUE_DEPTH, Request, TRANSFER_BYTES};
+use self::transfer::{Active, Transfer, entry};
+use super::{Direction, FILE_ALIGN, QUEUE_DEPTH, Request};
 use crate::{
     lock,
     memory::{Mapping, Slab},
@@ -46,25 +49,6 @@ struct Shared {
 struct Queue {
     requests: VecDeque<Request>,
     closed: bool,
-}
-
-/// A request whose transfers are under way.
-struct Active {
-    request: Request,
-    /// Where the next transfer begins: which part, and which byte of it.
-    next: (usize, usize),
-    in_flight: u32,
-    error: Option<io::Error>,
-}
-
-/// One entry of the ring.
-#[derive(Clone, Copy)]
-struct Transfer {
-    active: usize,
-    /// The offset in the file, and the range in the buffer.
-    offset: u64,
-    start: usize,
-    len: usize,
 }
 
 struct Worker {
@@ -369,48 +353,6 @@ impl Worker {
         }
         if let Some(Active { request, error, .. }) = self.active[index].take() {
             (request.done)(request.buffer, error.map_or(Ok(()), Err));
-        }
-    }
-}
-
-impl Active {
-    fn cut(&mut self, index: usize) -> Option<Transfer> {
-        if self.error.is_some() {
-            return None;
-        }
-        let part = self.request.parts.get(self.next.0)?;
-        let at = self.next.1;
-        let len = (part.range.len() - at).min(TRANSFER_BYTES);
-        let transfer =
-            Transfer { active: index, offset: part.offset + at as u64, start: part.range.start + at, len };
-        let whole = at + len == part.range.len();
-        self.next = if whole { (self.next.0 + 1, 0) } else { (self.next.0, at + len) };
-        Some(transfer)
-    }
-}
-
-fn entry(
-    fd: i32,
-    direction: Direction,
-    bytes: &mut [u8],
-    offset: u64,
-    registered: Option<&Mapping>,
-) -> Entry {
-    let (start, len) = (bytes.as_mut_ptr(), bytes.len() as u32);
-    let index = registered.and_then(|mapping| {
-        let from = (start as usize).checked_sub(mapping.start())?;
-        let last = (from + bytes.len()).checked_sub(1)?;
-        let same = from / REGISTERED_BYTES == last / REGISTERED_BYTES;
-        (same && last < mapping.len()).then_some((from / REGISTERED_BYTES) as u16)
-    });
-    match (direction, index) {
-        (Direction::Read, None) => opcode::Read::new(Fd(fd), start, len).offset(offset).build(),
-        (Direction::Read, Some(index)) => {
-            opcode::ReadFixed::new(Fd(fd), start, len, index).offset(offset).build()
-        }
-        (Direction::Write, None) => opcode::Write::new(Fd(fd), start, len).offset(offset).build(),
-        (Direction::Write, Some(index)) => {
-            opcode::WriteFixed::new(Fd(fd), start, len, index).offset(offset).build()
         }
     }
 }

@@ -1,0 +1,41 @@
+//! What a job needs on one server, computed before anything is allocated.
+
+use longshore_proto::{
+    JobSpec, Layout, ShardId,
+    limits::{CONNECTION_BYTES, DATA_CONNECTIONS, SPILLED_PULL_BYTES},
+};
+
+use super::{spilled, window};
+use crate::{
+    admission::Need,
+    tier::{self, Storage, StoreNeed},
+};
+
+impl Need {
+    pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
+        let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
+        let slots = spec.gradient_slots() as u64;
+        let StoreNeed { state, buffers, disk, written } = tier::need(spec, layout, owned, storage);
+        let (contributions, accumulators) = if storage.spills_gradients(spec) {
+            spilled::need(spec, layout, owned)
+        } else {
+            let contributions = elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size);
+            (contributions, if spec.accumulates() { elements * 4 * slots } else { 0 })
+        };
+        let connection = CONNECTION_BYTES + if storage.spills_images(spec) { SPILLED_PULL_BYTES } else { 0 };
+        Need {
+            state,
+            buffers,
+            disk,
+            written,
+            images: if storage.spills_images(spec) {
+                window::need(spec, layout, owned, storage)
+            } else {
+                elements * spec.image_dtype.bytes() * 2
+            },
+            contributions,
+            transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
+            accumulators,
+        }
+    }
+}

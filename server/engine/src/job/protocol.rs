@@ -1,0 +1,227 @@
+//! A job's ranks and decisions: what the machine decides on them, and what the tier keeps of it before anyone is told.
+
+use std::time::Instant;
+
+use longshore_proto::{
+    Commit, Fault, FaultKind, Incarnation, Origin, Rank, Step, Version, commit::check_pause_reason,
+};
+
+use super::Job;
+use crate::{
+    lock,
+    record::{Joined, Record},
+    step::{Admission, Machine, Refusal, Work},
+};
+
+impl Job {
+    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. True when it
+    /// is there already.
+    pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
+        let machine = lock(&self.machine);
+        machine.check_newest(Rank(0), incarnation)?;
+        let current = machine.version();
+        if version == current {
+            return Ok(true);
+        }
+        if version.0 + 1 != current.0 || !self.keeps_previous() {
+            let limit = format!("{current}, or the version before where the tier keeps it");
+            let remedy = "restore a checkpoint: the servers have no version in common";
+            return Err(Fault::new(FaultKind::Precondition, "version", version.0, limit, remedy));
+        }
+        Ok(false)
+    }
+
+    /// The newest version that a crash cannot take back; None where no step has to wait for it.
+    fn written(&self) -> Option<Version> {
+        self.tier.behind.as_ref().map(|behind| behind.durable())
+    }
+
+    fn keeps_previous(&self) -> bool {
+        self.tier.behind.as_ref().is_some_and(|behind| behind.keeps_previous())
+    }
+
+    /// The newest version that a crash of this server cannot take back, or with the memory tier the newest one: what
+    /// rank 0 waits for before it commits the next step, and workers before they let go of their gradients.
+    pub fn durable(&self) -> Version {
+        let version = lock(&self.machine).version();
+        self.written().map_or(version, |durable| durable.min(version))
+    }
+
+    /// Ends what earlier processes of a rank may do, before what the new one reads here can be acted on. The rank may be told
+    /// once [`Job::keep_joined`] has returned.
+    pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        self.check_alive()?;
+        let mut machine = lock(&self.machine);
+        if machine.fence(rank, incarnation)? {
+            let joined = Joined { incarnation, at: machine.version(), fence_only: true };
+            self.tell_joined(rank, joined, false);
+        }
+        drop(machine);
+        self.notify();
+        Ok(())
+    }
+
+    /// False while the rank's earlier process is still being written for; ask again after a change. The rank may be told
+    /// once [`Job::keep_joined`] has returned.
+    pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
+        self.check_alive()?;
+        let mut machine = lock(&self.machine);
+        let before = machine.has_joined(rank, incarnation);
+        let joined = machine.join(rank, incarnation)? != Admission::Busy;
+        if joined && !before {
+            // Under the lock: what is sent again is written over what was there.
+            let joined = Joined { incarnation, at: machine.version(), fence_only: false };
+            self.tell_joined(rank, joined, self.spec.world_size == 1);
+            self.give_back_unneeded(&machine, rank);
+        }
+        drop(machine);
+        self.notify();
+        Ok(joined)
+    }
+
+    /// Returns once no crash of this server makes it forget who has joined. Waits for a drive where the tier has one.
+    pub fn keep_joined(&self) -> Result<(), Fault> {
+        self.tier.durable.as_ref().map_or(Ok(()), |durable| durable.keep_joined())
+    }
+
+    fn tell_joined(&self, rank: Rank, joined: Joined, over: bool) {
+        if let Some(durable) = &self.tier.durable {
+            durable.joined(rank, joined, over);
+        }
+    }
+
+    /// Checks that a caller is the rank's living process.
+    pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        lock(&self.machine).check_rank(rank, incarnation).map_err(Fault::from)
+    }
+
+    pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        lock(&self.machine).leave(rank, incarnation)?;
+        self.notify();
+        Ok(())
+    }
+
+    /// Pauses the job, and has its tier keep that. False while the version is not durable; ask again once it is.
+    pub fn pause(&self, incarnation: Incarnation, reason: &str) -> Result<bool, Fault> {
+        check_pause_reason("reason", reason)?;
+        self.stand(|machine| machine.pause(incarnation, reason.to_string()))
+    }
+
+    /// Ends the pause that began at `version`, or the one in force, and has its tier keep that. False as of [`Job::pause`].
+    pub fn resume(&self, version: Option<Version>, loss_scale: f64) -> Result<bool, Fault> {
+        self.stand(|machine| machine.resume(version, loss_scale))
+    }
+
+    /// Changes what is said of the current version, once its record is there to be written again.
+    fn stand(&self, change: impl FnOnce(&mut Machine) -> Result<bool, Refusal>) -> Result<bool, Fault> {
+        self.check_alive()?;
+        let mut machine = lock(&self.machine);
+        if self.written().is_some_and(|durable| durable < machine.version()) {
+            return Ok(false);
+        }
+        if change(&mut machine)?
+            && let Some(kept) = &self.tier.durable
+        {
+            // Under the lock: nobody may learn of it before the tier has it, and no decision come between.
+            kept.stand(&machine.record()).inspect_err(|fault| {
+                let _ = self.failed.set(fault.clone());
+            })?;
+        }
+        drop(machine);
+        self.notify();
+        Ok(true)
+    }
+
+    /// Decides a step, whatever contributions it was made from. The flag says that it was decided so before.
+    pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
+        self.commit_from(incarnation, commit, Origin::UNKNOWN)
+    }
+
+    /// Decides a step, if the contributions here are those that the decision was made from.
+    pub fn commit_from(
+        &self,
+        incarnation: Incarnation,
+        commit: Commit,
+        origin: Origin,
+    ) -> Result<(bool, Option<Work>), Fault> {
+        self.check_alive()?;
+        commit.validate(&self.spec)?;
+        let mut machine = lock(&self.machine);
+        let before = machine.version();
+        if let Some(durable) = self.written().filter(|&durable| durable < before)
+            && commit.step == before.next_step()
+        {
+            return Err(Refusal::NotDurable { step: commit.step, durable }.into());
+        }
+        let step = commit.step;
+        let work = machine.commit(incarnation, commit, origin)?;
+        let duplicate = machine.version() == before;
+        if !duplicate {
+            self.tell_snapshots(&machine);
+            // Under the lock: nobody may learn of the decision before the tier has it.
+            if let Some(kept) = &self.tier.durable {
+                self.record_of(&machine, step, |record| kept.decide(record))?;
+            }
+            if self.owned.is_empty() {
+                self.finish(&machine, step)?;
+            }
+        }
+        drop(machine);
+        self.notify();
+        Ok((duplicate, work))
+    }
+
+    /// All shards have the version that a step made: it becomes durable from here on.
+    pub(super) fn finish(&self, machine: &Machine, step: Step) -> Result<(), Fault> {
+        let Some(behind) = &self.tier.behind else { return Ok(()) };
+        self.record_of(machine, step, |record| behind.finish(record))
+    }
+
+    /// Hands a decided step's record to the tier. An error is the end of the job here.
+    fn record_of(
+        &self,
+        machine: &Machine,
+        step: Step,
+        keep: impl FnOnce(&Record) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let (commit, applied) = machine.decision(step).expect("a commit is kept until its updates are done");
+        let kept = keep(&Record::new(step.version(), applied, Some(commit.clone())));
+        kept.inspect_err(|fault| {
+            let _ = self.failed.set(fault.clone());
+        })
+    }
+
+    /// Waits until every decided update is done.
+    pub fn settle(&self, deadline: Instant) -> Result<(), Fault> {
+        let remedy = "the server is overloaded: raise the deadline or give it more threads";
+        self.wait_until(deadline, "version", remedy, |machine| {
+            let settled = machine.is_settled().then_some(());
+            settled.ok_or_else(|| format!("being updated to {}", machine.version().0))
+        })
+    }
+
+    /// Waits for a condition of the machine, or says at the deadline what is there instead.
+    pub(super) fn wait_until(
+        &self,
+        deadline: Instant,
+        field: &str,
+        remedy: &str,
+        check: impl Fn(&Machine) -> Result<(), String>,
+    ) -> Result<(), Fault> {
+        let mut machine = lock(&self.machine);
+        while let Err(found) = check(&machine) {
+            self.check_alive()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Fault::new(FaultKind::Deadline, field, found, "there in time", remedy));
+            }
+            machine = self
+                .signal
+                .changed
+                .wait_timeout(machine, left)
+                .unwrap_or_else(|poison| poison.into_inner())
+                .0;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,48 @@
+//! What is kept of a decided version, and of the processes that have joined: the same words for steps, tiers and checkpoints.
+
+pub(crate) mod exact;
+
+use longshore_proto::{Commit, Incarnation, Version};
+
+/// A decided version, as a tier keeps it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Record {
+    pub version: Version,
+    /// Steps that updated: Adam's t.
+    pub applied: u64,
+    /// None at version 0.
+    pub commit: Option<Commit>,
+    /// What was said since.
+    pub standing: Option<Standing>,
+}
+
+impl Record {
+    /// The record of a version that was reached a moment ago.
+    pub fn new(version: Version, applied: u64, commit: Option<Commit>) -> Record {
+        Record { version, applied, commit, standing: None }
+    }
+
+    /// Whether the step that made the version left the state as it was.
+    pub fn is_skipped(&self) -> bool {
+        self.commit.as_ref().is_some_and(|commit| commit.skip)
+    }
+}
+
+/// The last word on pausing since a version was decided. Without one, what its commit says holds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Standing {
+    /// Why the job is paused; None once it was resumed.
+    pub paused: Option<String>,
+    /// The loss scale that an operator chose with the resume, for steps that read this version.
+    pub loss_scale: Option<f64>,
+}
+
+/// A rank's process that has joined, as a tier keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Joined {
+    pub incarnation: Incarnation,
+    /// The job's version then.
+    pub at: Version,
+    /// The process has only ended what an earlier one may do.
+    pub fence_only: bool,
+}

@@ -1,0 +1,130 @@
+//! Contributions: which chunk may be written where, and what follows once it is stored.
+
+use longshore_proto::{ContributionChunk, Incarnation, Reads, Step};
+
+use super::{
+    machine::{Admission, Machine, Sum, Ticket, Work},
+    refusal::Refusal,
+    shard::Place,
+};
+
+impl Machine {
+    /// Decides on one chunk. After `Write` the caller stores the bytes and reports back.
+    pub fn admit(&mut self, chunk: &ContributionChunk) -> Result<Admission, Refusal> {
+        self.check_not_loading()?;
+        let contribution = chunk.contribution;
+        self.check_rank(contribution.rank, chunk.incarnation)?;
+        if !self.has_joined(contribution.rank, chunk.incarnation) {
+            return Err(Refusal::NotJoined { rank: contribution.rank });
+        }
+        let owned = self.check_chunk(chunk)?;
+        let step = contribution.step;
+        if step.0 <= self.version.0 {
+            // The step is decided, so the chunk had come: the worker missed an acknowledgement.
+            return Ok(Admission::Decided);
+        }
+        self.check_running()?;
+        let newest = Step(self.version.0 + self.spec.gradient_slots() as u64);
+        if step > newest {
+            return Err(Refusal::StepTooEarly { step, newest });
+        }
+        if !self.check_reads(chunk.reads)? || !self.check_scale(chunk)? {
+            return Ok(Admission::Busy);
+        }
+        let shard = &mut self.shards[owned];
+        let (slot, chunks) = (shard.slot_of(step), shard.chunks);
+        match shard.slot_mut(step).place(chunk, chunks)? {
+            Place::Duplicate => Ok(Admission::Duplicate),
+            Place::Superseded => Ok(Admission::Superseded),
+            Place::Busy => Ok(Admission::Busy),
+            Place::Write => {
+                self.settle(step, chunk.loss_scale);
+                Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk }))
+            }
+        }
+    }
+
+    /// Refuses a gradient that was computed with a version which has since been taken back and decided anew. The answer
+    /// is false while this server has not reached that version: a restarted server is told by rank 0 how the version was
+    /// decided, and that may be another decision than the one the rank computed with. A version that the server does not
+    /// remember passes.
+    fn check_reads(&self, reads: Reads) -> Result<bool, Refusal> {
+        let decided_by = self.decided_by(reads.version);
+        let unknown = Incarnation::default();
+        if reads.decided_by == unknown {
+            return Ok(true);
+        }
+        if reads.version > self.version {
+            return Ok(false);
+        }
+        if decided_by == unknown || reads.decided_by == decided_by {
+            return Ok(true);
+        }
+        Err(Refusal::Withdrawn { reads, decided_by })
+    }
+
+    fn check_chunk(&self, chunk: &ContributionChunk) -> Result<usize, Refusal> {
+        let contribution = chunk.contribution;
+        let owned = self.owned_index(contribution.shard)?;
+        if contribution.step.0 == 0 {
+            return Err(Refusal::StepZero);
+        }
+        let (micro_step, micro_steps) = (contribution.micro_step, self.spec.micro_steps);
+        if micro_step.0 >= micro_steps {
+            return Err(Refusal::UnknownMicroStep { micro_step, micro_steps });
+        }
+        if chunk.dtype != self.spec.gradient_dtype {
+            return Err(Refusal::WrongDtype { dtype: chunk.dtype, expected: self.spec.gradient_dtype });
+        }
+        let whole = self.layout.shard_len(contribution.shard) * chunk.dtype.bytes();
+        let place = match chunk.lent {
+            true => (chunk.chunk.0 == 0).then_some(0..whole),
+            false => self.layout.chunk_bytes(contribution.shard, chunk.chunk, chunk.dtype),
+        };
+        let Some(range) = place else {
+            let chunks = if chunk.lent { 1 } else { self.shards[owned].chunks };
+            return Err(Refusal::UnknownChunk { shard: contribution.shard, chunk: chunk.chunk, chunks });
+        };
+        let expected = range.end - range.start;
+        if chunk.bytes != expected {
+            return Err(Refusal::WrongLength {
+                contribution,
+                chunk: chunk.chunk,
+                bytes: chunk.bytes,
+                expected,
+            });
+        }
+        if !(chunk.loss_scale.is_finite() && chunk.loss_scale > 0.0) {
+            return Err(Refusal::BadLossScale { loss_scale: chunk.loss_scale });
+        }
+        Ok(owned)
+    }
+
+    /// The ticket's bytes are stored.
+    pub fn stored(&mut self, ticket: Ticket) -> Option<Work> {
+        let Ticket { owned, slot, chunk } = ticket;
+        let contribution = chunk.contribution;
+        let rank = &mut self.ranks[contribution.rank.index()];
+        rank.last_step = rank.last_step.max(contribution.step);
+        let last = self.shards[owned].slots[slot].stored(&chunk);
+        let (step, micro_step) = (contribution.step, contribution.micro_step);
+        last.then_some(Work::Sum(Sum { owned, slot, step, micro_step }))
+    }
+
+    /// The ticket's bytes did not arrive.
+    pub fn abandoned(&mut self, ticket: Ticket) {
+        self.shards[ticket.owned].slots[ticket.slot].abandoned(&ticket.chunk);
+        self.unsettle();
+    }
+
+    /// A [`Work::Sum`] is done. Returns true when that completes the shard's gradient of the step; `nonfinite` is
+    /// then its first element that is inf or NaN.
+    pub fn summed(&mut self, owned: usize, slot: usize, nonfinite: Option<u64>) -> bool {
+        self.shards[owned].slots[slot].summed(self.spec.micro_steps, nonfinite)
+    }
+
+    /// Takes up a gradient that an earlier process had summed, as [`Machine::summed`] takes a new one.
+    pub fn summed_before(&mut self, owned: usize, step: Step, nonfinite: Option<u64>) {
+        self.shards[owned].slot_mut(step).nonfinite = nonfinite;
+    }
+}

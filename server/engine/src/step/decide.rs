@@ -1,0 +1,134 @@
+//! Decisions on steps, and the updates that follow from them.
+
+use longshore_proto::{Commit, Incarnation, Origin, Step, Version};
+
+use super::{
+    machine::{COMMITS_KEPT, Decided, Machine, Phase, Work},
+    refusal::Refusal,
+    shard::ShardProgress,
+};
+
+impl Machine {
+    /// Checks that a step's gradient statistics may be asked for.
+    pub fn check_stats(&self, step: Step) -> Result<(), Refusal> {
+        self.check_not_loading()?;
+        if step.0 <= self.version.0 {
+            return Err(Refusal::StepDecided { step, version: self.version });
+        }
+        let newest = Step(self.version.0 + self.spec.gradient_slots() as u64);
+        if step > newest {
+            return Err(Refusal::StepTooEarly { step, newest });
+        }
+        Ok(())
+    }
+
+    /// Decides the next step. The answer is `Ok(None)` when the same decision was made before. The caller has
+    /// validated the commit against the spec; `origin` names the contributions that the commit was made from.
+    pub fn commit(
+        &mut self,
+        incarnation: Incarnation,
+        commit: Commit,
+        origin: Origin,
+    ) -> Result<Option<Work>, Refusal> {
+        self.check_not_loading()?;
+        self.check_rank_zero(incarnation)?;
+        let next = self.version.next_step();
+        let step = commit.step;
+        if step < next {
+            let too_old = Refusal::CommitTooOld { step, version: self.version };
+            let (earlier, _) = self.decision(step).ok_or(too_old)?;
+            return match first_difference(earlier, &commit) {
+                Some(field) => Err(Refusal::OtherCommit { step, field }),
+                None => Ok(None),
+            };
+        }
+        if step > next {
+            return Err(Refusal::CommitTooEarly { step, next });
+        }
+        self.check_running()?;
+        if let Some(shard) = self.shards.iter().find(|shard| !shard.is_complete(step)) {
+            let missing = self.waiting_for().unwrap_or_else(|| format!("the sum of {}", shard.shard));
+            return Err(Refusal::CommitIncomplete { step, missing });
+        }
+        let found = self.shards.iter().map(|shard| shard.origin(step)).reduce(Origin::and);
+        if let Some(found) = found.filter(|found| found.differs(origin)) {
+            return Err(Refusal::OtherOrigin { step, origin, found });
+        }
+        self.check_gradient(&commit)?;
+        self.version = step.version();
+        self.applied += u64::from(!commit.skip);
+        self.commits.push_back(Decided::new(commit, self.applied));
+        if self.commits.len() > COMMITS_KEPT {
+            self.commits.pop_front();
+        }
+        self.scales.retain(|(held, _)| *held > step);
+        self.standing = None;
+        if let Some(reason) = self.reason() {
+            self.phase = Phase::Paused { reason };
+            self.pauses += 1;
+        }
+        Ok(self.next_update(0, step))
+    }
+
+    /// Checks that a decision fits the gradient that it is about.
+    fn check_gradient(&self, commit: &Commit) -> Result<(), Refusal> {
+        self.check_gradient_scale(commit)?;
+        let step = commit.step;
+        let nonfinite = |shard: &ShardProgress| Some((shard.shard, shard.slot(step).nonfinite?));
+        match self.shards.iter().find_map(nonfinite).filter(|_| !commit.skip) {
+            Some((shard, element)) => Err(Refusal::NotFinite { step, shard, element }),
+            None => Ok(()),
+        }
+    }
+
+    /// The update that follows the one of `owned`. A shard that still lacks the step before has its turn when that
+    /// update is done: updates of one job run one after the other.
+    fn next_update(&self, owned: usize, step: Step) -> Option<Work> {
+        (owned < self.shards.len()).then_some(Work::Update { owned, step })
+    }
+
+    /// A [`Work::Update`] is done: its image can be pulled and its gradient slot is free.
+    pub fn updated(&mut self, owned: usize, step: Step) -> Option<Work> {
+        let shard = &mut self.shards[owned];
+        debug_assert_eq!(shard.version.next_step(), step, "updates of a shard run in order");
+        shard.version = step.version();
+        shard.slot_mut(step).free();
+        self.next_update(owned + 1, step)
+    }
+
+    /// Checks that a version may be waited for on a shard; true when it is there.
+    pub fn check_pull(&self, owned: usize, version: Version) -> Result<bool, Refusal> {
+        self.check_not_loading()?;
+        let newest = Version(self.version.0 + self.spec.gradient_slots() as u64);
+        if version > newest {
+            return Err(Refusal::VersionTooNew { version, newest });
+        }
+        Ok(self.shards[owned].version >= version)
+    }
+}
+
+/// The first field in which two decisions on one step differ.
+fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
+    let bits = |value: f64| value.to_bits();
+    if earlier.skip != later.skip {
+        Some("skip")
+    } else if bits(earlier.gradient_scale) != bits(later.gradient_scale) {
+        Some("gradient_scale")
+    } else if bits(earlier.clip_coefficient) != bits(later.clip_coefficient) {
+        Some("clip_coefficient")
+    } else if bits(earlier.compensation) != bits(later.compensation) {
+        Some("compensation")
+    } else if earlier.groups != later.groups {
+        Some("groups")
+    } else if bits(earlier.loss_scale) != bits(later.loss_scale) {
+        Some("loss_scale")
+    } else if earlier.trainer_state != later.trainer_state {
+        Some("trainer_state")
+    } else if earlier.decided_by != later.decided_by {
+        Some("decided_by")
+    } else if earlier.pause_reason != later.pause_reason {
+        Some("pause_reason")
+    } else {
+        None
+    }
+}

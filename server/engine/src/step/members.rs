@@ -1,0 +1,111 @@
+//! Who takes part: processes that join, fence, leave and are checked.
+
+use longshore_proto::{Incarnation, Rank};
+
+use super::{
+    machine::{Admission, Machine, RankState},
+    refusal::Refusal,
+    shard::ShardProgress,
+};
+
+impl Machine {
+    /// Ends what earlier processes of a rank may do. What they sent stays, since a decision that another server knows
+    /// already may need it here. Returns false when this
+    /// process has fenced or joined before.
+    pub fn fence(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
+        if self.check_taking(rank, incarnation)? {
+            return Ok(false);
+        }
+        let state = &mut self.ranks[rank.index()];
+        (state.incarnation, state.fence_only, state.left) = (Some(incarnation), true, false);
+        state.joined_at = self.version;
+        Ok(true)
+    }
+
+    /// Binds a rank to a higher incarnation, or to the one that fenced it. The answer is Busy while the earlier
+    /// process's last chunk is being written.
+    pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<Admission, Refusal> {
+        if self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only {
+            return Ok(Admission::Duplicate);
+        }
+        let undecided = self.version.0 + 1..=self.version.0 + self.spec.gradient_slots() as u64;
+        let in_use = |shard: &ShardProgress| shard.slots.iter().any(|slot| slot.in_use(rank));
+        if self.shards.iter().any(in_use) {
+            return Ok(Admission::Busy);
+        }
+        for shard in &mut self.shards {
+            for slot in &mut shard.slots {
+                // The slot of a decided step belongs to that step's update.
+                if slot.step.is_some_and(|step| undecided.contains(&step.0)) {
+                    slot.rejoined(rank);
+                }
+            }
+        }
+        let joined_at = self.version;
+        self.unsettle();
+        self.ranks[rank.index()] =
+            RankState { incarnation: Some(incarnation), joined_at, ..RankState::default() };
+        Ok(Admission::Duplicate)
+    }
+
+    /// Checks that a process may take a rank. Returns true when it has taken it already.
+    fn check_taking(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
+        let world_size = self.spec.world_size;
+        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
+        match state.incarnation {
+            Some(current) if current == incarnation && !state.left => Ok(true),
+            Some(current) if current >= incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether a rank's process may push.
+    pub fn has_joined(&self, rank: Rank, incarnation: Incarnation) -> bool {
+        let state = self.ranks.get(rank.index());
+        state.is_some_and(|state| state.incarnation == Some(incarnation) && !state.fence_only && !state.left)
+    }
+
+    /// Whether a rank's buffer of a slot holds what a sum or an update still needs.
+    pub fn holds(&self, owned: usize, slot: usize, rank: Rank) -> bool {
+        self.shards[owned].slots[slot].holds(rank)
+    }
+
+    pub fn incarnation(&self, rank: Rank) -> Option<Incarnation> {
+        self.ranks.get(rank.index()).and_then(|state| state.incarnation)
+    }
+
+    /// Checks that no newer process has taken the rank.
+    pub fn check_newest(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        match self.incarnation(rank) {
+            Some(current) if current > incarnation => Err(Refusal::Fenced { rank, incarnation, current }),
+            _ => Ok(()),
+        }
+    }
+
+    pub fn leave(&mut self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        self.check_rank(rank, incarnation)?;
+        self.ranks[rank.index()].left = true;
+        Ok(())
+    }
+
+    /// Checks that the caller is the rank's current process.
+    pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
+        let world_size = self.spec.world_size;
+        let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;
+        match state.incarnation {
+            None => Err(Refusal::NotJoined { rank }),
+            Some(current) if incarnation > current => Err(Refusal::NotJoined { rank }),
+            Some(current) if incarnation < current => Err(Refusal::Fenced { rank, incarnation, current }),
+            Some(_) if state.left => Err(Refusal::Left { rank, incarnation }),
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Checks that the caller is rank 0's current process.
+    pub fn check_rank_zero(&self, incarnation: Incarnation) -> Result<(), Refusal> {
+        match self.check_rank(Rank(0), incarnation) {
+            Err(Refusal::Fenced { current, .. }) => Err(Refusal::NotRankZero { incarnation, current }),
+            other => other,
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! What a tier is to a job: a core that every tier has, and objects beside it that a tier gives or does not.
+//!
+//! Shards are numbered as they are owned, in forward order, and updated in that order, so that a tier may bring in the next
+//! ones ahead. An error means that what was asked was not done or may not survive: the job cannot go on from this server.
+
+use std::{ops::Range, sync::Arc};
+
+use longshore_proto::{Fault, Rank, Step, Version};
+
+use super::{
+    gradients::GradientStore,
+    state::{StateMut, StateRef},
+};
+use crate::{
+    memory::Slab,
+    record::{Joined, Record},
+};
+
+/// The state of a server's shards of one job. What is there decides what the job does; no one asks which tier it is.
+pub struct Store {
+    pub state: Arc<dyn Tier>,
+    /// Where several shards can be updated at once.
+    pub together: Option<Arc<dyn Together>>,
+    /// Where the state outlives the process.
+    pub durable: Option<Arc<dyn Durable>>,
+    /// Where a version becomes durable later than it is decided.
+    pub behind: Option<Arc<dyn WriteBehind>>,
+    /// Where the job's memory outlives the process as well.
+    pub kept: Option<Arc<dyn KeptMemory>>,
+    /// Where images are stored beside the state.
+    pub images: Option<Arc<dyn ImageStore>>,
+    /// Where gradients that are not lent go to drives.
+    pub gradients: Option<Arc<dyn GradientStore>>,
+}
+
+/// A tier that was opened, and what it has kept of the job.
+pub struct Opened {
+    pub store: Store,
+    /// Memory for the job's buffers, of a tier that keeps them.
+    pub buffers: Option<Slab>,
+    pub recovered: Recovered,
+}
+
+/// What an earlier process left.
+pub enum Recovered {
+    Nothing,
+    /// A whole version. It must be read whole, and adopted, before its first step.
+    Version(Record),
+    /// All memory of a process that was killed at any instant.
+    Interrupted(Interrupted),
+}
+
+/// A job whose process was killed at any instant.
+pub struct Interrupted {
+    /// The last decided steps, oldest first: two where there were two.
+    pub records: Vec<Record>,
+    pub shards: Vec<KeptShard>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptShard {
+    pub version: Version,
+    /// Whether the image of the version before is whole.
+    pub older_image: bool,
+    /// Steps whose contributions are all summed, by parity; some may be decided.
+    pub summed: [Step; 2],
+}
+
+/// What a guard says to the update of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Update it, then give the number back.
+    Go(usize),
+    /// It has this version already: its update was done before the server died.
+    Done,
+    /// Its bytes are not those that were written. Leave it.
+    Damaged,
+}
+
+/// What a tier does around the update of each block, on the thread that updates it while the block is in its cache.
+pub trait Guard: Sync {
+    fn begin(&self, block: usize, state: StateRef<'_>) -> Turn;
+
+    /// `image`: the block's new image.
+    fn end(&self, block: usize, number: usize, state: StateRef<'_>, image: &[u8]);
+}
+
+/// The guard of a tier that has nothing to do around a block.
+pub struct Unguarded;
+
+impl Guard for Unguarded {
+    fn begin(&self, _: usize, _: StateRef<'_>) -> Turn {
+        Turn::Go(0)
+    }
+
+    fn end(&self, _: usize, _: usize, _: StateRef<'_>, _: &[u8]) {}
+}
+
+/// The core: every tier has it. A closure gets the state, so that a tier can bring it in before and write it back after.
+pub trait Tier: Send + Sync {
+    /// Before a job starts: fills a shard, in any number of calls.
+    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
+
+    /// Reads a shard as its last update left it.
+    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
+
+    /// Runs the update that makes `version` of a shard.
+    fn update(
+        &self,
+        owned: usize,
+        version: Version,
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+    ) -> Result<(), Fault>;
+}
+
+/// State that is all in memory, with nothing to do around a shard's update.
+pub trait Together: Send + Sync {
+    /// Runs the updates of several shards as one.
+    fn update_run(&self, owned: Range<usize>, update: &mut dyn FnMut(Vec<StateMut<'_>>))
+    -> Result<(), Fault>;
+}
+
+/// State that the next process finds.
+pub trait Durable: Send + Sync {
+    /// All shards are loaded: keeps this version before it returns.
+    fn start(&self, record: &Record) -> Result<(), Fault>;
+
+    /// A step is decided; called before anyone is told so.
+    fn decide(&self, record: &Record) -> Result<(), Fault>;
+
+    /// A pause of the durable version has begun or ended: keeps its record with that before it returns.
+    fn stand(&self, record: &Record) -> Result<(), Fault>;
+
+    /// A rank has joined. `over`: it sends again what no decided step needs.
+    fn joined(&self, rank: Rank, joined: Joined, over: bool);
+
+    /// Returns once whoever has joined is known to the next process too. May wait for a drive.
+    fn keep_joined(&self) -> Result<(), Fault>;
+
+    /// By rank: who had joined an earlier process. Empty where nothing is known of any.
+    fn who_joined(&self) -> Vec<Option<Joined>>;
+
+    /// Removes all that the tier keeps of the job. Nothing may be called after it.
+    fn discard(&self) -> Result<(), Fault>;
+}
+
+/// Versions that are written while the job goes on, each whole before the next one is decided.
+pub trait WriteBehind: Send + Sync {
+    /// All that was recovered has been read and is whole: from here on this process owns it.
+    fn adopt(&self) -> Result<(), Fault>;
+
+    /// All shards have the version. Making it durable goes on in the background.
+    fn finish(&self, record: &Record) -> Result<(), Fault>;
+
+    /// The newest version that a crash cannot take back.
+    fn durable(&self) -> Version;
+
+    /// Whether the version before the newest is kept whole, so that a job can be opened at it.
+    fn keeps_previous(&self) -> bool;
+
+    /// Bytes written to drives since the job was opened.
+    fn written_bytes(&self) -> u64;
+
+    /// The error after which nothing of this tier may be used. The first one stays.
+    fn failure(&self) -> Option<Fault>;
+}
+
+/// Images, contributions and sums that the next process finds as they were: it finishes the steps that this one had decided.
+pub trait KeptMemory: Send + Sync {
+    /// Before the start: whether an image of the version before was loaded for each shard.
+    fn older_images(&self, loaded: bool);
+
+    /// All contributions to an undecided step are summed on a shard; called before anyone is told so.
+    fn complete(&self, owned: usize, step: Step);
+
+    /// Runs what makes `version` of a shard in a step that is skipped: its state stays, its image is copied.
+    fn carry(&self, owned: usize, version: Version, carry: &mut dyn FnMut());
+}
+
+/// Which image of a shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageAge {
+    Current,
+    /// The image of the version before.
+    Older,
+}
+
+/// Images beside the state: written with it by each update, and by these calls where nothing is updated.
+pub trait ImageStore: Send + Sync {
+    /// Keeps an image of a shard that was loaded.
+    fn store(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault>;
+
+    /// Gives a recovered shard's image; false where it is not kept.
+    fn load(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;
+
+    /// Hands bytes of a shard's image of a version to `read`; false where that one is not kept. Waits for the drives.
+    fn read(
+        &self,
+        owned: usize,
+        version: Version,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault>;
+
+    /// A load has failed: the images that it stored are of nothing.
+    fn forget(&self);
+}

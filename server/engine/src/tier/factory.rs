@@ -1,0 +1,147 @@
+//! The one place that knows the tiers by kind: opening one, what it needs, and looking into what it left.
+
+use std::sync::Arc;
+
+use longshore_proto::{Fault, JobSpec, Layout, ShardId, TierKind};
+
+use super::{
+    Header,
+    contract::{Opened, Recovered, Store},
+    fault::{corrupt, exhausted},
+    folder::Folder,
+    inspect::{self, Report},
+    memory::MemoryTier,
+    nvme::{self, NvmeTier},
+    shm::{self, ShmTier},
+    state::Shape,
+    storage::{Inputs, Spill, Storage},
+};
+use crate::threads::Pool;
+
+/// What a tier takes of a server, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreNeed {
+    /// DRAM for state.
+    pub state: u64,
+    /// DRAM around it: between it and drives, or for copies of blocks that are being updated.
+    pub buffers: u64,
+    /// Space on drives.
+    pub disk: u64,
+    /// Bytes that a step writes to drives, without tables and records.
+    pub written: u64,
+}
+
+/// What a job's tier needs here.
+pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
+    let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
+    let state = Shape::of(spec).bytes(elements as usize) as u64;
+    match spec.tier {
+        TierKind::Memory => StoreNeed { state, ..StoreNeed::default() },
+        // A tmpfs is DRAM.
+        TierKind::Shm => {
+            StoreNeed { state, buffers: shm::overhead(spec, layout, owned), ..StoreNeed::default() }
+        }
+        TierKind::Nvme => nvme::need(spec, layout, owned, storage),
+    }
+}
+
+/// Whether a job's tier keeps the memory of its buffers, so that nobody else need allocate it.
+pub fn keeps_buffers(spec: &JobSpec) -> bool {
+    spec.tier == TierKind::Shm
+}
+
+impl Storage {
+    /// Whether this job's images live on the drives alone.
+    pub fn spills_images(&self, spec: &JobSpec) -> bool {
+        spec.tier == TierKind::Nvme && self.spill != Spill::State
+    }
+
+    /// Whether this job's gradients do.
+    pub fn spills_gradients(&self, spec: &JobSpec) -> bool {
+        spec.tier == TierKind::Nvme && self.spill == Spill::All
+    }
+}
+
+/// Makes the job's store, or finds what it has kept. `buffers`: bytes of the job's buffers, for a tier that keeps them. `pool`:
+/// what will update the state. `notify` is called when something that one may wait for has changed.
+///
+/// # Errors
+/// Nothing that was made stays behind.
+pub fn open(
+    inputs: &Inputs<'_>,
+    buffers: usize,
+    pool: &Pool,
+    notify: Box<dyn Fn() + Send + Sync>,
+) -> Result<Opened, Fault> {
+    match inputs.spec.tier {
+        TierKind::Memory => open_memory(inputs, pool),
+        TierKind::Shm => open_shm(inputs, buffers, pool),
+        TierKind::Nvme => open_nvme(inputs, notify),
+    }
+}
+
+fn open_memory(inputs: &Inputs<'_>, pool: &Pool) -> Result<Opened, Fault> {
+    let lengths: Vec<usize> =
+        inputs.owned.iter().map(|&shard| inputs.layout.shard_len(shard) as usize).collect();
+    let tier = MemoryTier::allocate(&lengths, Shape::of(inputs.spec), pool).map_err(exhausted)?;
+    let tier = Arc::new(tier);
+    let store = Store {
+        state: tier.clone(),
+        together: Some(tier),
+        durable: None,
+        behind: None,
+        kept: None,
+        images: None,
+        gradients: None,
+    };
+    Ok(Opened { store, buffers: None, recovered: Recovered::Nothing })
+}
+
+fn open_shm(inputs: &Inputs<'_>, buffers: usize, pool: &Pool) -> Result<Opened, Fault> {
+    let (tier, buffers, interrupted) = ShmTier::open(inputs, buffers, pool)?;
+    let tier = Arc::new(tier);
+    let store = Store {
+        state: tier.clone(),
+        together: None,
+        durable: Some(tier.clone()),
+        behind: None,
+        kept: Some(tier),
+        images: None,
+        gradients: None,
+    };
+    let recovered = interrupted.map_or(Recovered::Nothing, Recovered::Interrupted);
+    Ok(Opened { store, buffers: Some(buffers), recovered })
+}
+
+fn open_nvme(inputs: &Inputs<'_>, notify: Box<dyn Fn() + Send + Sync>) -> Result<Opened, Fault> {
+    let (tier, record) = NvmeTier::open(inputs, notify)?;
+    let gradients = inputs.storage.spills_gradients(inputs.spec).then(|| tier.create_gradients(inputs));
+    // A store that was made a moment ago must not stay behind.
+    let gradients = gradients.transpose().inspect_err(|_| {
+        _ = record.is_none().then(|| tier.remove());
+    })?;
+    let tier = Arc::new(tier);
+    let store = Store {
+        state: tier.clone(),
+        together: None,
+        durable: Some(tier.clone()),
+        behind: Some(tier.clone()),
+        kept: None,
+        images: tier.stores_images().then(|| tier.clone() as _),
+        gradients: gradients.map(|gradients| Arc::new(gradients) as _),
+    };
+    Ok(Opened { store, buffers: None, recovered: record.map_or(Recovered::Nothing, Recovered::Version) })
+}
+
+/// Reads and verifies what a tier has left in a folder that no server uses.
+pub(super) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
+    match header.tier {
+        TierKind::Nvme => nvme::inspect(folder, header),
+        TierKind::Shm => inspect::shm::inspect(folder, header),
+        TierKind::Memory => Err(corrupt(
+            format!("{} (tier memory)", folder.path.display()),
+            "tier nvme or shm",
+            "the header is not one that a server wrote: restore a checkpoint",
+        )),
+    }
+}

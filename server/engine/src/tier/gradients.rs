@@ -1,0 +1,79 @@
+//! Gradients that a tier takes to drives and brings back: where one lies, and what moves it.
+
+use std::{
+    ops::Range,
+    sync::mpsc::{self, Receiver},
+};
+
+use longshore_proto::{Fault, Rank};
+
+use super::fault::internal;
+use crate::memory::Region;
+
+/// Which of a shard's gradients of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// One rank's contribution, in the wire's format.
+    Contribution(Rank),
+    /// The sum of all ranks and micro-steps so far, in fp32.
+    Sum,
+}
+
+/// One gradient: the shard as it is owned, the step's gradient slot, and which of its gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GradientPlace {
+    pub owned: usize,
+    pub slot: usize,
+    pub kind: Kind,
+}
+
+/// Called with the buffer once its bytes are where they belong, on a thread of the disk.
+pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
+
+/// Room for the gradients of the steps in flight. They die with the process, as they do in DRAM: workers send them again.
+pub trait GradientStore: Send + Sync {
+    /// Starts writing the first bytes of a buffer to `within` a gradient.
+    fn write(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved);
+
+    /// Starts filling a buffer's first bytes with `within` a gradient.
+    fn read(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved);
+
+    /// Names a gradient in an error.
+    fn describe(&self, place: GradientPlace) -> String;
+
+    fn written_bytes(&self) -> u64;
+}
+
+/// Bytes on their way.
+pub struct Transfer {
+    done: Receiver<Result<Region, Fault>>,
+}
+
+impl Transfer {
+    /// Starts filling a buffer's first bytes with a whole gradient of so many.
+    pub fn read(store: &dyn GradientStore, place: GradientPlace, bytes: usize, buffer: Region) -> Transfer {
+        let (transfer, done) = Transfer::begin();
+        store.read(place, 0..bytes, buffer, done);
+        transfer
+    }
+
+    /// Starts writing a whole gradient from a buffer's first bytes.
+    pub fn write(store: &dyn GradientStore, place: GradientPlace, bytes: usize, buffer: Region) -> Transfer {
+        let (transfer, done) = Transfer::begin();
+        store.write(place, 0..bytes, buffer, done);
+        transfer
+    }
+
+    fn begin() -> (Transfer, Moved) {
+        let (sender, done) = mpsc::channel();
+        let moved = move |buffer, result: Result<(), Fault>| {
+            let _ = sender.send(result.map(|()| buffer));
+        };
+        (Transfer { done }, Box::new(moved))
+    }
+
+    /// Gives the buffer back once its bytes are where they belong.
+    pub fn wait(self) -> Result<Region, Fault> {
+        self.done.recv().unwrap_or_else(|_| Err(internal("the disk's thread has ended", "running")))
+    }
+}

@@ -1,0 +1,220 @@
+//! Reads ahead and writes behind: what moves a shard between its buffer and its drive.
+
+use std::{
+    mem,
+    sync::{Arc, atomic::Ordering},
+    time::Instant,
+};
+
+use longshore_proto::Fault;
+
+use super::{Entry, Held, Holding, Pool, PoolState};
+use crate::{
+    io::{Direction, Part, Request},
+    memory::Region,
+    tier::{
+        fault::{internal, io},
+        storage::Durability,
+    },
+};
+
+impl Pool {
+    /// A free buffer. None: one will be, or a change will say so.
+    pub(super) fn buffer(
+        self: &Arc<Self>,
+        state: &mut PoolState,
+        wanted: usize,
+    ) -> Result<Option<Region>, Fault> {
+        if let Some(region) = state.free.pop() {
+            return Ok(Some(region));
+        }
+        if state.writing > 0 {
+            return Ok(None);
+        }
+        // All hold shards read ahead: the one needed last gives way. Before the start they hold loaded ones, of which the
+        // least recently used does, once it is written.
+        let count = state.entries.len();
+        let distance = |owned: usize| (owned + count - state.next) % count;
+        let ready = |owned: &usize| {
+            let entry = &state.entries[*owned];
+            *owned != wanted && !self.resident[*owned] && matches!(entry.holding, Holding::Ready(_))
+        };
+        let dirty =
+            |owned: &usize| matches!(&state.entries[*owned].holding, Holding::Ready(held) if held.dirty);
+        let clean =
+            (0..count).filter(ready).filter(|owned| !dirty(owned)).max_by_key(|&owned| distance(owned));
+        if let Some(owned) = clean {
+            let held = mem::replace(&mut state.entries[owned].holding, Holding::Disk);
+            return Ok(if let Holding::Ready(held) = held { Some(held.region) } else { None });
+        }
+        let oldest = (0..count).filter(ready).min_by_key(|&owned| state.entries[owned].used);
+        if let Some(owned) = oldest {
+            self.write_dirty(state, owned);
+        }
+        Ok(None)
+    }
+
+    /// Starts reading a shard.
+    pub(super) fn read(self: &Arc<Self>, state: &mut PoolState, owned: usize, buffer: Region) {
+        let entry = &mut state.entries[owned];
+        entry.holding = Holding::Reading;
+        let parts = vec![self.plan.state_part(owned, entry.slot)];
+        let pool = Arc::clone(self);
+        let file = self.plan.shards[owned].file;
+        state.debts.asked(file, Instant::now());
+        let done = Box::new(move |region: Region, result: std::io::Result<()>| {
+            let mut state = pool.lock();
+            state.debts.answered(file, Instant::now());
+            match result {
+                Ok(()) => {
+                    let held = Held { region, checked: false, dirty: false };
+                    state.entries[owned].holding = Holding::Ready(held);
+                }
+                Err(error) => {
+                    let fault = pool.io_fault(owned, "read", error);
+                    state.failed.get_or_insert(fault);
+                }
+            }
+            drop(state);
+            pool.changed.notify_all();
+        });
+        let disk = &self.disks[file];
+        disk.submit(Request { direction: Direction::Read, parts, buffer, done });
+    }
+
+    /// Starts the reads of the next shards in forward order, as far as there are buffers.
+    pub(super) fn read_ahead(self: &Arc<Self>, state: &mut PoolState) {
+        let count = state.entries.len();
+        let order = (0..count).map(|step| (state.next + step) % count).filter(|&owned| !self.resident[owned]);
+        let ahead: Vec<usize> = order.take(self.buffers).collect();
+        for owned in ahead {
+            let entry = &state.entries[owned];
+            if entry.blank || !matches!(entry.holding, Holding::Disk) {
+                continue;
+            }
+            let Some(region) = state.free.pop() else { return };
+            self.read(state, owned, region);
+        }
+    }
+
+    /// Writes an updated shard behind the caller's back, and reads ahead of it.
+    pub(in crate::tier::nvme) fn write(self: &Arc<Self>, owned: usize, mut held: Held) {
+        let mut state = self.lock();
+        state.next = (owned + 1) % state.entries.len();
+        held.dirty = false;
+        if self.durability == Durability::Nothing && self.resident[owned] {
+            held.checked = true;
+            state.entries[owned].holding = Holding::Ready(held);
+        } else {
+            let target = state.slots.updated();
+            // Where nothing is recovered the second slot stays unused.
+            let keeps = self.durability == Durability::EachVersion;
+            let slot = if keeps { target.state } else { state.entries[owned].slot };
+            let mut parts = vec![self.plan.state_part(owned, slot)];
+            if self.plan.shards[owned].image_bytes > 0 && keeps {
+                parts.push(self.plan.image_part(owned, target.image));
+            }
+            self.submit_write(&mut state, owned, slot, parts, held.region);
+        }
+        self.read_ahead(&mut state);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Starts writing a loaded shard to the slot it is read from.
+    fn write_dirty(self: &Arc<Self>, state: &mut PoolState, owned: usize) {
+        let holding = mem::replace(&mut state.entries[owned].holding, Holding::Writing);
+        let Holding::Ready(held) = holding else {
+            state.entries[owned].holding = holding;
+            return;
+        };
+        let bytes = &held.region.bytes()[..self.plan.shards[owned].state_bytes];
+        for (block, seal) in self.seals[owned].state.iter().enumerate() {
+            seal.store(self.plan.seal(owned, bytes, block), Ordering::Relaxed);
+        }
+        let slot = state.entries[owned].slot;
+        self.submit_write(state, owned, slot, vec![self.plan.state_part(owned, slot)], held.region);
+    }
+
+    fn submit_write(
+        self: &Arc<Self>,
+        state: &mut PoolState,
+        owned: usize,
+        slot: u8,
+        parts: Vec<Part>,
+        buffer: Region,
+    ) {
+        let entry = &mut state.entries[owned];
+        (entry.holding, entry.slot, entry.blank) = (Holding::Writing, slot, false);
+        state.writing += 1;
+        let file = self.plan.shards[owned].file;
+        state.debts.asked(file, Instant::now());
+        let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
+        self.written.fetch_add(bytes as u64, Ordering::Relaxed);
+        let pool = Arc::clone(self);
+        let done = Box::new(move |region: Region, result: std::io::Result<()>| {
+            pool.written(owned, region, result);
+        });
+        let disk = &self.disks[file];
+        disk.submit(Request { direction: Direction::Write, parts, buffer, done });
+    }
+
+    fn written(self: &Arc<Self>, owned: usize, region: Region, result: std::io::Result<()>) {
+        let mut state = self.lock();
+        state.debts.answered(self.plan.shards[owned].file, Instant::now());
+        state.writing -= 1;
+        if self.resident[owned] {
+            state.entries[owned].holding = Holding::Ready(Held { region, checked: true, dirty: false });
+        } else {
+            state.entries[owned].holding = Holding::Disk;
+            state.free.push(region);
+        }
+        match result {
+            Ok(()) => self.read_ahead(&mut state),
+            Err(error) => {
+                let fault = self.io_fault(owned, "write", error);
+                tracing::error!(%fault, "the store has failed");
+                state.failed.get_or_insert(fault);
+            }
+        }
+        let failed = state.failed.is_some();
+        drop(state);
+        self.changed.notify_all();
+        if failed {
+            (self.notify)();
+        }
+    }
+
+    fn io_fault(&self, owned: usize, doing: &'static str, error: std::io::Error) -> Fault {
+        let place = &self.plan.shards[owned];
+        let path = self.disks[place.file].path();
+        let fault = io(doing, path)(error);
+        Fault { value: format!("{} of {}", fault.value, place.shard), ..fault }
+    }
+
+    /// Writes all that was loaded and waits for it.
+    pub(in crate::tier::nvme) fn write_loaded(self: &Arc<Self>) -> Result<(), Fault> {
+        for owned in 0..self.plan.shards.len() {
+            let mut state = self.lock();
+            state.check()?;
+            let kept = self.durability == Durability::Nothing && self.resident[owned];
+            if let Holding::Ready(held) = &mut state.entries[owned].holding
+                && held.dirty
+            {
+                if kept { held.dirty = false } else { self.write_dirty(&mut state, owned) }
+            } else if state.entries[owned].blank {
+                return Err(internal(self.plan.shards[owned].shard, "loaded before the start"));
+            }
+        }
+        self.wait_for_writes()
+    }
+
+    /// Waits until nothing is being moved, whether it fails or not.
+    pub(in crate::tier::nvme) fn quiesce(&self) {
+        let moving = |entry: &Entry| matches!(entry.holding, Holding::Reading | Holding::Writing);
+        let mut state = self.lock();
+        while state.failed.is_none() && state.entries.iter().any(moving) {
+            state = self.wait(state);
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The `shm` tier: the memory tier's arrays in files of a tmpfs, so that they outlive the process.
+//!
+//! A process can be killed at any instruction, and whatever it had stored by then stays. So all that is needed is an
+//! order of stores, and a copy of each block while it is being changed. The host's end is the end of a tmpfs; against that
+//! there are checkpoints.
+
+mod open;
+mod records;
+mod sizes;
+mod undo;
+
+use std::sync::{
+    Condvar, Mutex,
+    atomic::{AtomicBool, AtomicU64, Ordering, fence},
+};
+
+use longshore_proto::{Fault, Incarnation, Rank, Step, Version, limits::BLOCK_ELEMENTS};
+
+use self::undo::Undo;
+pub(super) use self::{
+    records::records_of,
+    sizes::{Sizes, overhead},
+};
+use super::{
+    contract::{Durable, Guard, KeptMemory, Tier},
+    folder::Folder,
+    memory::MemoryTier,
+    removal::remove_all,
+    state::{StateMut, StateRef},
+    watch::Watch,
+};
+use crate::{
+    memory::{Region, Words},
+    record::{Joined, Record},
+};
+
+const BLOCK: usize = BLOCK_ELEMENTS as usize;
+/// Blocks that may be in the middle of their update: one a thread. More threads take turns.
+pub(super) const UNDO_SLOTS: usize = 32;
+/// Words of a shard: the version begun, the version done, the oldest version an image of it was made or loaded of, and
+/// by parity the step whose contributions are all summed.
+pub(super) const SHARD_WORDS: usize = 5;
+/// Where those steps start.
+const SUMMED: usize = 3;
+/// Words of an undo slot: 1 + the block (0: unused), and the version that its update makes.
+pub(super) const UNDO_WORDS: usize = 2;
+
+/// The job's arrays, and the order in which they are changed.
+///
+/// Files, in the job's folder, mode 0600, native byte order (a tmpfs goes nowhere else):
+///
+/// ```text
+/// header.json  whose folder it is (tier/folder.rs)
+/// state        each shard's master weights, first and second moments
+/// buffers      images, contributions and sums: a decided step is updated from them after a restart; then the images'
+///              words, of no use to another process
+/// progress     record of version parity 0, of parity 1 (tier/record.rs), 4 MiB each, with two notes of 32 KiB on pauses at
+///              their ends;
+///              words of 8 bytes: 5 for each shard, 1 for each block (its version), 2 for each undo slot,
+///              1 for each rank (its incarnation);
+///              undo slots: one block's state each;
+///              1 word for each rank (twice the version at which that incarnation joined; 1 more while it has only fenced)
+/// ```
+///
+/// **Deciding** a step writes its record over that of two versions before, and only then is anyone told. **Updating** a
+/// shard stores: the version begun; for each block a copy into an undo slot, the slot's words, the block in place, the
+/// block's version, the slot's words back to 0; then the version done. **Recovery** puts back each block that an undo slot
+/// holds and whose version was not reached, takes the newest whole record, and updates what is not done yet. A block whose
+/// version is reached is left: its update happened once. A shard whose version begun is not done has lost its older image,
+/// over which the new one was being written. A step that is summed and not decided stays summed: another server may know
+/// its decision, and nobody be left who could send the gradients again.
+pub(super) struct ShmTier {
+    memory: MemoryTier,
+    words: Words,
+    joined_at: Words,
+    records: Mutex<Region>,
+    /// Copies that no thread uses, with their slot.
+    undo: Mutex<Vec<(usize, Region)>>,
+    undo_freed: Condvar,
+    /// By slot, while it is in use.
+    undo_held: Vec<Mutex<Option<Region>>>,
+    /// Index of each shard's first block; one more at the end.
+    blocks: Vec<usize>,
+    older_loaded: AtomicBool,
+    /// The job's files.
+    watch: Watch,
+    folder: Folder,
+}
+
+impl ShmTier {
+    fn shards(&self) -> usize {
+        self.blocks.len() - 1
+    }
+
+    /// A shard's words: version begun, version done, oldest image, steps summed.
+    fn shard(&self, owned: usize) -> &[AtomicU64] {
+        &self.words.get()[owned * SHARD_WORDS..][..SHARD_WORDS]
+    }
+
+    fn block(&self, block: usize) -> &AtomicU64 {
+        &self.words.get()[self.shards() * SHARD_WORDS + block]
+    }
+
+    fn undo_words(&self, slot: usize) -> &[AtomicU64] {
+        let start = self.shards() * SHARD_WORDS + self.blocks[self.shards()];
+        &self.words.get()[start + slot * UNDO_WORDS..][..UNDO_WORDS]
+    }
+
+    /// The incarnation of each rank, 0 before it has joined.
+    fn ranks(&self) -> &[AtomicU64] {
+        &self.words.get()
+            [self.shards() * SHARD_WORDS + self.blocks[self.shards()] + UNDO_SLOTS * UNDO_WORDS..]
+    }
+}
+
+impl Tier for ShmTier {
+    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
+        self.memory.load(owned, load)
+    }
+
+    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+        self.memory.read(owned, read)
+    }
+
+    fn update(
+        &self,
+        owned: usize,
+        version: Version,
+        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+    ) -> Result<(), Fault> {
+        let guard = Undo { tier: self, first_block: self.blocks[owned], version };
+        let mut result = Ok(());
+        self.carry(owned, version, &mut || {
+            result = self.memory.load(owned, &mut |state| update(state, &guard));
+        });
+        result
+    }
+}
+
+impl KeptMemory for ShmTier {
+    fn older_images(&self, loaded: bool) {
+        self.older_loaded.store(loaded, Ordering::Relaxed);
+    }
+
+    fn complete(&self, owned: usize, step: Step) {
+        // The sum is whole before the word says so.
+        fence(Ordering::SeqCst);
+        self.shard(owned)[SUMMED + (step.0 % 2) as usize].store(step.0, Ordering::SeqCst);
+    }
+
+    fn carry(&self, owned: usize, version: Version, carry: &mut dyn FnMut()) {
+        let words = self.shard(owned);
+        words[0].store(version.0, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        carry();
+        fence(Ordering::SeqCst);
+        words[1].store(version.0, Ordering::SeqCst);
+    }
+}
+
+impl Durable for ShmTier {
+    fn start(&self, record: &Record) -> Result<(), Fault> {
+        let version = record.version.0;
+        let older = u64::from(self.older_loaded.load(Ordering::Relaxed) && version > 0);
+        for owned in 0..self.shards() {
+            for (word, value) in self.shard(owned).iter().zip([version, version, version - older, 0, 0]) {
+                word.store(value, Ordering::SeqCst);
+            }
+        }
+        (0..self.blocks[self.shards()]).for_each(|block| self.block(block).store(version, Ordering::SeqCst));
+        fence(Ordering::SeqCst);
+        self.write_record(record)
+    }
+
+    fn decide(&self, record: &Record) -> Result<(), Fault> {
+        self.watch.check()?;
+        self.write_record(record)
+    }
+
+    fn stand(&self, record: &Record) -> Result<(), Fault> {
+        self.write_note(record)
+    }
+
+    fn joined(&self, rank: Rank, joined: Joined, over: bool) {
+        let summed = (0..self.shards()).flat_map(|owned| &self.shard(owned)[SUMMED..]);
+        summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
+        // A version with the incarnation before is too new, of a process that is being replaced.
+        let at = 2 * joined.at.0 + u64::from(joined.fence_only);
+        self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        self.ranks()[rank.index()].store(joined.incarnation.0, Ordering::SeqCst);
+    }
+
+    fn keep_joined(&self) -> Result<(), Fault> {
+        // Words of a tmpfs are kept as soon as they are stored.
+        Ok(())
+    }
+
+    fn who_joined(&self) -> Vec<Option<Joined>> {
+        let ranks = self.ranks().iter().zip(self.joined_at.get());
+        let joined = |(incarnation, at): (&AtomicU64, &AtomicU64)| {
+            let [incarnation, at] = [incarnation, at].map(|word| word.load(Ordering::Acquire));
+            let (incarnation, at, fence_only) = (Incarnation(incarnation), Version(at / 2), at % 2 == 1);
+            (incarnation.0 > 0).then_some(Joined { incarnation, at, fence_only })
+        };
+        ranks.map(joined).collect()
+    }
+
+    fn discard(&self) -> Result<(), Fault> {
+        remove_all(std::slice::from_ref(&self.folder.path))
+    }
+}

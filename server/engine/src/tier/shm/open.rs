@@ -1,0 +1,175 @@
+//! Creating a `shm` job's files, or finding and mapping them.
+
+use std::{
+    fs::{File, OpenOptions},
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+    sync::{Condvar, Mutex, atomic::AtomicBool},
+};
+
+use longshore_proto::{Fault, FaultKind, JobSpec, TierKind};
+
+use super::{ShmTier, Sizes, UNDO_SLOTS};
+use crate::{
+    memory::{Slab, Words},
+    threads::Pool,
+    tier::{
+        contract::Interrupted,
+        fault::{FIELD, SHM_FIELD, corrupt, io, named},
+        folder::{Folder, HEADER_FILE, Header},
+        memory::MemoryTier,
+        removal::{finish_job, remove_all},
+        state::Shape,
+        storage::Inputs,
+        watch::Watch,
+    },
+};
+
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+impl ShmTier {
+    /// Creates the job's files or finds them. Also returns the mapping for the job's other `buffers`, so many bytes. `pool`:
+    /// what will update the state.
+    pub(in crate::tier) fn open(
+        inputs: &Inputs<'_>,
+        buffers: usize,
+        pool: &Pool,
+    ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
+        ShmTier::open_in_folder(inputs, buffers, pool).map_err(named(SHM_FIELD))
+    }
+
+    fn open_in_folder(
+        inputs: &Inputs<'_>,
+        buffers: usize,
+        pool: &Pool,
+    ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
+        let Some(dir) = &inputs.storage.shm_dir else {
+            let remedy = "start the server with --shm-dir, or open the job with the memory tier";
+            return Err(Fault::new(
+                FaultKind::Precondition,
+                SHM_FIELD,
+                "not set",
+                "set for tier shm",
+                remedy,
+            ));
+        };
+        check_tmpfs(dir)?;
+        let servers = inputs.placement.servers.len();
+        finish_job(std::slice::from_ref(dir), &inputs.spec.name);
+        let home = Folder::path(dir, &inputs.spec.name, inputs.server, servers);
+        let folder = Folder::take(home.clone())?;
+        let header = Header {
+            store: Header::unique_store(),
+            tier: TierKind::Shm,
+            directory: 0,
+            directories: 1,
+            durable: true,
+            spilled_images: false,
+            server: inputs.server,
+            placement: inputs.placement.clone(),
+            spec: inputs.spec.clone(),
+        };
+        let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);
+        if !folder.is_new()
+            && let Some(found) = Header::read(&folder.path)?
+        {
+            found.check_same(&header, &folder.path)?;
+            let (mut tier, buffers) = ShmTier::map(folder, inputs.spec, &sizes, pool, false)?;
+            if let Some(kept) = tier.recover()? {
+                return Ok((tier, buffers, Some(kept)));
+            }
+            // Never loaded to the end: nothing to go on from.
+            drop((tier, buffers));
+            remove_all(std::slice::from_ref(&home))?;
+            return ShmTier::create(Folder::take(home)?, &sizes, &header, pool);
+        }
+        ShmTier::create(folder, &sizes, &header, pool)
+    }
+
+    fn create(
+        folder: Folder,
+        sizes: &Sizes,
+        header: &Header,
+        pool: &Pool,
+    ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
+        folder.clear()?;
+        let path = folder.path.clone();
+        let made = ShmTier::map(folder, &header.spec, sizes, pool, true).and_then(|(mut tier, buffers)| {
+            tier.folder.publish(header)?;
+            tier.folder.settle()?;
+            tier.watch = watch(&tier.folder);
+            Ok((tier, buffers, None))
+        });
+        made.inspect_err(|_| {
+            let _ = std::fs::remove_dir_all(&path);
+            let _ = path.parent().map(std::fs::remove_dir);
+        })
+    }
+
+    fn map(
+        folder: Folder,
+        spec: &JobSpec,
+        sizes: &Sizes,
+        pool: &Pool,
+        create: bool,
+    ) -> Result<(ShmTier, Slab), Fault> {
+        let file = |name: &str, bytes: usize, least: usize| {
+            map_file(&folder.path.join(name), bytes, if create { 0 } else { least })
+        };
+        let state = file("state", sizes.state, sizes.state)?;
+        let buffers = file("buffers", sizes.buffers, sizes.buffers)?;
+        // Earlier versions of this program did not keep when ranks had joined: it reads as version 0.
+        let (_, before) = sizes.progress.split_last().expect("there are always records");
+        let least = Slab::bytes_for(before.iter().copied());
+        let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()), least)?;
+        let mut regions = progress.carve_here(&sizes.progress).into_iter();
+        let mut next = || regions.next().expect("one region was carved for each size");
+        let (records, words) = (Mutex::new(next()), Words::new(next()));
+        let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
+        let joined_at = Words::new(next());
+        let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(spec), pool)
+            .map_err(|error| io("touch", &folder.path)(error.source))?;
+        let tier = ShmTier {
+            memory,
+            words,
+            joined_at,
+            records,
+            undo: Mutex::new(undo),
+            undo_freed: Condvar::new(),
+            undo_held: (0..UNDO_SLOTS).map(|_| Mutex::new(None)).collect(),
+            blocks: sizes.blocks.clone(),
+            older_loaded: AtomicBool::new(false),
+            watch: watch(&folder),
+            folder,
+        };
+        Ok((tier, buffers))
+    }
+}
+
+fn watch(folder: &Folder) -> Watch {
+    Watch::over(std::iter::once(&*folder.path), &[HEADER_FILE, "state", "buffers", "progress"])
+}
+
+/// Elsewhere each step would write the whole state to a disk, in no order that survives a power failure.
+fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
+    let found = rustix::fs::statfs(dir).map_err(|error| io("look at", dir)(error.into()))?;
+    if found.f_type as i64 == TMPFS_MAGIC {
+        return Ok(());
+    }
+    let remedy = "name a directory of a tmpfs (/dev/shm, or mount one), or open the job with tier nvme";
+    Err(Fault::new(FaultKind::Precondition, FIELD, dir.display(), "on a tmpfs for tier shm", remedy))
+}
+
+/// `least`: what it must have already; 0: it is made.
+fn map_file(path: &Path, bytes: usize, least: usize) -> Result<Slab, Fault> {
+    let create = least == 0;
+    let opened: Result<File, _> =
+        OpenOptions::new().read(true).write(true).create_new(create).mode(0o600).open(path);
+    let file = opened.map_err(io("open", path))?;
+    let length = file.metadata().map_err(io("look at", path))?.len();
+    if length < least as u64 {
+        let value = format!("{} ({length} bytes)", path.display());
+        return Err(corrupt(value, format!("{least} bytes"), "remove the folder and restore a checkpoint"));
+    }
+    Slab::over_file(&file, bytes).map_err(|error| io("reserve", path)(error.source))
+}

@@ -1,0 +1,41 @@
+//! How many bytes each file of a `shm` job has, and of what it consists.
+
+use longshore_proto::{JobSpec, Layout, ShardId};
+
+use super::{BLOCK, SHARD_WORDS, UNDO_SLOTS, UNDO_WORDS};
+use crate::{
+    memory::Slab,
+    tier::{memory::MemoryTier, record::RECORD_BYTES, state::Shape},
+};
+
+/// Sizes of the files, and of what `progress` consists of.
+pub(in crate::tier) struct Sizes {
+    pub(in crate::tier) state: usize,
+    pub(in crate::tier) buffers: usize,
+    pub(in crate::tier) progress: Vec<usize>,
+    pub(super) lengths: Vec<usize>,
+    /// Index of each shard's first block; one more at the end.
+    pub(in crate::tier) blocks: Vec<usize>,
+}
+
+/// tmpfs bytes beside the state and the job's buffers.
+pub(in crate::tier) fn overhead(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> u64 {
+    Slab::bytes_for(Sizes::new(spec, layout, owned, 0).progress) as u64
+}
+
+impl Sizes {
+    pub(in crate::tier) fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], buffers: usize) -> Sizes {
+        let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+        let mut blocks = vec![0];
+        for length in &lengths {
+            blocks.push(blocks[blocks.len() - 1] + length / BLOCK);
+        }
+        let shape = Shape::of(spec);
+        let ranks = spec.world_size as usize;
+        let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS + ranks;
+        let mut progress = vec![2 * RECORD_BYTES, words * 8];
+        progress.extend(vec![shape.bytes(BLOCK); UNDO_SLOTS]);
+        progress.push(ranks * 8);
+        Sizes { state: MemoryTier::bytes(&lengths, shape), buffers, progress, lengths, blocks }
+    }
+}

@@ -1,0 +1,90 @@
+//! A copy of each block while it is being changed, and what is put back after a process was killed meanwhile.
+
+use std::sync::{
+    PoisonError,
+    atomic::{Ordering, fence},
+};
+
+use longshore_proto::{Fault, Version};
+
+use super::ShmTier;
+use crate::{
+    lock,
+    memory::Region,
+    tier::{
+        contract::{Guard, Tier, Turn},
+        state::StateRef,
+    },
+};
+
+/// Guards the update of one shard.
+pub(super) struct Undo<'a> {
+    pub(super) tier: &'a ShmTier,
+    pub(super) first_block: usize,
+    pub(super) version: Version,
+}
+
+impl ShmTier {
+    pub(super) fn undo_blocks(&self) -> Result<(), Fault> {
+        for (slot, copy) in lock(&self.undo).iter() {
+            let [held, version] = [0, 1].map(|word| self.undo_words(*slot)[word].load(Ordering::Acquire));
+            let Some(block) = (held as usize).checked_sub(1) else { continue };
+            if self.block(block).load(Ordering::Acquire) < version {
+                let owned = self.blocks.partition_point(|&first| first <= block) - 1;
+                let index = block - self.blocks[owned];
+                self.memory.load(owned, &mut |state| {
+                    let mut rest = copy.bytes();
+                    for array in state.blocks().nth(index).map(|block| block.arrays).into_iter().flatten() {
+                        let (part, after) = rest.split_at(array.len());
+                        array.copy_from_slice(part);
+                        rest = after;
+                    }
+                })?;
+            }
+            self.undo_words(*slot)[0].store(0, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    fn take_undo(&self) -> (usize, Region) {
+        let mut free = lock(&self.undo);
+        loop {
+            if let Some(slot) = free.pop() {
+                return slot;
+            }
+            free = self.undo_freed.wait(free).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Guard for Undo<'_> {
+    fn begin(&self, block: usize, state: StateRef<'_>) -> Turn {
+        let block = self.first_block + block;
+        if self.tier.block(block).load(Ordering::Acquire) >= self.version.0 {
+            return Turn::Done;
+        }
+        let (slot, mut copy) = self.tier.take_undo();
+        let mut target = copy.bytes_mut();
+        for array in state.arrays {
+            let (part, rest) = target.split_at_mut(array.len());
+            part.copy_from_slice(array);
+            target = rest;
+        }
+        *lock(&self.tier.undo_held[slot]) = Some(copy);
+        // Release: the copy is whole before the slot says so, and it says so before the block is touched.
+        self.tier.undo_words(slot)[1].store(self.version.0, Ordering::Release);
+        self.tier.undo_words(slot)[0].store(block as u64 + 1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        Turn::Go(slot)
+    }
+
+    fn end(&self, block: usize, slot: usize, _: StateRef<'_>, _: &[u8]) {
+        fence(Ordering::SeqCst);
+        self.tier.block(self.first_block + block).store(self.version.0, Ordering::SeqCst);
+        self.tier.undo_words(slot)[0].store(0, Ordering::SeqCst);
+        if let Some(copy) = lock(&self.tier.undo_held[slot]).take() {
+            lock(&self.tier.undo).push((slot, copy));
+            self.tier.undo_freed.notify_one();
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! How a server stores jobs, and which job's shards a tier is opened for.
+
+use std::{path::PathBuf, sync::Arc};
+
+use longshore_proto::{JobSpec, Layout, Placement, ServerId, ShardId, Version};
+
+use super::nvme;
+use crate::io::{Engine, OpenDisk};
+
+/// How this server stores jobs whose tier outlives it.
+#[derive(Clone)]
+pub struct Storage {
+    /// Each job gets a folder in each of them; its shards are striped over all.
+    pub dirs: Vec<PathBuf>,
+    /// Folder of a tmpfs for jobs with tier `shm`.
+    pub shm_dir: Option<PathBuf>,
+    pub engine: Engine,
+    /// In place of files; for tests.
+    pub disks: Option<Arc<dyn OpenDisk>>,
+    /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
+    pub resident_bytes: u64,
+    /// Images in memory that workers of this host can be given to read.
+    pub share_images: bool,
+    /// Shards of an `nvme` job that are being read, updated or written at once.
+    pub buffers: usize,
+    pub durability: Durability,
+    pub spill: Spill,
+    /// Recover no later version than this: what a server does whose peers have lost a version that it still has.
+    pub at_most: Option<Version>,
+}
+
+/// Which job's shards, and where, for a tier that outlives the process.
+pub struct Inputs<'a> {
+    pub spec: &'a JobSpec,
+    pub layout: &'a Layout,
+    pub owned: &'a [ShardId],
+    pub placement: &'a Placement,
+    pub server: ServerId,
+    pub storage: &'a Storage,
+}
+
+/// What becomes of an `nvme` job when its server dies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// Each version is made durable. Resident shards are written too, so residency saves the reads alone.
+    #[default]
+    EachVersion,
+    /// Nothing is kept: resident shards are never written, and a step costs (1 - resident share) of the transfers. The
+    /// loss is that of the memory tier: back to the last checkpoint.
+    Nothing,
+}
+
+/// What of an `nvme` job lives on the drives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Spill {
+    #[default]
+    State,
+    /// The images too, of all jobs and not of the delayed ones alone: DRAM holds those made last, pulls read the others from
+    /// the drives. 2 bytes a parameter more are written in a step, and 4 less held.
+    Images,
+    /// And the gradients that are not lent: chunks go to the drives as they come, sums of ranks and micro-steps as they are
+    /// formed, and come back for the update.
+    All,
+}
+
+impl Spill {
+    /// As operators write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Spill::State => "state",
+            Spill::Images => "images",
+            Spill::All => "all",
+        }
+    }
+}
+
+impl Default for Storage {
+    fn default() -> Storage {
+        Storage {
+            dirs: Vec::new(),
+            shm_dir: None,
+            engine: Engine::Auto,
+            disks: None,
+            resident_bytes: 0,
+            share_images: true,
+            buffers: nvme::DEFAULT_BUFFERS,
+            durability: Durability::EachVersion,
+            spill: Spill::State,
+            at_most: None,
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! One job's shards on one tier, opened again and again, and what its bytes should be.
+
+use std::{
+    path::PathBuf,
+    thread,
+    time::{Duration, Instant},
+};
+
+use longshore_engine::{
+    record::Record,
+    threads::Pool,
+    tier::{self, Guard, ImageAge, Inputs, Opened, Recovered, StateMut, StateRef, Storage, Store, Turn},
+};
+use longshore_proto::{Commit, Fault, JobSpec, Layout, Placement, ServerId, ShardId, TierKind, Version};
+
+use crate::common::{BLOCK, cluster, commit, spec};
+
+/// Bytes of a block's image: bf16.
+pub(crate) const IMAGE_BLOCK: usize = 2 * BLOCK;
+
+/// What the next process finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Keeps {
+    Nothing,
+    /// The newest version that was durable.
+    Versions,
+    /// All memory, wherever the process was killed.
+    Memory,
+}
+
+/// Folders that go with the test.
+pub(crate) struct Roots(Vec<tempfile::TempDir>);
+
+impl Roots {
+    pub(crate) fn tmpfs(&mut self) -> PathBuf {
+        self.0.push(tempfile::tempdir_in("/dev/shm").unwrap());
+        self.0[self.0.len() - 1].path().to_path_buf()
+    }
+
+    pub(crate) fn drives(&mut self, count: usize) -> Vec<PathBuf> {
+        let made = (0..count).map(|_| tempfile::tempdir().unwrap());
+        self.0.extend(made);
+        self.0.iter().map(|root| root.path().to_path_buf()).collect()
+    }
+}
+
+/// A tier to be tested.
+pub(crate) struct TierCase {
+    pub(crate) name: &'static str,
+    pub(crate) keeps: Keeps,
+    pub(crate) storage: Storage,
+    pub(crate) spec: JobSpec,
+    layout: Layout,
+    placement: Placement,
+    owned: Vec<ShardId>,
+    pool: Pool,
+    roots: Roots,
+}
+
+impl TierCase {
+    pub(crate) fn new(
+        name: &'static str,
+        tier: TierKind,
+        keeps: Keeps,
+        storage: impl Fn(&mut Roots) -> Storage,
+    ) -> TierCase {
+        let mut spec = spec(&[5, 3 * BLOCK as u64 + 9], &[0, 1]);
+        // Shards of two blocks and of one; a delayed job, since its images are kept wherever any are.
+        (spec.tier, spec.max_delay, spec.shard_elements) = (tier, 1, 2 * BLOCK as u64);
+        let mut roots = Roots(Vec::new());
+        let storage = storage(&mut roots);
+        let (layout, placement) = (spec.validate().unwrap(), cluster::placement(&spec, 1));
+        let owned = placement.owned(ServerId(0));
+        TierCase { name, keeps, storage, spec, layout, placement, owned, pool: Pool::new(2).unwrap(), roots }
+    }
+
+    pub(crate) fn try_open(&self, at_most: Option<Version>) -> Result<Opened, Fault> {
+        let inputs = Inputs {
+            spec: &self.spec,
+            layout: &self.layout,
+            owned: &self.owned,
+            placement: &self.placement,
+            server: ServerId(0),
+            storage: &Storage { at_most, ..self.storage.clone() },
+        };
+        tier::open(&inputs, 1 << 20, &self.pool, Box::new(|| {}))
+    }
+
+    pub(crate) fn open(&self) -> Opened {
+        self.try_open(None).unwrap()
+    }
+
+    /// A job that was loaded with [`loaded`] and stands at version 0.
+    pub(crate) fn started(&self) -> Store {
+        let store = self.open().store;
+        self.load(&store);
+        self.start(&store, self.record(0));
+        store
+    }
+
+    pub(crate) fn load(&self, store: &Store) {
+        for owned in 0..self.shards() {
+            store.state.load(owned, &mut |state| fill(owned, state)).unwrap();
+        }
+    }
+
+    pub(crate) fn start(&self, store: &Store, record: Record) {
+        if let Some(durable) = &store.durable {
+            durable.start(&record).unwrap();
+        }
+    }
+
+    pub(crate) fn shards(&self) -> usize {
+        self.owned.len()
+    }
+
+    pub(crate) fn blocks(&self, owned: usize) -> usize {
+        self.layout.shard_len(self.owned[owned]) as usize / BLOCK
+    }
+
+    pub(crate) fn commit(&self, version: u64) -> Commit {
+        commit(&self.spec, version)
+    }
+
+    pub(crate) fn record(&self, version: u64) -> Record {
+        let commit = (version > 0).then(|| self.commit(version));
+        Record::new(Version(version), version, commit)
+    }
+
+    /// Whether anything lies in the folders that the tier was given.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.roots.0.iter().all(|root| root.path().read_dir().unwrap().next().is_none())
+    }
+
+    /// The files that the tier keeps now.
+    pub(crate) fn files(&self) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        let mut folders: Vec<_> = self.roots.0.iter().map(|root| root.path().to_path_buf()).collect();
+        while let Some(folder) = folders.pop() {
+            for entry in folder.read_dir().unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() { folders.push(path) } else { found.push(path) }
+            }
+        }
+        found
+    }
+
+    /// Decides a step, updates all shards and waits until the version is durable.
+    pub(crate) fn step(&self, store: &Store, version: u64) {
+        self.decide(store, &self.record(version));
+        (0..self.shards()).for_each(|owned| update(store, owned, version));
+        self.finish(store, &self.record(version));
+    }
+
+    pub(crate) fn decide(&self, store: &Store, record: &Record) {
+        if let Some(durable) = &store.durable {
+            durable.decide(record).unwrap();
+        }
+    }
+
+    pub(crate) fn finish(&self, store: &Store, record: &Record) {
+        let Some(behind) = &store.behind else { return };
+        behind.finish(record).unwrap();
+        let end = Instant::now() + Duration::from_secs(60);
+        while behind.durable() < record.version {
+            assert!(Instant::now() < end && behind.failure().is_none(), "{:?}", behind.failure());
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Opens what an earlier process left, as a job does: reads all of it, then owns it.
+    pub(crate) fn recover(&self, at_most: Option<Version>) -> (Store, Recovered) {
+        let Opened { store, recovered, .. } = self.try_open(at_most).unwrap();
+        if let Recovered::Version(_) = recovered {
+            (0..self.shards()).for_each(|owned| store.state.read(owned, &mut |_| ()).unwrap());
+            store.behind.as_ref().unwrap().adopt().unwrap();
+        }
+        (store, recovered)
+    }
+}
+
+/// The byte that was loaded at a place, after so many updates.
+fn byte(owned: usize, array: usize, index: usize, updates: u64) -> u8 {
+    ((owned * 31 + array * 7 + index) as u8).wrapping_add(updates as u8)
+}
+
+/// Loads a shard.
+pub(crate) fn fill(owned: usize, state: StateMut<'_>) {
+    for (array, bytes) in state.arrays.into_iter().enumerate() {
+        for (index, place) in bytes.iter_mut().enumerate() {
+            *place = byte(owned, array, index, 0);
+        }
+    }
+}
+
+/// Checks that a shard was loaded and updated so often, and reads all of it.
+pub(crate) fn check(store: &Store, owned: usize, updates: u64) {
+    let mut read = false;
+    store
+        .state
+        .read(owned, &mut |state: StateRef<'_>| {
+            read = true;
+            for (array, bytes) in state.arrays.into_iter().enumerate() {
+                assert!(!bytes.is_empty(), "array {array} of shard {owned}");
+                let wrong = bytes
+                    .iter()
+                    .enumerate()
+                    .find(|(index, found)| **found != byte(owned, array, *index, updates));
+                assert_eq!(wrong, None, "shard {owned}, array {array}, after {updates} updates");
+            }
+        })
+        .unwrap();
+    assert!(read, "shard {owned} was not handed out");
+}
+
+pub(crate) fn check_all(case: &TierCase, store: &Store, updates: u64) {
+    (0..case.shards()).for_each(|owned| check(store, owned, updates));
+}
+
+/// Adds 1 to each byte of a block.
+pub(crate) fn bump(state: &mut StateMut<'_>) {
+    for bytes in &mut state.arrays {
+        bytes.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
+    }
+}
+
+/// The image that the update of a version makes of each block.
+pub(crate) fn image(owned: usize, version: u64) -> Vec<u8> {
+    vec![(owned * 16) as u8 + version as u8; IMAGE_BLOCK]
+}
+
+/// The update that makes a version of one shard, with the guard asked about each block.
+pub(crate) fn update(store: &Store, owned: usize, version: u64) {
+    store
+        .state
+        .update(owned, Version(version), &mut |state, guard| blocks(owned, version, state, guard))
+        .unwrap();
+}
+
+fn blocks(owned: usize, version: u64, state: StateMut<'_>, guard: &dyn Guard) {
+    for (index, mut block) in state.blocks().enumerate() {
+        match guard.begin(index, block.as_ref()) {
+            Turn::Go(number) => {
+                bump(&mut block);
+                guard.end(index, number, block.as_ref(), &image(owned, version));
+            }
+            turn => panic!("block {index} of shard {owned}: {turn:?}"),
+        }
+    }
+}
+
+/// Both ages of images, with how many versions back each lies.
+pub(crate) const AGES: [(ImageAge, u64); 2] = [(ImageAge::Current, 0), (ImageAge::Older, 1)];

@@ -1,0 +1,65 @@
+//! What every tier promises, asked of each through its objects alone: a list of tiers, and a list of behaviours.
+//!
+//! A new tier is one line of [`tiers`]. A behaviour that needs an optional object runs wherever that object is given.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod durable;
+mod ends;
+mod fixture;
+mod state;
+mod stored;
+
+use fixture::{Keeps, TierCase};
+use longshore_engine::tier::{Durability, Spill, Storage};
+use longshore_proto::TierKind;
+
+/// Every tier, and every setting that changes what it gives.
+fn tiers() -> Vec<TierCase> {
+    vec![
+        TierCase::new("memory", TierKind::Memory, Keeps::Nothing, |_| Storage::default()),
+        TierCase::new("shm", TierKind::Shm, Keeps::Memory, |roots| Storage {
+            shm_dir: Some(roots.tmpfs()),
+            ..Storage::default()
+        }),
+        TierCase::new("nvme", TierKind::Nvme, Keeps::Versions, |roots| Storage {
+            dirs: roots.drives(2),
+            buffers: 1,
+            ..Storage::default()
+        }),
+        TierCase::new("nvme, resident", TierKind::Nvme, Keeps::Versions, |roots| Storage {
+            dirs: roots.drives(1),
+            resident_bytes: 1 << 30,
+            ..Storage::default()
+        }),
+        TierCase::new("nvme, spilled", TierKind::Nvme, Keeps::Versions, |roots| Storage {
+            dirs: roots.drives(2),
+            spill: Spill::All,
+            ..Storage::default()
+        }),
+        TierCase::new("nvme, not durable", TierKind::Nvme, Keeps::Nothing, |roots| Storage {
+            dirs: roots.drives(1),
+            durability: Durability::Nothing,
+            ..Storage::default()
+        }),
+    ]
+}
+
+/// Runs a behaviour on each tier, and says of which one a failure is.
+fn each(behaviour: impl Fn(&TierCase)) {
+    for case in tiers() {
+        println!("tier {}", case.name);
+        behaviour(&case);
+    }
+}
+
+/// As [`each`], on the tiers that have what the behaviour is about. There must be one.
+fn each_that(has: impl Fn(&TierCase) -> bool, behaviour: impl Fn(&TierCase)) {
+    let cases: Vec<_> = tiers().into_iter().filter(|case| has(case)).collect();
+    assert!(!cases.is_empty(), "no tier has it");
+    for case in cases {
+        println!("tier {}", case.name);
+        behaviour(&case);
+    }
+}

@@ -1,0 +1,130 @@
+//! The core: state that is loaded, read and updated, on every tier.
+
+use longshore_engine::tier::StateRef;
+use longshore_proto::Version;
+
+use crate::{
+    each, each_that,
+    fixture::{bump, check, check_all, fill, update},
+};
+
+#[test]
+fn what_is_loaded_is_read_in_any_order() {
+    each(|case| {
+        let store = case.open().store;
+        case.load(&store);
+        (0..case.shards()).rev().for_each(|owned| check(&store, owned, 0));
+        case.start(&store, case.record(0));
+        check_all(case, &store, 0);
+    });
+}
+
+#[test]
+fn a_shard_may_be_loaded_in_several_calls() {
+    each(|case| {
+        let store = case.open().store;
+        // The calls of the shards alternate, so that a shard may have been written to make room for another one.
+        for part in 0..2 {
+            for owned in 0..case.shards() {
+                let load = |state: longshore_engine::tier::StateMut<'_>| {
+                    let half = state.arrays[0].len() / 2;
+                    let mut whole: Vec<Vec<u8>> =
+                        state.arrays.iter().map(|array| vec![0; array.len()]).collect();
+                    let [a, b, c] = &mut whole[..] else { panic!("three arrays") };
+                    fill(owned, state_of(&case.spec, [a, b, c]));
+                    for (array, from) in state.arrays.into_iter().zip(&whole) {
+                        let range = if part == 0 { 0..half } else { half..array.len() };
+                        array[range.clone()].copy_from_slice(&from[range]);
+                    }
+                };
+                store.state.load(owned, &mut |state| load(state)).unwrap();
+            }
+        }
+        case.start(&store, case.record(0));
+        check_all(case, &store, 0);
+    });
+}
+
+fn state_of<'a>(
+    spec: &longshore_proto::JobSpec,
+    arrays: [&'a mut Vec<u8>; 3],
+) -> longshore_engine::tier::StateMut<'a> {
+    let arrays = arrays.map(|array| &mut array[..]);
+    longshore_engine::tier::StateMut::new(longshore_engine::tier::Shape::of(spec), arrays)
+}
+
+#[test]
+fn each_update_is_done_once_and_read_back() {
+    each(|case| {
+        let store = case.started();
+        for version in 1..=4 {
+            case.step(&store, version);
+            check_all(case, &store, version);
+        }
+    });
+}
+
+#[test]
+fn a_shard_that_is_updated_leaves_the_others() {
+    each(|case| {
+        let store = case.started();
+        case.decide(&store, &case.record(1));
+        update(&store, 0, 1);
+        check(&store, 0, 1);
+        (1..case.shards()).for_each(|owned| check(&store, owned, 0));
+    });
+}
+
+#[test]
+fn a_skipped_step_leaves_the_state() {
+    each(|case| {
+        let store = case.started();
+        case.step(&store, 1);
+        let mut record = case.record(2);
+        record.applied = 1;
+        record.commit.as_mut().unwrap().skip = true;
+        case.decide(&store, &record);
+        for owned in 0..case.shards() {
+            let mut carried = 0;
+            if let Some(kept) = &store.kept {
+                kept.carry(owned, Version(2), &mut || carried += 1);
+                assert_eq!(carried, 1);
+            }
+        }
+        case.finish(&store, &record);
+        check_all(case, &store, 1);
+        case.step(&store, 3);
+        check_all(case, &store, 2);
+    });
+}
+
+#[test]
+fn several_shards_are_updated_together_as_they_are_one_by_one() {
+    each_that(
+        |case| case.open().store.together.is_some(),
+        |case| {
+            let store = case.started();
+            let together = store.together.as_ref().unwrap();
+            let mut shards = 0;
+            let update = &mut |states: Vec<longshore_engine::tier::StateMut<'_>>| {
+                shards += states.len();
+                states.into_iter().for_each(|mut state| bump(&mut state));
+            };
+            together.update_run(1..case.shards(), update).unwrap();
+            assert_eq!(shards, case.shards() - 1);
+            check(&store, 0, 0);
+            (1..case.shards()).for_each(|owned| check(&store, owned, 1));
+        },
+    );
+}
+
+#[test]
+fn a_shard_has_all_its_blocks_in_every_array() {
+    each(|case| {
+        let store = case.started();
+        for owned in 0..case.shards() {
+            let look = &mut |state: StateRef<'_>| assert_eq!(state.blocks(), case.blocks(owned));
+            store.state.read(owned, look).unwrap();
+        }
+    });
+}
