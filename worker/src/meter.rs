@@ -11,7 +11,7 @@ pub(crate) struct Meter {
     bytes: AtomicU64,
 }
 
-/// What a meter shows. A step's own part is the difference of two.
+/// The totals that a meter shows. A step's own part is the difference of two.
 #[derive(Clone, Copy)]
 pub(crate) struct Shown {
     pub(crate) held_up: Duration,
@@ -34,7 +34,7 @@ impl Meter {
 }
 
 impl Shown {
-    /// What came since `before`.
+    /// The difference to `before`.
     pub(crate) fn since(self, before: Shown) -> Shown {
         Shown { held_up: self.held_up - before.held_up, bytes: self.bytes - before.bytes }
     }

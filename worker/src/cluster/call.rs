@@ -73,7 +73,7 @@ impl Cluster {
         }
     }
 
-    /// A server's fault as the error that says most.
+    /// Turns a server's fault into the error that says most.
     pub(crate) fn explain(
         &self,
         server: ServerId,
@@ -99,7 +99,7 @@ impl Cluster {
         }
     }
 
-    /// The same act on every server at once. The first failure ends the others.
+    /// Does the same on every server at once. The first failure ends the others.
     pub(crate) async fn on_all<T, Act>(&self, act: impl Fn(ServerId) -> Act) -> Result<ByServer<T>>
     where
         Act: Future<Output = Result<T>>,
@@ -107,12 +107,12 @@ impl Cluster {
         Ok(try_join_all(self.servers().map(act)).await?.into_iter().collect())
     }
 
-    /// The same act on every server at once, on each to its end: a server goes on whether it is listened to or not.
+    /// Does the same on every server at once, on each to its end: a server goes on whether anybody listens to it or not.
     pub(crate) async fn on_each<Act: Future>(&self, act: impl Fn(ServerId) -> Act) -> ByServer<Act::Output> {
         join_all(self.servers().map(act)).await.into_iter().collect()
     }
 
-    /// What a server says of the job.
+    /// Asks a server to describe the job.
     pub(crate) async fn describe(
         &self,
         server: ServerId,

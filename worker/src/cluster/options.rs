@@ -76,7 +76,7 @@ pub struct Options {
     pub deadline: Duration,
     /// The longest wait for work on all of the state: upload, checkpoint, restore, state hash.
     pub slow_deadline: Duration,
-    /// Longest wait for an operator while the job is paused.
+    /// The longest wait for an operator while the job is paused.
     pub pause_deadline: Duration,
     /// How many data connections there are to each server. One task does all of a connection's framing, and that is
     /// its limit; control has a connection of its own. On two cores 1, 2 and 4 connections took about the same CPU

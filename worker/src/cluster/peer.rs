@@ -1,4 +1,4 @@
-//! One server: its connections, and dialling them.
+//! One server's connections, and how they are dialled.
 
 use std::{
     future::Future,
@@ -43,7 +43,7 @@ pub(crate) struct Connection {
     pub(crate) taps: Taps,
 }
 
-/// Cheap to clone.
+/// A server's connections. A clone is cheap.
 #[derive(Clone)]
 pub(crate) struct Peer {
     /// The address as the user wrote it, for errors.
@@ -91,7 +91,7 @@ impl Peer {
     }
 }
 
-/// Where to dial: `host:port`, `http://host:port`, or `unix:/path` for a server on the same host.
+/// The address to dial: `host:port`, `http://host:port`, or `unix:/path` for a server on the same host.
 pub fn endpoint(address: &str) -> Result<Endpoint, Fault> {
     let invalid = |cause: &str| {
         Fault::invalid(

@@ -1,4 +1,4 @@
-//! For each server, why it stopped taking gradients: the cause of what fails after it.
+//! Keeps for each server why it stopped taking gradients, which is the cause of what fails after it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -17,7 +17,8 @@ impl Troubles {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A server does not take gradients, as when it drains or is gone. True the first time, until it takes one again.
+    /// Notes that a server does not take gradients, as when it drains or is gone. Returns true the first time, until the
+    /// server takes one again.
     pub(crate) fn note(&self, server: ServerId, fault: &Fault) -> bool {
         let trouble = &mut self.lock()[server];
         let first = trouble.is_none() && fault.kind == FaultKind::Unavailable;
@@ -27,7 +28,7 @@ impl Troubles {
         first
     }
 
-    /// The server takes gradients.
+    /// Notes that the server takes gradients.
     pub(crate) fn clear(&self, server: ServerId) {
         self.lock()[server] = None;
     }

@@ -10,7 +10,7 @@ use longshore_wire::v1::DescribeResponse;
 use super::{Cluster, waits::LONG};
 use crate::error::{Error, Result};
 
-/// How often it is said from then on.
+/// How often the wait is reported again.
 const AGAIN: Duration = Duration::from_secs(30);
 /// The longest time to ask a server whom it waits for. A server that is stopped is reported too.
 const ASKING: Duration = Duration::from_secs(2);

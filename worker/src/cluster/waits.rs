@@ -1,5 +1,5 @@
-//! How a session's waits end: with what they wait for, with a failure found in the background, or at a deadline. A deadline
-//! does not run while the job is paused: then everybody waits for an operator, not for a defect.
+//! The ways in which a session's waits end: with what they wait for, with a failure found in the background, or at a
+//! deadline. A deadline does not run while the job is paused: then everybody waits for an operator, not for a defect.
 
 use std::{
     future::Future,
@@ -13,25 +13,25 @@ use tokio::sync::watch;
 use super::Options;
 use crate::error::{Error, Result, StillPaused};
 
-/// A wait as long as this is told of. A healthy step is done before.
+/// A rank that waits this long says so. A healthy step takes less time.
 pub(super) const LONG: Duration = Duration::from_secs(5);
 
-/// What waits end with, besides what they wait for.
+/// The things that end a wait besides what it waits for.
 pub(crate) struct Waits {
     job: JobName,
-    /// Longest wait for an operator.
+    /// The longest wait for an operator.
     pause_deadline: Duration,
     /// The first failure found in the background. Every later call returns it.
     failure: watch::Sender<Option<Error>>,
     pause: watch::Sender<Pause>,
-    /// When a long wait was told of: several threads may wait for the same.
+    /// When the rank last said that it waits. Several threads may wait for the same.
     told: Mutex<Option<Instant>>,
 }
 
-/// Whether the job is paused, as Watch tells.
+/// Whether the job is paused, as the Watch call tells.
 #[derive(Clone, Debug, Default)]
 struct Pause {
-    /// Since when, and why.
+    /// When the pause began, and its reason.
     now: Option<(Instant, String)>,
     /// When the last pause ended.
     ended: Option<Instant>,
@@ -119,7 +119,7 @@ impl Waits {
         self.end_of_patience(start, deadline, &self.pause.borrow()) <= Instant::now()
     }
 
-    /// Whether no long wait was told of for a while; from now on one was.
+    /// Returns whether nothing was said of a long wait for a while, and notes that something is said now.
     pub(super) fn is_turn_to_tell(&self) -> bool {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         let turn = told.is_none_or(|told| told.elapsed() >= LONG);
@@ -133,12 +133,12 @@ impl Waits {
         self.pause.borrow().now.is_some()
     }
 
-    /// Pauses that have ended.
+    /// How many pauses have ended.
     pub(crate) fn pauses(&self) -> u64 {
         self.pause.borrow().count
     }
 
-    /// The job is paused, as of now if that is news.
+    /// Notes that the job is paused. If it was not paused before, the pause begins now.
     pub(crate) fn paused(&self, reason: &str) {
         self.pause.send_if_modified(|pause| {
             let new = pause.now.is_none();
@@ -150,7 +150,7 @@ impl Waits {
         });
     }
 
-    /// The job goes on, if it was paused.
+    /// Notes that the job goes on, if it was paused.
     pub(crate) fn resumed(&self) {
         self.pause.send_if_modified(|pause| {
             let ended = pause.now.take().is_some();

@@ -96,7 +96,7 @@ impl Pool {
 
 /// A buffer on loan, which goes back to its pool on drop. As `Bytes::from_owner` it goes back with the last clone.
 pub struct PooledBuffer {
-    /// None only while dropping.
+    /// It is None only while it is dropped.
     memory: Option<Memory>,
     pool: Pool,
 }

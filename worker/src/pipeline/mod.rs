@@ -257,8 +257,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Has what `next` reads under way as soon as this rank has pushed all that goes into it, before the step in hand where
-    /// that is delayed.
+    /// Starts pulling what `next` reads as soon as this rank has pushed all that goes into it. In a delayed job that is
+    /// before the step in hand.
     fn open_ahead(&mut self, next: Step) -> Result<()> {
         let version = self.options.schedule.reads(next);
         if version.0 <= self.last.0 {

@@ -41,7 +41,7 @@ impl Drop for Handle {
     }
 }
 
-/// What readers and fetches share.
+/// The part of a feed that readers and fetches share.
 pub(super) struct Shared {
     pub(super) pulls: Arc<Pulls>,
     pub(super) reading: Reading,
@@ -197,7 +197,7 @@ impl Feed {
         self.sources(range, |at, bytes| bytes.pieces(|start, piece| visit(at + start as u64 / size, piece)))
     }
 
-    /// As [`Feed::pieces`], where they lie.
+    /// Does what [`Feed::pieces`] does, without copying what lies in a server's memory.
     fn sources(&self, range: Range<u64>, mut visit: impl FnMut(u64, Source<'_, u8>)) -> Result<()> {
         let size = self.dtype().bytes();
         for segment in self.segments(&range)? {

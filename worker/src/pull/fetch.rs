@@ -69,7 +69,7 @@ impl Fetch {
         }
     }
 
-    /// What has not come yet, as slices of at most one request.
+    /// The ranges that have not come yet, as slices of at most one request.
     fn missing(&self) -> Vec<v1::Slice> {
         let store = &self.shared.store;
         let mut slices = Vec::new();

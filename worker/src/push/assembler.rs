@@ -66,7 +66,7 @@ pub(crate) struct Collector {
     open: HashMap<(ShardId, ChunkId), Open>,
     put: Vec<bool>,
     left: usize,
-    /// By shard.
+    /// For each shard, its way.
     ways: Vec<Way>,
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct Gradients {
     pub(super) rank: Arc<RankState>,
     pub(super) pool: Pool,
     pub(super) retained: Retained,
-    /// From the join on.
+    /// It is set from the join on.
     pub(super) queues: OnceLock<Queues>,
     pub(crate) meter: Meter,
 }

@@ -42,7 +42,7 @@ impl Payload {
 
 /// A buffer that servers may be reading. It goes back to its pool only once none does.
 struct Lent {
-    /// None only while dropping.
+    /// It is None only while it is dropped.
     buffer: Option<PooledBuffer>,
     over: Arc<AtomicBool>,
 }

@@ -47,7 +47,7 @@ impl OwnCommits {
         commits.drain(..surplus);
     }
 
-    /// Those after `step`, oldest first.
+    /// The commits after `step`, oldest first.
     pub(crate) fn after(&self, step: Step) -> Vec<Arc<OwnCommit>> {
         self.lock().iter().filter(|own| own.commit.step > step).cloned().collect()
     }

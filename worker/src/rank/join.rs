@@ -1,4 +1,4 @@
-//! Taking the rank on one server, and the link that this server then offers.
+//! Takes the rank on one server, and makes the link that this server then offers.
 
 use longshore_proto::{Fault, Incarnation, ServerId};
 use longshore_wire::{

@@ -1,4 +1,4 @@
-//! After a connection broke: is it the same server, does it still know the job and this rank, and which decisions has
+//! Asks after a connection broke: is it the same server, does it still know the job and this rank, and which decisions has
 //! it missed? This is asked before anything is sent again.
 
 use std::{

@@ -23,7 +23,7 @@ pub(crate) struct RankState {
 }
 
 impl RankState {
-    /// Not joined yet.
+    /// The state before the rank has joined.
     pub(crate) fn new(servers: usize) -> RankState {
         RankState {
             incarnation: AtomicU64::new(0),
