@@ -4,29 +4,32 @@ use std::sync::{Arc, Mutex};
 
 use longshore_proto::{Fault, FaultKind};
 
-/// Bytes of each kind that a job's shards take on one server.
+/// What a job's shards take on one server, in bytes by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
-    /// Master weights and optimizer state in DRAM: all of it, or what an `nvme` job keeps resident.
+    /// Master weights and optimizer state in DRAM. For an `nvme` job it is only what stays resident.
     pub state: u64,
-    /// Buffers between DRAM and disk; with tier `shm` the copies of blocks being updated.
+    /// Buffers between DRAM and drives. With tier `shm` it is the copies of blocks that are being updated.
     pub buffers: u64,
-    /// Two 16-bit (or fp32) images by version parity, or those that are kept of a job whose images live on drives.
+    /// Two 16-bit (or fp32) images of each shard, by version parity. For a job whose images live on drives it is the
+    /// image window.
     pub images: u64,
-    /// One wire-format buffer for each rank and step in flight; of a job whose gradients live on drives, those on the way.
+    /// One buffer in wire format for each rank and step in flight. For a job whose gradients live on drives it is the
+    /// chunks on their way there.
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,
     /// What the ranks' connections hold while bytes are under way.
     pub transfers: u64,
-    /// Space in the state directories. Not DRAM: it is reserved there, by the file system.
+    /// Space in the state directories. It is not DRAM, and the file system reserves it.
     pub disk: u64,
-    /// Bytes that a step writes there, but for tables and records, a ten-thousandth of it.
+    /// Bytes that one step writes to the state directories. Checksum tables and records are not counted; they add
+    /// less than a ten-thousandth.
     pub written: u64,
 }
 
 impl Need {
-    /// Bytes of DRAM.
+    /// All of it that is DRAM, in bytes.
     pub fn total(&self) -> u64 {
         self.state + self.buffers + self.images + self.contributions + self.accumulators + self.transfers
     }
@@ -43,7 +46,7 @@ struct Inner {
     reserved: Mutex<u64>,
 }
 
-/// Bytes promised to a job; given back on drop.
+/// Bytes promised to a job, and given back on drop.
 pub struct Reservation {
     budget: Budget,
     bytes: u64,
@@ -54,7 +57,7 @@ impl Budget {
         Budget { inner: Arc::new(Inner { total, reserved: Mutex::new(0) }) }
     }
 
-    /// Bytes of DRAM.
+    /// All of it that is DRAM, in bytes.
     pub fn total(&self) -> u64 {
         self.inner.total
     }

@@ -19,7 +19,7 @@ pub use longshore_memory as memory;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex whose data stay valid at every instruction, so that a panic in another thread need not spread.
+/// Locks a mutex whose data are valid at every instruction, so that a panic in another thread need not spread.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

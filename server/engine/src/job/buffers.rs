@@ -1,4 +1,4 @@
-//! A job's DRAM beside its state: contributions, sums, figures and images.
+//! A job's DRAM beside its state: contributions, sums, gradient statistics and images.
 
 use std::{
     ops::Range,
@@ -21,33 +21,35 @@ use crate::{
 /// By owned shard.
 pub(super) struct Buffers {
     pub(super) shards: Vec<ShardBuffers>,
-    /// Where all images are, if other processes may be given them.
+    /// The file that holds all images, if other processes may be given it.
     pub(super) shared: Option<SharedFile>,
 }
 
 pub(super) struct ShardBuffers {
-    /// By slot of the step, then rank; wire format.
+    /// By gradient slot, then by rank: contributions in wire format.
     pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
-    /// By slot; fp32. None where a step has one contribution, which is left as it came.
+    /// By gradient slot: the sum, in fp32. None where a step has one contribution, which is left as it came.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
-    /// By slot: the figures of each block once the step is complete.
+    /// By gradient slot: the gradient statistics of each block, once the step is complete.
     pub(super) figures: Vec<Mutex<Vec<Figures>>>,
     /// By version parity.
     pub(super) images: [RwLock<Image>; 2],
 }
 
-/// 16-bit (or fp32) weights of a shard, and the version they are of. None while nothing valid is in it.
+/// The 16-bit (or fp32) weights of a shard, and the version that they are of. The version is None while nothing valid
+/// is there.
 ///
-/// Readers in other processes cannot be locked out, so that beside the images lies a word for each: 1 + its version, or
-/// 0. What was read between two equal and right words was that version.
+/// Readers in other processes cannot be locked out. So beside each image lies its version stamp: 1 + its version, or
+/// 0 while it is being written. What was read between two looks at the right stamp was that version.
 pub(super) struct Image {
-    /// Whose it is, by place among the owned shards.
+    /// The index of its shard among the owned ones.
     pub(super) owned: usize,
     version: Option<Version>,
     region: Region,
     words: Arc<Words>,
     word: usize,
-    /// Of each chunk, once a pull has asked for it: all ranks pull the same. 0 while it is not known.
+    /// The checksum of each chunk, once a pull has asked for it, since all ranks pull the same chunks. It is 0 until
+    /// then.
     sums: Vec<AtomicU64>,
 }
 
@@ -61,8 +63,8 @@ impl Image {
         Image { owned, version: None, region, words, word, sums }
     }
 
-    /// The checksum of some bytes. Reading them takes most of the time that sending them does, so that what a whole chunk
-    /// has is kept.
+    /// The checksum of some bytes. To read them takes most of the time that sending them does, so a whole chunk's
+    /// checksum is kept.
     pub(super) fn checksum(&self, within: Range<usize>) -> u32 {
         let sum = || crc32(&self.bytes()[within.clone()]);
         let chunk = within.start / CHUNK_BYTES;
@@ -92,35 +94,36 @@ impl Image {
         self.region.share(within)
     }
 
-    /// What to write the next version to. Readers of the one before find it gone, not half overwritten.
+    /// Where the next version is written. From here on readers find the version before gone, and not half
+    /// overwritten.
     pub(super) fn overwrite(&mut self) -> &mut Region {
         self.set(None);
         &mut self.region
     }
 
-    /// Says which version it is now.
+    /// Says which version the image is now.
     pub(super) fn set(&mut self, version: Option<Version>) {
         self.version = version;
         self.sums.iter_mut().for_each(|sum| *sum.get_mut() = 0);
         self.words.publish(self.word, version.map_or(0, |version| version.0 + 1));
     }
 
-    /// Where image and word lie in the shared file.
+    /// Where the image and its version stamp lie in the shared file.
     pub(super) fn place(&self) -> (u64, u64) {
         (self.region.offset() as u64, (self.words.offset() + self.word * 8) as u64)
     }
 }
 
-/// The memory of a job's buffers, not cut yet.
+/// The memory of a job's buffers, before it is cut.
 pub(super) struct Space {
     slab: Slab,
-    /// With images and words, where they are apart from the rest.
+    /// Images and version stamps, where they lie apart from the rest.
     shared: Option<(Slab, SharedFile)>,
-    /// Bytes of an element that are here.
+    /// How many bytes of an element of each kind are here.
     widths: Widths,
 }
 
-/// Bytes of an element of each kind; 0 of those that live on drives.
+/// Bytes of an element of each kind; 0 for those that live on drives.
 #[derive(Clone, Copy)]
 struct Widths {
     image: usize,
@@ -139,7 +142,7 @@ impl Widths {
 }
 
 impl Space {
-    /// Images lie in memory that other processes can be given, if that is wanted and the kernel has such.
+    /// Images lie in memory that other processes can be given, if that is wanted and the kernel has such memory.
     pub(super) fn allocate(
         spec: &JobSpec,
         lengths: &[usize],
@@ -161,25 +164,27 @@ impl Space {
         Ok(Space { slab, shared, widths })
     }
 
-    /// Of [`Space::bytes`], which a tier keeps. Its images are not shared: who may read the file could write it, too.
+    /// Makes [`Space::bytes`] of memory that a tier keeps. Its images are not shared, since a process that may read
+    /// the file could write it too.
     pub(super) fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
         Space { slab, shared: None, widths: Widths::of(spec) }
     }
 
-    /// What all buffers need in one piece.
+    /// How many bytes all buffers need in one piece.
     pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
         Slab::bytes_for(sizes(spec, lengths, Widths::of(spec), false))
     }
 }
 
-/// Both images of each shard, of so many bytes an element, then their words.
+/// The sizes of both images of each shard, of so many bytes an element, then of their version stamps.
 fn image_sizes(bytes: usize, lengths: &[usize]) -> Vec<usize> {
     let mut sizes: Vec<usize> = lengths.iter().flat_map(|&length| [length * bytes; 2]).collect();
     sizes.push(lengths.len() * 2 * size_of::<u64>());
     sizes
 }
 
-/// Each shard's images, contributions and sums, then the words; `apart`: without images and words.
+/// The sizes of each shard's images, contributions and sums, then of the version stamps. With `apart` there are no
+/// images and no stamps.
 fn sizes(spec: &JobSpec, lengths: &[usize], widths: Widths, apart: bool) -> Vec<usize> {
     let images = image_sizes(widths.image, lengths);
     let (pairs, words) = images.as_chunks::<2>();
@@ -200,7 +205,7 @@ fn sizes(spec: &JobSpec, lengths: &[usize], widths: Widths, apart: bool) -> Vec<
 }
 
 impl Buffers {
-    /// `pool`: what will work on them.
+    /// `pool` is the threads that will work on the buffers.
     pub(super) fn over(
         space: Space,
         spec: &JobSpec,
@@ -238,7 +243,7 @@ impl Buffers {
     }
 }
 
-/// An image region cut into blocks.
+/// An image's region, cut into blocks.
 pub(super) fn image_blocks(region: &mut Region, dtype: Dtype, block: usize) -> Vec<ImageMut<'_>> {
     match dtype {
         Dtype::F32 => region.f32_mut().chunks_mut(block).map(ImageMut::F32).collect(),

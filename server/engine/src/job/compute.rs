@@ -1,4 +1,4 @@
-//! The threads that sum and update, and the instruction set they use.
+//! The threads that sum and update, and the instruction set that they use.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use longshore_proto::limits::BLOCK_ELEMENTS;
 
 use crate::{kernels::Isa, threads::Pool};
 
-/// Shared by all jobs of a server.
+/// All jobs of a server share it.
 pub struct Compute {
     pool: Pool,
     isa: Isa,
@@ -31,8 +31,8 @@ impl Compute {
         &self.pool
     }
 
-    /// Runs `block` on every item at once and returns the results in order. One block a task: 64 blocks of a default
-    /// shard spread evenly over any number of threads.
+    /// Runs `block` on every item at once and returns the results in order. A task is one block: the 64 blocks of a
+    /// default shard spread evenly over any number of threads.
     pub(crate) fn blocks<T: Send, R: Send>(
         &self,
         items: Vec<T>,
@@ -41,7 +41,8 @@ impl Compute {
         self.pool.blocks(items, block)
     }
 
-    /// As [`Compute::blocks`], for several shards; the caller does `meanwhile` while the other threads begin.
+    /// Does for several shards what [`Compute::blocks`] does for one. The caller does `meanwhile` while the other
+    /// threads begin.
     pub(super) fn groups<T: Send, R: Send>(
         &self,
         groups: Vec<Vec<T>>,

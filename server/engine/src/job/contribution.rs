@@ -10,23 +10,24 @@ use crate::{
     memory::{Region, Source},
 };
 
-/// Where vector loads do not cross cache lines.
+/// The alignment at which vector loads do not cross cache lines.
 pub(super) const LENT_ALIGNMENT: usize = 64;
 
-/// Memory of a sender. It gave its word to leave it as it is until the step's update is done. One that breaks it spoils
-/// its own job's weights, as it could with any gradient: nobody here relies on two reads giving the same.
+/// Memory of a sender, who promised to leave it as it is until the step's update is done. A sender that breaks the
+/// promise spoils its own job's weights, as it could with any gradient: nothing here relies on two reads giving the
+/// same.
 pub trait Lent: Send + Sync {
     fn bytes(&self) -> Source<'_, u8>;
 }
 
-/// In the wire's format.
+/// Its bytes are in the wire's format.
 pub(super) struct Contribution {
     region: Region,
     lent: Option<Arc<dyn Lent>>,
-    /// Of the blocks that were copied here while their figures were wanted. A block being copied still has the ones of
-    /// the step before: who asks knows that the contribution is whole.
+    /// The statistics of the blocks that were copied here while statistics were wanted. A block that is being copied
+    /// still has those of the step before, so they count only once the contribution is whole.
     figures: Vec<Option<Figures>>,
-    /// Of the chunks that went to the drives.
+    /// The checksums of the chunks that went to the drives.
     sums: Vec<u32>,
 }
 
@@ -35,14 +36,14 @@ impl Contribution {
         Contribution { region, lent: None, figures: Vec::new(), sums: Vec::new() }
     }
 
-    /// Memory of the job to copy into, instead of what was lent.
+    /// Memory of the job to copy into. What was lent is let go of.
     pub(super) fn own(&mut self) -> &mut [u8] {
         self.lent = None;
         self.region.bytes_mut()
     }
 
-    /// Takes the figures of the blocks that end in `copied`, bytes that were just copied: they are in cache still, while
-    /// reading the gradient from memory once it is whole costs a tenth of receiving it over loopback.
+    /// Takes the statistics of the blocks that end in `copied`, bytes that were just copied and are still in cache.
+    /// To read the gradient from memory once it is whole would cost a tenth of receiving it over loopback.
     pub(super) fn take_figures(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
         let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
         self.figures.resize(blocks, None);
@@ -51,7 +52,7 @@ impl Contribution {
         }
     }
 
-    /// A chunk is on the drives, instead of what was lent.
+    /// Notes that a chunk is on the drives. What was lent is let go of.
     pub(super) fn arrived(&mut self, chunk: usize, crc32: u32, figures: &[(usize, Figures)]) {
         self.lent = None;
         self.sums.resize(self.sums.len().max(chunk + 1), 0);
@@ -62,7 +63,7 @@ impl Contribution {
         }
     }
 
-    /// CRC-32 of each chunk on the drives.
+    /// The CRC-32 of each chunk on the drives.
     pub(super) fn sums(&self) -> &[u32] {
         &self.sums
     }
@@ -71,7 +72,7 @@ impl Contribution {
         self.lent.is_some()
     }
 
-    /// What is known of a block of the whole gradient.
+    /// The statistics of a block of the whole gradient, if they were taken as it came.
     pub(super) fn figures(&self, block: usize) -> Option<Figures> {
         if self.lent.is_some() { None } else { self.figures.get(block).copied().flatten() }
     }
@@ -80,13 +81,13 @@ impl Contribution {
         self.lent = Some(lent);
     }
 
-    /// Copies what somebody would have lent.
+    /// Copies a gradient that would otherwise be lent.
     pub(super) fn copy(&mut self, lent: &dyn Lent) {
         self.figures.clear();
         lent.bytes().copy_to(self.own());
     }
 
-    /// It was summed or updated with, or is not wanted: its sender's memory is let go.
+    /// Lets go of the sender's memory: the gradient was summed or used by an update, or is not wanted.
     pub(super) fn give_back(&mut self) {
         self.lent = None;
     }
@@ -100,7 +101,7 @@ impl Contribution {
     }
 }
 
-/// Those of the blocks of `bytes` that end in `copied`, with their number.
+/// The numbers and statistics of the blocks of `bytes` that end in `copied`.
 pub(super) fn figures_within(
     bytes: &[u8],
     copied: Range<usize>,
@@ -112,7 +113,8 @@ pub(super) fn figures_within(
         .map(move |block| (block, figures(isa, cast(bytes[block * size..(block + 1) * size].into(), dtype))))
 }
 
-/// Adds a part of a block to the block's sum, the `first` one by taking its place; gives the figures of the sum if `checked`.
+/// Adds a part of a block to the block's sum; the `first` part replaces it. Gives the statistics of the sum if
+/// `checked`.
 pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Figures {
     match (first, checked) {
         (true, _) => widen(isa, part, sum),
@@ -122,7 +124,7 @@ pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, ch
     Figures::NONE
 }
 
-/// Wire bytes as elements.
+/// The wire's bytes as elements.
 pub(super) fn cast(bytes: Source<'_, u8>, dtype: Dtype) -> Gradient<'_> {
     match dtype {
         Dtype::F32 => Gradient::F32(bytes.cast()),

@@ -8,8 +8,8 @@ use super::{Captured, Job, Snapshot, compute::BLOCK, purpose::Purpose};
 use crate::kernels::{ImageMut, cast};
 
 impl Job {
-    /// Asks for the master weights of a version, rounded to `dtype`, little-endian: every owned shard's, in no order of shards.
-    /// The version is as in [`Snapshot`]s of all kinds: the current one if it is None, or one to come.
+    /// Asks for the master weights of every owned shard at a version, rounded to `dtype`, little-endian. Shards come
+    /// in any order. As in every [`Snapshot`], the version is the current one if it is None, or one to come.
     pub fn begin_export(self: &Arc<Self>, version: Option<Version>, dtype: Dtype) -> Result<Snapshot, Fault> {
         let isa = self.compute().isa();
         let copy = move |captured: &Captured<'_>, block: usize, place: &mut [u8]| {

@@ -1,4 +1,4 @@
-//! Hashes of blocks: what a state hash is made of, and what protects a checkpoint's bytes.
+//! Hashes of blocks. State hashes are made of them, and they protect a checkpoint's bytes.
 
 use std::{sync::Arc, time::Instant};
 
@@ -7,7 +7,7 @@ use longshore_proto::{BlockId, Fault, checksum::BlockHash};
 use super::{Captured, Job, SnapshotInfo, compute::BLOCK, purpose::Purpose};
 use crate::tier::StateRef;
 
-/// Hashes a block of state: its arrays one after the other.
+/// Hashes a block of state, its arrays one after the other.
 fn hash_state(block: StateRef<'_>) -> BlockHash {
     let mut hasher = blake3::Hasher::new();
     for bytes in block.arrays {
@@ -17,7 +17,7 @@ fn hash_state(block: StateRef<'_>) -> BlockHash {
 }
 
 impl Job {
-    /// The hash of every block of a captured shard, computed on the update threads.
+    /// The hashes of every block of a captured shard, computed on the update threads.
     pub fn hash_blocks(&self, captured: &Captured<'_>) -> Vec<(BlockId, BlockHash)> {
         let first = self.layout.shard_blocks(captured.shard).start;
         let blocks = (0..captured.state.blocks()).collect();
@@ -26,13 +26,14 @@ impl Job {
         })
     }
 
-    /// BLAKE3 of each block of an image, computed on the update threads.
+    /// The BLAKE3 of each block of an image, computed on the update threads.
     pub fn hash_image(&self, image: &[u8]) -> Vec<BlockHash> {
         let blocks = image.chunks(BLOCK * self.spec.image_dtype.bytes() as usize).collect();
         self.compute.blocks(blocks, |block: &[u8]| *blake3::hash(block).as_bytes())
     }
 
-    /// Block hashes of the current version, in owned order, and which version that is. What is copied of a block is its hash.
+    /// The block hashes of the current version, in owned order, and which version that is. The snapshot copies a
+    /// block's hash in place of the block.
     pub fn state_hashes(
         self: &Arc<Self>,
         deadline: Instant,

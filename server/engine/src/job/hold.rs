@@ -1,5 +1,5 @@
-//! A job filled from a checkpoint in two acts: it is loaded and held back, and started once every other server holds its own
-//! part too. So nothing that goes wrong on one server leaves a job that trains on another.
+//! A job is filled from a checkpoint in two acts: it is loaded and held back, and it is started once every other
+//! server holds its own part too. So a fault on one server leaves no job that trains on another.
 
 use longshore_proto::{Fault, FaultKind, ShardId, Version};
 
@@ -14,8 +14,8 @@ use crate::{
 };
 
 impl Job {
-    /// Fills every shard through `read`, and keeps the job from starting. What was held before is given up. After an error
-    /// the job waits for weights as if it had just been opened.
+    /// Fills every shard through `read`, and keeps the job from starting. What was held before is given up. After an
+    /// error the job waits for weights as if it had just been opened.
     pub fn load(
         &self,
         origin: CheckpointId,
@@ -25,7 +25,7 @@ impl Job {
     ) -> Result<(), Fault> {
         lock(&self.machine).check_loading()?;
         lock(&self.load).begin_restore(origin)?;
-        // Images that were held are of another checkpoint.
+        // Images that were held belong to another checkpoint.
         self.forget_images();
         let version = record.version;
         let loaded = self
@@ -43,7 +43,7 @@ impl Job {
         Ok(())
     }
 
-    /// Starts the job from the checkpoint that it holds. No error when it has started from it already.
+    /// Starts the job from the checkpoint that it holds. It is no error when the job has started from it already.
     pub fn start_held(&self, id: &str) -> Result<(), Fault> {
         let record = {
             let mut load = lock(&self.load);
@@ -52,7 +52,7 @@ impl Job {
                 (Source::Complete, _) => return Ok(()),
                 (Source::Held(record), true) => {
                     let record = record.clone();
-                    // Until it has started it is neither held nor to be uploaded to.
+                    // Until it has started, it is neither held nor to be uploaded to.
                     load.source = Source::Restore;
                     record
                 }
@@ -73,7 +73,7 @@ impl Job {
         matches!(load.source, Source::Held(_)) && load.origin.as_ref().is_some_and(|origin| origin.id == id)
     }
 
-    /// Whether the job was started from these contents and has decided no step since. `version`: theirs.
+    /// Whether the job was started from these contents, whose version is `version`, and has decided no step since.
     pub fn started_from(&self, id: &str, version: Version) -> bool {
         let load = lock(&self.load);
         let same =
@@ -82,7 +82,7 @@ impl Job {
         same && lock(&self.machine).version() == version
     }
 
-    /// Gives up what is held: the job waits for weights as if it had just been opened.
+    /// Gives up what is held. The job then waits for weights as if it had just been opened.
     pub fn release(&self) -> Result<(), Fault> {
         lock(&self.machine).check_loading()?;
         {

@@ -1,4 +1,4 @@
-//! A job's first weights: uploaded by rank 0, or read from a checkpoint.
+//! A job's first weights, uploaded by rank 0 or read from a checkpoint.
 
 use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Version};
 
@@ -15,21 +15,21 @@ use crate::{
 pub(super) struct Load {
     pub(super) seals: Vec<Vec<Option<u32>>>,
     pub(super) source: Source,
-    /// What is being loaded, is held, or was started from.
+    /// The checkpoint that is being loaded, is held, or was started from.
     pub(super) origin: Option<CheckpointId>,
-    /// Shards loaded from it so far.
+    /// How many shards were loaded from it so far.
     pub(super) shards: u32,
-    /// The load under way is to end before its next shard.
+    /// The load under way must end before its next shard.
     pub(super) cancelled: bool,
 }
 
-/// Where the weights come from. Decided under `Load`'s lock, so that an upload never writes into a shard that a restore
-/// has filled, nor into a job that has started since it was admitted.
+/// Where the weights come from. This is decided under `Load`'s lock, so that an upload never writes into a shard that
+/// a restore has filled, nor into a job that has started since the upload was admitted.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Source {
     Upload,
     Restore,
-    /// All is loaded from a checkpoint: what the job will start with.
+    /// All is loaded from a checkpoint, and the job will start with this.
     Held(Record),
     Complete,
 }
@@ -38,7 +38,7 @@ pub(super) enum Source {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointId {
     pub name: String,
-    /// The same for the same contents, wherever they lie and whichever server reads them.
+    /// A number that is the same for the same contents, wherever they lie and whichever server reads them.
     pub id: String,
 }
 
@@ -46,17 +46,17 @@ pub struct CheckpointId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StoredImages {
-    /// None: the current image is the rounded master weights.
+    /// There is none: the current image is the rounded master weights.
     None,
     Current,
-    /// The current one and the one of the version before.
+    /// The current image, and that of the version before.
     Both,
 }
 
 /// One shard's state and images as a checkpoint gives them.
 pub struct LoadedShard<'a> {
     pub state: StateMut<'a>,
-    /// The image of the version before, when the checkpoint has it: filled by the loader.
+    /// The image of the version before, which the loader fills when the checkpoint has it.
     pub older_image: Option<&'a mut [u8]>,
     /// The current image, when it is not simply the rounded master weights.
     pub image: Option<&'a mut [u8]>,
@@ -74,7 +74,8 @@ impl Load {
         }
     }
 
-    /// Chunks uploaded before are forgotten, and so is another checkpoint that was held: the restore overwrites them.
+    /// Begins a restore, which overwrites what was loaded: it forgets chunks uploaded before, and another checkpoint
+    /// that was held.
     pub(super) fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
         if !matches!(self.source, Source::Upload | Source::Held(_)) {
             let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
@@ -168,7 +169,7 @@ impl Job {
         Ok(())
     }
 
-    /// Checks that uploaded weights, from byte `at` of their shard, are numbers and that padding is 0.
+    /// Checks that uploaded weights, from byte `at` of their shard, are numbers, and that padding is 0.
     fn check_weights(&self, shard: ShardId, at: u64, payload: &[u8]) -> Result<(), Fault> {
         let first = self.layout.shard_range(shard).start + at / size_of::<f32>() as u64;
         check_padding(&self.layout, first, payload, Dtype::F32)?;
@@ -184,7 +185,8 @@ impl Job {
         }
     }
 
-    /// Puts fp32 weights, as they came, at element `at` of a shard: rounded to nearest where the master weights are fewer bits.
+    /// Puts fp32 weights at element `at` of a shard, as they came; rounded to nearest where the master weights have
+    /// fewer bits.
     fn store_weights(&self, state: &mut StateMut<'_>, at: usize, payload: &[u8]) {
         let elements = at..at + payload.len() / size_of::<f32>();
         match state.master() {
@@ -192,7 +194,7 @@ impl Job {
                 bytemuck::cast_slice_mut::<f32, u8>(&mut master[elements]).copy_from_slice(payload);
             }
             MasterMut::Bf16(master) => {
-                // A payload lies anywhere in its message.
+                // A payload may lie at any alignment in its message.
                 let weights = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
                 let weights: Vec<f32> = weights.collect();
                 cast(self.compute.isa(), &weights, ImageMut::Bf16(&mut master[elements]));
@@ -210,7 +212,7 @@ impl Job {
         for (owned, &shard) in self.owned.iter().enumerate() {
             self.check_cancelled()?;
             let mut current = self.image_to_make(owned, version);
-            // At version 0 there is none before: the other place of the pair.
+            // At version 0 there is no image before. The one to come uses the other memory of the pair.
             let mut older = self.image_to_make(owned, Version(version.0 + 1));
             let length = self.image_len(owned);
             let mut result = Ok(());
@@ -225,7 +227,7 @@ impl Job {
             older.set(with_older.then(|| Version(version.0 - 1)));
             drop((current, older));
             if self.spills_images() {
-                // They do not stay here until the start.
+                // They do not stay in DRAM until the start.
                 self.store_images(owned, version)?;
             }
             lock(&self.load).shards += 1;
@@ -234,8 +236,8 @@ impl Job {
         Ok(())
     }
 
-    /// Undoes a load: neither its images nor its moments may pass for those of what is loaded next, and an
-    /// upload writes master weights alone.
+    /// Undoes a load. Neither its images nor its moments may pass for those of what is loaded next, and an upload
+    /// writes master weights alone.
     pub(super) fn forget(&self) {
         self.forget_images();
         for owned in 0..self.owned.len() {
@@ -243,13 +245,13 @@ impl Job {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
             if let Err(fault) = cleared {
-                // Then what comes next fails on it too.
+                // What comes next then fails on it too.
                 tracing::error!(job = %self.spec.name, %fault, "could not clear a shard after a failed load");
             }
         }
     }
 
-    /// Makes the current image of every shard where none was loaded.
+    /// Makes the current image of every shard for which none was loaded.
     pub(super) fn make_images(&self, version: Version, loaded: StoredImages) -> Result<(), Fault> {
         let stored = self.spills_images() && loaded != StoredImages::None;
         for owned in (0..self.owned.len()).filter(|_| !stored) {
@@ -278,7 +280,7 @@ impl Job {
         })
     }
 
-    /// The current image is the rounded master weights unless it was loaded.
+    /// Makes the current image from the master weights, unless it was loaded.
     fn make_image(&self, owned: usize, version: Version) -> Result<(), Fault> {
         if self.image_here(owned, version).is_some() {
             return Ok(());
@@ -288,7 +290,7 @@ impl Job {
         self.tier.state.read(owned, &mut |state| {
             let images = image_blocks(region, self.spec.image_dtype, BLOCK);
             let isa = self.compute.isa();
-            // A place may be longer than the shard.
+            // An image's memory may be longer than the shard.
             let images = images.into_iter().take(state.blocks()).enumerate().collect();
             self.compute.blocks(images, |(block, image)| {
                 state.with_master(isa, block, |master| cast(isa, master, image));
@@ -321,7 +323,8 @@ impl Job {
                 let kept = images.map_or(Ok(false), |images| images.load(owned, age, place))?;
                 image.set(kept.then(|| Version(version.0 - behind)));
             }
-            // Also where the image was kept: a damaged block is found while the version before can still be taken.
+            // This is done even where the image was kept: a damaged block must be found while the version before can
+            // still be taken.
             self.tier.state.read(owned, &mut |_| ())?;
             self.make_image(owned, version)?;
         }
@@ -334,8 +337,8 @@ impl Job {
         Ok(())
     }
 
-    /// Goes on from a process that was killed at any instant: what it had decided is updated to the end from the
-    /// contributions it had.
+    /// Goes on from a process that was killed at any instant. What it had decided is updated to the end, from the
+    /// contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         for (buffers, shard) in self.buffers.shards.iter().zip(&kept.shards) {
             let image = |version: Version| {

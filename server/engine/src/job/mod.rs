@@ -1,7 +1,7 @@
 //! One job on one server: the state machine, its buffers, its tier, and the compute that moves it.
 //!
 //! Events may come from any thread. What they ask to be computed is returned as [`Work`], which one compute thread a
-//! job performs in order; everything else returns at once or waits with a deadline.
+//! job performs in order. Everything else returns at once or waits with a deadline.
 
 mod buffers;
 mod compute;
@@ -64,7 +64,7 @@ pub type Observer = Box<dyn Fn() + Send + Sync>;
 
 /// Wakes everyone who waits for the job to move.
 struct Signal {
-    /// Goes with the machine's lock.
+    /// Waits on it hold the machine's lock.
     changed: Condvar,
     observer: Observer,
 }
@@ -84,25 +84,26 @@ pub struct Job {
     owned: Vec<ShardId>,
     machine: Mutex<Machine>,
     buffers: Buffers,
-    /// Of a job whose images live on drives.
+    /// Present in a job whose images live on drives.
     window: Option<Window>,
-    /// Of a job whose gradients do.
+    /// Present in a job whose gradients live on drives.
     spilled: Option<SpilledGradients>,
     tier: Store,
     compute: Arc<Compute>,
     load: Mutex<Load>,
     snapshots: Mutex<Vec<Arc<Copying>>>,
-    /// Set once when a tier failed: from then on nothing is accepted.
+    /// Set once, when a tier failed. From then on nothing is accepted.
     failed: OnceLock<Fault>,
     pushed_bytes: AtomicU64,
     pulled_bytes: AtomicU64,
     reservation: Reservation,
     disk_bytes: u64,
-    /// Of decided steps, when the server before died.
+    /// The updates of steps that an earlier process of this server had decided and not done. The compute thread takes
+    /// them first.
     unfinished: Mutex<Vec<Work>>,
-    /// Whether the compute thread has yet to wake those who wait for what it did last.
+    /// The compute thread has finished some work, and has not yet woken the threads that wait for it.
     owed: AtomicBool,
-    /// Last: once the observer is dropped, memory and folders are free again.
+    /// Declared last: once the observer is dropped, memory and folders are free again.
     signal: Arc<Signal>,
 }
 
@@ -132,7 +133,7 @@ impl Job {
         self.reservation.bytes()
     }
 
-    /// Reserved in the state directories.
+    /// How many bytes are reserved in the state directories.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
@@ -147,18 +148,19 @@ impl Job {
         self.tier.behind.is_some().then_some(spill)
     }
 
-    /// Written to drives since the job was opened here.
+    /// How many bytes were written to drives since the job was opened here.
     pub fn written_bytes(&self) -> u64 {
         let gradients = self.spilled.as_ref().map_or(0, SpilledGradients::written_bytes);
         self.tier.behind.as_ref().map_or(0, |behind| behind.written_bytes()) + gradients
     }
 
-    /// Updates that were decided before the server died, and not done. To be performed before any other work.
+    /// The updates that an earlier process of this server had decided and not done. They must be performed before any
+    /// other work.
     pub fn take_unfinished(&self) -> Vec<Work> {
         std::mem::take(&mut *lock(&self.unfinished))
     }
 
-    /// Removes what the tier keeps of the job: it is deleted. Nothing may be asked of it after.
+    /// Deletes the job: removes what its tier keeps of it. Nothing may be asked of the job afterwards.
     pub fn discard(&self) -> Result<(), Fault> {
         self.tier.durable.as_ref().map_or(Ok(()), |durable| durable.discard())
     }
@@ -172,7 +174,7 @@ impl Job {
         &self.compute
     }
 
-    /// Payload bytes (pushed, pulled) since the job was opened here.
+    /// How many bytes of payload were pushed and pulled since the job was opened here.
     pub fn traffic(&self) -> (u64, u64) {
         (self.pushed_bytes.load(Ordering::Relaxed), self.pulled_bytes.load(Ordering::Relaxed))
     }
@@ -192,12 +194,12 @@ impl Job {
         lock(&self.machine).waiting_for()
     }
 
-    /// Who decided the step that made a version; 0 where that is not known here.
+    /// The rank 0 that decided the step which made a version; 0 where this server does not know it.
     pub fn decided_by(&self, version: Version) -> Incarnation {
         lock(&self.machine).decided_by(version)
     }
 
-    /// From whose contributions an owned shard's gradient of a step was summed.
+    /// The origin of an owned shard's gradient of a step.
     pub fn origin(&self, shard: ShardId, step: Step) -> Result<Origin, Fault> {
         let machine = lock(&self.machine);
         let owned = machine.owned_index(shard)?;
@@ -208,12 +210,13 @@ impl Job {
         lock(&self.machine).commits_after(step)
     }
 
-    /// Pauses, resumes, and the loss scale given with the last resume.
+    /// The numbers of pauses and resumes, and the loss scale given with the last resume.
     pub fn pauses(&self) -> (u64, u64, f64) {
         lock(&self.machine).pauses()
     }
 
-    /// Performs the oldest of these works, and with a sum the sums right after it. What follows becomes the newest.
+    /// Performs the oldest of these works; with a sum also the sums right after it. The work that follows is appended
+    /// as the newest.
     pub fn perform(&self, works: &mut VecDeque<Work>) -> Result<(), Fault> {
         self.check_alive()?;
         let sums = take_sums(works);
@@ -222,7 +225,7 @@ impl Job {
             _ => self.sum(&sums).map(|()| None),
         };
         works.extend(next.map_err(|fault| self.fail(fault))?);
-        // Not where drives may have to be waited for first.
+        // This is not done where drives may have to be waited for first.
         let soon = !works.is_empty() && self.tier.behind.is_none() && lock(&self.snapshots).is_empty();
         if self.owed.swap(soon, Ordering::Relaxed) || !soon {
             self.notify();
@@ -230,16 +233,17 @@ impl Job {
         Ok(())
     }
 
-    /// Wakes those who wait for what the compute thread did last. It does this once the other threads compute again: while it
-    /// wakes them, and they run on its core, 0.1 ms a shard, the others would have nothing to do: a step of 48 shards took 118.9
-    /// ms so, and 120.3 where it woke them first.
+    /// Wakes the threads that wait for the last finished work. The compute thread calls this only once it has given
+    /// the update threads their next blocks. Waking takes 0.1 ms a shard, and the woken threads run on the compute
+    /// thread's core; if they were woken first, the update threads would be idle meanwhile (120.3 ms for a step of 48
+    /// shards, instead of 118.9).
     fn notify_owed(&self) {
         if self.owed.swap(false, Ordering::Relaxed) {
             self.notify();
         }
     }
 
-    /// Nothing is accepted any more.
+    /// Fails the job: from here on it accepts nothing.
     fn fail(&self, fault: Fault) -> Fault {
         tracing::error!(job = %self.spec.name, %fault, "the job cannot go on from this server");
         let _ = self.failed.set(fault.clone());
@@ -247,7 +251,7 @@ impl Job {
         fault
     }
 
-    /// The failure after which nothing is accepted and nothing moves.
+    /// The failure after which the job accepts nothing and does not move.
     pub fn check_alive(&self) -> Result<(), Fault> {
         match self.failed.get().cloned().or_else(|| self.tier.behind.as_ref()?.failure()) {
             Some(fault) => Err(fault),

@@ -1,4 +1,4 @@
-//! Opening a job: what it needs is promised, then allocated, then what its tier has kept is taken up.
+//! Opening a job: what it needs is promised, then allocated, and then what its tier has kept is taken up.
 
 use std::sync::{
     Arc, Condvar, Mutex, OnceLock,
@@ -24,8 +24,8 @@ use crate::{
 };
 
 impl Job {
-    /// Validates, admits, allocates and touches all the job will ever need here. Where its tier has kept the job it goes
-    /// on from there.
+    /// Validates and admits the job, and allocates and touches all that it will ever need here. Where its tier has
+    /// kept the job, the job goes on from there.
     pub fn open(
         spec: JobSpec,
         placement: Placement,
@@ -103,7 +103,7 @@ impl Job {
     }
 }
 
-/// Bytes that a folder of tier `shm` must hold beside the state: a decided step is updated from them.
+/// How many bytes a folder of tier `shm` must hold beside the state: a decided step is updated from them.
 pub fn kept_buffers(header: &Header) -> Result<u64, Fault> {
     let layout = header.spec.validate()?;
     let owned = header.placement.owned(header.server);

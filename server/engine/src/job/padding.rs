@@ -1,10 +1,11 @@
-//! Padding is 0: what is anything else there would count in the norm, and be trained.
+//! Padding must be 0: anything else there would count in the norm, and be trained.
 
 use longshore_proto::{Dtype, Fault, Layout};
 
 use crate::memory::Source;
 
-/// Checks the padding among elements of the flat space, as they go over the wire; `first` is the first one's place.
+/// Checks the padding among elements of the flat space, as they go over the wire. `first` is the index of the first
+/// element.
 ///
 /// # Errors
 /// `Invalid`, naming the first element that is not 0.

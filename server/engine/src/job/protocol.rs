@@ -14,8 +14,8 @@ use crate::{
 };
 
 impl Job {
-    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. True when it
-    /// is there already.
+    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. Returns
+    /// true when it is at that version already.
     pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
         let machine = lock(&self.machine);
         machine.check_newest(Rank(0), incarnation)?;
@@ -40,15 +40,15 @@ impl Job {
         self.tier.behind.as_ref().is_some_and(|behind| behind.keeps_previous())
     }
 
-    /// The newest version that a crash of this server cannot take back, or with the memory tier the newest one: what
-    /// rank 0 waits for before it commits the next step, and workers before they let go of their gradients.
+    /// The newest version that a crash of this server cannot take back; with the memory tier it is the newest
+    /// version. Rank 0 waits for it before it commits the next step, and workers before they free their gradients.
     pub fn durable(&self) -> Version {
         let version = lock(&self.machine).version();
         self.written().map_or(version, |durable| durable.min(version))
     }
 
-    /// Ends what earlier processes of a rank may do, before what the new one reads here can be acted on. The rank may be told
-    /// once [`Job::keep_joined`] has returned.
+    /// Ends what earlier processes of a rank may do, before the new one acts on what it reads here. The rank may be
+    /// told once [`Job::keep_joined`] has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
         let mut machine = lock(&self.machine);
@@ -61,15 +61,15 @@ impl Job {
         Ok(())
     }
 
-    /// False while the rank's earlier process is still being written for; ask again after a change. The rank may be told
-    /// once [`Job::keep_joined`] has returned.
+    /// Returns false while bytes of the rank's earlier process are still being written; ask again after a change. The
+    /// rank may be told once [`Job::keep_joined`] has returned.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = lock(&self.machine);
         let before = machine.has_joined(rank, incarnation);
         let joined = machine.join(rank, incarnation)? != Admission::Busy;
         if joined && !before {
-            // Under the lock: what is sent again is written over what was there.
+            // The lock is held, since what is sent again is written over what was there.
             let joined = Joined { incarnation, at: machine.version(), fence_only: false };
             self.tell_joined(rank, joined, self.spec.world_size == 1);
             self.give_back_unneeded(&machine, rank);
@@ -79,7 +79,8 @@ impl Job {
         Ok(joined)
     }
 
-    /// Returns once no crash of this server makes it forget who has joined. Waits for a drive where the tier has one.
+    /// Returns once no crash of this server can make it forget who has joined. It waits for a drive where the tier
+    /// has one.
     pub fn keep_joined(&self) -> Result<(), Fault> {
         self.tier.durable.as_ref().map_or(Ok(()), |durable| durable.keep_joined())
     }
@@ -90,7 +91,7 @@ impl Job {
         }
     }
 
-    /// Checks that a caller is the rank's living process.
+    /// Checks that a caller is the rank's current process.
     pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         lock(&self.machine).check_rank(rank, incarnation).map_err(Fault::from)
     }
@@ -101,18 +102,20 @@ impl Job {
         Ok(())
     }
 
-    /// Pauses the job, and has its tier keep that. False while the version is not durable; ask again once it is.
+    /// Pauses the job, and has its tier keep that. Returns false while the version is not durable; ask again once it
+    /// is.
     pub fn pause(&self, incarnation: Incarnation, reason: &str) -> Result<bool, Fault> {
         check_pause_reason("reason", reason)?;
         self.stand(|machine| machine.pause(incarnation, reason.to_string()))
     }
 
-    /// Ends the pause that began at `version`, or the one in force, and has its tier keep that. False as of [`Job::pause`].
+    /// Ends the pause that began at `version`, or the current one, and has its tier keep that. Returns false while
+    /// the version is not durable.
     pub fn resume(&self, version: Option<Version>, loss_scale: f64) -> Result<bool, Fault> {
         self.stand(|machine| machine.resume(version, loss_scale))
     }
 
-    /// Changes what is said of the current version, once its record is there to be written again.
+    /// Changes the standing of the current version, once its record is there to be written again.
     fn stand(&self, change: impl FnOnce(&mut Machine) -> Result<bool, Refusal>) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = lock(&self.machine);
@@ -122,7 +125,7 @@ impl Job {
         if change(&mut machine)?
             && let Some(kept) = &self.tier.durable
         {
-            // Under the lock: nobody may learn of it before the tier has it, and no decision come between.
+            // The lock is held: nobody may learn of it before the tier has it, and no decision may come between.
             kept.stand(&machine.record()).inspect_err(|fault| {
                 let _ = self.failed.set(fault.clone());
             })?;
@@ -132,7 +135,8 @@ impl Job {
         Ok(true)
     }
 
-    /// Decides a step, whatever contributions it was made from. The flag says that it was decided so before.
+    /// Decides a step, whatever contributions the decision was made from. The flag says that the same decision was
+    /// made before.
     pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
         self.commit_from(incarnation, commit, Origin::UNKNOWN)
     }
@@ -158,7 +162,7 @@ impl Job {
         let duplicate = machine.version() == before;
         if !duplicate {
             self.tell_snapshots(&machine);
-            // Under the lock: nobody may learn of the decision before the tier has it.
+            // The lock is held: nobody may learn of the decision before the tier has it.
             if let Some(kept) = &self.tier.durable {
                 self.record_of(&machine, step, |record| kept.decide(record))?;
             }

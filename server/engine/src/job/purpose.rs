@@ -1,4 +1,5 @@
-//! What a snapshot is for: how many there may be at once, and how long an update waits for its reader.
+//! What a snapshot is for. It says how many there may be at once, and how long an update waits for the snapshot's
+//! reader.
 
 use std::time::Duration;
 
@@ -6,20 +7,20 @@ use longshore_proto::limits::{MAX_CHECKPOINTS_AT_ONCE, MAX_EXPORTS_AT_ONCE};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// What is copied of a block is its hash: the update waits for that, at the speed of memory.
+    /// A block's copy is its hash, so the update waits only for hashing, at the speed of memory.
     Hash,
-    /// Anybody may read, at any speed: training does not wait for him.
+    /// Anybody may read, at any speed, so training does not wait for the reader.
     Export,
     /// Training wants it, and may have to wait for a disk where no memory is left.
     Checkpoint,
 }
 
-/// How long all updates together wait for one reader where there is no memory left to copy to.
+/// How long all updates together wait for one reader where no memory is left to copy to.
 const GRACE: Duration = Duration::from_millis(100);
 /// A disk pauses longer than a socket while it writes back.
 const DISK_GRACE: Duration = Duration::from_millis(500);
-/// A disk slower than this is not waited for beyond its grace, in bytes a second: below what a single spinning disk or
-/// a network of 1 Gbit/s takes.
+/// A disk slower than this many bytes a second is not waited for beyond its grace. A single spinning disk or a
+/// network of 1 Gbit/s is faster.
 const DISK_PACE: u64 = 64 * 1024 * 1024;
 
 impl Purpose {
@@ -42,7 +43,7 @@ impl Purpose {
         }
     }
 
-    /// Who reads, in errors.
+    /// The reader's name in errors.
     pub(super) fn reader(self) -> &'static str {
         match self {
             Purpose::Hash => "state_hash.reader",

@@ -1,4 +1,4 @@
-//! Pulls: bytes of the image of one version.
+//! Pulls: they read bytes of the image of one version.
 
 use std::{ops::Range, sync::atomic::Ordering};
 
@@ -15,7 +15,7 @@ pub enum ImageRead {
     NotYet,
 }
 
-/// Where a slice of an image lies in the shared file, and the word that says 1 + the image's version.
+/// Where a slice of an image lies in the shared file, and where its version stamp does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImagePlace {
     /// Bytes from the file's start.
@@ -25,15 +25,15 @@ pub struct ImagePlace {
 
 /// Bytes of an image, to be sent.
 pub enum ImageBytes {
-    /// In the job's memory. The version after next may overwrite them while they are sent: then the checksum is wrong for
-    /// what arrives, and whoever asks again is told that the version is gone.
+    /// They are in the job's memory. The version after next may overwrite them while they are sent; then what arrives
+    /// does not match the checksum, and a reader who asks again is told that the version is gone.
     Here(SharedBytes),
     /// The image lives on drives, and the bytes were read from there.
     Read(Vec<u8>),
 }
 
 impl Job {
-    /// Checks a slice before any of it is read: inside an owned shard, in the job's image dtype.
+    /// Checks a slice before any of it is read: it must lie in an owned shard, and be in the job's image dtype.
     pub fn check_slice(&self, slice: &Slice, dtype: Dtype) -> Result<(), Fault> {
         self.owned_index(slice.shard)?;
         let elements = self.layout.shard_len(slice.shard);
@@ -117,13 +117,13 @@ impl Job {
         Ok(Some(ImagePlace { at: image + start as u64, word }))
     }
 
-    /// Start and length of a slice in its shard's image.
+    /// The start and length of a slice in its shard's image.
     fn image_bytes(&self, slice: &Slice) -> (usize, usize) {
         let size = self.spec.image_dtype.bytes();
         ((slice.offset * size) as usize, (slice.elements * size) as usize)
     }
 
-    /// Which shard it is among the owned ones, once it has the version.
+    /// The shard's index among the owned ones, once the shard has the version.
     fn ready(&self, slice: &Slice, version: Version) -> Result<Option<usize>, Fault> {
         self.check_alive()?;
         let machine = lock(&self.machine);

@@ -1,4 +1,4 @@
-//! Contributions: bytes into their slot.
+//! Receiving contributions: their bytes go into their slot.
 
 use std::{
     io,
@@ -27,25 +27,26 @@ use crate::{
     step::{Admission, Machine, Ticket, Work},
 };
 
-/// Most bytes copied under one lock of a rank's buffer, 20 microseconds, or read from a socket, 50: then they are summed
-/// while they are in the core's L2 cache.
+/// The most bytes that are copied under one lock of a rank's buffer, which takes 20 microseconds, or read from a
+/// socket in one call, which takes 50. Their checksum is then taken while they are in the core's L2 cache.
 const LOCKED_BYTES: usize = 256 * 1024;
 
 /// What became of a pushed chunk.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Stored {
     New(Option<Work>),
-    /// Held already, with the same checksum.
+    /// The chunk is held already, with the same checksum.
     Duplicate,
-    /// Held already, and not compared: as an earlier process of its rank sent it, or as it was lent.
+    /// The chunk is held already and was not compared, because an earlier process of its rank sent it or because it
+    /// was lent.
     Superseded,
-    /// Its step is decided: compared with nothing.
+    /// The chunk's step is decided, and the chunk was compared with nothing.
     Decided,
-    /// Its buffer is not free yet; nothing was stored. Ask again after a change.
+    /// The chunk's buffer is not free yet, and nothing was stored. Ask again after a change.
     Busy,
 }
 
-/// What to do with a chunk's payload, decided on its other fields before any of it has come.
+/// What to do with a chunk's payload. It is decided on the chunk's other fields, before any of the payload has come.
 #[expect(clippy::large_enum_variant, reason = "one a MiB, moved twice: a box would cost more")]
 pub enum Admitted<J: Deref<Target = Job>> {
     Write(Writing<J>),
@@ -55,11 +56,12 @@ pub enum Admitted<J: Deref<Target = Job>> {
     Busy,
 }
 
-/// A chunk's place in its rank's buffer while its payload arrives. Dropped unfinished, the chunk was never there.
+/// A chunk's share of its rank's buffer while its payload arrives. If this is dropped unfinished, the chunk was never
+/// there.
 pub struct Writing<J: Deref<Target = Job>> {
     job: J,
     ticket: Ticket,
-    /// Bytes of the rank's gradient still to come.
+    /// The bytes of the rank's gradient that are still to come.
     left: Range<usize>,
     sum: Crc32,
     /// Where they come to, if gradients live on drives.
@@ -88,8 +90,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         Ok(())
     }
 
-    /// Has the next bytes of the payload read to their place, at most `most` of them, with one call of `read`; what came
-    /// is summed while it is in cache.
+    /// Has the next bytes of the payload read to their place, at most `most` of them, with one call of `read`. Their
+    /// checksum is taken while they are in cache.
     ///
     /// # Errors
     /// Those of `read`: then nothing has come.
@@ -106,8 +108,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         })
     }
 
-    /// Takes the whole payload from where it lies: `fetch(from, target)` copies what is `from` bytes into it. What is
-    /// summed is the copy, whatever becomes of the original meanwhile.
+    /// Takes the whole payload from where it lies: `fetch(from, target)` copies what is `from` bytes into it. The
+    /// checksum is the copy's, whatever becomes of the original meanwhile.
     pub fn fetch(&mut self, fetch: &mut dyn FnMut(usize, &mut [u8])) {
         let _stage = self.stage();
         let mut from = 0;
@@ -124,8 +126,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         }
     }
 
-    /// Gives the place of the next bytes, at most `most`, to `fill`, which says how many came; then takes the figures of
-    /// the blocks that they end, if nothing else will: sums are looked at as they are formed.
+    /// Gives `fill` the memory of the next bytes, at most `most`, and is told how many came. Then takes the
+    /// statistics of the blocks that they complete, unless a sum will: sums are looked at as they are formed.
     fn fill(
         &mut self,
         most: usize,
@@ -147,7 +149,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             }
             count
         } else {
-            // Two connections may bring chunks of one buffer: neither holds it for longer than a part.
+            // Two connections may bring chunks of one buffer, so neither holds it for longer than a part.
             let mut contribution =
                 lock(&job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
             // Admission checked that the chunk lies inside the shard.
@@ -167,7 +169,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         debug_span!(target: "stage", "receive", rank, shard, step).entered()
     }
 
-    /// Uses a lent payload where it lies, or where the tier must have it, a copy.
+    /// Uses a lent payload where it lies, or a copy of it where the tier must have it.
     ///
     /// # Errors
     /// `Invalid` unless it is as long as was announced, and aligned, and padding is 0.
@@ -191,8 +193,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         Ok(())
     }
 
-    /// Counts the chunk, if all of it came and it has its checksum. One that goes to the drives counts once it is there and
-    /// [collected](Job::collect).
+    /// Counts the chunk, if all of it came and it has its checksum. A chunk that goes to the drives counts once it is
+    /// there and [collected](Job::collect).
     ///
     /// # Errors
     /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one: then nothing was stored.
@@ -252,7 +254,7 @@ impl<J: Deref<Target = Job>> Drop for Writing<J> {
     }
 }
 
-/// Compares the checksum a chunk came with and the one of its payload.
+/// Compares the checksum that a chunk came with and the one of its payload.
 pub fn check_sum(claimed: u32, found: u32) -> Result<(), Fault> {
     if claimed == found {
         return Ok(());
@@ -274,7 +276,7 @@ impl Job {
             Admission::Busy => return Ok(Admitted::Busy),
             Admission::Write(ticket) => ticket,
         };
-        // The machine refuses a chunk that has no place, or whose length is not its place's.
+        // The machine refuses a chunk that is not in the shard, or that does not have its length.
         let start = if chunk.lent { 0 } else { chunk.chunk.0 as usize * CHUNK_BYTES };
         let left = start..start + chunk.bytes as usize;
         let mut staged = None;

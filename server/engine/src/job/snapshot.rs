@@ -1,9 +1,9 @@
-//! One consistent version of all shards, copied while training goes on.
+//! A snapshot: one consistent version of all shards, copied while training goes on.
 //!
-//! A snapshot of version V copies every block once, as it is at V, and hands the copies to its reader. Its own thread walks
-//! the shards in forward order, copies a few blocks, lets go of the shard and only then hands them on; an update that is about
-//! to carry a shard beyond V first copies what is left of it. So an update waits for copies, at the speed of memory,
-//! and for a reader only as [`Staging`] says.
+//! A snapshot of version V copies every block once, as it is at V, and hands the copies to its reader. Its own thread
+//! walks the shards in forward order. It copies a few blocks, lets go of the shard, and only then hands them on. An
+//! update that is about to carry a shard beyond V first copies what is left of it. So an update waits for copies, at
+//! the speed of memory, and for a reader only as [`Staging`] says.
 
 use std::{
     sync::{Arc, Mutex, Weak},
@@ -24,19 +24,21 @@ use crate::{
     tier::StateRef,
 };
 
-/// Slots that the walk fills at once. A tier on drives reads a whole shard for each time: 64 MiB hold the state of a default one.
+/// How many slots the walk fills at once. A tier on drives reads a whole shard for each time: 64 MiB hold the state
+/// of a default one.
 const WALK_SLOTS: usize = 16;
 
 /// A shard as it is at the snapshot's version.
 pub struct Captured<'a> {
     pub shard: ShardId,
     pub state: StateRef<'a>,
-    /// The current image and the one before, which is None at version 0. Empty where an exact job's live on drives.
+    /// The current image, and the one before, which is None at version 0. Both are empty in an exact job whose images
+    /// live on drives.
     pub image: &'a [u8],
     pub older_image: Option<&'a [u8]>,
 }
 
-/// What a snapshot was of.
+/// The version that a snapshot copied.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SnapshotInfo {
     pub version: Version,
@@ -44,10 +46,10 @@ pub struct SnapshotInfo {
     pub commit: Option<Commit>,
 }
 
-/// Fills the place of one block's copy. Blocks are copied at once, on the update threads.
+/// Fills one block's copy. Blocks are copied at once, on the update threads.
 pub(super) type CopyBlock = dyn Fn(&Captured<'_>, usize, &mut [u8]) + Send + Sync;
 
-/// A snapshot that was asked for. Dropped, it has ended; it does not keep its job.
+/// A snapshot that was asked for. Dropping it ends it. It does not keep its job alive.
 pub struct Snapshot {
     copying: Arc<Copying>,
     job: Weak<Job>,
@@ -61,7 +63,7 @@ pub(super) struct Copying {
     version: Version,
     purpose: Purpose,
     copy: Box<CopyBlock>,
-    /// By owned shard: blocks that are copied. Held while more are.
+    /// By owned shard: how many blocks are copied. Its lock is held while more are.
     copied: Vec<Mutex<usize>>,
     staging: Staging,
     /// Known once the version is decided.
@@ -69,8 +71,8 @@ pub(super) struct Copying {
 }
 
 impl Job {
-    /// Asks for every owned shard at version `asked`: the current one if that is None; one still to come is waited for, so
-    /// that several servers can be asked for the same. `copy` makes `block_bytes` of each block.
+    /// Asks for every owned shard at version `asked`. None means the current version; a version still to come is
+    /// waited for, so that several servers can be asked for the same. `copy` makes `block_bytes` of each block.
     pub(super) fn begin_snapshot(
         self: &Arc<Self>,
         asked: Option<Version>,
@@ -82,7 +84,7 @@ impl Job {
         let budget = self.reservation.budget().clone();
         let staging = Staging::new(purpose, block_bytes, largest, budget, Arc::clone(&self.compute));
         let copied = self.owned.iter().map(|_| Mutex::new(0)).collect();
-        // Under the machine's lock no commit can pass between reading the version and being registered.
+        // Under the machine's lock no commit can pass between reading the version and registering the snapshot.
         let machine = lock(&self.machine);
         machine.check_not_loading()?;
         let current = machine.version();
@@ -105,7 +107,7 @@ impl Job {
         Ok(Snapshot { copying, job: Arc::downgrade(self) })
     }
 
-    /// Ends all snapshots: the job is not served any more.
+    /// Ends all snapshots, since the job is not served any more.
     pub fn end_snapshots(&self, fault: &Fault) {
         let snapshots = lock(&self.snapshots).clone();
         for snapshot in snapshots {
@@ -114,7 +116,8 @@ impl Job {
         self.notify();
     }
 
-    /// Leaves what is known of the current version with the snapshots of it. Called under the machine's lock at every decision.
+    /// Tells the snapshots of the current version what is known of it. It is called under the machine's lock at every
+    /// decision.
     pub(super) fn tell_snapshots(&self, machine: &Machine) {
         for snapshot in lock(&self.snapshots).iter().filter(|snapshot| snapshot.version == machine.version())
         {
@@ -123,7 +126,7 @@ impl Job {
         }
     }
 
-    /// Copies what is left of the shard for every snapshot of a version before `step`'s.
+    /// Copies what is left of the shard, for every snapshot of a version before `step`'s.
     pub(super) fn take_snapshots_before(&self, owned: usize, step: Step) {
         let snapshots = lock(&self.snapshots).clone();
         for snapshot in snapshots.iter().filter(|snapshot| snapshot.version < step.version()) {
@@ -135,8 +138,8 @@ impl Job {
         self.layout.shard_len(self.owned[owned]) as usize / BLOCK
     }
 
-    /// Hands the images of a version and of the one before to `with`, where they are wanted. An exact job's follow from its
-    /// state.
+    /// Hands the images of a version and of the one before to `with`, where they are wanted. In an exact job they
+    /// follow from its state.
     fn with_images<R>(
         &self,
         wanted: bool,
@@ -158,7 +161,7 @@ impl Job {
     }
 }
 
-/// One that has ended counts until its reader has let go of it.
+/// Checks that there may be one more. A snapshot that has ended counts until its reader has let go of it.
 fn check_room(snapshots: &[Arc<Copying>], purpose: Purpose) -> Result<(), Fault> {
     let (field, most) = purpose.most();
     let running = snapshots.iter().filter(|snapshot| snapshot.purpose == purpose).count();
@@ -185,8 +188,9 @@ impl Snapshot {
         Ended(Arc::clone(&self.copying))
     }
 
-    /// Hands every block to `deliver`, on this thread. Blocks; the deadline bounds the wait for the version and for updates in
-    /// progress, not the reader. While `deliver` runs neither shard nor job is held.
+    /// Hands every block to `deliver`, on this thread, and blocks until that is done. The deadline bounds the wait
+    /// for the version and for updates in progress, and not the reader. While `deliver` runs neither shard nor job is
+    /// held.
     pub fn run(
         self,
         deadline: Instant,
@@ -270,13 +274,13 @@ impl Copying {
         job.blocks(owned) - *lock(&self.copied[owned])
     }
 
-    /// A step of the walk. True once the whole shard is copied.
+    /// Makes a step of the walk. Returns true once the whole shard is copied.
     fn copy_some(&self, job: &Job, owned: usize) -> Result<bool, Fault> {
         let left = self.left(job, owned);
         if left > 0 {
             let slots = self.staging.take(self.staging.slots(left).min(WALK_SLOTS))?;
             if slots.is_empty() {
-                // An update has them all.
+                // An update holds all slots.
                 self.staging.wait();
                 return Ok(false);
             }
@@ -286,7 +290,7 @@ impl Copying {
         Ok(self.left(job, owned) == 0)
     }
 
-    /// Before an update changes the shard.
+    /// Copies what is left of a shard, before an update changes it.
     fn copy_rest(&self, job: &Job, owned: usize) {
         loop {
             let left = self.left(job, owned);
@@ -307,7 +311,7 @@ impl Copying {
     /// Fills slots with the shard's next blocks. An error ends the snapshot.
     fn copy(&self, job: &Job, owned: usize, mut slots: Vec<Slot>) {
         let mut copied = lock(&self.copied[owned]);
-        // Looked at under the lock: once it has ended updates go on without it.
+        // This is checked under the lock: once the snapshot has ended, updates go on without it.
         if self.staging.ended().is_some() {
             return;
         }

@@ -1,5 +1,5 @@
-//! Gradients that live on drives. A chunk comes into a buffer and goes to the drives as soon as it is whole; sums are formed
-//! a shard at a time; an update is given its shard's gradient while the next one's is being read.
+//! Gradients that live on drives. A chunk comes into a buffer and goes to the drives as soon as it is whole. Sums are
+//! formed a shard at a time. An update gets its shard's gradient while the next shard's is being read.
 
 use std::{
     collections::VecDeque,
@@ -25,25 +25,25 @@ use crate::{
     tier::{GradientPlace, GradientStore, Kind, Transfer},
 };
 
-/// Chunks on their way to the drives, beside one that each connection may be bringing: four for each of four drives, each
-/// near its best then.
+/// How many chunks may be on their way to the drives, beside the one that each connection may be bringing: four for
+/// each of four drives, which are then near their best.
 const ON_THEIR_WAY: usize = 16;
 
-/// Gradients that an update uses, and reads ahead.
+/// How many gradients are here for updates: one in use and one read ahead.
 const AHEAD: usize = 2;
 
 pub(super) struct SpilledGradients {
     files: Arc<dyn GradientStore>,
     desk: Arc<Desk>,
-    /// The compute thread's.
+    /// Used by the compute thread alone.
     scratch: Mutex<Scratch>,
 }
 
-/// Between calls, the drives and the compute thread.
+/// What calls, the drives and the compute thread hand each other.
 struct Desk {
     free: Mutex<Vec<Region>>,
     arrived: Mutex<VecDeque<Arrived>>,
-    /// Told that there is something to collect.
+    /// Called when there is something to collect.
     arrival: OnceLock<Box<dyn Fn() + Send + Sync>>,
     signal: Arc<Signal>,
 }
@@ -64,13 +64,13 @@ struct Arrived {
 }
 
 struct Scratch {
-    /// For whole gradients as an update uses them.
+    /// Buffers for whole gradients as an update uses them.
     gradients: Vec<Region>,
     ahead: Option<Ahead>,
-    /// For whole contributions being added, and the sum.
+    /// Buffers for whole contributions that are being added, and for the sum.
     parts: Vec<Region>,
     sum: Option<Region>,
-    /// Of each sum's chunks, by owned shard and step slot.
+    /// By owned shard and gradient slot: the checksums of the sum's chunks.
     sums: Vec<Vec<Vec<u32>>>,
 }
 
@@ -81,10 +81,10 @@ struct Ahead {
     transfer: Transfer,
 }
 
-/// Sizes of all buffers, in bytes.
+/// The sizes of all buffers, in bytes.
 struct Sizes {
     staged: usize,
-    /// Of the largest shard: as updates use it, as it comes, and its sum.
+    /// The largest shard's gradient as updates use it, its contribution as it comes, and its sum.
     gradient: usize,
     part: usize,
     sum: usize,
@@ -104,7 +104,7 @@ impl Sizes {
     }
 }
 
-/// Bytes of DRAM: (for contributions, for sums).
+/// How many bytes of DRAM are needed for contributions and for sums.
 pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> (u64, u64) {
     let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
     ((staged * CHUNK_BYTES + AHEAD * gradient + 2 * part) as u64, sum as u64)
@@ -143,13 +143,13 @@ impl SpilledGradients {
         self.files.written_bytes()
     }
 
-    /// A buffer for a chunk, unless all are in use: ask again after a change.
+    /// A buffer for a chunk. None when all are in use: ask again after a change.
     pub(super) fn stage(&self, start: usize) -> Option<Staged> {
         let region = lock(&self.desk.free).pop()?;
         Some(Staged { region, start, figures: Vec::new() })
     }
 
-    /// The chunk did not come whole.
+    /// Takes a buffer back whose chunk did not come whole.
     pub(super) fn unstage(&self, staged: Staged) {
         lock(&self.desk.free).push(staged.region);
     }
@@ -167,7 +167,7 @@ impl SpilledGradients {
             if let Some(arrival) = desk.arrival.get() {
                 arrival();
             }
-            // Those who found no buffer free.
+            // This wakes those who found no buffer free.
             desk.signal.send();
         };
         self.files.write(place, start..start + bytes, region, Box::new(moved));
@@ -180,18 +180,19 @@ impl Job {
         self.spilled.is_some()
     }
 
-    /// Has `arrival` called, on any thread, whenever [`Job::collect`] has something to do. At most once, before the first
-    /// chunk comes.
+    /// Has `arrival` called, on any thread, whenever [`Job::collect`] has something to do. It may be set once, before
+    /// the first chunk comes.
     pub fn on_arrival(&self, arrival: Box<dyn Fn() + Send + Sync>) {
         if let Some(spilled) = &self.spilled {
             let _ = spilled.desk.arrival.set(arrival);
         }
     }
 
-    /// Counts a chunk that has reached the drives, if there is one. On the compute thread, as [`Job::perform`].
+    /// Counts a chunk that has reached the drives, if there is one. The compute thread calls it, as it does
+    /// [`Job::perform`].
     ///
     /// # Errors
-    /// That of the drives: then the job cannot go on from this server.
+    /// The drives' error: then the job cannot go on from this server.
     pub fn collect(&self) -> Result<Option<Work>, Fault> {
         let Some(spilled) = &self.spilled else { return Ok(None) };
         let Some(arrived) = lock(&spilled.desk.arrived).pop_front() else { return Ok(None) };
@@ -205,12 +206,12 @@ impl Job {
         Ok(work)
     }
 
-    /// Bytes of a shard's contribution.
+    /// How many bytes a shard's contribution has.
     fn contribution_len(&self, owned: usize) -> usize {
         (self.layout.shard_len(self.owned[owned]) * self.spec.gradient_dtype.bytes()) as usize
     }
 
-    /// [`Job::accumulate`], of contributions on drives or lent.
+    /// Does what [`Job::accumulate`] does, for contributions that are on drives or lent.
     pub(super) fn accumulate_spilled(
         &self,
         spilled: &SpilledGradients,
@@ -282,7 +283,7 @@ impl Job {
         Ok(Some(Transfer::read(&*spilled.files, place, self.contribution_len(owned), buffer)))
     }
 
-    /// The gradient that a shard's update uses, if it is on the drives; meanwhile the next shard's is read.
+    /// The gradient that a shard's update uses, if it is on the drives. Meanwhile the next shard's is read.
     pub(super) fn fetch_gradient(&self, owned: usize, step: Step) -> Result<Option<Region>, Fault> {
         let Some(spilled) = &self.spilled else { return Ok(None) };
         let scratch = &mut *lock(&spilled.scratch);
@@ -315,7 +316,7 @@ impl Job {
         Ok(Some(region))
     }
 
-    /// What an update uses, and its bytes.
+    /// Which gradient an update uses, and how many bytes it has.
     fn gradient_kind(&self, owned: usize) -> (Kind, usize) {
         if self.spec.accumulates() {
             (Kind::Sum, self.layout.shard_len(self.owned[owned]) as usize * 4)

@@ -1,8 +1,9 @@
-//! Copies of blocks on their way from a job's state to a snapshot's reader, in bounded memory.
+//! Staging: copies of blocks on their way from a job's state to a snapshot's reader, in bounded memory.
 //!
-//! A snapshot has a few slots whatever the budget. What an update copies beyond them is taken from the server's budget
-//! and given back slot by slot as the reader takes it: one copy of the version at most. Where the budget has nothing left
-//! the update waits for the reader as long as the snapshot's purpose allows, and then ends it.
+//! A snapshot has a few slots whatever the budget. What an update copies beyond them is taken from the server's
+//! budget and given back slot by slot as the reader takes it: one copy of the version at most. Where the budget has
+//! nothing left, the update waits for the reader as long as the snapshot's purpose allows, and then ends the
+//! snapshot.
 
 use std::{
     collections::VecDeque,
@@ -20,17 +21,17 @@ use crate::{
     memory::{AllocationError, Region, Slab},
 };
 
-/// A slot has this size unless the copies of the largest shard take less.
+/// The size of a slot, unless the copies of the largest shard take less.
 const SLOT_BYTES: usize = 4 * 1024 * 1024;
-/// How often one who waits for the other side looks whether it is still there.
+/// How often one who waits for the other side checks that it is still there.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Some blocks of one shard as they were at the snapshot's version.
 pub struct Piece {
-    /// Its place among the owned shards.
+    /// The shard's index among the owned ones.
     pub owned: usize,
     pub shard: ShardId,
-    /// The first block, counted from the shard's start. A shard's pieces come from its start on.
+    /// The first block, counted from the shard's start. A shard's pieces come in order.
     pub first: usize,
     /// Whether the image of the version before was there to be copied.
     pub older_image: bool,
@@ -40,12 +41,12 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// What was copied, block after block.
+    /// The copies, block after block.
     pub fn bytes(&self) -> &[u8] {
         &self.slot.region.bytes()[..self.blocks * self.block_bytes]
     }
 
-    /// By block.
+    /// The copies, by block.
     pub fn blocks(&self) -> impl Iterator<Item = &[u8]> {
         self.bytes().chunks_exact(self.block_bytes)
     }
@@ -61,9 +62,9 @@ pub(super) struct Slot {
 pub(super) struct Staging {
     purpose: Purpose,
     block_bytes: usize,
-    /// Blocks of a slot.
+    /// How many blocks a slot has.
     blocks: usize,
-    /// Slots that may be made whatever the budget.
+    /// How many slots may be made whatever the budget.
     own: usize,
     budget: Budget,
     compute: Arc<Compute>,
@@ -75,16 +76,16 @@ pub(super) struct Staging {
 struct State {
     free: Vec<Slot>,
     queue: VecDeque<Piece>,
-    /// Slots made that are not of the budget.
+    /// How many slots were made that are not of the budget.
     own: usize,
-    /// Nothing more will be copied: slots are not needed again.
+    /// Nothing more will be copied, and slots are not needed again.
     complete: bool,
     ended: Option<Fault>,
-    /// Since the first piece was there.
+    /// When the first piece was there.
     begun: Option<Instant>,
-    /// Bytes that the reader took.
+    /// How many bytes the reader took.
     taken: u64,
-    /// How long updates have waited for the reader, and what it took meanwhile.
+    /// How long updates have waited for the reader, and how much it took meanwhile.
     held: Duration,
     taken_meanwhile: u64,
 }
@@ -96,7 +97,7 @@ impl State {
 }
 
 impl Staging {
-    /// `largest`: blocks of the largest shard.
+    /// `largest` is how many blocks the largest shard has.
     pub(super) fn new(
         purpose: Purpose,
         block_bytes: usize,
@@ -110,7 +111,7 @@ impl Staging {
         Staging { purpose, block_bytes, blocks, own, budget, compute, state, changed }
     }
 
-    /// Slots that so many blocks fill.
+    /// How many slots so many blocks fill.
     pub(super) fn slots(&self, blocks: usize) -> usize {
         blocks.div_ceil(self.blocks)
     }
@@ -180,7 +181,7 @@ impl Staging {
         Ok(regions.into_iter().map(|region| Slot { region, _lease: lease.clone() }).collect())
     }
 
-    /// The places of so many blocks in these slots, in order.
+    /// The memory of so many blocks in these slots, in order.
     pub(super) fn places<'a>(&self, slots: &'a mut [Slot], blocks: usize) -> Vec<&'a mut [u8]> {
         let (slot_bytes, block_bytes) = (self.slot_bytes(), self.block_bytes);
         let places = slots
@@ -189,7 +190,7 @@ impl Staging {
         places.take(blocks).collect()
     }
 
-    /// Hands filled slots to the reader: `blocks` of a shard, from `first` on. Slots that are left are kept.
+    /// Hands filled slots to the reader: `blocks` of a shard, from `first` on. Slots that are left over are kept.
     pub(super) fn put(
         &self,
         (owned, shard): (usize, ShardId),
@@ -224,7 +225,7 @@ impl Staging {
         Ok(state.queue.pop_front())
     }
 
-    /// The reader has taken a piece.
+    /// Notes that the reader has taken a piece.
     pub(super) fn taken(&self, piece: Piece) {
         let mut state = lock(&self.state);
         state.taken += piece.bytes().len() as u64;
@@ -243,7 +244,7 @@ impl Staging {
         }
     }
 
-    /// All is copied: from here on memory is given back as the reader takes it.
+    /// Notes that all is copied: from here on memory is given back as the reader takes it.
     pub(super) fn complete(&self) {
         let mut state = lock(&self.state);
         state.complete = true;
@@ -256,7 +257,7 @@ impl Staging {
         lock(&self.state).ended.clone()
     }
 
-    /// Nothing more is copied or delivered, and what was copied is let go of. The first reason stays.
+    /// Ends the snapshot: nothing more is copied or delivered, and copies are freed. The first reason stays.
     pub(super) fn end(&self, fault: Fault) -> Fault {
         let mut state = lock(&self.state);
         let first = state.ended.get_or_insert(fault).clone();

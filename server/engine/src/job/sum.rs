@@ -1,4 +1,4 @@
-//! Sums of contributions, and the figures of what was summed or came alone.
+//! Sums of contributions, and the statistics of what was summed or came alone.
 
 use std::collections::VecDeque;
 
@@ -13,11 +13,12 @@ use crate::{
     step::{Sum, Work},
 };
 
-/// Most sums formed as one. A lone gradient's figures take 0.28 ms a shard on two cores, and threads to wait for each other,
-/// tell those who wait and wake up again 0.08 ms: a fifth of all where it is done for each.
+/// The most sums that are formed together. The statistics of a lone gradient take 0.28 ms a shard on two cores, and
+/// 0.08 ms go to threads that wait for each other and to waking those who wait: a fifth of all if each is formed by
+/// itself.
 const SUMS_AT_ONCE: usize = 8;
 
-/// A block of a sum, and whole gradients to be added.
+/// A block of a sum, and whole gradients that are added to it.
 struct Part<'a> {
     block: usize,
     sum: &'a mut [f32],
@@ -26,7 +27,7 @@ struct Part<'a> {
     checked: bool,
 }
 
-/// In a shard, from its blocks' figures.
+/// The first non-finite element of a shard, from its blocks' statistics.
 fn first_nonfinite(figures: &[Figures]) -> Option<u64> {
     let element = |(block, figures): (usize, &Figures)| {
         Some(block as u64 * BLOCK as u64 + u64::from(figures.first_nonfinite?))
@@ -34,7 +35,7 @@ fn first_nonfinite(figures: &[Figures]) -> Option<u64> {
     figures.iter().enumerate().find_map(element)
 }
 
-/// The sums that a queue begins with, as many as are formed as one.
+/// The sums at the front of a queue, as many as are formed together.
 pub(super) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
     let mut sums = Vec::new();
     while sums.len() < SUMS_AT_ONCE
@@ -47,8 +48,8 @@ pub(super) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
 }
 
 impl Job {
-    /// Adds the ranks' buffers of a micro-step in rank order; takes the figures with the last addition. The machine gives no
-    /// second sum of a shard's slot before it was told of the first.
+    /// Adds the ranks' buffers of a micro-step in rank order, and takes the statistics with the last addition. The
+    /// machine gives no second sum of a shard's slot before it was told of the first.
     pub(super) fn sum(&self, sums: &[Sum]) -> Result<(), Fault> {
         let Some(first) = sums.first() else { return Ok(()) };
         let shard = self.owned[first.owned].0;
@@ -88,7 +89,7 @@ impl Job {
         self.is_last(sum.micro_step) && !self.spec.unchecked
     }
 
-    /// The figures of a sum that an earlier process had formed. Gives the first element that is inf or NaN.
+    /// Takes the statistics of a sum that an earlier process had formed. Gives the first element that is inf or NaN.
     pub(super) fn form_figures_again(&self, owned: usize, step: Step) -> Option<u64> {
         let buffers = &self.buffers.shards[owned];
         let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
@@ -106,7 +107,7 @@ impl Job {
         nonfinite
     }
 
-    /// What is told of gradients that nobody looks at.
+    /// The statistics of gradients that nobody looks at.
     fn no_figures(&self, owned: usize) -> Vec<Figures> {
         vec![Figures::NONE; self.blocks_of(owned)]
     }
@@ -115,7 +116,7 @@ impl Job {
         self.layout.shard_len(self.owned[owned]) as usize / BLOCK
     }
 
-    /// Of gradients that came alone: what was not taken while they came.
+    /// The statistics of gradients that came alone. Those that were not taken while the gradient came are taken here.
     fn lone_figures(&self, places: &[(usize, usize)]) -> Vec<Vec<Figures>> {
         if self.spec.unchecked {
             return places.iter().map(|&(owned, _)| self.no_figures(owned)).collect();
@@ -160,7 +161,7 @@ impl Job {
         });
         let block = |part: Part<'_>| {
             let Part { block, sum, ranks, first, checked } = part;
-            // All ranks of a block before the next block: the 256 KiB sum stays in cache.
+            // All ranks of a block come before the next block, so that the 256 KiB sum stays in cache.
             let range = block * BLOCK..block * BLOCK + sum.len();
             let mut taken = Figures::NONE;
             for (rank, whole) in ranks.iter().enumerate() {
@@ -174,7 +175,7 @@ impl Job {
         taken
     }
 
-    /// Figures of each block of a shard, once its gradient of a step is complete.
+    /// The statistics of each block of a shard, once its gradient of a step is complete.
     pub fn figures(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Figures>>, Fault> {
         self.check_alive()?;
         let machine = lock(&self.machine);

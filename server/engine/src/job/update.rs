@@ -1,4 +1,4 @@
-//! The update of shards: unscale, clip, step, image, in one pass over each block.
+//! The update of shards: unscale, clip, step and image, in one pass over each block.
 
 use std::ops::Range;
 
@@ -15,21 +15,24 @@ use crate::{
     tier::{Guard, StateMut, Turn, Unguarded},
 };
 
-/// One block's part of everything an update touches.
+/// One block's part of everything that an update touches.
 struct Block<'a> {
     id: BlockId,
-    /// Inside its shard.
+    /// Its index inside its shard.
     index: usize,
     gradient: Gradient<'a>,
     state: StateMut<'a>,
     image: ImageMut<'a>,
 }
 
-/// Most shards that are updated at once where the tier allows it. Threads wait for each other after them, 40 us of a shard's
-/// 2 ms.
+/// The most shards that are updated together, where the tier allows it. After each group the threads wait for each
+/// other, which takes 40 us where a shard's update takes 2 ms.
 const MOST_AT_ONCE: usize = 8;
-/// The images of shards that are updated at once are there together, the first later than it could be. A forward that takes a
-/// seventh longer than updates do is an eighth behind them: by so many shards none of it waits.
+/// How the groups grow: the group that begins at shard `first` has `1 + first / AHEAD` shards. The images of a group
+/// appear together, so all but the last one appear later than they could. A worker's forward reads shards in order, a
+/// little slower than updates make them, so the further the update is, the larger its lead. With a forward that takes
+/// a seventh longer than the updates, the lead at shard `first` is an eighth of `first`, and a group of that size
+/// delays nothing that forward waits for.
 const AHEAD: usize = 8;
 
 impl Job {
@@ -68,10 +71,10 @@ impl Job {
         Ok(next)
     }
 
-    /// A skipped step changes nothing: its version's image is the one before.
+    /// Gives a skipped step's version the image of the version before, since the step changes nothing.
     fn carry_image(&self, owned: usize, step: Step) {
         if self.spills_images() {
-            // The tier knows that both versions have the one on its drives.
+            // The tier knows that both versions have the image on its drives.
             return;
         }
         let images = &self.buffers.shards[owned].images;
@@ -148,7 +151,7 @@ impl Job {
         blocks.collect()
     }
 
-    /// A block is cut once more where the param group changes.
+    /// Updates one block. A block is cut once more where the param group changes.
     fn update_block(&self, block: &mut Block<'_>, scalars: &[Scalars], applied: u64, compensation: f32) {
         let Block { id, gradient, state, image, .. } = block;
         let isa = self.compute.isa();

@@ -1,4 +1,4 @@
-//! All that a checkpoint keeps of a block: master weights and moments, and with a delayed job its images.
+//! All that a checkpoint keeps of a block: master weights and moments, and in a delayed job its images.
 
 use std::sync::Arc;
 
@@ -7,7 +7,8 @@ use longshore_proto::{Fault, Version};
 use super::{Captured, Job, Snapshot, compute::BLOCK, purpose::Purpose};
 use crate::tier::Shape;
 
-/// How the copy of a block is laid out: the arrays one after the other, the older image's place last, filled or not.
+/// How the copy of a block is laid out: the arrays one after the other, then room for the older image, which may stay
+/// unfilled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
     state: [usize; 3],
@@ -17,12 +18,12 @@ pub struct BlockCopy {
 
 /// What the copy of a block consists of.
 pub struct CopiedBlock<'a> {
-    /// All of the state, as its hash takes it.
+    /// All of the state, in the order in which its hash takes it.
     pub whole: &'a [u8],
     /// Master weights, first and second moments.
     pub state: [&'a [u8]; 3],
     pub image: &'a [u8],
-    /// Whatever is there if the piece has none.
+    /// If the piece has no older image, these bytes mean nothing.
     pub older_image: &'a [u8],
 }
 

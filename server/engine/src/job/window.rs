@@ -1,5 +1,5 @@
-//! Where a shard's images are: all in DRAM, or on drives and in DRAM those made last. Workers pull shard after shard behind
-//! the update, so that most of what they ask for is still there.
+//! Where a shard's images are: all in DRAM, or on drives with an image window in DRAM. Workers pull shard after shard
+//! behind the update, so most of what they ask for is still in the window.
 
 use std::{
     ops::Range,
@@ -18,14 +18,14 @@ use crate::{
     tier::Storage,
 };
 
-/// The images in DRAM of a job whose images live on drives.
+/// The image window: the images in DRAM of a job whose images live on drives.
 pub(super) struct Window {
     images: Vec<RwLock<Image>>,
-    /// Of the one that gives way next.
+    /// The index of the image that gives way next.
     next: AtomicUsize,
 }
 
-/// Images in DRAM, and bytes of the largest.
+/// How many images are in DRAM, and the bytes of the largest.
 struct Size {
     count: usize,
     bytes: usize,
@@ -34,13 +34,14 @@ struct Size {
 impl Size {
     fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Size {
         let largest = owned.iter().map(|&shard| layout.shard_len(shard)).max().unwrap_or(0);
-        // As many as there may be on their way to the drives, and never less than the two of a shard.
+        // These are as many as may be on their way to the drives, and never fewer than the two of a shard.
         let count = storage.buffers.max(2).min(2 * owned.len());
         Size { count, bytes: (largest * spec.image_dtype.bytes()) as usize }
     }
 }
 
-/// Bytes of DRAM for the images of a job whose images live on drives. A delayed job's checkpoint takes two at once aside.
+/// How much DRAM the images of a job take whose images live on drives. A delayed job's checkpoint takes two more at
+/// once.
 pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> u64 {
     let Size { count, bytes } = Size::of(spec, layout, owned, storage);
     let aside = if spec.max_delay > 0 { 2 } else { 0 };
@@ -48,7 +49,7 @@ pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: 
 }
 
 impl Window {
-    /// `pool`: what will write the images.
+    /// `pool` is the threads that will write the images.
     pub(super) fn allocate(
         spec: &JobSpec,
         layout: &Layout,
@@ -65,13 +66,14 @@ impl Window {
         Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
     }
 
-    /// One that is being written is passed over: it is of another version, since a new one is asked for once it is whole.
+    /// Finds an image. One that is being written is passed over: it is of another version, since a new version is
+    /// asked for only once it is whole.
     fn find(&self, owned: usize, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
         let mut images = self.images.iter().filter_map(|image| image.try_read().ok());
         images.find(|image| image.owned == owned && image.version() == Some(version))
     }
 
-    /// The one made longest ago gives way.
+    /// Takes the image that was made longest ago, which gives way.
     fn take(&self, owned: usize) -> RwLockWriteGuard<'_, Image> {
         let next = self.next.fetch_add(1, Ordering::Relaxed) % self.images.len();
         let mut image = self.images[next].write().unwrap_or_else(PoisonError::into_inner);
@@ -87,12 +89,12 @@ impl Job {
         self.window.is_some()
     }
 
-    /// Bytes of a shard's image.
+    /// How many bytes a shard's image has.
     pub(super) fn image_len(&self, owned: usize) -> usize {
         (self.layout.shard_len(self.owned[owned]) * self.spec.image_dtype.bytes()) as usize
     }
 
-    /// Where a shard's image of a version is to be made. It may be longer than the shard's.
+    /// Where a shard's image of a version is to be made. It may be longer than the shard's image.
     pub(super) fn image_to_make(&self, owned: usize, version: Version) -> RwLockWriteGuard<'_, Image> {
         match &self.window {
             Some(window) => window.take(owned),
@@ -127,7 +129,7 @@ impl Job {
         if !self.spills_images() {
             return Ok(with(here.as_deref().map(Image::bytes)));
         }
-        // Aside: the places in DRAM are wanted by updates.
+        // It is read into memory of its own, since updates want the window.
         let mut aside = Vec::new();
         let mut copy = |bytes: &[u8]| aside.extend_from_slice(bytes);
         let found = match here {
@@ -140,7 +142,7 @@ impl Job {
         Ok(with(found.then_some(&aside)))
     }
 
-    /// No image is of anything any more.
+    /// Forgets which versions the images are of.
     pub(super) fn forget_images(&self) {
         let shards = self.buffers.shards.iter().flat_map(|shard| &shard.images);
         for image in self.window.iter().flat_map(|window| &window.images).chain(shards) {

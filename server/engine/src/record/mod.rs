@@ -8,11 +8,11 @@ use longshore_proto::{Commit, Incarnation, Version};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
     pub version: Version,
-    /// Steps that updated: Adam's t.
+    /// The number of steps that updated: Adam's t.
     pub applied: u64,
     /// None at version 0.
     pub commit: Option<Commit>,
-    /// What was said since.
+    /// What was said on pausing since.
     pub standing: Option<Standing>,
 }
 
@@ -41,7 +41,7 @@ pub struct Standing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Joined {
     pub incarnation: Incarnation,
-    /// The job's version then.
+    /// The job's version at that time.
     pub at: Version,
     /// The process has only ended what an earlier one may do.
     pub fence_only: bool,

@@ -62,18 +62,18 @@ pub struct KeptShard {
     pub version: Version,
     /// Whether the image of the version before is whole.
     pub older_image: bool,
-    /// Steps whose contributions are all summed, by parity; some may be decided.
+    /// The steps whose contributions are all summed, by parity. Some of them may be decided.
     pub summed: [Step; 2],
 }
 
 /// What a guard says to the update of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// Update it, then give the number back.
+    /// Update it, then give this number back.
     Go(usize),
-    /// It has this version already: its update was done before the server died.
+    /// The block has this version already: its update was done before the server died.
     Done,
-    /// Its bytes are not those that were written. Leave it.
+    /// The block's bytes are not those that were written. Leave it.
     Damaged,
 }
 
@@ -81,7 +81,7 @@ pub enum Turn {
 pub trait Guard: Sync {
     fn begin(&self, block: usize, state: StateRef<'_>) -> Turn;
 
-    /// `image`: the block's new image.
+    /// `image` is the block's new image.
     fn end(&self, block: usize, number: usize, state: StateRef<'_>, image: &[u8]);
 }
 
@@ -98,7 +98,7 @@ impl Guard for Unguarded {
 
 /// The core: every tier has it. A closure gets the state, so that a tier can bring it in before and write it back after.
 pub trait Tier: Send + Sync {
-    /// Before a job starts: fills a shard, in any number of calls.
+    /// Fills a shard before the job starts, in any number of calls.
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
 
     /// Reads a shard as its last update left it.
@@ -122,19 +122,20 @@ pub trait Together: Send + Sync {
 
 /// State that the next process finds.
 pub trait Durable: Send + Sync {
-    /// All shards are loaded: keeps this version before it returns.
+    /// All shards are loaded. The tier keeps this version before it returns.
     fn start(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A step is decided; called before anyone is told so.
+    /// A step is decided. It is called before anyone is told so.
     fn decide(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A pause of the durable version has begun or ended: keeps its record with that before it returns.
+    /// A pause of the durable version has begun or ended. The tier keeps the version's record with that before it
+    /// returns.
     fn stand(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A rank has joined. `over`: it sends again what no decided step needs.
+    /// A rank has joined. `over` says that it sends again what no decided step needs.
     fn joined(&self, rank: Rank, joined: Joined, over: bool);
 
-    /// Returns once whoever has joined is known to the next process too. May wait for a drive.
+    /// Returns once the next process would know, too, who has joined. It may wait for a drive.
     fn keep_joined(&self) -> Result<(), Fault>;
 
     /// By rank: who had joined an earlier process. Empty where nothing is known of any.
@@ -146,7 +147,7 @@ pub trait Durable: Send + Sync {
 
 /// Versions that are written while the job goes on, each whole before the next one is decided.
 pub trait WriteBehind: Send + Sync {
-    /// All that was recovered has been read and is whole: from here on this process owns it.
+    /// All that was recovered has been read and is whole. From here on this process owns it.
     fn adopt(&self) -> Result<(), Fault>;
 
     /// All shards have the version. Making it durable goes on in the background.
@@ -158,7 +159,7 @@ pub trait WriteBehind: Send + Sync {
     /// Whether the version before the newest is kept whole, so that a job can be opened at it.
     fn keeps_previous(&self) -> bool;
 
-    /// Bytes written to drives since the job was opened.
+    /// How many bytes were written to drives since the job was opened.
     fn written_bytes(&self) -> u64;
 
     /// The error after which nothing of this tier may be used. The first one stays.
@@ -170,7 +171,7 @@ pub trait KeptMemory: Send + Sync {
     /// Before the start: whether an image of the version before was loaded for each shard.
     fn older_images(&self, loaded: bool);
 
-    /// All contributions to an undecided step are summed on a shard; called before anyone is told so.
+    /// All contributions to an undecided step are summed on a shard. It is called before anyone is told so.
     fn complete(&self, owned: usize, step: Step);
 
     /// Runs what makes `version` of a shard in a step that is skipped: its state stays, its image is copied.
@@ -202,6 +203,6 @@ pub trait ImageStore: Send + Sync {
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Fault>;
 
-    /// A load has failed: the images that it stored are of nothing.
+    /// A load has failed, and the images that it stored mean nothing.
     fn forget(&self);
 }

@@ -56,7 +56,7 @@ impl Storage {
         spec.tier == TierKind::Nvme && self.spill != Spill::State
     }
 
-    /// Whether this job's gradients do.
+    /// Whether this job's gradients live on the drives.
     pub fn spills_gradients(&self, spec: &JobSpec) -> bool {
         spec.tier == TierKind::Nvme && self.spill == Spill::All
     }

@@ -1,4 +1,4 @@
-//! Faults of a state directory: which file, what was being done, what an operator can do.
+//! Faults of a state directory. They say which file it is, what was being done, and what an operator can do.
 
 use std::{fmt, io, path::Path};
 
@@ -7,12 +7,12 @@ use longshore_proto::{Fault, FaultKind};
 use crate::memory::AllocationError;
 
 pub(super) const FIELD: &str = "state_dir";
-/// Where tier `shm` keeps its folders.
+/// The setting that says where tier `shm` keeps its folders.
 pub(super) const SHM_FIELD: &str = "shm_dir";
 const DEVICE: &str = "see the kernel's log for the device; then restart the server, which recovers the last durable \
                       version, or restore a checkpoint elsewhere";
 
-/// For `map_err`: an I/O error with its path and what was being done.
+/// Made for `map_err`: an I/O error with its path and what was being done.
 pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Fault {
     let path = path.display().to_string();
     move |error| {
@@ -39,12 +39,12 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Faul
     }
 }
 
-/// The same of a folder that another setting names.
+/// Makes the same fault of a folder that another setting names.
 pub(super) fn named(field: &'static str) -> impl Fn(Fault) -> Fault {
     move |fault| if fault.field == FIELD { Fault { field: field.into(), ..fault } } else { fault }
 }
 
-/// Bytes differ from what was written.
+/// The fault of bytes that differ from what was written.
 pub(super) fn corrupt(
     value: impl fmt::Display,
     limit: impl fmt::Display,
@@ -53,7 +53,7 @@ pub(super) fn corrupt(
     Fault::new(FaultKind::Corrupt, FIELD, value, limit, remedy)
 }
 
-/// It belongs to something else.
+/// The fault of a file that belongs to something else.
 pub(super) fn conflict(
     value: impl fmt::Display,
     limit: impl fmt::Display,

@@ -16,28 +16,29 @@ use super::fault::{FIELD, conflict, corrupt, internal, io, named};
 
 pub(super) const HEADER_FILE: &str = "header.json";
 pub(super) const FOLDER: &str = "server-";
-/// Before the name of a folder that is being made.
+/// Stands before the name of a folder that is being made.
 pub(super) const NEW: &str = "~new-";
-/// Before the store and the name of a folder that is being removed.
+/// Stands before the store and the name of a folder that is being removed.
 pub(super) const DELETED: &str = "~deleted-";
 const FORMAT: &str = "longshore-state";
 const FORMAT_VERSION: u32 = 1;
 const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
 
-/// `header.json`: two lines of JSON. The first says what this is and has the BLAKE3 of the second, the header proper;
-/// a reader can tell the format and that it is whole before it understands the rest. Written once, when the folder's
-/// files are complete and their space is reserved, and before the folder gets its name.
+/// `header.json`: two lines of JSON. The first says what this is and has the BLAKE3 of the second, the header proper,
+/// so that a reader can tell the format and that it is whole before it understands the rest. It is written once, when
+/// the folder's files are complete and their space is reserved, and before the folder gets its name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
-    /// The same in all folders of one store, and in its records: files of another are never taken for its own.
+    /// It is the same in all folders of one store, and in its records, so that files of another store are never taken
+    /// for its own.
     pub store: u64,
     pub tier: TierKind,
-    /// This folder among those the shards are striped over.
+    /// The index of this folder among those that the shards are striped over.
     pub directory: usize,
     pub directories: usize,
-    /// Whether each version is made durable; else nothing is ever recovered.
+    /// Whether each version is made durable. If not, nothing is ever recovered.
     pub durable: bool,
-    /// Whether images live here alone. Not there: no.
+    /// Whether images live here alone. A header without this field means no.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub spilled_images: bool,
     pub server: ServerId,
@@ -60,13 +61,14 @@ pub(super) struct Folder {
     _lock: File,
 }
 
-/// A state directory that no other server may use while this lives: after a crash each must find its own jobs alone.
+/// A state directory that no other server may use while this lives: after a crash each server must find its own jobs
+/// and no other's.
 pub struct Claim {
     _lock: File,
 }
 
 impl Claim {
-    /// `field`: the setting that names the directory.
+    /// `field` is the setting that names the directory.
     pub fn take(dir: &Path, field: &'static str) -> Result<Claim, Fault> {
         Claim::lock(dir).map_err(named(field))
     }
@@ -91,7 +93,7 @@ impl Claim {
     }
 }
 
-/// A job found in the state directories.
+/// A job that was found in the state directories.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredJob {
     pub spec: JobSpec,
@@ -122,7 +124,7 @@ impl Header {
         let found = blake3::hash(body).to_hex().to_string();
         let known =
             Envelope { format: FORMAT.into(), format_version: envelope.format_version, blake3: found };
-        // Byte for byte, so that no damage hides in the spelling.
+        // It is compared byte for byte, so that no damage hides in the spelling.
         if serde_json::to_vec(&known).map_err(|error| error.to_string())? != first {
             return Err(format!("its BLAKE3 is {}", known.blake3));
         }
@@ -139,7 +141,7 @@ impl Header {
         Ok([serde_json::to_vec(&envelope)?, body].join(&b'\n'))
     }
 
-    /// A header whose store has not existed before.
+    /// A number for a new store that no store has had before.
     pub(super) fn unique_store() -> u64 {
         RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()))
     }
@@ -174,12 +176,12 @@ impl Header {
 }
 
 impl Folder {
-    /// `<dir>/<job>/server-<i>-of-<n>`: servers of one host may share a directory.
+    /// The folder `<dir>/<job>/server-<i>-of-<n>`: servers of one host may share a directory.
     pub(super) fn path(dir: &Path, job: &JobName, server: ServerId, servers: usize) -> PathBuf {
         dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
-    /// Takes the job's folder, or where there is none makes one under another name, which holds nothing until it is
+    /// Takes the job's folder. Where there is none it makes one under another name, which holds nothing until it is
     /// [settled](Folder::settle).
     ///
     /// # Errors
@@ -216,7 +218,7 @@ impl Folder {
         }
     }
 
-    /// Takes the folder beside others that read it too. None: a server uses it.
+    /// Takes the folder beside others that read it too. None if a server uses it.
     pub(super) fn take_to_read(path: PathBuf) -> Result<Option<Folder>, Fault> {
         let file = File::open(&path).map_err(io("open", &path))?;
         match flock(&file, FlockOperation::NonBlockingLockShared) {
@@ -249,7 +251,7 @@ impl Folder {
         written().map_err(io("write", &target))
     }
 
-    /// Puts a folder that is complete where it belongs: from now on it counts.
+    /// Puts a complete folder where it belongs. From now on it counts.
     pub(super) fn settle(&mut self) -> Result<(), Fault> {
         settle(&self.path, &self.home)?;
         self.path = self.home.clone();
@@ -265,7 +267,7 @@ impl Folder {
     }
 }
 
-/// A folder of the same job with a name that no server and no job has.
+/// A folder of the same job, with a name that no server and no job has.
 pub(super) fn beside(home: &Path, mark: &str) -> PathBuf {
     home.with_file_name(format!("{mark}{}", name_of(home)))
 }
@@ -294,7 +296,7 @@ fn headless(folder: &Path) -> Fault {
 pub(super) fn settle(path: &Path, home: &Path) -> Result<(), Fault> {
     let settled = || {
         fs::rename(path, home)?;
-        // The names of the folder and of the one above it.
+        // The names of the folder and of the one above it are flushed.
         home.ancestors().skip(1).take(2).try_for_each(sync)
     };
     settled().map_err(io("rename", path))
@@ -309,11 +311,11 @@ pub(super) fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// What state directories hold for a server that starts.
+/// What the state directories hold for a server that starts.
 #[derive(Default)]
 pub struct Stored {
     pub jobs: Vec<StoredJob>,
-    /// Of which jobs a folder cannot be read, and why. They are left alone.
+    /// The jobs of which a folder cannot be read, and why. They are left alone.
     pub unreadable: Vec<(JobName, Fault)>,
 }
 
@@ -322,7 +324,7 @@ pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
     let mut stored = Stored::default();
     for job in dirs.iter().flat_map(|dir| entries(dir)) {
         let name = job.file_name().and_then(|name| JobName::parse("job", &name.to_string_lossy()).ok());
-        // Anything else is not ours.
+        // Anything else does not belong to Longshore.
         let Some(name) = name else { continue };
         let ours = |folder: &PathBuf| name_of(folder).starts_with(FOLDER) && folder.is_dir();
         for folder in entries(&job).into_iter().filter(ours) {
@@ -344,7 +346,7 @@ pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
     stored
 }
 
-/// What to say when some of a job's folders are there and one is not.
+/// The fault when some of a job's folders are there and one is not.
 pub(super) fn vanished(folder: &Path) -> Fault {
     let remedy =
         "mount the disk again; or, to start over, remove the job's folders from the other state directories";

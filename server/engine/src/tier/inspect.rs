@@ -17,7 +17,8 @@ use super::{
     folder::{Folder, name_of},
 };
 
-/// The folders of jobs at or below `path`, which is a state directory, a job's folder in it, or one server's folder in that.
+/// The folders of jobs at or below `path`, which is a state directory, a job's folder in it, or one server's folder
+/// in that.
 ///
 /// # Errors
 /// `NotFound` when there is none.
@@ -34,7 +35,7 @@ pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
             }
             for entry in fs::read_dir(&folder).map_err(io("list", &folder))? {
                 let entry = entry.map_err(io("list", &folder))?.path();
-                // One that is being made or removed holds nothing.
+                // A folder that is being made or removed holds nothing.
                 if entry.is_dir() && !name_of(&entry).starts_with('~') {
                     next.push(entry);
                 }

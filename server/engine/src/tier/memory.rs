@@ -1,4 +1,4 @@
-//! The `memory` tier: state in anonymous huge pages. Lost with the process; the last checkpoint remains.
+//! The `memory` tier: state in anonymous huge pages. It is lost with the process, and the last checkpoint remains.
 
 use std::{ops::Range, sync::Mutex};
 
@@ -20,7 +20,7 @@ pub(super) struct MemoryTier {
 type Shard = [Region; 3];
 
 impl MemoryTier {
-    /// `lengths`: elements of each owned shard.
+    /// `lengths` has the elements of each owned shard.
     pub(super) fn allocate(
         lengths: &[usize],
         shape: Shape,
@@ -30,12 +30,12 @@ impl MemoryTier {
         MemoryTier::over(slab, lengths, shape, pool)
     }
 
-    /// What `over` needs.
+    /// How many bytes `over` needs.
     pub(super) fn bytes(lengths: &[usize], shape: Shape) -> usize {
         Slab::bytes_for(sizes(lengths, shape))
     }
 
-    /// `pool`: what will update them.
+    /// `pool` is the threads that will update them.
     pub(super) fn over(
         slab: Slab,
         lengths: &[usize],
@@ -52,7 +52,7 @@ impl MemoryTier {
     }
 }
 
-/// A shard's arrays lie beside each other: an update walks all three at once.
+/// The sizes of the regions. A shard's arrays lie beside each other, since an update walks all three at once.
 fn sizes(lengths: &[usize], shape: Shape) -> Vec<usize> {
     lengths.iter().flat_map(|&length| shape.arrays(length)).collect()
 }

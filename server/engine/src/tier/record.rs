@@ -7,13 +7,13 @@ use crate::record::{Record, Standing, exact};
 
 /// Frames are padded to whole sectors of any known device.
 pub(super) const SECTOR: usize = 4096;
-/// Room for one frame: 1 MiB of trainer state is 2 MiB of hex, 1024 param groups are 300 KiB.
+/// The room for one frame: 1 MiB of trainer state is 2 MiB of hex, and 1024 param groups are 300 KiB.
 pub(super) const RECORD_BYTES: usize = 4 * 1024 * 1024;
 const MAGIC: [u8; 8] = *b"LONGSREC";
 const FORMAT: u32 = 1;
 const HEAD: usize = 32;
 
-/// A version's record as JSON, floats to the bit.
+/// A version's record as JSON, with floats to the bit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct RecordJson {
     pub(super) version: Version,
@@ -44,11 +44,11 @@ pub(super) enum Found<T> {
     /// Nothing was ever written.
     Blank,
     Valid(T),
-    /// Torn by a crash, or damaged since.
+    /// It was torn by a crash, or damaged since.
     Broken(String),
 }
 
-/// CRC-64/NVME of all the bytes in order. At 8 bytes a block a missed error is out of reach, and with carry-less
+/// The CRC-64/NVME of all the bytes in order. At 8 bytes a block a missed error is out of reach, and with carry-less
 /// multiplication it is as fast as CRC-32.
 pub(super) fn crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
@@ -56,9 +56,9 @@ pub(super) fn crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     digest.finalize()
 }
 
-/// Frame, in order: magic, format version, JSON length, checksum, zeros up to byte 32, JSON, zeros to a whole sector.
-/// The checksum covers every byte but itself, the padding too. Magic and format come first and stay where they are
-/// in every later format, so that any reader can tell what it has.
+/// Makes a frame. It has, in order: magic, format version, JSON length, checksum, zeros up to byte 32, JSON, zeros to
+/// a whole sector. The checksum covers every byte but itself, the padding too. Magic and format come first and stay
+/// where they are in every later format, so that any reader can tell what it has.
 pub(super) fn encode(body: &impl Serialize) -> Result<Vec<u8>, String> {
     let json = serde_json::to_vec(body).map_err(|error| error.to_string())?;
     let mut frame = vec![0; (HEAD + json.len()).next_multiple_of(SECTOR)];

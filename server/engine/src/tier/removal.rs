@@ -1,4 +1,5 @@
-//! How a job's folders go: all of a store or none, whatever interrupts it. And how what an earlier process began is finished.
+//! How a job's folders are removed: all of a store or none, whatever interrupts it. What an earlier process began is
+//! finished here too.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,8 +37,8 @@ impl Grave {
     }
 }
 
-/// Removes folders of one store with all in them. From the first rename on the store is deleted: [`finish_job`] does the
-/// rest if need be.
+/// Removes folders of one store with all in them. From the first rename on the store is deleted: [`finish_job`] does
+/// the rest if need be.
 pub(super) fn remove_all(folders: &[PathBuf]) -> Result<(), Fault> {
     let store = folders.iter().find_map(|folder| Header::read(folder).ok().flatten());
     let store = store.map_or_else(Header::unique_store, |header| header.store);
@@ -45,7 +46,7 @@ pub(super) fn remove_all(folders: &[PathBuf]) -> Result<(), Fault> {
     graves.iter().try_for_each(|grave| remove(grave))
 }
 
-/// Renames a folder, so that it is nobody's any more.
+/// Renames a folder, so that it belongs to nobody any more.
 fn bury(folder: &Path, store: u64) -> Result<PathBuf, Fault> {
     let grave = beside(folder, &format!("{DELETED}{store:016x}-"));
     let buried = fs::rename(folder, &grave).and_then(|()| folder.parent().map_or(Ok(()), sync));
@@ -56,7 +57,7 @@ fn bury(folder: &Path, store: u64) -> Result<PathBuf, Fault> {
     }
 }
 
-/// Removes a folder, and the job's folder above if that is empty then.
+/// Removes a folder, and the job's folder above it if that is empty then.
 fn remove(folder: &Path) -> Result<(), Fault> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(io("remove", folder)(error)),
@@ -91,7 +92,7 @@ pub fn finish_interrupted(dirs: &[PathBuf]) {
     jobs.iter().for_each(|job| finish_job(dirs, job));
 }
 
-/// As [`finish_interrupted`], of one job. What cannot be done now is left for the next time.
+/// Does for one job what [`finish_interrupted`] does. What cannot be done now is left for the next time.
 pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
     let folders: Vec<PathBuf> = folders_of(dirs, job).collect();
     let mut graves: Vec<Grave> = folders.iter().filter_map(|path| Grave::parse(path)).collect();
@@ -117,9 +118,9 @@ pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
     }
 }
 
-/// A folder that was complete when another one of its store was settled is settled too. The others were nothing yet.
+/// Settles a folder that was complete when another one of its store was settled. Other folders were nothing yet.
 fn finish_creation(new: &Path, settled: &[u64]) -> Result<(), Fault> {
-    // In use: somebody is making it.
+    // If it is in use, somebody is making it.
     let Ok(_lock) = Folder::take_existing(new.to_path_buf()) else { return Ok(()) };
     let home = new.with_file_name(name_of(new).trim_start_matches(NEW));
     match Header::read(new) {

@@ -8,8 +8,8 @@ const BLOCK: usize = BLOCK_ELEMENTS as usize;
 
 /// What a job's arrays consist of.
 ///
-/// An array is its blocks one after the other, each as many bytes as any other, so that whoever moves, copies or seals
-/// state needs to know nothing of formats. Elements are little-endian; a block of 8-bit moments is the codes of its
+/// An array is its blocks one after the other, all of one length, so that whoever moves, copies or checksums state
+/// needs to know nothing of formats. Elements are little-endian; a block of 8-bit moments is the codes of its
 /// elements, then their scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -17,15 +17,15 @@ pub struct Shape {
     block: [usize; 3],
 }
 
-/// Whole blocks of a shard to be changed: master weights, first and second moments. Moments that the rule does not
-/// have are empty.
+/// Whole blocks of a shard that are to be changed: master weights, first and second moments. Moments that the rule
+/// does not have are empty.
 #[derive(Debug)]
 pub struct StateMut<'a> {
     shape: Shape,
     pub arrays: [&'a mut [u8]; 3],
 }
 
-/// As [`StateMut`], to be read.
+/// Whole blocks of a shard that are only read, in the form of [`StateMut`].
 #[derive(Clone, Copy, Debug)]
 pub struct StateRef<'a> {
     shape: Shape,
@@ -42,17 +42,17 @@ impl Shape {
         Shape { formats, block: [formats.master.bytes(BLOCK), moment(0), moment(1)] }
     }
 
-    /// Bytes of one block in each array; 0 in one that the rule does not have.
+    /// The bytes of one block in each array; 0 in one that the rule does not have.
     pub fn block(&self) -> [usize; 3] {
         self.block
     }
 
-    /// Bytes of each array of whole blocks.
+    /// The bytes that whole blocks take in each array.
     pub fn arrays(&self, elements: usize) -> [usize; 3] {
         self.block.map(|bytes| bytes * (elements / BLOCK))
     }
 
-    /// Bytes of all arrays.
+    /// The bytes that they take in all arrays.
     pub fn bytes(&self, elements: usize) -> usize {
         self.arrays(elements).iter().sum()
     }
@@ -60,7 +60,7 @@ impl Shape {
 
 impl<'a> StateMut<'a> {
     /// # Panics
-    /// Unless the arrays are as many whole blocks as each other.
+    /// Unless all arrays have the same number of whole blocks.
     pub fn new(shape: Shape, arrays: [&'a mut [u8]; 3]) -> StateMut<'a> {
         let blocks = arrays[0].len() / shape.block[0];
         assert_eq!([0, 1, 2].map(|array| arrays[array].len()), shape.block.map(|bytes| bytes * blocks));
@@ -86,7 +86,7 @@ impl<'a> StateMut<'a> {
         })
     }
 
-    /// What the kernels of fp32 state take.
+    /// The form that kernels of fp32 state take.
     ///
     /// # Panics
     /// If the job has any other format.
@@ -96,7 +96,7 @@ impl<'a> StateMut<'a> {
         State { master, first, second }
     }
 
-    /// What the kernels of all formats take, of one block.
+    /// The form that kernels of all formats take, for one block.
     pub fn low(&mut self) -> StateLow<'_> {
         let format = self.shape.formats.state;
         let [master, first, second] = self.arrays.each_mut().map(|array| &mut **array);
@@ -122,7 +122,7 @@ impl Shape {
     }
 }
 
-/// An empty slice may start anywhere, which bytemuck refuses.
+/// The array as floats. An empty slice may start anywhere, which bytemuck refuses.
 fn floats(array: &mut [u8]) -> &mut [f32] {
     if array.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(array) }
 }
@@ -143,7 +143,7 @@ fn moment(format: StateFormat, array: &mut [u8]) -> MomentMut<'_> {
 
 impl<'a> StateRef<'a> {
     /// # Panics
-    /// Unless the arrays are as many whole blocks as each other.
+    /// Unless all arrays have the same number of whole blocks.
     pub fn new(shape: Shape, arrays: [&'a [u8]; 3]) -> StateRef<'a> {
         let blocks = arrays[0].len() / shape.block[0];
         assert_eq!(arrays.map(<[u8]>::len), shape.block.map(|bytes| bytes * blocks));

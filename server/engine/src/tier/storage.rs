@@ -10,22 +10,22 @@ use crate::io::{Engine, OpenDisk};
 /// How this server stores jobs whose tier outlives it.
 #[derive(Clone)]
 pub struct Storage {
-    /// Each job gets a folder in each of them; its shards are striped over all.
+    /// Each job gets a folder in each of them, and its shards are striped over all.
     pub dirs: Vec<PathBuf>,
-    /// Folder of a tmpfs for jobs with tier `shm`.
+    /// The folder of a tmpfs for jobs with tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub engine: Engine,
-    /// In place of files; for tests.
+    /// Takes the place of files in tests.
     pub disks: Option<Arc<dyn OpenDisk>>,
     /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
     pub resident_bytes: u64,
-    /// Images in memory that workers of this host can be given to read.
+    /// Images lie in memory that workers of this host can be given to read.
     pub share_images: bool,
-    /// Shards of an `nvme` job that are being read, updated or written at once.
+    /// How many shards of an `nvme` job are read, updated or written at once.
     pub buffers: usize,
     pub durability: Durability,
     pub spill: Spill,
-    /// Recover no later version than this: what a server does whose peers have lost a version that it still has.
+    /// Recover no later version than this, because the server's peers have lost a version that it still has.
     pub at_most: Option<Version>,
 }
 
@@ -42,11 +42,11 @@ pub struct Inputs<'a> {
 /// What becomes of an `nvme` job when its server dies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
-    /// Each version is made durable. Resident shards are written too, so residency saves the reads alone.
+    /// Each version is made durable. Resident shards are written too, so that residency saves only the reads.
     #[default]
     EachVersion,
-    /// Nothing is kept: resident shards are never written, and a step costs (1 - resident share) of the transfers. The
-    /// loss is that of the memory tier: back to the last checkpoint.
+    /// Nothing is kept. Resident shards are never written, and a step costs (1 - resident share) of the transfers. A
+    /// crash loses as much as with the memory tier: the job goes back to the last checkpoint.
     Nothing,
 }
 
@@ -55,16 +55,16 @@ pub enum Durability {
 pub enum Spill {
     #[default]
     State,
-    /// The images too, of all jobs and not of the delayed ones alone: DRAM holds those made last, pulls read the others from
-    /// the drives. 2 bytes a parameter more are written in a step, and 4 less held.
+    /// The images of all jobs too, and not only of delayed ones. DRAM holds those made last, and pulls read the
+    /// others from the drives. That is 2 bytes a parameter more written in a step, and 4 fewer held.
     Images,
-    /// And the gradients that are not lent: chunks go to the drives as they come, sums of ranks and micro-steps as they are
-    /// formed, and come back for the update.
+    /// The gradients that are not lent, too. Chunks go to the drives as they come, and sums of ranks and micro-steps
+    /// as they are formed; they come back for the update.
     All,
 }
 
 impl Spill {
-    /// As operators write it.
+    /// The name that operators write.
     pub fn name(self) -> &'static str {
         match self {
             Spill::State => "state",

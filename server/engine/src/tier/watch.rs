@@ -1,4 +1,5 @@
-//! Notices that a running job's files were deleted, moved or replaced: what is written to them then, nobody will find.
+//! Notices that a running job's files were deleted, moved or replaced. Nobody would find what is written to them
+//! afterwards.
 
 use std::{
     fs, io,
@@ -17,13 +18,13 @@ pub(super) struct Watch(Vec<(PathBuf, Identity)>);
 type Identity = (u64, u64);
 
 impl Watch {
-    /// Those of `names` that are in the folders.
+    /// Watches those of `names` that are in the folders.
     pub(super) fn over<'a>(folders: impl Iterator<Item = &'a Path>, names: &[&str]) -> Watch {
         let paths = folders.flat_map(|folder| names.iter().map(|name| folder.join(name)));
         Watch(paths.filter_map(|path| identity(&path).ok().map(|found| (path, found))).collect())
     }
 
-    /// A system call a file.
+    /// Checks the files, with one system call for each.
     pub(super) fn check(&self) -> Result<(), Fault> {
         let gone = self.0.iter().find(|(path, known)| identity(path).ok() != Some(*known));
         gone.map_or(Ok(()), |(path, _)| Err(removed(path)))

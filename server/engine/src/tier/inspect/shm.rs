@@ -1,6 +1,7 @@
-//! Whether a server would go on from a folder of a tmpfs: its files, records and words, as recovery takes them.
+//! Whether a server would go on from a folder of a tmpfs: its files, records and words are read as recovery reads
+//! them.
 //!
-//! A tmpfs needs no checksums of blocks, being memory; the records have their own.
+//! A tmpfs is memory, and needs no block checksums; the records have their own.
 
 use std::{
     fs::{self, File},
@@ -57,7 +58,7 @@ pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report
     Ok(report)
 }
 
-/// Bytes of a file; None where it is not there.
+/// The length of a file; None where it is not there.
 fn length(path: &Path) -> Result<Option<u64>, Fault> {
     match fs::metadata(path) {
         Ok(found) => Ok(Some(found.len())),
@@ -96,7 +97,7 @@ fn take_records(report: &mut Report, file: &File, path: &Path) -> Result<(), Fau
     Ok(())
 }
 
-/// They follow the two records.
+/// The words follow the two records.
 fn read_words(file: &File, path: &Path, sizes: &Sizes) -> Result<Vec<u64>, Fault> {
     let mut bytes = vec![0; sizes.progress[1]];
     let start = Slab::bytes_for([2 * RECORD_BYTES]) as u64;
@@ -104,7 +105,7 @@ fn read_words(file: &File, path: &Path, sizes: &Sizes) -> Result<Vec<u64>, Fault
     Ok(bytes.as_chunks::<WORD>().0.iter().map(|&word| u64::from_ne_bytes(word)).collect())
 }
 
-/// The first word that no order of stores leaves behind.
+/// The first word whose value no order of stores leaves behind.
 fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Option<String> {
     let shards = sizes.blocks.len() - 1;
     let blocks = sizes.blocks[shards];
@@ -119,7 +120,7 @@ fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Opti
                 "shard {owned} of it is at version {done} and began {begun}, of {newest} decided"
             ));
         }
-        // What it lacks is updated from the records.
+        // Updates that it lacks are made from the records.
         if let Some(missing) = (done + 1..=newest).take(versions.len() + 1).find(|&version| !known(version)) {
             return Some(format!(
                 "shard {owned} of it is at version {done}, and the record of {missing} is gone"

@@ -1,4 +1,4 @@
-//! How near the pipeline comes to the device: a bare loop of the same reads and writes, then a store doing steps.
+//! How near the pipeline comes to the device: a bare loop of the same reads and writes, then steps of a store.
 
 use std::{
     path::Path,
@@ -29,17 +29,17 @@ use crate::{
 #[derive(Clone, Copy, Debug)]
 pub struct StorageFigures {
     pub parameters: u64,
-    /// Read and written in one step.
+    /// The bytes read and written in one step.
     pub bytes: u64,
     pub raw_seconds: f64,
-    /// Of CPU, all threads together.
+    /// The CPU time of all threads together.
     pub raw_cpu_seconds: f64,
-    /// Of one step of the store, the flushes and the records included.
+    /// The time of one step of the store, its flushes and records included.
     pub step_seconds: f64,
     pub step_cpu_seconds: f64,
 }
 
-/// CPU time of this process so far.
+/// The CPU time of this process so far.
 fn cpu_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
@@ -54,15 +54,15 @@ impl StorageFigures {
         self.bytes as f64 / self.step_seconds / 1e9
     }
 
-    /// Of the device's own time in ours.
+    /// The device's own time as a fraction of the store's.
     pub fn fraction(&self) -> f64 {
         self.raw_seconds / self.step_seconds
     }
 }
 
 /// Makes a store for `spec` in the storage's directories, runs `rounds` of (bare loop, step), and removes it. The
-/// update, on the pool's threads, reads and writes every byte of the state once, as the cheapest rule would. Returns one
-/// figure a round.
+/// update, on the pool's threads, reads and writes every byte of the state once, as the cheapest rule would. Returns
+/// one measurement a round.
 pub fn bench(
     spec: &JobSpec,
     storage: &Storage,
@@ -93,11 +93,11 @@ fn run(
     }
     tier.start(&Record::new(Version(0), 0, None))?;
     let mut figures = Vec::new();
-    // Two steps first: blocks that were reserved and never written cost the file system more.
+    // Two steps come first: blocks that were reserved and never written cost the file system more.
     for version in 1..=rounds + 2 {
         let (from, cpu) = (Instant::now(), cpu_seconds());
         step(spec, tier, pool, shards, Version(version))?;
-        // Where nothing is made durable, the last writes are still under way: they belong to the step.
+        // Where nothing is made durable, the last writes are still under way, and belong to the step.
         tier.pool.quiesce();
         let step_seconds = from.elapsed().as_secs_f64();
         let step_cpu_seconds = cpu_seconds() - cpu;
@@ -155,8 +155,8 @@ fn touch(state: &mut State<'_>) {
     }
 }
 
-/// Reads every spilled shard's one slot and writes all shards' other slot, as many at once as the store has buffers:
-/// what a step moves, with nothing in between.
+/// Reads every spilled shard's one slot and writes all shards' other slot, as many at once as the store has buffers.
+/// That is what a step moves, with nothing in between.
 fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let plan = tier.plan();
     let opener = OpenFile { engine: storage.engine };

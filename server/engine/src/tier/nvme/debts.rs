@@ -1,4 +1,4 @@
-//! What the drives owe: requests without an answer, and for how long nothing came. Waits for other threads count for nothing.
+//! What the drives owe: requests without an answer, and for how long none came. Waits for other threads do not count.
 
 use std::time::{Duration, Instant};
 
@@ -13,11 +13,11 @@ pub(super) struct Debts {
 #[derive(Clone, Copy)]
 struct Debt {
     requests: usize,
-    /// Its last answer, or the first request after it had none to give.
+    /// When it last answered, or when it got the first request after it owed nothing.
     since: Instant,
 }
 
-/// A drive that has failed without a word.
+/// A drive that has failed silently.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Silent {
     pub(super) drive: usize,
@@ -76,7 +76,7 @@ mod tests {
         debts.asked(1, start + 100 * second);
         assert_eq!(debts.silent(start + SILENCE - second), None);
         assert_eq!(debts.patience(start + SILENCE - second), second);
-        // An answer shows that it lives, though others are to come.
+        // An answer shows that the drive lives, though it owes others.
         debts.answered(1, start + SILENCE - second);
         assert_eq!(debts.silent(start + 2 * SILENCE - 2 * second), None);
         let silent = Silent { drive: 1, requests: 1, seconds: SILENCE.as_secs() };

@@ -25,8 +25,8 @@ use crate::{
 
 const GRADIENT_FILE: &str = "gradients";
 
-/// One file in each state directory. It has no name once it is open: gradients die with the process, as they do in DRAM,
-/// and workers send them again; and whatever ends the process gives the space back.
+/// One file in each state directory. It has no name once it is open: gradients die with the process, as they do in
+/// DRAM, and workers send them again. Whatever ends the process gives the space back.
 ///
 /// ```text
 /// shard, shard, ...     each: [step slot 0: rank 0, rank 1, ..., sum] [step slot 1: ...]
@@ -37,18 +37,19 @@ pub(in crate::tier) struct GradientFiles {
     written: AtomicU64,
 }
 
-/// Where things lie.
+/// Where the gradients lie in the files.
 struct Plan {
     shards: Vec<Place>,
-    /// Bytes of each file.
+    /// The bytes of each file.
     files: Vec<u64>,
     ranks: u64,
-    /// Bytes of an element of a contribution, and of a sum: 0 where a lone contribution is left as it came.
+    /// The bytes of an element of a contribution, and of a sum. The latter is 0 where a lone contribution is left as
+    /// it came.
     wire: u64,
     sum: u64,
 }
 
-/// Of one shard.
+/// Where one shard's gradients lie.
 struct Place {
     shard: ShardId,
     file: usize,
@@ -69,7 +70,7 @@ impl Plan {
         plan
     }
 
-    /// Of an element in one step.
+    /// The bytes that an element takes in one step.
     fn slot_bytes(&self) -> u64 {
         self.ranks * self.wire + self.sum
     }
@@ -84,7 +85,7 @@ impl Plan {
     }
 }
 
-/// Space that gradients take in the state directories, and what a step writes of it.
+/// The space that gradients take in the state directories, and how much of it a step writes.
 pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> (u64, u64) {
     let plan = Plan::new(spec, layout, owned, files.max(1));
     let disk = plan.files.iter().sum();
@@ -92,13 +93,13 @@ pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: us
 }
 
 impl GradientFiles {
-    /// `folders`: taken for this job, one in each state directory.
+    /// `folders` were taken for this job, one in each state directory.
     pub(super) fn create(inputs: &Inputs<'_>, folders: &[PathBuf]) -> Result<GradientFiles, Fault> {
         let plan = Plan::new(inputs.spec, inputs.layout, inputs.owned, folders.len());
         let opener = opener(inputs.storage);
         let create = |(folder, bytes): (&PathBuf, &u64)| {
             let path = folder.join(GRADIENT_FILE);
-            // Of a process killed between these lines.
+            // A process that was killed between these lines may have left a file.
             let _ = fs::remove_file(&path);
             let disk =
                 opener.create(&path, *bytes, None).map_err(io("reserve space for gradients", &path))?;

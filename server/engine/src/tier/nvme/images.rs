@@ -1,4 +1,5 @@
-//! Images on the drives: whole ones at the start of a job and at recovery, and where images spill the parts that are pulled.
+//! Images on the drives: whole ones at the start of a job and at recovery, and where images spill the parts that
+//! workers pull.
 
 use std::{
     ops::Range,
@@ -25,28 +26,28 @@ use crate::{
     memory::{AllocationError, Region, Slab},
 };
 
-/// Parts of images that are being read at once. A drive is near its best with four requests of a MiB.
+/// How many parts of images are read at once. A drive is near its best with four requests of a MiB.
 const READERS: usize = 4;
-/// How often a reader who waits for its turn sees whether the store has failed.
+/// How often a reader who waits for its turn checks that the store has not failed.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Buffers between the drives and whoever pulls.
+/// The buffers between the drives and whoever pulls.
 pub(super) struct Readers {
     free: Mutex<Vec<Region>>,
     returned: Condvar,
-    /// Of each buffer.
+    /// The bytes of each buffer.
     bytes: usize,
 }
 
 impl Readers {
-    /// `block`: bytes of an image's block; 0 where nothing will be read.
+    /// `block` is how many bytes an image's block has; 0 where nothing will be read.
     pub(super) fn allocate(block: usize) -> Result<Readers, AllocationError> {
         let (bytes, count) = if block > 0 { (reader_bytes(block), READERS) } else { (0, 0) };
         let free = Slab::allocate(bytes * count)?.carve_here(&vec![bytes; count]);
         Ok(Readers { free: Mutex::new(free), returned: Condvar::new(), bytes })
     }
 
-    /// Of all buffers.
+    /// The bytes of all buffers.
     pub(super) fn bytes(block: usize) -> usize {
         READERS * reader_bytes(block)
     }
@@ -57,13 +58,13 @@ impl Readers {
     }
 }
 
-/// What a chunk of a pull covers at most: it may begin and end inside of a block.
+/// The most that a chunk of a pull covers: it may begin and end inside of a block.
 fn reader_bytes(block: usize) -> usize {
     CHUNK_BYTES + 2 * block
 }
 
 impl NvmeTier {
-    /// An image's slot and the part of a file that holds it.
+    /// An image's slot, and the part of a file that holds it.
     fn image_place(&self, owned: usize, age: ImageAge) -> Option<(usize, Part)> {
         let slots = self.pool.lock().slots;
         let slot = match age {
@@ -94,7 +95,8 @@ impl NvmeTier {
         }
     }
 
-    /// The first block of an image, from block `first` on, that differs from its checksum, and the one it has.
+    /// The first block of an image, from block `first` on, that differs from its checksum, and the checksum that it
+    /// has.
     fn damaged_block(&self, owned: usize, slot: usize, first: usize, image: &[u8]) -> Option<(usize, u64)> {
         let seals = &self.pool.seals[owned].images[slot][first..];
         let mut blocks = image.chunks(self.plan().image_block()).zip(seals).enumerate();
@@ -113,7 +115,7 @@ impl NvmeTier {
         self.pool.fail(damaged(path, what, found, sealed, remedy(previous)))
     }
 
-    /// Moves the buffer's first bytes, to or from `offset` of the shard's file.
+    /// Moves the buffer's first bytes to or from `offset` of the shard's file.
     fn transfer_image(
         &self,
         owned: usize,
@@ -133,7 +135,7 @@ impl NvmeTier {
 impl ImageStore for NvmeTier {
     fn store(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
         if age == ImageAge::Older {
-            // The first store of an older image gives it a slot: the one after the current's.
+            // The first older image that is stored gets a slot: the one after the current image's.
             let mut state = self.pool.lock();
             let next = state.slots.updated().image;
             state.slots.older_image.get_or_insert(next);
@@ -160,7 +162,7 @@ impl ImageStore for NvmeTier {
         }
     }
 
-    /// The blocks around the bytes are read and compared with their checksums.
+    /// Reads the blocks around the bytes, and compares them with their checksums.
     fn read(
         &self,
         owned: usize,
@@ -180,7 +182,8 @@ impl ImageStore for NvmeTier {
         let buffer = self.transfer_image(owned, Direction::Read, offset, length, buffer)?;
         let whole = &buffer.bytes()[..length];
         let damage = self.damaged_block(owned, slot as usize, blocks.start, whole);
-        // Looked up again: the slot of a version that nobody should need any more may have been written meanwhile.
+        // The slot is looked up again: it may have been given to a newer version meanwhile, if nobody should need
+        // this one any more.
         let still = self.pool.lock().image_slot(version) == Some(slot);
         if still && damage.is_none() {
             read(&whole[bytes.start - start..bytes.end - start]);
@@ -199,7 +202,7 @@ impl ImageStore for NvmeTier {
     }
 }
 
-/// Blocks of a whole image with their checksums.
+/// The blocks of a whole image, with their checksums.
 fn sealed_blocks<'a>(
     image: &'a [u8],
     seals: &'a Seals,

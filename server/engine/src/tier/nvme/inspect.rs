@@ -1,4 +1,4 @@
-//! Reading a state directory that no server uses, and verifying every byte of it that matters.
+//! Reads a state directory that no server uses, and verifies every byte of it that matters.
 
 use std::{
     path::{Path, PathBuf},
@@ -27,15 +27,15 @@ use crate::{
 pub struct Report {
     pub folder: PathBuf,
     pub header: Header,
-    /// Records that are whole, of four.
+    /// How many of the four records are whole.
     pub records: usize,
-    /// Records that are not, and why: torn by a crash, or damaged.
+    /// The records that are not whole, and why: torn by a crash, or damaged.
     pub broken_records: Vec<String>,
-    /// Oldest first.
+    /// The versions, oldest first.
     pub versions: Vec<VersionReport>,
     /// What else a server would refuse.
     pub damage: Vec<String>,
-    /// Tier `shm`: bytes of the file that holds the job's buffers; None where there is none.
+    /// In tier `shm`, the bytes of the file that holds the job's buffers; None where there is none.
     pub buffers: Option<u64>,
 }
 
@@ -46,9 +46,9 @@ pub struct VersionReport {
     pub applied: u64,
     pub epoch: u64,
     pub state_slot: u8,
-    /// Blocks read and compared, images' too.
+    /// How many blocks were read and compared, images' blocks too.
     pub blocks: u64,
-    /// What is not as it was written. Of the older version that is no damage once the next one had begun.
+    /// What is not as it was written. In the older version that is no damage once the next one had begun.
     pub damaged: Vec<String>,
 }
 
@@ -56,7 +56,7 @@ impl Report {
     /// Whether a server goes on from here as it is.
     pub fn is_whole(&self) -> bool {
         let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
-        // Without any record nothing was loaded yet, unless there were some.
+        // A folder without any record was never loaded, unless it once had some.
         newest && self.damage.is_empty() && (!self.versions.is_empty() || self.is_blank())
     }
 
@@ -65,7 +65,7 @@ impl Report {
         self.versions.is_empty() && self.broken_records.is_empty()
     }
 
-    /// The newest version of which all is whole.
+    /// The newest version that is whole.
     pub fn recoverable(&self) -> Option<Version> {
         let whole = self.versions.iter().rev().find(|version| version.damaged.is_empty());
         whole.filter(|_| self.damage.is_empty()).map(|version| version.version)
@@ -149,7 +149,7 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    /// Every block that a table has the checksum of.
+    /// Compares every block whose checksum a table has.
     fn table(
         &mut self,
         at: (u64, u64),

@@ -1,17 +1,19 @@
-//! The `nvme` tier: state on local disks, two slots a shard, every version durable before the next is decided.
+//! The `nvme` tier: state on local disks, with two slots a shard, and every version durable before the next is
+//! decided.
 //!
 //! All state is rewritten in every step anyway, so keeping the version before costs space and no bandwidth. See
 //! [`plan::Plan`] for the format and why its order survives a crash at any instant.
 //!
-//! **Verification.** Each block's checksum is compared whenever it has been read, before it is used; at the recovery
-//! of a store every block of the version taken is read, since a damaged one can then still be answered with the version
-//! before, and never again later.
+//! **Verification.** Each block's checksum is compared whenever the block has been read, before it is used. The
+//! recovery of a store reads every block of the version that it takes: if one is damaged, the version before can
+//! still be taken, and later it cannot.
 //!
 //! **Residency.** A fixed share of the shards stays in DRAM, spread evenly, so that reads of the others hide behind
 //! their updates; an LRU under cyclic access would hit nothing. Resident shards are still written, or their versions
-//! would be lost with the process: with a share r resident a step moves (2 - r) times the state, or (1 - r) x 2 with
-//! [`Durability::Nothing`]. Making them durable by logging gradients instead would cost a sixth of their writes and a replay of
-//! several steps at recovery; writes are twice as fast as reads on the devices measured, so it was left out.
+//! would be lost with the process. With a share r resident a step moves (2 - r) times the state, or (1 - r) x 2 with
+//! [`Durability::Nothing`]. To make them durable by logging gradients instead would cost a sixth of their writes and
+//! a replay of several steps at recovery; writes are twice as fast as reads on the devices measured, so it was left
+//! out.
 //!
 //! **Failure.** The first failed read, write or flush fails the store for good. Nothing is retried: after a failed
 //! flush the kernel reports success for pages that it has dropped.
@@ -65,11 +67,11 @@ use crate::{
     record::{Joined, Record},
 };
 
-/// One being updated, two being written and three being read: more did not make a step faster.
+/// One buffer is being updated, two are being written and three are being read. More did not make a step faster.
 pub const DEFAULT_BUFFERS: usize = 6;
 
 pub(super) struct NvmeTier {
-    /// First, so that its thread has ended before anything else goes.
+    /// Declared first, so that its thread has ended before anything else goes.
     sealing: Sealing,
     sealer: Arc<Sealer>,
     pool: Arc<Pool>,
@@ -80,7 +82,7 @@ pub(super) struct NvmeTier {
     folders: Vec<Folder>,
 }
 
-/// A recovered version until it is adopted.
+/// A recovered version, until it is adopted.
 struct Recovery {
     record: Record,
     slots: slots::Slots,
@@ -90,13 +92,13 @@ struct Recovery {
     newer: Vec<Version>,
 }
 
-/// Compares a block's checksum before its update and takes the new one after it.
+/// Compares a block's checksum before its update, and takes the new one after it.
 struct BlockSeals<'a> {
     seals: &'a Seals,
     image_slot: usize,
     /// The block was read and not compared yet.
     check: bool,
-    /// First damaged block.
+    /// The first damaged block.
     damaged: AtomicUsize,
     /// Where the blocks' new images go; empty unless images are stored.
     images: Vec<Mutex<&'a mut [u8]>>,
@@ -160,8 +162,8 @@ impl NvmeTier {
         self.pool.fail(damaged(path, what, found, sealed, remedy(self.whole_previous())))
     }
 
-    /// The version before the one being recovered, if every byte of it is as it was written. Read only once a block of
-    /// the newer one turned out damaged.
+    /// The version before the one being recovered, if every byte of it is as it was written. It is read only once a
+    /// block of the newer version turned out damaged.
     fn whole_previous(&self) -> Option<Version> {
         let previous = lock(&self.recovery).as_ref()?.previous?;
         self.pool.quiesce();
@@ -190,7 +192,8 @@ impl Tier for NvmeTier {
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut held = self.pool.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
-        // A part was loaded before, and written to make room. What is loaded now has no checksums before it is written.
+        // A part was loaded before, and written to make room. What is loaded now has no checksums before it is
+        // written.
         if !held.checked {
             self.verify(owned, bytes)?;
         }

@@ -75,7 +75,7 @@ pub(in crate::tier) fn need(
     need
 }
 
-/// As many shards as fit, spread evenly, so that the disk is busy all through a step.
+/// Which shards are resident: as many as fit, spread evenly, so that the disk is busy all through a step.
 fn residents(plan: &Plan, storage: &Storage) -> Vec<bool> {
     let count = plan.shards.len() as u64;
     let total: usize = plan.shards.iter().map(|place| place.bytes()).sum();
@@ -98,7 +98,8 @@ impl Memory {
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
         let mut buffers = slab.carve_here(&sizes);
         let meta = buffers.split_off(sizes.len() - plan.files.len());
-        // Apart from the buffers: those are registered with the kernel, and these may be most of the host's memory.
+        // They lie apart from the buffers: those are registered with the kernel, and these may be most of the host's
+        // memory.
         let sizes: Vec<usize> =
             plan.shards.iter().zip(&resident).filter(|(_, r)| **r).map(|(p, _)| p.bytes()).collect();
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
@@ -110,7 +111,8 @@ impl Memory {
 }
 
 impl NvmeTier {
-    /// Creates the job's store or recovers it. With a record it must be read whole, and adopted, before its first step.
+    /// Creates the job's store or recovers it. A record that is returned must be read whole, and adopted, before the
+    /// store's first step.
     pub(in crate::tier) fn open(
         inputs: &Inputs<'_>,
         notify: Box<dyn Fn() + Send + Sync>,
@@ -150,7 +152,7 @@ impl NvmeTier {
         Ok((tier, record))
     }
 
-    /// `fresh`: made a moment ago.
+    /// `fresh` means that it was made a moment ago.
     fn assemble(
         inputs: &Inputs<'_>,
         folders: Vec<Folder>,
@@ -177,7 +179,7 @@ impl NvmeTier {
         Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), readers, ranks, folders })
     }
 
-    /// The record to go on from, with its tables in place. None: created, and never loaded to the end.
+    /// The record to go on from, with its tables in place. None if the store was created and never loaded to the end.
     fn find(&self, storage: &Storage) -> Result<Option<Record>, Fault> {
         let records = self.records()?;
         let Some(stored) = records.choose(storage.at_most)? else { return Ok(None) };
@@ -253,7 +255,8 @@ fn take(inputs: &Inputs<'_>) -> Result<Vec<Folder>, Fault> {
     Ok(folders)
 }
 
-/// Puts the folders into the order they were made in, however the directories are named this time. None: all are new.
+/// Puts the folders into the order in which they were made, however the directories are named this time. None if all
+/// are new.
 fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>, Fault> {
     let read = |folder: &Folder| {
         if folder.is_new() {
@@ -340,7 +343,7 @@ fn open_ranks(
     Ranks::open(disk, store, inputs.spec.world_size, fresh).map(Some)
 }
 
-/// After a failed creation nothing stays behind.
+/// Removes what a failed creation made.
 fn remove(folders: &[Folder]) -> Result<(), Fault> {
     remove_all(&folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
 }
@@ -351,10 +354,10 @@ fn left_behind(removed: Result<(), Fault>) {
     }
 }
 
-/// Folders made a moment ago, when another one turned out wrong.
+/// Removes folders that were made a moment ago, when another one turned out wrong.
 fn remove_empty(folders: &[Folder]) {
     for folder in folders {
-        // Refused by the system unless they are empty.
+        // The system refuses to remove a folder that is not empty.
         let _ = std::fs::remove_dir(&folder.path);
         if let Some(job) = folder.path.parent() {
             let _ = std::fs::remove_dir(job);

@@ -1,4 +1,4 @@
-//! Where every byte of an `nvme` store lies: shards over directories, and each directory's file.
+//! Where every byte of an `nvme` store lies: the shards over the directories, and each directory's file.
 
 use longshore_proto::{
     JobSpec, Layout, ShardId,
@@ -11,12 +11,13 @@ use super::super::{
 };
 use crate::io::Part;
 
-/// Slots of a shard's state: the version being made goes to the one that does not hold the last durable version.
+/// How many slots a shard's state has. The version being made goes to the one that does not hold the last durable
+/// version.
 pub(super) const STATE_SLOTS: u8 = 2;
-/// Slots of images: the version being made, and the two that a delayed job's workers may need after a crash, or that workers
-/// may be pulling.
+/// How many slots images have: one for the version being made, and two that a delayed job's workers may need after a
+/// crash, or that workers may be pulling.
 pub(super) const IMAGE_SLOTS: u8 = 3;
-/// Copies of each record in each directory, by version parity: one damaged sector must not cost a version.
+/// How many copies of each record a directory has, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
 
 /// One directory's file, `data`. All of it is reserved when it is made; offsets are multiples of 4 KiB.
@@ -48,7 +49,7 @@ pub(super) struct Plan {
     pub(super) shape: Shape,
 }
 
-/// One shard.
+/// Where one shard lies.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) shard: ShardId,
@@ -57,7 +58,7 @@ pub(super) struct Place {
     pub(super) state_bytes: usize,
     /// 0 unless images are stored.
     pub(super) image_bytes: usize,
-    /// Inside a slot of the file.
+    /// Its offset inside a slot of the file.
     state_at: u64,
     image_at: u64,
 }
@@ -72,7 +73,7 @@ pub(super) struct FilePlan {
 }
 
 impl Plan {
-    /// `spilled`: images are stored whatever the job.
+    /// With `spilled` images are stored whatever the job.
     pub(super) fn new(
         spec: &JobSpec,
         layout: &Layout,
@@ -91,7 +92,7 @@ impl Plan {
         for (index, &shard) in owned.iter().enumerate() {
             let elements = layout.shard_len(shard) as usize;
             let image_bytes = if images { elements * spec.image_dtype.bytes() as usize } else { 0 };
-            // In turn, so that neighbours in forward order come from different devices.
+            // They take turns, so that neighbours in forward order come from different devices.
             let file = &mut plan.files[index % files];
             // 8-bit moments do not fill whole sectors.
             let state_bytes = shape.bytes(elements).next_multiple_of(SECTOR);
@@ -112,22 +113,22 @@ impl Plan {
         plan
     }
 
-    /// Bytes of the largest shard with its image: a buffer's size.
+    /// The bytes of the largest shard with its image, which is a buffer's size.
     pub(super) fn largest(&self) -> usize {
         self.shards.iter().map(Place::bytes).max().unwrap_or(0)
     }
 
-    /// Bytes of one block of the images that are stored.
+    /// The bytes of one block of the images that are stored.
     pub(super) fn image_block(&self) -> usize {
         self.shards.first().map_or(0, |place| place.image_bytes / place.blocks())
     }
 
-    /// Of all files.
+    /// The bytes of all files.
     pub(super) fn disk_bytes(&self) -> u64 {
         self.files.iter().map(FilePlan::bytes).sum()
     }
 
-    /// Largest thing beside the slots: what a buffer for records and tables must hold.
+    /// The largest thing beside the slots: what a buffer for records and tables must hold.
     pub(super) fn meta_bytes(&self) -> usize {
         let table = self.files.iter().map(|file| file.table_bytes() as usize).max().unwrap_or(0);
         table.max(RECORD_BYTES)
@@ -170,7 +171,7 @@ impl Plan {
         StateRef::new(self.shape, arrays)
     }
 
-    /// Checksum of one block of a shard's state.
+    /// The checksum of one block of a shard's state.
     pub(super) fn seal(&self, owned: usize, state: &[u8], block: usize) -> u64 {
         crc64(self.cut_ref(owned, state).block(block).arrays)
     }

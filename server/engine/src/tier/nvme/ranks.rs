@@ -1,4 +1,4 @@
-//! Who has joined, kept beside the state: a process that was replaced stays fenced whatever restarts.
+//! Who has joined, kept beside the state, so that a process that was replaced stays fenced whatever restarts.
 
 use std::{
     io::ErrorKind,
@@ -23,14 +23,14 @@ use crate::{
     record::Joined,
 };
 
-/// By parity of the write, so that the one before is whole whatever happens to this one, and each twice, so that a damaged
-/// sector costs nothing.
+/// How many tables the file has, by parity of the write, so that the one before is whole whatever happens to this
+/// one. Each has two copies, so that a damaged sector costs nothing.
 const PARITIES: u64 = 2;
 const COPIES: u64 = 2;
-/// A rank's numbers as JSON take this much at most.
+/// The most that a rank's numbers take as JSON.
 const RANK_BYTES: usize = 56;
 
-/// The file `ranks` of a store's first folder, written when somebody joins:
+/// The file `ranks` of a store's first folder, written when a rank joins:
 ///
 /// ```text
 /// [parity 0: copy, copy] [parity 1: copy, copy]     framed as records are (tier/record.rs)
@@ -41,13 +41,13 @@ pub(super) struct Ranks {
     area: usize,
     buffer: Mutex<Option<Region>>,
     table: Mutex<Table>,
-    /// One writer at a time. Who waited for it finds his own rank written with the others.
+    /// There is one writer at a time. A process that waited for it finds its own rank written with the others.
     writing: Mutex<()>,
 }
 
 struct Table {
     ranks: Vec<Option<Joined>>,
-    /// Changes of `ranks`, and how many of them are kept.
+    /// How many changes of `ranks` there were, and how many of them are kept.
     changes: u64,
     kept: u64,
     /// The generation of the last table written.
@@ -57,9 +57,9 @@ struct Table {
 #[derive(Serialize, Deserialize)]
 struct StoredRanks {
     store: u64,
-    /// Rises with each write.
+    /// It rises with each write.
     generation: u64,
-    /// Incarnation, version at which it joined, whether it has only fenced.
+    /// The incarnation, the version at which it joined, and whether it has only fenced.
     ranks: Vec<Option<(Incarnation, Version, bool)>>,
 }
 
@@ -78,7 +78,7 @@ pub(super) fn create(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Res
     opener.create(path, need(world_size).1, None).map_err(io("reserve space", path))
 }
 
-/// Opens the file of a store that is kept. Stores made before there was one get it now.
+/// Opens the file of a store that is kept. Stores of earlier versions of this program had none, and get it now.
 pub(super) fn find(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<Arc<dyn Disk>, Fault> {
     match opener.open(path, None) {
         Ok(disk) => Ok(disk),
@@ -134,7 +134,8 @@ impl Ranks {
             return Ok(());
         }
         match broken {
-            // With one parity alone it was the first table, torn as it was written: nobody was told that he had joined.
+            // With one parity alone it was the first table, torn as it was written: nobody was told that the rank had
+            // joined.
             Some(why) if written.iter().all(|&written| written) => {
                 let value = format!("{} ({why})", self.disk.path().display());
                 let remedy =
@@ -155,7 +156,7 @@ impl Ranks {
         table.changes += 1;
     }
 
-    /// Returns once all who have joined are kept, and how many bytes were written for it.
+    /// Returns once all who have joined are kept, and says how many bytes were written for it.
     pub(super) fn keep(&self) -> Result<u64, Fault> {
         let _writing = lock(&self.writing);
         let (changes, stored) = {

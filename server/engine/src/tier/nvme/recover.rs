@@ -17,9 +17,9 @@ use crate::{io::Disk, memory::Region};
 /// All records of a store, with what is wrong with the damaged ones.
 #[derive(Default)]
 pub(super) struct Records {
-    /// The latest process's, by version.
+    /// By version: the record of the latest process.
     pub(super) valid: BTreeMap<Version, StoredRecord>,
-    /// Where, and why.
+    /// Where the damaged ones are, and why.
     pub(super) broken: Vec<String>,
     pub(super) copies: usize,
 }
@@ -104,7 +104,7 @@ fn read_record(
     Ok(decode(&get(disk, meta, offset, (length + SECTOR).next_multiple_of(SECTOR).min(RECORD_BYTES))?))
 }
 
-/// Checksums of one file's slot, compared with their own in the record.
+/// The block checksums of one file's slot, after a comparison with the table's own checksum in the record.
 pub(super) fn read_table(
     disk: &dyn Disk,
     meta: &Mutex<Option<Region>>,
@@ -126,7 +126,7 @@ pub(super) fn read_table(
     Ok(words.collect())
 }
 
-/// What is left when a version turns out to be damaged.
+/// What an operator can do when a version turns out to be damaged.
 pub(super) fn remedy(previous: Option<Version>) -> String {
     match previous {
         Some(version) => format!(

@@ -1,4 +1,4 @@
-//! Making a version durable: tables, flush, records, flush. On a thread of its own, behind the updates' back.
+//! Makes a version durable: tables, flush, records, flush. It has a thread of its own, and updates go on meanwhile.
 
 use std::{
     sync::{Arc, Mutex, atomic::Ordering, mpsc},
@@ -29,7 +29,7 @@ use crate::{
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct StoredRecord {
     pub(super) store: u64,
-    /// Rises each time the store is opened: of two records of one version the later process's counts.
+    /// It rises each time the store is opened. If two records have one version, the later process's counts.
     pub(super) epoch: u64,
     pub(super) slots: Slots,
     /// By file.
@@ -37,7 +37,7 @@ pub(super) struct StoredRecord {
     pub(super) record: RecordJson,
 }
 
-/// CRC-64 of the checksum tables of the slots that hold the version.
+/// The CRC-64 of the checksum tables of the slots that hold the version.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Roots {
     pub(super) state: u64,
@@ -56,7 +56,7 @@ pub(super) struct Sealer {
     pub(super) watch: Watch,
 }
 
-/// The thread that seals.
+/// The thread that makes versions durable.
 pub(super) struct Sealing {
     queue: Option<mpsc::Sender<(Record, Slots)>>,
     thread: Option<JoinHandle<()>>,
@@ -78,7 +78,7 @@ impl Sealing {
 
     pub(super) fn send(&self, record: Record, slots: Slots) {
         if let Some(queue) = &self.queue {
-            // Gone only once the store has failed, which every later call reports.
+            // The thread is gone only once the store has failed, and every later call reports that.
             let _ = queue.send((record, slots));
         }
     }
@@ -94,9 +94,10 @@ impl Drop for Sealing {
 }
 
 impl Sealer {
-    /// Makes a version durable whose shards are written or being written. An error fails the store. The `first` one
-    /// may bring an older image; later the older one's table is there already and a durable version's: left alone. So are
-    /// all of them in a step that was skipped, whose version lies where the one before does.
+    /// Makes a version durable whose shards are written or being written. An error fails the store. The `first`
+    /// version may bring an older image. Later the older image's table is there already, and belongs to a durable
+    /// version, so it is left alone. In a skipped step all tables are, since its version lies where the one before
+    /// does.
     pub(super) fn seal(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let skipped = !first && record.is_skipped();
         let sealed = self.pool.wait_for_writes().and_then(|()| {
@@ -111,8 +112,8 @@ impl Sealer {
         })
     }
 
-    /// Writes the record of a version whose slots and tables are written and flushed. `again`: over its own, one copy
-    /// after the other, so that at any instant one is whole.
+    /// Writes the record of a version whose slots and tables are written and flushed. With `again` it is written over
+    /// its own, one copy after the other, so that at any instant one is whole.
     pub(super) fn publish(&self, record: &Record, slots: Slots, again: bool) -> Result<(), Fault> {
         let roots = (0..self.pool.disks.len()).map(|file| self.roots(file, slots)).collect();
         let stored = StoredRecord {
@@ -138,7 +139,7 @@ impl Sealer {
         self.each_file(|file| self.write_records(file, parity, &[0; SECTOR], RECORD_COPIES))
     }
 
-    /// Runs on all files at once: each has a device of its own to flush.
+    /// Runs on all files at once, since each has a device of its own to flush.
     fn each_file(&self, work: impl Fn(usize) -> Result<(), Fault> + Sync) -> Result<(), Fault> {
         let work = &work;
         thread::scope(|scope| {
@@ -230,7 +231,7 @@ impl Sealer {
     }
 }
 
-/// Runs `work` with the buffer. A buffer that did not come back is a disk whose thread is gone.
+/// Runs `work` with the buffer. If a buffer did not come back, its disk's thread is gone.
 pub(super) fn with_buffer(
     meta: &Mutex<Option<Region>>,
     work: impl FnOnce(Region) -> (Option<Region>, std::io::Result<()>),

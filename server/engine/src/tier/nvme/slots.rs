@@ -1,27 +1,28 @@
-//! Which slots hold a version, and which the next one goes to.
+//! Which slots hold a version, and which slots the next one goes to.
 
 use serde::{Deserialize, Serialize};
 
 use super::plan::STATE_SLOTS;
 
-/// Slots of the version that all shards have, or had before the step in hand.
+/// The slots of the version that all shards have, or had before the step in hand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Slots {
     pub(super) state: u8,
     pub(super) image: u8,
-    /// Of the version before. None at the first version kept.
+    /// The slot of the image of the version before. None at the first version kept.
     pub(super) older_image: Option<u8>,
 }
 
 impl Slots {
-    /// Where the version that an update makes goes: into nothing that this one or the image before it needs.
+    /// The slots for the version that an update makes. They overwrite nothing that this version or the image before
+    /// it needs.
     pub(super) fn updated(&self) -> Slots {
         let taken = |slot: u8| slot == self.image || Some(slot) == self.older_image;
         let image = (0..).find(|&slot| !taken(slot)).unwrap_or_default();
         Slots { state: (self.state + 1) % STATE_SLOTS, image, older_image: Some(self.image) }
     }
 
-    /// A skipped step: the same state, and one image for both versions.
+    /// The slots after a skipped step: the same state, and one image for both versions.
     pub(super) fn skipped(&self) -> Slots {
         Slots { older_image: Some(self.image), ..*self }
     }

@@ -1,7 +1,7 @@
 //! The `shm` tier: the memory tier's arrays in files of a tmpfs, so that they outlive the process.
 //!
 //! A process can be killed at any instruction, and whatever it had stored by then stays. So all that is needed is an
-//! order of stores, and a copy of each block while it is being changed. The host's end is the end of a tmpfs; against that
+//! order of stores, and a copy of each block while it is being changed. A tmpfs ends with its host; against that
 //! there are checkpoints.
 
 mod open;
@@ -35,14 +35,14 @@ use crate::{
 };
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
-/// Blocks that may be in the middle of their update: one a thread. More threads take turns.
+/// How many blocks may be in the middle of their update: one a thread. More threads take turns.
 pub(super) const UNDO_SLOTS: usize = 32;
-/// Words of a shard: the version begun, the version done, the oldest version an image of it was made or loaded of, and
-/// by parity the step whose contributions are all summed.
+/// How many words a shard has: the version begun, the version done, the oldest version that an image of it was made
+/// or loaded of, and by parity the step whose contributions are all summed.
 pub(super) const SHARD_WORDS: usize = 5;
-/// Where those steps start.
+/// The index of the first of those steps.
 const SUMMED: usize = 3;
-/// Words of an undo slot: 1 + the block (0: unused), and the version that its update makes.
+/// How many words an undo slot has: 1 + the block (0 when unused), and the version that its update makes.
 pub(super) const UNDO_WORDS: usize = 2;
 
 /// The job's arrays, and the order in which they are changed.
@@ -106,7 +106,7 @@ impl ShmTier {
         &self.words.get()[start + slot * UNDO_WORDS..][..UNDO_WORDS]
     }
 
-    /// The incarnation of each rank, 0 before it has joined.
+    /// The incarnation of each rank; 0 before it has joined.
     fn ranks(&self) -> &[AtomicU64] {
         &self.words.get()
             [self.shards() * SHARD_WORDS + self.blocks[self.shards()] + UNDO_SLOTS * UNDO_WORDS..]
@@ -184,7 +184,8 @@ impl Durable for ShmTier {
     fn joined(&self, rank: Rank, joined: Joined, over: bool) {
         let summed = (0..self.shards()).flat_map(|owned| &self.shard(owned)[SUMMED..]);
         summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
-        // A version with the incarnation before is too new, of a process that is being replaced.
+        // If a kill leaves the new version beside the incarnation before, the version is too new, for a process that
+        // is being replaced.
         let at = 2 * joined.at.0 + u64::from(joined.fence_only);
         self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);
         fence(Ordering::SeqCst);

@@ -28,8 +28,8 @@ use crate::{
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 impl ShmTier {
-    /// Creates the job's files or finds them. Also returns the mapping for the job's other `buffers`, so many bytes. `pool`:
-    /// what will update the state.
+    /// Creates the job's files or finds them. Also returns the mapping for the job's other `buffers`, of so many
+    /// bytes. `pool` is the threads that will update the state.
     pub(in crate::tier) fn open(
         inputs: &Inputs<'_>,
         buffers: usize,
@@ -78,7 +78,7 @@ impl ShmTier {
             if let Some(kept) = tier.recover()? {
                 return Ok((tier, buffers, Some(kept)));
             }
-            // Never loaded to the end: nothing to go on from.
+            // It was never loaded to the end, and is nothing to go on from.
             drop((tier, buffers));
             remove_all(std::slice::from_ref(&home))?;
             return ShmTier::create(Folder::take(home)?, &sizes, &header, pool);
@@ -118,7 +118,7 @@ impl ShmTier {
         };
         let state = file("state", sizes.state, sizes.state)?;
         let buffers = file("buffers", sizes.buffers, sizes.buffers)?;
-        // Earlier versions of this program did not keep when ranks had joined: it reads as version 0.
+        // Earlier versions of this program did not keep when ranks had joined, which reads as version 0.
         let (_, before) = sizes.progress.split_last().expect("there are always records");
         let least = Slab::bytes_for(before.iter().copied());
         let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()), least)?;
@@ -150,7 +150,8 @@ fn watch(folder: &Folder) -> Watch {
     Watch::over(std::iter::once(&*folder.path), &[HEADER_FILE, "state", "buffers", "progress"])
 }
 
-/// Elsewhere each step would write the whole state to a disk, in no order that survives a power failure.
+/// Refuses a folder that is not in a tmpfs: each step would write the whole state to a disk, in no order that
+/// survives a power failure.
 fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     let found = rustix::fs::statfs(dir).map_err(|error| io("look at", dir)(error.into()))?;
     if found.f_type as i64 == TMPFS_MAGIC {
@@ -160,7 +161,7 @@ fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     Err(Fault::new(FaultKind::Precondition, FIELD, dir.display(), "on a tmpfs for tier shm", remedy))
 }
 
-/// `least`: what it must have already; 0: it is made.
+/// `least` is how many bytes the file must have already; with 0 it is made.
 fn map_file(path: &Path, bytes: usize, least: usize) -> Result<Slab, Fault> {
     let create = least == 0;
     let opened: Result<File, _> =

@@ -16,11 +16,12 @@ use crate::{
     },
 };
 
-/// At the end of each record's area: two places for what was said of the version since, one whole at any instant.
+/// The room at the end of each record's area for two notes on what was said of the version since. One of them is
+/// whole at any instant.
 const NOTE_BYTES: usize = 32 * 1024;
 const NOTES: usize = 2;
 
-/// What was said of a version since its record was written. The one before stays whole while the next is written.
+/// What was said of a version since its record was written. The note before stays whole while the next is written.
 #[derive(Serialize, Deserialize)]
 struct Note {
     version: Version,
@@ -29,7 +30,7 @@ struct Note {
     standing: Option<Standing>,
 }
 
-/// From the start of a record's area.
+/// Its offset from the start of a record's area.
 fn note_at(place: usize) -> usize {
     RECORD_BYTES - (NOTES - place) * NOTE_BYTES
 }
@@ -37,7 +38,7 @@ fn note_at(place: usize) -> usize {
 fn newest_note(area: &[u8], version: Version) -> Option<Note> {
     let notes = (0..NOTES).filter_map(|place| match decode::<Note>(&area[note_at(place)..][..NOTE_BYTES]) {
         Found::Valid(note) if note.version == version => Some(note),
-        // Another version's, or torn: nobody was told of it.
+        // It is another version's, or torn: nobody was told of it.
         _ => None,
     });
     notes.max_by_key(|note| note.number)
@@ -70,11 +71,11 @@ impl ShmTier {
         Ok(())
     }
 
-    /// Puts back what was being changed. None: the job was never loaded to the end.
+    /// Puts back what was being changed. None if the job was never loaded to the end.
     pub(super) fn recover(&mut self) -> Result<Option<Interrupted>, Fault> {
         let mut records: Vec<Record> = Vec::new();
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
-            // A broken one was being written when the process died: nobody was told of it.
+            // A broken record was being written when the process died, and nobody was told of it.
             if let Found::Valid(json) = decode::<RecordJson>(area) {
                 let record = Record::from(json);
                 let standing = newest_note(area, record.version).and_then(|note| note.standing);
@@ -96,7 +97,7 @@ impl ShmTier {
     }
 }
 
-/// The records of a `progress` file: whole ones, and why others are not.
+/// The records of a `progress` file: the whole ones, and why others are not.
 pub(in crate::tier) fn records_of(file: &File, path: &Path) -> Result<Vec<Result<Record, String>>, Fault> {
     let mut area = vec![0; RECORD_BYTES];
     let mut records = Vec::new();

@@ -8,7 +8,7 @@ use crate::{
     tier::{memory::MemoryTier, record::RECORD_BYTES, state::Shape},
 };
 
-/// Sizes of the files, and of what `progress` consists of.
+/// The sizes of the files, and of what `progress` consists of.
 pub(in crate::tier) struct Sizes {
     pub(in crate::tier) state: usize,
     pub(in crate::tier) buffers: usize,
@@ -18,7 +18,7 @@ pub(in crate::tier) struct Sizes {
     pub(in crate::tier) blocks: Vec<usize>,
 }
 
-/// tmpfs bytes beside the state and the job's buffers.
+/// How many bytes of the tmpfs are used beside the state and the job's buffers.
 pub(in crate::tier) fn overhead(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> u64 {
     Slab::bytes_for(Sizes::new(spec, layout, owned, 0).progress) as u64
 }

@@ -1,4 +1,4 @@
-//! Shards on their way between disk and update: a bounded set of buffers, reads ahead, writes behind.
+//! Shards on their way between disk and update: a bounded set of buffers, with reads ahead and writes behind.
 
 mod moves;
 
@@ -24,7 +24,7 @@ pub(super) struct Pool {
     pub(super) durability: Durability,
     /// By owned shard.
     pub(super) seals: Vec<Seals>,
-    /// Bytes given to the drives to write.
+    /// How many bytes were given to the drives to write.
     pub(super) written: AtomicU64,
     resident: Vec<bool>,
     buffers: usize,
@@ -33,27 +33,27 @@ pub(super) struct Pool {
     notify: Box<dyn Fn() + Send + Sync>,
 }
 
-/// Checksums of a shard's blocks.
+/// The block checksums of a shard.
 pub(super) struct Seals {
-    /// Of the state as it was last updated, wherever that lies now.
+    /// Those of the state as it was last updated, wherever that lies now.
     pub(super) state: Vec<AtomicU64>,
-    /// By image slot.
+    /// Those of the images, by image slot.
     pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
 }
 
 pub(super) struct PoolState {
     entries: Vec<Entry>,
     free: Vec<Region>,
-    /// The shard to be updated next.
+    /// The shard that is updated next.
     next: usize,
-    /// Requests that write.
+    /// How many requests write.
     writing: usize,
     debts: Debts,
     clock: u64,
     pub(super) slots: Slots,
     /// The version that `slots` hold.
     version: Version,
-    /// The step that makes the next one is skipped.
+    /// The step that makes the next version is skipped.
     skipping: bool,
     pub(super) durable: Option<Version>,
     failed: Option<Fault>,
@@ -61,11 +61,11 @@ pub(super) struct PoolState {
 
 struct Entry {
     holding: Holding,
-    /// Holds its state on disk.
+    /// The slot that holds its state on disk.
     slot: u8,
-    /// Never loaded: zeros, and nothing on disk.
+    /// It was never loaded: it is zeros, and nothing is on disk.
     blank: bool,
-    /// Larger: used later.
+    /// When it was last used; larger is later.
     used: u64,
 }
 
@@ -78,12 +78,12 @@ enum Holding {
     Writing,
 }
 
-/// A shard's bytes in memory, taken from the pool; given back by `keep` or `write`.
+/// A shard's bytes in memory, which `take` gives out. `keep` or `write` takes them back.
 pub(super) struct Held {
     pub(super) region: Region,
-    /// Compared with its checksums since it was read.
+    /// They were compared with their checksums since they were read.
     pub(super) checked: bool,
-    /// Loaded and not written yet.
+    /// They were loaded and not written yet.
     pub(super) dirty: bool,
 }
 
@@ -139,7 +139,8 @@ impl Pool {
         self.resident[owned]
     }
 
-    /// Waits for a change. A drive that owes an answer for too long fails the store; threads that have a shard do not.
+    /// Waits for a change. A drive that owes an answer for too long fails the store; threads that have a shard do
+    /// not.
     fn wait<'a>(&self, state: MutexGuard<'a, PoolState>) -> MutexGuard<'a, PoolState> {
         let patience = state.debts.patience(Instant::now());
         let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
@@ -155,7 +156,7 @@ impl Pool {
         state
     }
 
-    /// Waits until `done` says so. An earlier failure ends it.
+    /// Waits until `done` says so. An earlier failure ends the wait.
     pub(super) fn until(&self, mut done: impl FnMut(&mut PoolState) -> bool) -> Result<(), Fault> {
         let mut state = self.lock();
         loop {
@@ -189,7 +190,7 @@ impl Pool {
         (self.notify)();
     }
 
-    /// Takes a shard's bytes, read from disk unless they are here already.
+    /// Takes a shard's bytes. They are read from disk unless they are here already.
     pub(super) fn take(self: &Arc<Self>, owned: usize) -> Result<Held, Fault> {
         let mut state = self.lock();
         loop {
@@ -218,7 +219,7 @@ impl Pool {
         }
     }
 
-    /// Gives a shard back as it was taken, or loaded.
+    /// Gives a shard back as it was taken, or as it was loaded.
     pub(super) fn keep(self: &Arc<Self>, owned: usize, held: Held) {
         let mut state = self.lock();
         let count = state.entries.len();
@@ -234,7 +235,7 @@ impl Pool {
         self.changed.notify_all();
     }
 
-    /// Every shard lies in this slot: a recovered store, whose resident shards are read first of all.
+    /// Begins with every shard in this slot, as in a recovered store. The resident shards are read first of all.
     pub(super) fn recovered(self: &Arc<Self>, slots: Slots, version: Version) -> Result<(), Fault> {
         let mut state = self.lock();
         (state.slots, state.version) = (slots, version);
@@ -259,12 +260,13 @@ impl Pool {
         self.read_ahead(&mut state);
     }
 
-    /// The next version is decided.
+    /// Notes that the next version is decided.
     pub(super) fn decided(&self, skip: bool) {
         self.lock().skipping = skip;
     }
 
-    /// The slot of a shard's image of a version that the shard has, once it is all on disk there. None: not any more.
+    /// The slot of a shard's image of a version that the shard has, once all of it is on disk there. None if it is
+    /// not there any more.
     pub(super) fn stored_image(&self, owned: usize, version: Version) -> Result<Option<u8>, Fault> {
         let mut slot = None;
         self.until(|state| {
@@ -276,7 +278,7 @@ impl Pool {
 }
 
 impl PoolState {
-    /// Where a version's images are, of the shards that have it.
+    /// Where a version's images are, for the shards that have it.
     pub(super) fn image_slot(&self, version: Version) -> Option<u8> {
         match version.0 {
             next if next == self.version.0 + 1 && self.skipping => Some(self.slots.image),

@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl Pool {
-    /// A free buffer. None: one will be, or a change will say so.
+    /// A free buffer. None: one will be free, and a change will say so.
     pub(super) fn buffer(
         self: &Arc<Self>,
         state: &mut PoolState,
@@ -31,8 +31,8 @@ impl Pool {
         if state.writing > 0 {
             return Ok(None);
         }
-        // All hold shards read ahead: the one needed last gives way. Before the start they hold loaded ones, of which the
-        // least recently used does, once it is written.
+        // All buffers hold shards that were read ahead, and the one needed last gives way. Before the start they hold
+        // loaded shards, of which the least recently used gives way, once it is written.
         let count = state.entries.len();
         let distance = |owned: usize| (owned + count - state.next) % count;
         let ready = |owned: &usize| {
@@ -97,7 +97,7 @@ impl Pool {
         }
     }
 
-    /// Writes an updated shard behind the caller's back, and reads ahead of it.
+    /// Writes an updated shard in the background, and reads ahead of it.
     pub(in crate::tier::nvme) fn write(self: &Arc<Self>, owned: usize, mut held: Held) {
         let mut state = self.lock();
         state.next = (owned + 1) % state.entries.len();
@@ -107,7 +107,7 @@ impl Pool {
             state.entries[owned].holding = Holding::Ready(held);
         } else {
             let target = state.slots.updated();
-            // Where nothing is recovered the second slot stays unused.
+            // Where nothing is recovered, the second slot stays unused.
             let keeps = self.durability == Durability::EachVersion;
             let slot = if keeps { target.state } else { state.entries[owned].slot };
             let mut parts = vec![self.plan.state_part(owned, slot)];
@@ -121,7 +121,7 @@ impl Pool {
         self.changed.notify_all();
     }
 
-    /// Starts writing a loaded shard to the slot it is read from.
+    /// Starts writing a loaded shard to the slot that it is read from.
     fn write_dirty(self: &Arc<Self>, state: &mut PoolState, owned: usize) {
         let holding = mem::replace(&mut state.entries[owned].holding, Holding::Writing);
         let Holding::Ready(held) = holding else {
@@ -209,7 +209,7 @@ impl Pool {
         self.wait_for_writes()
     }
 
-    /// Waits until nothing is being moved, whether it fails or not.
+    /// Waits until nothing is being moved, whether that fails or not.
     pub(in crate::tier::nvme) fn quiesce(&self) {
         let moving = |entry: &Entry| matches!(entry.holding, Holding::Reading | Holding::Writing);
         let mut state = self.lock();
