@@ -9,7 +9,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, layer::SubscriberExt, util::SubscriberInitExt};
+use tracing_subscriber::{
+    Layer, Registry, filter::Targets, fmt, layer::SubscriberExt, util::SubscriberInitExt,
+};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -40,9 +42,12 @@ impl Seldom {
     }
 }
 
-/// Installs the process's subscriber; a second call does nothing. `filter` is an env-filter directive; `other` has its own.
+/// Installs the process's subscriber; a second call does nothing. `filter` is a level, or levels by module as in
+/// `info,longshore_engine=debug`; `other` has a filter of its own.
 pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
-    let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter: Targets = filter
+        .parse()
+        .unwrap_or_else(|_| Targets::new().with_default(tracing::level_filters::LevelFilter::INFO));
     let stderr = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let stderr = match format {
         LogFormat::Text => stderr.with_filter(filter).boxed(),

@@ -27,8 +27,7 @@ use tokio::{
 };
 
 fn log() {
-    let filter = tracing_subscriber::EnvFilter::from_default_env();
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+    let _ = tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_test_writer().try_init();
 }
 
 /// Servers, each on a runtime of its own, so that one can die alone.

@@ -249,8 +249,8 @@ fn is_lock_file(path: &Path) -> bool {
     name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())
 }
 
-/// The regular files at or below `path`, sorted, so that a folder is one corpus whatever the file system's
-/// order.
+/// The regular files at or below `path`, sorted, so that a folder is one corpus whatever the file system's order. Hidden
+/// files, links and folders of caches are left out.
 fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
     match std::fs::metadata(path) {
         Ok(_) => {}
@@ -259,24 +259,32 @@ fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
         }
         Err(source) => return Err(Error::Io { path: path.to_owned(), source }),
     }
-    let mut walk = ignore::WalkBuilder::new(path);
-    walk.parents(false).git_global(false).git_exclude(false).require_git(false);
-    walk.filter_entry(|entry| entry.depth() == 0 || entry.file_name() != "target");
-    let mut files = Vec::new();
-    for entry in walk.build() {
-        let entry = entry.map_err(|error| Error::Io { path: path.to_owned(), source: io_error(error) })?;
-        if entry.file_type().is_some_and(|kind| kind.is_file()) {
-            files.push(entry.into_path());
+    if path.is_file() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let (mut files, mut folders) = (Vec::new(), vec![path.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        let failed = |source| Error::Io { path: folder.clone(), source };
+        for entry in std::fs::read_dir(&folder).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let kind = entry.file_type().map_err(failed)?;
+            if entry.file_name().as_encoded_bytes().starts_with(b".") {
+                continue;
+            }
+            if kind.is_file() {
+                files.push(entry.path());
+            } else if kind.is_dir() && !is_cache(&entry.path()) {
+                folders.push(entry.path());
+            }
         }
     }
     files.sort();
     Ok(files)
 }
 
-/// `ignore`'s error keeps the failing path in its text only, and may be something else than input or output.
-fn io_error(error: ignore::Error) -> std::io::Error {
-    let kind = error.io_error().map_or(std::io::ErrorKind::Other, std::io::Error::kind);
-    std::io::Error::new(kind, error)
+/// Whether a folder says that all of it can be made again, as cargo's `target` does: <https://bford.info/cachedir/>.
+fn is_cache(folder: &Path) -> bool {
+    folder.join("CACHEDIR.TAG").is_file()
 }
 
 #[cfg(test)]
@@ -302,8 +310,7 @@ mod tests {
         write("Cargo.lock", b"lock");
         write("target/out.rs", b"built");
         write(".hidden", b"hidden");
-        write(".gitignore", b"*.log\n");
-        write("run.log", b"ignored");
+        write("target/CACHEDIR.TAG", b"Signature: 8a477f597d28d172789f06886806bc55");
         write("image.png", b"\x89PNG\0");
         write("latin.txt", b"caf\xe9");
         write("empty.txt", b"");
