@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn only_a_sealed_memfd_of_the_announced_size_is_mapped() {
         let sealed = SealFlags::SHRINK | SealFlags::GROW;
-        assert!(Foreign::map(&memfd(4096, sealed), 4096, 4096).is_ok());
+        assert!(Foreign::map(memfd(4096, sealed), 4096, 4096).is_ok());
         let ordinary = OwnedFd::from(tempfile::tempfile().unwrap());
         let refused = [
             (memfd(4096, SealFlags::empty()), 4096, "seals"),
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn places_are_checked_to_the_last_byte() {
-        let memory = Foreign::map(&memfd(4096, SealFlags::SHRINK | SealFlags::GROW), 4096, 4096).unwrap();
+        let memory = Foreign::map(memfd(4096, SealFlags::SHRINK | SealFlags::GROW), 4096, 4096).unwrap();
         assert!(memory.holds(0, 4096) && memory.holds(4096, 0) && memory.holds(4095, 1));
         assert!(!memory.holds(4096, 1) && !memory.holds(1, 4096) && !memory.holds(u64::MAX, 2));
         let mut target = [1; 96];

@@ -201,7 +201,7 @@ mod tests {
     /// The source is treated as another process's memory, with any beginning, end and target.
     #[test]
     fn copies_are_whole_wherever_they_begin_and_end() {
-        let bytes: Vec<u8> = (0..50_000u32).map(|index| (index * 31 >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..50_000u32).map(|index| ((index * 31) >> 3) as u8).collect();
         for start in (0..70).chain([4000]) {
             for len in (0..200).chain([16_383, 16_384, 16_385, 40_000]) {
                 // SAFETY: it lives as long as this test, and nobody writes it.

@@ -85,7 +85,8 @@ impl Probe {
 
     /// Starts to pull all of version 0.
     pub fn pull(&self) -> Result<Feed> {
-        self.session.pull(Version(0), &[0..self.session.layout().elements()], Dtype::Bf16)
+        let all = 0..self.session.layout().elements();
+        self.session.pull(Version(0), std::slice::from_ref(&all), Dtype::Bf16)
     }
 
     /// Whether weights are read where the server has them.
