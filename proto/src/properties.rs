@@ -1,9 +1,9 @@
-//! What follows from a job's tier for those who do not hold its state. Whoever waits, retries or restores asks for these and
-//! never for the tier: a new tier is described here and nowhere else among workers.
+//! The properties that follow from a job's tier for those who do not hold its state. Code that waits, retries or restores
+//! asks for these and never for the tier, so that workers describe a new tier here and nowhere else.
 
 use crate::job::{JobSpec, TierKind};
 
-/// What state outlives.
+/// The lifetime of a job's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lifetime {
     /// It ends with the server's process.

@@ -1,4 +1,4 @@
-//! What is kept of a decided version, and of the processes that have joined: the same words for steps, tiers and checkpoints.
+//! The record of a decided version and of the processes that have joined. Steps, tiers and checkpoints share it.
 
 pub(crate) mod exact;
 
@@ -10,9 +10,9 @@ pub struct Record {
     pub version: Version,
     /// The number of steps that updated: Adam's t.
     pub applied: u64,
-    /// None at version 0.
+    /// The commit that decided it. None at version 0.
     pub commit: Option<Commit>,
-    /// What was said on pausing since.
+    /// The last word on pausing since then.
     pub standing: Option<Standing>,
 }
 

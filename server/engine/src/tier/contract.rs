@@ -1,7 +1,8 @@
-//! What a tier is to a job: a core that every tier has, and objects beside it that a tier gives or does not.
+//! The contract between a tier and a job: a core that every tier has, and objects beside it that a tier may give.
 //!
 //! Shards are numbered as they are owned, in forward order, and updated in that order, so that a tier may bring in the next
-//! ones ahead. An error means that what was asked was not done or may not survive: the job cannot go on from this server.
+//! ones ahead. An error means that what was asked was not done or may not survive, and that the job cannot go on from this
+//! server.
 
 use std::{ops::Range, sync::Arc};
 
@@ -16,27 +17,28 @@ use crate::{
     record::{Joined, Record},
 };
 
-/// The state of a server's shards of one job. What is there decides what the job does; no one asks which tier it is.
+/// The state of a server's shards of one job. The objects that are there decide what the job does, and nobody asks which
+/// tier it is.
 pub struct Store {
     pub state: Arc<dyn Tier>,
-    /// Where several shards can be updated at once.
+    /// A tier gives this if several shards can be updated at once.
     pub together: Option<Arc<dyn Together>>,
-    /// Where the state outlives the process.
+    /// A tier gives this if the state outlives the process.
     pub durable: Option<Arc<dyn Durable>>,
-    /// Where a version becomes durable later than it is decided.
+    /// A tier gives this if a version becomes durable later than it is decided.
     pub behind: Option<Arc<dyn WriteBehind>>,
-    /// Where the job's memory outlives the process as well.
+    /// A tier gives this if the job's memory outlives the process as well.
     pub kept: Option<Arc<dyn KeptMemory>>,
-    /// Where images are stored beside the state.
+    /// A tier gives this if images are stored beside the state.
     pub images: Option<Arc<dyn ImageStore>>,
-    /// Where gradients that are not lent go to drives.
+    /// A tier gives this if gradients that are not lent go to drives.
     pub gradients: Option<Arc<dyn GradientStore>>,
 }
 
 /// A tier that was opened, and what it has kept of the job.
 pub struct Opened {
     pub store: Store,
-    /// Memory for the job's buffers, of a tier that keeps them.
+    /// The memory for the job's buffers, if the tier keeps them.
     pub buffers: Option<Slab>,
     pub recovered: Recovered,
 }
@@ -44,9 +46,9 @@ pub struct Opened {
 /// What an earlier process left.
 pub enum Recovered {
     Nothing,
-    /// A whole version. It must be read whole, and adopted, before its first step.
+    /// A whole version is there. It must be read whole, and adopted, before its first step.
     Version(Record),
-    /// All memory of a process that was killed at any instant.
+    /// All memory of a process is there, which was killed at any instant.
     Interrupted(Interrupted),
 }
 
@@ -113,14 +115,14 @@ pub trait Tier: Send + Sync {
     ) -> Result<(), Fault>;
 }
 
-/// State that is all in memory, with nothing to do around a shard's update.
+/// The state is all in memory, and nothing is to be done around a shard's update.
 pub trait Together: Send + Sync {
     /// Runs the updates of several shards as one.
     fn update_run(&self, owned: Range<usize>, update: &mut dyn FnMut(Vec<StateMut<'_>>))
     -> Result<(), Fault>;
 }
 
-/// State that the next process finds.
+/// The state is found by the next process.
 pub trait Durable: Send + Sync {
     /// All shards are loaded. The tier keeps this version before it returns.
     fn start(&self, record: &Record) -> Result<(), Fault>;
@@ -138,14 +140,14 @@ pub trait Durable: Send + Sync {
     /// Returns once the next process would know, too, who has joined. It may wait for a drive.
     fn keep_joined(&self) -> Result<(), Fault>;
 
-    /// By rank: who had joined an earlier process. Empty where nothing is known of any.
+    /// For each rank, who had joined an earlier process. It is empty if nothing is known of any.
     fn who_joined(&self) -> Vec<Option<Joined>>;
 
     /// Removes all that the tier keeps of the job. Nothing may be called after it.
     fn discard(&self) -> Result<(), Fault>;
 }
 
-/// Versions that are written while the job goes on, each whole before the next one is decided.
+/// Versions are written while the job goes on. Each is whole before the next one is decided.
 pub trait WriteBehind: Send + Sync {
     /// All that was recovered has been read and is whole. From here on this process owns it.
     fn adopt(&self) -> Result<(), Fault>;
@@ -166,9 +168,9 @@ pub trait WriteBehind: Send + Sync {
     fn failure(&self) -> Option<Fault>;
 }
 
-/// Images, contributions and sums that the next process finds as they were: it finishes the steps that this one had decided.
+/// The next process finds images, contributions and sums as they were, and finishes the steps that this one had decided.
 pub trait KeptMemory: Send + Sync {
-    /// Before the start: whether an image of the version before was loaded for each shard.
+    /// Is called before the start. `loaded` says whether an image of the version before was loaded for each shard.
     fn older_images(&self, loaded: bool);
 
     /// All contributions to an undecided step are summed on a shard. It is called before anyone is told so.
@@ -178,7 +180,7 @@ pub trait KeptMemory: Send + Sync {
     fn carry(&self, owned: usize, version: Version, carry: &mut dyn FnMut());
 }
 
-/// Which image of a shard.
+/// The age of a shard's image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageAge {
     Current,
@@ -186,15 +188,16 @@ pub enum ImageAge {
     Older,
 }
 
-/// Images beside the state: written with it by each update, and by these calls where nothing is updated.
+/// Images beside the state. Each update writes them with it, and these calls write them where nothing is updated.
 pub trait ImageStore: Send + Sync {
     /// Keeps an image of a shard that was loaded.
     fn store(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault>;
 
-    /// Gives a recovered shard's image; false where it is not kept.
+    /// Reads a recovered shard's image. Returns false if it is not kept.
     fn load(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;
 
-    /// Hands bytes of a shard's image of a version to `read`; false where that one is not kept. Waits for the drives.
+    /// Hands bytes of a shard's image of a version to `read`. Returns false if that image is not kept. It waits for the
+    /// drives.
     fn read(
         &self,
         owned: usize,

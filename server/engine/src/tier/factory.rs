@@ -1,4 +1,5 @@
-//! The one place that knows the tiers by kind: opening one, what it needs, and looking into what it left.
+//! This is the only file of the engine that knows tiers by kind: it computes what one needs, opens it, and inspects what it
+//! left.
 
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use super::{
 };
 use crate::threads::Pool;
 
-/// What a tier takes of a server, in bytes.
+/// The resources that a tier takes on a server, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreNeed {
     /// DRAM for state.
@@ -31,7 +32,7 @@ pub struct StoreNeed {
     pub written: u64,
 }
 
-/// What a job's tier needs here.
+/// Computes what a job's tier needs on this server.
 pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
     let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
     let state = Shape::of(spec).bytes(elements as usize) as u64;
@@ -62,8 +63,8 @@ impl Storage {
     }
 }
 
-/// Makes the job's store, or finds what it has kept. `buffers`: bytes of the job's buffers, for a tier that keeps them. `pool`:
-/// what will update the state. `notify` is called when something that one may wait for has changed.
+/// Makes the job's store, or finds what it has kept. `buffers` is the size of the job's buffers, for a tier that
+/// keeps them. `pool` will update the state. `notify` is called when something has changed that somebody may wait for.
 ///
 /// # Errors
 /// Nothing that was made stays behind.

@@ -1,4 +1,4 @@
-//! Gradients that a tier takes to drives and brings back: where one lies, and what moves it.
+//! A tier can take gradients to drives and bring them back. Here is where one lies, and what moves it.
 
 use std::{
     ops::Range,
@@ -10,7 +10,7 @@ use longshore_proto::{Fault, Rank};
 use super::fault::internal;
 use crate::memory::Region;
 
-/// Which of a shard's gradients of a step.
+/// The kinds of a shard's gradients in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// One rank's contribution, in the wire's format.
@@ -27,10 +27,11 @@ pub struct GradientPlace {
     pub kind: Kind,
 }
 
-/// Called with the buffer once its bytes are where they belong, on a thread of the disk.
+/// A thread of the disk calls this with the buffer once its bytes are where they belong.
 pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
 
-/// Room for the gradients of the steps in flight. They die with the process, as they do in DRAM: workers send them again.
+/// The drives' room for the gradients of the steps in flight. They die with the process, as they do in DRAM, and workers send
+/// them again.
 pub trait GradientStore: Send + Sync {
     /// Starts writing the first bytes of a buffer to `within` a gradient.
     fn write(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved);
@@ -44,7 +45,7 @@ pub trait GradientStore: Send + Sync {
     fn written_bytes(&self) -> u64;
 }
 
-/// Bytes on their way.
+/// A read or a write of a gradient that was started.
 pub struct Transfer {
     done: Receiver<Result<Region, Fault>>,
 }

@@ -1,4 +1,4 @@
-//! How a server stores jobs, and which job's shards a tier is opened for.
+//! The settings by which a server stores jobs, and what a tier is opened with.
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -15,21 +15,21 @@ pub struct Storage {
     /// The folder of a tmpfs for jobs with tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub engine: Engine,
-    /// Takes the place of files in tests.
+    /// In tests this takes the place of files.
     pub disks: Option<Arc<dyn OpenDisk>>,
     /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
     pub resident_bytes: u64,
-    /// Images lie in memory that workers of this host can be given to read.
+    /// Images lie in memory that workers of this host may read.
     pub share_images: bool,
     /// How many shards of an `nvme` job are read, updated or written at once.
     pub buffers: usize,
     pub durability: Durability,
     pub spill: Spill,
-    /// Recover no later version than this, because the server's peers have lost a version that it still has.
+    /// No later version than this is recovered, because the server's peers have lost a version that it still has.
     pub at_most: Option<Version>,
 }
 
-/// Which job's shards, and where, for a tier that outlives the process.
+/// The job and the shards that a tier is opened for, and where they are kept if the tier outlives the process.
 pub struct Inputs<'a> {
     pub spec: &'a JobSpec,
     pub layout: &'a Layout,
@@ -50,7 +50,7 @@ pub enum Durability {
     Nothing,
 }
 
-/// What of an `nvme` job lives on the drives.
+/// The parts of an `nvme` job that live on the drives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spill {
     #[default]
