@@ -6,23 +6,18 @@
 mod buffers;
 mod compute;
 mod contribution;
-mod export;
-mod hash;
 mod hold;
 mod load;
 mod need;
 mod open;
 mod padding;
 mod protocol;
-mod purpose;
 mod read;
 mod receive;
-mod snapshot;
+mod snapshots;
 mod spilled;
-mod staging;
 mod sum;
 mod update;
-mod whole_state;
 mod window;
 
 use std::{
@@ -43,12 +38,10 @@ pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::kept_buffers;
 pub use read::{ImageBytes, ImagePlace, ImageRead};
 pub use receive::{Admitted, Stored, Writing, check_sum};
-pub use snapshot::{Captured, Ended, Snapshot, SnapshotInfo};
-pub use staging::Piece;
-pub use whole_state::{BlockCopy, CopiedBlock};
+pub use snapshots::{BlockCopy, Captured, CopiedBlock, Ended, Piece, Snapshot, SnapshotInfo};
 
 use self::{
-    buffers::Buffers, load::Load, snapshot::Copying, spilled::SpilledGradients, sum::take_sums,
+    buffers::Buffers, load::Load, snapshots::Snapshots, spilled::SpilledGradients, sum::take_sums,
     window::Window,
 };
 use crate::{
@@ -91,7 +84,7 @@ pub struct Job {
     tier: Store,
     compute: Arc<Compute>,
     load: Mutex<Load>,
-    snapshots: Mutex<Vec<Arc<Copying>>>,
+    snapshots: Snapshots,
     /// Set once, when a tier failed. From then on nothing is accepted.
     failed: OnceLock<Fault>,
     pushed_bytes: AtomicU64,
@@ -226,7 +219,7 @@ impl Job {
         };
         works.extend(next.map_err(|fault| self.fail(fault))?);
         // This is not done where drives may have to be waited for first.
-        let soon = !works.is_empty() && self.tier.behind.is_none() && lock(&self.snapshots).is_empty();
+        let soon = !works.is_empty() && self.tier.behind.is_none() && self.snapshots.is_empty();
         if self.owed.swap(soon, Ordering::Relaxed) || !soon {
             self.notify();
         }

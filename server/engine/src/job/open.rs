@@ -12,6 +12,7 @@ use super::{
     buffers::{Buffers, Space},
     compute::Compute,
     load::Load,
+    snapshots::Snapshots,
     spilled::SpilledGradients,
     window::Window,
 };
@@ -82,7 +83,7 @@ impl Job {
             tier,
             compute,
             load: Mutex::new(load),
-            snapshots: Mutex::new(Vec::new()),
+            snapshots: Snapshots::default(),
             failed: OnceLock::new(),
             pushed_bytes: AtomicU64::new(0),
             pulled_bytes: AtomicU64::new(0),

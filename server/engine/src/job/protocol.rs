@@ -161,7 +161,7 @@ impl Job {
         let work = machine.commit(incarnation, commit, origin)?;
         let duplicate = machine.version() == before;
         if !duplicate {
-            self.tell_snapshots(&machine);
+            self.snapshots.tell(&machine);
             // The lock is held: nobody may learn of the decision before the tier has it.
             if let Some(kept) = &self.tier.durable {
                 self.record_of(&machine, step, |record| kept.decide(record))?;

@@ -44,7 +44,7 @@ impl Job {
                 .entered();
         let decision = lock(&self.machine).decision(step).map(|(commit, applied)| (commit.clone(), applied));
         let (commit, applied) = decision.expect("a commit is kept until its updates are done");
-        run.clone().for_each(|owned| self.take_snapshots_before(owned, step));
+        run.clone().for_each(|owned| self.snapshots.take_before(self, owned, step));
         if commit.skip {
             for owned in run.clone() {
                 match &self.tier.kept {

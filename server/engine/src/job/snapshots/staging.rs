@@ -14,7 +14,7 @@ use std::{
 
 use longshore_proto::{Fault, FaultKind, ShardId, limits::SNAPSHOT_BYTES};
 
-use super::{compute::Compute, purpose::Purpose};
+use super::{super::compute::Compute, purpose::Purpose};
 use crate::{
     admission::{Budget, Reservation},
     lock,

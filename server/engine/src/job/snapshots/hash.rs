@@ -4,7 +4,11 @@ use std::{sync::Arc, time::Instant};
 
 use longshore_proto::{BlockId, Fault, checksum::BlockHash};
 
-use super::{Captured, Job, SnapshotInfo, compute::BLOCK, purpose::Purpose};
+use super::{
+    super::{Job, compute::BLOCK},
+    Captured, SnapshotInfo,
+    purpose::Purpose,
+};
 use crate::tier::StateRef;
 
 /// Hashes a block of state, its arrays one after the other.

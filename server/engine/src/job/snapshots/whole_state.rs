@@ -4,7 +4,11 @@ use std::sync::Arc;
 
 use longshore_proto::{Fault, Version};
 
-use super::{Captured, Job, Snapshot, compute::BLOCK, purpose::Purpose};
+use super::{
+    super::{Job, compute::BLOCK},
+    Captured, Snapshot,
+    purpose::Purpose,
+};
 use crate::tier::Shape;
 
 /// How the copy of a block is laid out: the arrays one after the other, then room for the older image, which may stay

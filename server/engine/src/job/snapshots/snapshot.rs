@@ -10,19 +10,14 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::{Commit, Fault, FaultKind, ShardId, Step, Version};
+use longshore_proto::{Commit, Fault, FaultKind, ShardId, Version};
 
 use super::{
-    Job,
-    compute::BLOCK,
+    super::{Job, compute::BLOCK},
     purpose::Purpose,
     staging::{Piece, Slot, Staging},
 };
-use crate::{
-    lock,
-    step::{Machine, Progress},
-    tier::StateRef,
-};
+use crate::{lock, tier::StateRef};
 
 /// How many slots the walk fills at once. A tier on drives reads a whole shard for each time: 64 MiB hold the state
 /// of a default one.
@@ -60,14 +55,14 @@ pub struct Ended(Arc<Copying>);
 
 /// What the snapshot's own thread and the updates work on.
 pub(super) struct Copying {
-    version: Version,
-    purpose: Purpose,
+    pub(super) version: Version,
+    pub(super) purpose: Purpose,
     copy: Box<CopyBlock>,
     /// By owned shard: how many blocks are copied. Its lock is held while more are.
     copied: Vec<Mutex<usize>>,
-    staging: Staging,
+    pub(super) staging: Staging,
     /// Known once the version is decided.
-    info: Mutex<Option<SnapshotInfo>>,
+    pub(super) info: Mutex<Option<SnapshotInfo>>,
 }
 
 impl Job {
@@ -98,40 +93,10 @@ impl Job {
                 "ask for the current version; older ones are not kept",
             ));
         }
-        let mut snapshots = lock(&self.snapshots);
-        check_room(&snapshots, purpose)?;
         let copying = Arc::new(Copying { version, purpose, copy, copied, staging, info: Mutex::default() });
-        snapshots.push(Arc::clone(&copying));
-        drop(snapshots);
-        self.tell_snapshots(&machine);
+        self.snapshots.add(&copying)?;
+        self.snapshots.tell(&machine);
         Ok(Snapshot { copying, job: Arc::downgrade(self) })
-    }
-
-    /// Ends all snapshots, since the job is not served any more.
-    pub fn end_snapshots(&self, fault: &Fault) {
-        let snapshots = lock(&self.snapshots).clone();
-        for snapshot in snapshots {
-            snapshot.staging.end(fault.clone());
-        }
-        self.notify();
-    }
-
-    /// Tells the snapshots of the current version what is known of it. It is called under the machine's lock at every
-    /// decision.
-    pub(super) fn tell_snapshots(&self, machine: &Machine) {
-        for snapshot in lock(&self.snapshots).iter().filter(|snapshot| snapshot.version == machine.version())
-        {
-            let Progress { version, applied, last_commit: commit, .. } = machine.progress();
-            *lock(&snapshot.info) = Some(SnapshotInfo { version, applied, commit });
-        }
-    }
-
-    /// Copies what is left of the shard, for every snapshot of a version before `step`'s.
-    pub(super) fn take_snapshots_before(&self, owned: usize, step: Step) {
-        let snapshots = lock(&self.snapshots).clone();
-        for snapshot in snapshots.iter().filter(|snapshot| snapshot.version < step.version()) {
-            snapshot.copy_rest(self, owned);
-        }
     }
 
     fn blocks(&self, owned: usize) -> usize {
@@ -159,24 +124,6 @@ impl Job {
             None => current(None),
         }
     }
-}
-
-/// Checks that there may be one more. A snapshot that has ended counts until its reader has let go of it.
-fn check_room(snapshots: &[Arc<Copying>], purpose: Purpose) -> Result<(), Fault> {
-    let (field, most) = purpose.most();
-    let running = snapshots.iter().filter(|snapshot| snapshot.purpose == purpose).count();
-    if running < most {
-        return Ok(());
-    }
-    let (value, limit) =
-        (format!("{running} of this job"), format!("fewer than {most} when another is begun"));
-    Err(Fault::new(
-        FaultKind::Exhausted,
-        field,
-        value,
-        limit,
-        "wait until one of them has ended, and try again",
-    ))
 }
 
 impl Snapshot {
@@ -232,7 +179,7 @@ impl Snapshot {
 impl Drop for Snapshot {
     fn drop(&mut self) {
         if let Some(job) = self.job.upgrade() {
-            lock(&job.snapshots).retain(|other| !Arc::ptr_eq(other, &self.copying));
+            job.snapshots.remove(&self.copying);
         }
         let fault = Fault::new(FaultKind::Unavailable, "snapshot", "over", "running", "ask for another");
         self.copying.staging.end(fault);
@@ -291,7 +238,7 @@ impl Copying {
     }
 
     /// Copies what is left of a shard, before an update changes it.
-    fn copy_rest(&self, job: &Job, owned: usize) {
+    pub(super) fn copy_rest(&self, job: &Job, owned: usize) {
         loop {
             let left = self.left(job, owned);
             if left == 0 {

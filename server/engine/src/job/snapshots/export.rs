@@ -4,7 +4,11 @@ use std::sync::Arc;
 
 use longshore_proto::{Dtype, Fault, Version};
 
-use super::{Captured, Job, Snapshot, compute::BLOCK, purpose::Purpose};
+use super::{
+    super::{Job, compute::BLOCK},
+    Captured, Snapshot,
+    purpose::Purpose,
+};
 use crate::kernels::{ImageMut, cast};
 
 impl Job {

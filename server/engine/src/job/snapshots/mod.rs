@@ -1,0 +1,93 @@
+//! Snapshots: a version of all shards is copied while training goes on, for a checkpoint, an export or a state hash.
+
+mod export;
+mod hash;
+mod purpose;
+mod snapshot;
+mod staging;
+mod whole_state;
+
+use std::sync::{Arc, Mutex};
+
+use longshore_proto::{Fault, FaultKind, Step};
+
+use self::{purpose::Purpose, snapshot::Copying};
+pub use self::{
+    snapshot::{Captured, Ended, Snapshot, SnapshotInfo},
+    staging::Piece,
+    whole_state::{BlockCopy, CopiedBlock},
+};
+use super::Job;
+use crate::{
+    lock,
+    step::{Machine, Progress},
+};
+
+/// A job's snapshots that run now. Their lock is taken under the machine's, or alone.
+#[derive(Default)]
+pub(super) struct Snapshots {
+    running: Mutex<Vec<Arc<Copying>>>,
+}
+
+impl Snapshots {
+    pub(super) fn is_empty(&self) -> bool {
+        lock(&self.running).is_empty()
+    }
+
+    fn add(&self, copying: &Arc<Copying>) -> Result<(), Fault> {
+        let mut running = lock(&self.running);
+        check_room(&running, copying.purpose)?;
+        running.push(Arc::clone(copying));
+        Ok(())
+    }
+
+    fn remove(&self, copying: &Arc<Copying>) {
+        lock(&self.running).retain(|other| !Arc::ptr_eq(other, copying));
+    }
+
+    /// Tells the snapshots of the current version what is known of it. It is called under the machine's lock at every
+    /// decision.
+    pub(super) fn tell(&self, machine: &Machine) {
+        for snapshot in lock(&self.running).iter().filter(|snapshot| snapshot.version == machine.version()) {
+            let Progress { version, applied, last_commit: commit, .. } = machine.progress();
+            *lock(&snapshot.info) = Some(SnapshotInfo { version, applied, commit });
+        }
+    }
+
+    /// Copies what is left of the shard, for every snapshot of a version before `step`'s.
+    pub(super) fn take_before(&self, job: &Job, owned: usize, step: Step) {
+        let running = lock(&self.running).clone();
+        for snapshot in running.iter().filter(|snapshot| snapshot.version < step.version()) {
+            snapshot.copy_rest(job, owned);
+        }
+    }
+}
+
+impl Job {
+    /// Ends all snapshots, since the job is not served any more.
+    pub fn end_snapshots(&self, fault: &Fault) {
+        let running = lock(&self.snapshots.running).clone();
+        for snapshot in running {
+            snapshot.staging.end(fault.clone());
+        }
+        self.notify();
+    }
+}
+
+/// Checks that there may be one more. A snapshot that has ended counts until its reader has let go of it.
+fn check_room(snapshots: &[Arc<Copying>], purpose: Purpose) -> Result<(), Fault> {
+    let (field, most) = purpose.most();
+    let running = snapshots.iter().filter(|snapshot| snapshot.purpose == purpose).count();
+    if running < most {
+        return Ok(());
+    }
+    let (value, limit) =
+        (format!("{running} of this job"), format!("fewer than {most} when another is begun"));
+    Err(Fault::new(
+        FaultKind::Exhausted,
+        field,
+        value,
+        limit,
+        "wait until one of them has ended, and try again",
+    ))
+}
