@@ -23,10 +23,10 @@ impl Job {
         images: StoredImages,
         read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
-        lock(&self.machine).check_loading()?;
+        self.protocol.machine().check_loading()?;
         lock(&self.load).begin_restore(origin)?;
         // Images that were held belong to another checkpoint.
-        self.forget_images();
+        self.images.forget();
         let version = record.version;
         let loaded = self
             .load_shards(version, images, read)
@@ -79,12 +79,12 @@ impl Job {
         let same =
             load.source == Source::Complete && load.origin.as_ref().is_some_and(|origin| origin.id == id);
         drop(load);
-        same && lock(&self.machine).version() == version
+        same && self.protocol.machine().version() == version
     }
 
     /// Gives up what is held. The job then waits for weights as if it had just been opened.
     pub fn release(&self) -> Result<(), Fault> {
-        lock(&self.machine).check_loading()?;
+        self.protocol.machine().check_loading()?;
         {
             let mut load = lock(&self.load);
             match load.source {

@@ -2,13 +2,13 @@
 
 use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Version};
 
-use super::{Job, buffers::image_blocks, compute::BLOCK, padding::check_padding};
+use super::{Job, compute::BLOCK, images::image_blocks, padding::check_padding};
 use crate::{
     kernels::{ImageMut, MasterMut, cast},
     lock,
     record::Record,
     step::Refusal,
-    tier::{ImageAge, Interrupted, StateMut},
+    tier::{Interrupted, StateMut},
 };
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
@@ -134,7 +134,7 @@ impl Job {
         payload: &[u8],
     ) -> Result<(), Fault> {
         let owned = {
-            let machine = lock(&self.machine);
+            let machine = self.protocol.machine();
             machine.check_loading()?;
             machine.check_rank_zero(incarnation)?;
             machine.owned_index(shard)?
@@ -211,10 +211,10 @@ impl Job {
         let with_older = images == StoredImages::Both && version.0 > 0;
         for (owned, &shard) in self.owned.iter().enumerate() {
             self.check_cancelled()?;
-            let mut current = self.image_to_make(owned, version);
+            let mut current = self.images.to_make(owned, version);
             // At version 0 there is no image before. The one to come uses the other memory of the pair.
-            let mut older = self.image_to_make(owned, Version(version.0 + 1));
-            let length = self.image_len(owned);
+            let mut older = self.images.to_make(owned, Version(version.0 + 1));
+            let length = self.images.len(owned);
             let mut result = Ok(());
             self.tier.state.load(owned, &mut |state| {
                 let image =
@@ -226,9 +226,9 @@ impl Job {
             current.set((images != StoredImages::None).then_some(version));
             older.set(with_older.then(|| Version(version.0 - 1)));
             drop((current, older));
-            if self.spills_images() {
+            if self.images.are_spilled() {
                 // They do not stay in DRAM until the start.
-                self.store_images(owned, version)?;
+                self.images.store(owned, version)?;
             }
             lock(&self.load).shards += 1;
             self.notify();
@@ -239,7 +239,7 @@ impl Job {
     /// Undoes a load. Neither its images nor its moments may pass for those of what is loaded next, and an upload
     /// writes master weights alone.
     pub(super) fn forget(&self) {
-        self.forget_images();
+        self.images.forget();
         for owned in 0..self.owned.len() {
             let cleared = self.tier.state.load(owned, &mut |state| {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
@@ -253,10 +253,10 @@ impl Job {
 
     /// Makes the current image of every shard for which none was loaded.
     pub(super) fn make_images(&self, version: Version, loaded: StoredImages) -> Result<(), Fault> {
-        let stored = self.spills_images() && loaded != StoredImages::None;
+        let stored = self.images.are_spilled() && loaded != StoredImages::None;
         for owned in (0..self.owned.len()).filter(|_| !stored) {
             self.make_image(owned, version)?;
-            self.store_images(owned, version)?;
+            self.images.store(owned, version)?;
         }
         Ok(())
     }
@@ -265,14 +265,14 @@ impl Job {
     pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
         if let Some(kept) = &self.tier.kept {
             let older = record.version.0.checked_sub(1).map(Version);
-            let loaded = |older| (0..self.owned.len()).all(|owned| self.image_here(owned, older).is_some());
+            let loaded = |older| (0..self.owned.len()).all(|owned| self.images.here(owned, older).is_some());
             kept.older_images(older.is_some_and(loaded));
         }
         if let Some(durable) = &self.tier.durable {
             durable.start(record)?;
         }
         let Record { version, applied, commit, .. } = record.clone();
-        let started = lock(&self.machine).loaded(version, applied, commit);
+        let started = self.protocol.machine().loaded(version, applied, commit);
         self.notify();
         started.map_err(|refusal| {
             let fault = Fault::from(refusal);
@@ -282,10 +282,10 @@ impl Job {
 
     /// Makes the current image from the master weights, unless it was loaded.
     fn make_image(&self, owned: usize, version: Version) -> Result<(), Fault> {
-        if self.image_here(owned, version).is_some() {
+        if self.images.here(owned, version).is_some() {
             return Ok(());
         }
-        let mut image = self.image_to_make(owned, version);
+        let mut image = self.images.to_make(owned, version);
         let region = image.overwrite();
         self.tier.state.read(owned, &mut |state| {
             let images = image_blocks(region, self.spec.image_dtype, BLOCK);
@@ -300,29 +300,11 @@ impl Job {
         Ok(())
     }
 
-    fn store_images(&self, owned: usize, version: Version) -> Result<(), Fault> {
-        let Some(images) = &self.tier.images else { return Ok(()) };
-        for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
-            let image = version.0.checked_sub(behind).and_then(|kept| self.image_here(owned, Version(kept)));
-            if let Some(image) = image {
-                images.store(owned, age, &image.bytes()[..self.image_len(owned)])?;
-            }
-        }
-        Ok(())
-    }
-
     /// Goes on from a version that the tier has kept. Every block of it is read and compared on the way.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let version = record.version;
         for owned in 0..self.owned.len() {
-            let length = self.image_len(owned);
-            for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
-                let mut image = self.image_to_make(owned, Version(version.0 + behind));
-                let place = &mut image.overwrite().bytes_mut()[..length];
-                let images = self.tier.images.as_ref();
-                let kept = images.map_or(Ok(false), |images| images.load(owned, age, place))?;
-                image.set(kept.then(|| Version(version.0 - behind)));
-            }
+            self.images.recover(owned, version)?;
             // This is done even where the image was kept: a damaged block must be found while the version before can
             // still be taken.
             self.tier.state.read(owned, &mut |_| ())?;
@@ -332,7 +314,7 @@ impl Job {
             behind.adopt()?;
         }
         lock(&self.load).finish();
-        lock(&self.machine).recovered(record)?;
+        self.protocol.machine().recovered(record)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
         Ok(())
     }
@@ -340,18 +322,11 @@ impl Job {
     /// Goes on from a process that was killed at any instant. What it had decided is updated to the end, from the
     /// contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
-        for (buffers, shard) in self.buffers.shards.iter().zip(&kept.shards) {
-            let image = |version: Version| {
-                let image = &buffers.images[version.0 as usize % 2];
-                image.write().unwrap_or_else(|poison| poison.into_inner()).set(Some(version));
-            };
-            image(shard.version);
-            if shard.older_image {
-                image(Version(shard.version.0 - 1));
-            }
+        for (owned, shard) in kept.shards.iter().enumerate() {
+            self.images.found(owned, shard);
         }
         lock(&self.load).finish();
-        let mut machine = lock(&self.machine);
+        let mut machine = self.protocol.machine();
         let shards = kept.shards.iter().map(|shard| (shard.version, shard.summed)).collect::<Vec<_>>();
         let work = machine.resume_updates(kept.records, &shards)?;
         let version = machine.version();
@@ -360,13 +335,13 @@ impl Job {
                 if step.version() <= version || !machine.is_complete(owned, step) {
                     continue;
                 }
-                let nonfinite = self.form_figures_again(owned, step);
+                let nonfinite = self.gradients.form_figures_again(owned, step);
                 machine.summed_before(owned, step, nonfinite);
             }
         }
         drop(machine);
         tracing::info!(job = %self.spec.name, %version, unfinished = work.len(), "recovered");
-        *lock(&self.unfinished) = work;
+        self.protocol.leave_unfinished(work);
         Ok(())
     }
 }

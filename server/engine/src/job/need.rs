@@ -5,7 +5,7 @@ use longshore_proto::{
     limits::{CONNECTION_BYTES, DATA_CONNECTIONS, SPILLED_PULL_BYTES},
 };
 
-use super::{spilled, window};
+use super::{gradients, images};
 use crate::{
     admission::Need,
     tier::{self, Storage, StoreNeed},
@@ -17,7 +17,7 @@ impl Need {
         let slots = spec.gradient_slots() as u64;
         let StoreNeed { state, buffers, disk, written } = tier::need(spec, layout, owned, storage);
         let (contributions, accumulators) = if storage.spills_gradients(spec) {
-            spilled::need(spec, layout, owned)
+            gradients::spilled::need(spec, layout, owned)
         } else {
             let contributions = elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size);
             (contributions, if spec.accumulates() { elements * 4 * slots } else { 0 })
@@ -29,7 +29,7 @@ impl Need {
             disk,
             written,
             images: if storage.spills_images(spec) {
-                window::need(spec, layout, owned, storage)
+                images::window::need(spec, layout, owned, storage)
             } else {
                 elements * spec.image_dtype.bytes() * 2
             },

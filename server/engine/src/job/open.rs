@@ -1,24 +1,21 @@
 //! Opening a job: what it needs is promised, then allocated, and then what its tier has kept is taken up.
 
-use std::sync::{
-    Arc, Condvar, Mutex, OnceLock,
-    atomic::{AtomicBool, AtomicU64},
-};
+use std::sync::{Arc, Mutex, atomic::AtomicU64};
 
 use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId};
 
 use super::{
-    Job, Observer, Signal,
-    buffers::{Buffers, Space},
+    Job, Observer,
     compute::Compute,
+    gradients::{Gradients, SpilledGradients},
+    images::{Images, Window},
     load::Load,
+    protocol::{Protocol, Signal},
     snapshots::Snapshots,
-    spilled::SpilledGradients,
-    window::Window,
+    space::{Buffers, Space},
 };
 use crate::{
     admission::{Budget, Need},
-    lock,
     memory::AllocationError,
     step::Machine,
     tier::{self, Header, Inputs, Opened, Recovered, Storage},
@@ -46,7 +43,7 @@ impl Job {
         let need = Need::of(&spec, &layout, &owned, storage);
         let reservation = budget.reserve(&need)?;
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
-        let signal = Arc::new(Signal { changed: Condvar::new(), observer });
+        let signal = Arc::new(Signal::new(observer));
         let spilled = storage.spills_images(&spec);
         // A tier that keeps the buffers gives their memory.
         let space = (!tier::keeps_buffers(&spec)).then(|| Space::allocate(&spec, &lengths, storage));
@@ -59,15 +56,19 @@ impl Job {
         let Opened { store: mut tier, buffers, recovered } = opened;
         let space = space.or_else(|| Some(Space::of_tier(buffers?, &spec)));
         let space = space.expect("a tier that keeps the buffers gives their memory");
-        let buffers = Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
+        let Buffers { images, gradients, shared } =
+            Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
+        let image_bytes = lengths.iter().map(|&length| length * spec.image_dtype.bytes() as usize).collect();
+        let images = Images::new(images, image_bytes, window, shared, tier.images.take());
         let files = tier.gradients.take();
         let spilled =
             files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));
         let spilled = spilled.transpose().map_err(exhausted)?;
         let load = Load::new(&layout, &owned);
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
+        let gradients = Gradients::new((&spec, &layout), &owned, &compute, gradients, spilled);
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
         let job = Job {
             spec,
@@ -75,25 +76,20 @@ impl Job {
             placement,
             server,
             owned,
-            machine: Mutex::new(machine),
-            signal,
-            buffers,
-            window,
-            spilled,
+            gradients,
+            images,
             tier,
             compute,
             load: Mutex::new(load),
             snapshots: Snapshots::default(),
-            failed: OnceLock::new(),
             pushed_bytes: AtomicU64::new(0),
             pulled_bytes: AtomicU64::new(0),
             reservation,
             disk_bytes: need.disk,
-            unfinished: Mutex::default(),
-            owed: AtomicBool::new(false),
+            protocol: Protocol::new(machine, signal),
         };
         if let Some(durable) = &job.tier.durable {
-            lock(&job.machine).had_joined(&durable.who_joined());
+            job.protocol.machine().had_joined(&durable.who_joined());
         }
         match recovered {
             Recovered::Nothing => {}

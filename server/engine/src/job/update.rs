@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use longshore_proto::{BlockId, Commit, Fault, Step, limits::BLOCK_ELEMENTS};
+use longshore_proto::{BlockId, Commit, Fault, Rank, Step, limits::BLOCK_ELEMENTS};
 
 use tracing::debug_span;
 
-use super::{Job, buffers::image_blocks, compute::BLOCK, contribution::cast};
+use super::{Job, compute::BLOCK, gradients::cast, images::image_blocks};
 use crate::{
     kernels::{Gradient, ImageMut, Random, Scalars, update, update_low},
     lock,
@@ -38,27 +38,26 @@ const AHEAD: usize = 8;
 impl Job {
     pub(super) fn update(&self, first: usize, step: Step) -> Result<Option<Work>, Fault> {
         let most = if self.tier.together.is_some() { (1 + first / AHEAD).min(MOST_AT_ONCE) } else { 1 };
-        let run = first..first + lock(&self.machine).updatable(first, most, step);
+        let run = first..first + self.protocol.machine().updatable(first, most, step);
         let _stage =
             debug_span!(target: "stage", "update", shard = self.owned[first].0, shards = run.len(), step = step.0)
                 .entered();
-        let decision = lock(&self.machine).decision(step).map(|(commit, applied)| (commit.clone(), applied));
+        let decision =
+            self.protocol.machine().decision(step).map(|(commit, applied)| (commit.clone(), applied));
         let (commit, applied) = decision.expect("a commit is kept until its updates are done");
         run.clone().for_each(|owned| self.snapshots.take_before(self, owned, step));
         if commit.skip {
             for owned in run.clone() {
                 match &self.tier.kept {
-                    Some(kept) => kept.carry(owned, step.version(), &mut || self.carry_image(owned, step)),
-                    None => self.carry_image(owned, step),
+                    Some(kept) => kept.carry(owned, step.version(), &mut || self.images.carry(owned, step)),
+                    None => self.images.carry(owned, step),
                 }
             }
         } else {
             self.update_shards(run.clone(), &commit, applied)?;
         }
-        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
-        let used = self.buffers.shards[run.clone()].iter().flat_map(|shard| &shard.contributions[slot]);
-        used.for_each(|rank| lock(rank).give_back());
-        let mut machine = lock(&self.machine);
+        self.gradients.give_back(run.clone(), step);
+        let mut machine = self.protocol.machine();
         let mut next = None;
         for owned in run.clone() {
             next = machine.updated(owned, step);
@@ -71,19 +70,6 @@ impl Job {
         Ok(next)
     }
 
-    /// Gives a skipped step's version the image of the version before, since the step changes nothing.
-    fn carry_image(&self, owned: usize, step: Step) {
-        if self.spills_images() {
-            // The tier knows that both versions have the image on its drives.
-            return;
-        }
-        let images = &self.buffers.shards[owned].images;
-        let before = images[(step.0 as usize + 1) % 2].read().unwrap_or_else(|poison| poison.into_inner());
-        let mut after = images[step.0 as usize % 2].write().unwrap_or_else(|poison| poison.into_inner());
-        after.overwrite().bytes_mut().copy_from_slice(before.bytes());
-        after.set(Some(step.version()));
-    }
-
     fn update_shards(&self, run: Range<usize>, commit: &Commit, applied: u64) -> Result<(), Fault> {
         let multiplier = commit.gradient_multiplier();
         let scalars: Vec<Scalars> = commit
@@ -91,12 +77,12 @@ impl Job {
             .iter()
             .map(|hyper| Scalars::new(self.spec.rule, hyper, applied, multiplier))
             .collect();
-        let fetched = run.clone().map(|owned| self.fetch_gradient(owned, commit.step));
+        let fetched = run.clone().map(|owned| self.gradients.fetch_gradient(owned, commit.step));
         let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
-        let slot = (commit.step.0 % self.spec.gradient_slots() as u64) as usize;
-        let shards = &self.buffers.shards[run.clone()];
-        let lone: Vec<_> = shards.iter().map(|shard| lock(&shard.contributions[slot][0])).collect();
-        let sums: Vec<_> = shards.iter().map(|shard| shard.accumulators[slot].as_ref().map(lock)).collect();
+        let (gradients, slot) = (&self.gradients, self.gradients.slot(commit.step));
+        let lone: Vec<_> =
+            run.clone().map(|owned| lock(gradients.contribution(owned, slot, Rank(0)))).collect();
+        let sums: Vec<_> = run.clone().map(|owned| gradients.accumulator(owned, slot).map(lock)).collect();
         let whole = |index: usize| match (&fetched[index], &sums[index]) {
             (Some(region), Some(_)) => Gradient::f32(region.f32()),
             (Some(region), None) => cast(region.bytes().into(), self.spec.gradient_dtype),
@@ -104,7 +90,7 @@ impl Job {
             (None, None) => lone[index].gradient(self.spec.gradient_dtype),
         };
         let version = commit.step.version();
-        let mut images: Vec<_> = run.clone().map(|owned| self.image_to_make(owned, version)).collect();
+        let mut images: Vec<_> = run.clone().map(|owned| self.images.to_make(owned, version)).collect();
         let mut compute = |states: Vec<StateMut<'_>>, guard: &dyn Guard| {
             let shards = run.clone().zip(states).zip(&mut images).enumerate();
             let blocks = shards.map(|(index, ((owned, state), image))| {
@@ -128,7 +114,7 @@ impl Job {
         }
         images.iter_mut().for_each(|image| image.set(Some(version)));
         drop((lone, sums));
-        fetched.into_iter().for_each(|gradient| self.give_gradient_back(gradient));
+        fetched.into_iter().for_each(|gradient| self.gradients.give_gradient_back(gradient));
         Ok(())
     }
 

@@ -80,7 +80,7 @@ impl Job {
         let staging = Staging::new(purpose, block_bytes, largest, budget, Arc::clone(&self.compute));
         let copied = self.owned.iter().map(|_| Mutex::new(0)).collect();
         // Under the machine's lock no commit can pass between reading the version and registering the snapshot.
-        let machine = lock(&self.machine);
+        let machine = self.protocol.machine();
         machine.check_not_loading()?;
         let current = machine.version();
         let version = asked.unwrap_or(current);
@@ -117,10 +117,10 @@ impl Job {
         }
         let older = version.0.checked_sub(1).map(Version);
         let current = |older: Option<&[u8]>| {
-            self.with_whole_image(owned, version, |image| with(image.unwrap_or_default(), older))
+            self.images.with_whole(owned, version, |image| with(image.unwrap_or_default(), older))
         };
         match older {
-            Some(older) => self.with_whole_image(owned, older, current)?,
+            Some(older) => self.images.with_whole(owned, older, current)?,
             None => current(None),
         }
     }

@@ -13,8 +13,8 @@ use longshore_proto::{
 };
 
 use super::{
-    Job, Signal,
-    compute::BLOCK,
+    super::{Job, compute::BLOCK, protocol::Signal},
+    Gradients,
     contribution::{add, cast},
 };
 use crate::{
@@ -32,7 +32,7 @@ const ON_THEIR_WAY: usize = 16;
 /// How many gradients are here for updates: one in use and one read ahead.
 const AHEAD: usize = 2;
 
-pub(super) struct SpilledGradients {
+pub(in crate::job) struct SpilledGradients {
     files: Arc<dyn GradientStore>,
     desk: Arc<Desk>,
     /// Used by the compute thread alone.
@@ -111,7 +111,7 @@ pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> (u64, 
 }
 
 impl SpilledGradients {
-    pub(super) fn new(
+    pub(in crate::job) fn new(
         spec: &JobSpec,
         layout: &Layout,
         owned: &[ShardId],
@@ -177,13 +177,13 @@ impl SpilledGradients {
 impl Job {
     /// Whether gradients that are not lent live on drives.
     pub fn spills_gradients(&self) -> bool {
-        self.spilled.is_some()
+        self.gradients.spilled.is_some()
     }
 
     /// Has `arrival` called, on any thread, whenever [`Job::collect`] has something to do. It may be set once, before
     /// the first chunk comes.
     pub fn on_arrival(&self, arrival: Box<dyn Fn() + Send + Sync>) {
-        if let Some(spilled) = &self.spilled {
+        if let Some(spilled) = &self.gradients.spilled {
             let _ = spilled.desk.arrival.set(arrival);
         }
     }
@@ -194,18 +194,20 @@ impl Job {
     /// # Errors
     /// The drives' error: then the job cannot go on from this server.
     pub fn collect(&self) -> Result<Option<Work>, Fault> {
-        let Some(spilled) = &self.spilled else { return Ok(None) };
+        let Some(spilled) = &self.gradients.spilled else { return Ok(None) };
         let Some(arrived) = lock(&spilled.desk.arrived).pop_front() else { return Ok(None) };
         let Arrived { ticket, crc32, figures, result } = arrived;
         result.map_err(|fault| self.fail(fault))?;
         let rank = ticket.chunk.contribution.rank;
-        let contribution = &self.buffers.shards[ticket.owned].contributions[ticket.slot][rank.index()];
+        let contribution = self.gradients.contribution(ticket.owned, ticket.slot, rank);
         lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &figures);
-        let work = lock(&self.machine).stored(ticket);
+        let work = self.protocol.machine().stored(ticket);
         self.notify();
         Ok(work)
     }
+}
 
+impl Gradients {
     /// How many bytes a shard's contribution has.
     fn contribution_len(&self, owned: usize) -> usize {
         (self.layout.shard_len(self.owned[owned]) * self.spec.gradient_dtype.bytes()) as usize
@@ -234,7 +236,7 @@ impl Job {
         for rank in 0..ranks {
             let (kind, arrived) = (Kind::Contribution(Rank(rank)), coming.map(Transfer::wait).transpose()?);
             coming = if rank + 1 < ranks { read(rank + 1, &mut scratch.parts)? } else { None };
-            let mut contribution = lock(&self.buffers.shards[owned].contributions[slot][rank as usize]);
+            let mut contribution = lock(self.contribution(owned, slot, Rank(rank)));
             let whole = match &arrived {
                 Some(region) => {
                     let bytes = &region.bytes()[..self.contribution_len(owned)];
@@ -275,7 +277,7 @@ impl Job {
         rank: Rank,
         parts: &mut Vec<Region>,
     ) -> Result<Option<Transfer>, Fault> {
-        if lock(&self.buffers.shards[owned].contributions[slot][rank.index()]).is_lent() {
+        if lock(self.contribution(owned, slot, rank)).is_lent() {
             return Ok(None);
         }
         let buffer = parts.pop().ok_or_else(lost)?;
@@ -284,10 +286,10 @@ impl Job {
     }
 
     /// The gradient that a shard's update uses, if it is on the drives. Meanwhile the next shard's is read.
-    pub(super) fn fetch_gradient(&self, owned: usize, step: Step) -> Result<Option<Region>, Fault> {
+    pub(in crate::job) fn fetch_gradient(&self, owned: usize, step: Step) -> Result<Option<Region>, Fault> {
         let Some(spilled) = &self.spilled else { return Ok(None) };
         let scratch = &mut *lock(&spilled.scratch);
-        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
+        let slot = self.slot(step);
         let ahead = match scratch.ahead.take() {
             Some(ahead) if (ahead.owned, ahead.step) == (owned, step) => Some(ahead.transfer),
             Some(other) => {
@@ -309,7 +311,7 @@ impl Job {
         match kind {
             Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned][slot])?,
             Kind::Contribution(_) => {
-                let lone = lock(&self.buffers.shards[owned].contributions[slot][0]);
+                let lone = lock(self.contribution(owned, slot, Rank(0)));
                 self.verify(spilled, place, bytes, lone.sums())?;
             }
         }
@@ -333,7 +335,7 @@ impl Job {
         scratch: &mut Scratch,
     ) -> Result<Option<Transfer>, Fault> {
         let (kind, bytes) = self.gradient_kind(owned);
-        if kind != Kind::Sum && lock(&self.buffers.shards[owned].contributions[slot][0]).is_lent() {
+        if kind != Kind::Sum && lock(self.contribution(owned, slot, Rank(0))).is_lent() {
             return Ok(None);
         }
         let buffer = scratch.gradients.pop().ok_or_else(lost)?;
@@ -341,8 +343,8 @@ impl Job {
         Ok(Some(Transfer::read(&*spilled.files, place, bytes, buffer)))
     }
 
-    /// Gives back what [`Job::fetch_gradient`] gave.
-    pub(super) fn give_gradient_back(&self, gradient: Option<Region>) {
+    /// Gives back what [`Gradients::fetch_gradient`] gave.
+    pub(in crate::job) fn give_gradient_back(&self, gradient: Option<Region>) {
         if let Some(spilled) = &self.spilled {
             lock(&spilled.scratch).gradients.extend(gradient);
         }

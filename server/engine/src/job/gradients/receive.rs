@@ -7,7 +7,7 @@ use std::{
 };
 
 use longshore_proto::{
-    ContributionChunk, Fault, FaultKind, Rank,
+    ContributionChunk, Fault, FaultKind,
     checksum::{Crc32, TILE_BYTES},
     limits::CHUNK_BYTES,
 };
@@ -15,16 +15,14 @@ use longshore_proto::{
 use tracing::{debug_span, span::EnteredSpan};
 
 use super::{
-    Job,
-    compute::BLOCK,
+    super::{Job, compute::BLOCK, padding::check_padding},
     contribution::{LENT_ALIGNMENT, Lent, figures_within},
-    padding::check_padding,
     spilled::Staged,
 };
 use crate::{
     lock,
     memory::Source,
-    step::{Admission, Machine, Ticket, Work},
+    step::{Admission, Ticket, Work},
 };
 
 /// The most bytes that are copied under one lock of a rank's buffer, which takes 20 microseconds, or read from a
@@ -150,8 +148,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             count
         } else {
             // Two connections may bring chunks of one buffer, so neither holds it for longer than a part.
-            let mut contribution =
-                lock(&job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
+            let mut contribution = lock(job.gradients.contribution(owned, slot, chunk.contribution.rank));
             // Admission checked that the chunk lies inside the shard.
             let count = fill(&mut contribution.own()[start..end], &mut self.sum)?;
             if figures {
@@ -182,8 +179,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             return Err(Fault::invalid("push.place", value, limit, "lend a shard's whole gradient"));
         }
         self.check_padding(0, bytes)?;
-        let mut contribution =
-            lock(&self.job.buffers.shards[owned].contributions[slot][chunk.contribution.rank.index()]);
+        let mut contribution = lock(self.job.gradients.contribution(owned, slot, chunk.contribution.rank));
         if self.job.tier.kept.is_some() {
             contribution.copy(&*lent);
         } else {
@@ -210,11 +206,11 @@ impl<J: Deref<Target = Job>> Writing<J> {
         }
         self.finished = true;
         self.job.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
-        if let (Some(spilled), Some(staged)) = (&self.job.spilled, self.staged.take()) {
+        if let (Some(spilled), Some(staged)) = (&self.job.gradients.spilled, self.staged.take()) {
             spilled.store(self.ticket, staged, self.sum.value());
             return Ok(None);
         }
-        let work = lock(&self.job.machine).stored(self.ticket);
+        let work = self.job.protocol.machine().stored(self.ticket);
         self.job.notify();
         Ok(work)
     }
@@ -228,8 +224,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         if let Some(staged) = &self.staged {
             return self.check_padding(start, &staged.region.bytes()[..length]);
         }
-        let rank = chunk.contribution.rank.index();
-        let mut contribution = lock(&self.job.buffers.shards[owned].contributions[slot][rank]);
+        let rank = chunk.contribution.rank;
+        let mut contribution = lock(self.job.gradients.contribution(owned, slot, rank));
         self.check_padding(start, &contribution.own()[start..start + length])
     }
 
@@ -245,10 +241,10 @@ impl<J: Deref<Target = Job>> Writing<J> {
 impl<J: Deref<Target = Job>> Drop for Writing<J> {
     fn drop(&mut self) {
         if !self.finished {
-            if let (Some(spilled), Some(staged)) = (&self.job.spilled, self.staged.take()) {
+            if let (Some(spilled), Some(staged)) = (&self.job.gradients.spilled, self.staged.take()) {
                 spilled.unstage(staged);
             }
-            lock(&self.job.machine).abandoned(self.ticket);
+            self.job.protocol.machine().abandoned(self.ticket);
             self.job.notify();
         }
     }
@@ -268,7 +264,7 @@ impl Job {
     /// Decides on a chunk whose payload is about to come. `job` may be a reference or an `Arc`.
     pub fn admit<J: Deref<Target = Job>>(job: J, chunk: &ContributionChunk) -> Result<Admitted<J>, Fault> {
         job.check_alive()?;
-        let admission = lock(&job.machine).admit(chunk)?;
+        let admission = job.protocol.machine().admit(chunk)?;
         let ticket = match admission {
             Admission::Duplicate => return Ok(Admitted::Duplicate),
             Admission::Superseded => return Ok(Admitted::Superseded),
@@ -280,10 +276,10 @@ impl Job {
         let start = if chunk.lent { 0 } else { chunk.chunk.0 as usize * CHUNK_BYTES };
         let left = start..start + chunk.bytes as usize;
         let mut staged = None;
-        if let Some(spilled) = job.spilled.as_ref().filter(|_| !chunk.lent) {
+        if let Some(spilled) = job.gradients.spilled.as_ref().filter(|_| !chunk.lent) {
             staged = spilled.stage(start);
             if staged.is_none() {
-                lock(&job.machine).abandoned(ticket);
+                job.protocol.machine().abandoned(ticket);
                 return Ok(Admitted::Busy);
             }
         }
@@ -300,17 +296,6 @@ impl Job {
             Admitted::Write(mut writing) => {
                 writing.write(payload)?;
                 writing.finish().map(Stored::New)
-            }
-        }
-    }
-
-    /// Lets go of what a rank's earlier process had lent and nobody needs.
-    pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
-        for (owned, shard) in self.buffers.shards.iter().enumerate() {
-            for (slot, ranks) in shard.contributions.iter().enumerate() {
-                if !machine.holds(owned, slot, rank) {
-                    lock(&ranks[rank.index()]).give_back();
-                }
             }
         }
     }

@@ -6,9 +6,8 @@ use longshore_proto::{
     Commit, Fault, FaultKind, Incarnation, Origin, Rank, Step, Version, commit::check_pause_reason,
 };
 
-use super::Job;
+use super::super::Job;
 use crate::{
-    lock,
     record::{Joined, Record},
     step::{Admission, Machine, Refusal, Work},
 };
@@ -17,7 +16,7 @@ impl Job {
     /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. Returns
     /// true when it is at that version already.
     pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
-        let machine = lock(&self.machine);
+        let machine = self.protocol.machine();
         machine.check_newest(Rank(0), incarnation)?;
         let current = machine.version();
         if version == current {
@@ -43,7 +42,7 @@ impl Job {
     /// The newest version that a crash of this server cannot take back; with the memory tier it is the newest
     /// version. Rank 0 waits for it before it commits the next step, and workers before they free their gradients.
     pub fn durable(&self) -> Version {
-        let version = lock(&self.machine).version();
+        let version = self.protocol.machine().version();
         self.written().map_or(version, |durable| durable.min(version))
     }
 
@@ -51,7 +50,7 @@ impl Job {
     /// told once [`Job::keep_joined`] has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
-        let mut machine = lock(&self.machine);
+        let mut machine = self.protocol.machine();
         if machine.fence(rank, incarnation)? {
             let joined = Joined { incarnation, at: machine.version(), fence_only: true };
             self.tell_joined(rank, joined, false);
@@ -65,14 +64,14 @@ impl Job {
     /// rank may be told once [`Job::keep_joined`] has returned.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
-        let mut machine = lock(&self.machine);
+        let mut machine = self.protocol.machine();
         let before = machine.has_joined(rank, incarnation);
         let joined = machine.join(rank, incarnation)? != Admission::Busy;
         if joined && !before {
             // The lock is held, since what is sent again is written over what was there.
             let joined = Joined { incarnation, at: machine.version(), fence_only: false };
             self.tell_joined(rank, joined, self.spec.world_size == 1);
-            self.give_back_unneeded(&machine, rank);
+            self.gradients.give_back_unneeded(&machine, rank);
         }
         drop(machine);
         self.notify();
@@ -93,11 +92,11 @@ impl Job {
 
     /// Checks that a caller is the rank's current process.
     pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
-        lock(&self.machine).check_rank(rank, incarnation).map_err(Fault::from)
+        self.protocol.machine().check_rank(rank, incarnation).map_err(Fault::from)
     }
 
     pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
-        lock(&self.machine).leave(rank, incarnation)?;
+        self.protocol.machine().leave(rank, incarnation)?;
         self.notify();
         Ok(())
     }
@@ -118,7 +117,7 @@ impl Job {
     /// Changes the standing of the current version, once its record is there to be written again.
     fn stand(&self, change: impl FnOnce(&mut Machine) -> Result<bool, Refusal>) -> Result<bool, Fault> {
         self.check_alive()?;
-        let mut machine = lock(&self.machine);
+        let mut machine = self.protocol.machine();
         if self.written().is_some_and(|durable| durable < machine.version()) {
             return Ok(false);
         }
@@ -127,7 +126,7 @@ impl Job {
         {
             // The lock is held: nobody may learn of it before the tier has it, and no decision may come between.
             kept.stand(&machine.record()).inspect_err(|fault| {
-                let _ = self.failed.set(fault.clone());
+                self.protocol.fail(fault);
             })?;
         }
         drop(machine);
@@ -150,7 +149,7 @@ impl Job {
     ) -> Result<(bool, Option<Work>), Fault> {
         self.check_alive()?;
         commit.validate(&self.spec)?;
-        let mut machine = lock(&self.machine);
+        let mut machine = self.protocol.machine();
         let before = machine.version();
         if let Some(durable) = self.written().filter(|&durable| durable < before)
             && commit.step == before.next_step()
@@ -176,7 +175,7 @@ impl Job {
     }
 
     /// All shards have the version that a step made: it becomes durable from here on.
-    pub(super) fn finish(&self, machine: &Machine, step: Step) -> Result<(), Fault> {
+    pub(in crate::job) fn finish(&self, machine: &Machine, step: Step) -> Result<(), Fault> {
         let Some(behind) = &self.tier.behind else { return Ok(()) };
         self.record_of(machine, step, |record| behind.finish(record))
     }
@@ -191,7 +190,7 @@ impl Job {
         let (commit, applied) = machine.decision(step).expect("a commit is kept until its updates are done");
         let kept = keep(&Record::new(step.version(), applied, Some(commit.clone())));
         kept.inspect_err(|fault| {
-            let _ = self.failed.set(fault.clone());
+            self.protocol.fail(fault);
         })
     }
 
@@ -205,26 +204,21 @@ impl Job {
     }
 
     /// Waits for a condition of the machine, or says at the deadline what is there instead.
-    pub(super) fn wait_until(
+    pub(in crate::job) fn wait_until(
         &self,
         deadline: Instant,
         field: &str,
         remedy: &str,
         check: impl Fn(&Machine) -> Result<(), String>,
     ) -> Result<(), Fault> {
-        let mut machine = lock(&self.machine);
+        let mut machine = self.protocol.machine();
         while let Err(found) = check(&machine) {
             self.check_alive()?;
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Fault::new(FaultKind::Deadline, field, found, "there in time", remedy));
             }
-            machine = self
-                .signal
-                .changed
-                .wait_timeout(machine, left)
-                .unwrap_or_else(|poison| poison.into_inner())
-                .0;
+            machine = self.protocol.wait(machine, left);
         }
         Ok(())
     }

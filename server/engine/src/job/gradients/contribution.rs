@@ -4,7 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use longshore_proto::Dtype;
 
-use super::compute::BLOCK;
+use super::super::compute::BLOCK;
 use crate::{
     kernels::{Figures, Gradient, Isa, accumulate, accumulate_figures, figures, widen},
     memory::{Region, Source},
@@ -21,7 +21,7 @@ pub trait Lent: Send + Sync {
 }
 
 /// Its bytes are in the wire's format.
-pub(super) struct Contribution {
+pub(in crate::job) struct Contribution {
     region: Region,
     lent: Option<Arc<dyn Lent>>,
     /// The statistics of the blocks that were copied here while statistics were wanted. A block that is being copied
@@ -32,7 +32,7 @@ pub(super) struct Contribution {
 }
 
 impl Contribution {
-    pub(super) fn new(region: Region) -> Contribution {
+    pub(in crate::job) fn new(region: Region) -> Contribution {
         Contribution { region, lent: None, figures: Vec::new(), sums: Vec::new() }
     }
 
@@ -92,7 +92,7 @@ impl Contribution {
         self.lent = None;
     }
 
-    pub(super) fn gradient(&self, dtype: Dtype) -> Gradient<'_> {
+    pub(in crate::job) fn gradient(&self, dtype: Dtype) -> Gradient<'_> {
         self.lent.as_ref().map_or_else(|| self.own_gradient(dtype), |lent| cast(lent.bytes(), dtype))
     }
 
@@ -125,7 +125,7 @@ pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, ch
 }
 
 /// The wire's bytes as elements.
-pub(super) fn cast(bytes: Source<'_, u8>, dtype: Dtype) -> Gradient<'_> {
+pub(in crate::job) fn cast(bytes: Source<'_, u8>, dtype: Dtype) -> Gradient<'_> {
     match dtype {
         Dtype::F32 => Gradient::F32(bytes.cast()),
         Dtype::F16 => Gradient::F16(bytes.cast()),

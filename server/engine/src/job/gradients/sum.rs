@@ -2,11 +2,15 @@
 
 use std::collections::VecDeque;
 
-use longshore_proto::{Fault, MicroStep, ShardId, Step};
+use longshore_proto::{Fault, MicroStep, Rank, ShardId, Step};
 
 use tracing::debug_span;
 
-use super::{Job, compute::BLOCK, contribution::add};
+use super::{
+    super::{Job, compute::BLOCK},
+    Gradients,
+    contribution::add,
+};
 use crate::{
     kernels::{Figures, Gradient, figures},
     lock,
@@ -36,7 +40,7 @@ fn first_nonfinite(figures: &[Figures]) -> Option<u64> {
 }
 
 /// The sums at the front of a queue, as many as are formed together.
-pub(super) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
+pub(in crate::job) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
     let mut sums = Vec::new();
     while sums.len() < SUMS_AT_ONCE
         && let Some(&Work::Sum(sum)) = works.front()
@@ -50,35 +54,54 @@ pub(super) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
 impl Job {
     /// Adds the ranks' buffers of a micro-step in rank order, and takes the statistics with the last addition. The
     /// machine gives no second sum of a shard's slot before it was told of the first.
-    pub(super) fn sum(&self, sums: &[Sum]) -> Result<(), Fault> {
+    pub(in crate::job) fn sum(&self, sums: &[Sum]) -> Result<(), Fault> {
         let Some(first) = sums.first() else { return Ok(()) };
         let shard = self.owned[first.owned].0;
         let _stage =
             debug_span!(target: "stage", "sum", shard, shards = sums.len(), step = first.step.0).entered();
-        let figures = match &self.spilled {
-            _ if !self.spec.accumulates() => {
-                self.lone_figures(&sums.iter().map(|sum| (sum.owned, sum.slot)).collect::<Vec<_>>())
-            }
-            None => self.accumulate(sums),
-            Some(spilled) => {
-                let figures =
-                    sums.iter().map(|sum| self.accumulate_spilled(spilled, sum, self.is_checked(sum)));
-                figures.collect::<Result<_, _>>()?
-            }
-        };
+        let figures = self.gradients.form(sums, || self.notify_owed())?;
         for (&Sum { owned, slot, step, micro_step }, figures) in sums.iter().zip(figures) {
             let mut nonfinite = None;
-            if self.is_last(micro_step) {
+            if self.gradients.is_last(micro_step) {
                 nonfinite = first_nonfinite(&figures);
-                *lock(&self.buffers.shards[owned].figures[slot]) = figures;
+                self.gradients.set_figures(owned, slot, figures);
                 if let Some(kept) = &self.tier.kept {
                     kept.complete(owned, step);
                 }
             }
-            let complete = lock(&self.machine).summed(owned, slot, nonfinite);
+            let complete = self.protocol.machine().summed(owned, slot, nonfinite);
             tracing::trace!(job = %self.spec.name, %step, %micro_step, shard = %self.owned[owned], complete, "summed");
         }
         Ok(())
+    }
+
+    /// The statistics of each block of a shard, once its gradient of a step is complete.
+    pub fn figures(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Figures>>, Fault> {
+        self.check_alive()?;
+        let machine = self.protocol.machine();
+        let owned = machine.owned_index(shard)?;
+        machine.check_stats(step)?;
+        if !machine.is_complete(owned, step) {
+            return Ok(None);
+        }
+        Ok(Some(self.gradients.figures(owned, self.gradients.slot(step))))
+    }
+}
+
+impl Gradients {
+    /// Forms these sums, or takes the statistics of gradients that came alone. Gives the statistics of each sum's
+    /// blocks. Where the update threads take part, the caller does `meanwhile` while they begin.
+    fn form(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Figures>>, Fault> {
+        match &self.spilled {
+            _ if !self.spec.accumulates() => {
+                let places: Vec<_> = sums.iter().map(|sum| (sum.owned, sum.slot)).collect();
+                Ok(self.lone_figures(&places, meanwhile))
+            }
+            None => Ok(self.accumulate(sums, meanwhile)),
+            Some(spilled) => {
+                sums.iter().map(|sum| self.accumulate_spilled(spilled, sum, self.is_checked(sum))).collect()
+            }
+        }
     }
 
     fn is_last(&self, micro_step: MicroStep) -> bool {
@@ -90,11 +113,11 @@ impl Job {
     }
 
     /// Takes the statistics of a sum that an earlier process had formed. Gives the first element that is inf or NaN.
-    pub(super) fn form_figures_again(&self, owned: usize, step: Step) -> Option<u64> {
-        let buffers = &self.buffers.shards[owned];
-        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
+    pub(in crate::job) fn form_figures_again(&self, owned: usize, step: Step) -> Option<u64> {
+        let buffers = &self.shards[owned];
+        let slot = self.slot(step);
         let formed = match &buffers.accumulators[slot] {
-            None => self.lone_figures(&[(owned, slot)]).pop().unwrap_or_default(),
+            None => self.lone_figures(&[(owned, slot)], || ()).pop().unwrap_or_default(),
             Some(_) if self.spec.unchecked => self.no_figures(owned),
             Some(accumulator) => {
                 let accumulator = lock(accumulator);
@@ -117,15 +140,13 @@ impl Job {
     }
 
     /// The statistics of gradients that came alone. Those that were not taken while the gradient came are taken here.
-    fn lone_figures(&self, places: &[(usize, usize)]) -> Vec<Vec<Figures>> {
+    fn lone_figures(&self, places: &[(usize, usize)], meanwhile: impl FnOnce()) -> Vec<Vec<Figures>> {
         if self.spec.unchecked {
             return places.iter().map(|&(owned, _)| self.no_figures(owned)).collect();
         }
         let isa = self.compute.isa();
-        let lone: Vec<_> = places
-            .iter()
-            .map(|&(owned, slot)| lock(&self.buffers.shards[owned].contributions[slot][0]))
-            .collect();
+        let lone: Vec<_> =
+            places.iter().map(|&(owned, slot)| lock(self.contribution(owned, slot, Rank(0)))).collect();
         let known = places.iter().zip(&lone);
         let known: Vec<Vec<_>> = known
             .map(|(&(owned, _), lone)| (0..self.blocks_of(owned)).map(|block| lone.figures(block)).collect())
@@ -140,12 +161,12 @@ impl Job {
         let block = |(block, known, whole): (usize, Option<Figures>, Gradient<'_>)| {
             known.unwrap_or_else(|| figures(isa, whole.slice(block * BLOCK..(block + 1) * BLOCK)))
         };
-        self.compute.groups(shards.collect(), block, || self.notify_owed())
+        self.compute.groups(shards.collect(), block, meanwhile)
     }
 
-    fn accumulate(&self, sums: &[Sum]) -> Vec<Vec<Figures>> {
+    fn accumulate(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Vec<Vec<Figures>> {
         let isa = self.compute.isa();
-        let shard = |sum: &Sum| &self.buffers.shards[sum.owned];
+        let shard = |sum: &Sum| &self.shards[sum.owned];
         let mut accumulators: Vec<_> =
             sums.iter().filter_map(|sum| shard(sum).accumulators[sum.slot].as_ref().map(lock)).collect();
         let mut contributions: Vec<Vec<_>> =
@@ -170,21 +191,8 @@ impl Job {
             }
             taken
         };
-        let taken = self.compute.groups(shards.collect(), block, || self.notify_owed());
+        let taken = self.compute.groups(shards.collect(), block, meanwhile);
         contributions.iter_mut().flatten().for_each(|contribution| contribution.give_back());
         taken
-    }
-
-    /// The statistics of each block of a shard, once its gradient of a step is complete.
-    pub fn figures(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Figures>>, Fault> {
-        self.check_alive()?;
-        let machine = lock(&self.machine);
-        let owned = machine.owned_index(shard)?;
-        machine.check_stats(step)?;
-        if !machine.is_complete(owned, step) {
-            return Ok(None);
-        }
-        let slot = (step.0 % self.spec.gradient_slots() as u64) as usize;
-        Ok(Some(lock(&self.buffers.shards[owned].figures[slot]).clone()))
     }
 }

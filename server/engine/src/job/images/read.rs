@@ -4,8 +4,8 @@ use std::{ops::Range, sync::atomic::Ordering};
 
 use longshore_proto::{Dtype, Fault, Slice, Version, checksum::crc32};
 
-use super::{Job, buffers::Image};
-use crate::{lock, memory::SharedBytes, step::Refusal};
+use super::{super::Job, Image};
+use crate::{memory::SharedBytes, step::Refusal};
 
 /// What a pull found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,9 +57,9 @@ impl Job {
     ) -> Result<ImageRead, Fault> {
         let (start, bytes) = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(ImageRead::NotYet) };
-        if let Some(image) = self.image_here(owned, version) {
+        if let Some(image) = self.images.here(owned, version) {
             read(&image.bytes()[start..][..bytes]);
-        } else if !self.stored_image(owned, version, start..start + bytes, read)? {
+        } else if !self.images.read_stored(owned, version, start..start + bytes, read)? {
             return Err(self.gone(owned, version));
         }
         self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -93,11 +93,11 @@ impl Job {
         let (start, bytes) = self.image_bytes(slice);
         let within = start..start + bytes;
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
-        let taken = if let Some(image) = self.image_here(owned, version) {
+        let taken = if let Some(image) = self.images.here(owned, version) {
             (here(&image, within.clone()), image.checksum(within))
         } else {
             let mut found = Vec::with_capacity(bytes);
-            if !self.stored_image(owned, version, within, &mut |part| found.extend_from_slice(part))? {
+            if !self.images.read_stored(owned, version, within, &mut |part| found.extend_from_slice(part))? {
                 return Err(self.gone(owned, version));
             }
             let sum = crc32(&found);
@@ -111,7 +111,7 @@ impl Job {
     pub fn place_image(&self, slice: &Slice, version: Version) -> Result<Option<ImagePlace>, Fault> {
         let (start, bytes) = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
-        let Some(image) = self.image_here(owned, version) else { return Err(self.gone(owned, version)) };
+        let Some(image) = self.images.here(owned, version) else { return Err(self.gone(owned, version)) };
         let (image, word) = image.place();
         self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         Ok(Some(ImagePlace { at: image + start as u64, word }))
@@ -126,15 +126,16 @@ impl Job {
     /// The shard's index among the owned ones, once the shard has the version.
     fn ready(&self, slice: &Slice, version: Version) -> Result<Option<usize>, Fault> {
         self.check_alive()?;
-        let machine = lock(&self.machine);
+        let machine = self.protocol.machine();
         let owned = machine.owned_index(slice.shard)?;
         Ok(machine.check_pull(owned, version)?.then_some(owned))
     }
 
     fn gone(&self, owned: usize, version: Version) -> Fault {
-        let at = lock(&self.machine).shard_version(owned);
+        let at = self.protocol.machine().shard_version(owned);
         let newest = [at.0.saturating_sub(1), at.0].map(Version);
-        let here = |&version: &Version| self.spills_images() || self.image_here(owned, version).is_some();
+        let here =
+            |&version: &Version| self.images.are_spilled() || self.images.here(owned, version).is_some();
         let mut kept: Vec<Version> = newest.into_iter().filter(here).collect();
         kept.dedup();
         Refusal::VersionGone { version, kept }.into()

@@ -1,0 +1,107 @@
+//! A job's gradients: contributions as they come, their sums and their statistics; in DRAM, lent, or on drives.
+
+mod contribution;
+mod receive;
+pub(super) mod spilled;
+mod sum;
+
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex},
+};
+
+use longshore_proto::{JobSpec, Layout, Rank, ShardId, Step};
+
+pub use self::{
+    contribution::Lent,
+    receive::{Admitted, Stored, Writing, check_sum},
+};
+pub(super) use self::{
+    contribution::{Contribution, cast},
+    spilled::SpilledGradients,
+    sum::take_sums,
+};
+use super::compute::Compute;
+use crate::{kernels::Figures, lock, memory::Region, step::Machine};
+
+/// The gradients of the steps in flight. Each buffer has a lock of its own. Nobody who holds one waits for the
+/// machine's lock.
+pub(super) struct Gradients {
+    spec: Arc<JobSpec>,
+    layout: Arc<Layout>,
+    owned: Vec<ShardId>,
+    compute: Arc<Compute>,
+    shards: Vec<ShardGradients>,
+    /// Present in a job whose gradients live on drives.
+    spilled: Option<SpilledGradients>,
+}
+
+/// The gradients of one shard, by gradient slot.
+pub(super) struct ShardGradients {
+    /// By rank within a slot: contributions in wire format.
+    pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
+    /// The sum, in fp32. None where a step has one contribution, which is left as it came.
+    pub(super) accumulators: Vec<Option<Mutex<Region>>>,
+    /// The gradient statistics of each block, once the step is complete.
+    pub(super) figures: Vec<Mutex<Vec<Figures>>>,
+}
+
+impl Gradients {
+    pub(super) fn new(
+        (spec, layout): (&Arc<JobSpec>, &Arc<Layout>),
+        owned: &[ShardId],
+        compute: &Arc<Compute>,
+        shards: Vec<ShardGradients>,
+        spilled: Option<SpilledGradients>,
+    ) -> Gradients {
+        let (spec, layout, owned) = (Arc::clone(spec), Arc::clone(layout), owned.to_vec());
+        Gradients { spec, layout, owned, compute: Arc::clone(compute), shards, spilled }
+    }
+
+    pub(super) fn are_spilled(&self) -> bool {
+        self.spilled.is_some()
+    }
+
+    pub(super) fn written_bytes(&self) -> u64 {
+        self.spilled.as_ref().map_or(0, SpilledGradients::written_bytes)
+    }
+
+    /// The gradient slot that a step uses.
+    pub(super) fn slot(&self, step: Step) -> usize {
+        (step.0 % self.spec.gradient_slots() as u64) as usize
+    }
+
+    pub(super) fn contribution(&self, owned: usize, slot: usize, rank: Rank) -> &Mutex<Contribution> {
+        &self.shards[owned].contributions[slot][rank.index()]
+    }
+
+    pub(super) fn accumulator(&self, owned: usize, slot: usize) -> Option<&Mutex<Region>> {
+        self.shards[owned].accumulators[slot].as_ref()
+    }
+
+    pub(super) fn figures(&self, owned: usize, slot: usize) -> Vec<Figures> {
+        lock(&self.shards[owned].figures[slot]).clone()
+    }
+
+    fn set_figures(&self, owned: usize, slot: usize, figures: Vec<Figures>) {
+        *lock(&self.shards[owned].figures[slot]) = figures;
+    }
+
+    /// Lets go of what was lent for a step, once these shards are updated.
+    pub(super) fn give_back(&self, run: Range<usize>, step: Step) {
+        let slot = self.slot(step);
+        let used = self.shards[run].iter().flat_map(|shard| &shard.contributions[slot]);
+        used.for_each(|rank| lock(rank).give_back());
+    }
+
+    /// Lets go of what a rank's earlier process had lent and nobody needs.
+    pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
+        for (owned, shard) in self.shards.iter().enumerate() {
+            for (slot, ranks) in shard.contributions.iter().enumerate() {
+                if !machine.holds(owned, slot, rank) {
+                    lock(&ranks[rank.index()]).give_back();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! One image: a shard's 16-bit weights at one version, the version stamp beside them, and their checksums.
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use longshore_proto::{Dtype, Version, checksum::crc32, limits::CHUNK_BYTES};
+
+use crate::{
+    kernels::ImageMut,
+    memory::{Region, SharedBytes, Words},
+};
+
+/// The 16-bit (or fp32) weights of a shard, and the version that they are of. The version is None while nothing valid
+/// is there.
+///
+/// Readers in other processes cannot be locked out. So beside each image lies its version stamp: 1 + its version, or
+/// 0 while it is being written. What was read between two looks at the right stamp was that version.
+pub(in crate::job) struct Image {
+    /// The index of its shard among the owned ones.
+    pub(super) owned: usize,
+    version: Option<Version>,
+    region: Region,
+    words: Arc<Words>,
+    word: usize,
+    /// The checksum of each chunk, once a pull has asked for it, since all ranks pull the same chunks. It is 0 until
+    /// then.
+    sums: Vec<AtomicU64>,
+}
+
+/// Set beside a checksum that is known.
+const KNOWN: u64 = 1 << 32;
+
+impl Image {
+    pub(in crate::job) fn new(owned: usize, region: Region, words: Arc<Words>, word: usize) -> Image {
+        let chunks = region.bytes().len().div_ceil(CHUNK_BYTES);
+        let sums = (0..chunks).map(|_| AtomicU64::new(0)).collect();
+        Image { owned, version: None, region, words, word, sums }
+    }
+
+    /// The checksum of some bytes. To read them takes most of the time that sending them does, so a whole chunk's
+    /// checksum is kept.
+    pub(super) fn checksum(&self, within: Range<usize>) -> u32 {
+        let sum = || crc32(&self.bytes()[within.clone()]);
+        let chunk = within.start / CHUNK_BYTES;
+        let end = self.bytes().len().min((chunk + 1) * CHUNK_BYTES);
+        if within.start != chunk * CHUNK_BYTES || within.end != end {
+            return sum();
+        }
+        let known = self.sums[chunk].load(Ordering::Relaxed);
+        if known != 0 {
+            return known as u32;
+        }
+        let sum = sum();
+        self.sums[chunk].store(KNOWN | u64::from(sum), Ordering::Relaxed);
+        sum
+    }
+
+    pub(in crate::job) fn version(&self) -> Option<Version> {
+        self.version
+    }
+
+    pub(in crate::job) fn bytes(&self) -> &[u8] {
+        self.region.bytes()
+    }
+
+    /// Bytes to be sent, which the version after next may overwrite meanwhile.
+    pub(super) fn share(&self, within: Range<usize>) -> SharedBytes {
+        self.region.share(within)
+    }
+
+    /// Where the next version is written. From here on readers find the version before gone, and not half
+    /// overwritten.
+    pub(in crate::job) fn overwrite(&mut self) -> &mut Region {
+        self.set(None);
+        &mut self.region
+    }
+
+    /// Says which version the image is now.
+    pub(in crate::job) fn set(&mut self, version: Option<Version>) {
+        self.version = version;
+        self.sums.iter_mut().for_each(|sum| *sum.get_mut() = 0);
+        self.words.publish(self.word, version.map_or(0, |version| version.0 + 1));
+    }
+
+    /// Where the image and its version stamp lie in the shared file.
+    pub(super) fn place(&self) -> (u64, u64) {
+        (self.region.offset() as u64, (self.words.offset() + self.word * 8) as u64)
+    }
+}
+
+/// An image's region, cut into blocks.
+pub(in crate::job) fn image_blocks(region: &mut Region, dtype: Dtype, block: usize) -> Vec<ImageMut<'_>> {
+    match dtype {
+        Dtype::F32 => region.f32_mut().chunks_mut(block).map(ImageMut::F32).collect(),
+        Dtype::F16 => region.u16_mut().chunks_mut(block).map(ImageMut::F16).collect(),
+        Dtype::Bf16 => region.u16_mut().chunks_mut(block).map(ImageMut::Bf16).collect(),
+    }
+}

@@ -1,0 +1,180 @@
+//! A job's images: finding them in DRAM or with the tier, and making those of the next version.
+
+mod image;
+mod read;
+pub(super) mod window;
+
+use std::{
+    ops::Range,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+};
+
+use longshore_proto::{Fault, Step, Version};
+
+pub use self::read::{ImageBytes, ImagePlace, ImageRead};
+pub(super) use self::{
+    image::{Image, image_blocks},
+    window::Window,
+};
+use crate::{
+    memory::SharedFile,
+    tier::{ImageAge, ImageStore, KeptShard},
+};
+
+/// The images of the owned shards. Each has a lock of its own.
+pub(super) struct Images {
+    /// By owned shard, then by version parity. They are empty in a job whose images live on drives.
+    shards: Vec<[RwLock<Image>; 2]>,
+    /// By owned shard: the bytes of its image.
+    lengths: Vec<usize>,
+    /// Present in a job whose images live on drives.
+    window: Option<Window>,
+    /// The file that holds all images, if other processes may be given it.
+    shared: Option<SharedFile>,
+    /// Present where the tier stores images.
+    stored: Option<Arc<dyn ImageStore>>,
+}
+
+impl Images {
+    pub(super) fn new(
+        shards: Vec<[RwLock<Image>; 2]>,
+        lengths: Vec<usize>,
+        window: Option<Window>,
+        shared: Option<SharedFile>,
+        stored: Option<Arc<dyn ImageStore>>,
+    ) -> Images {
+        Images { shards, lengths, window, shared, stored }
+    }
+
+    /// Whether images live on drives, so that reading one may take a drive's time.
+    pub(super) fn are_spilled(&self) -> bool {
+        self.window.is_some()
+    }
+
+    pub(super) fn shared(&self) -> Option<&SharedFile> {
+        self.shared.as_ref()
+    }
+
+    /// How many bytes a shard's image has.
+    pub(super) fn len(&self, owned: usize) -> usize {
+        self.lengths[owned]
+    }
+
+    /// Where a shard's image of a version is to be made. It may be longer than the shard's image.
+    pub(super) fn to_make(&self, owned: usize, version: Version) -> RwLockWriteGuard<'_, Image> {
+        match &self.window {
+            Some(window) => window.take(owned),
+            None => self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+
+    /// A shard's image of a version, if DRAM has it.
+    pub(super) fn here(&self, owned: usize, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
+        match &self.window {
+            Some(window) => window.find(owned, version),
+            None => {
+                let image = self.place(owned, version).read().unwrap_or_else(PoisonError::into_inner);
+                Some(image).filter(|image| image.version() == Some(version))
+            }
+        }
+    }
+
+    fn place(&self, owned: usize, version: Version) -> &RwLock<Image> {
+        &self.shards[owned][version.0 as usize % 2]
+    }
+
+    /// Hands bytes of an image that only the tier may have to `read`; false where it does not.
+    pub(super) fn read_stored(
+        &self,
+        owned: usize,
+        version: Version,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault> {
+        self.stored.as_ref().map_or(Ok(false), |images| images.read(owned, version, bytes, read))
+    }
+
+    /// Hands a shard's whole image of a version to `with`; None where there is none.
+    pub(super) fn with_whole<R>(
+        &self,
+        owned: usize,
+        version: Version,
+        with: impl FnOnce(Option<&[u8]>) -> R,
+    ) -> Result<R, Fault> {
+        let length = self.len(owned);
+        let here = self.here(owned, version);
+        if !self.are_spilled() {
+            return Ok(with(here.as_deref().map(Image::bytes)));
+        }
+        // It is read into memory of its own, since updates want the window.
+        let mut aside = Vec::new();
+        let mut copy = |bytes: &[u8]| aside.extend_from_slice(bytes);
+        let found = match here {
+            Some(image) => {
+                copy(&image.bytes()[..length]);
+                true
+            }
+            None => self.read_stored(owned, version, 0..length, &mut copy)?,
+        };
+        Ok(with(found.then_some(&aside)))
+    }
+
+    /// Gives a skipped step's version the image of the version before, since the step changes nothing.
+    pub(super) fn carry(&self, owned: usize, step: Step) {
+        if self.are_spilled() {
+            // The tier knows that both versions have the image on its drives.
+            return;
+        }
+        let images = &self.shards[owned];
+        let before = images[(step.0 as usize + 1) % 2].read().unwrap_or_else(PoisonError::into_inner);
+        let mut after = images[step.0 as usize % 2].write().unwrap_or_else(PoisonError::into_inner);
+        after.overwrite().bytes_mut().copy_from_slice(before.bytes());
+        after.set(Some(step.version()));
+    }
+
+    /// Has the tier store a loaded shard's images, if it stores images.
+    pub(super) fn store(&self, owned: usize, version: Version) -> Result<(), Fault> {
+        let Some(stored) = &self.stored else { return Ok(()) };
+        for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
+            let image = version.0.checked_sub(behind).and_then(|kept| self.here(owned, Version(kept)));
+            if let Some(image) = image {
+                stored.store(owned, age, &image.bytes()[..self.len(owned)])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes both images of a recovered shard from the tier, as far as it has them.
+    pub(super) fn recover(&self, owned: usize, version: Version) -> Result<(), Fault> {
+        for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
+            let mut image = self.to_make(owned, Version(version.0 + behind));
+            let place = &mut image.overwrite().bytes_mut()[..self.len(owned)];
+            let kept = self.stored.as_ref().map_or(Ok(false), |stored| stored.load(owned, age, place))?;
+            image.set(kept.then(|| Version(version.0 - behind)));
+        }
+        Ok(())
+    }
+
+    /// Takes up a shard's images in memory that the tier kept: the one of the shard's version, and the one before if it
+    /// is whole.
+    pub(super) fn found(&self, owned: usize, shard: &KeptShard) {
+        let found = |version: Version| {
+            self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner).set(Some(version));
+        };
+        found(shard.version);
+        if shard.older_image {
+            found(Version(shard.version.0 - 1));
+        }
+    }
+
+    /// Forgets which versions the images are of.
+    pub(super) fn forget(&self) {
+        let window = self.window.iter().flat_map(|window| &window.images);
+        for image in window.chain(self.shards.iter().flatten()) {
+            image.write().unwrap_or_else(PoisonError::into_inner).set(None);
+        }
+        if let Some(stored) = &self.stored {
+            stored.forget();
+        }
+    }
+}

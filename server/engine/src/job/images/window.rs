@@ -1,0 +1,81 @@
+//! Where a shard's images are: all in DRAM, or on drives with an image window in DRAM. Workers pull shard after shard
+//! behind the update, so most of what they ask for is still in the window.
+
+use std::sync::{
+    Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use longshore_proto::{JobSpec, Layout, ShardId, Version};
+
+use super::Image;
+use crate::{
+    memory::{AllocationError, Slab, Words},
+    threads::Pool,
+    tier::Storage,
+};
+
+/// The image window: the images in DRAM of a job whose images live on drives.
+pub(in crate::job) struct Window {
+    pub(super) images: Vec<RwLock<Image>>,
+    /// The index of the image that gives way next.
+    next: AtomicUsize,
+}
+
+/// How many images are in DRAM, and the bytes of the largest.
+struct Size {
+    count: usize,
+    bytes: usize,
+}
+
+impl Size {
+    fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Size {
+        let largest = owned.iter().map(|&shard| layout.shard_len(shard)).max().unwrap_or(0);
+        // These are as many as may be on their way to the drives, and never fewer than the two of a shard.
+        let count = storage.buffers.max(2).min(2 * owned.len());
+        Size { count, bytes: (largest * spec.image_dtype.bytes()) as usize }
+    }
+}
+
+/// How much DRAM the images of a job take whose images live on drives. A delayed job's checkpoint takes two more at
+/// once.
+pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> u64 {
+    let Size { count, bytes } = Size::of(spec, layout, owned, storage);
+    let aside = if spec.max_delay > 0 { 2 } else { 0 };
+    (count * size_of::<u64>() + (count + aside) * bytes) as u64
+}
+
+impl Window {
+    /// `pool` is the threads that will write the images.
+    pub(in crate::job) fn allocate(
+        spec: &JobSpec,
+        layout: &Layout,
+        owned: &[ShardId],
+        storage: &Storage,
+        pool: &Pool,
+    ) -> Result<Window, AllocationError> {
+        let Size { count, bytes } = Size::of(spec, layout, owned, storage);
+        let mut sizes = vec![bytes; count];
+        sizes.push(count * size_of::<u64>());
+        let mut regions = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?.carve(&sizes, pool)?;
+        let words = Arc::new(Words::new(regions.pop().expect("one region was carved for the words")));
+        let image = |(word, region)| RwLock::new(Image::new(0, region, Arc::clone(&words), word));
+        Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
+    }
+
+    /// Finds an image. One that is being written is passed over: it is of another version, since a new version is
+    /// asked for only once it is whole.
+    pub(super) fn find(&self, owned: usize, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
+        let mut images = self.images.iter().filter_map(|image| image.try_read().ok());
+        images.find(|image| image.owned == owned && image.version() == Some(version))
+    }
+
+    /// Takes the image that was made longest ago, which gives way.
+    pub(super) fn take(&self, owned: usize) -> RwLockWriteGuard<'_, Image> {
+        let next = self.next.fetch_add(1, Ordering::Relaxed) % self.images.len();
+        let mut image = self.images[next].write().unwrap_or_else(PoisonError::into_inner);
+        image.set(None);
+        image.owned = owned;
+        image
+    }
+}

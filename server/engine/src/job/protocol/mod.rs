@@ -1,0 +1,113 @@
+//! A job's step protocol: the machine behind its lock, those who wait for it to move, and the fault that ended it.
+
+mod events;
+
+use std::{
+    mem,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use longshore_proto::Fault;
+
+use super::Observer;
+use crate::{
+    lock,
+    step::{Machine, Work},
+};
+
+/// Wakes everyone who waits for the job to move.
+pub(super) struct Signal {
+    /// Waits on it hold the machine's lock.
+    changed: Condvar,
+    observer: Observer,
+}
+
+impl Signal {
+    pub(super) fn new(observer: Observer) -> Signal {
+        Signal { changed: Condvar::new(), observer }
+    }
+
+    pub(super) fn send(&self) {
+        self.changed.notify_all();
+        (self.observer)();
+    }
+}
+
+/// The step machine and its waiters. The machine's lock comes first: the locks of gradients and snapshots may be taken
+/// under it, and nobody who holds one of them waits for the machine's.
+pub(super) struct Protocol {
+    machine: Mutex<Machine>,
+    /// Set once, when a tier failed. From then on nothing is accepted.
+    failed: OnceLock<Fault>,
+    /// The updates of steps that an earlier process of this server had decided and not done. The compute thread takes
+    /// them first.
+    unfinished: Mutex<Vec<Work>>,
+    /// The compute thread has finished some work, and has not yet woken the threads that wait for it.
+    owed: AtomicBool,
+    signal: Arc<Signal>,
+}
+
+impl Protocol {
+    pub(super) fn new(machine: Machine, signal: Arc<Signal>) -> Protocol {
+        Protocol {
+            machine: Mutex::new(machine),
+            failed: OnceLock::new(),
+            unfinished: Mutex::default(),
+            owed: AtomicBool::new(false),
+            signal,
+        }
+    }
+
+    pub(super) fn machine(&self) -> MutexGuard<'_, Machine> {
+        lock(&self.machine)
+    }
+
+    pub(super) fn notify(&self) {
+        self.signal.send();
+    }
+
+    /// Says whether the threads that wait are to be woken later. Returns what was said before.
+    pub(super) fn owe(&self, owed: bool) -> bool {
+        self.owed.swap(owed, Ordering::Relaxed)
+    }
+
+    /// Wakes the threads that wait for the last finished work. The compute thread calls this only once it has given
+    /// the update threads their next blocks. Waking takes 0.1 ms a shard, and the woken threads run on the compute
+    /// thread's core; if they were woken first, the update threads would be idle meanwhile (120.3 ms for a step of 48
+    /// shards, instead of 118.9).
+    pub(super) fn notify_owed(&self) {
+        if self.owe(false) {
+            self.notify();
+        }
+    }
+
+    /// Notes the fault after which nothing is accepted. The first one stays.
+    pub(super) fn fail(&self, fault: &Fault) {
+        let _ = self.failed.set(fault.clone());
+    }
+
+    pub(super) fn failure(&self) -> Option<Fault> {
+        self.failed.get().cloned()
+    }
+
+    pub(super) fn leave_unfinished(&self, works: Vec<Work>) {
+        *lock(&self.unfinished) = works;
+    }
+
+    pub(super) fn take_unfinished(&self) -> Vec<Work> {
+        mem::take(&mut lock(&self.unfinished))
+    }
+
+    /// Lets go of the machine until something changes or the time is over.
+    pub(super) fn wait<'a>(
+        &self,
+        machine: MutexGuard<'a, Machine>,
+        most: Duration,
+    ) -> MutexGuard<'a, Machine> {
+        self.signal.changed.wait_timeout(machine, most).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
