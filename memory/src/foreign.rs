@@ -76,11 +76,11 @@ impl Foreign {
     ///
     /// # Panics
     /// If it is not inside or not aligned.
-    pub fn word(&self, offset: u64) -> u64 {
+    pub fn stamp(&self, offset: u64) -> u64 {
         assert!(self.holds(offset, 8) && offset.is_multiple_of(8), "the caller has checked the place");
         // SAFETY: inside the mapping and aligned; an atomic at both ends.
-        let word = unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset as usize).cast()) };
-        u64::from_le(look(word))
+        let stamp = unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset as usize).cast()) };
+        u64::from_le(look(stamp))
     }
 
     /// Bytes to copy, or to compute with.
@@ -90,7 +90,7 @@ impl Foreign {
     pub fn source(&self, offset: u64, bytes: u64) -> Source<'_, u8> {
         assert!(self.holds(offset, bytes), "the caller has checked the place");
         // SAFETY: inside the mapping, which lives as long as self and is readable to its end (it cannot shrink). This
-        // process maps it read-only, and makes no reference to it but those of `word`, whose bytes are read by atomics.
+        // process maps it read-only, and makes no reference to it but those of `stamp`, whose bytes are read by atomics.
         unsafe { Source::of_another_process(self.map.as_ptr().add(offset as usize), bytes as usize) }
     }
 }
@@ -137,6 +137,6 @@ mod tests {
         assert!(!memory.holds(4096, 1) && !memory.holds(1, 4096) && !memory.holds(u64::MAX, 2));
         let mut target = [1; 96];
         memory.source(4000, 96).copy_to(&mut target);
-        assert_eq!((target, memory.word(4088)), ([0; 96], 0));
+        assert_eq!((target, memory.stamp(4088)), ([0; 96], 0));
     }
 }

@@ -6,14 +6,14 @@ use super::sync::{Arc, AtomicUsize, Ordering, Thread, thread};
 /// Set once the lender wants its work back. The other bits count the borrowers inside.
 const RECALLED: usize = 1 << (usize::BITS - 1);
 
-type Work = dyn Fn(usize) + Sync;
+type Task = dyn Fn(usize) + Sync;
 
 /// Work on loan. Clones may be kept for ever, and run nothing once it is recalled.
 #[derive(Clone)]
 pub struct Loan(Arc<Lent>);
 
 struct Lent {
-    work: *const Work,
+    work: *const Task,
     users: AtomicUsize,
     lender: Thread,
 }
@@ -27,7 +27,7 @@ unsafe impl Sync for Lent {}
 pub fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Loan) -> R) -> R {
     // SAFETY: only the lifetime changes. `Recall` outlives every use: it is dropped in this frame, inside `work`'s true
     // lifetime, and its drop waits until `users` is 0 and will stay so.
-    let work: *const Work = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Work>(work) };
+    let work: *const Task = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Task>(work) };
     let lent = Lent { work, users: AtomicUsize::new(0), lender: thread::current() };
     let recall = Recall(Loan(Arc::new(lent)));
     with(&recall.0)

@@ -28,7 +28,7 @@ mod traffic;
 
 pub use file::SharedFile;
 pub use foreign::{Foreign, ForeignError};
-pub use region::{Mapping, Region, Words};
+pub use region::{AtomicWords, Mapping, Region};
 pub use shared::{MOST_PARTS, Part, SharedBytes, write_parts};
 pub use slab::{AllocationError, Near, Slab};
 pub use source::{Element, Source};

@@ -133,16 +133,16 @@ impl Region {
 }
 
 /// A region of 64-bit words that threads share.
-pub struct Words {
+pub struct AtomicWords {
     region: Region,
 }
 
-impl Words {
+impl AtomicWords {
     /// # Panics
     /// If the region is not whole aligned words.
-    pub fn new(region: Region) -> Words {
+    pub fn new(region: Region) -> AtomicWords {
         assert!(region.len.is_multiple_of(8) && region.start.cast::<AtomicU64>().is_aligned());
-        Words { region }
+        AtomicWords { region }
     }
 
     pub fn get(&self) -> &[AtomicU64] {

@@ -307,7 +307,7 @@ async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     let answer = answers.message().await.unwrap().unwrap();
     assert!(answer.payload.is_empty());
     let place = answer.place.expect("in place");
-    assert_eq!((place.elements, images.word(place.word)), (ELEMENTS - 64, 2));
+    assert_eq!((place.elements, images.stamp(place.stamp)), (ELEMENTS - 64, 2));
     let mut bytes = vec![0; (place.elements * 2) as usize];
     images.source(place.at, bytes.len() as u64).copy_to(&mut bytes);
     assert!(bytes == stepped());

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_tests::conformance::{cluster::Cluster, gpt::Bytes, plan::Plan, run::check};
+use longshore_tests::conformance::{cluster::Cluster, gpt::Bytes, run::check, scenario::Scenario};
 use longshore_worker::{
     Budget, Device, Error, HostDevice, Lease, Result,
     device::{Buffer, Event, HostBuffer, Transfer},
@@ -32,7 +32,7 @@ struct Late {
 }
 
 /// The device's own memory.
-struct Memory {
+struct LateMemory {
     bytes: Arc<Mutex<Vec<u8>>>,
     _lease: Lease,
 }
@@ -72,7 +72,7 @@ impl Late {
 
     fn start(
         &self,
-        memory: &Memory,
+        memory: &LateMemory,
         mut host: HostBuffer,
         copy: impl FnOnce(&mut [u8], &mut HostBuffer) + Send + 'static,
     ) -> Transfer {
@@ -101,7 +101,7 @@ impl Device for Late {
     fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer> {
         let lease = self.budget.reserve(field, bytes)?;
         let memory = vec![UNDEFINED; bytes as usize];
-        Ok(Buffer::new(Memory { bytes: Arc::new(Mutex::new(memory)), _lease: lease }, bytes, None))
+        Ok(Buffer::new(LateMemory { bytes: Arc::new(Mutex::new(memory)), _lease: lease }, bytes, None))
     }
 
     fn allocate_host(&self, bytes: u64) -> Result<HostBuffer> {
@@ -109,14 +109,14 @@ impl Device for Late {
     }
 
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer> {
-        let memory: &Memory = target.memory(NAME, offset, source.len() as u64)?;
+        let memory: &LateMemory = target.memory(NAME, offset, source.len() as u64)?;
         Ok(self.start(memory, source, move |device, host| {
             device[offset as usize..][..host.len()].copy_from_slice(host);
         }))
     }
 
     fn copy_out(&self, source: &Buffer, offset: u64, mut target: HostBuffer) -> Result<Transfer> {
-        let memory: &Memory = source.memory(NAME, offset, target.len() as u64)?;
+        let memory: &LateMemory = source.memory(NAME, offset, target.len() as u64)?;
         target.fill(UNDEFINED);
         Ok(self.start(memory, target, move |device, host| {
             let bytes = host.len();
@@ -130,11 +130,11 @@ fn a_run_on_a_device_from_outside_has_the_bits_of_one_on_the_host() {
     let cluster = Cluster::start(1);
     let late = Arc::new(Late::new(1 << 30));
     let (host, outside) = (Bytes::new(Arc::new(HostDevice::new(1 << 30))), Bytes::new(late.clone()));
-    let plan = Plan { micro_steps: 2, clip: Some(1.0), ..Plan::exact(3) };
+    let plan = Scenario { micro_steps: 2, clip: Some(1.0), ..Scenario::exact(3) };
     let expected = check(&cluster, &host, &plan, "host");
     assert_eq!(check(&cluster, &outside, &plan, "late"), expected);
     let whole = late.made.load(Relaxed);
-    assert_eq!(check(&cluster, &outside, &Plan { on_demand: true, ..plan }, "late-staged"), expected);
+    assert_eq!(check(&cluster, &outside, &Scenario { on_demand: true, ..plan }, "late-staged"), expected);
     assert!(whole > 0 && late.made.load(Relaxed) > whole, "nothing was copied");
     assert!(late.budget.peak() > 0);
     assert_eq!(late.budget.used(), 0, "what was allocated was not given back");

@@ -9,10 +9,10 @@ use std::{
 use longshore_proto::{Commit, Dtype, FaultKind, Incarnation, JobSpec, limits::BLOCK_ELEMENTS};
 use longshore_tests::conformance::{
     cluster::{Cluster, DEADLINE, eventually},
-    plan::{Model, Plan, Scale},
     raw::{self, At, assert_fault},
     reference::{self, Reference, Trace},
     run::{self, Rank, assert_trace},
+    scenario::{Model, Scale, Scenario},
     synthetic::{Spike, Synthetic},
 };
 use longshore_wire::v1::{self, Phase};
@@ -24,9 +24,9 @@ fn model() -> Synthetic {
     Synthetic { sizes, ..Synthetic::default() }
 }
 
-fn plan(steps: u64, options: LossScalerOptions) -> Plan {
+fn plan(steps: u64, options: LossScalerOptions) -> Scenario {
     let scale = Scale::Dynamic(options);
-    Plan { gradient: Dtype::F16, image: Dtype::F16, scale, clip: Some(1.0), ..Plan::exact(steps) }
+    Scenario { gradient: Dtype::F16, image: Dtype::F16, scale, clip: Some(1.0), ..Scenario::exact(steps) }
 }
 
 const HIGH: f64 = (1u64 << 20) as f64;
@@ -106,7 +106,7 @@ fn one_ranks_overflow_skips_the_step_for_all() {
     let spike = Spike { step: 30, rank: 1, param: 0, element: 65_000, value: f32::INFINITY };
     let model = Synthetic { constants: vec![(1, 1.0)], spikes: vec![spike], ..model() };
     let options = LossScalerOptions { initial: 2f64.powi(40), hysteresis: 1, ..LossScalerOptions::default() };
-    let plan = Plan { world: 2, micro_steps: 2, ..plan(31, options) };
+    let plan = Scenario { world: 2, micro_steps: 2, ..plan(31, options) };
     let trace = run::check(&Cluster::start(2), &model, &plan, "forty");
     let skipped: Vec<u64> = trace.steps.iter().filter(|step| step.skip).map(|step| step.step).collect();
     // Two micro-steps of two ranks are summed in fp32, so only each contribution must stay in f16's range: 2^40 to
@@ -144,8 +144,8 @@ fn bad_data() -> Synthetic {
     Synthetic { spikes: (1..=PAUSED_AT).map(spike).collect(), ..model() }
 }
 
-fn floor_plan() -> Plan {
-    Plan { world: 2, ..plan(STEPS, FLOOR) }
+fn floor_plan() -> Scenario {
+    Scenario { world: 2, ..plan(STEPS, FLOOR) }
 }
 
 /// What the run must come to when an operator chooses `scale` in the pause; 0 keeps the old one.

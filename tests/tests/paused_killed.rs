@@ -6,9 +6,9 @@ use longshore_proto::{Dtype, JobSpec, Rank, TierKind};
 use longshore_tests::{
     conformance::{
         cluster::{Cluster, DEADLINE, eventually},
-        plan::{Plan, Scale},
         raw::Raw,
         run,
+        scenario::{Scale, Scenario},
         synthetic::Synthetic,
     },
     server::{self, ServerOptions},
@@ -20,7 +20,7 @@ const PAUSED_AT: u64 = 3;
 const STEPS: u64 = 6;
 
 /// Scale 4, 2, then 1, the floor; "hot" overflows f16 at 1, and does not at 0.5.
-fn plan() -> Plan {
+fn plan() -> Scenario {
     let options = LossScalerOptions {
         initial: 4.0,
         window: 1000,
@@ -28,7 +28,12 @@ fn plan() -> Plan {
         consecutive_hysteresis: false,
         min: 1.0,
     };
-    Plan { gradient: Dtype::F16, image: Dtype::F16, scale: Scale::Dynamic(options), ..Plan::exact(STEPS) }
+    Scenario {
+        gradient: Dtype::F16,
+        image: Dtype::F16,
+        scale: Scale::Dynamic(options),
+        ..Scenario::exact(STEPS)
+    }
 }
 
 fn model() -> Synthetic {

@@ -12,7 +12,7 @@ use std::{
 use longshore_tests::{
     binaries,
     command::{Output, longshore},
-    conformance::{cluster::Cluster, plan::Plan, raw::placement, run, synthetic::Synthetic},
+    conformance::{cluster::Cluster, raw::placement, run, scenario::Scenario, synthetic::Synthetic},
     process::{DEADLINE, Process},
     seed::Random,
     server::{self, Longshored, ServerOptions},
@@ -354,7 +354,7 @@ fn restore_opens_the_job_on_any_number_of_servers() {
 }
 
 /// The spec and the hash of a job of three servers with a checkpoint of version 2, which was deleted again.
-fn deleted(cluster: &Cluster, plan: &Plan) -> longshore_worker::StateHash {
+fn deleted(cluster: &Cluster, plan: &Scenario) -> longshore_worker::StateHash {
     let model = Synthetic::default();
     let mut pipeline = run::enter(cluster.options(&plan.spec("job", &model), 0), &model, plan);
     run::steps(&mut pipeline, &model, plan, 2, &mut run::Rank::default()).expect("steps");
@@ -369,7 +369,7 @@ fn deleted(cluster: &Cluster, plan: &Plan) -> longshore_worker::StateHash {
 #[test]
 fn what_a_dead_client_left_of_a_restore_is_brought_to_its_end() {
     let cluster = Cluster::start(3);
-    let (plan, model) = (Plan::exact(4), Synthetic::default());
+    let (plan, model) = (Scenario::exact(4), Synthetic::default());
     let expected = deleted(&cluster, &plan);
     let spec = plan.spec("job", &model);
     let servers: Vec<_> = (0..3).map(|server| cluster.raw(server)).collect();
@@ -403,7 +403,7 @@ fn what_a_dead_client_left_of_a_restore_is_brought_to_its_end() {
 #[test]
 fn a_held_restore_can_be_given_up_and_the_job_then_starts_afresh() {
     let cluster = Cluster::start(2);
-    let (plan, model) = (Plan::exact(4), Synthetic::default());
+    let (plan, model) = (Scenario::exact(4), Synthetic::default());
     deleted(&cluster, &plan);
     let spec = plan.spec("job", &model);
     let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
@@ -426,8 +426,8 @@ fn a_held_restore_can_be_given_up_and_the_job_then_starts_afresh() {
 #[test]
 fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     let cluster = Cluster::start(3);
-    let (plan, model) = (Plan { world: 2, ..Plan::exact(4) }, Synthetic::default());
-    let one = Plan::exact(4);
+    let (plan, model) = (Scenario { world: 2, ..Scenario::exact(4) }, Synthetic::default());
+    let one = Scenario::exact(4);
     deleted(&cluster, &one);
     let spec = plan.spec("job", &model);
     let placed = placement(&cluster.addresses(), &spec.validate().expect("a spec"));

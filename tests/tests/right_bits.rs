@@ -7,8 +7,8 @@ use longshore_proto::Dtype;
 use longshore_tests::conformance::{
     cluster::Cluster,
     gpt::Bytes,
-    plan::{Delay, Plan, Scale},
     run::check,
+    scenario::{Delay, Scale, Scenario},
     synthetic::Synthetic,
 };
 use longshore_worker::{HostDevice, LossScalerOptions};
@@ -22,8 +22,8 @@ fn exact_steps_have_the_bits_of_a_plain_loop() {
             for micro_steps in [1, 4] {
                 for clip in [None, Some(1.0)] {
                     let scale = Scale::Fixed(if dtype == Dtype::F16 { 1024.0 } else { 1.0 });
-                    let plan = Plan { world, micro_steps, clip, scale, ..Plan::exact(5) };
-                    let plan = Plan { gradient: dtype, image: dtype, ..plan };
+                    let plan = Scenario { world, micro_steps, clip, scale, ..Scenario::exact(5) };
+                    let plan = Scenario { gradient: dtype, image: dtype, ..plan };
                     let job = format!("{dtype}-{world}-{micro_steps}-{}", clip.is_some());
                     let trace = check(&cluster, &model, &plan, &job);
                     // The cases are different ones: clipping clips, and the wire's type shows.
@@ -41,7 +41,8 @@ fn mixed_types_and_large_shards_have_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Synthetic::default());
     let cases = [(Dtype::F32, Dtype::F32), (Dtype::F16, Dtype::Bf16), (Dtype::Bf16, Dtype::F32)];
     for (gradient, image) in cases {
-        let plan = Plan { gradient, image, world: 2, clip: Some(92.0), shard_blocks: 5, ..Plan::exact(5) };
+        let plan =
+            Scenario { gradient, image, world: 2, clip: Some(92.0), shard_blocks: 5, ..Scenario::exact(5) };
         check(&cluster, &model, &plan, &format!("mixed-{gradient}-{image}"));
     }
 }
@@ -49,11 +50,11 @@ fn mixed_types_and_large_shards_have_the_bits_of_a_plain_loop() {
 #[test]
 fn weights_pulled_on_demand_give_the_same_bits() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
-    let whole = Plan { world: 2, micro_steps: 2, clip: Some(1.0), ..Plan::exact(5) };
-    let staged = Plan { on_demand: true, ..whole };
+    let whole = Scenario { world: 2, micro_steps: 2, clip: Some(1.0), ..Scenario::exact(5) };
+    let staged = Scenario { on_demand: true, ..whole };
     assert_eq!(check(&cluster, &model, &whole, "whole"), check(&cluster, &model, &staged, "staged"));
     let delay = Some(Delay { warmup: 2, drain_every: 4, compensation: 0.0 });
-    check(&cluster, &model, &Plan { delay, steps: 9, ..staged }, "staged-delayed");
+    check(&cluster, &model, &Scenario { delay, steps: 9, ..staged }, "staged-delayed");
 }
 
 /// There are warm-up, delayed steps, evaluations that drain, and the end, with and without compensation.
@@ -62,7 +63,7 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
     for (name, world, compensation) in [("plain", 1, 0.0), ("half", 2, 0.5), ("full", 1, 1.0)] {
         let delay = Some(Delay { warmup: 3, drain_every: 5, compensation });
-        let plan = Plan { delay, world, clip: Some(1.0), ..Plan::exact(13) };
+        let plan = Scenario { delay, world, clip: Some(1.0), ..Scenario::exact(13) };
         let trace = check(&cluster, &model, &plan, name);
         let reads: Vec<u64> = trace.steps.iter().map(|step| step.reads).collect();
         assert_eq!(reads, [0, 1, 2, 2, 3, 5, 5, 6, 7, 8, 10, 10, 11]);
@@ -84,8 +85,9 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
     };
     for world in [1, 2] {
         let delay = Some(Delay { warmup: 1, drain_every: 6, compensation: 0.0 });
-        let plan = Plan { delay, world, clip: Some(1.0), scale: Scale::Dynamic(options), ..Plan::exact(20) };
-        let plan = Plan { gradient: Dtype::F16, image: Dtype::F16, micro_steps: 2, ..plan };
+        let plan =
+            Scenario { delay, world, clip: Some(1.0), scale: Scale::Dynamic(options), ..Scenario::exact(20) };
+        let plan = Scenario { gradient: Dtype::F16, image: Dtype::F16, micro_steps: 2, ..plan };
         let trace = check(&cluster, &model, &plan, &format!("scaled-{world}"));
         let steps = &trace.steps;
         assert_eq!(steps[0].scale, options.initial);
@@ -103,14 +105,14 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
 #[test]
 fn a_gpt_has_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Bytes::new(Arc::new(HostDevice::new(u64::MAX))));
-    let exact = Plan { micro_steps: 2, clip: Some(1.0), ..Plan::exact(6) };
+    let exact = Scenario { micro_steps: 2, clip: Some(1.0), ..Scenario::exact(6) };
     let two = check(&cluster, &model, &exact, "gpt");
-    assert_eq!(two, check(&cluster, &model, &Plan { on_demand: true, ..exact }, "gpt-staged"));
+    assert_eq!(two, check(&cluster, &model, &Scenario { on_demand: true, ..exact }, "gpt-staged"));
     let first = f32::from_bits(two.steps[0].losses[0]);
     assert!((first - 256f32.ln()).abs() < 0.2, "an untrained model's loss is {first}");
     let scale = Scale::Fixed(4096.0);
-    let half = Plan { gradient: Dtype::F16, image: Dtype::F16, scale, world: 2, ..Plan::exact(4) };
+    let half = Scenario { gradient: Dtype::F16, image: Dtype::F16, scale, world: 2, ..Scenario::exact(4) };
     check(&cluster, &model, &half, "gpt-f16");
     let delay = Some(Delay { warmup: 2, drain_every: 4, compensation: 0.5 });
-    check(&cluster, &model, &Plan { delay, world: 2, ..Plan::exact(9) }, "gpt-delayed");
+    check(&cluster, &model, &Scenario { delay, world: 2, ..Scenario::exact(9) }, "gpt-delayed");
 }

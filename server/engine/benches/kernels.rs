@@ -237,11 +237,11 @@ fn sums(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("accumulate", isa), |bencher| {
             bencher.iter(|| accumulate(isa, black_box(gradient), master));
         });
-        group.bench_function(BenchmarkId::new("figures", isa), |bencher| {
-            bencher.iter(|| figures(isa, black_box(gradient)));
+        group.bench_function(BenchmarkId::new("statistics", isa), |bencher| {
+            bencher.iter(|| statistics(isa, black_box(gradient)));
         });
-        group.bench_function(BenchmarkId::new("accumulate_figures", isa), |bencher| {
-            bencher.iter(|| accumulate_figures(isa, black_box(gradient), master));
+        group.bench_function(BenchmarkId::new("accumulate_statistics", isa), |bencher| {
+            bencher.iter(|| accumulate_statistics(isa, black_box(gradient), master));
         });
         group.bench_function(BenchmarkId::new("cast", isa), |bencher| {
             bencher.iter(|| cast(isa, black_box(&*master), ImageMut::Bf16(image)));

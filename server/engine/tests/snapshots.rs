@@ -114,7 +114,7 @@ fn perform(job: &Job, works: &Receiver<Work>) {
 fn decide(cluster: &Cluster, works: &Sender<Work>) {
     let (job, patience) = (&cluster.jobs[0], Patience::new());
     for step in 1..=STEPS {
-        let complete = |shard| job.figures(ShardId(shard), Step(step)).unwrap().is_some();
+        let complete = |shard| job.statistics(ShardId(shard), Step(step)).unwrap().is_some();
         while !(0..cluster.layout.shards()).all(complete) {
             patience.wait();
         }

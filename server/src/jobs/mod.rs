@@ -32,7 +32,7 @@ const LET_GO: Duration = Duration::from_secs(60);
 
 /// All jobs of a server.
 pub(crate) struct Jobs {
-    jobs: Mutex<BTreeMap<JobName, Place>>,
+    jobs: Mutex<BTreeMap<JobName, JobEntry>>,
     /// Held while a job is created, so that two opens of one name are not both admitted. Calls to other jobs go on
     /// meanwhile: touching a large job's memory takes minutes.
     opening: Mutex<()>,
@@ -41,7 +41,7 @@ pub(crate) struct Jobs {
     compute: Arc<Compute>,
 }
 
-enum Place {
+enum JobEntry {
     Open(Arc<JobHandle>),
     Away(Box<Away>),
 }
@@ -54,9 +54,9 @@ struct Away {
     stored: Option<StoredJob>,
 }
 
-impl Place {
-    fn away(fault: Fault, stored: Option<StoredJob>) -> Place {
-        Place::Away(Box::new(Away { fault, stored }))
+impl JobEntry {
+    fn away(fault: Fault, stored: Option<StoredJob>) -> JobEntry {
+        JobEntry::Away(Box::new(Away { fault, stored }))
     }
 }
 
@@ -85,11 +85,11 @@ impl Jobs {
         let mut jobs = BTreeMap::new();
         for job in &stored.jobs {
             let name = job.spec.name.clone();
-            jobs.insert(name.clone(), Place::away(recovering(&name), Some(job.clone())));
+            jobs.insert(name.clone(), JobEntry::away(recovering(&name), Some(job.clone())));
         }
         for (name, fault) in stored.unreadable {
             tracing::error!(job = %name, %fault, "not a job that can be opened");
-            jobs.insert(name, Place::away(fault, None));
+            jobs.insert(name, JobEntry::away(fault, None));
         }
         let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
         (Jobs { jobs, opening, budget, storage, compute }, stored.jobs)
@@ -100,7 +100,7 @@ impl Jobs {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         for job in stored {
             let name = job.spec.name.clone();
-            if let Some(Place::Open(_)) = self.lock().get(&name) {
+            if let Some(JobEntry::Open(_)) = self.lock().get(&name) {
                 tracing::error!(job = %name, "kept twice, for different servers or numbers of them: one is left alone");
                 continue;
             }
@@ -122,19 +122,19 @@ impl Jobs {
         let mut jobs = self.lock();
         match &started {
             Ok(handle) => {
-                jobs.insert(name, Place::Open(Arc::clone(handle)));
+                jobs.insert(name, JobEntry::Open(Arc::clone(handle)));
             }
             Err(fault) => {
                 // A job that was never kept here leaves nothing.
-                if let Some(place) = jobs.get_mut(&name) {
-                    *place = Place::away(fault.clone(), Some(job));
+                if let Some(entry) = jobs.get_mut(&name) {
+                    *entry = JobEntry::away(fault.clone(), Some(job));
                 }
             }
         }
         started
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<JobName, Place>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<JobName, JobEntry>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -145,16 +145,17 @@ impl Jobs {
     pub(crate) fn get(&self, name: &str) -> Result<Arc<JobHandle>, Fault> {
         let name = JobName::parse("job", name)?;
         match self.lock().get(&name) {
-            Some(Place::Open(handle)) => Ok(Arc::clone(handle)),
-            Some(Place::Away(away)) => Err(away.fault.clone()),
+            Some(JobEntry::Open(handle)) => Ok(Arc::clone(handle)),
+            Some(JobEntry::Away(away)) => Err(away.fault.clone()),
             None => Err(not_found(name.as_str())),
         }
     }
 
     /// The jobs that are served.
     pub(crate) fn all(&self) -> Vec<Arc<JobHandle>> {
-        let open =
-            |place: &Place| if let Place::Open(handle) = place { Some(Arc::clone(handle)) } else { None };
+        let open = |entry: &JobEntry| {
+            if let JobEntry::Open(handle) = entry { Some(Arc::clone(handle)) } else { None }
+        };
         self.lock().values().filter_map(open).collect()
     }
 
@@ -192,7 +193,7 @@ impl Jobs {
         handle.close(not_found(name));
         handle.job.discard().inspect_err(|fault| {
             // What is left can be deleted by another call.
-            self.lock().insert(stored.spec.name.clone(), Place::away(fault.clone(), Some(stored)));
+            self.lock().insert(stored.spec.name.clone(), JobEntry::away(fault.clone(), Some(stored)));
         })
     }
 
@@ -252,7 +253,7 @@ impl Jobs {
     fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
         let stored = handle.stored();
         let name = stored.spec.name.clone();
-        self.lock().insert(name.clone(), Place::away(recovering(&name), Some(stored.clone())));
+        self.lock().insert(name.clone(), JobEntry::away(recovering(&name), Some(stored.clone())));
         handle.close(recovering(&name));
         let changes = handle.changes();
         drop(handle);
@@ -264,8 +265,8 @@ impl Jobs {
     /// A job that could not be recovered.
     fn stored(&self, name: &str) -> Option<StoredJob> {
         match self.lock().get(&JobName::parse("job", name).ok()?)? {
-            Place::Away(away) => away.stored.clone(),
-            Place::Open(_) => None,
+            JobEntry::Away(away) => away.stored.clone(),
+            JobEntry::Open(_) => None,
         }
     }
 }

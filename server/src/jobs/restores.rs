@@ -81,9 +81,9 @@ impl Restores {
         }
     }
 
-    fn turn<Work>(&self, act: &Act, work: &mut Option<Work>) -> Result<Turn, Fault>
+    fn turn<Begin>(&self, act: &Act, work: &mut Option<Begin>) -> Result<Turn, Fault>
     where
-        Work: FnOnce() -> Result<RestoreInfo, Fault> + Send + 'static,
+        Begin: FnOnce() -> Result<RestoreInfo, Fault> + Send + 'static,
     {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(run) = last.as_ref().filter(|run| run.is_under_way()) {

@@ -126,7 +126,7 @@ impl Pull {
     async fn place(&self, slice: Slice) -> Result<Piece, Fault> {
         let check = || self.handle.job.place_image(&slice, self.version);
         let place = self.once_ready(slice, check).await?;
-        let place = v1::ImagePlace { elements: slice.elements, at: place.at, word: place.word };
+        let place = v1::ImagePlace { elements: slice.elements, at: place.at, stamp: place.stamp };
         let (shard, offset) = (slice.shard.0, slice.offset);
         let (place, decided_by) = (Some(place), self.decided_by());
         Ok(frame::encode(&v1::PullResponse { shard, offset, place, decided_by, ..Default::default() }))

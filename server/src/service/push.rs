@@ -23,7 +23,7 @@ use longshore_proto::{ContributionChunk, Fault, FaultKind, limits::STRANGER_RESU
 use longshore_wire::{
     self as wire,
     direct::{Claim, Mark, Taps},
-    frame::{self, Pieces, Shared},
+    frame::{self, Pieces, SharedIntake},
     sink::{MessageSink, Mode, Read, Sink},
     v1::{PushRequest, PushResponse, PushResult},
 };
@@ -33,7 +33,7 @@ use tokio::{
 };
 use tonic::{Status, body::Body};
 
-use self::place::{Fate, Place, finish, place_now};
+use self::place::{Destination, Fate, finish, place_now};
 use super::{Services, refuse};
 use crate::{jobs::JobHandle, memfd::Payload};
 
@@ -57,7 +57,7 @@ pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Resp
     let receiving =
         Receiving { services, stranger, held, closing, chunk, waiting, held_back: None, last: None, results };
     let stream = Stream {
-        intake: Shared::new(receiving),
+        intake: SharedIntake::new(receiving),
         body,
         taps,
         rest: Bytes::new(),
@@ -73,7 +73,7 @@ pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Resp
 
 /// One Push call: what waits and answers.
 struct Stream {
-    intake: Shared<PushRequest, Receiving>,
+    intake: SharedIntake<PushRequest, Receiving>,
     body: Body,
     /// Present until the first bytes have come, since those show whether the call is marked.
     taps: Option<Taps>,
@@ -99,7 +99,7 @@ struct Receiving {
     /// Why that job is not served any more. A worker that has nothing to send must learn of it too, since what it had
     /// sent may be wanted again.
     closing: Option<watch::Receiver<Option<Fault>>>,
-    chunk: Option<(PushRequest, Result<Place, Fault>)>,
+    chunk: Option<(PushRequest, Result<Destination, Fault>)>,
     /// A chunk whose slot is busy.
     waiting: Option<(PushRequest, Waiting)>,
     /// A chunk that came while too many results waited to leave, and the length of its payload.
@@ -243,7 +243,7 @@ impl Stream {
     }
 
     /// Waits for the chunk's slot.
-    async fn place(&mut self, waiting: Waiting) -> Result<Result<Place, Fault>, Over> {
+    async fn place(&mut self, waiting: Waiting) -> Result<Result<Destination, Fault>, Over> {
         let Waiting { handle, chunk, payload, patience } = waiting;
         // This may take a step, so the worker is told first of what came before.
         self.acknowledge().await?;
@@ -260,7 +260,7 @@ impl Stream {
 impl Sink for Receiving {
     fn mode(&mut self) -> Mode {
         match &self.chunk {
-            Some((_, Ok(Place::Slot(..)))) => Mode::Direct(usize::MAX),
+            Some((_, Ok(Destination::Slot(..)))) => Mode::Direct(usize::MAX),
             _ => Mode::Payload,
         }
     }
@@ -269,19 +269,19 @@ impl Sink for Receiving {
         let bytes = mem::take(bytes);
         let Some((_, place)) = &mut self.chunk else { return };
         match place {
-            Ok(Place::Slot(_, writing)) => {
+            Ok(Destination::Slot(_, writing)) => {
                 if let Err(fault) = writing.write(&bytes) {
                     *place = Err(fault);
                 }
             }
-            Ok(Place::Nowhere(_, sum)) => sum.update(&bytes),
+            Ok(Destination::Nowhere(_, sum)) => sum.update(&bytes),
             Err(_) => {}
         }
     }
 
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
         match &mut self.chunk {
-            Some((_, Ok(Place::Slot(_, writing)))) => writing.read_from(most, read),
+            Some((_, Ok(Destination::Slot(_, writing)))) => writing.read_from(most, read),
             _ => Ok(0),
         }
     }
@@ -313,7 +313,7 @@ impl Receiving {
     fn start(&mut self, request: PushRequest, bytes: usize) -> bool {
         let place = self.identify(&request, bytes).and_then(|waiting| {
             let place = place_now(&waiting.handle, &waiting.chunk)?;
-            if !matches!(place, Some(Place::Nowhere(..))) {
+            if !matches!(place, Some(Destination::Nowhere(..))) {
                 self.check_order(&waiting.chunk)?;
             }
             Ok(match place {
@@ -380,8 +380,8 @@ impl Receiving {
         Err(Fault::new(FaultKind::Precondition, "micro_step", value, limit, remedy))
     }
 
-    fn placed(&mut self, place: &Result<Place, Fault>, chunk: &ContributionChunk) {
-        if let Ok(Place::Slot(..)) = place {
+    fn placed(&mut self, place: &Result<Destination, Fault>, chunk: &ContributionChunk) {
+        if let Ok(Destination::Slot(..)) = place {
             self.last = Some(*chunk);
         }
     }

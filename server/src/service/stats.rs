@@ -39,11 +39,12 @@ async fn shard_stats(
     step: Step,
     deadline: Instant,
 ) -> Result<v1::ShardStats, Fault> {
-    let check = || handle.job.figures(shard, step);
-    let figures = handle.until(deadline, check, || handle.late("stats", format!("{step}, {shard}"))).await?;
-    let blocks = figures.into_iter().map(|figures| v1::BlockStats {
-        sum_squares: figures.sum_squares,
-        first_nonfinite: figures.first_nonfinite,
+    let check = || handle.job.statistics(shard, step);
+    let statistics =
+        handle.until(deadline, check, || handle.late("stats", format!("{step}, {shard}"))).await?;
+    let blocks = statistics.into_iter().map(|statistics| v1::BlockStats {
+        sum_squares: statistics.sum_squares,
+        first_nonfinite: statistics.first_nonfinite,
     });
     let origin = handle.job.origin(shard, step)?.0;
     Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin })

@@ -8,9 +8,9 @@ use longshore_cli::train::{
     text::Corpus,
 };
 use longshore_proto::Param;
-use longshore_worker::{Device, Pipeline, StepPlan};
+use longshore_worker::{Device, Pipeline, StepInputs};
 
-use super::plan::{Batch, Model};
+use super::scenario::{Batch, Model};
 
 pub struct Bytes {
     pub model: Gpt,
@@ -107,7 +107,7 @@ impl Model for Bytes {
     fn micro_step(
         &self,
         pipeline: &mut Pipeline,
-        step: StepPlan,
+        step: StepInputs,
         batch: Batch,
         on_demand: bool,
     ) -> anyhow::Result<f32> {

@@ -5,8 +5,8 @@
 pub mod cluster;
 pub mod files;
 pub mod gpt;
-pub mod plan;
 pub mod raw;
 pub mod reference;
 pub mod run;
+pub mod scenario;
 pub mod synthetic;

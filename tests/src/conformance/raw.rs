@@ -100,8 +100,8 @@ impl Raw {
     pub fn await_stats(&self, job: &str, step: u64) {
         let request = v1::StatsRequest { job: job.into(), step, deadline_ms: 30_000 };
         self.runtime.block_on(async {
-            let mut answers = self.training.clone().stats(request).await.expect("figures").into_inner();
-            while answers.message().await.expect("figures in time").is_some() {}
+            let mut answers = self.training.clone().stats(request).await.expect("statistics").into_inner();
+            while answers.message().await.expect("statistics in time").is_some() {}
         });
     }
 

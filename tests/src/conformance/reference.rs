@@ -8,7 +8,7 @@ use longshore_worker::LossScalerOptions;
 
 use super::{
     files::State,
-    plan::{Batch, Delay, Model, Plan, Scale},
+    scenario::{Batch, Delay, Model, Scale, Scenario},
 };
 
 const BLOCK: usize = 65536;
@@ -42,7 +42,7 @@ pub struct Trace {
 
 pub struct Reference<'a> {
     model: &'a dyn Model,
-    plan: Plan,
+    plan: Scenario,
     params: Vec<Param>,
     ranges: Vec<Range<usize>>,
     /// The group of each flat element. Gaps have the group before them.
@@ -60,14 +60,14 @@ pub struct Reference<'a> {
 }
 
 /// Runs the whole plan.
-pub fn train(model: &dyn Model, plan: &Plan) -> Trace {
+pub fn train(model: &dyn Model, plan: &Scenario) -> Trace {
     let mut reference = Reference::new(model, *plan);
     (0..plan.steps).for_each(|_| reference.step());
     reference.end()
 }
 
 impl<'a> Reference<'a> {
-    pub fn new(model: &'a dyn Model, plan: Plan) -> Reference<'a> {
+    pub fn new(model: &'a dyn Model, plan: Scenario) -> Reference<'a> {
         let params = model.params();
         let ranges = place(&params);
         let elements = ranges.last().expect("a parameter").end.div_ceil(BLOCK) * BLOCK;
@@ -177,7 +177,7 @@ impl<'a> Reference<'a> {
 
     fn update(&mut self, step: u64, gradient: &[f32], multiplier: f32, compensation: f32) {
         self.applied += 1;
-        let hypers = Plan::hypers(step);
+        let hypers = Scenario::hypers(step);
         let mut emitted = vec![0.0; gradient.len()];
         for (index, &raw) in gradient.iter().enumerate() {
             let hyper = &hypers[self.groups[index]];

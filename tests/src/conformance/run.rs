@@ -9,8 +9,8 @@ use longshore_worker::{Options, Pipeline, Session, StepOutcome};
 use super::{
     cluster::Cluster,
     files,
-    plan::{Batch, Model, Plan},
     reference::{Step, Trace},
+    scenario::{Batch, Model, Scenario},
 };
 
 /// What one rank saw.
@@ -22,7 +22,7 @@ pub struct Rank {
 }
 
 /// Trains a fresh job to the end of the plan, on one thread a rank.
-pub fn train(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str) -> Trace {
+pub fn train(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -> Trace {
     let ranks: Vec<Rank> = std::thread::scope(|scope| {
         let start = |rank| scope.spawn(move || one_rank(cluster, model, plan, job, rank));
         let ranks: Vec<_> = (0..plan.world).map(start).collect();
@@ -32,7 +32,7 @@ pub fn train(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str) -> Tr
 }
 
 /// Puts together what the ranks saw and what the checkpoint named "end" holds.
-pub fn collect(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str, ranks: Vec<Rank>) -> Trace {
+pub fn collect(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str, ranks: Vec<Rank>) -> Trace {
     let spec = plan.spec(job, model);
     let layout = spec.validate().expect("a valid spec");
     let applied = (0..cluster.addresses().len()).map(|server| cluster.raw(server).progress(job).applied);
@@ -78,7 +78,7 @@ fn step(outcome: &StepOutcome, losses: Vec<u32>) -> Step {
     }
 }
 
-fn one_rank(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str, rank: u32) -> Rank {
+fn one_rank(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str, rank: u32) -> Rank {
     let mut pipeline = enter(cluster.options(&plan.spec(job, model), rank), model, plan);
     let mut seen = Rank::default();
     steps(&mut pipeline, model, plan, plan.steps, &mut seen).expect("the steps");
@@ -86,7 +86,7 @@ fn one_rank(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str, rank: 
 }
 
 /// Opens or finds the job, joins it and waits for its weights.
-pub fn enter(options: Options, model: &dyn Model, plan: &Plan) -> Pipeline {
+pub fn enter(options: Options, model: &dyn Model, plan: &Scenario) -> Pipeline {
     let mut session = Session::connect(options).expect("a connection");
     let joined = session.start(&|param| model.initial(param)).expect("a start");
     Pipeline::new(session, &joined, plan.pipeline()).expect("a pipeline")
@@ -96,7 +96,7 @@ pub fn enter(options: Options, model: &dyn Model, plan: &Plan) -> Pipeline {
 pub fn steps(
     pipeline: &mut Pipeline,
     model: &dyn Model,
-    plan: &Plan,
+    plan: &Scenario,
     last: u64,
     seen: &mut Rank,
 ) -> anyhow::Result<()> {
@@ -121,7 +121,7 @@ pub fn steps(
 }
 
 /// Drains, takes the last image, and has rank 0 write the checkpoint "end".
-pub fn finish(mut pipeline: Pipeline, plan: &Plan, mut seen: Rank) -> Rank {
+pub fn finish(mut pipeline: Pipeline, plan: &Scenario, mut seen: Rank) -> Rank {
     let version = pipeline.drain().expect("a drain");
     assert_eq!(version.0, plan.steps);
     seen.outcomes.extend(pipeline.outcomes());
@@ -174,14 +174,14 @@ pub fn assert_same(run: &Trace, reference: &Trace, layout: &Layout, names: &[Str
 
 /// Runs the plan both ways and compares.
 #[track_caller]
-pub fn check(cluster: &Cluster, model: &dyn Model, plan: &Plan, job: &str) -> Trace {
+pub fn check(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -> Trace {
     let (run, reference) = (train(cluster, model, plan, job), super::reference::train(model, plan));
     assert_trace(&run, &reference, model, plan, job);
     run
 }
 
 #[track_caller]
-pub fn assert_trace(run: &Trace, reference: &Trace, model: &dyn Model, plan: &Plan, job: &str) {
+pub fn assert_trace(run: &Trace, reference: &Trace, model: &dyn Model, plan: &Scenario, job: &str) {
     let spec = plan.spec(job, model);
     let names: Vec<String> = spec.params.iter().map(|param| param.name.clone()).collect();
     assert_same(run, reference, &spec.validate().expect("a valid spec"), &names);

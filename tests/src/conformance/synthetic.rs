@@ -2,9 +2,9 @@
 //! computed.
 
 use longshore_proto::Param;
-use longshore_worker::{Feed, Pipeline, StepPlan};
+use longshore_worker::{Feed, Pipeline, StepInputs};
 
-use super::plan::{Batch, Model};
+use super::scenario::{Batch, Model};
 
 /// A model of odd sizes over four blocks, with two param groups. `spikes` and `constants` are for overflows.
 pub struct Synthetic {
@@ -117,7 +117,7 @@ impl Model for Synthetic {
     fn micro_step(
         &self,
         pipeline: &mut Pipeline,
-        step: StepPlan,
+        step: StepInputs,
         batch: Batch,
         on_demand: bool,
     ) -> anyhow::Result<f32> {

@@ -12,10 +12,10 @@ use std::sync::OnceLock;
 use longshore_proto::{Incarnation, JobSpec, Layout};
 use longshore_tests::conformance::{
     cluster::Cluster,
-    plan::Plan,
     raw::{At, Raw, chunk},
     reference::{self, Trace},
     run::{self, Rank, assert_trace},
+    scenario::Scenario,
     synthetic::Synthetic,
 };
 use longshore_wire::v1;
@@ -25,8 +25,8 @@ pub(crate) const STEPS: u64 = 4;
 /// How many steps come before the bad input.
 pub(crate) const BEFORE: u64 = 2;
 
-pub(crate) fn plan() -> Plan {
-    Plan { clip: Some(1.0), ..Plan::exact(STEPS) }
+pub(crate) fn plan() -> Scenario {
+    Scenario { clip: Some(1.0), ..Scenario::exact(STEPS) }
 }
 
 /// The bits of the job when nobody disturbs it.

@@ -3,9 +3,9 @@
 use longshore_proto::FaultKind::{Fenced, Invalid};
 use longshore_tests::conformance::{
     cluster::Cluster,
-    plan::Plan,
     raw::{assert_fault, decision},
     run::{self, Rank},
+    scenario::Scenario,
     synthetic::Synthetic,
 };
 use longshore_wire::v1;
@@ -55,7 +55,7 @@ fn hyperparameters_that_are_not_numbers_stop_the_trainer_and_not_the_job() {
     let joined = session.start(&|_| unreachable!("the job has weights")).expect("a join");
     let mut options = plan.pipeline();
     options.hyper = std::sync::Arc::new(|step| {
-        let mut hypers = Plan::hypers(step.0);
+        let mut hypers = Scenario::hypers(step.0);
         hypers[0].lr = f64::NAN;
         hypers
     });

@@ -21,13 +21,13 @@ pub struct CudaDevice {
 }
 
 /// Device memory.
-struct Memory {
+struct DeviceMemory {
     context: Arc<CudaContext>,
     address: sys::CUdeviceptr,
     _lease: Lease,
 }
 
-impl Drop for Memory {
+impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: `allocate` got the address from the driver in this context, only this drop frees it, and transfers
         // hold a clone of the buffer until the device is done with it.
@@ -196,7 +196,7 @@ impl Device for CudaDevice {
             )
         })?;
         Ok(Buffer::new(
-            Memory { context: self.context.clone(), address, _lease: lease },
+            DeviceMemory { context: self.context.clone(), address, _lease: lease },
             bytes,
             Some(address),
         ))
@@ -223,7 +223,7 @@ impl Device for CudaDevice {
 
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer> {
         source.check::<Pinned>(&self.name)?;
-        let memory: &Memory = target.memory(&self.name, offset, source.len() as u64)?;
+        let memory: &DeviceMemory = target.memory(&self.name, offset, source.len() as u64)?;
         self.bind()?;
         // SAFETY: `memory` checked the bounds. The transfer owns both ends until its event has happened, and the memory that
         // the source points to, which `check` found to be this device's own, does not move with it.
@@ -234,7 +234,7 @@ impl Device for CudaDevice {
 
     fn copy_out(&self, source: &Buffer, offset: u64, mut target: HostBuffer) -> Result<Transfer> {
         target.check::<Pinned>(&self.name)?;
-        let memory: &Memory = source.memory(&self.name, offset, target.len() as u64)?;
+        let memory: &DeviceMemory = source.memory(&self.name, offset, target.len() as u64)?;
         self.bind()?;
         // SAFETY: as in `copy_in`; nobody reads the target before the transfer gives it back.
         unsafe { result::memcpy_dtoh_async(&mut target, memory.address + offset, self.copies.cu_stream()) }

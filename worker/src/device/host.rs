@@ -9,7 +9,7 @@ pub struct HostDevice {
     budget: Budget,
 }
 
-struct Memory {
+struct HostBytes {
     bytes: Mutex<Vec<u8>>,
     _lease: Lease,
 }
@@ -34,7 +34,7 @@ impl Device for HostDevice {
 
     fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer> {
         let lease = self.budget.reserve(field, bytes)?;
-        let memory = Memory { bytes: Mutex::new(zeroed(bytes)?), _lease: lease };
+        let memory = HostBytes { bytes: Mutex::new(zeroed(bytes)?), _lease: lease };
         Ok(Buffer::new(memory, bytes, None))
     }
 
@@ -43,7 +43,7 @@ impl Device for HostDevice {
     }
 
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer> {
-        let memory: &Memory = target.memory(NAME, offset, source.len() as u64)?;
+        let memory: &HostBytes = target.memory(NAME, offset, source.len() as u64)?;
         let start = offset as usize;
         memory.bytes.lock().unwrap_or_else(PoisonError::into_inner)[start..start + source.len()]
             .copy_from_slice(&source);
@@ -51,7 +51,7 @@ impl Device for HostDevice {
     }
 
     fn copy_out(&self, source: &Buffer, offset: u64, mut target: HostBuffer) -> Result<Transfer> {
-        let memory: &Memory = source.memory(NAME, offset, target.len() as u64)?;
+        let memory: &HostBytes = source.memory(NAME, offset, target.len() as u64)?;
         let start = offset as usize;
         let bytes = memory.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         let end = start + target.len();

@@ -19,7 +19,7 @@ pub use choice::DeviceChoice;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 pub use host::HostDevice;
-pub use pool::{Pool, PooledBuffer};
+pub use pool::{BufferPool, PooledBuffer};
 pub use transfer::{Event, Transfer};
 
 use crate::error::{Result, Shortage};

@@ -14,18 +14,18 @@ use crate::{
 
 /// Clones share the buffers.
 #[derive(Clone)]
-pub struct Pool(Arc<Shelf>);
+pub struct BufferPool(Arc<Shelf>);
 
 struct Shelf {
     budget: Budget,
     field: &'static str,
     /// Idle buffers by length. A job uses few lengths, mostly one chunk.
-    idle: Mutex<HashMap<usize, Vec<Memory>>>,
+    idle: Mutex<HashMap<usize, Vec<LeasedBytes>>>,
     /// Where buffers come from that other processes may be given to read.
     arena: Option<Arena>,
 }
 
-struct Memory {
+struct LeasedBytes {
     bytes: Bytes,
     _lease: Lease,
 }
@@ -51,16 +51,16 @@ impl Bytes {
     }
 }
 
-impl Pool {
+impl BufferPool {
     /// `field` says what buffers are for when the budget refuses one.
-    pub fn new(budget: Budget, field: &'static str) -> Pool {
-        Pool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena: None }))
+    pub fn new(budget: Budget, field: &'static str) -> BufferPool {
+        BufferPool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena: None }))
     }
 
-    /// A pool like [`Pool::new`]'s, whose buffers servers of this host can read, where the kernel allows it.
-    pub(crate) fn shared(budget: Budget, field: &'static str) -> Pool {
+    /// A pool like [`BufferPool::new`]'s, whose buffers servers of this host can read, where the kernel allows it.
+    pub(crate) fn shared(budget: Budget, field: &'static str) -> BufferPool {
         let arena = Some(Arena::default());
-        Pool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena }))
+        BufferPool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena }))
     }
 
     /// A buffer of exactly `bytes`, which holds whatever its last user left.
@@ -73,7 +73,7 @@ impl Pool {
         Ok(PooledBuffer { memory: Some(memory), pool: self.clone() })
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Memory, Shortage> {
+    fn allocate(&self, bytes: usize) -> Result<LeasedBytes, Shortage> {
         let reserve = || self.0.budget.reserve(self.0.field, bytes as u64);
         // Idle buffers of other lengths make room before the budget refuses.
         let lease = reserve().or_else(|_| {
@@ -85,10 +85,10 @@ impl Pool {
             taken.inspect_err(|error| tracing::debug!(%error, "no shared memory for gradients")).ok()
         });
         let bytes = shared.map_or_else(|| Bytes::Own(vec![0; bytes]), Bytes::Shared);
-        Ok(Memory { bytes, _lease: lease })
+        Ok(LeasedBytes { bytes, _lease: lease })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<usize, Vec<Memory>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<usize, Vec<LeasedBytes>>> {
         // Nothing under this lock can leave the map half changed.
         self.0.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,8 +97,8 @@ impl Pool {
 /// A buffer on loan, which goes back to its pool on drop. As `Bytes::from_owner` it goes back with the last clone.
 pub struct PooledBuffer {
     /// It is None only while it is dropped.
-    memory: Option<Memory>,
-    pool: Pool,
+    memory: Option<LeasedBytes>,
+    pool: BufferPool,
 }
 
 impl PooledBuffer {
@@ -112,7 +112,7 @@ impl PooledBuffer {
 
     /// Gives the buffer up as it is: other processes may go on reading it, and nobody here writes there any more.
     pub(crate) fn abandon(mut self) {
-        if let Some(Memory { bytes: Bytes::Shared(piece), .. }) = self.memory.take() {
+        if let Some(LeasedBytes { bytes: Bytes::Shared(piece), .. }) = self.memory.take() {
             piece.abandon();
         }
     }
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn buffers_come_back_and_stay_counted() {
         let budget = Budget::new("host", 300);
-        let pool = Pool::new(budget.clone(), "test");
+        let pool = BufferPool::new(budget.clone(), "test");
         let first = pool.take(100).unwrap();
         let address = first.as_ref().as_ptr();
         drop(bytes::Bytes::from_owner(first));

@@ -20,9 +20,9 @@ pub trait Event: Send {
 }
 
 /// A copy that was started. When it is dropped it waits for the copy's end.
-pub struct Transfer(State);
+pub struct Transfer(TransferState);
 
-enum State {
+enum TransferState {
     Done(HostBuffer),
     UnderWay(Box<dyn Event>),
     /// Nothing is left to wait for.
@@ -32,20 +32,20 @@ enum State {
 impl Transfer {
     /// A copy that was done when it was started.
     pub fn done(host: HostBuffer) -> Transfer {
-        Transfer(State::Done(host))
+        Transfer(TransferState::Done(host))
     }
 
     /// A copy that ends with `event`.
     pub fn under_way(event: impl Event + 'static) -> Transfer {
-        Transfer(State::UnderWay(Box::new(event)))
+        Transfer(TransferState::UnderWay(Box::new(event)))
     }
 
     /// # Errors
     /// As [`Event::is_done`].
     pub fn is_done(&self) -> Result<bool> {
         match &self.0 {
-            State::UnderWay(event) => event.is_done(),
-            State::Done(_) | State::Over => Ok(true),
+            TransferState::UnderWay(event) => event.is_done(),
+            TransferState::Done(_) | TransferState::Over => Ok(true),
         }
     }
 
@@ -54,18 +54,18 @@ impl Transfer {
     /// # Errors
     /// As [`Event::wait`].
     pub fn wait(mut self) -> Result<HostBuffer> {
-        match std::mem::replace(&mut self.0, State::Over) {
-            State::Done(host) => Ok(host),
-            State::UnderWay(mut event) => event.wait(),
+        match std::mem::replace(&mut self.0, TransferState::Over) {
+            TransferState::Done(host) => Ok(host),
+            TransferState::UnderWay(mut event) => event.wait(),
             // Only this call and the drop leave it in this state, and each of them owns the transfer.
-            State::Over => Ok(HostBuffer::new(Vec::new())),
+            TransferState::Over => Ok(HostBuffer::new(Vec::new())),
         }
     }
 }
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        if let State::UnderWay(event) = &mut self.0
+        if let TransferState::UnderWay(event) = &mut self.0
             && let Err(error) = event.wait()
         {
             tracing::error!(%error, "a copy could not be awaited; its memory is kept");

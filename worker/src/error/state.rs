@@ -69,7 +69,7 @@ pub struct VersionsDiffer {
 /// Going back to a checkpoint would delete state that servers hold, and nobody has said that it may.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
-    "{}nothing was deleted: job {job} holds state, {}. {}", Lacking(.lost), Listed(.holders), Word(self)
+    "{}nothing was deleted: job {job} holds state, {}. {}", Lacking(.lost), Listed(.holders), HowToGoBack(self)
 )]
 pub struct StateKept {
     pub job: JobName,
@@ -92,9 +92,9 @@ impl fmt::Display for Lacking<'_> {
     }
 }
 
-struct Word<'a>(&'a StateKept);
+struct HowToGoBack<'a>(&'a StateKept);
 
-impl fmt::Display for Word<'_> {
+impl fmt::Display for HowToGoBack<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let StateKept { tier, checkpoint, version, lost, .. } = self.0;
         if !lost.is_empty() {

@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    envelope::Envelope, options::PipelineOptions, outcome::Decided, shared::Shared, stats::Collected,
+    envelope::Envelope, options::PipelineOptions, outcome::Decided, shared::PipelineInner, stats::Collected,
 };
 use crate::{
     cluster::{Backoff, Cluster, Impatience},
@@ -29,7 +29,7 @@ use crate::{
 const GRACE: Duration = Duration::from_secs(5);
 
 /// A step to decide.
-pub(super) struct Work {
+pub(super) struct StepToDecide {
     pub(super) step: Step,
     /// The loss scale of the step's gradients.
     pub(super) loss_scale: f64,
@@ -42,10 +42,10 @@ pub(super) struct Driver {
     pub(super) cluster: Arc<Cluster>,
     pub(super) rank: Arc<RankState>,
     pub(super) gradients: Arc<Gradients>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<PipelineInner>,
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
-    pub(super) work: mpsc::UnboundedReceiver<Work>,
+    pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
     /// Ends when the last commit is durable on every server. The next commit waits for it, so that a crash of any
     /// server leaves a version that all hold, and at most one step to be sent again.
     pub(super) durable: Option<JoinHandle<Result<()>>>,
@@ -77,7 +77,7 @@ impl Driver {
         }
     }
 
-    async fn step(&mut self, work: Work) -> Result<()> {
+    async fn step(&mut self, work: StepToDecide) -> Result<()> {
         let step = work.step;
         let Ok(trainer) = work.finished.await else {
             work.stats.abort();

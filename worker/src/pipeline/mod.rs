@@ -28,19 +28,19 @@ use tracing::debug_span;
 
 use self::{
     board::Board,
-    driver::{Driver, Work},
+    driver::{Driver, StepToDecide},
     envelope::MAX_TRAINER_BYTES,
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
     resume::Resume,
-    shared::Shared,
+    shared::PipelineInner,
     step::{Current, Meters},
     watch::Watcher,
 };
 pub use self::{
     options::{HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
-    step::StepPlan,
+    step::StepInputs,
 };
 use crate::{
     cluster::Cluster,
@@ -57,9 +57,9 @@ pub struct Pipeline {
     tasks: Tasks,
     session: Session,
     options: PipelineOptions,
-    shared: Arc<Shared>,
+    shared: Arc<PipelineInner>,
     /// The way to rank 0's driver.
-    work: Option<mpsc::UnboundedSender<Work>>,
+    work: Option<mpsc::UnboundedSender<StepToDecide>>,
     /// The trainer's bytes of the commit that was joined at.
     resumed: Option<Vec<u8>>,
     /// The last step finished here.
@@ -86,7 +86,7 @@ impl Pipeline {
         options.validate(session.spec())?;
         let resume = Resume::from(joined, &options)?;
         let (board, resumed) = (Board::new(resume.scales), Board::new([]));
-        let shared = Arc::new(Shared { board, resumed, outcomes: Outcomes::default() });
+        let shared = Arc::new(PipelineInner { board, resumed, outcomes: Outcomes::default() });
         let (cluster, gradients) = (session.cluster.clone(), session.gradients.clone());
         session.rank.begin_training();
         if let Some(reason) = &joined.paused {
@@ -135,7 +135,7 @@ impl Pipeline {
 
     /// Starts the next step. Waits until the version that it reads is decided (and while the job is paused), and has
     /// its weights on their way.
-    pub fn begin(&mut self) -> Result<StepPlan> {
+    pub fn begin(&mut self) -> Result<StepInputs> {
         let started = Instant::now();
         self.cluster().waits.check()?;
         if self.current.is_some() {
@@ -150,7 +150,7 @@ impl Pipeline {
         if has_room_ahead(&self.session) {
             self.open_ahead(Step(step.0 + 1))?;
         }
-        let plan = StepPlan { step, reads, loss_scale };
+        let plan = StepInputs { step, reads, loss_scale };
         let reading = self.feeds.now().map_or_else(|| Reading::new(reads), |feed| feed.reading().clone());
         let (finished_at, at) = channel::channel(None);
         let trainer = self.announce(plan, at);
@@ -170,14 +170,14 @@ impl Pipeline {
     }
 
     /// Tells rank 0's driver of a step, and starts collecting its gradient statistics.
-    fn announce(&self, plan: StepPlan, finished_at: stats::Finished) -> Option<oneshot::Sender<Vec<u8>>> {
+    fn announce(&self, plan: StepInputs, finished_at: stats::Finished) -> Option<oneshot::Sender<Vec<u8>>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
         let (cluster, rank) = (self.session.cluster.clone(), self.session.rank.clone());
         let collect = stats::collect(cluster, rank, plan.step, finished_at);
         let stats = self.cluster().runtime.spawn_joined(collect);
         // A driver that has ended has left the session's failure, which the next call returns.
-        let _ = work.send(Work { step: plan.step, loss_scale: plan.loss_scale, stats, finished });
+        let _ = work.send(StepToDecide { step: plan.step, loss_scale: plan.loss_scale, stats, finished });
         Some(trainer)
     }
 

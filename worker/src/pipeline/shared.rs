@@ -2,7 +2,7 @@
 
 use super::{board::Board, outcome::Outcomes};
 
-pub(super) struct Shared {
+pub(super) struct PipelineInner {
     pub(super) board: Board,
     /// Versions that were decided at the loss scale's floor, with the scale to go on with. The watcher tells them to
     /// the driver.

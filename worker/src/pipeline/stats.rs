@@ -35,24 +35,25 @@ pub(super) async fn collect(
     finished: Finished,
 ) -> Result<Collected> {
     let collect = |server| of_server(&cluster, &rank, server, step, finished.clone());
-    let figures = cluster.on_all(collect).await?;
+    let statistics = cluster.on_all(collect).await?;
     let mut blocks = vec![BlockStats::default(); cluster.layout.blocks() as usize];
-    let origin = |of_server: &Figures| of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
-    let origins = figures.values().map(|of_server| origin(of_server).unwrap_or_default()).collect();
-    for ShardFigures { shard, blocks: stats, .. } in figures.into_vec().into_iter().flatten() {
+    let origin =
+        |of_server: &ServerStatistics| of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
+    let origins = statistics.values().map(|of_server| origin(of_server).unwrap_or_default()).collect();
+    for ShardStatistics { shard, blocks: stats, .. } in statistics.into_vec().into_iter().flatten() {
         let range = cluster.layout.shard_blocks(shard);
         blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
     }
     Ok(Collected { blocks, origins })
 }
 
-struct ShardFigures {
+struct ShardStatistics {
     shard: ShardId,
     blocks: Vec<BlockStats>,
     origin: Origin,
 }
 
-type Figures = Vec<ShardFigures>;
+type ServerStatistics = Vec<ShardStatistics>;
 
 /// Collects those of one server's shards. A broken stream is opened again, and the server then repeats what it has.
 async fn of_server(
@@ -61,12 +62,12 @@ async fn of_server(
     server: ServerId,
     step: Step,
     finished: Finished,
-) -> Result<Figures> {
+) -> Result<ServerStatistics> {
     let owned = cluster.placement.owned(server);
-    let mut figures = Figures::with_capacity(owned.len());
+    let mut statistics = ServerStatistics::with_capacity(owned.len());
     let mut backoff = Backoff::new();
-    while figures.len() < owned.len() {
-        let Err(fault) = stream(cluster, server, step, &owned, &mut figures, &finished).await else {
+    while statistics.len() < owned.len() {
+        let Err(fault) = stream(cluster, server, step, &owned, &mut statistics, &finished).await else {
             continue;
         };
         let late =
@@ -88,10 +89,10 @@ async fn of_server(
             }
             return Err(cluster.explain(server, "Stats", Some(step), fault));
         }
-        tracing::debug!(server = cluster.address(server), step = step.0, %fault, "asking for figures again");
+        tracing::debug!(server = cluster.address(server), step = step.0, %fault, "asking for statistics again");
         backoff.pause(Instant::now() + cluster.options.deadline).await;
     }
-    Ok(figures)
+    Ok(statistics)
 }
 
 async fn stream(
@@ -99,7 +100,7 @@ async fn stream(
     server: ServerId,
     step: Step,
     owned: &[ShardId],
-    figures: &mut Figures,
+    statistics: &mut ServerStatistics,
     finished: &Finished,
 ) -> Result<(), Fault> {
     let peer = cluster.peer(server);
@@ -108,9 +109,9 @@ async fn stream(
     let request = StatsRequest { job: cluster.job().to_string(), step: step.0, deadline_ms: left };
     let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
     let mut answers = peer.training().stats(request).await.map_err(fault)?.into_inner();
-    while figures.len() < owned.len() {
+    while statistics.len() < owned.len() {
         let Some(stats) = answers.message().await.map_err(fault)? else {
-            let field = format!("figures from {}", peer.address);
+            let field = format!("statistics from {}", peer.address);
             return Err(Fault::new(
                 FaultKind::Unavailable,
                 field,
@@ -120,10 +121,10 @@ async fn stream(
             ));
         };
         let shard = ShardId(stats.shard);
-        let known = figures.iter().any(|known| known.shard == shard);
+        let known = statistics.iter().any(|known| known.shard == shard);
         if !known {
             let origin = Origin(stats.origin);
-            figures.push(ShardFigures { shard, blocks: blocks(cluster, owned, stats)?, origin });
+            statistics.push(ShardStatistics { shard, blocks: blocks(cluster, owned, stats)?, origin });
         }
     }
     Ok(())
@@ -136,9 +137,9 @@ fn blocks(cluster: &Cluster, owned: &[ShardId], stats: ShardStats) -> Result<Vec
         let remedy = "server and worker disagree on the layout: use the same version of both";
         return Err(Fault::new(FaultKind::Internal, "stats", value, "an owned shard's blocks", remedy));
     }
-    let figure = |block: &longshore_wire::v1::BlockStats| BlockStats {
+    let stats_of = |block: &longshore_wire::v1::BlockStats| BlockStats {
         sum_squares: block.sum_squares,
         first_nonfinite: block.first_nonfinite,
     };
-    Ok(stats.blocks.iter().map(figure).collect())
+    Ok(stats.blocks.iter().map(stats_of).collect())
 }

@@ -21,7 +21,7 @@ use crate::{
 
 /// What a step must do.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StepPlan {
+pub struct StepInputs {
     pub step: Step,
     /// The version to compute with.
     pub reads: Version,
@@ -31,7 +31,7 @@ pub struct StepPlan {
 
 /// The step between `begin` and `finish`.
 pub(super) struct Current {
-    pub(super) plan: StepPlan,
+    pub(super) plan: StepInputs,
     /// The version that the step reads, over all of its pulls.
     pub(super) reading: Reading,
     pub(super) started: Instant,

@@ -8,7 +8,7 @@ use longshore_wire::{
     v1::{self, Phase, WatchRequest, event},
 };
 
-use super::{envelope::Envelope, outcome::Decided, shared::Shared};
+use super::{envelope::Envelope, outcome::Decided, shared::PipelineInner};
 use crate::{
     cluster::{Backoff, Cluster},
     error::Result,
@@ -21,7 +21,7 @@ const SERVER: ServerId = ServerId(0);
 pub(super) struct Watcher {
     pub(super) cluster: Arc<Cluster>,
     pub(super) gradients: Arc<Gradients>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<PipelineInner>,
     /// The version that this rank joined at.
     pub(super) joined: Version,
     /// The step after which to ask for news.

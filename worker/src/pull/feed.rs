@@ -28,7 +28,7 @@ use crate::{
 pub struct Feed(Arc<Handle>);
 
 struct Handle {
-    shared: Arc<Shared>,
+    shared: Arc<FeedInner>,
     fetches: Vec<AbortHandle>,
 }
 
@@ -42,7 +42,7 @@ impl Drop for Handle {
 }
 
 /// The part of a feed that readers and fetches share.
-pub(super) struct Shared {
+pub(super) struct FeedInner {
     pub(super) pulls: Arc<Pulls>,
     pub(super) reading: Reading,
     pub(super) store: Store,
@@ -52,7 +52,7 @@ pub(super) struct Shared {
     noted: Mutex<Option<(ServerId, Fault)>>,
 }
 
-impl Shared {
+impl FeedInner {
     pub(super) fn arrived(&self, bytes: u64) {
         self.pulls.meter.moved(bytes);
         self.changed.notify_waiters();
@@ -121,7 +121,7 @@ impl Feed {
             .map(|server| rank.link(server).is_some_and(|link| link.images.is_some()))
             .collect();
         let store = Store::new(dtype, &pieces, pool, |shard| in_place[cluster.owner(shard)])?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(FeedInner {
             pulls: pulls.clone(),
             reading,
             store,

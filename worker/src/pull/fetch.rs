@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, ServerId, ShardId, Slice, checksum::Crc3
 use longshore_wire::{
     direct::Mark,
     dtype_to_wire, fault_from_status,
-    frame::{self, PULL, Shared},
+    frame::{self, PULL, SharedIntake},
     memfd::STALE,
     sink::{MessageSink, Mode, Read, Sink},
     v1::{self, PullRequest, PullResponse},
@@ -15,7 +15,7 @@ use longshore_wire::{
 
 use super::{
     Pulls, feed,
-    store::{Place, View},
+    store::{Cursor, View},
 };
 use crate::{cluster::Backoff, error::Shortage, memfd::Link};
 
@@ -23,7 +23,7 @@ use crate::{cluster::Backoff, error::Shortage, memfd::Link};
 const DAMAGED_TRIES: u32 = 3;
 
 pub(super) struct Fetch {
-    pub(super) shared: Arc<feed::Shared>,
+    pub(super) shared: Arc<feed::FeedInner>,
     pub(super) server: ServerId,
     pub(super) connection: usize,
     /// In the order wanted.
@@ -101,7 +101,7 @@ impl Fetch {
             link: link.as_ref().map_or(0, |link| link.id),
         };
         let landing = Landing { shared: Arc::clone(&self.shared), link, payload: None, progress: false };
-        let intake = Shared::new(landing);
+        let intake = SharedIntake::new(landing);
         let mark = Mark::of_answer();
         let mut connection = peer.data(self.connection);
         // Once this is dropped with the call, what still comes is discarded.
@@ -129,7 +129,7 @@ impl Fetch {
 
 /// The messages of one call, on their way into the store.
 struct Landing {
-    shared: Arc<feed::Shared>,
+    shared: Arc<feed::FeedInner>,
     link: Option<Arc<Link>>,
     payload: Option<Payload>,
     /// The call has brought something that counts.
@@ -138,7 +138,7 @@ struct Landing {
 
 /// A payload that is arriving. Readers see none of it before its checksum was found right.
 struct Payload {
-    place: Place,
+    place: Cursor,
     sum: Crc32,
     crc32: u32,
     bytes: u64,
@@ -218,13 +218,13 @@ impl Landing {
         let images = self.link.as_deref().and_then(|link| link.images.clone());
         let view = images
             .filter(|images| {
-                let aligned = place.at.is_multiple_of(store.dtype.bytes()) && place.word.is_multiple_of(8);
-                aligned && images.holds(place.at, bytes) && images.holds(place.word, 8)
+                let aligned = place.at.is_multiple_of(store.dtype.bytes()) && place.stamp.is_multiple_of(8);
+                aligned && images.holds(place.at, bytes) && images.holds(place.stamp, 8)
             })
             .map(|images| View {
                 images,
                 at: place.at,
-                word: place.word,
+                stamp: place.stamp,
                 version: self.shared.reading.version(),
             });
         let found = self.flat(head).zip(view).is_some_and(|(at, view)| store.find(at, place.elements, &view));

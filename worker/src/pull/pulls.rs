@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
-use crate::{cluster::Cluster, device::Pool, meter::Meter, rank::RankState};
+use crate::{cluster::Cluster, device::BufferPool, meter::Meter, rank::RankState};
 
 pub(crate) struct Pulls {
     pub(super) cluster: Arc<Cluster>,
     pub(super) rank: Arc<RankState>,
-    pub(super) pool: Pool,
+    pub(super) pool: BufferPool,
     pub(crate) meter: Meter,
 }
 
 impl Pulls {
     pub(crate) fn new(cluster: Arc<Cluster>, rank: Arc<RankState>) -> Pulls {
-        let pool = Pool::new(cluster.options.host_budget.clone(), "weights under way");
+        let pool = BufferPool::new(cluster.options.host_budget.clone(), "weights under way");
         Pulls { cluster, rank, pool, meter: Meter::default() }
     }
 }

@@ -18,7 +18,7 @@ use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, Version, checksum::C
 use longshore_wire::sink::Read;
 
 use crate::{
-    device::{Pool, PooledBuffer},
+    device::{BufferPool, PooledBuffer},
     error::Shortage,
 };
 
@@ -54,14 +54,14 @@ pub(super) struct View {
     pub(super) images: Arc<Foreign>,
     /// Where the first byte is, and the version stamp that holds 1 + the version.
     pub(super) at: u64,
-    pub(super) word: u64,
+    pub(super) stamp: u64,
     pub(super) version: Version,
 }
 
 impl View {
     /// Whether the server has not begun to write the version after next there.
     pub(super) fn is_current(&self) -> bool {
-        self.images.word(self.word) == self.version.0 + 1
+        self.images.stamp(self.stamp) == self.version.0 + 1
     }
 }
 
@@ -120,7 +120,7 @@ impl Segment {
     }
 
     /// Takes a buffer, because a payload comes where weights in shared memory were expected.
-    fn expect_payload(&self, pool: &Pool, dtype: Dtype) -> Result<(), Shortage> {
+    fn expect_payload(&self, pool: &BufferPool, dtype: Dtype) -> Result<(), Shortage> {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         if matches!(filling.body, Body::Expected) {
             filling.body =
@@ -167,7 +167,7 @@ impl Segment {
 pub(super) struct Store {
     pub(super) dtype: Dtype,
     pub(super) segments: Vec<Segment>,
-    pool: Pool,
+    pool: BufferPool,
 }
 
 /// The flat ranges wanted, in their order and cut at shards, as (slice, its flat range).
@@ -204,7 +204,7 @@ impl Store {
     pub(super) fn new(
         dtype: Dtype,
         pieces: &[(Slice, Range<u64>)],
-        pool: &Pool,
+        pool: &BufferPool,
         in_place: impl Fn(ShardId) -> bool,
     ) -> Result<Store, Shortage> {
         let step = CHUNK_BYTES as u64 / dtype.bytes();
@@ -255,18 +255,18 @@ impl Store {
     }
 
     /// Where `elements` flat elements from `at` go. None when they were not asked for, or are not next.
-    pub(super) fn place(&self, at: u64, elements: u64) -> Result<Option<Place>, Shortage> {
+    pub(super) fn place(&self, at: u64, elements: u64) -> Result<Option<Cursor>, Shortage> {
         let Some(range) = self.next(at, elements) else { return Ok(None) };
         let segments = &self.segments[range.clone()];
         for segment in segments {
             segment.expect_payload(&self.pool, self.dtype)?;
         }
         let start = segments.first().map_or(0, |segment| (at - segment.range.start) * self.dtype.bytes());
-        Ok(Some(Place { first: range.start, index: range.start, end: range.end, at: start as usize }))
+        Ok(Some(Cursor { first: range.start, index: range.start, end: range.end, at: start as usize }))
     }
 
     /// Writes the next bytes of a payload. They are not readable yet.
-    pub(super) fn put(&self, place: &mut Place, mut payload: &[u8], sum: &mut Crc32) {
+    pub(super) fn put(&self, place: &mut Cursor, mut payload: &[u8], sum: &mut Crc32) {
         while let Some((segment, room)) = self.segment(place).filter(|_| !payload.is_empty()) {
             let (now, later) = payload.split_at(payload.len().min(room));
             segment.put(place.at, now, sum);
@@ -278,7 +278,7 @@ impl Store {
     /// Has the next bytes of a payload read to their place, at most `most`, with one call of `read`.
     pub(super) fn read_from(
         &self,
-        place: &mut Place,
+        place: &mut Cursor,
         most: usize,
         sum: &mut Crc32,
         read: &mut Read<'_>,
@@ -290,7 +290,7 @@ impl Store {
     }
 
     /// Where the next byte goes, and how many may follow it there.
-    fn segment(&self, place: &mut Place) -> Option<(&Segment, usize)> {
+    fn segment(&self, place: &mut Cursor) -> Option<(&Segment, usize)> {
         while place.index < place.end {
             let segment = &self.segments[place.index];
             let bytes = self.bytes(segment);
@@ -303,7 +303,7 @@ impl Store {
     }
 
     /// Makes all that was put count.
-    pub(super) fn commit(&self, place: Place) {
+    pub(super) fn commit(&self, place: Cursor) {
         for segment in &self.segments[place.first..place.index] {
             segment.commit(self.bytes(segment));
         }
@@ -345,7 +345,7 @@ impl Store {
 }
 
 /// Where a message's payload goes, over one or more segments of a store.
-pub(super) struct Place {
+pub(super) struct Cursor {
     first: usize,
     end: usize,
     /// The segment being written, and the byte inside it where the next one goes.
@@ -368,7 +368,7 @@ mod tests {
 
     fn store(dtype: Dtype, order: &[Range<u64>]) -> Store {
         let pieces = cut(&layout(20), order).unwrap();
-        Store::new(dtype, &pieces, &Pool::new(Budget::unlimited("test"), "test"), |_| false).unwrap()
+        Store::new(dtype, &pieces, &BufferPool::new(Budget::unlimited("test"), "test"), |_| false).unwrap()
     }
 
     fn all_of(segment: &Segment, mut read: impl FnMut(&[u8])) {

@@ -12,19 +12,19 @@ use tracing::debug_span;
 use super::{ChunkKey, Gradients, Payload, Way, outbox::Outbox};
 use crate::{
     convert,
-    device::{Pool, PooledBuffer},
+    device::{BufferPool, PooledBuffer},
     error::{GradientError, Result},
     pull::Feed,
 };
 
 /// What chunks are cut by, and the pool of their buffers. All micro-steps share it.
-pub(crate) struct Plan<'a> {
+pub(crate) struct ChunkSource<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) layout: &'a Layout,
-    pub(crate) pool: &'a Pool,
+    pub(crate) pool: &'a BufferPool,
 }
 
-impl Plan<'_> {
+impl ChunkSource<'_> {
     /// How many parameter elements a chunk has; the rest is padding.
     fn expected(&self, start: u64, end: u64) -> u64 {
         let params = self.spec.params.len();
@@ -79,7 +79,7 @@ impl Collector {
     /// of its elements and where they go, in the wire's type.
     pub(crate) fn put(
         &mut self,
-        plan: &Plan<'_>,
+        plan: &ChunkSource<'_>,
         param: usize,
         elements: u64,
         write: &mut dyn FnMut(Range<usize>, &mut [u8]),
@@ -110,14 +110,14 @@ impl Collector {
     }
 
     /// How many elements of a shard leave together.
-    fn unit(&self, plan: &Plan<'_>, shard: ShardId) -> u64 {
+    fn unit(&self, plan: &ChunkSource<'_>, shard: ShardId) -> u64 {
         match self.ways[shard.index()] {
             Way::Chunks => CHUNK_BYTES as u64 / plan.spec.gradient_dtype.bytes(),
             Way::Lent => plan.layout.shard_len(shard),
         }
     }
 
-    fn check(&self, plan: &Plan<'_>, param: usize, given: u64) -> Result<(), GradientError> {
+    fn check(&self, plan: &ChunkSource<'_>, param: usize, given: u64) -> Result<(), GradientError> {
         let Some(described) = plan.spec.params.get(param) else {
             return Err(GradientError::Unknown { param, params: plan.spec.params.len() });
         };
@@ -136,7 +136,7 @@ impl Collector {
     /// Writes the elements that lie in one chunk. Returns the chunk when it is complete.
     fn fill(
         &mut self,
-        plan: &Plan<'_>,
+        plan: &ChunkSource<'_>,
         shard: ShardId,
         offset: u64,
         elements: usize,
@@ -177,7 +177,7 @@ impl Collector {
     }
 }
 
-fn begin(plan: &Plan<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> Result<Open> {
+fn begin(plan: &ChunkSource<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> Result<Open> {
     let whole = plan.layout.shard_range(shard);
     let start = whole.start + u64::from(chunk.0) * unit;
     let end = whole.end.min(start + unit);
@@ -243,7 +243,7 @@ impl Assembler {
         self.take_back();
         let Assembler { collector, outbox, .. } = self;
         let Gradients { cluster, pool, .. } = outbox.gradients();
-        let plan = Plan { spec: cluster.spec(), layout: &cluster.layout, pool };
+        let plan = ChunkSource { spec: cluster.spec(), layout: &cluster.layout, pool };
         collector.put(&plan, param, elements, write, |key, payload, crc| outbox.send(key, payload, crc))
     }
 

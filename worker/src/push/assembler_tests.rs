@@ -61,8 +61,8 @@ fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
 }
 
 /// The bytes that leave, with lent gradients cut into chunks.
-fn assemble(spec: &JobSpec, layout: &Layout, pool: &Pool, order: &[usize], ways: &[Way]) -> Chunks {
-    let plan = Plan { spec, layout, pool };
+fn assemble(spec: &JobSpec, layout: &Layout, pool: &BufferPool, order: &[usize], ways: &[Way]) -> Chunks {
+    let plan = ChunkSource { spec, layout, pool };
     let mut collector = Collector::new(Step(1), MicroStep(0), spec.params.len(), ways.to_vec());
     let mut chunks = Chunks::new();
     for &param in order {
@@ -99,7 +99,7 @@ proptest! {
     ) {
         let spec = spec(&sizes, shard_blocks, dtype);
         let layout = spec.validate().unwrap();
-        let pool = Pool::new(Budget::unlimited("test"), "test");
+        let pool = BufferPool::new(Budget::unlimited("test"), "test");
         // The buffers are dirty, so that padding must be zeroed.
         for shard in 0..layout.shards() {
             let whole = layout.shard_len(ShardId(shard)) * dtype.bytes();
@@ -121,8 +121,8 @@ proptest! {
 fn wrong_puts_are_refused_by_name() {
     let spec = spec(&[100, 200], 1, Dtype::Bf16);
     let layout = spec.validate().unwrap();
-    let pool = Pool::new(Budget::unlimited("test"), "test");
-    let plan = Plan { spec: &spec, layout: &layout, pool: &pool };
+    let pool = BufferPool::new(Budget::unlimited("test"), "test");
+    let plan = ChunkSource { spec: &spec, layout: &layout, pool: &pool };
     let ways = vec![Way::Chunks; layout.shards() as usize];
     let mut collector = Collector::new(Step(1), MicroStep(0), 2, ways);
     let mut put = |param, elements: usize| {

@@ -8,7 +8,7 @@ use longshore_proto::{Rank, ShardId, Step};
 use super::{queues::Queues, retained::Retained};
 use crate::{
     cluster::{ByServer, Cluster},
-    device::{Pool, PooledBuffer},
+    device::{BufferPool, PooledBuffer},
     error::{Misuse, Result, Shortage},
     meter::Meter,
     rank::RankState,
@@ -28,7 +28,7 @@ pub(crate) enum Way {
 pub(crate) struct Gradients {
     pub(super) cluster: Arc<Cluster>,
     pub(super) rank: Arc<RankState>,
-    pub(super) pool: Pool,
+    pub(super) pool: BufferPool,
     pub(super) retained: Retained,
     /// It is set from the join on.
     pub(super) queues: OnceLock<Queues>,
@@ -39,8 +39,8 @@ impl Gradients {
     pub(crate) fn new(cluster: Arc<Cluster>, rank: Arc<RankState>) -> Gradients {
         let budget = cluster.options.host_budget.clone();
         let pool = match cluster.options.transport.may_share() {
-            true => Pool::shared(budget, RETAINED),
-            false => Pool::new(budget, RETAINED),
+            true => BufferPool::shared(budget, RETAINED),
+            false => BufferPool::new(budget, RETAINED),
         };
         let (retained, queues, meter) = (Retained::default(), OnceLock::new(), Meter::default());
         Gradients { cluster, rank, pool, retained, queues, meter }

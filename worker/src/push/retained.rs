@@ -224,7 +224,7 @@ mod tests {
     use longshore_proto::ServerId;
 
     use super::*;
-    use crate::device::{Budget, Pool};
+    use crate::device::{Budget, BufferPool};
 
     fn key(step: u64, chunk: u32) -> ChunkKey {
         ChunkKey { step: Step(step), micro_step: MicroStep(0), shard: ShardId(0), chunk: ChunkId(chunk) }
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn what_is_lent_is_freed_once_its_update_is_done_and_else_left_alone() {
         let budget = Budget::new("host", 1 << 20);
-        let pool = Pool::shared(budget.clone(), "test");
+        let pool = BufferPool::shared(budget.clone(), "test");
         let retained = Retained::default();
         let lend = |step| {
             let mut buffer = pool.take(4096).unwrap();

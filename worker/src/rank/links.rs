@@ -10,10 +10,10 @@ use crate::{
     memfd::Link,
 };
 
-pub(crate) struct Links(ByServer<Mutex<State>>);
+pub(crate) struct Links(ByServer<Mutex<LinkSlot>>);
 
 #[derive(Default)]
-struct State {
+struct LinkSlot {
     offer: Option<MemfdOffer>,
     link: Option<Arc<Link>>,
 }
@@ -23,7 +23,7 @@ impl Links {
         Links(ByServer::new(servers, |_| Mutex::default()))
     }
 
-    fn of(&self, server: ServerId) -> MutexGuard<'_, State> {
+    fn of(&self, server: ServerId) -> MutexGuard<'_, LinkSlot> {
         self.0[server].lock().unwrap_or_else(PoisonError::into_inner)
     }
 

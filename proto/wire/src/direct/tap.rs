@@ -57,10 +57,10 @@ impl Line {
 
 /// See the module.
 #[derive(Default)]
-pub struct Tap(Mutex<State>);
+pub struct Tap(Mutex<TapState>);
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct TapState {
     sink: Option<Box<dyn Sink>>,
     /// What came while the sink could not take it, oldest first; `front` comes before the rest.
     front: Bytes,
@@ -80,7 +80,7 @@ pub(super) enum Want {
     Discard,
 }
 
-impl State {
+impl TapState {
     pub(super) fn want(&mut self) -> Want {
         if self.closed {
             return Want::Discard;
@@ -162,10 +162,10 @@ impl State {
 
 impl Tap {
     pub(super) fn on(line: &Arc<Line>) -> Tap {
-        Tap(Mutex::new(State { line: Some(Arc::clone(line)), ..State::default() }))
+        Tap(Mutex::new(TapState { line: Some(Arc::clone(line)), ..TapState::default() }))
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, TapState> {
         lock(&self.0)
     }
 

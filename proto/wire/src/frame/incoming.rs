@@ -7,7 +7,7 @@ use http::HeaderMap;
 use http_body::Body as _;
 use tonic::{Code, Status, body::Body};
 
-use super::{Event, Frame, Parser, Shared};
+use super::{Event, Frame, Parser, SharedIntake};
 use crate::{mark::Mark, sink::MessageSink, status};
 
 /// Where the status of the call comes from.
@@ -82,7 +82,7 @@ impl<M: Frame> Incoming<M> {
     ///
     /// # Errors
     /// The status of a failed call or connection.
-    pub async fn pour<S: MessageSink<M>>(mut self, intake: &Shared<M, S>) -> Result<(), Status> {
+    pub async fn pour<S: MessageSink<M>>(mut self, intake: &SharedIntake<M, S>) -> Result<(), Status> {
         while intake.lock().fault().is_none() {
             let frame = tokio::select! {
                 frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)) => frame,

@@ -86,19 +86,19 @@ impl<M: Frame, S: MessageSink<M>> Intake<M, S> {
 }
 
 /// An intake that the stream's task and the connection's task share.
-pub struct Shared<M, S> {
+pub struct SharedIntake<M, S> {
     intake: Arc<Mutex<Intake<M, S>>>,
     changed: Arc<Notify>,
 }
 
-impl<M, S> Clone for Shared<M, S> {
+impl<M, S> Clone for SharedIntake<M, S> {
     fn clone(&self) -> Self {
-        Shared { intake: Arc::clone(&self.intake), changed: Arc::clone(&self.changed) }
+        SharedIntake { intake: Arc::clone(&self.intake), changed: Arc::clone(&self.changed) }
     }
 }
 
-impl<M: Frame, S: MessageSink<M>> Shared<M, S> {
-    pub fn new(sink: S) -> Shared<M, S> {
+impl<M: Frame, S: MessageSink<M>> SharedIntake<M, S> {
+    pub fn new(sink: S) -> SharedIntake<M, S> {
         let changed = Arc::new(Notify::new());
         let intake = Intake {
             parser: Parser::new(),
@@ -108,7 +108,7 @@ impl<M: Frame, S: MessageSink<M>> Shared<M, S> {
             received: 0,
             changed: Arc::clone(&changed),
         };
-        Shared { intake: Arc::new(Mutex::new(intake)), changed }
+        SharedIntake { intake: Arc::new(Mutex::new(intake)), changed }
     }
 
     pub fn lock(&self) -> MutexGuard<'_, Intake<M, S>> {
@@ -134,7 +134,7 @@ impl<M: Frame, S: MessageSink<M>> Shared<M, S> {
     }
 }
 
-impl<M: Frame, S: MessageSink<M>> Sink for Shared<M, S> {
+impl<M: Frame, S: MessageSink<M>> Sink for SharedIntake<M, S> {
     fn mode(&mut self) -> Mode {
         let mut intake = self.lock();
         let payload = intake.parser.payload_left();

@@ -19,7 +19,7 @@ pub use crate::piece::Piece;
 pub use call::{PULL, PUSH, Pieces, answer, call, call_once};
 pub use encode::{encode, encode_with};
 pub use incoming::Incoming;
-pub use intake::{Intake, Shared};
+pub use intake::{Intake, SharedIntake};
 pub use memory::keep_buffers;
 pub use parse::{Event, Parser};
 

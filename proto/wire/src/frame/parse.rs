@@ -27,7 +27,7 @@ pub enum Event<M> {
     End,
 }
 
-enum State {
+enum ParseState {
     Prefix,
     /// Gathers the fields before the payload. The fields before `scanned` are whole.
     Head {
@@ -48,7 +48,7 @@ enum State {
 
 /// Feed it a stream's pieces with [`Parser::next`]. After a fault it only repeats the fault.
 pub struct Parser<M> {
-    state: State,
+    state: ParseState,
     /// Bytes of the prefix, of the fields before the payload, or of a whole message.
     pub(super) gathered: Vec<u8>,
     /// How many bytes of the current message are not yet taken from the stream.
@@ -58,7 +58,7 @@ pub struct Parser<M> {
 
 impl<M: Frame> Default for Parser<M> {
     fn default() -> Self {
-        Parser { state: State::Prefix, gathered: Vec::new(), left: 0, message: PhantomData }
+        Parser { state: ParseState::Prefix, gathered: Vec::new(), left: 0, message: PhantomData }
     }
 }
 
@@ -69,18 +69,18 @@ impl<M: Frame> Parser<M> {
 
     /// Whether the stream may end here.
     pub fn is_between_messages(&self) -> bool {
-        matches!(self.state, State::Prefix) && self.gathered.is_empty()
+        matches!(self.state, ParseState::Prefix) && self.gathered.is_empty()
     }
 
     /// How many bytes of a payload follow; 0 elsewhere.
     pub fn payload_left(&self) -> usize {
-        if let State::Payload { left } = self.state { left } else { 0 }
+        if let ParseState::Payload { left } = self.state { left } else { 0 }
     }
 
     /// Notes that bytes of the payload went to their place without coming through here: at most
     /// [`Parser::payload_left`].
     pub fn skip(&mut self, bytes: usize) {
-        if let State::Payload { left } = &mut self.state {
+        if let ParseState::Payload { left } = &mut self.state {
             let bytes = bytes.min(*left);
             *left -= bytes;
             self.left -= bytes;
@@ -94,7 +94,7 @@ impl<M: Frame> Parser<M> {
     pub fn next(&mut self, piece: &mut Bytes) -> Result<Option<Event<M>>, Fault> {
         let result = self.advance(piece);
         if let Err(fault) = &result {
-            self.state = State::Failed(fault.clone());
+            self.state = ParseState::Failed(fault.clone());
         }
         result
     }
@@ -102,7 +102,7 @@ impl<M: Frame> Parser<M> {
     /// Checks that the stream did not end inside a message.
     pub fn finish(&self) -> Result<(), Fault> {
         match &self.state {
-            State::Failed(fault) => Err(fault.clone()),
+            ParseState::Failed(fault) => Err(fault.clone()),
             _ if self.is_between_messages() => Ok(()),
             _ => {
                 let value = format!("ended with {} bytes missing", self.left);
@@ -114,25 +114,25 @@ impl<M: Frame> Parser<M> {
     fn advance(&mut self, piece: &mut Bytes) -> Result<Option<Event<M>>, Fault> {
         loop {
             match &mut self.state {
-                State::Prefix => {
+                ParseState::Prefix => {
                     self.gather(piece, PREFIX_BYTES);
                     if self.gathered.len() < PREFIX_BYTES {
                         return Ok(None);
                     }
                     self.begin()?;
                 }
-                State::Head { scanned } => {
+                ParseState::Head { scanned } => {
                     let scanned = *scanned;
                     if let Some(event) = self.head(piece, scanned)? {
                         return Ok(Some(event));
                     }
-                    let unfinished = matches!(self.state, State::Head { .. }) && self.left > 0;
+                    let unfinished = matches!(self.state, ParseState::Head { .. }) && self.left > 0;
                     if unfinished && piece.is_empty() {
                         return Ok(None);
                     }
                 }
-                State::Payload { left: 0 } => self.state = State::End,
-                State::Payload { left } => {
+                ParseState::Payload { left: 0 } => self.state = ParseState::End,
+                ParseState::Payload { left } => {
                     if piece.is_empty() {
                         return Ok(None);
                     }
@@ -141,7 +141,7 @@ impl<M: Frame> Parser<M> {
                     self.left -= now.len();
                     return Ok(Some(Event::Payload(now)));
                 }
-                State::Whole => {
+                ParseState::Whole => {
                     let wanted = self.gathered.len() + self.left;
                     self.left -= self.gather(piece, wanted);
                     if self.left > 0 {
@@ -149,18 +149,18 @@ impl<M: Frame> Parser<M> {
                     }
                     return self.decode_whole().map(Some);
                 }
-                State::Decoded { payload } => {
+                ParseState::Decoded { payload } => {
                     let payload = std::mem::take(payload);
-                    self.state = State::End;
+                    self.state = ParseState::End;
                     if !payload.is_empty() {
                         return Ok(Some(Event::Payload(payload)));
                     }
                 }
-                State::End => {
-                    self.state = State::Prefix;
+                ParseState::End => {
+                    self.state = ParseState::Prefix;
                     return Ok(Some(Event::End));
                 }
-                State::Failed(fault) => return Err(fault.clone()),
+                ParseState::Failed(fault) => return Err(fault.clone()),
             }
         }
     }
@@ -192,7 +192,7 @@ impl<M: Frame> Parser<M> {
         }
         self.gathered.clear();
         self.left = len;
-        self.state = State::Head { scanned: 0 };
+        self.state = ParseState::Head { scanned: 0 };
         Ok(())
     }
 
@@ -209,21 +209,21 @@ impl<M: Frame> Parser<M> {
                 self.left += over;
                 let message = decode::<M>(&self.gathered[..tag])?;
                 self.gathered.clear();
-                self.state = State::Payload { left: self.left };
+                self.state = ParseState::Payload { left: self.left };
                 Ok(Some(Event::Head(message, self.left)))
             }
             Found::More { from } if from == self.gathered.len() && self.left == 0 => {
                 let message = decode::<M>(&self.gathered)?;
                 self.gathered.clear();
-                self.state = State::End;
+                self.state = ParseState::End;
                 Ok(Some(Event::Head(message, 0)))
             }
             Found::More { from } if self.left > 0 && self.gathered.len() < CHUNK_HEADROOM_BYTES => {
-                self.state = State::Head { scanned: from };
+                self.state = ParseState::Head { scanned: from };
                 Ok(None)
             }
             _ => {
-                self.state = State::Whole;
+                self.state = ParseState::Whole;
                 Ok(None)
             }
         }
@@ -235,7 +235,7 @@ impl<M: Frame> Parser<M> {
         let mut message = M::decode(whole).map_err(malformed)?;
         let payload = message.take_payload();
         let len = payload.len();
-        self.state = State::Decoded { payload };
+        self.state = ParseState::Decoded { payload };
         Ok(Event::Head(message, len))
     }
 }

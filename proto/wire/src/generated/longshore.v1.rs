@@ -472,16 +472,16 @@ pub struct PullResponse {
     pub payload: ::prost::bytes::Bytes,
 }
 /// Where a slice lies in the images' memory. Bytes read at `at` are of the version asked for if the version stamp, a little-endian
-/// 64-bit number at `word`, is 1 + that version before and after the read. Nothing was moved, so there is no checksum.
+/// 64-bit number at `stamp`, is 1 + that version before and after the read. Nothing was moved, so there is no checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ImagePlace {
     #[prost(uint64, tag = "1")]
     pub elements: u64,
-    /// bytes from the start, as is `word`
+    /// bytes from the start, as is `stamp`
     #[prost(uint64, tag = "2")]
     pub at: u64,
     #[prost(uint64, tag = "3")]
-    pub word: u64,
+    pub stamp: u64,
 }
 /// Chunk k holds fp32 elements \[k * 262144, (k+1) * 262144) of the shard.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -18,7 +18,7 @@ use hyper_util::rt::TokioIo;
 use longshore_proto::Fault;
 use longshore_wire::{
     direct::{Bounds, Direct, Mark, Side, Socket, Taps},
-    frame::{self, PULL, Shared},
+    frame::{self, PULL, SharedIntake},
     sink::{MessageSink, Mode, Read, Sink},
     v1::{PullResponse, tensors_server::TensorsServer},
 };
@@ -149,7 +149,7 @@ async fn pull() {
     let (taps, read) = (Taps::default(), Arc::default());
     let mut channel = connect(&taps, &read).await;
     let mark = Mark::of_answer();
-    let sink = Shared::new(Collect::default());
+    let sink = SharedIntake::new(Collect::default());
     let claim = taps.expect(mark, Box::new(sink.clone()));
     let marked = mark.put(frame::encode(&request("echo", 1)));
     let answers = frame::call_once(&mut channel, PULL, marked).await.unwrap();

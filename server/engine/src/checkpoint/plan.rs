@@ -33,7 +33,7 @@ const PAGE: u64 = 4096;
 const COMMIT_BYTES: u64 = 1024;
 const GROUP_BYTES: u64 = 1024;
 
-pub(super) struct Plan<'a> {
+pub(super) struct PartPlan<'a> {
     pub(super) spec: &'a JobSpec,
     pub(super) layout: &'a Layout,
     pub(super) shards: &'a [ShardId],
@@ -60,7 +60,7 @@ pub(super) struct Header {
     pub(super) data: u64,
 }
 
-impl Plan<'_> {
+impl PartPlan<'_> {
     /// The most that a job's part can turn out to need.
     pub(super) fn largest(&self) -> Found {
         let delayed = self.spec.max_delay >= 1;

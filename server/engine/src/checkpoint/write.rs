@@ -15,7 +15,7 @@ use super::{
     files::{self, Draft, remove_drafts},
     manifest,
     part::{Array, Part, PartShard},
-    plan::{Found, MAX_HEADER_BYTES, Plan},
+    plan::{Found, MAX_HEADER_BYTES, PartPlan},
 };
 use crate::{
     job::{BlockCopy, CopiedBlock, Job, Piece, SnapshotInfo, StoredImages},
@@ -77,8 +77,8 @@ impl Store {
     }
 }
 
-pub(super) fn plan<'a>(job: &'a Job, spec: &[u8]) -> Plan<'a> {
-    Plan {
+pub(super) fn plan<'a>(job: &'a Job, spec: &[u8]) -> PartPlan<'a> {
+    PartPlan {
         spec: job.spec(),
         layout: job.layout(),
         shards: job.owned(),
@@ -94,7 +94,7 @@ pub(super) struct Room {
     pub(super) bytes: u64,
 }
 
-pub(super) fn room(plan: &Plan<'_>, target: &Path) -> Result<Room, Fault> {
+pub(super) fn room(plan: &PartPlan<'_>, target: &Path) -> Result<Room, Fault> {
     let header = plan.header(plan.largest()).map_err(|error| defect(target, error))?;
     let data_start = header.data_start();
     if data_start > MAX_HEADER_BYTES {
@@ -107,7 +107,7 @@ pub(super) fn room(plan: &Plan<'_>, target: &Path) -> Result<Room, Fault> {
 }
 
 impl Sink {
-    fn prepare(job: &Arc<Job>, plan: &Plan<'_>, target: PathBuf, sequence: u64) -> Result<Sink, Fault> {
+    fn prepare(job: &Arc<Job>, plan: &PartPlan<'_>, target: PathBuf, sequence: u64) -> Result<Sink, Fault> {
         let largest = plan.largest();
         let Room { data_start, bytes } = room(plan, &target)?;
         let mut places = vec![Vec::new(); plan.shards.len()];
@@ -123,7 +123,7 @@ impl Sink {
     /// Captures, completes and publishes the part.
     fn record(
         &self,
-        plan: &Plan<'_>,
+        plan: &PartPlan<'_>,
         spec: &[u8],
         expected: Option<Version>,
         deadline: Instant,
@@ -177,7 +177,7 @@ impl Sink {
     /// Writes tail and header, once every shard is captured.
     fn finish(
         &self,
-        plan: &Plan<'_>,
+        plan: &PartPlan<'_>,
         spec: &[u8],
         info: SnapshotInfo,
         hashes: &[Hashes],
@@ -215,7 +215,7 @@ impl Sink {
 
     fn entry(
         &self,
-        plan: &Plan<'_>,
+        plan: &PartPlan<'_>,
         info: SnapshotInfo,
         images: StoredImages,
         bytes: u64,

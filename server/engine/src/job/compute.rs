@@ -4,11 +4,11 @@ use std::io;
 
 use longshore_proto::limits::BLOCK_ELEMENTS;
 
-use crate::{kernels::Isa, threads::Pool};
+use crate::{kernels::Isa, threads::ThreadPool};
 
 /// All jobs of a server share it.
 pub struct Compute {
-    pool: Pool,
+    pool: ThreadPool,
     isa: Isa,
 }
 
@@ -16,7 +16,7 @@ pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 
 impl Compute {
     pub fn new(threads: usize, isa: Isa) -> io::Result<Compute> {
-        Ok(Compute { pool: Pool::new(threads)?, isa })
+        Ok(Compute { pool: ThreadPool::new(threads)?, isa })
     }
 
     pub fn threads(&self) -> usize {
@@ -27,7 +27,7 @@ impl Compute {
         self.isa
     }
 
-    pub fn pool(&self) -> &Pool {
+    pub fn pool(&self) -> &ThreadPool {
         &self.pool
     }
 

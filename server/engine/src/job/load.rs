@@ -13,7 +13,7 @@ use crate::{
 
 /// Which chunks of which owned shard are uploaded, with their checksums.
 pub(super) struct Load {
-    pub(super) seals: Vec<Vec<Option<u32>>>,
+    pub(super) checksums: Vec<Vec<Option<u32>>>,
     pub(super) source: Source,
     /// The checkpoint that is being loaded, is held, or was started from.
     pub(super) origin: Option<CheckpointId>,
@@ -66,7 +66,7 @@ impl Load {
     pub(super) fn new(layout: &Layout, owned: &[ShardId]) -> Load {
         let chunks = |&shard: &ShardId| vec![None; layout.chunks(shard, Dtype::F32) as usize];
         Load {
-            seals: owned.iter().map(chunks).collect(),
+            checksums: owned.iter().map(chunks).collect(),
             source: Source::Upload,
             origin: None,
             shards: 0,
@@ -89,7 +89,7 @@ impl Load {
         }
         self.source = Source::Restore;
         (self.origin, self.shards, self.cancelled) = (Some(origin), 0, false);
-        self.seals.iter_mut().for_each(|seals| seals.fill(None));
+        self.checksums.iter_mut().for_each(|checksums| checksums.fill(None));
         Ok(())
     }
 
@@ -108,8 +108,8 @@ impl Load {
     pub(super) fn missing(&self, owned: &[ShardId]) -> Vec<ShardId> {
         match self.source {
             Source::Upload => {
-                let shards = owned.iter().zip(&self.seals);
-                let missing = shards.filter(|(_, seals)| seals.iter().any(Option::is_none));
+                let shards = owned.iter().zip(&self.checksums);
+                let missing = shards.filter(|(_, checksums)| checksums.iter().any(Option::is_none));
                 missing.map(|(&shard, _)| shard).collect()
             }
             Source::Restore => owned.iter().copied().skip(self.shards as usize).collect(),
@@ -118,7 +118,7 @@ impl Load {
     }
 
     pub(super) fn finish(&mut self) {
-        self.seals.iter_mut().for_each(Vec::clear);
+        self.checksums.iter_mut().for_each(Vec::clear);
         self.source = Source::Complete;
     }
 }
@@ -150,7 +150,7 @@ impl Job {
         }
         let mut load = lock(&self.load);
         load.check_upload(Version(0))?;
-        match load.seals[owned].get(chunk.0 as usize).copied().flatten() {
+        match load.checksums[owned].get(chunk.0 as usize).copied().flatten() {
             Some(earlier) if earlier == crc32 => return Ok(()),
             Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
             None => {}
@@ -159,7 +159,7 @@ impl Job {
         self.tier.state.load(owned, &mut |mut state| {
             self.store_weights(&mut state, range.start as usize / size_of::<f32>(), payload);
         })?;
-        load.seals[owned][chunk.0 as usize] = Some(crc32);
+        load.checksums[owned][chunk.0 as usize] = Some(crc32);
         if load.missing(&self.owned).is_empty() {
             load.finish();
             drop(load);
@@ -335,7 +335,7 @@ impl Job {
                 if step.version() <= version || !machine.is_complete(owned, step) {
                     continue;
                 }
-                let nonfinite = self.gradients.form_figures_again(owned, step);
+                let nonfinite = self.gradients.form_statistics_again(owned, step);
                 machine.summed_before(owned, step, nonfinite);
             }
         }

@@ -9,8 +9,8 @@ use super::{
     images::Image,
 };
 use crate::{
-    memory::{AllocationError, SharedFile, Slab, Words},
-    threads::Pool,
+    memory::{AllocationError, AtomicWords, SharedFile, Slab},
+    threads::ThreadPool,
     tier::Storage,
 };
 
@@ -95,7 +95,7 @@ fn image_sizes(bytes: usize, lengths: &[usize]) -> Vec<usize> {
 /// images and no stamps.
 fn sizes(spec: &JobSpec, lengths: &[usize], widths: Widths, apart: bool) -> Vec<usize> {
     let images = image_sizes(widths.image, lengths);
-    let (pairs, words) = images.as_chunks::<2>();
+    let (pairs, stamps) = images.as_chunks::<2>();
     let mut sizes = Vec::new();
     for (&length, pair) in lengths.iter().zip(pairs) {
         if !apart {
@@ -107,7 +107,7 @@ fn sizes(spec: &JobSpec, lengths: &[usize], widths: Widths, apart: bool) -> Vec<
         }
     }
     if !apart {
-        sizes.extend(words);
+        sizes.extend(stamps);
     }
     sizes
 }
@@ -118,7 +118,7 @@ impl Buffers {
         space: Space,
         spec: &JobSpec,
         lengths: &[usize],
-        pool: &Pool,
+        pool: &ThreadPool,
     ) -> Result<Buffers, AllocationError> {
         let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
         let mut apart = Vec::new().into_iter();
@@ -129,15 +129,15 @@ impl Buffers {
             shared = Some(file);
         }
         let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
-        let words = if shared.is_some() { apart.next_back() } else { regions.next_back() };
-        let words = Arc::new(Words::new(words.expect("one region was carved for the words")));
+        let stamps = if shared.is_some() { apart.next_back() } else { regions.next_back() };
+        let stamps = Arc::new(AtomicWords::new(stamps.expect("one region was carved for the stamps")));
         let mut next = || regions.next().expect("one region was carved for each size");
         let mut buffers = Buffers { images: Vec::new(), gradients: Vec::new(), shared };
         for owned in 0..lengths.len() {
             buffers.images.push([0, 1].map(|parity| {
                 let region = apart.next().unwrap_or_else(&mut next);
-                let (words, word) = (Arc::clone(&words), 2 * owned + parity);
-                RwLock::new(Image::new(owned, region, words, word))
+                let (stamps, stamp) = (Arc::clone(&stamps), 2 * owned + parity);
+                RwLock::new(Image::new(owned, region, stamps, stamp))
             }));
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {
@@ -145,8 +145,8 @@ impl Buffers {
                 let region = next();
                 accumulators.push(spec.accumulates().then(|| Mutex::new(region)));
             }
-            let figures = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
-            buffers.gradients.push(ShardGradients { contributions, accumulators, figures });
+            let statistics = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
+            buffers.gradients.push(ShardGradients { contributions, accumulators, statistics });
         }
         Ok(buffers)
     }

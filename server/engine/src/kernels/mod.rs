@@ -1,7 +1,7 @@
 //! The arithmetic of a step: update, sum and convert, as free functions over slices of up to a block.
 //!
 //! All instruction sets give the same bits for the same input, whatever the length, the alignment or the split of a
-//! slice into calls ([`figures`] aside, which belong to the whole slice). The specification is the plain Rust in
+//! slice into calls ([`statistics`] aside, which belong to the whole slice). The specification is the plain Rust in
 //! `scalar`. `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply
 //! the lanes. There is no fused multiply-add (but for squares, where it is a part of the specification), no
 //! approximate reciprocal, no flushed denormal, and one NaN.
@@ -41,16 +41,16 @@ const LANES: usize = 16;
 
 /// Gradient statistics: what rank 0 needs to know of a slice of gradients to decide a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Figures {
+pub struct Statistics {
     /// The sum of squares. It is infinite or NaN (always the same one) exactly if an element is not finite.
     pub sum_squares: f64,
     /// The index, inside the slice, of the first element that is infinite or NaN.
     pub first_nonfinite: Option<u32>,
 }
 
-impl Figures {
+impl Statistics {
     /// The statistics of nothing.
-    pub const NONE: Figures = Figures { sum_squares: 0.0, first_nonfinite: None };
+    pub const NONE: Statistics = Statistics { sum_squares: 0.0, first_nonfinite: None };
 }
 
 /// Runs `$function` of the module that `$isa` names.
@@ -123,17 +123,17 @@ pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
 ///
 /// # Panics
 /// If this CPU does not have `isa`.
-pub fn figures(isa: Isa, gradient: Gradient<'_>) -> Figures {
-    dispatch!(isa, figures(gradient))
+pub fn statistics(isa: Isa, gradient: Gradient<'_>) -> Statistics {
+    dispatch!(isa, statistics(gradient))
 }
 
-/// Does [`accumulate`], then takes [`figures`] of the accumulator, in one pass.
+/// Does [`accumulate`], then takes [`statistics`] of the accumulator, in one pass.
 ///
 /// # Panics
 /// If lengths differ or this CPU does not have `isa`.
-pub fn accumulate_figures(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) -> Figures {
+pub fn accumulate_statistics(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) -> Statistics {
     assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
-    dispatch!(isa, accumulate_figures(gradient, accumulator))
+    dispatch!(isa, accumulate_statistics(gradient, accumulator))
 }
 
 /// Rounds weights to an image's format, to nearest and ties to even.

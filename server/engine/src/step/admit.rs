@@ -5,7 +5,7 @@ use longshore_proto::{ContributionChunk, Incarnation, Reads, Step};
 use super::{
     machine::{Admission, Machine, Sum, Ticket, Work},
     refusal::Refusal,
-    shard::Place,
+    shard::Verdict,
 };
 
 impl Machine {
@@ -33,11 +33,11 @@ impl Machine {
         }
         let shard = &mut self.shards[owned];
         let (slot, chunks) = (shard.slot_of(step), shard.chunks);
-        match shard.slot_mut(step).place(chunk, chunks)? {
-            Place::Duplicate => Ok(Admission::Duplicate),
-            Place::Superseded => Ok(Admission::Superseded),
-            Place::Busy => Ok(Admission::Busy),
-            Place::Write => {
+        match shard.slot_mut(step).judge(chunk, chunks)? {
+            Verdict::Duplicate => Ok(Admission::Duplicate),
+            Verdict::Superseded => Ok(Admission::Superseded),
+            Verdict::Busy => Ok(Admission::Busy),
+            Verdict::Write => {
                 self.settle(step, chunk.loss_scale);
                 Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk }))
             }

@@ -10,7 +10,7 @@ use super::{bitmap::Bitmap, refusal::Refusal};
 
 /// What to do with a chunk that this slot may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum Verdict {
     Write,
     /// The chunk is stored already, with the same checksum.
     Duplicate,
@@ -22,7 +22,7 @@ pub(super) enum Place {
 
 /// A stored chunk's checksum, and the process that sent it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Seal {
+struct Receipt {
     /// None for a lent chunk.
     crc32: Option<u32>,
     incarnation: Incarnation,
@@ -35,7 +35,7 @@ struct RankSlot {
     writing: Bitmap,
     /// By micro-step and chunk. They are kept until the step is decided, so that a repeated chunk of a micro-step
     /// that is summed already can still be told from a conflicting one. They take 24 bytes for each MiB received.
-    seals: Vec<Vec<Option<Seal>>>,
+    receipts: Vec<Vec<Option<Receipt>>>,
 }
 
 /// The gradient of one step of one shard, on its way to being complete.
@@ -67,17 +67,17 @@ pub(super) struct ShardProgress {
 
 impl RankSlot {
     fn new(chunks: u32) -> RankSlot {
-        RankSlot { stored: Bitmap::new(chunks), writing: Bitmap::new(chunks), seals: Vec::new() }
+        RankSlot { stored: Bitmap::new(chunks), writing: Bitmap::new(chunks), receipts: Vec::new() }
     }
 
-    fn seal(&self, micro_step: MicroStep, chunk: u32) -> Option<Seal> {
-        *self.seals.get(micro_step.0 as usize)?.get(chunk as usize)?
+    fn receipt(&self, micro_step: MicroStep, chunk: u32) -> Option<Receipt> {
+        *self.receipts.get(micro_step.0 as usize)?.get(chunk as usize)?
     }
 
     /// The process that a micro-step came from. All chunks of a micro-step are one process's.
     fn sender(&self, micro_step: u32) -> Incarnation {
-        let seals = self.seals.get(micro_step as usize).into_iter().flatten().flatten();
-        seals.map(|seal| seal.incarnation).max().unwrap_or_default()
+        let receipts = self.receipts.get(micro_step as usize).into_iter().flatten().flatten();
+        receipts.map(|receipt| receipt.incarnation).max().unwrap_or_default()
     }
 
     fn set_writing(&mut self, chunk: &ContributionChunk, value: bool) {
@@ -93,17 +93,17 @@ impl RankSlot {
     /// What to say of a chunk that is held. A restarted process may compute other bits for a batch that is in the sum
     /// already. The first bits stay: both are gradients of the same batch, and replacing one would mean that all
     /// other ranks send again.
-    fn repeated(&self, chunk: &ContributionChunk) -> Result<Place, Refusal> {
+    fn repeated(&self, chunk: &ContributionChunk) -> Result<Verdict, Refusal> {
         let contribution = chunk.contribution;
-        let seal = self.seal(contribution.micro_step, chunk.chunk.0);
-        let earlier = seal.filter(|seal| seal.incarnation == chunk.incarnation && !chunk.lent);
-        match earlier.and_then(|seal| seal.crc32) {
+        let receipt = self.receipt(contribution.micro_step, chunk.chunk.0);
+        let earlier = receipt.filter(|receipt| receipt.incarnation == chunk.incarnation && !chunk.lent);
+        match earlier.and_then(|receipt| receipt.crc32) {
             Some(earlier) if earlier != chunk.crc32 => {
                 let (chunk, crc32) = (chunk.chunk, chunk.crc32);
                 Err(Refusal::OtherChecksum { contribution, chunk, crc32, earlier })
             }
-            Some(_) => Ok(Place::Duplicate),
-            None => Ok(Place::Superseded),
+            Some(_) => Ok(Verdict::Duplicate),
+            None => Ok(Verdict::Superseded),
         }
     }
 
@@ -113,7 +113,7 @@ impl RankSlot {
     fn overtaken(&self, chunk: &ContributionChunk, current: u32) -> Option<ChunkId> {
         let before = chunk.contribution.micro_step.0.checked_sub(1).filter(|&before| before >= current)?;
         let here = |index: u32| {
-            self.seal(MicroStep(before), index).is_some() || (before == current && self.writing.get(index))
+            self.receipt(MicroStep(before), index).is_some() || (before == current && self.writing.get(index))
         };
         self.covered(chunk).find(|&index| !here(index)).map(ChunkId)
     }
@@ -138,35 +138,36 @@ impl StepSlot {
     }
 
     /// Decides on a chunk whose fields are in range and whose step this slot may hold.
-    pub(super) fn place(&mut self, chunk: &ContributionChunk, chunks: u32) -> Result<Place, Refusal> {
+    pub(super) fn judge(&mut self, chunk: &ContributionChunk, chunks: u32) -> Result<Verdict, Refusal> {
         let contribution = chunk.contribution;
         match self.step {
-            Some(step) if step != contribution.step => return Ok(Place::Busy),
+            Some(step) if step != contribution.step => return Ok(Verdict::Busy),
             _ => {}
         }
         let rank = &mut self.ranks[contribution.rank.index()];
         // A message of several chunks is a repetition only if all of them are held; otherwise all of it is written.
-        let unsealed = rank.covered(chunk).find(|&index| rank.seal(contribution.micro_step, index).is_none());
-        if unsealed.is_none() {
+        let unheld =
+            rank.covered(chunk).find(|&index| rank.receipt(contribution.micro_step, index).is_none());
+        if unheld.is_none() {
             return rank.repeated(chunk);
         }
         if self.complete {
             // An earlier process summed all of it, and its receipts are gone.
-            return Ok(Place::Superseded);
+            return Ok(Verdict::Superseded);
         }
         if let Some(missing) = rank.overtaken(chunk, self.summed) {
             return Err(Refusal::MicroStepTooEarly { contribution, missing });
         }
         if self.summing || contribution.micro_step.0 != self.summed || rank.is_writing(chunk) {
-            return Ok(Place::Busy);
+            return Ok(Verdict::Busy);
         }
         self.step = Some(contribution.step);
         rank.set_writing(chunk, true);
         let micro_step = contribution.micro_step.0 as usize;
-        if rank.seals.len() <= micro_step {
-            rank.seals.resize(micro_step + 1, vec![None; chunks as usize]);
+        if rank.receipts.len() <= micro_step {
+            rank.receipts.resize(micro_step + 1, vec![None; chunks as usize]);
         }
-        Ok(Place::Write)
+        Ok(Verdict::Write)
     }
 
     /// The chunk's bytes are in its buffer. Returns true when the chunk was the micro-step's last.
@@ -174,10 +175,10 @@ impl StepSlot {
         let rank = &mut self.ranks[chunk.contribution.rank.index()];
         rank.set_writing(chunk, false);
         let crc32 = (!chunk.lent).then_some(chunk.crc32);
-        let seal = Seal { crc32, incarnation: chunk.incarnation };
+        let receipt = Receipt { crc32, incarnation: chunk.incarnation };
         for index in rank.covered(chunk) {
             rank.stored.set(index, true);
-            rank.seals[chunk.contribution.micro_step.0 as usize][index as usize] = Some(seal);
+            rank.receipts[chunk.contribution.micro_step.0 as usize][index as usize] = Some(receipt);
         }
         self.summing = self.ranks.iter().all(|rank| rank.stored.is_full());
         self.summing
@@ -229,7 +230,7 @@ impl StepSlot {
         self.origin = Origin::UNKNOWN;
         self.nonfinite = None;
         for rank in &mut self.ranks {
-            rank.seals.clear();
+            rank.receipts.clear();
         }
     }
 
@@ -255,7 +256,7 @@ impl StepSlot {
         let slot = &mut self.ranks[rank.index()];
         if !self.complete {
             slot.stored.clear();
-            slot.seals.truncate(current);
+            slot.receipts.truncate(current);
         }
         self.free_if_untouched();
     }

@@ -50,15 +50,15 @@ struct Seat {
 
 /// Standing threads. Several callers may use a pool at once. Each of them computes too, so that none waits for
 /// another.
-pub struct Pool {
+pub struct ThreadPool {
     seats: Vec<Seat>,
     /// There is more than one node, and each core has memory that is nearer to it.
     several_nodes: bool,
-    shared: Arc<Shared>,
+    shared: Arc<CallBoard>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct Shared {
+struct CallBoard {
     calls: Mutex<Vec<Arc<Call>>>,
     /// The number of calls so far.
     posted: AtomicUsize,
@@ -71,21 +71,21 @@ struct Call {
     phase: Arc<Phase>,
 }
 
-impl Pool {
+impl ThreadPool {
     /// # Errors
     /// If a thread cannot be started. A thread that cannot be bound to a core or lowered in priority runs all the same.
-    pub fn new(threads: usize) -> io::Result<Pool> {
-        Pool::on(threads.max(1), &cpus::nodes())
+    pub fn new(threads: usize) -> io::Result<ThreadPool> {
+        ThreadPool::on(threads.max(1), &cpus::nodes())
     }
 
-    fn on(threads: usize, nodes: &[cpus::Node]) -> io::Result<Pool> {
+    fn on(threads: usize, nodes: &[cpus::Node]) -> io::Result<ThreadPool> {
         let seats = seats(threads, nodes);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(CallBoard {
             calls: Mutex::new(Vec::new()),
             posted: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
         });
-        let mut pool = Pool { several_nodes: nodes.len() > 1, shared, threads: Vec::new(), seats };
+        let mut pool = ThreadPool { several_nodes: nodes.len() > 1, shared, threads: Vec::new(), seats };
         // They start last first: each wakes the two that come after it in the tree, so it must know them.
         let mut handles: Vec<Option<Thread>> = vec![None; threads];
         for seat in (1..threads).rev() {
@@ -119,7 +119,7 @@ impl Pool {
     }
 
     /// Runs `block` on every item of several groups without a pause between them. Each item runs where
-    /// [`Pool::blocks`] would run it with its group alone. The caller does `meanwhile` before its own share.
+    /// [`ThreadPool::blocks`] would run it with its group alone. The caller does `meanwhile` before its own share.
     pub fn groups<T: Send, R: Send>(
         &self,
         groups: Vec<Vec<T>>,
@@ -205,8 +205,8 @@ impl Pool {
     }
 }
 
-impl Near for Pool {
-    /// Runs `part` once for each seat, with the part of `0..count` that [`Pool::blocks`] gives it, on a thread near
+impl Near for ThreadPool {
+    /// Runs `part` once for each seat, with the part of `0..count` that [`ThreadPool::blocks`] gives it, on a thread near
     /// the memory that the seat will use. No other thread may do it, since first touch decides where memory lies.
     fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync)) {
         let seats = self.seats.len();
@@ -228,7 +228,7 @@ impl Near for Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         for thread in self.threads.drain(..) {
@@ -245,7 +245,7 @@ fn children(seat: usize, seats: usize) -> Range<usize> {
     (2 * seat + 1).min(seats)..(2 * seat + 3).min(seats)
 }
 
-fn serve(seat: usize, cores: &[usize], shared: &Shared, wakes: Vec<Thread>) {
+fn serve(seat: usize, cores: &[usize], shared: &CallBoard, wakes: Vec<Thread>) {
     settle(cores);
     while !shared.stop.load(Ordering::Acquire) {
         let posted = shared.posted.load(Ordering::Acquire);

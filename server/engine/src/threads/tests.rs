@@ -14,7 +14,7 @@ use super::{cpus::Node, *};
 #[test]
 fn results_come_in_order_for_every_size_and_number_of_threads() {
     for threads in [1, 2, 3, 5, 16] {
-        let pool = Pool::new(threads).unwrap();
+        let pool = ThreadPool::new(threads).unwrap();
         assert_eq!(pool.threads(), threads);
         for size in (0..70).chain([1000, 4096]) {
             let found = pool.blocks((0..size).collect(), |item: usize| (item, item * item));
@@ -27,7 +27,7 @@ fn results_come_in_order_for_every_size_and_number_of_threads() {
 #[test]
 fn groups_keep_their_results_apart_and_each_block_its_home() {
     for threads in [1, 2, 3, 5] {
-        let pool = Pool::new(threads).unwrap();
+        let pool = ThreadPool::new(threads).unwrap();
         let sizes = [4, 0, 64, 1, 7];
         let groups = |size: usize| (0..size).collect();
         let found = pool.groups(sizes.map(groups).to_vec(), |item: usize| item * item, || ());
@@ -37,7 +37,7 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
     }
     // There are as many blocks as threads, and all wait for each other, so each must be where its share of its own
     // group is.
-    let pool = Pool::new(2).unwrap();
+    let pool = ThreadPool::new(2).unwrap();
     let barrier = Barrier::new(2);
     let block = |()| {
         barrier.wait();
@@ -52,7 +52,7 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
 
 #[test]
 fn blocks_may_borrow_and_write() {
-    let pool = Pool::new(3).unwrap();
+    let pool = ThreadPool::new(3).unwrap();
     let mut values = vec![0u64; 1000];
     pool.blocks(values.chunks_mut(7).enumerate().collect(), |(index, chunk): (usize, &mut [u64])| {
         chunk.fill(index as u64);
@@ -62,7 +62,7 @@ fn blocks_may_borrow_and_write() {
 
 #[test]
 fn a_panic_in_any_block_reaches_the_caller_and_the_pool_lives_on() {
-    let pool = Pool::new(4).unwrap();
+    let pool = ThreadPool::new(4).unwrap();
     for bad in [0, 31, 63] {
         let caught = catch_unwind(AssertUnwindSafe(|| {
             pool.blocks((0..64).collect(), |item: usize| assert_ne!(item, bad, "block {bad} is broken"))
@@ -76,7 +76,7 @@ fn a_panic_in_any_block_reaches_the_caller_and_the_pool_lives_on() {
 /// There are as many blocks as threads, and all wait for each other, so each must be on a thread of its own.
 #[test]
 fn all_threads_take_part() {
-    let pool = Pool::new(4).unwrap();
+    let pool = ThreadPool::new(4).unwrap();
     let barrier = Barrier::new(4);
     let ids = pool.blocks((0..4).collect(), |_: usize| {
         barrier.wait();
@@ -89,7 +89,7 @@ fn all_threads_take_part() {
 
 #[test]
 fn several_callers_and_calls_from_inside_a_block_do_not_wait_for_each_other() {
-    let pool = Pool::new(3).unwrap();
+    let pool = ThreadPool::new(3).unwrap();
     thread::scope(|scope| {
         for caller in 0..4u64 {
             let pool = &pool;
@@ -117,7 +117,7 @@ fn busy(threads: &[String]) -> Duration {
 
 #[test]
 fn an_idle_pool_uses_no_processor_time() {
-    let pool = Pool::new(4).unwrap();
+    let pool = ThreadPool::new(4).unwrap();
     let barrier = Barrier::new(4);
     let paths = pool.blocks((0..4).collect(), |_: usize| {
         barrier.wait();
@@ -167,7 +167,7 @@ fn shares_cover_everything_once_on_one_node_and_on_several() {
     let cores = cpus::nodes().remove(0).cores;
     let several = [Node { cores: cores.clone() }, Node { cores }];
     for nodes in [&several[..1], &several] {
-        let pool = Pool::on(3, nodes).unwrap();
+        let pool = ThreadPool::on(3, nodes).unwrap();
         let seen = Mutex::new(vec![0; 100]);
         pool.shares(100, &|range| lock(&seen)[range].iter_mut().for_each(|count| *count += 1));
         assert_eq!(*lock(&seen), [1; 100]);

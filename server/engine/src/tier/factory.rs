@@ -17,7 +17,7 @@ use super::{
     state::Shape,
     storage::{Inputs, Spill, Storage},
 };
-use crate::threads::Pool;
+use crate::threads::ThreadPool;
 
 /// The resources that a tier takes on a server, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl Storage {
 pub fn open(
     inputs: &Inputs<'_>,
     buffers: usize,
-    pool: &Pool,
+    pool: &ThreadPool,
     notify: Box<dyn Fn() + Send + Sync>,
 ) -> Result<Opened, Fault> {
     match inputs.spec.tier {
@@ -81,7 +81,7 @@ pub fn open(
     }
 }
 
-fn open_memory(inputs: &Inputs<'_>, pool: &Pool) -> Result<Opened, Fault> {
+fn open_memory(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fault> {
     let lengths: Vec<usize> =
         inputs.owned.iter().map(|&shard| inputs.layout.shard_len(shard) as usize).collect();
     let tier = MemoryTier::allocate(&lengths, Shape::of(inputs.spec), pool).map_err(exhausted)?;
@@ -98,7 +98,7 @@ fn open_memory(inputs: &Inputs<'_>, pool: &Pool) -> Result<Opened, Fault> {
     Ok(Opened { store, buffers: None, recovered: Recovered::Nothing })
 }
 
-fn open_shm(inputs: &Inputs<'_>, buffers: usize, pool: &Pool) -> Result<Opened, Fault> {
+fn open_shm(inputs: &Inputs<'_>, buffers: usize, pool: &ThreadPool) -> Result<Opened, Fault> {
     let (tier, buffers, interrupted) = ShmTier::open(inputs, buffers, pool)?;
     let tier = Arc::new(tier);
     let store = Store {

@@ -21,7 +21,7 @@ pub enum Kind {
 
 /// One gradient: the shard as it is owned, the step's gradient slot, and which of its gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GradientPlace {
+pub struct GradientId {
     pub owned: usize,
     pub slot: usize,
     pub kind: Kind,
@@ -34,13 +34,13 @@ pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
 /// them again.
 pub trait GradientStore: Send + Sync {
     /// Starts writing the first bytes of a buffer to `within` a gradient.
-    fn write(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved);
+    fn write(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
 
     /// Starts filling a buffer's first bytes with `within` a gradient.
-    fn read(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved);
+    fn read(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
 
     /// Names a gradient in an error.
-    fn describe(&self, place: GradientPlace) -> String;
+    fn describe(&self, id: GradientId) -> String;
 
     fn written_bytes(&self) -> u64;
 }
@@ -52,16 +52,16 @@ pub struct Transfer {
 
 impl Transfer {
     /// Starts filling a buffer's first bytes with a whole gradient of so many.
-    pub fn read(store: &dyn GradientStore, place: GradientPlace, bytes: usize, buffer: Region) -> Transfer {
+    pub fn read(store: &dyn GradientStore, id: GradientId, bytes: usize, buffer: Region) -> Transfer {
         let (transfer, done) = Transfer::begin();
-        store.read(place, 0..bytes, buffer, done);
+        store.read(id, 0..bytes, buffer, done);
         transfer
     }
 
     /// Starts writing a whole gradient from a buffer's first bytes.
-    pub fn write(store: &dyn GradientStore, place: GradientPlace, bytes: usize, buffer: Region) -> Transfer {
+    pub fn write(store: &dyn GradientStore, id: GradientId, bytes: usize, buffer: Region) -> Transfer {
         let (transfer, done) = Transfer::begin();
-        store.write(place, 0..bytes, buffer, done);
+        store.write(id, 0..bytes, buffer, done);
         transfer
     }
 

@@ -8,7 +8,7 @@ use super::{Guard, Shape, StateMut, StateRef, Tier, Together, Unguarded};
 use crate::{
     lock,
     memory::{AllocationError, Region, Slab},
-    threads::Pool,
+    threads::ThreadPool,
 };
 
 pub(super) struct MemoryTier {
@@ -24,7 +24,7 @@ impl MemoryTier {
     pub(super) fn allocate(
         lengths: &[usize],
         shape: Shape,
-        pool: &Pool,
+        pool: &ThreadPool,
     ) -> Result<MemoryTier, AllocationError> {
         let slab = Slab::allocate(MemoryTier::bytes(lengths, shape))?;
         MemoryTier::over(slab, lengths, shape, pool)
@@ -40,7 +40,7 @@ impl MemoryTier {
         slab: Slab,
         lengths: &[usize],
         shape: Shape,
-        pool: &Pool,
+        pool: &ThreadPool,
     ) -> Result<MemoryTier, AllocationError> {
         let mut regions = slab.carve(&sizes(lengths, shape), pool)?.into_iter();
         let mut shards = Vec::with_capacity(lengths.len());

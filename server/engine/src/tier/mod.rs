@@ -21,7 +21,7 @@ pub use contract::{
 };
 pub use factory::{StoreNeed, keeps_buffers, need, open};
 pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
-pub use gradients::{GradientPlace, GradientStore, Kind, Moved, Transfer};
+pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
 pub use removal::{delete_stored, finish_interrupted};
 pub use state::{Shape, StateMut, StateRef};
 pub use storage::{Durability, Inputs, Spill, Storage};

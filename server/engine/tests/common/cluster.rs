@@ -266,7 +266,7 @@ impl Cluster {
             while job.durable() < job.progress().version {
                 assert!(Instant::now() < deadline, "never durable");
                 job.settle(deadline)?;
-                job.figures(
+                job.statistics(
                     self.placement.owned(ServerId(server as u32))[0],
                     job.progress().version.next_step(),
                 )?;
@@ -287,8 +287,8 @@ impl Cluster {
     pub(crate) fn squares(&self, step: u64) -> Option<Vec<f64>> {
         let mut squares = Vec::new();
         for shard in (0..self.layout.shards()).map(ShardId) {
-            let figures = self.jobs[self.owner(shard)].figures(shard, Step(step)).unwrap()?;
-            squares.extend(figures.iter().map(|block| block.sum_squares));
+            let statistics = self.jobs[self.owner(shard)].statistics(shard, Step(step)).unwrap()?;
+            squares.extend(statistics.iter().map(|block| block.sum_squares));
         }
         Some(squares)
     }

@@ -322,10 +322,10 @@ impl Model {
     pub(crate) fn stored(&mut self, owned: usize, chunk: &ContributionChunk) -> bool {
         let brought = self.brought(chunk);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
-        let seal = ((!chunk.lent).then_some(chunk.crc32), chunk.incarnation.0);
+        let receipt = ((!chunk.lent).then_some(chunk.crc32), chunk.incarnation.0);
         for key in brought {
             assert!(gradient.writing.remove(&key));
-            let before = gradient.stored.insert(key, seal);
+            let before = gradient.stored.insert(key, receipt);
             assert!(before.is_none() || chunk.lent, "written twice: {chunk:?}");
         }
         let summed = gradient.summed;

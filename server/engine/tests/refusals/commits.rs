@@ -130,9 +130,9 @@ fn a_step_is_decided_once() {
     (2..10).for_each(|step| cluster.step(&flats, &commit(&spec, step)));
     let fault = cluster.commit(&decision).unwrap_err();
     check(&fault, (Precondition, "commit.step", &["is 1", "the job is at version 9", "join again"]));
-    let fault = cluster.jobs[0].figures(ShardId(0), Step(9)).unwrap_err();
+    let fault = cluster.jobs[0].statistics(ShardId(0), Step(9)).unwrap_err();
     check(&fault, (Precondition, "step", &["is 9", "undecided", "version 9"]));
-    let fault = cluster.jobs[0].figures(ShardId(0), Step(11)).unwrap_err();
+    let fault = cluster.jobs[0].statistics(ShardId(0), Step(11)).unwrap_err();
     check(&fault, (Precondition, "step", &["is 11", "at most 10"]));
 }
 
@@ -236,7 +236,7 @@ fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].pauses()), before);
     assert_eq!(cluster.hash(), reference.hash());
     assert!(cluster.image(ShardId(0), 2).unwrap().is_some());
-    assert!(cluster.jobs[0].figures(ShardId(0), Step(3)).unwrap().is_none());
+    assert!(cluster.jobs[0].statistics(ShardId(0), Step(3)).unwrap().is_none());
     for job in &cluster.jobs {
         assert_eq!(job.resume(Some(Version(2)), 8.0), Ok(true));
         assert_eq!(job.resume(Some(Version(2)), 8.0), Ok(true), "the same again");

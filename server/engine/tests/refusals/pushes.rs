@@ -149,7 +149,7 @@ fn a_job_that_is_loading_takes_no_gradient() {
     check(&cluster.store(&chunk, payload).unwrap_err(), expected);
     check(&cluster.commit(&super::commit(&spec, 1)).unwrap_err(), expected);
     check(&cluster.image(ShardId(0), 0).unwrap_err(), expected);
-    check(&cluster.jobs[0].figures(ShardId(0), Step(1)).unwrap_err(), expected);
+    check(&cluster.jobs[0].statistics(ShardId(0), Step(1)).unwrap_err(), expected);
     check(&cluster.jobs[0].pause(Incarnation(1), "why").unwrap_err(), expected);
 }
 

@@ -29,7 +29,7 @@ pub(crate) enum Event {
 pub(crate) type Image = BTreeMap<PathBuf, BTreeMap<u64, Vec<u8>>>;
 
 #[derive(Default)]
-struct State {
+struct DiskState {
     events: Vec<Event>,
     image: Image,
     /// Refuse this write (counted from 1) with an error.
@@ -42,7 +42,7 @@ struct State {
 /// All disks of a host.
 #[derive(Clone, Default)]
 pub(crate) struct Disks {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<DiskState>>,
 }
 
 struct Simulated {

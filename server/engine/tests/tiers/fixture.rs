@@ -8,7 +8,7 @@ use std::{
 
 use longshore_engine::{
     record::Record,
-    threads::Pool,
+    threads::ThreadPool,
     tier::{self, Guard, ImageAge, Inputs, Opened, Recovered, StateMut, StateRef, Storage, Store, Turn},
 };
 use longshore_proto::{Commit, Fault, JobSpec, Layout, Placement, ServerId, ShardId, TierKind, Version};
@@ -53,7 +53,7 @@ pub(crate) struct TierCase {
     layout: Layout,
     placement: Placement,
     owned: Vec<ShardId>,
-    pool: Pool,
+    pool: ThreadPool,
     roots: Roots,
 }
 
@@ -71,7 +71,17 @@ impl TierCase {
         let storage = storage(&mut roots);
         let (layout, placement) = (spec.validate().unwrap(), cluster::placement(&spec, 1));
         let owned = placement.owned(ServerId(0));
-        TierCase { name, keeps, storage, spec, layout, placement, owned, pool: Pool::new(2).unwrap(), roots }
+        TierCase {
+            name,
+            keeps,
+            storage,
+            spec,
+            layout,
+            placement,
+            owned,
+            pool: ThreadPool::new(2).unwrap(),
+            roots,
+        }
     }
 
     pub(crate) fn try_open(&self, at_most: Option<Version>) -> Result<Opened, Fault> {

@@ -4,7 +4,7 @@ use std::{ops::Range, path::Path, sync::mpsc};
 
 use longshore_engine::{
     memory::{Region, Slab},
-    tier::{GradientPlace, GradientStore, Kind, Recovered, Transfer},
+    tier::{GradientId, GradientStore, Kind, Recovered, Transfer},
 };
 use longshore_proto::{Rank, Version};
 
@@ -107,7 +107,7 @@ fn buffer(bytes: &[u8]) -> Region {
     region
 }
 
-fn write_part(store: &dyn GradientStore, place: GradientPlace, within: Range<usize>, bytes: &[u8]) {
+fn write_part(store: &dyn GradientStore, place: GradientId, within: Range<usize>, bytes: &[u8]) {
     let (sender, done) = mpsc::channel();
     let moved = move |_, result| sender.send(result).unwrap();
     store.write(place, within, buffer(bytes), Box::new(moved));
@@ -121,11 +121,11 @@ fn gradients_come_back_from_their_places_and_leave_no_name() {
         |case| {
             let store = case.started();
             let gradients = store.gradients.as_deref().unwrap();
-            let places: Vec<GradientPlace> = (0..case.shards())
+            let places: Vec<GradientId> = (0..case.shards())
                 .flat_map(|owned| (0..case.spec.gradient_slots()).map(move |slot| (owned, slot)))
-                .map(|(owned, slot)| GradientPlace { owned, slot, kind: Kind::Contribution(Rank(0)) })
+                .map(|(owned, slot)| GradientId { owned, slot, kind: Kind::Contribution(Rank(0)) })
                 .collect();
-            let bytes = |place: &GradientPlace| {
+            let bytes = |place: &GradientId| {
                 let length = case.blocks(place.owned) * IMAGE_BLOCK;
                 (0..length)
                     .map(|index| (index / 512 + place.owned * 5 + place.slot) as u8)

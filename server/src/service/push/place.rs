@@ -11,7 +11,7 @@ use longshore_proto::{
 use crate::{jobs::JobHandle, memfd::Payload};
 
 /// Where a payload goes.
-pub(super) enum Place {
+pub(super) enum Destination {
     Slot(Arc<JobHandle>, Writing<Arc<Job>>),
     /// The payload is not wanted. Only its own checksum is compared.
     Nowhere(Fate, Crc32),
@@ -26,14 +26,14 @@ pub(super) enum Fate {
     Decided,
 }
 
-impl Place {
+impl Destination {
     /// Brings in the payload, if it lies in the worker's memory.
-    pub(super) fn holding(mut self, payload: Option<Payload>, lent: bool) -> Result<Place, Fault> {
+    pub(super) fn holding(mut self, payload: Option<Payload>, lent: bool) -> Result<Destination, Fault> {
         match (payload, &mut self) {
             (None, _) => {}
-            (Some(payload), Place::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
+            (Some(payload), Destination::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
             // The chunk is held already, and nothing was moved that could be damaged.
-            (Some(_), Place::Nowhere(..)) if lent => {}
+            (Some(_), Destination::Nowhere(..)) if lent => {}
             (Some(payload), place) => place.fetch(&payload),
         }
         Ok(self)
@@ -42,8 +42,8 @@ impl Place {
     /// Takes a payload that lies in the worker's memory.
     fn fetch(&mut self, payload: &Payload) {
         match self {
-            Place::Slot(_, writing) => writing.fetch(&mut |from, target| payload.copy(from, target)),
-            Place::Nowhere(_, sum) => {
+            Destination::Slot(_, writing) => writing.fetch(&mut |from, target| payload.copy(from, target)),
+            Destination::Nowhere(_, sum) => {
                 let mut tile = [0; TILE_BYTES];
                 let bytes = payload.bytes() as usize;
                 for from in (0..bytes).step_by(TILE_BYTES) {
@@ -57,24 +57,27 @@ impl Place {
 }
 
 /// None while the slot is busy.
-pub(super) fn place_now(handle: &Arc<JobHandle>, chunk: &ContributionChunk) -> Result<Option<Place>, Fault> {
+pub(super) fn place_now(
+    handle: &Arc<JobHandle>,
+    chunk: &ContributionChunk,
+) -> Result<Option<Destination>, Fault> {
     Ok(match Job::admit(Arc::clone(&handle.job), chunk)? {
         Admitted::Busy => None,
-        Admitted::Duplicate => Some(Place::Nowhere(Fate::Duplicate, Crc32::new())),
-        Admitted::Superseded => Some(Place::Nowhere(Fate::Superseded, Crc32::new())),
-        Admitted::Decided => Some(Place::Nowhere(Fate::Decided, Crc32::new())),
-        Admitted::Write(writing) => Some(Place::Slot(Arc::clone(handle), writing)),
+        Admitted::Duplicate => Some(Destination::Nowhere(Fate::Duplicate, Crc32::new())),
+        Admitted::Superseded => Some(Destination::Nowhere(Fate::Superseded, Crc32::new())),
+        Admitted::Decided => Some(Destination::Nowhere(Fate::Decided, Crc32::new())),
+        Admitted::Write(writing) => Some(Destination::Slot(Arc::clone(handle), writing)),
     })
 }
 
 /// `crc32` is None for a lent payload.
-pub(super) fn finish(place: Place, crc32: Option<u32>) -> Result<Fate, Fault> {
+pub(super) fn finish(place: Destination, crc32: Option<u32>) -> Result<Fate, Fault> {
     match place {
-        Place::Slot(handle, writing) => {
+        Destination::Slot(handle, writing) => {
             handle.perform(writing.finish()?);
             Ok(Fate::Stored)
         }
-        Place::Nowhere(fate, sum) => {
+        Destination::Nowhere(fate, sum) => {
             crc32.map_or(Ok(()), |claimed| check_sum(claimed, sum.value())).map(|()| fate)
         }
     }

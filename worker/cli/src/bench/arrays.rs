@@ -4,7 +4,7 @@ use anyhow::Context;
 use longshore_engine::{
     kernels::{self, Isa, Rule},
     memory::{Region, Slab},
-    threads::Pool,
+    threads::ThreadPool,
     tier::{self, StateMut},
 };
 use longshore_proto::{
@@ -51,7 +51,7 @@ impl Shape {
 
 impl Arrays {
     /// The arrays in shards, as a server holds them, touched by the threads that will use them.
-    pub(super) fn allocate(params: usize, pool: &Pool) -> anyhow::Result<Arrays> {
+    pub(super) fn allocate(params: usize, pool: &ThreadPool) -> anyhow::Result<Arrays> {
         let mut lengths = vec![SHARD; params / SHARD];
         lengths.extend((!params.is_multiple_of(SHARD)).then_some(params % SHARD));
         let sizes: Vec<usize> = lengths.iter().flat_map(|&len| [len * 4; 5]).collect();
@@ -77,14 +77,14 @@ impl Arrays {
     }
 
     /// Makes the state hold values of these formats.
-    pub(super) fn prepare(&mut self, pool: &Pool, formats: Formats) {
+    pub(super) fn prepare(&mut self, pool: &ThreadPool, formats: Formats) {
         if self.formats != formats {
             self.formats = formats;
             self.refill(pool);
         }
     }
 
-    fn refill(&mut self, pool: &Pool) {
+    fn refill(&mut self, pool: &ThreadPool) {
         let shape = tier::Shape::new(Rule::AdamW, self.formats);
         for shard in &mut self.shards {
             let (_, state, _) = shard.cut(Shape { wire: Dtype::F32, state: shape });
@@ -94,7 +94,7 @@ impl Arrays {
 }
 
 impl Shard {
-    fn fill_gradient(&mut self, pool: &Pool) {
+    fn fill_gradient(&mut self, pool: &ThreadPool) {
         let gradient = self.gradient.u16_mut().chunks_mut(2 * BLOCK);
         pool.blocks(gradient.collect(), |part: &mut [u16]| fill_gradient(part));
     }

@@ -1,12 +1,12 @@
 //! Moves the same bytes as an update, without its arithmetic: in the same shards and blocks, on the same threads,
 //! with the same kind of stores.
 
-use longshore_engine::{memory::Traffic, threads::Pool};
+use longshore_engine::{memory::Traffic, threads::ThreadPool};
 
 use super::arrays::{Arrays, BLOCK, Shape};
 
 /// Moves what one update of all parameters moves.
-pub(super) fn pass(arrays: &mut Arrays, pool: &Pool, shape: Shape) {
+pub(super) fn pass(arrays: &mut Arrays, pool: &ThreadPool, shape: Shape) {
     for shard in &mut arrays.shards {
         let (gradient, state, image) = shard.cut(shape);
         let wire = BLOCK * shape.wire.bytes() as usize;

@@ -10,8 +10,8 @@ use std::{
 };
 
 use longshore_engine::{
-    kernels::{Gradient, Isa, figures},
-    threads::Pool,
+    kernels::{Gradient, Isa, statistics},
+    threads::ThreadPool,
 };
 use longshore_proto::{Dtype, checksum::Crc32, limits::CHUNK_BYTES};
 
@@ -47,7 +47,7 @@ pub(super) fn block_bytes(wire: Dtype) -> usize {
 /// Receives every shard, with its statistics where an instruction set for them is given.
 pub(super) fn pass(
     arrays: &mut Arrays,
-    pool: &Pool,
+    pool: &ThreadPool,
     source: Source,
     wire: Dtype,
     isa: Option<Isa>,
@@ -92,7 +92,7 @@ fn copy(received: &[u8], chunk: &mut [u8], wire: Dtype, isa: Option<Isa>) {
     let mut sum = Crc32::new();
     for part in chunk.chunks_mut(received.len()) {
         sum.copy(&received[..part.len()], part);
-        take_figures(wire, isa, part);
+        take_statistics(wire, isa, part);
     }
     black_box(sum.value());
 }
@@ -122,7 +122,7 @@ fn receive(receiver: &mut TcpStream, slot: &mut [u8], wire: Dtype, isa: Option<I
             sum.update(&chunk[start..start + count]);
             start += count;
             let whole = start - start % block_bytes(wire);
-            take_figures(wire, isa, &chunk[taken..whole]);
+            take_statistics(wire, isa, &chunk[taken..whole]);
             taken = whole;
         }
         black_box(sum.value());
@@ -131,10 +131,10 @@ fn receive(receiver: &mut TcpStream, slot: &mut [u8], wire: Dtype, isa: Option<I
 }
 
 /// Takes the statistics of whole blocks.
-fn take_figures(wire: Dtype, isa: Option<Isa>, received: &[u8]) {
+fn take_statistics(wire: Dtype, isa: Option<Isa>, received: &[u8]) {
     let Some(isa) = isa else { return };
     for block in received.chunks(block_bytes(wire)) {
-        black_box(figures(
+        black_box(statistics(
             isa,
             match wire {
                 Dtype::F32 => Gradient::f32(bytemuck::cast_slice(block)),

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use longshore_engine::{
     io::Engine,
-    threads::{Pool, available_threads},
+    threads::{ThreadPool, available_threads},
     tier::{
         Durability, Storage,
-        nvme::{StorageFigures, bench},
+        nvme::{StorageMeasurement, bench},
     },
 };
 use longshore_proto::{JobSpec, TierKind};
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         ensure!((0.0..=1.0).contains(&part), "--resident is {part}, but must be between 0 and 1");
     }
     let spec = JobSpec { tier: TierKind::Nvme, ..job("bench-storage", vec![param("all", args.params)])? };
-    let pool = Pool::new(available_threads()).context("starting the update threads")?;
+    let pool = ThreadPool::new(available_threads()).context("starting the update threads")?;
     if !args.json {
         say!("{}", head());
     }
@@ -77,8 +77,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             resident_bytes: (args.params as f64 * 12.0 * case.resident) as u64,
             ..Storage::default()
         };
-        let figures = bench(&spec, &storage, &pool, args.rounds.into())?;
-        say!("{}", if args.json { json(&case, &figures, args) } else { line(&case, &figures) });
+        let measurements = bench(&spec, &storage, &pool, args.rounds.into())?;
+        say!("{}", if args.json { json(&case, &measurements, args) } else { line(&case, &measurements) });
     }
     Ok(())
 }
@@ -119,12 +119,12 @@ struct Medians {
     seconds: f64,
 }
 
-fn medians(figures: &[StorageFigures]) -> Medians {
-    let all = |value: fn(&StorageFigures) -> f64| figures.iter().map(value).collect::<Vec<f64>>();
-    let fractions = all(StorageFigures::fraction);
+fn medians(measurements: &[StorageMeasurement]) -> Medians {
+    let all = |value: fn(&StorageMeasurement) -> f64| measurements.iter().map(value).collect::<Vec<f64>>();
+    let fractions = all(StorageMeasurement::fraction);
     Medians {
-        gb_per_s: median(&all(StorageFigures::step_gb_per_second)),
-        limit_gb_per_s: median(&all(StorageFigures::raw_gb_per_second)),
+        gb_per_s: median(&all(StorageMeasurement::step_gb_per_second)),
+        limit_gb_per_s: median(&all(StorageMeasurement::raw_gb_per_second)),
         fraction: median(&fractions),
         least: fractions.iter().copied().fold(f64::INFINITY, f64::min),
         most: fractions.iter().copied().fold(0.0, f64::max),
@@ -141,9 +141,9 @@ fn head() -> String {
     )
 }
 
-fn line(case: &Case, figures: &[StorageFigures]) -> String {
-    let of = medians(figures);
-    let bytes = figures.first().map_or(0, |round| round.bytes);
+fn line(case: &Case, measurements: &[StorageMeasurement]) -> String {
+    let of = medians(measurements);
+    let bytes = measurements.first().map_or(0, |round| round.bytes);
     format!(
         "{:<34} {:>7.2} {:>10.2} {:>12.2} {:>13} {:>9.3} {:>9.3} {:>8.3} {:>10}",
         case.name(),
@@ -158,14 +158,14 @@ fn line(case: &Case, figures: &[StorageFigures]) -> String {
     )
 }
 
-fn json(case: &Case, figures: &[StorageFigures], args: &Args) -> String {
-    let of = medians(figures);
+fn json(case: &Case, measurements: &[StorageMeasurement], args: &Args) -> String {
+    let of = medians(measurements);
     json!({
         "bench": "storage", "case": case.name(), "threads": available_threads(), "gb_per_s": of.gb_per_s,
         "limit_gb_per_s": of.limit_gb_per_s, "fraction": of.fraction, "min_fraction": of.least,
         "max_fraction": of.most, "cpu_s_per_gb": of.cpu, "limit_cpu_s_per_gb": of.limit_cpu,
         "step_s": of.seconds, "resident": case.resident, "params": args.params,
-        "bytes": figures.first().map_or(0, |round| round.bytes), "rounds": figures.len(),
+        "bytes": measurements.first().map_or(0, |round| round.bytes), "rounds": measurements.len(),
     })
     .to_string()
 }

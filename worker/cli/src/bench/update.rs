@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use longshore_engine::{
     kernels::{self, Gradient, Hyper, ImageMut, Isa, Random, Rule, Scalars},
-    threads::{Pool, available_threads},
+    threads::{ThreadPool, available_threads},
     tier::{self, StateMut},
 };
 use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat};
@@ -119,7 +119,7 @@ impl Update {
 
 impl Arrays {
     /// How many seconds one pass of a case or of its limit takes.
-    fn time(&mut self, pool: &Pool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
+    fn time(&mut self, pool: &ThreadPool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
         if let Case::Update(update) = case {
             self.prepare(pool, update.formats);
         }
@@ -135,7 +135,7 @@ impl Arrays {
     }
 
     /// One step of all parameters.
-    fn pass(&mut self, pool: &Pool, case: Update) {
+    fn pass(&mut self, pool: &ThreadPool, case: Update) {
         let hyper = Hyper { lr: 1e-6, momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
         let scalars = Scalars::new(case.rule, &hyper, 10, 1.0);
         let mut first_element = 0;
@@ -184,13 +184,13 @@ impl Shard {
 /// AdamW with bf16 in its fastest form, and nothing around it.
 pub(super) struct Bare {
     arrays: Arrays,
-    pool: Pool,
+    pool: ThreadPool,
 }
 
 impl Bare {
     pub(super) fn new(params: usize, threads: usize) -> anyhow::Result<Bare> {
         let params = fitting(Some(params as u64), longshore_server::config::available_memory())?;
-        let pool = Pool::new(threads)?;
+        let pool = ThreadPool::new(threads)?;
         let arrays = Arrays::allocate(params, &pool)?;
         Ok(Bare { arrays, pool })
     }
@@ -209,9 +209,9 @@ impl Bare {
 pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
     let cases = selected(settings)?;
     let params = fitting(settings.params, longshore_server::config::available_memory())?;
-    let mut pools = vec![Pool::new(1)?];
+    let mut pools = vec![ThreadPool::new(1)?];
     if available_threads() > 1 {
-        pools.push(Pool::new(available_threads())?);
+        pools.push(ThreadPool::new(available_threads())?);
     }
     let all = &pools[pools.len() - 1];
     // The caller is bound as a job's thread is. Left to the scheduler it might share a core with the pool's second
@@ -264,7 +264,7 @@ mod tests {
 
     #[test]
     fn every_case_and_its_limit_run_on_a_part_of_a_shard() {
-        let pool = Pool::new(2).unwrap();
+        let pool = ThreadPool::new(2).unwrap();
         let mut arrays = Arrays::allocate(2 * BLOCK, &pool).unwrap();
         for case in Case::list(true) {
             arrays.time(&pool, case, true).unwrap();

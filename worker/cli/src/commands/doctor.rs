@@ -53,13 +53,13 @@ pub(super) struct Args {
 /// One check, and what it found.
 struct Finding {
     what: String,
-    state: State,
+    state: Grade,
     said: String,
     remedy: &'static str,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Grade {
     Good,
     /// It works, but slower or for less.
     Warning,
@@ -67,26 +67,26 @@ enum State {
     Bad,
 }
 
-impl State {
+impl Grade {
     fn name(self) -> &'static str {
         match self {
-            State::Good => "ok",
-            State::Warning => "warning",
-            State::Bad => "bad",
+            Grade::Good => "ok",
+            Grade::Warning => "warning",
+            Grade::Bad => "bad",
         }
     }
 }
 
 fn good(what: impl Into<String>, said: impl Into<String>) -> Finding {
-    Finding { what: what.into(), state: State::Good, said: said.into(), remedy: "" }
+    Finding { what: what.into(), state: Grade::Good, said: said.into(), remedy: "" }
 }
 
 fn warning(what: impl Into<String>, said: impl Into<String>, remedy: &'static str) -> Finding {
-    Finding { what: what.into(), state: State::Warning, said: said.into(), remedy }
+    Finding { what: what.into(), state: Grade::Warning, said: said.into(), remedy }
 }
 
 fn bad(what: impl Into<String>, said: impl Into<String>, remedy: &'static str) -> Finding {
-    Finding { what: what.into(), state: State::Bad, said: said.into(), remedy }
+    Finding { what: what.into(), state: Grade::Bad, said: said.into(), remedy }
 }
 
 /// Prints what was found. The result is an error when something does not work, and not when something is only slow.
@@ -104,7 +104,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     let bad: Vec<&str> =
-        findings.iter().filter(|found| found.state == State::Bad).map(|found| found.what.as_str()).collect();
+        findings.iter().filter(|found| found.state == Grade::Bad).map(|found| found.what.as_str()).collect();
     ensure!(bad.is_empty(), "not in order: {}", bad.join(", "));
     Ok(())
 }

@@ -86,7 +86,7 @@ pub(super) struct Args {
 }
 
 /// What the job takes of the server with most of it.
-struct Plan {
+struct Requirements {
     parameters: u64,
     need: Need,
     /// The bytes to or from one rank in a step, each way. Where gradients are pushed it is those of each micro-step.
@@ -99,7 +99,7 @@ struct Plan {
 
 /// Prints the plan. The result is an error when the job does not fit.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let plan = Plan::of(args)?;
+    let plan = Requirements::of(args)?;
     if args.json {
         say!("{}", plan.json(args));
     } else {
@@ -172,8 +172,8 @@ impl Args {
     }
 }
 
-impl Plan {
-    fn of(args: &Args) -> anyhow::Result<Plan> {
+impl Requirements {
+    fn of(args: &Args) -> anyhow::Result<Requirements> {
         args.check()?;
         let spec = args.spec()?;
         let layout = spec.validate()?;
@@ -202,7 +202,7 @@ impl Plan {
                 ));
             }
         }
-        Ok(Plan {
+        Ok(Requirements {
             parameters: spec.params.iter().map(|param| param.shape[0]).sum(),
             wire: elements * args.dtype.bytes(),
             endurance_days: rated.map(|(daily, rated)| rated.0 as f64 / daily),
@@ -213,7 +213,7 @@ impl Plan {
     }
 
     fn print(&self, args: &Args) {
-        let Plan { need, .. } = self;
+        let Requirements { need, .. } = self;
         say!(
             "{} parameters on {} server(s), tier {}; each server:",
             self.parameters,
@@ -247,7 +247,7 @@ impl Plan {
     }
 
     fn json(&self, args: &Args) -> serde_json::Value {
-        let Plan { need, .. } = self;
+        let Requirements { need, .. } = self;
         json!({
             "parameters": self.parameters, "servers": args.servers, "tier": args.tier.to_string(),
             "memory_bytes": need.total(), "state_bytes": need.state, "buffer_bytes": need.buffers,

@@ -23,7 +23,7 @@ pub(super) struct Target {
 }
 
 /// Where one parameter lies.
-struct Place {
+struct TensorExtent {
     file: usize,
     /// The file's byte at which its values start.
     start: u64,
@@ -40,7 +40,7 @@ pub(super) struct Files {
     files: Vec<File>,
     names: Vec<String>,
     /// In flat order.
-    places: Vec<Place>,
+    extents: Vec<TensorExtent>,
     index: serde_json::Value,
     dtype: Dtype,
     bytes: u64,
@@ -95,7 +95,7 @@ impl Files {
             draft,
             files: Vec::new(),
             names: Vec::new(),
-            places: Vec::new(),
+            extents: Vec::new(),
             index: serde_json::Value::Null,
             dtype,
             bytes: 0,
@@ -136,7 +136,7 @@ impl Files {
                 data_offsets: (start as usize, end as usize),
             };
             tensors.push((param.name.clone(), info));
-            self.places.push(Place { file: self.files.len(), start, flat });
+            self.extents.push(TensorExtent { file: self.files.len(), start, flat });
         }
         let path = self.draft.path().join(&name);
         let refused = |error: &dyn std::fmt::Display| {
@@ -159,7 +159,7 @@ impl Files {
         let write = |bytes: &[u8], at| file.write_all_at(bytes, at).map_err(failed("write", &path));
         write(&(header.len() as u64).to_le_bytes(), 0)?;
         write(&header, 8)?;
-        for place in &mut self.places[params] {
+        for place in &mut self.extents[params] {
             place.start += data;
         }
         self.files.push(file);
@@ -181,8 +181,8 @@ impl Files {
     pub(super) fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Fault> {
         let size = self.dtype.bytes();
         let end = at + bytes.len() as u64 / size;
-        let first = self.places.partition_point(|place| place.flat.end <= at);
-        for place in self.places[first..].iter().take_while(|place| place.flat.start < end) {
+        let first = self.extents.partition_point(|place| place.flat.end <= at);
+        for place in self.extents[first..].iter().take_while(|place| place.flat.start < end) {
             let (from, to) = (place.flat.start.max(at), place.flat.end.min(end));
             let values = &bytes[((from - at) * size) as usize..((to - at) * size) as usize];
             let offset = place.start + (from - place.flat.start) * size;

@@ -20,7 +20,7 @@ pub enum Stage {
 }
 
 /// What a rank does at a time.
-pub struct Work {
+pub struct Workload {
     pub dtype: Dtype,
     pub delay: u32,
     /// The sequences of one micro-step.
@@ -59,7 +59,7 @@ pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> G
 
 /// The most device memory that a stage needs at once, in bytes: the 16-bit weights, one layer widened to fp32 to
 /// compute with, its gradient beside it, and the activations.
-fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Work) -> u64 {
+fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Workload) -> u64 {
     let working = 2 * largest_stage(model) * 4 + activations(model, work.sequences, work.device_budget);
     match stage {
         Stage::Two => whole_images(layout, work.dtype, work.delay) + working,
@@ -107,7 +107,7 @@ pub fn plan_stage(
     asked: Option<u32>,
     model: &Gpt,
     layout: &Layout,
-    work: &Work,
+    work: &Workload,
     device: &Budget,
 ) -> Result<Stage> {
     let fits = |stage: Stage| {

@@ -18,7 +18,7 @@ pub use self::{
     gradients::{LayerGradients, Sink},
     images::{LayerImages, WholeImages},
     launch::run,
-    memory::{Stage, Work, plan_stage},
+    memory::{Stage, Workload, plan_stage},
     settings::{LossScale, LossScaleMode, Settings},
     weights::{PullLayer, StagedWeights, WholeWeights},
 };

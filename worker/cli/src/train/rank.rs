@@ -8,7 +8,7 @@ use longshore_proto::{Layout, Rank, Step};
 use longshore_worker::{
     device::{Budget, Device},
     error::Error,
-    pipeline::{Pipeline, PipelineOptions, StepPlan, Weights as Pulled},
+    pipeline::{Pipeline, PipelineOptions, StepInputs, Weights as Pulled},
     pull::Feed,
     session::{GoBack, Joined, Opened, Options, Session},
 };
@@ -18,7 +18,7 @@ use super::{
     LayerGradients, LayerImages, PullLayer, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
     gpt::{self, Gpt, Weights},
     keep::Keeper,
-    memory::{Work, activations, plan_stage, with_kept_activations},
+    memory::{Workload, activations, plan_stage, with_kept_activations},
     report::{Around, Opening, Report},
     tested,
     text::{Batch, Corpus},
@@ -41,7 +41,7 @@ struct Run<'a> {
 }
 
 /// Device memory held for the whole run.
-struct Memory {
+struct DeviceBuffers {
     images: Images,
     gradients: LayerGradients,
 }
@@ -58,9 +58,9 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
         * u64::from(settings.micro_steps)
         * u64::from(settings.world_size);
     let mut report = Report::new(rank, settings.json, settings.steps, tokens);
-    let place = Place { servers, embedded };
+    let choice = ServerChoice { servers, embedded };
     loop {
-        match run.train(place, &mut report) {
+        match run.train(choice, &mut report) {
             Err(error) if is_outdated(&error) => report.note(&format!("{error}. Starting over")),
             ended => return ended,
         }
@@ -69,7 +69,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
 
 /// Where the servers are.
 #[derive(Clone, Copy)]
-struct Place<'a> {
+struct ServerChoice<'a> {
     servers: &'a [String],
     embedded: bool,
 }
@@ -85,7 +85,7 @@ impl<'a> Run<'a> {
         let spec = settings.spec(&model);
         let layout = spec.validate()?;
         let device = settings.device.open(rank, settings.device_budget)?;
-        let work = Work {
+        let work = Workload {
             dtype: spec.image_dtype,
             delay: settings.delay,
             sequences: settings.batch,
@@ -99,7 +99,11 @@ impl<'a> Run<'a> {
     ///
     /// # Errors
     /// `Outdated`: then nothing is lost, and it may be called again.
-    fn train(&self, Place { servers, embedded }: Place<'_>, report: &mut Report) -> anyhow::Result<()> {
+    fn train(
+        &self,
+        ServerChoice { servers, embedded }: ServerChoice<'_>,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
         let settings = self.settings;
         let host = Budget::unlimited("host memory of the worker");
         let options = Options {
@@ -204,7 +208,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn allocate(&self) -> anyhow::Result<Memory> {
+    fn allocate(&self) -> anyhow::Result<DeviceBuffers> {
         let (device, dtype) = (|| self.device.clone(), self.settings.image_dtype);
         let images = match self.stage {
             Stage::Two => {
@@ -214,7 +218,7 @@ impl<'a> Run<'a> {
                 Images::Layers(LayerImages::allocate(device(), &self.model, &self.layout, dtype)?)
             }
         };
-        Ok(Memory { images, gradients: LayerGradients::allocate(device(), &self.model)? })
+        Ok(DeviceBuffers { images, gradients: LayerGradients::allocate(device(), &self.model)? })
     }
 
     fn stage_name(&self) -> &'static str {
@@ -239,7 +243,12 @@ impl<'a> Run<'a> {
         })
     }
 
-    fn step(&self, pipeline: &mut Pipeline, memory: &mut Memory, report: &mut Report) -> anyhow::Result<()> {
+    fn step(
+        &self,
+        pipeline: &mut Pipeline,
+        memory: &mut DeviceBuffers,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
         let plan = pipeline.begin()?;
         if self.settings.step_weights {
             // Before anything is pushed: a process that is killed later may have said all that the step needs.
@@ -259,9 +268,9 @@ impl<'a> Run<'a> {
     fn micro_step(
         &self,
         pipeline: &mut Pipeline,
-        plan: StepPlan,
+        plan: StepInputs,
         micro_step: u32,
-        memory: &mut Memory,
+        memory: &mut DeviceBuffers,
     ) -> anyhow::Result<f32> {
         let Settings { seed, batch, .. } = *self.settings;
         let batch =

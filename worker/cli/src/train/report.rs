@@ -9,7 +9,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 use longshore_proto::{Formats, Step};
-use longshore_worker::pipeline::{StepOutcome, StepPlan};
+use longshore_worker::pipeline::{StepInputs, StepOutcome};
 use serde_json::json;
 
 use crate::sizes::human;
@@ -221,7 +221,7 @@ impl Report {
     }
 
     /// Says what a step computed with, on any rank.
-    pub(super) fn weights(&self, rank: u32, plan: StepPlan, crc32: u32) {
+    pub(super) fn weights(&self, rank: u32, plan: StepInputs, crc32: u32) {
         let (step, version) = (plan.step.0, plan.reads.0);
         self.json(
             &json!({"event": "weights", "rank": rank, "step": step, "version": version, "crc32": crc32}),

@@ -35,12 +35,12 @@ const WAKE: u64 = u64::MAX;
 const REGISTERED_BYTES: usize = 1 << 30;
 
 pub(super) struct Uring {
-    shared: Arc<Shared>,
+    shared: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
     how: String,
 }
 
-struct Shared {
+struct Inbox {
     queue: Mutex<Queue>,
     wake: OwnedFd,
 }
@@ -54,7 +54,7 @@ struct Queue {
 struct Worker {
     ring: IoUring,
     file: Arc<File>,
-    shared: Arc<Shared>,
+    shared: Arc<Inbox>,
     waiting: VecDeque<Request>,
     active: Vec<Option<Active>>,
     transfers: Vec<Option<Transfer>>,
@@ -71,7 +71,7 @@ impl Uring {
     /// Sets up the ring on its thread, which alone may use it, and probes it with a read of the file.
     pub(super) fn start(file: &Arc<File>, memory: Option<&Mapping>) -> io::Result<Uring> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let shared = Arc::new(Shared { queue: Mutex::default(), wake });
+        let shared = Arc::new(Inbox { queue: Mutex::default(), wake });
         let (report, outcome) = mpsc::channel();
         let (file, memory) = (Arc::clone(file), memory.cloned());
         let of_thread = Arc::clone(&shared);
@@ -140,7 +140,7 @@ fn build() -> io::Result<(IoUring, &'static str)> {
 }
 
 impl Worker {
-    fn set_up(file: Arc<File>, shared: Arc<Shared>, memory: Option<Mapping>) -> io::Result<(Worker, String)> {
+    fn set_up(file: Arc<File>, shared: Arc<Inbox>, memory: Option<Mapping>) -> io::Result<(Worker, String)> {
         let (ring, how) = build()?;
         let depth = QUEUE_DEPTH as usize;
         let mut worker = Worker {

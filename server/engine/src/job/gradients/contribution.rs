@@ -6,7 +6,7 @@ use longshore_proto::Dtype;
 
 use super::super::compute::BLOCK;
 use crate::{
-    kernels::{Figures, Gradient, Isa, accumulate, accumulate_figures, figures, widen},
+    kernels::{Gradient, Isa, Statistics, accumulate, accumulate_statistics, statistics, widen},
     memory::{Region, Source},
 };
 
@@ -26,14 +26,14 @@ pub(in crate::job) struct Contribution {
     lent: Option<Arc<dyn Lent>>,
     /// The statistics of the blocks that were copied here while statistics were wanted. A block that is being copied
     /// still has those of the step before, so they count only once the contribution is whole.
-    figures: Vec<Option<Figures>>,
+    statistics: Vec<Option<Statistics>>,
     /// The checksums of the chunks that went to the drives.
     sums: Vec<u32>,
 }
 
 impl Contribution {
     pub(in crate::job) fn new(region: Region) -> Contribution {
-        Contribution { region, lent: None, figures: Vec::new(), sums: Vec::new() }
+        Contribution { region, lent: None, statistics: Vec::new(), sums: Vec::new() }
     }
 
     /// Memory of the job to copy into. What was lent is let go of.
@@ -44,22 +44,22 @@ impl Contribution {
 
     /// Takes the statistics of the blocks that end in `copied`, bytes that were just copied and are still in cache.
     /// To read the gradient from memory once it is whole would cost a tenth of receiving it over loopback.
-    pub(super) fn take_figures(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
+    pub(super) fn take_statistics(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
         let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
-        self.figures.resize(blocks, None);
-        for (block, figures) in figures_within(self.region.bytes(), copied, dtype, isa) {
-            self.figures[block] = Some(figures);
+        self.statistics.resize(blocks, None);
+        for (block, statistics) in statistics_within(self.region.bytes(), copied, dtype, isa) {
+            self.statistics[block] = Some(statistics);
         }
     }
 
     /// Notes that a chunk is on the drives. What was lent is let go of.
-    pub(super) fn arrived(&mut self, chunk: usize, crc32: u32, figures: &[(usize, Figures)]) {
+    pub(super) fn arrived(&mut self, chunk: usize, crc32: u32, statistics: &[(usize, Statistics)]) {
         self.lent = None;
         self.sums.resize(self.sums.len().max(chunk + 1), 0);
         self.sums[chunk] = crc32;
-        for &(block, figures) in figures {
-            self.figures.resize(self.figures.len().max(block + 1), None);
-            self.figures[block] = Some(figures);
+        for &(block, statistics) in statistics {
+            self.statistics.resize(self.statistics.len().max(block + 1), None);
+            self.statistics[block] = Some(statistics);
         }
     }
 
@@ -73,8 +73,8 @@ impl Contribution {
     }
 
     /// The statistics of a block of the whole gradient, if they were taken as it came.
-    pub(super) fn figures(&self, block: usize) -> Option<Figures> {
-        if self.lent.is_some() { None } else { self.figures.get(block).copied().flatten() }
+    pub(super) fn statistics(&self, block: usize) -> Option<Statistics> {
+        if self.lent.is_some() { None } else { self.statistics.get(block).copied().flatten() }
     }
 
     pub(super) fn lend(&mut self, lent: Arc<dyn Lent>) {
@@ -83,7 +83,7 @@ impl Contribution {
 
     /// Copies a gradient that would otherwise be lent.
     pub(super) fn copy(&mut self, lent: &dyn Lent) {
-        self.figures.clear();
+        self.statistics.clear();
         lent.bytes().copy_to(self.own());
     }
 
@@ -102,26 +102,27 @@ impl Contribution {
 }
 
 /// The numbers and statistics of the blocks of `bytes` that end in `copied`.
-pub(super) fn figures_within(
+pub(super) fn statistics_within(
     bytes: &[u8],
     copied: Range<usize>,
     dtype: Dtype,
     isa: Isa,
-) -> impl Iterator<Item = (usize, Figures)> {
+) -> impl Iterator<Item = (usize, Statistics)> {
     let size = BLOCK * dtype.bytes() as usize;
-    (copied.start / size..copied.end / size)
-        .map(move |block| (block, figures(isa, cast(bytes[block * size..(block + 1) * size].into(), dtype))))
+    (copied.start / size..copied.end / size).map(move |block| {
+        (block, statistics(isa, cast(bytes[block * size..(block + 1) * size].into(), dtype)))
+    })
 }
 
 /// Adds a part of a block to the block's sum; the `first` part replaces it. Gives the statistics of the sum if
 /// `checked`.
-pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Figures {
+pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Statistics {
     match (first, checked) {
         (true, _) => widen(isa, part, sum),
-        (false, true) => return accumulate_figures(isa, part, sum),
+        (false, true) => return accumulate_statistics(isa, part, sum),
         (false, false) => accumulate(isa, part, sum),
     }
-    Figures::NONE
+    Statistics::NONE
 }
 
 /// The wire's bytes as elements.

@@ -22,7 +22,7 @@ pub(super) use self::{
     sum::take_sums,
 };
 use super::compute::Compute;
-use crate::{kernels::Figures, lock, memory::Region, step::Machine};
+use crate::{kernels::Statistics, lock, memory::Region, step::Machine};
 
 /// The gradients of the steps in flight. Each buffer has a lock of its own. Nobody who holds one waits for the
 /// machine's lock.
@@ -43,7 +43,7 @@ pub(super) struct ShardGradients {
     /// The sum, in fp32. None where a step has one contribution, which is left as it came.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
-    pub(super) figures: Vec<Mutex<Vec<Figures>>>,
+    pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,
 }
 
 impl Gradients {
@@ -79,12 +79,12 @@ impl Gradients {
         self.shards[owned].accumulators[slot].as_ref()
     }
 
-    pub(super) fn figures(&self, owned: usize, slot: usize) -> Vec<Figures> {
-        lock(&self.shards[owned].figures[slot]).clone()
+    pub(super) fn statistics(&self, owned: usize, slot: usize) -> Vec<Statistics> {
+        lock(&self.shards[owned].statistics[slot]).clone()
     }
 
-    fn set_figures(&self, owned: usize, slot: usize, figures: Vec<Figures>) {
-        *lock(&self.shards[owned].figures[slot]) = figures;
+    fn set_statistics(&self, owned: usize, slot: usize, statistics: Vec<Statistics>) {
+        *lock(&self.shards[owned].statistics[slot]) = statistics;
     }
 
     /// Lets go of what was lent for a step, once these shards are updated.

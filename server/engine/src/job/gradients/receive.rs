@@ -16,7 +16,7 @@ use tracing::{debug_span, span::EnteredSpan};
 
 use super::{
     super::{Job, compute::BLOCK, padding::check_padding},
-    contribution::{LENT_ALIGNMENT, Lent, figures_within},
+    contribution::{LENT_ALIGNMENT, Lent, statistics_within},
     spilled::Staged,
 };
 use crate::{
@@ -136,14 +136,14 @@ impl<J: Deref<Target = Job>> Writing<J> {
         let start = self.left.start;
         let end = self.left.end.min(start + most.min(LOCKED_BYTES));
         let (dtype, isa) = (job.spec.gradient_dtype, job.compute.isa());
-        let figures = !job.spec.unchecked && !job.spec.accumulates();
-        let count = if let Some(Staged { region, start: first, figures: taken }) = &mut self.staged {
+        let statistics = !job.spec.unchecked && !job.spec.accumulates();
+        let count = if let Some(Staged { region, start: first, statistics: taken }) = &mut self.staged {
             let count = fill(&mut region.bytes_mut()[start - *first..end - *first], &mut self.sum)?;
-            if figures {
+            if statistics {
                 let copied = start - *first..start + count - *first;
                 let before = *first / (BLOCK * dtype.bytes() as usize);
-                let blocks = figures_within(region.bytes(), copied, dtype, isa);
-                taken.extend(blocks.map(|(block, figures)| (before + block, figures)));
+                let blocks = statistics_within(region.bytes(), copied, dtype, isa);
+                taken.extend(blocks.map(|(block, statistics)| (before + block, statistics)));
             }
             count
         } else {
@@ -151,8 +151,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
             let mut contribution = lock(job.gradients.contribution(owned, slot, chunk.contribution.rank));
             // Admission checked that the chunk lies inside the shard.
             let count = fill(&mut contribution.own()[start..end], &mut self.sum)?;
-            if figures {
-                contribution.take_figures(start..start + count, dtype, isa);
+            if statistics {
+                contribution.take_statistics(start..start + count, dtype, isa);
             }
             count
         };

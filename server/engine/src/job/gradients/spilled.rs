@@ -18,11 +18,11 @@ use super::{
     contribution::{add, cast},
 };
 use crate::{
-    kernels::{Figures, Gradient},
+    kernels::{Gradient, Statistics},
     lock,
     memory::{AllocationError, Region, Slab},
     step::{Sum, Ticket, Work},
-    tier::{GradientPlace, GradientStore, Kind, Transfer},
+    tier::{GradientId, GradientStore, Kind, Transfer},
 };
 
 /// How many chunks may be on their way to the drives, beside the one that each connection may be bringing: four for
@@ -53,13 +53,13 @@ pub(super) struct Staged {
     pub(super) region: Region,
     /// Where it starts in its shard's gradient.
     pub(super) start: usize,
-    pub(super) figures: Vec<(usize, Figures)>,
+    pub(super) statistics: Vec<(usize, Statistics)>,
 }
 
 struct Arrived {
     ticket: Ticket,
     crc32: u32,
-    figures: Vec<(usize, Figures)>,
+    statistics: Vec<(usize, Statistics)>,
     result: Result<(), Fault>,
 }
 
@@ -146,7 +146,7 @@ impl SpilledGradients {
     /// A buffer for a chunk. None when all are in use: ask again after a change.
     pub(super) fn stage(&self, start: usize) -> Option<Staged> {
         let region = lock(&self.desk.free).pop()?;
-        Some(Staged { region, start, figures: Vec::new() })
+        Some(Staged { region, start, statistics: Vec::new() })
     }
 
     /// Takes a buffer back whose chunk did not come whole.
@@ -156,14 +156,14 @@ impl SpilledGradients {
 
     /// Sends a whole chunk to the drives. It counts once it is collected.
     pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32) {
-        let Staged { region, start, figures } = staged;
+        let Staged { region, start, statistics } = staged;
         let bytes = ticket.chunk.bytes as usize;
         let kind = Kind::Contribution(ticket.chunk.contribution.rank);
-        let place = GradientPlace { owned: ticket.owned, slot: ticket.slot, kind };
+        let place = GradientId { owned: ticket.owned, slot: ticket.slot, kind };
         let desk = Arc::clone(&self.desk);
         let moved = move |region, result| {
             lock(&desk.free).push(region);
-            lock(&desk.arrived).push_back(Arrived { ticket, crc32, figures, result });
+            lock(&desk.arrived).push_back(Arrived { ticket, crc32, statistics, result });
             if let Some(arrival) = desk.arrival.get() {
                 arrival();
             }
@@ -196,11 +196,11 @@ impl Job {
     pub fn collect(&self) -> Result<Option<Work>, Fault> {
         let Some(spilled) = &self.gradients.spilled else { return Ok(None) };
         let Some(arrived) = lock(&spilled.desk.arrived).pop_front() else { return Ok(None) };
-        let Arrived { ticket, crc32, figures, result } = arrived;
+        let Arrived { ticket, crc32, statistics, result } = arrived;
         result.map_err(|fault| self.fail(fault))?;
         let rank = ticket.chunk.contribution.rank;
         let contribution = self.gradients.contribution(ticket.owned, ticket.slot, rank);
-        lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &figures);
+        lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &statistics);
         let work = self.protocol.machine().stored(ticket);
         self.notify();
         Ok(work)
@@ -219,16 +219,16 @@ impl Gradients {
         spilled: &SpilledGradients,
         &Sum { owned, slot, micro_step, .. }: &Sum,
         checked: bool,
-    ) -> Result<Vec<Figures>, Fault> {
+    ) -> Result<Vec<Statistics>, Fault> {
         let scratch = &mut *lock(&spilled.scratch);
         let elements = self.layout.shard_len(self.owned[owned]) as usize;
-        let place = GradientPlace { owned, slot, kind: Kind::Sum };
+        let place = GradientId { owned, slot, kind: Kind::Sum };
         let mut region = scratch.sum.take().ok_or_else(lost)?;
         if micro_step.0 > 0 {
             region = Transfer::read(&*spilled.files, place, elements * 4, region).wait()?;
             self.verify(spilled, place, &region.bytes()[..elements * 4], &scratch.sums[owned][slot])?;
         }
-        let mut figures = Vec::new();
+        let mut statistics = Vec::new();
         let ranks = self.spec.world_size;
         let read =
             |rank: u32, parts: &mut Vec<Region>| self.read_part(spilled, owned, slot, Rank(rank), parts);
@@ -240,7 +240,7 @@ impl Gradients {
             let whole = match &arrived {
                 Some(region) => {
                     let bytes = &region.bytes()[..self.contribution_len(owned)];
-                    self.verify(spilled, GradientPlace { owned, slot, kind }, bytes, contribution.sums())?;
+                    self.verify(spilled, GradientId { owned, slot, kind }, bytes, contribution.sums())?;
                     cast(bytes.into(), self.spec.gradient_dtype)
                 }
                 None => contribution.gradient(self.spec.gradient_dtype),
@@ -249,18 +249,18 @@ impl Gradients {
             let taken =
                 self.add(whole, &mut region.f32_mut()[..elements], first, checked && rank + 1 == ranks);
             if rank + 1 == ranks {
-                figures = taken;
+                statistics = taken;
             }
             contribution.give_back();
             scratch.parts.extend(arrived);
         }
         scratch.sums[owned][slot] = region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();
         scratch.sum = Some(Transfer::write(&*spilled.files, place, elements * 4, region).wait()?);
-        Ok(figures)
+        Ok(statistics)
     }
 
     /// Adds one contribution to the sum, block by block.
-    fn add(&self, whole: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Vec<Figures> {
+    fn add(&self, whole: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Vec<Statistics> {
         let isa = self.compute.isa();
         let blocks = sum.chunks_mut(BLOCK).enumerate().collect();
         self.compute.blocks(blocks, |(block, sum): (usize, &mut [f32])| {
@@ -281,7 +281,7 @@ impl Gradients {
             return Ok(None);
         }
         let buffer = parts.pop().ok_or_else(lost)?;
-        let place = GradientPlace { owned, slot, kind: Kind::Contribution(rank) };
+        let place = GradientId { owned, slot, kind: Kind::Contribution(rank) };
         Ok(Some(Transfer::read(&*spilled.files, place, self.contribution_len(owned), buffer)))
     }
 
@@ -307,7 +307,7 @@ impl Gradients {
         let region = transfer.wait()?;
         let (kind, bytes) = self.gradient_kind(owned);
         let bytes = &region.bytes()[..bytes];
-        let place = GradientPlace { owned, slot, kind };
+        let place = GradientId { owned, slot, kind };
         match kind {
             Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned][slot])?,
             Kind::Contribution(_) => {
@@ -339,7 +339,7 @@ impl Gradients {
             return Ok(None);
         }
         let buffer = scratch.gradients.pop().ok_or_else(lost)?;
-        let place = GradientPlace { owned, slot, kind };
+        let place = GradientId { owned, slot, kind };
         Ok(Some(Transfer::read(&*spilled.files, place, bytes, buffer)))
     }
 
@@ -354,7 +354,7 @@ impl Gradients {
     fn verify(
         &self,
         spilled: &SpilledGradients,
-        place: GradientPlace,
+        place: GradientId,
         bytes: &[u8],
         sums: &[u32],
     ) -> Result<(), Fault> {

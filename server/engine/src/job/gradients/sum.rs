@@ -12,7 +12,7 @@ use super::{
     contribution::add,
 };
 use crate::{
-    kernels::{Figures, Gradient, figures},
+    kernels::{Gradient, Statistics, statistics},
     lock,
     step::{Sum, Work},
 };
@@ -32,11 +32,11 @@ struct Part<'a> {
 }
 
 /// The first non-finite element of a shard, from its blocks' statistics.
-fn first_nonfinite(figures: &[Figures]) -> Option<u64> {
-    let element = |(block, figures): (usize, &Figures)| {
-        Some(block as u64 * BLOCK as u64 + u64::from(figures.first_nonfinite?))
+fn first_nonfinite(statistics: &[Statistics]) -> Option<u64> {
+    let element = |(block, statistics): (usize, &Statistics)| {
+        Some(block as u64 * BLOCK as u64 + u64::from(statistics.first_nonfinite?))
     };
-    figures.iter().enumerate().find_map(element)
+    statistics.iter().enumerate().find_map(element)
 }
 
 /// The sums at the front of a queue, as many as are formed together.
@@ -59,12 +59,12 @@ impl Job {
         let shard = self.owned[first.owned].0;
         let _stage =
             debug_span!(target: "stage", "sum", shard, shards = sums.len(), step = first.step.0).entered();
-        let figures = self.gradients.form(sums, || self.notify_owed())?;
-        for (&Sum { owned, slot, step, micro_step }, figures) in sums.iter().zip(figures) {
+        let statistics = self.gradients.form(sums, || self.notify_owed())?;
+        for (&Sum { owned, slot, step, micro_step }, statistics) in sums.iter().zip(statistics) {
             let mut nonfinite = None;
             if self.gradients.is_last(micro_step) {
-                nonfinite = first_nonfinite(&figures);
-                self.gradients.set_figures(owned, slot, figures);
+                nonfinite = first_nonfinite(&statistics);
+                self.gradients.set_statistics(owned, slot, statistics);
                 if let Some(kept) = &self.tier.kept {
                     kept.complete(owned, step);
                 }
@@ -76,7 +76,7 @@ impl Job {
     }
 
     /// The statistics of each block of a shard, once its gradient of a step is complete.
-    pub fn figures(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Figures>>, Fault> {
+    pub fn statistics(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Statistics>>, Fault> {
         self.check_alive()?;
         let machine = self.protocol.machine();
         let owned = machine.owned_index(shard)?;
@@ -84,18 +84,18 @@ impl Job {
         if !machine.is_complete(owned, step) {
             return Ok(None);
         }
-        Ok(Some(self.gradients.figures(owned, self.gradients.slot(step))))
+        Ok(Some(self.gradients.statistics(owned, self.gradients.slot(step))))
     }
 }
 
 impl Gradients {
     /// Forms these sums, or takes the statistics of gradients that came alone. Gives the statistics of each sum's
     /// blocks. Where the update threads take part, the caller does `meanwhile` while they begin.
-    fn form(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Figures>>, Fault> {
+    fn form(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Statistics>>, Fault> {
         match &self.spilled {
             _ if !self.spec.accumulates() => {
                 let places: Vec<_> = sums.iter().map(|sum| (sum.owned, sum.slot)).collect();
-                Ok(self.lone_figures(&places, meanwhile))
+                Ok(self.lone_statistics(&places, meanwhile))
             }
             None => Ok(self.accumulate(sums, meanwhile)),
             Some(spilled) => {
@@ -113,26 +113,26 @@ impl Gradients {
     }
 
     /// Takes the statistics of a sum that an earlier process had formed. Gives the first element that is inf or NaN.
-    pub(in crate::job) fn form_figures_again(&self, owned: usize, step: Step) -> Option<u64> {
+    pub(in crate::job) fn form_statistics_again(&self, owned: usize, step: Step) -> Option<u64> {
         let buffers = &self.shards[owned];
         let slot = self.slot(step);
         let formed = match &buffers.accumulators[slot] {
-            None => self.lone_figures(&[(owned, slot)], || ()).pop().unwrap_or_default(),
-            Some(_) if self.spec.unchecked => self.no_figures(owned),
+            None => self.lone_statistics(&[(owned, slot)], || ()).pop().unwrap_or_default(),
+            Some(_) if self.spec.unchecked => self.no_statistics(owned),
             Some(accumulator) => {
                 let accumulator = lock(accumulator);
                 let blocks = accumulator.f32().chunks(BLOCK).collect();
-                self.compute.blocks(blocks, |block| figures(self.compute.isa(), Gradient::f32(block)))
+                self.compute.blocks(blocks, |block| statistics(self.compute.isa(), Gradient::f32(block)))
             }
         };
         let nonfinite = first_nonfinite(&formed);
-        *lock(&buffers.figures[slot]) = formed;
+        *lock(&buffers.statistics[slot]) = formed;
         nonfinite
     }
 
     /// The statistics of gradients that nobody looks at.
-    fn no_figures(&self, owned: usize) -> Vec<Figures> {
-        vec![Figures::NONE; self.blocks_of(owned)]
+    fn no_statistics(&self, owned: usize) -> Vec<Statistics> {
+        vec![Statistics::NONE; self.blocks_of(owned)]
     }
 
     fn blocks_of(&self, owned: usize) -> usize {
@@ -140,16 +140,18 @@ impl Gradients {
     }
 
     /// The statistics of gradients that came alone. Those that were not taken while the gradient came are taken here.
-    fn lone_figures(&self, places: &[(usize, usize)], meanwhile: impl FnOnce()) -> Vec<Vec<Figures>> {
+    fn lone_statistics(&self, places: &[(usize, usize)], meanwhile: impl FnOnce()) -> Vec<Vec<Statistics>> {
         if self.spec.unchecked {
-            return places.iter().map(|&(owned, _)| self.no_figures(owned)).collect();
+            return places.iter().map(|&(owned, _)| self.no_statistics(owned)).collect();
         }
         let isa = self.compute.isa();
         let lone: Vec<_> =
             places.iter().map(|&(owned, slot)| lock(self.contribution(owned, slot, Rank(0)))).collect();
         let known = places.iter().zip(&lone);
         let known: Vec<Vec<_>> = known
-            .map(|(&(owned, _), lone)| (0..self.blocks_of(owned)).map(|block| lone.figures(block)).collect())
+            .map(|(&(owned, _), lone)| {
+                (0..self.blocks_of(owned)).map(|block| lone.statistics(block)).collect()
+            })
             .collect();
         if let Some(all) = known.iter().map(|shard| shard.iter().copied().collect()).collect() {
             return all;
@@ -158,13 +160,13 @@ impl Gradients {
             let whole = lone.gradient(self.spec.gradient_dtype);
             known.into_iter().enumerate().map(|(block, known)| (block, known, whole)).collect()
         });
-        let block = |(block, known, whole): (usize, Option<Figures>, Gradient<'_>)| {
-            known.unwrap_or_else(|| figures(isa, whole.slice(block * BLOCK..(block + 1) * BLOCK)))
+        let block = |(block, known, whole): (usize, Option<Statistics>, Gradient<'_>)| {
+            known.unwrap_or_else(|| statistics(isa, whole.slice(block * BLOCK..(block + 1) * BLOCK)))
         };
         self.compute.groups(shards.collect(), block, meanwhile)
     }
 
-    fn accumulate(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Vec<Vec<Figures>> {
+    fn accumulate(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Vec<Vec<Statistics>> {
         let isa = self.compute.isa();
         let shard = |sum: &Sum| &self.shards[sum.owned];
         let mut accumulators: Vec<_> =
@@ -184,7 +186,7 @@ impl Gradients {
             let Part { block, sum, ranks, first, checked } = part;
             // All ranks of a block come before the next block, so that the 256 KiB sum stays in cache.
             let range = block * BLOCK..block * BLOCK + sum.len();
-            let mut taken = Figures::NONE;
+            let mut taken = Statistics::NONE;
             for (rank, whole) in ranks.iter().enumerate() {
                 let (first, last) = (first && rank == 0, rank + 1 == ranks.len());
                 taken = add(isa, whole.slice(range.clone()), sum, first, checked && last);

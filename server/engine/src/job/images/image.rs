@@ -12,7 +12,7 @@ use longshore_proto::{Dtype, Version, checksum::crc32, limits::CHUNK_BYTES};
 
 use crate::{
     kernels::ImageMut,
-    memory::{Region, SharedBytes, Words},
+    memory::{AtomicWords, Region, SharedBytes},
 };
 
 /// The 16-bit (or fp32) weights of a shard, and the version that they are of. The version is None while nothing valid
@@ -25,8 +25,8 @@ pub(in crate::job) struct Image {
     pub(super) owned: usize,
     version: Option<Version>,
     region: Region,
-    words: Arc<Words>,
-    word: usize,
+    stamps: Arc<AtomicWords>,
+    stamp: usize,
     /// The checksum of each chunk, once a pull has asked for it, since all ranks pull the same chunks. It is 0 until
     /// then.
     sums: Vec<AtomicU64>,
@@ -36,10 +36,10 @@ pub(in crate::job) struct Image {
 const KNOWN: u64 = 1 << 32;
 
 impl Image {
-    pub(in crate::job) fn new(owned: usize, region: Region, words: Arc<Words>, word: usize) -> Image {
+    pub(in crate::job) fn new(owned: usize, region: Region, stamps: Arc<AtomicWords>, stamp: usize) -> Image {
         let chunks = region.bytes().len().div_ceil(CHUNK_BYTES);
         let sums = (0..chunks).map(|_| AtomicU64::new(0)).collect();
-        Image { owned, version: None, region, words, word, sums }
+        Image { owned, version: None, region, stamps, stamp, sums }
     }
 
     /// The checksum of some bytes. To read them takes most of the time that sending them does, so a whole chunk's
@@ -84,12 +84,12 @@ impl Image {
     pub(in crate::job) fn set(&mut self, version: Option<Version>) {
         self.version = version;
         self.sums.iter_mut().for_each(|sum| *sum.get_mut() = 0);
-        self.words.publish(self.word, version.map_or(0, |version| version.0 + 1));
+        self.stamps.publish(self.stamp, version.map_or(0, |version| version.0 + 1));
     }
 
     /// Where the image and its version stamp lie in the shared file.
     pub(super) fn place(&self) -> (u64, u64) {
-        (self.region.offset() as u64, (self.words.offset() + self.word * 8) as u64)
+        (self.region.offset() as u64, (self.stamps.offset() + self.stamp * 8) as u64)
     }
 }
 

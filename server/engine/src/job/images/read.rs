@@ -20,7 +20,7 @@ pub enum ImageRead {
 pub struct ImagePlace {
     /// Bytes from the file's start.
     pub at: u64,
-    pub word: u64,
+    pub stamp: u64,
 }
 
 /// Bytes of an image, to be sent.
@@ -112,9 +112,9 @@ impl Job {
         let (start, bytes) = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
         let Some(image) = self.images.here(owned, version) else { return Err(self.gone(owned, version)) };
-        let (image, word) = image.place();
+        let (image, stamp) = image.place();
         self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        Ok(Some(ImagePlace { at: image + start as u64, word }))
+        Ok(Some(ImagePlace { at: image + start as u64, stamp }))
     }
 
     /// The start and length of a slice in its shard's image.

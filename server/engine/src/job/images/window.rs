@@ -10,8 +10,8 @@ use longshore_proto::{JobSpec, Layout, ShardId, Version};
 
 use super::Image;
 use crate::{
-    memory::{AllocationError, Slab, Words},
-    threads::Pool,
+    memory::{AllocationError, AtomicWords, Slab},
+    threads::ThreadPool,
     tier::Storage,
 };
 
@@ -52,14 +52,14 @@ impl Window {
         layout: &Layout,
         owned: &[ShardId],
         storage: &Storage,
-        pool: &Pool,
+        pool: &ThreadPool,
     ) -> Result<Window, AllocationError> {
         let Size { count, bytes } = Size::of(spec, layout, owned, storage);
         let mut sizes = vec![bytes; count];
         sizes.push(count * size_of::<u64>());
         let mut regions = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?.carve(&sizes, pool)?;
-        let words = Arc::new(Words::new(regions.pop().expect("one region was carved for the words")));
-        let image = |(word, region)| RwLock::new(Image::new(0, region, Arc::clone(&words), word));
+        let stamps = Arc::new(AtomicWords::new(regions.pop().expect("one region was carved for the stamps")));
+        let image = |(stamp, region)| RwLock::new(Image::new(0, region, Arc::clone(&stamps), stamp));
         Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
     }
 

@@ -68,12 +68,12 @@ pub(super) struct Staging {
     own: usize,
     budget: Budget,
     compute: Arc<Compute>,
-    state: Mutex<State>,
+    state: Mutex<StagingState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct StagingState {
     free: Vec<Slot>,
     queue: VecDeque<Piece>,
     /// How many slots were made that are not of the budget.
@@ -90,7 +90,7 @@ struct State {
     taken_meanwhile: u64,
 }
 
-impl State {
+impl StagingState {
     fn check(&self) -> Result<(), Fault> {
         self.ended.clone().map_or(Ok(()), Err)
     }
@@ -268,7 +268,7 @@ impl Staging {
         first
     }
 
-    fn too_slow(&self, state: &State, wanted: usize) -> Fault {
+    fn too_slow(&self, state: &StagingState, wanted: usize) -> Fault {
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
         let waiting: usize = state.queue.iter().map(|piece| piece.bytes().len()).sum();
         let time = state.begun.map_or(0.0, |begun| begun.elapsed().as_secs_f64());

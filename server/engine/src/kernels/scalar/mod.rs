@@ -4,16 +4,16 @@
 #![forbid(unsafe_code)]
 
 pub(super) mod convert;
-mod figures;
 pub(super) mod low;
 mod rules;
+mod statistics;
 
-pub(super) use figures::{Exact, SUMS, Sum, TILE};
+pub(super) use statistics::{Exact, SUMS, Sum, TILE};
 
 use self::convert::{Bf16, F16, F32, Format, Nothing, quiet};
 use self::rules::Rule;
 use super::low::{self as passes, CHUNK};
-use super::{Code, Figures, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow};
+use super::{Code, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow, Statistics};
 use crate::memory::{Element, Source};
 use std::ops::Range;
 
@@ -145,14 +145,14 @@ pub(super) fn accumulate(gradient: Gradient, accumulator: &mut [f32]) {
     }
 }
 
-/// See [`super::figures`].
-pub(super) fn figures(gradient: Gradient) -> Figures {
-    resume_figures(Sum::new(), 0, gradient).unwrap_or_else(|| resume_exact(Exact::new(), 0, gradient))
+/// See [`super::statistics`].
+pub(super) fn statistics(gradient: Gradient) -> Statistics {
+    resume_statistics(Sum::new(), 0, gradient).unwrap_or_else(|| resume_exact(Exact::new(), 0, gradient))
 }
 
 /// The statistics of `gradient`, where `sum` holds all elements before `done`.
-pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Option<Figures> {
-    fn run<G: Format<Bits: Element>>(mut sum: Sum, gradient: Source<G::Bits>) -> Option<Figures> {
+pub(super) fn resume_statistics(sum: Sum, done: usize, gradient: Gradient) -> Option<Statistics> {
+    fn run<G: Format<Bits: Element>>(mut sum: Sum, gradient: Source<G::Bits>) -> Option<Statistics> {
         gradient.pieces(|_, gradient| gradient.iter().for_each(|&g| sum.add(G::widen(g))));
         sum.finish()
     }
@@ -164,8 +164,8 @@ pub(super) fn resume_figures(sum: Sum, done: usize, gradient: Gradient) -> Optio
 }
 
 /// The statistics of `gradient`, where `sum` holds all elements before `done`.
-pub(super) fn resume_exact(sum: Exact, done: usize, gradient: Gradient) -> Figures {
-    fn run<G: Format<Bits: Element>>(mut sum: Exact, done: usize, gradient: Source<G::Bits>) -> Figures {
+pub(super) fn resume_exact(sum: Exact, done: usize, gradient: Gradient) -> Statistics {
+    fn run<G: Format<Bits: Element>>(mut sum: Exact, done: usize, gradient: Source<G::Bits>) -> Statistics {
         let rest = gradient.slice(done..gradient.len());
         rest.pieces(|_, gradient| gradient.iter().for_each(|&g| sum.add(G::widen(g))));
         sum.finish(|| first_nonfinite::<G>(gradient))
@@ -186,10 +186,10 @@ fn first_nonfinite<G: Format<Bits: Element>>(gradient: Source<G::Bits>) -> Optio
     first
 }
 
-/// See [`super::accumulate_figures`].
-pub(super) fn accumulate_figures(gradient: Gradient, accumulator: &mut [f32]) -> Figures {
+/// See [`super::accumulate_statistics`].
+pub(super) fn accumulate_statistics(gradient: Gradient, accumulator: &mut [f32]) -> Statistics {
     accumulate(gradient, accumulator);
-    figures(Gradient::f32(accumulator))
+    statistics(Gradient::f32(accumulator))
 }
 
 /// See [`super::cast`].

@@ -112,7 +112,7 @@ proptest! {
     }
 
     #[test]
-    fn figures_are_the_same_on_every_isa(count in length(), seed: u64, wild: bool) {
+    fn statistics_are_the_same_on_every_isa(count in length(), seed: u64, wild: bool) {
         let mut noise = Noise(seed);
         for kind in KINDS {
             let mut gradient = Array::noisy(kind, count, &mut noise, wild);
@@ -120,15 +120,15 @@ proptest! {
                 poison(gradient.image(), noise.below(count));
             }
             let before = Array::noisy(Kind::F32, count, &mut noise, false);
-            let reference = figures(Isa::Scalar, gradient.gradient());
+            let reference = statistics(Isa::Scalar, gradient.gradient());
             let mut reference_sum = before.clone();
             accumulate(Isa::Scalar, gradient.gradient(), reference_sum.floats());
-            let reference_fused = figures(Isa::Scalar, Gradient::f32(reference_sum.floats()));
+            let reference_fused = statistics(Isa::Scalar, Gradient::f32(reference_sum.floats()));
             prop_assert_eq!(reference.sum_squares.is_finite(), reference.first_nonfinite.is_none());
             for isa in Isa::available() {
-                prop_assert_eq!(bits(figures(isa, gradient.gradient())), bits(reference), "{} {:?}", isa, kind);
+                prop_assert_eq!(bits(statistics(isa, gradient.gradient())), bits(reference), "{} {:?}", isa, kind);
                 let mut sum = before.clone();
-                let fused = accumulate_figures(isa, gradient.gradient(), sum.floats());
+                let fused = accumulate_statistics(isa, gradient.gradient(), sum.floats());
                 prop_assert_eq!(bits(fused), bits(reference_fused), "{} {:?}", isa, kind);
                 prop_assert!(sum == reference_sum, "{isa} {kind:?}");
             }
@@ -136,8 +136,8 @@ proptest! {
     }
 }
 
-fn bits(figures: Figures) -> (u64, Option<u32>) {
-    (figures.sum_squares.to_bits(), figures.first_nonfinite)
+fn bits(statistics: Statistics) -> (u64, Option<u32>) {
+    (statistics.sum_squares.to_bits(), statistics.first_nonfinite)
 }
 
 fn image_kind(array: &Array) -> &'static str {
@@ -157,16 +157,16 @@ fn poison(image: ImageMut<'_>, at: usize) {
 }
 
 #[test]
-fn figures_find_the_first_nonfinite_element_and_sum_squares() {
+fn statistics_find_the_first_nonfinite_element_and_sum_squares() {
     for isa in Isa::available() {
         let mut gradient = vec![0.5f32; 1001];
-        let clean = figures(isa, Gradient::f32(&gradient));
-        assert_eq!(clean, Figures { sum_squares: 250.25, first_nonfinite: None });
+        let clean = statistics(isa, Gradient::f32(&gradient));
+        assert_eq!(clean, Statistics { sum_squares: 250.25, first_nonfinite: None });
         gradient[999] = f32::NAN;
         gradient[37] = f32::INFINITY;
-        let figures = figures(isa, Gradient::f32(&gradient));
-        assert_eq!(figures.first_nonfinite, Some(37));
-        assert_eq!(figures.sum_squares.to_bits(), f64::NAN.to_bits());
+        let statistics = statistics(isa, Gradient::f32(&gradient));
+        assert_eq!(statistics.first_nonfinite, Some(37));
+        assert_eq!(statistics.sum_squares.to_bits(), f64::NAN.to_bits());
     }
 }
 
@@ -184,14 +184,14 @@ fn sums_of_squares_are_right_over_the_whole_range() {
                 })
                 .collect();
             let exact: f64 = gradient.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-            let reference = figures(Isa::Scalar, Gradient::f32(&gradient));
+            let reference = statistics(Isa::Scalar, Gradient::f32(&gradient));
             assert_eq!(reference.first_nonfinite, None);
             let error = (reference.sum_squares / exact - 1.0).abs();
             // There are sixteen additions, each right to 2^-24.
             assert!(error < 1e-6, "2^{exponent}, one in {share} beside {other}: {error:e}");
             for isa in Isa::available() {
                 assert_eq!(
-                    bits(figures(isa, Gradient::f32(&gradient))),
+                    bits(statistics(isa, Gradient::f32(&gradient))),
                     bits(reference),
                     "{isa} 2^{exponent}"
                 );

@@ -3,14 +3,14 @@
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
 
-mod figures;
 mod lanes;
 mod low;
 mod moments;
 mod rules;
+mod statistics;
 
-pub(super) use figures::{accumulate, accumulate_figures, figures};
 pub(super) use lanes::Lanes;
+pub(super) use statistics::{accumulate, accumulate_statistics, statistics};
 
 pub(super) use low::{decode, encode, update_low};
 
@@ -31,8 +31,8 @@ macro_rules! entry_points {
             update(scalars: &Scalars, gradient: Gradient, state: State, image: ImageMut, compensation: f32);
             widen(gradient: Gradient, accumulator: &mut [f32]);
             accumulate(gradient: Gradient, accumulator: &mut [f32]);
-            figures(gradient: Gradient) -> Figures;
-            accumulate_figures(gradient: Gradient, accumulator: &mut [f32]) -> Figures;
+            statistics(gradient: Gradient) -> Statistics;
+            accumulate_statistics(gradient: Gradient, accumulator: &mut [f32]) -> Statistics;
             cast(source: &[f32], image: ImageMut);
             update_low(
                 segments: &[(std::ops::Range<usize>, &Scalars)],

@@ -22,12 +22,12 @@ use crate::{
     kernels::State,
     memory::{Region, Slab},
     record::Record,
-    threads::Pool,
+    threads::ThreadPool,
 };
 
 /// Bytes over seconds, and what they are of.
 #[derive(Clone, Copy, Debug)]
-pub struct StorageFigures {
+pub struct StorageMeasurement {
     pub parameters: u64,
     /// The bytes read and written in one step.
     pub bytes: u64,
@@ -45,7 +45,7 @@ fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-impl StorageFigures {
+impl StorageMeasurement {
     pub fn raw_gb_per_second(&self) -> f64 {
         self.bytes as f64 / self.raw_seconds / 1e9
     }
@@ -66,39 +66,39 @@ impl StorageFigures {
 pub fn bench(
     spec: &JobSpec,
     storage: &Storage,
-    pool: &Pool,
+    pool: &ThreadPool,
     rounds: u64,
-) -> Result<Vec<StorageFigures>, Fault> {
+) -> Result<Vec<StorageMeasurement>, Fault> {
     let layout = spec.validate()?;
     let placement = Placement::striped(vec!["bench".into()], layout.shards());
     let owned = placement.owned(ServerId(0));
     let server = ServerId(0);
     let inputs = Inputs { spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
     let (tier, _) = NvmeTier::open(&inputs, Box::new(|| ()))?;
-    let figures = run(spec, &tier, storage, pool, rounds);
+    let measurements = run(spec, &tier, storage, pool, rounds);
     tier.discard()?;
-    figures
+    measurements
 }
 
 fn run(
     spec: &JobSpec,
     tier: &NvmeTier,
     storage: &Storage,
-    pool: &Pool,
+    pool: &ThreadPool,
     rounds: u64,
-) -> Result<Vec<StorageFigures>, Fault> {
+) -> Result<Vec<StorageMeasurement>, Fault> {
     let shards = tier.plan().shards.len();
     for owned in 0..shards {
         tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
     }
     tier.start(&Record::new(Version(0), 0, None))?;
-    let mut figures = Vec::new();
+    let mut measurements = Vec::new();
     // Two steps come first: blocks that were reserved and never written cost the file system more.
     for version in 1..=rounds + 2 {
         let (from, cpu) = (Instant::now(), cpu_seconds());
         step(spec, tier, pool, shards, Version(version))?;
         // Where nothing is made durable, the last writes are still under way, and belong to the step.
-        tier.pool.quiesce();
+        tier.pager.quiesce();
         let step_seconds = from.elapsed().as_secs_f64();
         let step_cpu_seconds = cpu_seconds() - cpu;
         if version <= 2 {
@@ -108,7 +108,7 @@ fn run(
         let (raw_seconds, bytes) = raw(tier, storage)?;
         let raw_cpu_seconds = cpu_seconds() - cpu;
         let parameters = tier.plan().shards.iter().map(|place| place.elements as u64).sum();
-        figures.push(StorageFigures {
+        measurements.push(StorageMeasurement {
             parameters,
             bytes,
             raw_seconds,
@@ -117,10 +117,16 @@ fn run(
             step_cpu_seconds,
         });
     }
-    Ok(figures)
+    Ok(measurements)
 }
 
-fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Version) -> Result<(), Fault> {
+fn step(
+    spec: &JobSpec,
+    tier: &NvmeTier,
+    pool: &ThreadPool,
+    shards: usize,
+    version: Version,
+) -> Result<(), Fault> {
     for owned in 0..shards {
         tier.update(owned, version, &mut |state, guard| {
             let blocks = state.blocks().enumerate();
@@ -146,7 +152,7 @@ fn step(spec: &JobSpec, tier: &NvmeTier, pool: &Pool, shards: usize, version: Ve
         pause_reason: String::new(),
     };
     tier.finish(&Record::new(version, version.0, Some(commit)))?;
-    tier.pool.until(|state| state.durable >= Some(version))
+    tier.pager.until(|state| state.durable >= Some(version))
 }
 
 fn touch(state: &mut State<'_>) {
@@ -167,13 +173,13 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let mapping = free[0].mapping();
     let path = |disk: &Arc<dyn Disk>| disk.path().to_path_buf();
     let open = |path: &Path| opener.open(path, Some(&mapping)).map_err(io("open", path));
-    let disks = tier.pool.disks.iter().map(|disk| open(&path(disk))).collect::<Result<Vec<_>, Fault>>()?;
-    let slot = tier.pool.lock().slots.state;
+    let disks = tier.pager.disks.iter().map(|disk| open(&path(disk))).collect::<Result<Vec<_>, Fault>>()?;
+    let slot = tier.pager.lock().slots.state;
     // Where nothing is recovered there is one slot in use, and resident shards stay where they are.
-    let keeps = tier.pool.durability == Durability::EachVersion;
+    let keeps = tier.pager.durability == Durability::EachVersion;
     let (source, target) = if keeps { (slot, 1 - slot) } else { (0, 0) };
     let shards: Vec<usize> =
-        (0..plan.shards.len()).filter(|&owned| keeps || !tier.pool.is_resident(owned)).collect();
+        (0..plan.shards.len()).filter(|&owned| keeps || !tier.pager.is_resident(owned)).collect();
     let (sender, receiver) = mpsc::channel::<(usize, Region, std::io::Result<()>)>();
     let submit = |owned: usize, direction, part: Part, buffer| {
         let sender = sender.clone();
@@ -188,7 +194,7 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     while next < shards.len() || busy > 0 {
         if let Some(buffer) = (next < shards.len()).then(|| free.pop()).flatten() {
             let owned = shards[next];
-            read[owned] = tier.pool.is_resident(owned);
+            read[owned] = tier.pager.is_resident(owned);
             let (direction, slot) =
                 if read[owned] { (Direction::Write, target) } else { (Direction::Read, source) };
             submit(owned, direction, plan.state_part(owned, slot), buffer);

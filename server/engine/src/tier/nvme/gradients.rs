@@ -14,7 +14,7 @@ use longshore_proto::{Fault, JobSpec, Layout, ShardId};
 
 use super::super::{
     fault::io,
-    gradients::{GradientPlace, GradientStore, Kind, Moved},
+    gradients::{GradientId, GradientStore, Kind, Moved},
     storage::Inputs,
 };
 use super::open::opener;
@@ -32,14 +32,14 @@ const GRADIENT_FILE: &str = "gradients";
 /// shard, shard, ...     each: [step slot 0: rank 0, rank 1, ..., sum] [step slot 1: ...]
 /// ```
 pub(in crate::tier) struct GradientFiles {
-    plan: Plan,
+    plan: GradientPlan,
     disks: Vec<Arc<dyn Disk>>,
     written: AtomicU64,
 }
 
 /// Where the gradients lie in the files.
-struct Plan {
-    shards: Vec<Place>,
+struct GradientPlan {
+    shards: Vec<GradientExtent>,
     /// The bytes of each file.
     files: Vec<u64>,
     ranks: u64,
@@ -50,21 +50,21 @@ struct Plan {
 }
 
 /// Where one shard's gradients lie.
-struct Place {
+struct GradientExtent {
     shard: ShardId,
     file: usize,
     at: u64,
     elements: u64,
 }
 
-impl Plan {
-    fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> Plan {
+impl GradientPlan {
+    fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> GradientPlan {
         let (ranks, wire) = (u64::from(spec.world_size), spec.gradient_dtype.bytes());
         let sum = if spec.accumulates() { 4 } else { 0 };
-        let mut plan = Plan { shards: Vec::new(), files: vec![0; files], ranks, wire, sum };
+        let mut plan = GradientPlan { shards: Vec::new(), files: vec![0; files], ranks, wire, sum };
         for (owned, &shard) in owned.iter().enumerate() {
             let (file, elements) = (owned % files, layout.shard_len(shard));
-            plan.shards.push(Place { shard, file, at: plan.files[file], elements });
+            plan.shards.push(GradientExtent { shard, file, at: plan.files[file], elements });
             plan.files[file] += elements * plan.slot_bytes() * spec.gradient_slots() as u64;
         }
         plan
@@ -75,8 +75,8 @@ impl Plan {
         self.ranks * self.wire + self.sum
     }
 
-    fn offset(&self, GradientPlace { owned, slot, kind }: GradientPlace) -> u64 {
-        let Place { at, elements, .. } = self.shards[owned];
+    fn offset(&self, GradientId { owned, slot, kind }: GradientId) -> u64 {
+        let GradientExtent { at, elements, .. } = self.shards[owned];
         let before = match kind {
             Kind::Contribution(rank) => u64::from(rank.0) * self.wire,
             Kind::Sum => self.ranks * self.wire,
@@ -87,7 +87,7 @@ impl Plan {
 
 /// The space that gradients take in the state directories, and how much of it a step writes.
 pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> (u64, u64) {
-    let plan = Plan::new(spec, layout, owned, files.max(1));
+    let plan = GradientPlan::new(spec, layout, owned, files.max(1));
     let disk = plan.files.iter().sum();
     (disk, disk / spec.gradient_slots() as u64 * u64::from(spec.micro_steps))
 }
@@ -95,7 +95,7 @@ pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: us
 impl GradientFiles {
     /// `folders` were taken for this job, one in each state directory.
     pub(super) fn create(inputs: &Inputs<'_>, folders: &[PathBuf]) -> Result<GradientFiles, Fault> {
-        let plan = Plan::new(inputs.spec, inputs.layout, inputs.owned, folders.len());
+        let plan = GradientPlan::new(inputs.spec, inputs.layout, inputs.owned, folders.len());
         let opener = opener(inputs.storage);
         let create = |(folder, bytes): (&PathBuf, &u64)| {
             let path = folder.join(GRADIENT_FILE);
@@ -112,15 +112,8 @@ impl GradientFiles {
         Ok(GradientFiles { plan, disks, written: AtomicU64::new(0) })
     }
 
-    fn start(
-        &self,
-        direction: Direction,
-        place: GradientPlace,
-        within: Range<usize>,
-        buffer: Region,
-        done: Moved,
-    ) {
-        let disk = &self.disks[self.plan.shards[place.owned].file];
+    fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
+        let disk = &self.disks[self.plan.shards[id.owned].file];
         let doing = match direction {
             Direction::Read => "read gradients",
             Direction::Write => {
@@ -129,7 +122,7 @@ impl GradientFiles {
             }
         };
         let path = disk.path().to_path_buf();
-        let offset = self.plan.offset(place) + within.start as u64;
+        let offset = self.plan.offset(id) + within.start as u64;
         disk.submit(Request {
             direction,
             parts: vec![Part { offset, range: 0..within.len() }],
@@ -140,16 +133,16 @@ impl GradientFiles {
 }
 
 impl GradientStore for GradientFiles {
-    fn write(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved) {
-        self.start(Direction::Write, place, within, buffer, done);
+    fn write(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
+        self.start(Direction::Write, id, within, buffer, done);
     }
 
-    fn read(&self, place: GradientPlace, within: Range<usize>, buffer: Region, done: Moved) {
-        self.start(Direction::Read, place, within, buffer, done);
+    fn read(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
+        self.start(Direction::Read, id, within, buffer, done);
     }
 
-    fn describe(&self, GradientPlace { owned, kind, .. }: GradientPlace) -> String {
-        let Place { shard, file, .. } = self.plan.shards[owned];
+    fn describe(&self, GradientId { owned, kind, .. }: GradientId) -> String {
+        let GradientExtent { shard, file, .. } = self.plan.shards[owned];
         let path = self.disks[file].path().display();
         match kind {
             Kind::Contribution(rank) => format!("{path}, gradient of {shard} from {rank}"),

@@ -17,7 +17,7 @@ use super::{
         storage::Durability,
     },
     NvmeTier,
-    pool::Seals,
+    pager::BlockChecksums,
     recover::{damaged, remedy},
 };
 use crate::{
@@ -66,13 +66,13 @@ fn reader_bytes(block: usize) -> usize {
 impl NvmeTier {
     /// An image's slot, and the part of a file that holds it.
     fn image_place(&self, owned: usize, age: ImageAge) -> Option<(usize, Part)> {
-        let slots = self.pool.lock().slots;
+        let slots = self.pager.lock().slots;
         let slot = match age {
             ImageAge::Current => Some(slots.image),
             ImageAge::Older => slots.older_image,
         };
         let kept =
-            self.plan().shards[owned].image_bytes > 0 && self.pool.durability == Durability::EachVersion;
+            self.plan().shards[owned].image_bytes > 0 && self.pager.durability == Durability::EachVersion;
         let part = |slot: u8| (slot as usize, self.plan().image_part(owned, slot));
         slot.filter(|_| kept).map(part)
     }
@@ -87,7 +87,7 @@ impl NvmeTier {
             if let Some(buffer) = free.pop() {
                 return Ok(buffer);
             }
-            if let Some(fault) = self.pool.failure() {
+            if let Some(fault) = self.pager.failure() {
                 return Err(fault);
             }
             let waited = self.readers.returned.wait_timeout(free, LOOK);
@@ -98,21 +98,21 @@ impl NvmeTier {
     /// The first block of an image, from block `first` on, that differs from its checksum, and the checksum that it
     /// has.
     fn damaged_block(&self, owned: usize, slot: usize, first: usize, image: &[u8]) -> Option<(usize, u64)> {
-        let seals = &self.pool.seals[owned].images[slot][first..];
-        let mut blocks = image.chunks(self.plan().image_block()).zip(seals).enumerate();
-        blocks.find_map(|(block, (bytes, seal))| {
+        let checksums = &self.pager.checksums[owned].images[slot][first..];
+        let mut blocks = image.chunks(self.plan().image_block()).zip(checksums).enumerate();
+        blocks.find_map(|(block, (bytes, checksum))| {
             let found = crc64([bytes]);
-            (found != seal.load(Ordering::Relaxed)).then_some((first + block, found))
+            (found != checksum.load(Ordering::Relaxed)).then_some((first + block, found))
         })
     }
 
     fn image_damage(&self, owned: usize, slot: usize, block: usize, found: u64) -> Fault {
         let place = &self.plan().shards[owned];
-        let sealed = self.pool.seals[owned].images[slot][block].load(Ordering::Relaxed);
+        let expected = self.pager.checksums[owned].images[slot][block].load(Ordering::Relaxed);
         let previous = self.whole_previous();
         let what = format!("image of {}, block {block} of it, slot {slot}", place.shard);
-        let path = self.pool.disks[place.file].path();
-        self.pool.fail(damaged(path, what, found, sealed, remedy(previous)))
+        let path = self.pager.disks[place.file].path();
+        self.pager.fail(damaged(path, what, found, expected, remedy(previous)))
     }
 
     /// Moves the buffer's first bytes to or from `offset` of the shard's file.
@@ -124,10 +124,10 @@ impl NvmeTier {
         bytes: usize,
         buffer: Region,
     ) -> Result<Region, Fault> {
-        let disk = &self.pool.disks[self.plan().shards[owned].file];
+        let disk = &self.pager.disks[self.plan().shards[owned].file];
         let (buffer, result) = transfer(&**disk, direction, vec![Part { offset, range: 0..bytes }], buffer);
         let doing = if direction == Direction::Read { "read" } else { "write" };
-        result.map_err(|error| self.pool.fail(io(doing, disk.path())(error)))?;
+        result.map_err(|error| self.pager.fail(io(doing, disk.path())(error)))?;
         buffer.ok_or_else(|| internal("a lost buffer", "given back"))
     }
 }
@@ -136,14 +136,14 @@ impl ImageStore for NvmeTier {
     fn store(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
         if age == ImageAge::Older {
             // The first older image that is stored gets a slot: the one after the current image's.
-            let mut state = self.pool.lock();
+            let mut state = self.pager.lock();
             let next = state.slots.updated().image;
             state.slots.older_image.get_or_insert(next);
         }
         let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
-        let seals = &self.pool.seals[owned];
-        for (block, seal) in sealed_blocks(image, seals, slot) {
-            seals.images[slot][block].store(seal, Ordering::Relaxed);
+        let checksums = &self.pager.checksums[owned];
+        for (block, checksum) in checksummed_blocks(image, checksums, slot) {
+            checksums.images[slot][block].store(checksum, Ordering::Relaxed);
         }
         let mut buffer = one_buffer(image.len())?;
         buffer.bytes_mut().copy_from_slice(image);
@@ -174,7 +174,7 @@ impl ImageStore for NvmeTier {
             return Ok(false);
         }
         let block = self.plan().image_block();
-        let Some(slot) = self.pool.stored_image(owned, version)? else { return Ok(false) };
+        let Some(slot) = self.pager.stored_image(owned, version)? else { return Ok(false) };
         let blocks = bytes.start / block..bytes.end.div_ceil(block);
         let (start, length) = (blocks.start * block, blocks.len() * block);
         let buffer = self.reader(length)?;
@@ -184,7 +184,7 @@ impl ImageStore for NvmeTier {
         let damage = self.damaged_block(owned, slot as usize, blocks.start, whole);
         // The slot is looked up again: it may have been given to a newer version meanwhile, if nobody should need
         // this one any more.
-        let still = self.pool.lock().image_slot(version) == Some(slot);
+        let still = self.pager.lock().image_slot(version) == Some(slot);
         if still && damage.is_none() {
             read(&whole[bytes.start - start..bytes.end - start]);
         }
@@ -198,17 +198,17 @@ impl ImageStore for NvmeTier {
     }
 
     fn forget(&self) {
-        self.pool.lock().slots.older_image = None;
+        self.pager.lock().slots.older_image = None;
     }
 }
 
 /// The blocks of a whole image, with their checksums.
-fn sealed_blocks<'a>(
+fn checksummed_blocks<'a>(
     image: &'a [u8],
-    seals: &'a Seals,
+    checksums: &'a BlockChecksums,
     slot: usize,
 ) -> impl Iterator<Item = (usize, u64)> + 'a {
-    let bytes = image.len() / seals.images[slot].len().max(1);
+    let bytes = image.len() / checksums.images[slot].len().max(1);
     image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
 }
 

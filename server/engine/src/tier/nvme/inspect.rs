@@ -13,9 +13,9 @@ use super::{
         folder::{Folder, Header},
         record::{SECTOR, crc64},
     },
-    plan::{FilePlan, Plan},
+    durable::{StoredRecord, get},
+    plan::{FilePlan, StorePlan},
     recover::{Records, read_table},
-    seal::{StoredRecord, get},
 };
 use crate::{
     io::{Disk, OpenDisk, OpenFile},
@@ -77,13 +77,13 @@ pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
     let owned = header.placement.owned(header.server);
-    let plan = Plan::new(&header.spec, &layout, &owned, header.directories, header.spilled_images);
+    let plan = StorePlan::new(&header.spec, &layout, &owned, header.directories, header.spilled_images);
     let data = folder.path.join("data");
     let disk = OpenFile::default().open(&data, None).map_err(io("open", &data))?;
     inspect_disk(&folder.path, &header, &plan, &*disk)
 }
 
-fn inspect_disk(path: &Path, header: &Header, plan: &Plan, disk: &dyn Disk) -> Result<Report, Fault> {
+fn inspect_disk(path: &Path, header: &Header, plan: &StorePlan, disk: &dyn Disk) -> Result<Report, Fault> {
     let slab =
         Slab::allocate(plan.meta_bytes()).map_err(|error| corrupt(error, "enough memory", "free some"))?;
     let meta = Mutex::new(slab.carve_here(&[plan.meta_bytes()]).pop());
@@ -105,7 +105,7 @@ fn inspect_disk(path: &Path, header: &Header, plan: &Plan, disk: &dyn Disk) -> R
 
 /// Compares everything of one version in one file.
 pub(super) fn check_version(
-    plan: &Plan,
+    plan: &StorePlan,
     file: usize,
     disk: &dyn Disk,
     meta: &Mutex<Option<Region>>,
@@ -141,7 +141,7 @@ pub(super) fn check_version(
 }
 
 struct Check<'a> {
-    plan: &'a Plan,
+    plan: &'a StorePlan,
     files: &'a FilePlan,
     disk: &'a dyn Disk,
     meta: &'a Mutex<Option<Region>>,
@@ -163,16 +163,16 @@ impl Check<'_> {
                 return Ok(());
             }
         };
-        let mut seals = table.into_iter();
+        let mut checksums = table.into_iter();
         for &owned in &self.files.owned {
-            for (block, sealed) in seals.by_ref().take(self.plan.shards[owned].blocks()).enumerate() {
+            for (block, expected) in checksums.by_ref().take(self.plan.shards[owned].blocks()).enumerate() {
                 let found = read(self, owned, block)?;
                 self.report.blocks += 1;
-                if found != sealed {
+                if found != expected {
                     let shard: ShardId = self.plan.shards[owned].shard;
                     let path = self.disk.path().display();
                     self.report.damaged.push(format!(
-                        "{path} ({what} of {shard}, block {block} of it: CRC-64 {found:016x}, not {sealed:016x})"
+                        "{path} ({what} of {shard}, block {block} of it: CRC-64 {found:016x}, not {expected:016x})"
                     ));
                 }
             }

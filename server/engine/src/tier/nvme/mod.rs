@@ -2,7 +2,7 @@
 //! decided.
 //!
 //! All state is rewritten in every step anyway, so keeping the version before costs space and no bandwidth. See
-//! [`plan::Plan`] for the format and why its order survives a crash at any instant.
+//! [`plan::StorePlan`] for the format and why its order survives a crash at any instant.
 //!
 //! **Verification.** Each block's checksum is compared whenever the block has been read, before it is used. The
 //! recovery of a store reads every block of the version that it takes: if one is damaged, the version before can
@@ -20,15 +20,15 @@
 
 mod bench;
 mod debts;
+mod durable;
 mod gradients;
 mod images;
 mod inspect;
 mod open;
+mod pager;
 mod plan;
-mod pool;
 mod ranks;
 mod recover;
-mod seal;
 mod slots;
 
 use std::sync::{
@@ -39,18 +39,18 @@ use std::sync::{
 use longshore_proto::{Fault, Rank, Version};
 
 pub use self::{
-    bench::{StorageFigures, bench},
+    bench::{StorageMeasurement, bench},
     inspect::{Report, VersionReport},
 };
 use self::{
+    durable::{VersionWriter, WriterThread},
     gradients::GradientFiles,
     images::Readers,
     inspect::check_version,
-    plan::Plan,
-    pool::{Pool, Seals},
+    pager::{BlockChecksums, ShardPager},
+    plan::StorePlan,
     ranks::Ranks,
     recover::{damaged, remedy},
-    seal::{Sealer, Sealing},
 };
 pub(super) use self::{inspect::inspect, open::need};
 use super::{
@@ -72,9 +72,9 @@ pub const DEFAULT_BUFFERS: usize = 6;
 
 pub(super) struct NvmeTier {
     /// Declared first, so that its thread has ended before anything else goes.
-    sealing: Sealing,
-    sealer: Arc<Sealer>,
-    pool: Arc<Pool>,
+    writer_thread: WriterThread,
+    writer: Arc<VersionWriter>,
+    pager: Arc<ShardPager>,
     recovery: Mutex<Option<Recovery>>,
     readers: Readers,
     /// None where nothing is kept.
@@ -93,8 +93,8 @@ struct Recovery {
 }
 
 /// Compares a block's checksum before its update, and takes the new one after it.
-struct BlockSeals<'a> {
-    seals: &'a Seals,
+struct ChecksumGuard<'a> {
+    checksums: &'a BlockChecksums,
     image_slot: usize,
     /// The block was read and not compared yet.
     check: bool,
@@ -104,9 +104,9 @@ struct BlockSeals<'a> {
     images: Vec<Mutex<&'a mut [u8]>>,
 }
 
-impl Guard for BlockSeals<'_> {
+impl Guard for ChecksumGuard<'_> {
     fn begin(&self, block: usize, state: StateRef<'_>) -> Turn {
-        if self.check && self.seal(state) != self.seals.state[block].load(Ordering::Relaxed) {
+        if self.check && self.checksum(state) != self.checksums.state[block].load(Ordering::Relaxed) {
             self.damaged.fetch_min(block, Ordering::Relaxed);
             return Turn::Damaged;
         }
@@ -114,23 +114,23 @@ impl Guard for BlockSeals<'_> {
     }
 
     fn end(&self, block: usize, _: usize, state: StateRef<'_>, image: &[u8]) {
-        self.seals.state[block].store(self.seal(state), Ordering::Relaxed);
+        self.checksums.state[block].store(self.checksum(state), Ordering::Relaxed);
         if let Some(target) = self.images.get(block) {
             lock(target).copy_from_slice(image);
-            self.seals.images[self.image_slot][block].store(crc64([image]), Ordering::Relaxed);
+            self.checksums.images[self.image_slot][block].store(crc64([image]), Ordering::Relaxed);
         }
     }
 }
 
-impl BlockSeals<'_> {
-    fn seal(&self, state: StateRef<'_>) -> u64 {
+impl ChecksumGuard<'_> {
+    fn checksum(&self, state: StateRef<'_>) -> u64 {
         crc64(state.arrays)
     }
 }
 
 impl NvmeTier {
-    fn plan(&self) -> &Plan {
-        &self.pool.plan
+    fn plan(&self) -> &StorePlan {
+        &self.pager.plan
     }
 
     /// Files for the gradients of a job that spills them.
@@ -146,41 +146,41 @@ impl NvmeTier {
 
     /// Removes all that the store keeps.
     pub(super) fn remove(&self) -> Result<(), Fault> {
-        self.pool.quiesce();
+        self.pager.quiesce();
         let gone = corrupt("the job's folders (removed)", "there", "open the job again");
-        self.pool.fail(gone);
+        self.pager.fail(gone);
         remove_all(&self.folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
     }
 
     /// The fault of a block whose bytes are not those that were written.
     fn damage(&self, owned: usize, block: usize, found: u64) -> Fault {
         let place = &self.plan().shards[owned];
-        let sealed = self.pool.seals[owned].state[block].load(Ordering::Relaxed);
-        let slot = self.pool.lock().slots.state;
+        let expected = self.pager.checksums[owned].state[block].load(Ordering::Relaxed);
+        let slot = self.pager.lock().slots.state;
         let what = format!("{}, block {block} of it, slot {slot}", place.shard);
-        let path = self.pool.disks[place.file].path();
-        self.pool.fail(damaged(path, what, found, sealed, remedy(self.whole_previous())))
+        let path = self.pager.disks[place.file].path();
+        self.pager.fail(damaged(path, what, found, expected, remedy(self.whole_previous())))
     }
 
     /// The version before the one being recovered, if every byte of it is as it was written. It is read only once a
     /// block of the newer version turned out damaged.
     fn whole_previous(&self) -> Option<Version> {
         let previous = lock(&self.recovery).as_ref()?.previous?;
-        self.pool.quiesce();
+        self.pager.quiesce();
         let records = self.records().ok()?;
         let stored = records.valid.get(&previous)?;
         let check = |file: usize| {
-            let (disk, meta) = (&*self.pool.disks[file], &self.sealer.meta[file]);
+            let (disk, meta) = (&*self.pager.disks[file], &self.writer.meta[file]);
             check_version(self.plan(), file, disk, meta, stored).is_ok_and(|report| report.damaged.is_empty())
         };
-        (0..self.pool.disks.len()).all(check).then_some(previous)
+        (0..self.pager.disks.len()).all(check).then_some(previous)
     }
 
     /// Compares all blocks of a shard that has just been read.
     fn verify(&self, owned: usize, bytes: &[u8]) -> Result<(), Fault> {
-        for (block, seal) in self.pool.seals[owned].state.iter().enumerate() {
-            let found = self.plan().seal(owned, bytes, block);
-            if found != seal.load(Ordering::Relaxed) {
+        for (block, checksum) in self.pager.checksums[owned].state.iter().enumerate() {
+            let found = self.plan().checksum(owned, bytes, block);
+            if found != checksum.load(Ordering::Relaxed) {
                 return Err(self.damage(owned, block, found));
             }
         }
@@ -190,7 +190,7 @@ impl NvmeTier {
 
 impl Tier for NvmeTier {
     fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
-        let mut held = self.pool.take(owned)?;
+        let mut held = self.pager.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
         // A part was loaded before, and written to make room. What is loaded now has no checksums before it is
         // written.
@@ -199,19 +199,19 @@ impl Tier for NvmeTier {
         }
         load(self.plan().cut(owned, bytes));
         (held.checked, held.dirty) = (true, true);
-        self.pool.keep(owned, held);
+        self.pager.keep(owned, held);
         Ok(())
     }
 
     fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
-        let mut held = self.pool.take(owned)?;
+        let mut held = self.pager.take(owned)?;
         let bytes = &held.region.bytes()[..self.plan().shards[owned].state_bytes];
         if !held.checked {
             self.verify(owned, bytes)?;
         }
         read(self.plan().cut_ref(owned, bytes));
         held.checked = true;
-        self.pool.keep(owned, held);
+        self.pager.keep(owned, held);
         Ok(())
     }
 
@@ -221,17 +221,17 @@ impl Tier for NvmeTier {
         version: Version,
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
-        let before = self.pool.lock().durable.map(Version::next_step);
+        let before = self.pager.lock().durable.map(Version::next_step);
         if before.is_some_and(|step| step.version() != version) {
             return Err(internal(version, "the one after the durable version"));
         }
-        let mut held = self.pool.take(owned)?;
+        let mut held = self.pager.take(owned)?;
         let place = &self.plan().shards[owned];
         let (state, image) = held.region.bytes_mut()[..place.bytes()].split_at_mut(place.state_bytes);
         let block = image.len() / place.blocks();
-        let target = self.pool.lock().slots.updated();
-        let guard = BlockSeals {
-            seals: &self.pool.seals[owned],
+        let target = self.pager.lock().slots.updated();
+        let guard = ChecksumGuard {
+            checksums: &self.pager.checksums[owned],
             image_slot: target.image as usize,
             check: !held.checked,
             damaged: AtomicUsize::new(usize::MAX),
@@ -242,43 +242,43 @@ impl Tier for NvmeTier {
         drop(guard);
         if damaged < usize::MAX {
             let bytes = &held.region.bytes()[..place.state_bytes];
-            return Err(self.damage(owned, damaged, self.plan().seal(owned, bytes, damaged)));
+            return Err(self.damage(owned, damaged, self.plan().checksum(owned, bytes, damaged)));
         }
-        self.pool.write(owned, held);
+        self.pager.write(owned, held);
         Ok(())
     }
 }
 
 impl Durable for NvmeTier {
     fn start(&self, record: &Record) -> Result<(), Fault> {
-        self.pool.write_loaded().map_err(|fault| self.pool.fail(fault))?;
-        if self.pool.durability == Durability::Nothing {
-            self.pool.lock().durable = Some(record.version);
+        self.pager.write_loaded().map_err(|fault| self.pager.fail(fault))?;
+        if self.pager.durability == Durability::Nothing {
+            self.pager.lock().durable = Some(record.version);
             return Ok(());
         }
-        let slots = self.pool.lock().slots;
-        self.sealer.seal(record, slots, true)?;
-        self.pool.advance(slots, record.version);
+        let slots = self.pager.lock().slots;
+        self.writer.make_durable(record, slots, true)?;
+        self.pager.advance(slots, record.version);
         Ok(())
     }
 
     fn decide(&self, record: &Record) -> Result<(), Fault> {
-        self.pool.decided(record.is_skipped());
+        self.pager.decided(record.is_skipped());
         Ok(())
     }
 
     fn stand(&self, record: &Record) -> Result<(), Fault> {
-        if self.pool.durability == Durability::Nothing {
+        if self.pager.durability == Durability::Nothing {
             return Ok(());
         }
         let (slots, durable) = {
-            let state = self.pool.lock();
+            let state = self.pager.lock();
             (state.slots, state.durable)
         };
         if durable != Some(record.version) {
             return Err(internal(record.version, "the durable version"));
         }
-        self.sealer.publish(record, slots, true).map_err(|fault| self.pool.fail(fault))
+        self.writer.publish(record, slots, true).map_err(|fault| self.pager.fail(fault))
     }
 
     fn joined(&self, rank: Rank, joined: Joined, _over: bool) {
@@ -289,8 +289,8 @@ impl Durable for NvmeTier {
 
     fn keep_joined(&self) -> Result<(), Fault> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
-        let written = ranks.keep().map_err(|fault| self.pool.fail(fault))?;
-        self.pool.written.fetch_add(written, Ordering::Relaxed);
+        let written = ranks.keep().map_err(|fault| self.pager.fail(fault))?;
+        self.pager.written.fetch_add(written, Ordering::Relaxed);
         Ok(())
     }
 
@@ -309,44 +309,44 @@ impl WriteBehind for NvmeTier {
         let adopted = recovery
             .newer
             .iter()
-            .try_for_each(|&version| self.sealer.erase(version))
-            .and_then(|()| self.sealer.publish(&recovery.record, recovery.slots, true));
-        adopted.map_err(|fault| self.pool.fail(fault))
+            .try_for_each(|&version| self.writer.erase(version))
+            .and_then(|()| self.writer.publish(&recovery.record, recovery.slots, true));
+        adopted.map_err(|fault| self.pager.fail(fault))
     }
 
     fn finish(&self, record: &Record) -> Result<(), Fault> {
-        let before = self.pool.lock().slots;
+        let before = self.pager.lock().slots;
         let slots = if record.is_skipped() { before.skipped() } else { before.updated() };
-        self.pool.advance(slots, record.version);
-        if self.pool.durability == Durability::Nothing {
-            self.pool.lock().durable = Some(record.version);
-            self.pool.tell();
+        self.pager.advance(slots, record.version);
+        if self.pager.durability == Durability::Nothing {
+            self.pager.lock().durable = Some(record.version);
+            self.pager.tell();
             return Ok(());
         }
-        self.sealing.send(record.clone(), slots);
+        self.writer_thread.send(record.clone(), slots);
         Ok(())
     }
 
     fn durable(&self) -> Version {
-        self.pool.lock().durable.unwrap_or(Version(0))
+        self.pager.lock().durable.unwrap_or(Version(0))
     }
 
     fn keeps_previous(&self) -> bool {
-        self.pool.durability == Durability::EachVersion
+        self.pager.durability == Durability::EachVersion
     }
 
     fn written_bytes(&self) -> u64 {
-        self.pool.written.load(Ordering::Relaxed)
+        self.pager.written.load(Ordering::Relaxed)
     }
 
     fn failure(&self) -> Option<Fault> {
-        self.pool.failure()
+        self.pager.failure()
     }
 }
 
 impl Drop for NvmeTier {
     fn drop(&mut self) {
         // The folders' locks must not be given up while the device still writes.
-        self.pool.quiesce();
+        self.pager.quiesce();
     }
 }

@@ -16,13 +16,14 @@ use super::{
         storage::{Durability, Inputs, Storage},
         watch::Watch,
     },
-    NvmeTier, Recovery, gradients,
+    NvmeTier, Recovery,
+    durable::{Roots, StoredRecord, VersionWriter, WriterThread},
+    gradients,
     images::Readers,
-    plan::Plan,
-    pool::Pool,
+    pager::ShardPager,
+    plan::StorePlan,
     ranks::{self, Ranks},
     recover::{Records, read_table, remedy},
-    seal::{Roots, Sealer, Sealing, StoredRecord},
 };
 use crate::{
     io::{Disk, OpenDisk, OpenFile},
@@ -34,7 +35,7 @@ const DATA_FILE: &str = "data";
 const RANKS_FILE: &str = "ranks";
 
 /// The store's memory.
-struct Memory {
+struct StoreMemory {
     buffers: Vec<Region>,
     resident: Vec<Option<Region>>,
     meta: Vec<Region>,
@@ -46,7 +47,7 @@ pub(in crate::tier) fn need(
     owned: &[ShardId],
     storage: &Storage,
 ) -> StoreNeed {
-    let plan = Plan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills_images(spec));
+    let plan = StorePlan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills_images(spec));
     let resident = residents(&plan, storage);
     let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
     let resident_bytes: usize = of_residents.map(|(place, _)| place.bytes()).sum();
@@ -76,7 +77,7 @@ pub(in crate::tier) fn need(
 }
 
 /// Which shards are resident: as many as fit, spread evenly, so that the disk is busy all through a step.
-fn residents(plan: &Plan, storage: &Storage) -> Vec<bool> {
+fn residents(plan: &StorePlan, storage: &Storage) -> Vec<bool> {
     let count = plan.shards.len() as u64;
     let total: usize = plan.shards.iter().map(|place| place.bytes()).sum();
     let largest = plan.largest().max(1) as u64;
@@ -90,8 +91,8 @@ fn buffers(resident: &[bool], storage: &Storage) -> usize {
     storage.buffers.max(1).min(spilled)
 }
 
-impl Memory {
-    fn allocate(plan: &Plan, storage: &Storage) -> Result<Memory, AllocationError> {
+impl StoreMemory {
+    fn allocate(plan: &StorePlan, storage: &Storage) -> Result<StoreMemory, AllocationError> {
         let resident = residents(plan, storage);
         let mut sizes = vec![plan.largest(); buffers(&resident, storage)];
         sizes.extend(vec![plan.meta_bytes(); plan.files.len()]);
@@ -106,7 +107,7 @@ impl Memory {
         let mut regions = slab.carve_here(&sizes).into_iter();
         let resident =
             resident.iter().map(|&resident| if resident { regions.next() } else { None }).collect();
-        Ok(Memory { buffers, resident, meta })
+        Ok(StoreMemory { buffers, resident, meta })
     }
 }
 
@@ -138,8 +139,8 @@ impl NvmeTier {
             existing = None;
         }
         let spilled = storage.spills_images(inputs.spec);
-        let plan = Plan::new(inputs.spec, inputs.layout, inputs.owned, folders.len(), spilled);
-        let memory = Memory::allocate(&plan, storage).map_err(exhausted)?;
+        let plan = StorePlan::new(inputs.spec, inputs.layout, inputs.owned, folders.len(), spilled);
+        let memory = StoreMemory::allocate(&plan, storage).map_err(exhausted)?;
         let Some(Header { store, .. }) = existing else {
             let store = create(inputs, &mut folders, &plan)?;
             let homes: Vec<PathBuf> = folders.iter().map(|folder| folder.path.clone()).collect();
@@ -156,8 +157,8 @@ impl NvmeTier {
     fn assemble(
         inputs: &Inputs<'_>,
         folders: Vec<Folder>,
-        plan: Plan,
-        memory: Memory,
+        plan: StorePlan,
+        memory: StoreMemory,
         store: u64,
         fresh: bool,
         notify: Box<dyn Fn() + Send + Sync>,
@@ -166,17 +167,18 @@ impl NvmeTier {
         let ranks = open_ranks(inputs, &folders, store, fresh)?;
         let watched: &[&str] = if ranks.is_some() { &[HEADER_FILE, DATA_FILE, RANKS_FILE] } else { &[] };
         let watch = Watch::over(folders.iter().map(|folder| &*folder.path), watched);
-        let Memory { buffers, resident, meta } = memory;
+        let StoreMemory { buffers, resident, meta } = memory;
         let spilled = inputs.storage.spills_images(inputs.spec);
         let readers = Readers::allocate(if spilled { plan.image_block() } else { 0 }).map_err(exhausted)?;
         let durability = inputs.storage.durability;
-        let pool = Arc::new(Pool::new(plan, disks, durability, buffers, resident, notify));
+        let pager = Arc::new(ShardPager::new(plan, disks, durability, buffers, resident, notify));
         let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();
-        let sealer = Arc::new(Sealer { pool: Arc::clone(&pool), store, epoch: Mutex::new(1), meta, watch });
-        let sealing = Sealing::start(Arc::clone(&sealer)).map_err(|error| {
+        let writer =
+            Arc::new(VersionWriter { pager: Arc::clone(&pager), store, epoch: Mutex::new(1), meta, watch });
+        let writer_thread = WriterThread::start(Arc::clone(&writer)).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
-        Ok(NvmeTier { sealing, sealer, pool, recovery: Mutex::new(None), readers, ranks, folders })
+        Ok(NvmeTier { writer_thread, writer, pager, recovery: Mutex::new(None), readers, ranks, folders })
     }
 
     /// The record to go on from, with its tables in place. None if the store was created and never loaded to the end.
@@ -190,40 +192,42 @@ impl NvmeTier {
                 .map_err(|fault| Fault { remedy: remedy(previous), ..fault })?;
         }
         let record = Record::from(record);
-        *crate::lock(&self.sealer.epoch) = epoch + 1;
+        *crate::lock(&self.writer.epoch) = epoch + 1;
         let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();
         let recovery = Recovery { record: record.clone(), slots, previous, newer };
         *crate::lock(&self.recovery) = Some(recovery);
-        self.pool.recovered(slots, record.version)?;
+        self.pager.recovered(slots, record.version)?;
         Ok(Some(record))
     }
 
     pub(super) fn records(&self) -> Result<Records, Fault> {
-        let disks: Vec<&dyn Disk> = self.pool.disks.iter().map(|disk| &**disk).collect();
-        let meta: Vec<_> = self.sealer.meta.iter().collect();
-        Records::read(&self.pool.plan, &disks, &meta, self.sealer.store)
+        let disks: Vec<&dyn Disk> = self.pager.disks.iter().map(|disk| &**disk).collect();
+        let meta: Vec<_> = self.writer.meta.iter().collect();
+        Records::read(&self.pager.plan, &disks, &meta, self.writer.store)
     }
 
     fn load_tables(&self, file: usize, slots: super::slots::Slots, roots: &Roots) -> Result<(), Fault> {
-        let (plan, disk) = (&self.pool.plan.files[file], &*self.pool.disks[file]);
-        let meta = &self.sealer.meta[file];
+        let (plan, disk) = (&self.pager.plan.files[file], &*self.pager.disks[file]);
+        let meta = &self.writer.meta[file];
         let at = (plan.state_table_at(slots.state), roots.state);
         let table = read_table(disk, meta, plan, at, format_args!("slot {}", slots.state))?;
         let mut found = table.into_iter();
         for &owned in &plan.owned {
-            for (seal, found) in self.pool.seals[owned].state.iter().zip(&mut found) {
-                seal.store(found, Ordering::Relaxed);
+            for (checksum, found) in self.pager.checksums[owned].state.iter().zip(&mut found) {
+                checksum.store(found, Ordering::Relaxed);
             }
         }
         let images = [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)];
-        for (slot, root) in images.into_iter().filter(|_| self.pool.plan.images) {
+        for (slot, root) in images.into_iter().filter(|_| self.pager.plan.images) {
             let Some(slot) = slot else { continue };
             let at = (plan.image_table_at(slot), root);
             let table = read_table(disk, meta, plan, at, format_args!("image slot {slot}"))?;
             let mut found = table.into_iter();
             for &owned in &plan.owned {
-                for (seal, found) in self.pool.seals[owned].images[slot as usize].iter().zip(&mut found) {
-                    seal.store(found, Ordering::Relaxed);
+                for (checksum, found) in
+                    self.pager.checksums[owned].images[slot as usize].iter().zip(&mut found)
+                {
+                    checksum.store(found, Ordering::Relaxed);
                 }
             }
         }
@@ -295,7 +299,11 @@ pub(super) fn opener(storage: &Storage) -> Arc<dyn OpenDisk> {
     storage.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: storage.engine }))
 }
 
-fn open_disks(inputs: &Inputs<'_>, folders: &[Folder], memory: &Memory) -> Result<Vec<Arc<dyn Disk>>, Fault> {
+fn open_disks(
+    inputs: &Inputs<'_>,
+    folders: &[Folder],
+    memory: &StoreMemory,
+) -> Result<Vec<Arc<dyn Disk>>, Fault> {
     let opener = opener(inputs.storage);
     let mapping = memory.meta.first().map(Region::mapping);
     let open = |folder: &Folder| {
@@ -306,14 +314,14 @@ fn open_disks(inputs: &Inputs<'_>, folders: &[Folder], memory: &Memory) -> Resul
 }
 
 /// Makes a store under other names, which become the job's once all of it is there.
-fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &Plan) -> Result<u64, Fault> {
+fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &StorePlan) -> Result<u64, Fault> {
     let store = Header::unique_store();
     let made =
         fill(inputs, folders, plan, store).and_then(|()| folders.iter_mut().try_for_each(Folder::settle));
     made.inspect_err(|_| left_behind(remove(folders))).map(|()| store)
 }
 
-fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &Plan, store: u64) -> Result<(), Fault> {
+fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &StorePlan, store: u64) -> Result<(), Fault> {
     let opener = opener(inputs.storage);
     for (directory, (folder, file)) in folders.iter().zip(&plan.files).enumerate() {
         folder.clear()?;

@@ -41,8 +41,8 @@ pub(super) const RECORD_COPIES: usize = 2;
 ///
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
-    pub(super) shards: Vec<Place>,
+pub(super) struct StorePlan {
+    pub(super) shards: Vec<ShardExtent>,
     pub(super) files: Vec<FilePlan>,
     /// Images are stored beside the state.
     pub(super) images: bool,
@@ -51,7 +51,7 @@ pub(super) struct Plan {
 
 /// Where one shard lies.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct ShardExtent {
     pub(super) shard: ShardId,
     pub(super) file: usize,
     pub(super) elements: usize,
@@ -72,7 +72,7 @@ pub(super) struct FilePlan {
     image_bytes: u64,
 }
 
-impl Plan {
+impl StorePlan {
     /// With `spilled` images are stored whatever the job.
     pub(super) fn new(
         spec: &JobSpec,
@@ -80,10 +80,10 @@ impl Plan {
         owned: &[ShardId],
         files: usize,
         spilled: bool,
-    ) -> Plan {
+    ) -> StorePlan {
         let images = spilled || spec.max_delay >= MAX_DELAY;
         let shape = Shape::of(spec);
-        let mut plan = Plan {
+        let mut plan = StorePlan {
             shards: Vec::with_capacity(owned.len()),
             files: vec![FilePlan::default(); files],
             images,
@@ -96,7 +96,7 @@ impl Plan {
             let file = &mut plan.files[index % files];
             // 8-bit moments do not fill whole sectors.
             let state_bytes = shape.bytes(elements).next_multiple_of(SECTOR);
-            plan.shards.push(Place {
+            plan.shards.push(ShardExtent {
                 shard,
                 file: index % files,
                 elements,
@@ -115,7 +115,7 @@ impl Plan {
 
     /// The bytes of the largest shard with its image, which is a buffer's size.
     pub(super) fn largest(&self) -> usize {
-        self.shards.iter().map(Place::bytes).max().unwrap_or(0)
+        self.shards.iter().map(ShardExtent::bytes).max().unwrap_or(0)
     }
 
     /// The bytes of one block of the images that are stored.
@@ -172,12 +172,12 @@ impl Plan {
     }
 
     /// The checksum of one block of a shard's state.
-    pub(super) fn seal(&self, owned: usize, state: &[u8], block: usize) -> u64 {
+    pub(super) fn checksum(&self, owned: usize, state: &[u8], block: usize) -> u64 {
         crc64(self.cut_ref(owned, state).block(block).arrays)
     }
 }
 
-impl Place {
+impl ShardExtent {
     pub(super) fn bytes(&self) -> usize {
         self.state_bytes + self.image_bytes
     }

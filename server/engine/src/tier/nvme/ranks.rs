@@ -14,7 +14,7 @@ use super::{
         fault::{corrupt, internal, io},
         record::{Found, SECTOR, decode, encode},
     },
-    seal::{get, with_buffer},
+    durable::{get, with_buffer},
 };
 use crate::{
     io::{Direction, Disk, OpenDisk, Part, transfer},

@@ -9,8 +9,8 @@ use super::{
         fault::{FIELD, corrupt},
         record::{Found, RECORD_BYTES, SECTOR, crc64, decode},
     },
-    plan::{FilePlan, Plan, RECORD_COPIES},
-    seal::{StoredRecord, get},
+    durable::{StoredRecord, get},
+    plan::{FilePlan, RECORD_COPIES, StorePlan},
 };
 use crate::{io::Disk, memory::Region};
 
@@ -26,7 +26,7 @@ pub(super) struct Records {
 
 impl Records {
     pub(super) fn read(
-        plan: &Plan,
+        plan: &StorePlan,
         disks: &[&dyn Disk],
         meta: &[&Mutex<Option<Region>>],
         store: u64,
@@ -45,7 +45,7 @@ impl Records {
         Ok(records)
     }
 
-    fn add(&mut self, plan: &Plan, store: u64, parity: u64, place: String, found: Found<StoredRecord>) {
+    fn add(&mut self, plan: &StorePlan, store: u64, parity: u64, place: String, found: Found<StoredRecord>) {
         match found {
             Found::Blank => {}
             Found::Broken(why) => self.broken.push(format!("{place}: {why}")),
@@ -119,9 +119,9 @@ pub(super) fn read_table(
         return Err(corrupt(value, format!("of CRC-64 {root:016x}, as it was written"), ""));
     }
     let words = bytes.chunks_exact(8).map(|word| {
-        let mut seal = [0; 8];
-        seal.copy_from_slice(word);
-        u64::from_le_bytes(seal)
+        let mut checksum = [0; 8];
+        checksum.copy_from_slice(word);
+        u64::from_le_bytes(checksum)
     });
     Ok(words.collect())
 }
@@ -141,7 +141,7 @@ pub(super) fn damaged(
     path: &std::path::Path,
     what: impl std::fmt::Display,
     found: u64,
-    sealed: u64,
+    expected: u64,
     remedy: String,
 ) -> Fault {
     let value = format!("{} ({what}: CRC-64 {found:016x})", path.display());
@@ -149,7 +149,7 @@ pub(super) fn damaged(
         FaultKind::Corrupt,
         FIELD,
         value,
-        format!("of CRC-64 {sealed:016x}, as it was written"),
+        format!("of CRC-64 {expected:016x}, as it was written"),
         remedy,
     )
 }

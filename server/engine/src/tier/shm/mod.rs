@@ -30,7 +30,7 @@ use super::{
     watch::Watch,
 };
 use crate::{
-    memory::{Region, Words},
+    memory::{AtomicWords, Region},
     record::{Joined, Record},
 };
 
@@ -71,8 +71,8 @@ pub(super) const UNDO_WORDS: usize = 2;
 /// its decision, and nobody be left who could send the gradients again.
 pub(super) struct ShmTier {
     memory: MemoryTier,
-    words: Words,
-    joined_at: Words,
+    words: AtomicWords,
+    joined_at: AtomicWords,
     records: Mutex<Region>,
     /// Copies that no thread uses, with their slot.
     undo: Mutex<Vec<(usize, Region)>>,

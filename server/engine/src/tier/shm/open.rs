@@ -11,8 +11,8 @@ use longshore_proto::{Fault, FaultKind, JobSpec, TierKind};
 
 use super::{ShmTier, Sizes, UNDO_SLOTS};
 use crate::{
-    memory::{Slab, Words},
-    threads::Pool,
+    memory::{AtomicWords, Slab},
+    threads::ThreadPool,
     tier::{
         contract::Interrupted,
         fault::{FIELD, SHM_FIELD, corrupt, io, named},
@@ -33,7 +33,7 @@ impl ShmTier {
     pub(in crate::tier) fn open(
         inputs: &Inputs<'_>,
         buffers: usize,
-        pool: &Pool,
+        pool: &ThreadPool,
     ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
         ShmTier::open_in_folder(inputs, buffers, pool).map_err(named(SHM_FIELD))
     }
@@ -41,7 +41,7 @@ impl ShmTier {
     fn open_in_folder(
         inputs: &Inputs<'_>,
         buffers: usize,
-        pool: &Pool,
+        pool: &ThreadPool,
     ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
         let Some(dir) = &inputs.storage.shm_dir else {
             let remedy = "start the server with --shm-dir, or open the job with the memory tier";
@@ -90,7 +90,7 @@ impl ShmTier {
         folder: Folder,
         sizes: &Sizes,
         header: &Header,
-        pool: &Pool,
+        pool: &ThreadPool,
     ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
         folder.clear()?;
         let path = folder.path.clone();
@@ -110,7 +110,7 @@ impl ShmTier {
         folder: Folder,
         spec: &JobSpec,
         sizes: &Sizes,
-        pool: &Pool,
+        pool: &ThreadPool,
         create: bool,
     ) -> Result<(ShmTier, Slab), Fault> {
         let file = |name: &str, bytes: usize, least: usize| {
@@ -124,9 +124,9 @@ impl ShmTier {
         let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()), least)?;
         let mut regions = progress.carve_here(&sizes.progress).into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
-        let (records, words) = (Mutex::new(next()), Words::new(next()));
+        let (records, words) = (Mutex::new(next()), AtomicWords::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
-        let joined_at = Words::new(next());
+        let joined_at = AtomicWords::new(next());
         let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(spec), pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {

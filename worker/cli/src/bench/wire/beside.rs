@@ -19,18 +19,18 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Updates while it is [on](Update::on).
 pub(super) struct Update {
     params: usize,
-    shared: Arc<Shared>,
+    shared: Arc<Control>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct Control {
+    state: Mutex<ControlState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct ControlState {
     wanted: bool,
     running: bool,
     stop: bool,
@@ -40,7 +40,7 @@ struct State {
 
 impl Update {
     pub(super) fn new(params: usize, threads: usize) -> anyhow::Result<Update> {
-        let (mut bare, shared) = (Bare::new(params, threads)?, Arc::new(Shared::default()));
+        let (mut bare, shared) = (Bare::new(params, threads)?, Arc::new(Control::default()));
         let theirs = Arc::clone(&shared);
         let run = move || {
             // A job's compute thread does so too.
@@ -93,8 +93,8 @@ impl Drop for Update {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl Control {
+    fn lock(&self) -> MutexGuard<'_, ControlState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -33,19 +33,19 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     ] {
         let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
         (options.connections, options.transport) = (connections, transport);
-        let link = Arc::new(Mutex::new(Link::open(&host, options)?));
+        let link = Arc::new(Mutex::new(BenchRank::open(&host, options)?));
         let [push, pull, raw] = names;
         let (pushing, pulling) = (Arc::clone(&link), link);
-        let lock = |link: &Mutex<Link>| link.lock().unwrap_or_else(PoisonError::into_inner).push();
+        let lock = |link: &Mutex<BenchRank>| link.lock().unwrap_or_else(PoisonError::into_inner).push();
         cases.push(Case::new(push, Some(raw), move || lock(&pushing)));
-        let lock = |link: &Mutex<Link>| link.lock().unwrap_or_else(PoisonError::into_inner).pull();
+        let lock = |link: &Mutex<BenchRank>| link.lock().unwrap_or_else(PoisonError::into_inner).pull();
         cases.push(Case::new(pull, Some(raw), move || lock(&pulling)));
     }
     Ok(cases)
 }
 
 /// Push and pull over one transport, for a bench of something larger.
-pub(in crate::bench) struct Both(Link);
+pub(in crate::bench) struct Both(BenchRank);
 
 /// This is enough to leave every cache, and little enough to be measured in each round.
 const BOTH_BYTES: u64 = 256 << 20;
@@ -59,7 +59,7 @@ impl Both {
         };
         let mut options = Options::new(vec![address], spec(BOTH_BYTES / 2)?, Rank(0));
         (options.connections, options.transport) = (connections, transport);
-        Ok(Both(Link::open(&host, options)?))
+        Ok(Both(BenchRank::open(&host, options)?))
     }
 
     /// The speed in GB/s.
@@ -95,7 +95,7 @@ impl Host {
 
 /// One rank's session, and the gradient that it pushes again and again. A fourth rank never comes, so that no sum is
 /// formed.
-struct Link {
+struct BenchRank {
     probe: Probe,
     _host: Arc<Host>,
 }
@@ -104,12 +104,12 @@ fn spec(elements: u64) -> anyhow::Result<JobSpec> {
     Ok(JobSpec { rule: Rule::Sgd, world_size: 4, ..job("bench-wire", vec![param("all", elements)])? })
 }
 
-impl Link {
-    fn open(host: &Arc<Host>, options: Options) -> anyhow::Result<Link> {
+impl BenchRank {
+    fn open(host: &Arc<Host>, options: Options) -> anyhow::Result<BenchRank> {
         let elements = options.spec.params[0].elements().unwrap_or(0);
         let mut session = Session::connect(options)?;
         session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job")?;
-        Ok(Link { probe: Probe::new(session)?, _host: Arc::clone(host) })
+        Ok(BenchRank { probe: Probe::new(session)?, _host: Arc::clone(host) })
     }
 
     /// Pushes the whole gradient, and waits until every chunk is acknowledged.

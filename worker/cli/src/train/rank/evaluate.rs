@@ -3,7 +3,7 @@
 use longshore_proto::Version;
 use longshore_worker::{error::Error, pipeline::Pipeline, session::Session};
 
-use super::{Images, Memory, Run};
+use super::{DeviceBuffers, Images, Run};
 use crate::train::{
     Settings,
     gpt::{self, Weights},
@@ -15,7 +15,7 @@ impl Run<'_> {
     pub(super) fn after_step(
         &self,
         pipeline: &mut Pipeline,
-        memory: &mut Memory,
+        memory: &mut DeviceBuffers,
         keeper: &mut Keeper<'_>,
         report: &mut Report,
     ) -> anyhow::Result<()> {
@@ -38,7 +38,7 @@ impl Run<'_> {
         &self,
         session: &Session,
         version: Version,
-        memory: &mut Memory,
+        memory: &mut DeviceBuffers,
         report: &mut Report,
     ) -> anyhow::Result<Option<f32>> {
         if self.rank != 0 || self.validation.is_empty() {
@@ -56,7 +56,7 @@ impl Run<'_> {
         &'s self,
         session: &'s Session,
         version: Version,
-        memory: &'s mut Memory,
+        memory: &'s mut DeviceBuffers,
     ) -> anyhow::Result<Box<dyn Weights + 's>> {
         Ok(match &mut memory.images {
             Images::Whole(images) => {
@@ -78,7 +78,7 @@ impl Run<'_> {
         &self,
         pipeline: &Pipeline,
         version: Version,
-        memory: &mut Memory,
+        memory: &mut DeviceBuffers,
         around: Around,
     ) -> anyhow::Result<Ending> {
         let session = pipeline.session();

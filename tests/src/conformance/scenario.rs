@@ -2,7 +2,7 @@
 
 use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS};
 use longshore_worker::{
-    LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepPlan, pipeline::Weights,
+    LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepInputs, pipeline::Weights,
 };
 
 /// Names a batch. A gradient depends on this and on the weights alone.
@@ -27,7 +27,7 @@ pub trait Model: Send + Sync {
     fn micro_step(
         &self,
         pipeline: &mut Pipeline,
-        step: StepPlan,
+        step: StepInputs,
         batch: Batch,
         on_demand: bool,
     ) -> anyhow::Result<f32>;
@@ -50,7 +50,7 @@ pub struct Delay {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct Scenario {
     pub steps: u64,
     pub world: u32,
     pub micro_steps: u32,
@@ -64,10 +64,10 @@ pub struct Plan {
     pub on_demand: bool,
 }
 
-impl Plan {
+impl Scenario {
     /// A run of one exact bf16 rank without clipping.
-    pub fn exact(steps: u64) -> Plan {
-        Plan {
+    pub fn exact(steps: u64) -> Scenario {
+        Scenario {
             steps,
             world: 1,
             micro_steps: 1,
@@ -120,7 +120,7 @@ impl Plan {
             clip: self.clip,
             compensation: self.delay.map_or(0.0, |delay| delay.compensation),
             weights: if self.on_demand { Weights::OnDemand } else { Weights::Whole },
-            ..PipelineOptions::new(scaler.expect("a loss scale"), |step: Step| Plan::hypers(step.0))
+            ..PipelineOptions::new(scaler.expect("a loss scale"), |step: Step| Scenario::hypers(step.0))
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::super::scalar::convert::{Bf16, F16, F32};
 use super::super::scalar::{self, Exact, SUMS, Sum, TILE};
-use super::super::{Figures, Gradient, LANES};
+use super::super::{Gradient, LANES, Statistics};
 use super::lanes::{Lanes, LanesFormat};
 use crate::memory::Source;
 
@@ -40,12 +40,12 @@ unsafe fn add<V: Lanes, G: LanesFormat>(gradient: *const G::Bits, accumulator: *
     sum
 }
 
-/// See [`super::super::accumulate_figures`].
+/// See [`super::super::accumulate_statistics`].
 #[inline(always)]
-pub(in super::super) unsafe fn accumulate_figures<V: Lanes>(
+pub(in super::super) unsafe fn accumulate_statistics<V: Lanes>(
     gradient: Gradient,
     accumulator: &mut [f32],
-) -> Figures {
+) -> Statistics {
     #[inline(always)]
     unsafe fn run<V: Lanes, G: LanesFormat>(
         gradient: Source<G::Bits>,
@@ -74,9 +74,9 @@ pub(in super::super) unsafe fn accumulate_figures<V: Lanes>(
     finish::<V>(sums, end, Gradient::f32(accumulator))
 }
 
-/// See [`super::super::figures`].
+/// See [`super::super::statistics`].
 #[inline(always)]
-pub(in super::super) unsafe fn figures<V: Lanes>(gradient: Gradient) -> Figures {
+pub(in super::super) unsafe fn statistics<V: Lanes>(gradient: Gradient) -> Statistics {
     #[inline(always)]
     unsafe fn run<V: Lanes, G: LanesFormat>(gradient: Source<G::Bits>, end: usize) -> [f64; SUMS] {
         let (mut low, mut high) = (V::no_sums(), V::no_sums());
@@ -130,16 +130,16 @@ fn in_order(loads: [[f64; LANES]; 2], interleaved: bool) -> [f64; SUMS] {
 
 /// The statistics of `gradient`, where `sums` hold all elements before `end`.
 #[inline(always)]
-unsafe fn finish<V: Lanes>(sums: [f64; SUMS], end: usize, gradient: Gradient) -> Figures {
-    match scalar::resume_figures(Sum::resume(sums), end, gradient) {
-        Some(figures) => figures,
+unsafe fn finish<V: Lanes>(sums: [f64; SUMS], end: usize, gradient: Gradient) -> Statistics {
+    match scalar::resume_statistics(Sum::resume(sums), end, gradient) {
+        Some(statistics) => statistics,
         None => exact::<V>(gradient),
     }
 }
 
 /// Takes the statistics without f32.
 #[inline(always)]
-unsafe fn exact<V: Lanes>(gradient: Gradient) -> Figures {
+unsafe fn exact<V: Lanes>(gradient: Gradient) -> Statistics {
     #[inline(always)]
     unsafe fn run<V: Lanes, G: LanesFormat>(gradient: Source<G::Bits>, end: usize) -> V::Sums {
         let mut sums = V::no_sums();

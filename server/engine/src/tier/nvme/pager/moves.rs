@@ -8,7 +8,7 @@ use std::{
 
 use longshore_proto::Fault;
 
-use super::{Entry, Held, Holding, Pool, PoolState};
+use super::{Entry, Held, Holding, PagerState, ShardPager};
 use crate::{
     io::{Direction, Part, Request},
     memory::Region,
@@ -18,11 +18,11 @@ use crate::{
     },
 };
 
-impl Pool {
+impl ShardPager {
     /// A free buffer. None: one will be free, and a change will say so.
     pub(super) fn buffer(
         self: &Arc<Self>,
-        state: &mut PoolState,
+        state: &mut PagerState,
         wanted: usize,
     ) -> Result<Option<Region>, Fault> {
         if let Some(region) = state.free.pop() {
@@ -55,15 +55,15 @@ impl Pool {
     }
 
     /// Starts reading a shard.
-    pub(super) fn read(self: &Arc<Self>, state: &mut PoolState, owned: usize, buffer: Region) {
+    pub(super) fn read(self: &Arc<Self>, state: &mut PagerState, owned: usize, buffer: Region) {
         let entry = &mut state.entries[owned];
         entry.holding = Holding::Reading;
         let parts = vec![self.plan.state_part(owned, entry.slot)];
-        let pool = Arc::clone(self);
+        let pager = Arc::clone(self);
         let file = self.plan.shards[owned].file;
         state.debts.asked(file, Instant::now());
         let done = Box::new(move |region: Region, result: std::io::Result<()>| {
-            let mut state = pool.lock();
+            let mut state = pager.lock();
             state.debts.answered(file, Instant::now());
             match result {
                 Ok(()) => {
@@ -71,19 +71,19 @@ impl Pool {
                     state.entries[owned].holding = Holding::Ready(held);
                 }
                 Err(error) => {
-                    let fault = pool.io_fault(owned, "read", error);
+                    let fault = pager.io_fault(owned, "read", error);
                     state.failed.get_or_insert(fault);
                 }
             }
             drop(state);
-            pool.changed.notify_all();
+            pager.changed.notify_all();
         });
         let disk = &self.disks[file];
         disk.submit(Request { direction: Direction::Read, parts, buffer, done });
     }
 
     /// Starts the reads of the next shards in forward order, as far as there are buffers.
-    pub(super) fn read_ahead(self: &Arc<Self>, state: &mut PoolState) {
+    pub(super) fn read_ahead(self: &Arc<Self>, state: &mut PagerState) {
         let count = state.entries.len();
         let order = (0..count).map(|step| (state.next + step) % count).filter(|&owned| !self.resident[owned]);
         let ahead: Vec<usize> = order.take(self.buffers).collect();
@@ -122,15 +122,15 @@ impl Pool {
     }
 
     /// Starts writing a loaded shard to the slot that it is read from.
-    fn write_dirty(self: &Arc<Self>, state: &mut PoolState, owned: usize) {
+    fn write_dirty(self: &Arc<Self>, state: &mut PagerState, owned: usize) {
         let holding = mem::replace(&mut state.entries[owned].holding, Holding::Writing);
         let Holding::Ready(held) = holding else {
             state.entries[owned].holding = holding;
             return;
         };
         let bytes = &held.region.bytes()[..self.plan.shards[owned].state_bytes];
-        for (block, seal) in self.seals[owned].state.iter().enumerate() {
-            seal.store(self.plan.seal(owned, bytes, block), Ordering::Relaxed);
+        for (block, checksum) in self.checksums[owned].state.iter().enumerate() {
+            checksum.store(self.plan.checksum(owned, bytes, block), Ordering::Relaxed);
         }
         let slot = state.entries[owned].slot;
         self.submit_write(state, owned, slot, vec![self.plan.state_part(owned, slot)], held.region);
@@ -138,7 +138,7 @@ impl Pool {
 
     fn submit_write(
         self: &Arc<Self>,
-        state: &mut PoolState,
+        state: &mut PagerState,
         owned: usize,
         slot: u8,
         parts: Vec<Part>,
@@ -151,9 +151,9 @@ impl Pool {
         state.debts.asked(file, Instant::now());
         let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
         self.written.fetch_add(bytes as u64, Ordering::Relaxed);
-        let pool = Arc::clone(self);
+        let pager = Arc::clone(self);
         let done = Box::new(move |region: Region, result: std::io::Result<()>| {
-            pool.written(owned, region, result);
+            pager.written(owned, region, result);
         });
         let disk = &self.disks[file];
         disk.submit(Request { direction: Direction::Write, parts, buffer, done });

@@ -13,35 +13,35 @@ use longshore_proto::{Fault, FaultKind, Version};
 use super::{
     super::{fault::FIELD, storage::Durability},
     debts::Debts,
-    plan::{IMAGE_SLOTS, Plan},
+    plan::{IMAGE_SLOTS, StorePlan},
     slots::Slots,
 };
 use crate::{io::Disk, lock, memory::Region};
 
-pub(super) struct Pool {
-    pub(super) plan: Plan,
+pub(super) struct ShardPager {
+    pub(super) plan: StorePlan,
     pub(super) disks: Vec<Arc<dyn Disk>>,
     pub(super) durability: Durability,
     /// By owned shard.
-    pub(super) seals: Vec<Seals>,
+    pub(super) checksums: Vec<BlockChecksums>,
     /// How many bytes were given to the drives to write.
     pub(super) written: AtomicU64,
     resident: Vec<bool>,
     buffers: usize,
-    state: Mutex<PoolState>,
+    state: Mutex<PagerState>,
     changed: Condvar,
     notify: Box<dyn Fn() + Send + Sync>,
 }
 
 /// The block checksums of a shard.
-pub(super) struct Seals {
+pub(super) struct BlockChecksums {
     /// Those of the state as it was last updated, wherever that lies now.
     pub(super) state: Vec<AtomicU64>,
     /// Those of the images, by image slot.
     pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
 }
 
-pub(super) struct PoolState {
+pub(super) struct PagerState {
     entries: Vec<Entry>,
     free: Vec<Region>,
     /// The shard that is updated next.
@@ -87,22 +87,22 @@ pub(super) struct Held {
     pub(super) dirty: bool,
 }
 
-impl Pool {
+impl ShardPager {
     pub(super) fn new(
-        plan: Plan,
+        plan: StorePlan,
         disks: Vec<Arc<dyn Disk>>,
         durability: Durability,
         free: Vec<Region>,
         resident: Vec<Option<Region>>,
         notify: Box<dyn Fn() + Send + Sync>,
-    ) -> Pool {
+    ) -> ShardPager {
         let cells = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-        let seals = plan.shards.iter().map(|place| Seals {
+        let checksums = plan.shards.iter().map(|place| BlockChecksums {
             state: cells(place.blocks()),
             images: [(); IMAGE_SLOTS as usize]
                 .map(|()| cells(if place.image_bytes > 0 { place.blocks() } else { 0 })),
         });
-        let seals = seals.collect();
+        let checksums = checksums.collect();
         let is_resident = resident.iter().map(Option::is_some).collect();
         let entries = resident.into_iter().map(|region| {
             let held = |region| Holding::Ready(Held { region, checked: true, dirty: true });
@@ -113,7 +113,7 @@ impl Pool {
         let (version, skipping) = (Version(0), false);
         let (next, writing, clock) = (0, 0, 0);
         let debts = Debts::new(disks.len());
-        let state = PoolState {
+        let state = PagerState {
             entries,
             free,
             next,
@@ -128,10 +128,10 @@ impl Pool {
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         let (written, resident) = (AtomicU64::new(0), is_resident);
-        Pool { plan, disks, durability, seals, written, resident, buffers, state, changed, notify }
+        ShardPager { plan, disks, durability, checksums, written, resident, buffers, state, changed, notify }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, PagerState> {
         lock(&self.state)
     }
 
@@ -141,7 +141,7 @@ impl Pool {
 
     /// Waits for a change. A drive that owes an answer for too long fails the store; threads that have a shard do
     /// not.
-    fn wait<'a>(&self, state: MutexGuard<'a, PoolState>) -> MutexGuard<'a, PoolState> {
+    fn wait<'a>(&self, state: MutexGuard<'a, PagerState>) -> MutexGuard<'a, PagerState> {
         let patience = state.debts.patience(Instant::now());
         let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
         let mut state = waited.0;
@@ -157,7 +157,7 @@ impl Pool {
     }
 
     /// Waits until `done` says so. An earlier failure ends the wait.
-    pub(super) fn until(&self, mut done: impl FnMut(&mut PoolState) -> bool) -> Result<(), Fault> {
+    pub(super) fn until(&self, mut done: impl FnMut(&mut PagerState) -> bool) -> Result<(), Fault> {
         let mut state = self.lock();
         loop {
             state.check()?;
@@ -277,7 +277,7 @@ impl Pool {
     }
 }
 
-impl PoolState {
+impl PagerState {
     /// Where a version's images are, for the shards that have it.
     pub(super) fn image_slot(&self, version: Version) -> Option<u8> {
         match version.0 {

@@ -14,8 +14,8 @@ use super::{
         record::{RecordJson, SECTOR, crc64, encode},
         watch::Watch,
     },
+    pager::ShardPager,
     plan::{FilePlan, RECORD_COPIES},
-    pool::Pool,
     slots::Slots,
 };
 use crate::{
@@ -46,8 +46,8 @@ pub(super) struct Roots {
 }
 
 /// Writes records and tables.
-pub(super) struct Sealer {
-    pub(super) pool: Arc<Pool>,
+pub(super) struct VersionWriter {
+    pub(super) pager: Arc<ShardPager>,
     pub(super) store: u64,
     pub(super) epoch: Mutex<u64>,
     /// By file: a buffer for one table or record.
@@ -57,23 +57,23 @@ pub(super) struct Sealer {
 }
 
 /// The thread that makes versions durable.
-pub(super) struct Sealing {
+pub(super) struct WriterThread {
     queue: Option<mpsc::Sender<(Record, Slots)>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Sealing {
-    pub(super) fn start(sealer: Arc<Sealer>) -> std::io::Result<Sealing> {
+impl WriterThread {
+    pub(super) fn start(writer: Arc<VersionWriter>) -> std::io::Result<WriterThread> {
         let (queue, inbox) = mpsc::channel::<(Record, Slots)>();
         let work = move || {
             while let Ok((record, slots)) = inbox.recv() {
-                if sealer.seal(&record, slots, false).is_err() {
+                if writer.make_durable(&record, slots, false).is_err() {
                     return;
                 }
             }
         };
-        let thread = thread::Builder::new().name("nvme-seal".to_string()).spawn(work)?;
-        Ok(Sealing { queue: Some(queue), thread: Some(thread) })
+        let thread = thread::Builder::new().name("nvme-writer".to_string()).spawn(work)?;
+        Ok(WriterThread { queue: Some(queue), thread: Some(thread) })
     }
 
     pub(super) fn send(&self, record: Record, slots: Slots) {
@@ -84,7 +84,7 @@ impl Sealing {
     }
 }
 
-impl Drop for Sealing {
+impl Drop for WriterThread {
     fn drop(&mut self) {
         self.queue = None;
         if let Some(thread) = self.thread.take() {
@@ -93,29 +93,29 @@ impl Drop for Sealing {
     }
 }
 
-impl Sealer {
+impl VersionWriter {
     /// Makes a version durable whose shards are written or being written. An error fails the store. The `first`
     /// version may bring an older image. Later the older image's table is there already, and belongs to a durable
     /// version, so it is left alone. In a skipped step all tables are, since its version lies where the one before
     /// does.
-    pub(super) fn seal(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
+    pub(super) fn make_durable(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let skipped = !first && record.is_skipped();
-        let sealed = self.pool.wait_for_writes().and_then(|()| {
+        let written = self.pager.wait_for_writes().and_then(|()| {
             if !skipped {
                 self.each_file(|file| self.write_tables(file, slots, first))?;
             }
             self.publish(record, slots, false)
         });
-        sealed.map_err(|fault| {
+        written.map_err(|fault| {
             tracing::error!(%fault, version = record.version.0, "could not be made durable");
-            self.pool.fail(fault)
+            self.pager.fail(fault)
         })
     }
 
     /// Writes the record of a version whose slots and tables are written and flushed. With `again` it is written over
     /// its own, one copy after the other, so that at any instant one is whole.
     pub(super) fn publish(&self, record: &Record, slots: Slots, again: bool) -> Result<(), Fault> {
-        let roots = (0..self.pool.disks.len()).map(|file| self.roots(file, slots)).collect();
+        let roots = (0..self.pager.disks.len()).map(|file| self.roots(file, slots)).collect();
         let stored = StoredRecord {
             store: self.store,
             epoch: *lock(&self.epoch),
@@ -128,8 +128,8 @@ impl Sealer {
         let copies = if again { 1 } else { RECORD_COPIES };
         self.each_file(|file| self.write_records(file, parity, &frame, copies))?;
         self.watch.check()?;
-        self.pool.lock().durable = Some(record.version);
-        self.pool.tell();
+        self.pager.lock().durable = Some(record.version);
+        self.pager.tell();
         Ok(())
     }
 
@@ -144,7 +144,7 @@ impl Sealer {
         let work = &work;
         thread::scope(|scope| {
             let others: Vec<_> =
-                (1..self.pool.disks.len()).map(|file| scope.spawn(move || work(file))).collect();
+                (1..self.pager.disks.len()).map(|file| scope.spawn(move || work(file))).collect();
             let first = work(0);
             let joined = others.into_iter().map(|thread| {
                 thread.join().unwrap_or_else(|_| Err(internal("a panic while writing", "no panic")))
@@ -154,9 +154,9 @@ impl Sealer {
     }
 
     fn write_tables(&self, file: usize, slots: Slots, first: bool) -> Result<(), Fault> {
-        let plan = &self.pool.plan.files[file];
+        let plan = &self.pager.plan.files[file];
         self.put(file, &[plan.state_table_at(slots.state)], &self.state_table(file))?;
-        if self.pool.plan.images {
+        if self.pager.plan.images {
             let older = slots.older_image.filter(|_| first);
             for slot in [Some(slots.image), older].into_iter().flatten() {
                 self.put(file, &[plan.image_table_at(slot)], &self.image_table(file, slot))?;
@@ -176,20 +176,20 @@ impl Sealer {
     }
 
     fn flush(&self, file: usize) -> Result<(), Fault> {
-        let disk = &self.pool.disks[file];
+        let disk = &self.pager.disks[file];
         disk.flush().map_err(io("flush", disk.path()))
     }
 
     /// Writes bytes, padded to whole sectors, at each of the offsets.
     fn put(&self, file: usize, offsets: &[u64], bytes: &[u8]) -> Result<(), Fault> {
-        let disk = &self.pool.disks[file];
+        let disk = &self.pager.disks[file];
         self.with_meta(file, |mut buffer| {
             let padded = bytes.len().next_multiple_of(SECTOR);
             let target = &mut buffer.bytes_mut()[..padded];
             target[..bytes.len()].copy_from_slice(bytes);
             target[bytes.len()..].fill(0);
             let parts = offsets.iter().map(|&offset| Part { offset, range: 0..padded }).collect();
-            self.pool.written.fetch_add((padded * offsets.len()) as u64, Ordering::Relaxed);
+            self.pager.written.fetch_add((padded * offsets.len()) as u64, Ordering::Relaxed);
             transfer(&**disk, Direction::Write, parts, buffer)
         })
         .map_err(io("write", disk.path()))
@@ -204,21 +204,21 @@ impl Sealer {
     }
 
     fn table<'a>(&self, file: usize, cells: impl Fn(usize) -> &'a [std::sync::atomic::AtomicU64]) -> Vec<u8> {
-        let owned = self.pool.plan.files[file].owned.iter();
-        let seals = owned.flat_map(|&owned| cells(owned).iter());
-        seals.flat_map(|seal| seal.load(Ordering::Relaxed).to_le_bytes()).collect()
+        let owned = self.pager.plan.files[file].owned.iter();
+        let checksums = owned.flat_map(|&owned| cells(owned).iter());
+        checksums.flat_map(|checksum| checksum.load(Ordering::Relaxed).to_le_bytes()).collect()
     }
 
     fn state_table(&self, file: usize) -> Vec<u8> {
-        self.table(file, |owned| &self.pool.seals[owned].state)
+        self.table(file, |owned| &self.pager.checksums[owned].state)
     }
 
     fn image_table(&self, file: usize, slot: u8) -> Vec<u8> {
-        self.table(file, |owned| &self.pool.seals[owned].images[slot as usize])
+        self.table(file, |owned| &self.pager.checksums[owned].images[slot as usize])
     }
 
     fn roots(&self, file: usize, slots: Slots) -> Roots {
-        let images = self.pool.plan.images;
+        let images = self.pager.plan.images;
         let image = |slot: Option<u8>| {
             let slot = slot.filter(|_| images);
             slot.map_or(0, |slot| crc64([&*self.image_table(file, slot)]))

@@ -1,6 +1,6 @@
 //! Sum of squares and the first non-finite element of a slice.
 
-use super::super::{Figures, LANES};
+use super::super::{LANES, Statistics};
 
 /// The number of lanes, one for each 16-bit element of a 64-byte register.
 pub(in super::super) const SUMS: usize = 2 * LANES;
@@ -57,13 +57,13 @@ impl Sum {
     }
 
     /// The statistics; None if they must be taken by [`Exact`].
-    pub(in super::super) fn finish(mut self) -> Option<Figures> {
+    pub(in super::super) fn finish(mut self) -> Option<Statistics> {
         self.widen();
         let sum_squares = fold(self.lanes);
         // A lane that became infinite or NaN stays so: where the sum is finite, every element was.
         (LEAST..f64::INFINITY)
             .contains(&sum_squares)
-            .then_some(Figures { sum_squares, first_nonfinite: None })
+            .then_some(Statistics { sum_squares, first_nonfinite: None })
     }
 }
 
@@ -92,13 +92,13 @@ impl Exact {
     }
 
     /// The statistics, given a way to find the first element that is not finite.
-    pub(in super::super) fn finish(self, first_nonfinite: impl FnOnce() -> Option<u32>) -> Figures {
+    pub(in super::super) fn finish(self, first_nonfinite: impl FnOnce() -> Option<u32>) -> Statistics {
         let sum = fold(self.lanes);
         if sum.is_finite() {
-            return Figures { sum_squares: sum, first_nonfinite: None };
+            return Statistics { sum_squares: sum, first_nonfinite: None };
         }
         let sum_squares = if sum.is_nan() { f64::NAN } else { f64::INFINITY };
-        Figures { sum_squares, first_nonfinite: first_nonfinite() }
+        Statistics { sum_squares, first_nonfinite: first_nonfinite() }
     }
 }
 
