@@ -23,7 +23,7 @@ const MOST_IMAGE_BYTES: u64 = 1 << 46;
 
 pub(crate) struct Link {
     pub(crate) id: u64,
-    /// Of this rank, whose process it was made as.
+    /// The process of this rank that the link was made for.
     pub(crate) incarnation: Incarnation,
     /// The server's images, if it shares them.
     pub(crate) images: Option<Arc<Foreign>>,
