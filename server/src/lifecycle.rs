@@ -130,7 +130,9 @@ impl Server {
         let (jobs, stored) = Jobs::new(Budget::new(config.memory), storage, Arc::new(compute));
         let jobs = Arc::new(jobs);
         let (links, linking) = Links::new(!config.no_memfd);
+        let bounds = Arc::new(Bounds::default());
         let services = Services {
+            bounds: Arc::clone(&bounds),
             jobs: Arc::clone(&jobs),
             drive_endurance: config.storage.drive_endurance,
             draining: Draining::new(),
@@ -152,7 +154,6 @@ impl Server {
         health.set_serving::<TensorsServer<Services>>().await;
         health.set_serving::<AdminServer<Services>>().await;
         let (stop, stopped) = watch::channel(false);
-        let bounds = Arc::new(Bounds::default());
         let most = descriptors::for_connections(descriptors);
         let connections = Connections::new(&bounds, config.max_connections, most, Arc::clone(&jobs));
         let routes = |transport: &'static str| {

@@ -7,6 +7,7 @@ mod export;
 mod pull;
 mod push;
 mod restore;
+mod room;
 mod stats;
 mod tensors;
 mod training;
@@ -17,7 +18,7 @@ use std::{sync::Arc, time::Duration};
 
 use longshore_engine::{checkpoint::Store, job::Job};
 use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS};
-use longshore_wire::{self as wire};
+use longshore_wire::{self as wire, direct::Bounds};
 use tokio::time::Instant;
 use tonic::Status;
 
@@ -39,6 +40,8 @@ pub(crate) struct Services {
     /// How many sealed checkpoints are kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,
+    /// What strangers share of this server's memory.
+    pub(crate) bounds: Arc<Bounds>,
     /// The transport of these calls: tcp or unix.
     pub(crate) transport: &'static str,
     /// How many bytes the drives may be written with; 0 if that is not known.

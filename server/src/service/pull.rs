@@ -16,7 +16,7 @@ use longshore_proto::{
 };
 use longshore_wire::{
     self as wire,
-    direct::{Mark, Payloads, Taps, blank},
+    direct::{Held, Mark, Payloads, Taps, blank},
     dtype_from_wire,
     frame::{self, Event, Incoming, Piece, Pieces},
     v1,
@@ -24,7 +24,7 @@ use longshore_wire::{
 use tokio::{sync::mpsc, time::Instant};
 use tonic::{Status, body::Body};
 
-use super::{Services, refuse};
+use super::{Services, refuse, room::Room};
 use crate::jobs::JobHandle;
 
 /// How many messages are made ahead of the network: one being sent, one ready. The checksum's pass brings a message
@@ -39,7 +39,8 @@ pub(super) async fn answer(
 ) -> Result<Response<Body>, Status> {
     let (request, mark) = request(body).await?;
     let job = request.job.clone();
-    let pull = Pull::new(services, request).map_err(|fault| refuse("Pull", &job, fault))?;
+    let room = Room::new(&services.bounds, taps);
+    let pull = Pull::new(services, request, room).map_err(|fault| refuse("Pull", &job, fault))?;
     let (sender, pieces) = mpsc::channel(MESSAGES_AHEAD);
     let payloads = taps.zip(mark).and_then(|(taps, mark)| Payloads::claim(taps, mark));
     tokio::spawn(pull.send(sender, payloads));
@@ -63,10 +64,12 @@ struct Pull {
     wait: Duration,
     /// Only say where slices lie in the images' memory, which the reader has mapped.
     in_place: bool,
+    /// For payloads that are copies.
+    room: Room,
 }
 
 impl Pull {
-    fn new(services: &Services, request: v1::PullRequest) -> Result<Pull, Fault> {
+    fn new(services: &Services, request: v1::PullRequest, room: Room) -> Result<Pull, Fault> {
         let handle = services.jobs.get(&request.job)?;
         let dtype = dtype_from_wire("pull.dtype", request.dtype)?;
         let wait = wire::deadline(request.deadline_ms)?;
@@ -86,7 +89,7 @@ impl Pull {
             services.links.find(request.link, &handle)?;
             handle.job.shared_images().is_some()
         };
-        Ok(Pull { in_place, handle, slices, dtype, version: Version(request.version), wait })
+        Ok(Pull { in_place, handle, slices, dtype, version: Version(request.version), wait, room })
     }
 
     /// By `payloads`, bytes of images go out past HTTP/2, where they can.
@@ -147,10 +150,14 @@ impl Pull {
     }
 
     async fn lend(&self, slice: Slice) -> Result<Outgoing, Fault> {
+        let room = if self.handle.job.spills_images() { self.room_for(slice).await? } else { None };
         let lend = || self.handle.job.lend_image(&slice, self.version);
         let (bytes, crc32) = self.read(slice, lend).await?;
         match bytes {
-            ImageBytes::Read(bytes) => Ok(Outgoing::whole(self.encode(slice, crc32, self.owned(bytes)))),
+            ImageBytes::Read(bytes) => {
+                let payload = self.owned(bytes, room);
+                Ok(Outgoing::whole(self.encode(slice, crc32, payload)))
+            }
             ImageBytes::Here(bytes) => {
                 let piece = self.encode(slice, crc32, blank(&bytes));
                 // The job's memory counts as used until the bytes are sent.
@@ -160,9 +167,10 @@ impl Pull {
     }
 
     async fn copy(&self, slice: Slice) -> Result<Piece, Fault> {
+        let room = self.room_for(slice).await?;
         let copy = || self.handle.job.copy_image(&slice, self.version);
         let (bytes, crc32) = self.read(slice, copy).await?;
-        Ok(self.encode(slice, crc32, self.owned(bytes)))
+        Ok(self.encode(slice, crc32, self.owned(bytes, room)))
     }
 
     async fn read<T>(&self, slice: Slice, read: impl Fn() -> Result<Option<T>, Fault>) -> Result<T, Fault> {
@@ -178,8 +186,13 @@ impl Pull {
         frame::encode_with(&head, payload)
     }
 
-    fn owned(&self, bytes: Vec<u8>) -> Bytes {
-        Bytes::from_owner(Copied { bytes, _handle: Arc::clone(&self.handle) })
+    async fn room_for(&self, slice: Slice) -> Result<Option<Held>, Fault> {
+        let bytes = slice.elements * self.dtype.bytes();
+        self.room.hold(bytes as usize, Instant::now() + self.wait).await
+    }
+
+    fn owned(&self, bytes: Vec<u8>, room: Option<Held>) -> Bytes {
+        Bytes::from_owner(Copied { bytes, _handle: Arc::clone(&self.handle), _room: room })
     }
 }
 
@@ -199,6 +212,7 @@ impl Outgoing {
 struct Copied {
     bytes: Vec<u8>,
     _handle: Arc<JobHandle>,
+    _room: Option<Held>,
 }
 
 impl AsRef<[u8]> for Copied {

@@ -6,15 +6,21 @@ use longshore_proto::limits::{
 };
 use longshore_tests::{
     peer::{
-        ACK, CONTINUATION, DATA, END_HEADERS, ENHANCE_YOUR_CALM, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR,
-        HEADERS, PING, Peer, SETTINGS, call, frame, frame_of,
+        ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, ENHANCE_YOUR_CALM, FLOW_CONTROL_ERROR,
+        FRAME_SIZE_ERROR, HEADERS, PING, Peer, SETTINGS, call, frame, frame_of,
     },
     server::ServerOptions,
+    train::Train,
 };
-use longshore_wire::{direct::Mark, frame::encode, v1::PushRequest};
+use longshore_wire::{
+    direct::Mark,
+    frame::encode,
+    v1::{Dtype, PullRequest, PushRequest, Slice},
+};
 
 use super::{growth, many};
 
+const PULL: &str = "/longshore.v1.Tensors/Pull";
 const PUSH: &str = "/longshore.v1.Tensors/Push";
 const OPEN: &str = "/longshore.v1.Training/Open";
 
@@ -165,6 +171,44 @@ fn answers_that_nobody_takes_are_bounded_for_many_calls() {
 #[test]
 fn answers_that_nobody_takes_are_bounded_for_many_connections() {
     untaken_answers(many(200, 1000), 1, WINDOW_BYTES / 100);
+}
+
+/// Stock clients are sent copies of weights: these ask for them and take none.
+#[test]
+fn weights_that_nobody_takes_share_a_room() {
+    let server = ServerOptions::new().start();
+    let address = server.address().to_string();
+    let train = Train::new(2).servers(std::slice::from_ref(&address));
+    train.run();
+    let slice = Slice { shard: 0, offset: 0, elements: 65_536 };
+    let request = PullRequest {
+        job: "default".into(),
+        version: 2,
+        dtype: Dtype::Bf16.into(),
+        slices: vec![slice; 16],
+        ..PullRequest::default()
+    };
+    let request = encode(&request).head;
+    let connections = many(16, 32);
+    let (most, _) = growth(&server, || {
+        let mut peers = Vec::new();
+        for _ in 0..connections {
+            let mut peer = Peer::connect(server.address()).unwrap();
+            peer.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0])).unwrap();
+            for stream in streams(100) {
+                peer.send(&frame(HEADERS, END_HEADERS, stream, &call(PULL))).unwrap();
+                peer.send(&frame(DATA, END_STREAM, stream, &request)).unwrap();
+            }
+            peers.push(peer);
+        }
+        assert!(peers.iter_mut().all(Peer::is_alive));
+        assert!(Peer::connect(server.address()).unwrap().lists_jobs());
+    });
+    let calls = connections * 100 * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES);
+    let bound = connections * (IDLE_CONNECTION_BYTES + UNFINISHED_SHARE_BYTES) + calls + MAX_UNFINISHED_BYTES;
+    assert!(most < bound as u64 + ONE_CONNECTION, "{most} of {bound}");
+    // Ranks are not among the strangers.
+    train.run();
 }
 
 #[test]
