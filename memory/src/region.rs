@@ -13,7 +13,7 @@ use super::{SharedBytes, stamp::publish};
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
 /// No other part of this process writes these bytes or borrows them, and no other process writes them. Others may read them
-/// by ways that are no borrows: the kernel, for a socket ([`SharedBytes`](super::SharedBytes)), and processes that were
+/// by ways that are no borrows: the kernel, for a socket ([`SharedBytes`]), and processes that were
 /// given the mapping's file. They find out by a checksum or a version that the owner wrote meanwhile.
 pub struct Region {
     start: *mut u8,

@@ -37,7 +37,7 @@ pub trait Sink: Send {
 /// [`Mode::Payload`] or [`Mode::Direct`].
 pub trait MessageSink<M>: Sink {
     /// Takes the head of a message, whose payload of `bytes` follows. False means that it cannot be taken yet; nothing
-    /// more is given before [`Shared::go_on`](crate::frame::Shared::go_on).
+    /// more is given before [`SharedIntake::go_on`](crate::frame::SharedIntake::go_on).
     ///
     /// # Errors
     /// The fault that ends the stream.

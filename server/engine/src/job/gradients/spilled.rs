@@ -213,7 +213,7 @@ impl Gradients {
         (self.layout.shard_len(self.owned[owned]) * self.spec.gradient_dtype.bytes()) as usize
     }
 
-    /// Does what [`Job::accumulate`] does, for contributions that are on drives or lent.
+    /// Does what [`Gradients::accumulate`] does, for contributions that are on drives or lent.
     pub(super) fn accumulate_spilled(
         &self,
         spilled: &SpilledGradients,
