@@ -146,10 +146,12 @@ fn untaken_answers(connections: usize, calls: usize, messages: usize) {
             let mut peer = Peer::connect(server.address()).unwrap();
             // SETTINGS_INITIAL_WINDOW_SIZE: nothing may be sent to it.
             peer.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0])).unwrap();
-            for stream in streams(calls) {
-                peer.send(&frame(HEADERS, END_HEADERS, stream, &call(PUSH))).unwrap();
-                peer.flood(messages.chunks(16_384).map(|piece| frame(DATA, 0, stream, piece)));
-            }
+            // The server may end the connection before all is sent.
+            peer.flood(streams(calls).flat_map(|stream| {
+                let head = frame(HEADERS, END_HEADERS, stream, &call(PUSH));
+                let data = messages.chunks(16_384).map(move |piece| frame(DATA, 0, stream, piece));
+                [head].into_iter().chain(data)
+            }));
             peers.push(peer);
         }
         let alive = peers.iter_mut().filter_map(|peer| peer.is_alive().then_some(())).count();
