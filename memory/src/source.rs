@@ -131,7 +131,7 @@ impl<'a, T: Element> Source<'a, T> {
             target.copy_from_slice(elements);
         } else {
             // SAFETY: readable bytes of `len` elements; `target` is borrowed exclusively and as long.
-            unsafe { copy_volatile(self.start.cast(), bytemuck::cast_slice_mut(target)) }
+            unsafe { copy_foreign(self.start.cast(), bytemuck::cast_slice_mut(target)) }
         }
     }
 
@@ -159,13 +159,43 @@ impl<'a, T: Element> Source<'a, T> {
     }
 }
 
+/// The least bytes that one instruction copies: starting it costs as much as copying so many.
+#[cfg(target_arch = "x86_64")]
+const AT_ONCE_BYTES: usize = 1024;
+
 /// Copies what another process may write meanwhile: each byte is loaded once, and is what it is just then.
 ///
-/// Volatile loads are what Rust has for memory that it does not know all accesses of. (An atomic load would do as well; of
+/// x86-64 has one instruction for it, of which the compiler knows nothing, so that it assumes nothing of what was loaded. It is
+/// what memcpy takes for as many bytes, and a fifth to a third faster than loads and stores. Elsewhere, and for few bytes,
+/// volatile loads are what Rust has for memory that it does not know all accesses of. (An atomic load would do as well; of
 /// 16 bytes at once there is none, and with eight a core copies two thirds as fast.)
 ///
 /// # Safety
 /// `source` is readable for as many bytes as `target` has, and no reference to them exists.
+unsafe fn copy_foreign(source: *const u8, target: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if target.len() >= AT_ONCE_BYTES {
+        // SAFETY: it reads as many bytes as both sides have, writes `target` alone, which is borrowed exclusively, and ends
+        // with the three registers changed. The direction flag is clear, as the calling convention has it.
+        unsafe {
+            std::arch::asm!(
+                "rep movsb",
+                inout("rcx") target.len() => _,
+                inout("rdi") target.as_mut_ptr() => _,
+                inout("rsi") source => _,
+                options(nostack, preserves_flags)
+            );
+        }
+        return;
+    }
+    // SAFETY: what the caller keeps.
+    unsafe { copy_volatile(source, target) }
+}
+
+/// Copies by volatile loads, of 64 bytes in a turn.
+///
+/// # Safety
+/// The caller keeps what [`copy_foreign`] asks for.
 unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
     let (count, to) = (target.len(), target.as_mut_ptr());
     let mut at = source.align_offset(align_of::<Word>()).min(count);
@@ -186,7 +216,7 @@ unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
 }
 
 /// # Safety
-/// The caller keeps what [`copy_volatile`] asks for, from byte `at` to `end`.
+/// The caller keeps what [`copy_foreign`] asks for, from byte `at` to `end`.
 unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) {
     for index in at..end {
         // SAFETY: inside both.
