@@ -18,8 +18,7 @@ pub struct Commit {
     pub gradient_scale: f64,
     /// It is 1 when the gradient is not clipped.
     pub clip_coefficient: f64,
-    /// The c in `image = cast(z - c*u)`.
-    pub compensation: f64,
+    pub correction: Correction,
     pub groups: Vec<Hyper>,
     /// The global gradient norm before clipping, for status only.
     pub norm: f64,
@@ -56,12 +55,7 @@ impl Commit {
         if !(self.loss_scale.is_finite() && self.loss_scale > 0.0) {
             return bad("loss_scale", self.loss_scale, "finite and above 0");
         }
-        if !(0.0..=1.0).contains(&self.compensation) {
-            return bad("compensation", self.compensation, "in [0, 1]");
-        }
-        if self.compensation != 0.0 && spec.max_delay < MAX_DELAY {
-            return bad("compensation", self.compensation, "0 for a job opened with max_delay 0");
-        }
+        self.correction.validate(spec)?;
         if self.groups.len() != spec.groups.len() {
             let limit = format!("{}, the job's number of param groups", spec.groups.len());
             let remedy = "send one entry for each group, in the order of JobSpec.groups";
@@ -74,6 +68,75 @@ impl Commit {
         }
         check_pause_reason("commit.pause_reason", &self.pause_reason)?;
         self.groups.iter().enumerate().try_for_each(|(index, hyper)| hyper.validate(index))
+    }
+}
+
+/// What makes up for a delay: how the images of a version differ from its master weights z.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+pub enum Correction {
+    /// Images are `cast(z)`. Exact steps read these, and so do evaluations.
+    #[default]
+    None,
+    /// A number c in (0, 1]: images are `cast(z - c*u)`, where u = old z - z is this step's displacement.
+    Compensation(f64),
+    /// Images are ahead of z by what is known of the next step: docs/update.md has the formula. These are the learning
+    /// rates of that step, one for each param group.
+    LookAhead(Vec<f64>),
+}
+
+impl Correction {
+    /// The c of a [`Compensation`](Correction::Compensation), else 0.
+    pub fn compensation(&self) -> f64 {
+        match self {
+            Correction::Compensation(c) => *c,
+            Correction::None | Correction::LookAhead(_) => 0.0,
+        }
+    }
+
+    /// The learning rates of a [`LookAhead`](Correction::LookAhead), else none.
+    pub fn look_ahead(&self) -> &[f64] {
+        match self {
+            Correction::LookAhead(lr) => lr,
+            Correction::None | Correction::Compensation(_) => &[],
+        }
+    }
+
+    fn validate(&self, spec: &JobSpec) -> Result<(), Fault> {
+        const REMEDY: &str = "correct it and commit again";
+        let field = match self {
+            Correction::None => return Ok(()),
+            Correction::Compensation(_) => "commit.compensation",
+            Correction::LookAhead(_) => "commit.look_ahead",
+        };
+        let invalid =
+            |field: &str, value: String, limit: String| Err(Fault::invalid(field, value, limit, REMEDY));
+        match self {
+            Correction::Compensation(c) if !(0.0..=1.0).contains(c) => {
+                invalid(field, c.to_string(), "in [0, 1]".into())
+            }
+            Correction::Compensation(c) if spec.max_delay < MAX_DELAY => {
+                invalid(field, c.to_string(), "0 for a job opened with max_delay 0".into())
+            }
+            Correction::LookAhead(_) if spec.max_delay < MAX_DELAY => {
+                invalid(field, "given".into(), "none for a job opened with max_delay 0".into())
+            }
+            Correction::LookAhead(_) if !spec.rule.can_look_ahead() => {
+                invalid(field, spec.rule.to_string(), "a rule with momentum: adamw, adam or sgd".into())
+            }
+            Correction::LookAhead(lr) if lr.len() != spec.groups.len() => {
+                let limit = format!("{}, the job's number of param groups", spec.groups.len());
+                invalid(field, format!("{} learning rates", lr.len()), limit)
+            }
+            Correction::LookAhead(lr) => match lr.iter().position(|lr| !(lr.is_finite() && *lr >= 0.0)) {
+                Some(group) => invalid(
+                    &format!("{field}.lr[{group}]"),
+                    lr[group].to_string(),
+                    "finite and at least 0".into(),
+                ),
+                None => Ok(()),
+            },
+            Correction::None | Correction::Compensation(_) => Ok(()),
+        }
     }
 }
 

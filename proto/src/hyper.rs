@@ -25,6 +25,13 @@ impl Rule {
         }
     }
 
+    /// Whether images can look ahead of the master weights, by what is known of the next step (see
+    /// [`Correction`](crate::Correction)). Adagrad has no momentum by which anything is known. Lion's steps are all of
+    /// one size, so nothing tells a step that will turn from one that goes on.
+    pub fn can_look_ahead(self) -> bool {
+        matches!(self, Rule::AdamW | Rule::Adam | Rule::Sgd)
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Rule::AdamW => "adamw",

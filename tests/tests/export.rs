@@ -65,7 +65,7 @@ fn an_export_is_the_rounded_master_weights() {
     let addresses = [server.address().to_string()];
     // Compensated images are not the rounded weights: an export must not be made from them.
     Train::new(12)
-        .args(["--delay", "1", "--warmup-steps", "2", "--compensation", "1"])
+        .args(["--delay", "1", "--warmup-steps", "2", "--correction", "compensation=1"])
         .servers(&addresses)
         .run();
     let checkpoint = longshore(["checkpoint", "--servers", &addresses[0], "--name", "last"]);

@@ -11,7 +11,7 @@ use longshore_tests::conformance::{
     scenario::{Delay, Scale, Scenario},
     synthetic::Synthetic,
 };
-use longshore_worker::{HostDevice, LossScalerOptions};
+use longshore_worker::{DelayCorrection, HostDevice, LossScalerOptions};
 
 /// Every combination runs, over two servers.
 #[test]
@@ -53,16 +53,23 @@ fn weights_pulled_on_demand_give_the_same_bits() {
     let whole = Scenario { world: 2, micro_steps: 2, clip: Some(1.0), ..Scenario::exact(5) };
     let staged = Scenario { on_demand: true, ..whole };
     assert_eq!(check(&cluster, &model, &whole, "whole"), check(&cluster, &model, &staged, "staged"));
-    let delay = Some(Delay { warmup: 2, drain_every: 4, compensation: 0.0 });
+    let delay = Some(Delay { warmup: 2, drain_every: 4, correction: DelayCorrection::LookAhead });
     check(&cluster, &model, &Scenario { delay, steps: 9, ..staged }, "staged-delayed");
 }
 
-/// There are warm-up, delayed steps, evaluations that drain, and the end, with and without compensation.
+/// There are warm-up, delayed steps, evaluations that drain, and the end, with every correction.
 #[test]
 fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
-    for (name, world, compensation) in [("plain", 1, 0.0), ("half", 2, 0.5), ("full", 1, 1.0)] {
-        let delay = Some(Delay { warmup: 3, drain_every: 5, compensation });
+    let corrections = [
+        ("plain", 1, DelayCorrection::None),
+        ("half", 2, DelayCorrection::Compensation(0.5)),
+        ("full", 1, DelayCorrection::Compensation(1.0)),
+        ("ahead", 2, DelayCorrection::LookAhead),
+        ("ahead-by-this-rate", 1, DelayCorrection::LookAheadByThisRate),
+    ];
+    for (name, world, correction) in corrections {
+        let delay = Some(Delay { warmup: 3, drain_every: 5, correction });
         let plan = Scenario { delay, world, clip: Some(1.0), ..Scenario::exact(13) };
         let trace = check(&cluster, &model, &plan, name);
         let reads: Vec<u64> = trace.steps.iter().map(|step| step.reads).collect();
@@ -84,7 +91,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
         min: 1.0,
     };
     for world in [1, 2] {
-        let delay = Some(Delay { warmup: 1, drain_every: 6, compensation: 0.0 });
+        let delay = Some(Delay { warmup: 1, drain_every: 6, correction: DelayCorrection::LookAhead });
         let plan =
             Scenario { delay, world, clip: Some(1.0), scale: Scale::Dynamic(options), ..Scenario::exact(20) };
         let plan = Scenario { gradient: Dtype::F16, image: Dtype::F16, micro_steps: 2, ..plan };
@@ -113,6 +120,6 @@ fn a_gpt_has_the_bits_of_a_plain_loop() {
     let scale = Scale::Fixed(4096.0);
     let half = Scenario { gradient: Dtype::F16, image: Dtype::F16, scale, world: 2, ..Scenario::exact(4) };
     check(&cluster, &model, &half, "gpt-f16");
-    let delay = Some(Delay { warmup: 2, drain_every: 4, compensation: 0.5 });
+    let delay = Some(Delay { warmup: 2, drain_every: 4, correction: DelayCorrection::LookAhead });
     check(&cluster, &model, &Scenario { delay, world: 2, ..Scenario::exact(9) }, "gpt-delayed");
 }

@@ -16,8 +16,8 @@ use longshore_proto::{
 use longshore_server::{Config, Server};
 use longshore_wire::v1::{self, training_client::TrainingClient};
 use longshore_worker::{
-    Budget, Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions, Result, Schedule,
-    Session, StateHash, StepOutcome, Transport,
+    Budget, DelayCorrection, Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions,
+    Result, Schedule, Session, StateHash, StepOutcome, Transport,
 };
 use tokio::{
     io::copy_bidirectional,
@@ -234,7 +234,7 @@ fn two_ranks_two_micro_steps_two_servers() {
         (
             PipelineOptions {
                 schedule: Schedule::delayed(1).draining_every(4),
-                compensation: 0.5,
+                correction: DelayCorrection::Compensation(0.5),
                 ..plain()
             },
             1,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use longshore_proto::{
+    Correction,
     commit::Commit,
     contribution::{Contribution, ContributionChunk, Reads},
     dtype::Dtype,
@@ -243,12 +244,13 @@ impl Wire for Commit {
 
     fn from_wire(commit: Option<v1::Commit>) -> Result<Commit, Fault> {
         let commit = commit.ok_or_else(|| missing("commit"))?;
+        let correction = correction_from_wire(commit.compensation, commit.look_ahead)?;
         Ok(Commit {
             step: Step(commit.step),
             skip: commit.skip,
             gradient_scale: commit.gradient_scale,
             clip_coefficient: commit.clip_coefficient,
-            compensation: commit.compensation,
+            correction,
             groups: commit.groups.into_iter().map(hyper_from_wire).collect(),
             norm: commit.norm,
             loss_scale: commit.loss_scale,
@@ -259,18 +261,35 @@ impl Wire for Commit {
     }
 
     fn to_wire(&self) -> v1::Commit {
+        let look_ahead = match &self.correction {
+            Correction::LookAhead(lr) => Some(v1::LookAhead { lr: lr.clone() }),
+            Correction::None | Correction::Compensation(_) => None,
+        };
         v1::Commit {
             step: self.step.0,
             skip: self.skip,
             gradient_scale: self.gradient_scale,
             clip_coefficient: self.clip_coefficient,
-            compensation: self.compensation,
+            compensation: self.correction.compensation(),
+            look_ahead,
             groups: self.groups.iter().map(hyper_to_wire).collect(),
             norm: self.norm,
             loss_scale: self.loss_scale,
             trainer_state: self.trainer_state.clone().into(),
             decided_by: self.decided_by.0,
             pause_reason: self.pause_reason.clone(),
+        }
+    }
+}
+
+fn correction_from_wire(compensation: f64, look_ahead: Option<v1::LookAhead>) -> Result<Correction, Fault> {
+    match (compensation, look_ahead) {
+        (0.0, None) => Ok(Correction::None),
+        (0.0, Some(ahead)) => Ok(Correction::LookAhead(ahead.lr)),
+        (c, None) => Ok(Correction::Compensation(c)),
+        (c, Some(_)) => {
+            let remedy = "give one of the two";
+            Err(Fault::invalid("commit.compensation", c, "0 where images look ahead", remedy))
         }
     }
 }

@@ -19,7 +19,7 @@ use common::{
     spec, weights,
 };
 use longshore_engine::{kernels::Isa, step::Work, tier::Storage};
-use longshore_proto::{Commit, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
+use longshore_proto::{Commit, Correction, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
 /// How often each job is killed.
@@ -44,7 +44,9 @@ fn job(name: &str) -> JobSpec {
 fn decision(spec: &JobSpec, step: u64) -> Commit {
     let mut commit = commit(spec, step);
     commit.skip = step.is_multiple_of(5);
-    commit.compensation = if spec.max_delay > 0 { 0.25 } else { 0.0 };
+    if spec.max_delay > 0 {
+        commit.correction = Correction::LookAhead(commit.groups.iter().map(|hyper| hyper.lr / 2.0).collect());
+    }
     commit
 }
 

@@ -17,8 +17,8 @@ use longshore_engine::{
     tier::{Spill, Storage},
 };
 use longshore_proto::{
-    Commit, ContributionChunk, Dtype, Formats, Hyper, JobSpec, MasterFormat, Rule, ShardId, StateFormat,
-    Step, TierKind,
+    Commit, ContributionChunk, Correction, Dtype, Formats, Hyper, JobSpec, MasterFormat, Rule, ShardId,
+    StateFormat, Step, TierKind,
 };
 use proptest::prelude::*;
 
@@ -154,13 +154,19 @@ fn decide(
     let gradient_scale = loss_scale * spec.contributions() as f64;
     let norm = squares.iter().sum::<f64>().sqrt() / gradient_scale;
     let clip_coefficient = if clips && norm.is_finite() { (0.7 / (norm + 1e-6)).min(1.0) } else { 1.0 };
-    let compensates = spec.max_delay > 0 && noise.one_in(2);
+    let correction = match noise.below(3) {
+        0 if spec.max_delay > 0 => Correction::Compensation(noise.between(0.0, 1.0)),
+        1 if spec.max_delay > 0 && spec.rule.can_look_ahead() => {
+            Correction::LookAhead(spec.groups.iter().map(|_| noise.between(0.0, 0.01)).collect())
+        }
+        _ => Correction::None,
+    };
     Commit {
         step: Step(step),
         skip: if norm.is_finite() { noise.one_in(8) } else { !(spec.unchecked && noise.one_in(4)) },
         gradient_scale,
         clip_coefficient,
-        compensation: if compensates { noise.between(0.0, 1.0) } else { 0.0 },
+        correction,
         groups: spec.groups.iter().map(|_| random_hyper(noise)).collect(),
         norm,
         loss_scale: noise.pick(&[1.0, 1024.0, 3.0]),

@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 use longshore_proto::{
-    Commit, Dtype, Fault, FaultKind, Hyper, Incarnation, JobSpec, Layout, Placement, ShardId, Step,
-    checksum::crc32,
+    Commit, Correction, Dtype, Fault, FaultKind, Hyper, Incarnation, JobSpec, Layout, Placement, ShardId,
+    Step, checksum::crc32,
 };
 use longshore_wire::{
     Wire, dtype_to_wire, fault_from_status, fault_from_wire,
@@ -192,7 +192,7 @@ pub fn decision(spec: &JobSpec, step: u64) -> Commit {
         skip: false,
         gradient_scale: spec.contributions() as f64,
         clip_coefficient: 1.0,
-        compensation: 0.0,
+        correction: Correction::None,
         groups: vec![Hyper::default(); spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use longshore_proto::{Dtype, Hyper, Param};
-use longshore_worker::LossScalerOptions;
+use longshore_worker::{DelayCorrection, LossScalerOptions};
 
 use super::{
     files::State,
@@ -108,13 +108,13 @@ impl<'a> Reference<'a> {
             Some(clip) if bad.is_none() => (clip / (norm + 1e-6)).min(1.0),
             _ => 1.0,
         };
-        let compensation = match self.plan.delay {
-            Some(delay) if reads_of_next(step, delay) != step => delay.compensation as f32,
-            _ => 0.0,
+        let correction = match self.plan.delay {
+            Some(delay) if reads_of_next(step, delay) != step => delay.correction,
+            _ => DelayCorrection::None,
         };
         match bad {
             Some(_) => self.images.push(self.images[self.images.len() - 1].clone()),
-            None => self.update(step, &gradient, (clip_coefficient / divisor) as f32, compensation),
+            None => self.update(step, &gradient, (clip_coefficient / divisor) as f32, correction),
         }
         self.scaler.update(bad.is_some());
         self.scales.push(self.scaler.scale);
@@ -175,17 +175,29 @@ impl<'a> Reference<'a> {
         (losses.concat(), total.expect("a contribution"))
     }
 
-    fn update(&mut self, step: u64, gradient: &[f32], multiplier: f32, compensation: f32) {
+    fn update(&mut self, step: u64, gradient: &[f32], multiplier: f32, correction: DelayCorrection) {
         self.applied += 1;
         let hypers = Scenario::hypers(step);
+        let next = Scenario::hypers(step + 1);
         let mut emitted = vec![0.0; gradient.len()];
         for (index, &raw) in gradient.iter().enumerate() {
-            let hyper = &hypers[self.groups[index]];
-            let old = self.master[index];
+            let group = self.groups[index];
+            let hyper = &hypers[group];
+            let (old, g) = (self.master[index], raw * multiplier);
             let moments = (&mut self.first[index], &mut self.second[index]);
-            let new = adamw(hyper, self.applied, raw * multiplier, old, moments);
+            let new = adamw(hyper, self.applied, g, old, moments);
             self.master[index] = new;
-            emitted[index] = if compensation == 0.0 { new } else { new - compensation * (old - new) };
+            let moments = (self.first[index], self.second[index]);
+            emitted[index] = match correction {
+                DelayCorrection::None => new,
+                DelayCorrection::Compensation(c) => new - c as f32 * (old - new),
+                DelayCorrection::LookAhead => {
+                    new - ahead(hyper, next[group].lr, self.applied, g, new, moments)
+                }
+                DelayCorrection::LookAheadByThisRate => {
+                    new - ahead(hyper, hyper.lr, self.applied, g, new, moments)
+                }
+            };
         }
         self.images.push(encode(&emitted, self.plan.image));
     }
@@ -229,9 +241,22 @@ fn adamw(hyper: &Hyper, t: u64, g: f32, old: f32, (first, second): (&mut f32, &m
     *first += (g - *first) * (1.0 - hyper.beta1) as f32;
     *second = *second * hyper.beta2 as f32 + ((1.0 - hyper.beta2) as f32 * g) * g;
     let correction1 = 1.0 - hyper.beta1.powi(t as i32);
+    decayed - (hyper.lr / correction1) as f32 * (*first / root(hyper, t, *second))
+}
+
+fn root(hyper: &Hyper, t: u64, second: f32) -> f32 {
     let correction2 = 1.0 - hyper.beta2.powi(t as i32);
-    let root = second.sqrt() * (1.0 / correction2.sqrt()) as f32 + hyper.eps as f32;
-    decayed - (hyper.lr / correction1) as f32 * (*first / root)
+    second.sqrt() * (1.0 / correction2.sqrt()) as f32 + hyper.eps as f32
+}
+
+/// What an image that looks ahead has less than the master weight: the part of the next step that the first moment
+/// gives, the newest gradient twice, and decay.
+fn ahead(hyper: &Hyper, lr: f64, t: u64, g: f32, new: f32, (first, second): (f32, f32)) -> f32 {
+    let correction1 = 1.0 - hyper.beta1.powi(t as i32);
+    let of_first = (lr * hyper.beta1 / correction1) as f32 * first;
+    let of_gradient = (lr * 2.0 * (1.0 - hyper.beta1)) as f32 * g;
+    let decay = (lr * hyper.beta1 * hyper.weight_decay) as f32 * new;
+    (of_first + of_gradient) / root(hyper, t, second) + decay
 }
 
 /// The sum of squares of each block. Element i goes into lane i mod 32, which adds its squares of 512 elements in

@@ -2,7 +2,8 @@
 
 use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS};
 use longshore_worker::{
-    LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepInputs, pipeline::Weights,
+    DelayCorrection, LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepInputs,
+    pipeline::Weights,
 };
 
 /// Names a batch. A gradient depends on this and on the weights alone.
@@ -46,7 +47,7 @@ pub struct Delay {
     pub warmup: u64,
     /// An evaluation after every so many steps; 0 for none.
     pub drain_every: u64,
-    pub compensation: f64,
+    pub correction: DelayCorrection,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -118,7 +119,7 @@ impl Scenario {
         PipelineOptions {
             schedule,
             clip: self.clip,
-            compensation: self.delay.map_or(0.0, |delay| delay.compensation),
+            correction: self.delay.map_or(DelayCorrection::None, |delay| delay.correction),
             weights: if self.on_demand { Weights::OnDemand } else { Weights::Whole },
             ..PipelineOptions::new(scaler.expect("a loss scale"), |step: Step| Scenario::hypers(step.0))
         }

@@ -8,7 +8,7 @@ use std::{
 
 use bytes::Bytes;
 use longshore_proto::{
-    Commit, Dtype,
+    Commit, Correction, Dtype,
     FaultKind::{self, Conflict, Corrupt, Fenced, Invalid, NotFound, Precondition},
     Hyper, Incarnation, JobSpec, Layout, Param,
     checksum::crc32,
@@ -159,7 +159,7 @@ fn a_wrong_decision_is_refused_and_decides_nothing() {
         change(&mut commit.groups[1]);
         commit
     };
-    let wrong: [(FaultKind, &str, &str, &str, Commit); 12] = [
+    let wrong: [(FaultKind, &str, &str, &str, Commit); 13] = [
         (Precondition, "commit.step", "3", "missing: step 3, micro-step 0, shard 0 from rank 0", next()),
         (Precondition, "commit.step", "4", "3, the next undecided", decision(&victim.spec, 4)),
         (Conflict, "commit.clip_coefficient", "step 2", "as first decided", decision(&victim.spec, 2)),
@@ -171,7 +171,20 @@ fn a_wrong_decision_is_refused_and_decides_nothing() {
         (Invalid, "commit.groups[1].weight_decay", "-1", "0", hyper(|hyper| hyper.weight_decay = -1.0)),
         (Invalid, "commit.groups", "1", "2, the job's", Commit { groups: vec![Hyper::default()], ..next() }),
         (Invalid, "commit.gradient_scale", "NaN", "above 0", Commit { gradient_scale: f64::NAN, ..next() }),
-        (Invalid, "commit.compensation", "0.5", "max_delay 0", Commit { compensation: 0.5, ..next() }),
+        (
+            Invalid,
+            "commit.look_ahead",
+            "given",
+            "max_delay 0",
+            Commit { correction: Correction::LookAhead(vec![0.1; 2]), ..next() },
+        ),
+        (
+            Invalid,
+            "commit.compensation",
+            "0.5",
+            "max_delay 0",
+            Commit { correction: Correction::Compensation(0.5), ..next() },
+        ),
     ];
     for (kind, field, value, limit, commit) in wrong {
         let found = server.commit(victim.job(), victim.incarnation, &commit);

@@ -11,7 +11,7 @@ use longshore_cli::train::{
 use longshore_proto::{Dtype, Hyper, JobName, Rule};
 use longshore_tests::conformance::{cluster::Cluster, gpt, raw::Raw};
 use longshore_wire::v1;
-use longshore_worker::{DeviceChoice, Error, LossScalerOptions, Session, error::Shortage};
+use longshore_worker::{DelayCorrection, DeviceChoice, Error, LossScalerOptions, Session, error::Shortage};
 
 use super::Victim;
 
@@ -33,7 +33,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         clip: Some(1.0),
         delay: 0,
         delay_warmup_steps: 0,
-        compensation: 0.0,
+        correction: DelayCorrection::None,
         gradient_dtype: Dtype::Bf16,
         image_dtype: Dtype::Bf16,
         loss_scale: LossScale { mode: LossScaleMode::Fixed(1.0), options: LossScalerOptions::default() },

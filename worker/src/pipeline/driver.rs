@@ -174,7 +174,7 @@ impl Driver {
             skip: decision.skip,
             gradient_scale,
             clip_coefficient: decision.clip_coefficient,
-            compensation: self.options.compensation_of(step),
+            correction: self.options.correction_of(step),
             groups: (self.options.hyper)(step),
             // Every status page and JSON file can hold this number; `skip` says the rest.
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },

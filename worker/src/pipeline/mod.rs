@@ -2,6 +2,7 @@
 //! way, its gradient is pushed, and its decision is made or awaited, in the background where the schedule allows.
 
 mod board;
+mod correction;
 mod driver;
 mod envelope;
 mod feeds;
@@ -38,6 +39,7 @@ use self::{
     watch::Watcher,
 };
 pub use self::{
+    correction::DelayCorrection,
     options::{HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     step::StepInputs,

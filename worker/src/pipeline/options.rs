@@ -2,8 +2,9 @@
 
 use std::{fmt, ops::Range, sync::Arc};
 
-use longshore_proto::{Fault, Hyper, JobSpec, Step};
+use longshore_proto::{Correction, Fault, Hyper, JobSpec, Step};
 
+use super::correction::DelayCorrection;
 use crate::{loss_scale::LossScaler, schedule::Schedule};
 
 /// The hyperparameters of a step, one for each param group. It is called on rank 0 only.
@@ -28,14 +29,14 @@ pub struct PipelineOptions {
     pub clip: Option<f64>,
     /// The scaler at version 0. A resumed job continues with the scaler of its last commit.
     pub scaler: LossScaler,
-    /// A number c in [0, 1] for the images that delayed steps read. It needs a delayed schedule.
-    pub compensation: f64,
+    /// What makes up for the delay of a delayed schedule.
+    pub correction: DelayCorrection,
     pub hyper: HyperOf,
     pub weights: Weights,
 }
 
 impl PipelineOptions {
-    /// Options for exact steps without clipping and compensation, with the whole model.
+    /// Options for exact steps without clipping, with the whole model.
     pub fn new(
         scaler: LossScaler,
         hyper: impl Fn(Step) -> Vec<Hyper> + Send + Sync + 'static,
@@ -44,7 +45,7 @@ impl PipelineOptions {
             schedule: Schedule::exact(),
             clip: None,
             scaler,
-            compensation: 0.0,
+            correction: DelayCorrection::LookAhead,
             hyper: Arc::new(hyper),
             weights: Weights::Whole,
         }
@@ -66,22 +67,8 @@ impl PipelineOptions {
                 ("spec.unchecked", "do not clip and fix the loss scale, or open the job checked");
             return Err(Fault::invalid(field, true, "false with clipping or a dynamic loss scale", remedy));
         }
-        if !(0.0..=1.0).contains(&self.compensation) {
-            return Err(Fault::invalid(
-                "pipeline.compensation",
-                self.compensation,
-                "in [0, 1]",
-                "0 turns it off",
-            ));
-        }
-        if self.compensation > 0.0 && self.schedule.delay() == 0 {
-            let remedy = "exact steps need no compensation: use 0, or a delayed schedule";
-            return Err(Fault::invalid(
-                "pipeline.compensation",
-                self.compensation,
-                "0 for exact steps",
-                remedy,
-            ));
+        if self.schedule.delay() > 0 {
+            self.correction.validate(spec)?;
         }
         if self.schedule.delay() > spec.max_delay {
             let limit = format!("at most {}, the job's max_delay", spec.max_delay);
@@ -91,10 +78,19 @@ impl PipelineOptions {
         Ok(())
     }
 
-    /// The c of the image that `step` makes. It is not 0 only when no step reads that image exactly.
-    pub(super) fn compensation_of(&self, step: Step) -> f64 {
-        let exact = self.schedule.reads(Step(step.0 + 1)) == step.version();
-        if exact { 0.0 } else { self.compensation }
+    /// The correction of the images that `step` makes. There is one only when no step reads them exactly.
+    pub(super) fn correction_of(&self, step: Step) -> Correction {
+        let next = Step(step.0 + 1);
+        if self.schedule.reads(next) == step.version() {
+            return Correction::None;
+        }
+        let rates = |step| (self.hyper)(step).iter().map(|hyper| hyper.lr).collect();
+        match self.correction {
+            DelayCorrection::None => Correction::None,
+            DelayCorrection::Compensation(c) => Correction::Compensation(c),
+            DelayCorrection::LookAhead => Correction::LookAhead(rates(next)),
+            DelayCorrection::LookAheadByThisRate => Correction::LookAhead(rates(step)),
+        }
     }
 }
 
@@ -104,7 +100,7 @@ impl fmt::Debug for PipelineOptions {
             .field("schedule", &self.schedule)
             .field("clip", &self.clip)
             .field("scaler", &self.scaler)
-            .field("compensation", &self.compensation)
+            .field("correction", &self.correction)
             .field("weights", &self.weights)
             .finish_non_exhaustive()
     }

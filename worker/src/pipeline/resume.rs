@@ -38,7 +38,7 @@ impl Resume {
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{Commit, Incarnation, Step};
+    use longshore_proto::{Commit, Correction, Incarnation, Step};
 
     use super::*;
     use crate::loss_scale::LossScalerOptions;
@@ -52,7 +52,7 @@ mod tests {
             skip: paused.is_some(),
             gradient_scale: 1.0,
             clip_coefficient: 1.0,
-            compensation: 0.0,
+            correction: Correction::None,
             groups: Vec::new(),
             norm: 0.0,
             loss_scale,

@@ -103,6 +103,13 @@ pub struct Hyper {
     #[prost(double, tag = "9")]
     pub lr_decay: f64,
 }
+/// Images that are ahead of the master weights by what is known of the next step (docs/update.md). For adamw, adam and sgd.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct LookAhead {
+    /// the next step's learning rate, one for each param group; this step's where it is not known
+    #[prost(double, repeated, tag = "1")]
+    pub lr: ::prost::alloc::vec::Vec<f64>,
+}
 /// The decision on one step, the same on every server of the job.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Commit {
@@ -123,6 +130,9 @@ pub struct Commit {
     /// c in \[0, 1\]: images are cast(z - c\*u). Needs max_delay 1
     #[prost(double, tag = "5")]
     pub compensation: f64,
+    /// if there, images look ahead. Needs max_delay 1, and compensation 0
+    #[prost(message, optional, tag = "13")]
+    pub look_ahead: ::core::option::Option<LookAhead>,
     /// one for each param group
     #[prost(message, repeated, tag = "6")]
     pub groups: ::prost::alloc::vec::Vec<Hyper>,

@@ -33,7 +33,7 @@ impl Job {
             .and_then(|()| self.make_images(version, images))
             .and_then(|()| self.check_cancelled());
         match loaded {
-            Ok(()) => lock(&self.load).source = Source::Held(record),
+            Ok(()) => lock(&self.load).source = Source::Held(Box::new(record)),
             Err(fault) => {
                 self.unload();
                 return Err(fault);

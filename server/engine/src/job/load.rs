@@ -30,7 +30,7 @@ pub(super) enum Source {
     Upload,
     Restore,
     /// All is loaded from a checkpoint, and the job will start with this.
-    Held(Record),
+    Held(Box<Record>),
     Complete,
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use longshore_proto::{BlockId, Commit, Fault, Rank, Step, limits::BLOCK_ELEMENTS};
+use longshore_proto::{BlockId, Commit, Correction, Fault, Rank, Step, limits::BLOCK_ELEMENTS};
 
 use tracing::debug_span;
 
@@ -75,8 +75,16 @@ impl Job {
         let scalars: Vec<Scalars> = commit
             .groups
             .iter()
-            .map(|hyper| Scalars::new(self.spec.rule, hyper, applied, multiplier))
+            .enumerate()
+            .map(|(group, hyper)| {
+                let scalars = Scalars::new(self.spec.rule, hyper, applied, multiplier);
+                match &commit.correction {
+                    Correction::LookAhead(lr) => scalars.looking_ahead(hyper, applied, lr[group]),
+                    Correction::None | Correction::Compensation(_) => scalars,
+                }
+            })
             .collect();
+        let compensation = commit.correction.compensation() as f32;
         let fetched = run.clone().map(|owned| self.gradients.fetch_gradient(owned, commit.step));
         let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
         let (gradients, slot) = (&self.gradients, self.gradients.slot(commit.step));
@@ -99,7 +107,7 @@ impl Job {
             let block = |mut block: Block<'_>| {
                 let index = block.index;
                 if let Turn::Go(number) = guard.begin(index, block.state.as_ref()) {
-                    self.update_block(&mut block, &scalars, applied, commit.compensation as f32);
+                    self.update_block(&mut block, &scalars, applied, compensation);
                     guard.end(index, number, block.state.as_ref(), block.image.bytes());
                 }
             };

@@ -30,7 +30,7 @@ pub use self::low::{
     Code, MasterFormat, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, Random, StateFormat, StateLow,
     bytes_per_parameter,
 };
-pub use self::scalars::{AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars};
+pub use self::scalars::{AdagradScalars, AdamScalars, Ahead, LionScalars, Scalars, SgdScalars};
 pub use longshore_proto::{Hyper, Rule};
 use std::ops::Range;
 
@@ -77,8 +77,9 @@ macro_rules! dispatch {
 
 /// Makes one optimizer step of one range, master weights and state in place, and writes the image that workers pull.
 ///
-/// The image is the new weight rounded to the image's format; where `compensation` is not 0 it is
-/// `new - compensation * (old - new)` instead, `old` being the master weight before decay.
+/// The image is the new weight rounded to the image's format. Where `scalars` [look ahead](Scalars::looking_ahead) it
+/// is the new weight less what is known of the next step instead. Else, where `compensation` is not 0, it is `new -
+/// compensation * (old - new)`, `old` being the master weight before decay.
 ///
 /// # Panics
 /// If lengths differ, a state slot that the rule uses is not as long as the master weights or one that it does not

@@ -29,6 +29,7 @@ pub struct AdamScalars {
     pub eps: f32,
     /// `lr / (1 - beta1^t)`
     pub step_size: f32,
+    pub ahead: Option<Ahead>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,7 +44,29 @@ pub struct SgdScalars {
     pub nesterov: bool,
     /// This is the first applied step, in which the buffer becomes the gradient.
     pub first: bool,
+    pub ahead: Option<Ahead>,
 }
+
+/// Look-ahead: the image is ahead of the new master weight by what is known of the next step. These are the factors of
+/// what is known. All of them contain the next step's learning rate.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ahead {
+    /// Adam: of the first moment. SGD: of the momentum buffer.
+    pub mean: f32,
+    /// The factor of the newest gradient, which stands in for the one that is missing.
+    pub gradient: f32,
+    /// AdamW: of the new master weight, for decay.
+    pub weight: f32,
+}
+
+impl Ahead {
+    /// SGD without momentum knows nothing of its next step.
+    const NOTHING: Ahead = Ahead { mean: 0.0, gradient: 0.0, weight: 0.0 };
+}
+
+/// The newest gradient is weighed twice: once for itself, and once for the gradient that is missing. Measured on the
+/// default job, and by how large a learning rate stays stable (docs/delay.md).
+const NEWEST: f64 = 2.0;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LionScalars {
@@ -94,6 +117,7 @@ impl Scalars {
                 grad_weight: (1.0 - hyper.dampening) as f32,
                 nesterov: hyper.nesterov,
                 first: applied == 1,
+                ahead: None,
             }),
             Rule::Lion => Scalars::Lion(LionScalars {
                 grad_multiplier,
@@ -110,6 +134,46 @@ impl Scalars {
                 eps: hyper.eps as f32,
                 step_size: (hyper.lr / (1.0 + (applied - 1) as f64 * hyper.lr_decay)) as f32,
             }),
+        }
+    }
+
+    /// The same step, with images that look ahead by a step of learning rate `next_lr`. `hyper` and `applied` are those
+    /// of [`new`](Scalars::new).
+    ///
+    /// # Panics
+    /// If the rule [cannot](Rule::can_look_ahead).
+    pub fn looking_ahead(mut self, hyper: &Hyper, applied: u64, next_lr: f64) -> Scalars {
+        let adam = |decay: f64| Ahead {
+            mean: (next_lr * hyper.beta1 / (1.0 - power(hyper.beta1, applied))) as f32,
+            gradient: (next_lr * NEWEST * (1.0 - hyper.beta1)) as f32,
+            weight: (next_lr * hyper.beta1 * decay) as f32,
+        };
+        match &mut self {
+            Scalars::AdamW(scalars) => scalars.ahead = Some(adam(hyper.weight_decay)),
+            Scalars::Adam(scalars) => scalars.ahead = Some(adam(0.0)),
+            Scalars::Sgd(scalars) if scalars.momentum == 0.0 => scalars.ahead = Some(Ahead::NOTHING),
+            // Nesterov's direction g + momentum * b contains the next buffer, of which the share `momentum` is known.
+            Scalars::Sgd(scalars) => {
+                let known = if hyper.nesterov { hyper.momentum * hyper.momentum } else { hyper.momentum };
+                scalars.ahead = Some(Ahead {
+                    mean: (next_lr * known) as f32,
+                    gradient: (next_lr * NEWEST * (1.0 - hyper.dampening)) as f32,
+                    weight: 0.0,
+                });
+            }
+            Scalars::Lion(_) | Scalars::Adagrad(_) => {
+                panic!("{:?} cannot look ahead", self.rule());
+            }
+        }
+        self
+    }
+
+    /// Whether images look ahead. It is the same for all param groups of a step.
+    pub(super) fn looks_ahead(&self) -> bool {
+        match self {
+            Scalars::AdamW(scalars) | Scalars::Adam(scalars) => scalars.ahead.is_some(),
+            Scalars::Sgd(scalars) => scalars.ahead.is_some(),
+            Scalars::Lion(_) | Scalars::Adagrad(_) => false,
         }
     }
 
@@ -140,6 +204,7 @@ impl AdamScalars {
             inverse_root_correction: (1.0 / (1.0 - power(hyper.beta2, applied)).sqrt()) as f32,
             eps: hyper.eps as f32,
             step_size: (hyper.lr / (1.0 - power(hyper.beta1, applied))) as f32,
+            ahead: None,
         }
     }
 }

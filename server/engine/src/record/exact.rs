@@ -1,7 +1,7 @@
 //! The last commit as JSON, bit for bit. JSON has no NaN (the norm of a step that overflowed) and serde_json rounds
 //! most but not all decimals back to the same f64, while a resumed run needs the loss scale it was stopped with.
 
-use longshore_proto::{Commit, Hyper, Incarnation, Step};
+use longshore_proto::{Commit, Correction, Hyper, Incarnation, Step};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 use super::Standing;
@@ -30,6 +30,9 @@ struct CommitRecord {
     gradient_scale: Exact,
     clip_coefficient: Exact,
     compensation: Exact,
+    /// Only commits whose images look ahead have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    look_ahead: Option<Vec<Exact>>,
     norm: Exact,
     loss_scale: Exact,
     groups: Vec<HyperRecord>,
@@ -117,7 +120,7 @@ pub(crate) mod commit {
             skip: record.skip,
             gradient_scale: record.gradient_scale.0,
             clip_coefficient: record.clip_coefficient.0,
-            compensation: record.compensation.0,
+            correction: correction(record.compensation, record.look_ahead),
             groups: record.groups.into_iter().map(Hyper::from).collect(),
             norm: record.norm.0,
             loss_scale: record.loss_scale.0,
@@ -160,7 +163,7 @@ fn record(commit: &Commit) -> CommitRecord {
         skip,
         gradient_scale,
         clip_coefficient,
-        compensation,
+        correction,
         groups,
         norm,
         loss_scale,
@@ -173,13 +176,25 @@ fn record(commit: &Commit) -> CommitRecord {
         skip: *skip,
         gradient_scale: Exact(*gradient_scale),
         clip_coefficient: Exact(*clip_coefficient),
-        compensation: Exact(*compensation),
+        compensation: Exact(correction.compensation()),
+        look_ahead: match correction {
+            Correction::LookAhead(lr) => Some(lr.iter().copied().map(Exact).collect()),
+            Correction::None | Correction::Compensation(_) => None,
+        },
         norm: Exact(*norm),
         loss_scale: Exact(*loss_scale),
         groups: groups.iter().map(HyperRecord::from).collect(),
         trainer_state: hex(trainer_state),
         decided_by: *decided_by,
         pause_reason: pause_reason.clone(),
+    }
+}
+
+fn correction(compensation: Exact, look_ahead: Option<Vec<Exact>>) -> Correction {
+    match look_ahead {
+        Some(lr) => Correction::LookAhead(lr.into_iter().map(|Exact(lr)| lr).collect()),
+        None if compensation.0 == 0.0 => Correction::None,
+        None => Correction::Compensation(compensation.0),
     }
 }
 
@@ -234,7 +249,7 @@ mod tests {
                 skip: true,
                 gradient_scale: scale,
                 clip_coefficient: clip,
-                compensation: 0.1,
+                correction: Correction::LookAhead(vec![0.1, lr]),
                 groups: vec![Hyper { lr, ..Hyper::default() }],
                 norm,
                 loss_scale,
@@ -249,7 +264,7 @@ mod tests {
             let same = |a: f64, b: f64| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
             prop_assert!(same(back.gradient_scale, scale) && same(back.clip_coefficient, clip));
             prop_assert!(same(back.norm, norm) && same(back.loss_scale, loss_scale));
-            prop_assert!(same(back.groups[0].lr, lr) && same(back.compensation, 0.1));
+            prop_assert!(same(back.groups[0].lr, lr) && same(back.correction.look_ahead()[1], lr));
             prop_assert_eq!(back.trainer_state, state);
             prop_assert_eq!(back.pause_reason, "overflowed \"hot\"");
             prop_assert!(standing.paused.as_deref() == Some("why") && same(standing.loss_scale.unwrap(), loss_scale));

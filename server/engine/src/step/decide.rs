@@ -116,8 +116,8 @@ fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
         Some("gradient_scale")
     } else if bits(earlier.clip_coefficient) != bits(later.clip_coefficient) {
         Some("clip_coefficient")
-    } else if bits(earlier.compensation) != bits(later.compensation) {
-        Some("compensation")
+    } else if earlier.correction != later.correction {
+        Some("correction")
     } else if earlier.groups != later.groups {
         Some("groups")
     } else if bits(earlier.loss_scale) != bits(later.loss_scale) {

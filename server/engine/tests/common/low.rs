@@ -63,8 +63,12 @@ impl Low {
         commit: &Commit,
     ) -> Vec<u8> {
         let multiplier = (commit.clip_coefficient / commit.gradient_scale) as f32;
-        let scalars: Vec<Scalars> =
-            commit.groups.iter().map(|hyper| Scalars::new(spec.rule, hyper, applied, multiplier)).collect();
+        let scalars = commit.groups.iter().enumerate().map(|(group, hyper)| {
+            let scalars = Scalars::new(spec.rule, hyper, applied, multiplier);
+            let ahead = commit.correction.look_ahead().get(group);
+            ahead.map_or(scalars, |lr| scalars.looking_ahead(hyper, applied, *lr))
+        });
+        let scalars: Vec<Scalars> = scalars.collect();
         let mut segments: Vec<(Range<usize>, &Scalars)> = Vec::new();
         for chunk in groups.chunk_by(|a, b| a == b) {
             let start = segments.last().map_or(0, |(range, _)| range.end);
@@ -89,7 +93,7 @@ impl Low {
             Dtype::Bf16 => ImageMut::Bf16(&mut narrow),
         };
         let state = StateLow { master, first, second };
-        let compensation = commit.compensation as f32;
+        let compensation = commit.correction.compensation() as f32;
         update_low(Isa::Scalar, &segments, Gradient::f32(gradient), state, image, compensation, random);
         match spec.image_dtype {
             Dtype::F32 => encode(&wide, Dtype::F32),

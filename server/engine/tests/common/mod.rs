@@ -7,7 +7,7 @@ pub(crate) mod low;
 pub(crate) mod reference;
 
 use longshore_proto::{
-    Commit, Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS,
+    Commit, Correction, Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS,
 };
 
 pub(crate) const BLOCK: usize = BLOCK_ELEMENTS as usize;
@@ -80,7 +80,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
         skip: false,
         gradient_scale: spec.contributions() as f64,
         clip_coefficient: 1.0,
-        compensation: 0.0,
+        correction: Correction::None,
         groups: vec![Hyper { weight_decay: 0.01, ..Hyper::default() }; spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use longshore_proto::{
-    Commit, Dtype, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
+    Commit, Correction, Dtype, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
 };
 
 use super::{BLOCK, decode, encode, low::Low};
@@ -84,7 +84,6 @@ impl Reference {
             return;
         }
         let multiplier = (commit.clip_coefficient / commit.gradient_scale) as f32;
-        let compensation = commit.compensation as f32;
         let mut emitted = vec![0.0; self.master.len()];
         for (index, &raw) in gradient.iter().enumerate() {
             let hyper = &commit.groups[self.group[index] as usize];
@@ -94,7 +93,14 @@ impl Reference {
             self.master[index] = quiet(new);
             set(&mut self.first, index, a);
             set(&mut self.second, index, b);
-            emitted[index] = quiet(if compensation == 0.0 { new } else { new - compensation * (old - new) });
+            emitted[index] = quiet(match &commit.correction {
+                Correction::None => new,
+                Correction::Compensation(c) => new - *c as f32 * (old - new),
+                Correction::LookAhead(lr) => {
+                    let lr = lr[self.group[index] as usize];
+                    new - ahead(self.spec.rule, hyper, lr, self.applied, raw * multiplier, (old, new), (a, b))
+                }
+            });
         }
         self.image = encode(&emitted, self.spec.image_dtype);
     }
@@ -223,4 +229,38 @@ fn adam(h: &Hyper, t: u64, g: f32, master: f32, first: &mut f32, second: &mut f3
     let inverse_root = (1.0 / (1.0 - power(h.beta2)).sqrt()) as f32;
     let rate = (h.lr / (1.0 - power(h.beta1))) as f32;
     master - rate * (*first / (second.sqrt() * inverse_root + h.eps as f32))
+}
+
+/// How far an image that looks ahead is ahead of the new weight: the next step as far as it is known, `lr` being its
+/// learning rate.
+fn ahead(
+    rule: Rule,
+    h: &Hyper,
+    lr: f64,
+    t: u64,
+    g: f32,
+    (old, new): (f32, f32),
+    (first, second): (f32, f32),
+) -> f32 {
+    let l2 = g + h.weight_decay as f32 * old;
+    match rule {
+        Rule::AdamW => {
+            ahead_of_adam(h, lr, t, g, first, second) + (lr * h.beta1 * h.weight_decay) as f32 * new
+        }
+        Rule::Adam => ahead_of_adam(h, lr, t, l2, first, second) + 0.0 * new,
+        Rule::Sgd if h.momentum == 0.0 => 0.0,
+        Rule::Sgd => {
+            let known = if h.nesterov { h.momentum * h.momentum } else { h.momentum };
+            (lr * known) as f32 * first + (lr * 2.0 * (1.0 - h.dampening)) as f32 * l2
+        }
+        Rule::Lion | Rule::Adagrad => unreachable!("a commit that looks ahead is refused for {rule}"),
+    }
+}
+
+fn ahead_of_adam(h: &Hyper, lr: f64, t: u64, g: f32, first: f32, second: f32) -> f32 {
+    let power = |base: f64| base.powi(t as i32);
+    let of_first = (lr * h.beta1 / (1.0 - power(h.beta1))) as f32 * first;
+    let of_gradient = (lr * 2.0 * (1.0 - h.beta1)) as f32 * g;
+    let inverse_root = (1.0 / (1.0 - power(h.beta2)).sqrt()) as f32;
+    (of_first + of_gradient) / (second.sqrt() * inverse_root + h.eps as f32)
 }

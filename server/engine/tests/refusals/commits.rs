@@ -1,6 +1,6 @@
 //! Decisions that must not be taken.
 
-use longshore_proto::{Commit, FaultKind, Hyper, Incarnation, ShardId, Step, Version};
+use longshore_proto::{Commit, Correction, FaultKind, Hyper, Incarnation, ShardId, Step, Version};
 
 use super::{Cluster, Expected, Midway, check, commit, small, weights};
 
@@ -26,10 +26,23 @@ const CASES: &[Case] = &[
     (|c| c.clip_coefficient = 1.5, (Invalid, "commit.clip_coefficient", &["1.5"])),
     (|c| c.loss_scale = 0.0, (Invalid, "commit.loss_scale", &["finite and above 0"])),
     (|c| c.loss_scale = f64::NAN, (Invalid, "commit.loss_scale", &["NaN"])),
-    (|c| c.compensation = -0.5, (Invalid, "commit.compensation", &["-0.5", "in [0, 1]"])),
-    (|c| c.compensation = 1.5, (Invalid, "commit.compensation", &["1.5", "in [0, 1]"])),
-    (|c| c.compensation = f64::NAN, (Invalid, "commit.compensation", &["NaN"])),
-    (|c| c.compensation = 0.5, (Invalid, "commit.compensation", &["0.5", "max_delay 0"])),
+    (
+        |c| c.correction = Correction::Compensation(-0.5),
+        (Invalid, "commit.compensation", &["-0.5", "in [0, 1]"]),
+    ),
+    (
+        |c| c.correction = Correction::Compensation(1.5),
+        (Invalid, "commit.compensation", &["1.5", "in [0, 1]"]),
+    ),
+    (|c| c.correction = Correction::Compensation(f64::NAN), (Invalid, "commit.compensation", &["NaN"])),
+    (
+        |c| c.correction = Correction::Compensation(0.5),
+        (Invalid, "commit.compensation", &["0.5", "max_delay 0"]),
+    ),
+    (
+        |c| c.correction = Correction::LookAhead(vec![0.1, 0.1]),
+        (Invalid, "commit.look_ahead", &["given", "max_delay 0"]),
+    ),
     (|c| c.groups.truncate(1), (Invalid, "commit.groups", &["is 1", "2, the job's number of param groups"])),
     (|c| c.groups.push(Hyper::default()), (Invalid, "commit.groups", &["is 3"])),
     (|c| c.groups.clear(), (Invalid, "commit.groups", &["is 0"])),

@@ -27,7 +27,7 @@ use common::{
     spec, weights,
 };
 use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
-use longshore_proto::{Dtype, Fault, JobSpec, TierKind};
+use longshore_proto::{Correction, Dtype, Fault, JobSpec, TierKind};
 
 /// A job of three shards of one and two blocks.
 fn small(max_delay: u32) -> JobSpec {
@@ -89,7 +89,10 @@ fn step_of(spec: &JobSpec, step: u64) -> (Vec<Vec<u8>>, longshore_proto::Commit)
     commit.skip = step == 2;
     commit.trainer_state = vec![step as u8; 9];
     if spec.max_delay > 0 {
-        commit.compensation = 0.5;
+        commit.correction = match step % 2 {
+            0 => Correction::Compensation(0.5),
+            _ => Correction::LookAhead(commit.groups.iter().map(|hyper| hyper.lr / 2.0).collect()),
+        };
     }
     (vec![gradient(spec, 100 + step, 1.0)], commit)
 }

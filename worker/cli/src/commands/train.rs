@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use longshore_proto::{Dtype, MasterFormat, Rule, StateFormat, TierKind};
 use longshore_server::config::ByteSize;
-use longshore_worker::{DeviceChoice, session::Transport};
+use longshore_worker::{DelayCorrection, DeviceChoice, session::Transport};
 
 pub(super) use self::settings::preset;
 use super::trace::TraceFlag;
@@ -94,9 +94,9 @@ pub(super) struct Args {
     /// Exact steps before the delay starts
     #[arg(long, default_value_t = longshore_worker::schedule::DEFAULT_WARMUP_STEPS, help_heading = "Offloading")]
     warmup_steps: u64,
-    /// Extrapolate delayed weights by this part of the last update, 0 to 1
-    #[arg(long, default_value_t = 0.0, help_heading = "Offloading")]
-    compensation: f64,
+    /// What makes up for the delay: look-ahead, compensation=C with C up to 1, or none
+    #[arg(long, default_value_t, help_heading = "Offloading")]
+    correction: DelayCorrection,
     /// Gradients on the wire: bf16, f16 or f32
     #[arg(long, default_value = "bf16", help_heading = "Offloading")]
     gradient_dtype: Dtype,

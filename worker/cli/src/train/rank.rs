@@ -234,7 +234,7 @@ impl<'a> Run<'a> {
         Ok(PipelineOptions {
             schedule: self.settings.schedule(),
             clip: self.settings.clip,
-            compensation: self.settings.compensation,
+            correction: self.settings.correction,
             weights: match self.stage {
                 Stage::Two => Pulled::Whole,
                 Stage::Three => Pulled::OnDemand,

@@ -7,6 +7,7 @@ use longshore_proto::{
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 use longshore_worker::{
+    DelayCorrection,
     device::DeviceChoice,
     loss_scale::{LossScaler, LossScalerOptions},
     schedule::Schedule,
@@ -42,7 +43,7 @@ pub struct Settings {
     pub unchecked: bool,
     pub delay: u32,
     pub delay_warmup_steps: u64,
-    pub compensation: f64,
+    pub correction: DelayCorrection,
     pub gradient_dtype: Dtype,
     pub image_dtype: Dtype,
     pub loss_scale: LossScale,

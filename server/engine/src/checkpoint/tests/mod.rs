@@ -13,8 +13,9 @@ use std::{
 };
 
 use longshore_proto::{
-    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Hyper, Incarnation, JobName, JobSpec,
-    Layout, MicroStep, Param, Placement, Rank, Rule, ServerId, ShardId, Slice, Step, TierKind, Version,
+    ChunkId, Commit, Contribution, ContributionChunk, Correction, Dtype, Fault, Hyper, Incarnation, JobName,
+    JobSpec, Layout, MicroStep, Param, Placement, Rank, Rule, ServerId, ShardId, Slice, Step, TierKind,
+    Version,
     checksum::{crc32, state_hash},
     limits::BLOCK_ELEMENTS,
 };
@@ -207,7 +208,7 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
         gradient_scale: loss_scale(step),
         clip_coefficient: 0.9,
         // The image then is not the rounded master weights, and must come from the checkpoint.
-        compensation: f64::from(spec.max_delay) / 2.0,
+        correction: [Correction::None, Correction::Compensation(0.5)][spec.max_delay as usize].clone(),
         groups: vec![Hyper { weight_decay: 0.1, ..Hyper::default() }, Hyper::default()],
         norm: if skip { f64::NAN } else { 0.1 * step as f64 },
         loss_scale: loss_scale(step + 1),

@@ -47,14 +47,15 @@ pub(in super::super) trait Passes: Copy {
     /// Encodes both moments of a block of elements `first` and on, where the first one's code is `code`. Returns the
     /// scales.
     fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2];
-    /// Rounds new master weights of elements `first` and on over old ones, and makes the image of the result.
+    /// Rounds new master weights of elements `first` and on over old ones, and makes the image of the result unless there
+    /// is one already.
     fn round_master(
         self,
         new: &[f32],
         key: Key,
         first: u32,
         master: &mut [u16],
-        image: ImageMut,
+        image: Option<ImageMut>,
         compensation: f32,
     );
     fn finish(self);
@@ -134,6 +135,7 @@ pub(in super::super) fn update<P: Passes>(
     let Some((_, scalars)) = segments.first() else { return };
     let codes = [0, 1].map(|slot| Code::of(scalars.rule(), slot));
     let way = if passes.fuses(&image) { Way::of(scalars.rule(), &state) } else { Way::Apart };
+    let ahead = scalars.looks_ahead();
     for start in (0..gradient.len()).step_by(CHUNK) {
         let chunk = start..(start + CHUNK).min(gradient.len());
         if let MasterMut::Bf16(x) = &state.master {
@@ -155,7 +157,11 @@ pub(in super::super) fn update<P: Passes>(
             let (gradient, inside) = (gradient.slice(part.clone()), at - start..part.end - start);
             let (master, image) = match &mut state.master {
                 MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
-                MasterMut::Bf16(_) => (&mut scratch.master[inside.clone()], None),
+                // What is ahead is known only in the loop of the rule, so the image is made there, of the new weight
+                // before it is rounded.
+                MasterMut::Bf16(_) => {
+                    (&mut scratch.master[inside.clone()], ahead.then(|| image.slice(part.clone())))
+                }
             };
             match way {
                 Way::Apart => {
@@ -191,9 +197,8 @@ pub(in super::super) fn update<P: Passes>(
             Way::Halves => {}
         }
         if let MasterMut::Bf16(master) = &mut state.master {
-            let (master, image, random) =
-                (&mut master[chunk.clone()], image.slice(chunk), random.after(start));
-            store_master(passes, master, scratch, image, compensation, random);
+            let image = (!ahead).then(|| image.slice(chunk.clone()));
+            store_master(passes, &mut master[chunk], scratch, image, compensation, random.after(start));
         }
     }
     passes.finish();
@@ -290,7 +295,7 @@ fn store_master<P: Passes>(
     passes: P,
     master: &mut [u16],
     scratch: &Scratch,
-    mut image: ImageMut,
+    mut image: Option<ImageMut>,
     compensation: f32,
     random: Random,
 ) {
@@ -298,7 +303,8 @@ fn store_master<P: Passes>(
         let inside = index * BLOCK..(index + 1) * BLOCK;
         let element = random.after(inside.start).first_element;
         let (new, key) = (&scratch.master[inside.clone()], random.key(element, Usage::Master));
-        passes.round_master(new, key, element as u32, master, image.slice(inside), compensation);
+        let image = image.as_mut().map(|image| image.slice(inside));
+        passes.round_master(new, key, element as u32, master, image, compensation);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::super::low::{Code, Encoding, Half, InLoop, Key, Passes, QUANTIZATION_BLOCK, Tables};
 use super::super::{Gradient, ImageMut, LANES, Scalars, State};
-use super::convert::{Bf16, CANONICAL_NAN, F16, F32, Format, quiet};
+use super::convert::{Bf16, CANONICAL_NAN, F16, F32, Format, Nothing, quiet};
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
@@ -84,7 +84,15 @@ impl Passes for Scalar {
         unreachable!("the reference does one thing after another");
     }
 
-    fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: ImageMut, c: f32) {
+    fn round_master(
+        self,
+        new: &[f32],
+        key: Key,
+        first: u32,
+        master: &mut [u16],
+        image: Option<ImageMut>,
+        c: f32,
+    ) {
         fn run<I: Format>(
             new: &[f32],
             key: Key,
@@ -102,9 +110,10 @@ impl Passes for Scalar {
             }
         }
         match image {
-            ImageMut::F32(i) => run::<F32>(new, key, first, master, i, c),
-            ImageMut::F16(i) => run::<F16>(new, key, first, master, i, c),
-            ImageMut::Bf16(i) => run::<Bf16>(new, key, first, master, i, c),
+            Some(ImageMut::F32(i)) => run::<F32>(new, key, first, master, i, c),
+            Some(ImageMut::F16(i)) => run::<F16>(new, key, first, master, i, c),
+            Some(ImageMut::Bf16(i)) => run::<Bf16>(new, key, first, master, i, c),
+            None => run::<Nothing>(new, key, first, master, &mut [(); BLOCK], c),
         }
     }
 

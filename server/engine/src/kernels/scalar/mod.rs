@@ -100,7 +100,7 @@ fn update_elements<R: Rule, G: Format, I: Format>(
         if R::SLOTS > 1 {
             slots[1] = state.second[i];
         }
-        let (new, slots) = rule.step(G::widen(gradient[i]), old, slots);
+        let (new, slots, ahead) = rule.step(G::widen(gradient[i]), old, slots);
         if R::SLOTS > 0 {
             state.first[i] = quiet(slots[0]);
         }
@@ -108,7 +108,13 @@ fn update_elements<R: Rule, G: Format, I: Format>(
             state.second[i] = quiet(slots[1]);
         }
         master[i] = quiet(new);
-        let emitted = if compensation == 0.0 { new } else { new - compensation * (old - new) };
+        let emitted = if rule.looks_ahead() {
+            new - ahead
+        } else if compensation != 0.0 {
+            new - compensation * (old - new)
+        } else {
+            new
+        };
         image[i] = I::narrow(quiet(emitted));
     }
 }

@@ -2,7 +2,7 @@
 //! IEEE-754 f32 operation, rounded to nearest, in the order written; nothing is contracted into a fused
 //! multiply-add and denormals are kept. `vector/rules.rs` says the same for 16 lanes and must give the same bits.
 
-use super::super::scalars::{AdagradScalars, AdamScalars, LionScalars, SgdScalars};
+use super::super::scalars::{AdagradScalars, AdamScalars, Ahead, LionScalars, SgdScalars};
 use super::convert::CANONICAL_NAN;
 
 /// State of one element; slots at `Rule::SLOTS` and beyond mean nothing.
@@ -12,8 +12,17 @@ pub(super) type Slots = [f32; 2];
 pub(super) trait Rule: Copy {
     const SLOTS: usize;
 
+    /// Whether the image looks ahead.
+    #[inline(always)]
+    fn looks_ahead(self) -> bool {
+        false
+    }
+
     /// New master weight and state from the raw gradient, the old master weight and the old state.
-    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots);
+    ///
+    /// The last number is how far the image is ahead, that is what is subtracted from the new master weight. It means
+    /// nothing unless the rule [looks ahead](Rule::looks_ahead).
+    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots, f32);
 }
 
 #[derive(Clone, Copy)]
@@ -37,7 +46,12 @@ impl Rule for AdamW {
     const SLOTS: usize = 2;
 
     #[inline(always)]
-    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots) {
+    fn looks_ahead(self) -> bool {
+        self.0.ahead.is_some()
+    }
+
+    #[inline(always)]
+    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots, f32) {
         let gradient = gradient * self.0.grad_multiplier;
         let master = master * self.0.decay;
         adam(&self.0, gradient, master, state)
@@ -49,20 +63,36 @@ impl Rule for Adam {
     const SLOTS: usize = 2;
 
     #[inline(always)]
-    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots) {
+    fn looks_ahead(self) -> bool {
+        self.0.ahead.is_some()
+    }
+
+    #[inline(always)]
+    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots, f32) {
         let gradient = gradient * self.0.grad_multiplier;
         let gradient = gradient + self.0.decay * master;
         adam(&self.0, gradient, master, state)
     }
 }
 
+/// Ahead lies the next step as far as it is known: with the moments after this step, with a part of the newest gradient
+/// in place of the one that is missing, and with the decay of the new weight. Adam's decay is in its gradient.
 #[inline(always)]
-fn adam(scalars: &AdamScalars, gradient: f32, master: f32, [mean, square]: Slots) -> (f32, Slots) {
+fn adam(scalars: &AdamScalars, gradient: f32, master: f32, [mean, square]: Slots) -> (f32, Slots, f32) {
     let mean = mean + (gradient - mean) * scalars.mean_weight;
     let square = square * scalars.beta2 + (scalars.square_weight * gradient) * gradient;
     let denominator = square.sqrt() * scalars.inverse_root_correction + scalars.eps;
     let master = master - scalars.step_size * (mean / denominator);
-    (master, [mean, square])
+    let ahead = match scalars.ahead {
+        Some(ahead) => (known(ahead, mean, gradient) / denominator) + ahead.weight * master,
+        None => 0.0,
+    };
+    (master, [mean, square], ahead)
+}
+
+#[inline(always)]
+fn known(ahead: Ahead, mean: f32, gradient: f32) -> f32 {
+    ahead.mean * mean + ahead.gradient * gradient
 }
 
 /// `torch.optim.SGD`, weight decay L2.
@@ -70,10 +100,10 @@ impl Rule for PlainSgd {
     const SLOTS: usize = 0;
 
     #[inline(always)]
-    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots) {
+    fn step(self, gradient: f32, master: f32, state: Slots) -> (f32, Slots, f32) {
         let gradient = gradient * self.0.grad_multiplier;
         let gradient = gradient + self.0.weight_decay * master;
-        (master - self.0.lr * gradient, state)
+        (master - self.0.lr * gradient, state, 0.0)
     }
 }
 
@@ -82,13 +112,19 @@ impl Rule for MomentumSgd {
     const SLOTS: usize = 1;
 
     #[inline(always)]
-    fn step(self, gradient: f32, master: f32, [buffer, unused]: Slots) -> (f32, Slots) {
+    fn looks_ahead(self) -> bool {
+        self.0.ahead.is_some()
+    }
+
+    #[inline(always)]
+    fn step(self, gradient: f32, master: f32, [buffer, unused]: Slots) -> (f32, Slots, f32) {
         let gradient = gradient * self.0.grad_multiplier;
         let gradient = gradient + self.0.weight_decay * master;
         let buffer =
             if self.0.first { gradient } else { buffer * self.0.momentum + gradient * self.0.grad_weight };
         let direction = if self.0.nesterov { gradient + buffer * self.0.momentum } else { buffer };
-        (master - self.0.lr * direction, [buffer, unused])
+        let ahead = self.0.ahead.map_or(0.0, |ahead| known(ahead, buffer, gradient));
+        (master - self.0.lr * direction, [buffer, unused], ahead)
     }
 }
 
@@ -98,13 +134,13 @@ impl Rule for Lion {
     const SLOTS: usize = 1;
 
     #[inline(always)]
-    fn step(self, gradient: f32, master: f32, [mean, unused]: Slots) -> (f32, Slots) {
+    fn step(self, gradient: f32, master: f32, [mean, unused]: Slots) -> (f32, Slots, f32) {
         let gradient = gradient * self.0.grad_multiplier;
         let master = master * self.0.decay;
         let direction = mean * self.0.beta1 + gradient * self.0.sign_weight;
         let master = master - self.0.lr * sign(direction);
         let mean = mean * self.0.beta2 + gradient * self.0.mean_weight;
-        (master, [mean, unused])
+        (master, [mean, unused], 0.0)
     }
 }
 
@@ -113,12 +149,12 @@ impl Rule for Adagrad {
     const SLOTS: usize = 1;
 
     #[inline(always)]
-    fn step(self, gradient: f32, master: f32, [sum, unused]: Slots) -> (f32, Slots) {
+    fn step(self, gradient: f32, master: f32, [sum, unused]: Slots) -> (f32, Slots, f32) {
         let gradient = gradient * self.0.grad_multiplier;
         let gradient = gradient + self.0.weight_decay * master;
         let sum = sum + gradient * gradient;
         let denominator = sum.sqrt() + self.0.eps;
-        (master - self.0.step_size * (gradient / denominator), [sum, unused])
+        (master - self.0.step_size * (gradient / denominator), [sum, unused], 0.0)
     }
 }
 

@@ -15,14 +15,39 @@ fn length() -> impl Strategy<Value = usize> {
     ]
 }
 
-/// All combinations of rule, gradient, image and compensation for short slices, and a few of them for long ones.
-fn combinations(count: usize, noise: &mut Noise) -> Vec<(Rule, Kind, Kind, f32)> {
+/// What makes up for a delay.
+#[derive(Clone, Copy, Debug)]
+enum Corrected {
+    Not,
+    By(f32),
+    Ahead(f64),
+}
+
+impl Corrected {
+    fn compensation(self) -> f32 {
+        match self {
+            Corrected::By(c) => c,
+            Corrected::Not | Corrected::Ahead(_) => 0.0,
+        }
+    }
+
+    fn scalars(self, rule: Rule, hyper: &Hyper, applied: u64, multiplier: f32) -> Scalars {
+        let scalars = Scalars::new(rule, hyper, applied, multiplier);
+        match self {
+            Corrected::Ahead(lr) if rule.can_look_ahead() => scalars.looking_ahead(hyper, applied, lr),
+            _ => scalars,
+        }
+    }
+}
+
+/// All combinations of rule, gradient, image and correction for short slices, and a few of them for long ones.
+fn combinations(count: usize, noise: &mut Noise) -> Vec<(Rule, Kind, Kind, Corrected)> {
     let mut all = vec![];
     for rule in Rule::ALL {
         for gradient in KINDS {
             for image in KINDS {
-                for compensation in [0.0, 0.75] {
-                    all.push((rule, gradient, image, compensation));
+                for corrected in [Corrected::Not, Corrected::By(0.75), Corrected::Ahead(0.02)] {
+                    all.push((rule, gradient, image, corrected));
                 }
             }
         }
@@ -39,12 +64,13 @@ proptest! {
     #[test]
     fn update_is_the_same_on_every_isa(count in length(), seed: u64, wild: bool, applied in 1u64..4) {
         let mut noise = Noise(seed);
-        for (rule, gradient, image, compensation) in combinations(count, &mut noise) {
+        for (rule, gradient, image, corrected) in combinations(count, &mut noise) {
             let gradient = Array::noisy(gradient, count, &mut noise, wild);
             let before = Owned::noisy(rule, count, &mut noise, wild);
             let blank = Array::blank(image, count, &mut noise);
             let multiplier = [1.0, 1.0 / 3.0, 1.0 / 65536.0][noise.below(3)];
-            let scalars = Scalars::new(rule, &hyper(&mut noise), applied, multiplier);
+            let scalars = corrected.scalars(rule, &hyper(&mut noise), applied, multiplier);
+            let compensation = corrected.compensation();
             let run = |isa| {
                 let (mut state, mut image) = (before.clone(), blank.clone());
                 update(isa, &scalars, gradient.gradient(), state.state(), image.image(), compensation);
@@ -52,7 +78,7 @@ proptest! {
             };
             let expected = run(Isa::Scalar);
             for isa in Isa::available() {
-                prop_assert!(run(isa) == expected, "{isa}: {scalars:?} {:?} c {compensation}", image_kind(&blank));
+                prop_assert!(run(isa) == expected, "{isa}: {scalars:?} {:?} {corrected:?}", image_kind(&blank));
             }
         }
     }
@@ -65,9 +91,11 @@ proptest! {
             let gradient = Array::noisy(KINDS[noise.below(3)], count, &mut noise, wild);
             let before = Owned::noisy(rule, count, &mut noise, wild);
             let blank = Array::blank(KINDS[noise.below(3)], count, &mut noise);
-            let scalars = Scalars::new(rule, &hyper(&mut noise), 2, 0.5);
+            let corrected = [Corrected::By(0.5), Corrected::Ahead(0.1)][noise.below(2)];
+            let scalars = corrected.scalars(rule, &hyper(&mut noise), 2, 0.5);
+            let c = corrected.compensation();
             let (mut whole, mut whole_image) = (before.clone(), blank.clone());
-            update(isa, &scalars, gradient.gradient(), whole.state(), whole_image.image(), 0.5);
+            update(isa, &scalars, gradient.gradient(), whole.state(), whole_image.image(), c);
             let (mut parts, mut parts_image) = (before, blank);
             let mut start = 0;
             while start < count {
@@ -78,7 +106,7 @@ proptest! {
                     gradient.gradient().slice(part.clone()),
                     parts.state().slice(part.clone()),
                     parts_image.image().slice(part.clone()),
-                    0.5,
+                    c,
                 );
                 start = part.end;
             }

@@ -9,6 +9,8 @@ const BLOCK: usize = QUANTIZATION_BLOCK;
 
 /// All that a call takes.
 struct Case {
+    hypers: Vec<Hyper>,
+    applied: u64,
     scalars: Vec<Scalars>,
     ends: Vec<usize>,
     gradient: Array,
@@ -31,8 +33,11 @@ impl Case {
         ends.dedup();
         let multiplier = [1.0, 1.0 / 3.0, 1.0 / 65536.0][noise.below(3)];
         let applied = 1 + noise.below(3) as u64;
+        let hypers: Vec<Hyper> = ends.iter().map(|_| hyper(noise)).collect();
         Case {
-            scalars: ends.iter().map(|_| Scalars::new(rule, &hyper(noise), applied, multiplier)).collect(),
+            scalars: hypers.iter().map(|hyper| Scalars::new(rule, hyper, applied, multiplier)).collect(),
+            hypers,
+            applied,
             ends,
             gradient: Array::noisy(KINDS[noise.below(3)], count, noise, wild),
             before: OwnedLow::noisy(rule, formats, count, noise, wild),
@@ -45,6 +50,17 @@ impl Case {
                 first_element: ((noise.next() >> 30) << 8) + (1 << 32) - 512,
             },
         }
+    }
+
+    /// The same case with images that look ahead, where the rule can.
+    fn looking_ahead(mut self, noise: &mut Noise) -> Case {
+        for (scalars, hyper) in self.scalars.iter_mut().zip(&self.hypers) {
+            if scalars.rule().can_look_ahead() {
+                *scalars = scalars.looking_ahead(hyper, self.applied, f64::from(noise.unit().abs()));
+                self.compensation = 0.0;
+            }
+        }
+        self
     }
 
     /// Makes one call for each range of blocks that ends at one of `cuts`.
@@ -84,6 +100,7 @@ proptest! {
     fn low_update_is_the_same_on_every_isa_and_split(blocks in 1usize..12, seed: u64, wild: bool) {
         let mut noise = Noise(seed);
         let case = Case::noisy(blocks, &mut noise, wild);
+        let case = if noise.below(2) == 0 { case.looking_ahead(&mut noise) } else { case };
         let expected = case.run(Isa::Scalar, &[blocks * BLOCK]);
         for isa in Isa::available() {
             let mut cuts: Vec<usize> = (1..blocks).filter(|_| noise.below(3) == 0).map(|b| b * BLOCK).collect();
@@ -97,7 +114,10 @@ proptest! {
     fn f32_formats_give_what_update_gives(blocks in 1usize..6, seed: u64, wild: bool) {
         let (mut noise, count) = (Noise(seed), blocks * BLOCK);
         let rule = Rule::ALL[noise.below(5)];
-        let scalars = Scalars::new(rule, &hyper(&mut noise), 2, 0.5);
+        let hyper = hyper(&mut noise);
+        let scalars = Scalars::new(rule, &hyper, 2, 0.5);
+        let ahead = rule.can_look_ahead() && noise.below(2) == 0;
+        let scalars = if ahead { scalars.looking_ahead(&hyper, 2, 0.1) } else { scalars };
         let gradient = Array::noisy(Kind::Bf16, count, &mut noise, wild);
         let mut state = Owned::noisy(rule, count, &mut noise, wild);
         let mut low = state.clone();

@@ -8,7 +8,7 @@ use super::super::scalar::{convert::CANONICAL_NAN, low::scale};
 use super::super::{Gradient, ImageMut, LANES, Moment, Scalars, State};
 use super::lanes::LanesFormat;
 use super::moments::{Decoder, Hash, larger, round, sixteen};
-use super::{Bf16, F16, F32, Kernels as Lanes};
+use super::{Bf16, F16, F32, Kernels as Lanes, Nothing};
 use std::{marker::PhantomData, ops::Range};
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
@@ -173,15 +173,25 @@ impl<V: Lanes> Passes for Vector<V> {
     }
 
     #[inline(always)]
-    fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: ImageMut, c: f32) {
-        let aligned = image.elements_to_alignment(V::STREAM_ALIGNMENT) == 0;
+    fn round_master(
+        self,
+        new: &[f32],
+        key: Key,
+        first: u32,
+        master: &mut [u16],
+        image: Option<ImageMut>,
+        c: f32,
+    ) {
+        let skipped = |image: &ImageMut| image.elements_to_alignment(V::STREAM_ALIGNMENT);
+        let aligned = image.as_ref().is_none_or(|image| skipped(image) == 0);
         // SAFETY: as above, and the image is aligned where it must be.
         unsafe {
             let hash = Hash::new(key, first);
             match image {
-                ImageMut::F32(i) => master_block::<V, F32>(new, hash, master, i, aligned, c),
-                ImageMut::F16(i) => master_block::<V, F16>(new, hash, master, i, aligned, c),
-                ImageMut::Bf16(i) => master_block::<V, Bf16>(new, hash, master, i, aligned, c),
+                Some(ImageMut::F32(i)) => master_block::<V, F32>(new, hash, master, i, aligned, c),
+                Some(ImageMut::F16(i)) => master_block::<V, F16>(new, hash, master, i, aligned, c),
+                Some(ImageMut::Bf16(i)) => master_block::<V, Bf16>(new, hash, master, i, aligned, c),
+                None => master_block::<V, Nothing>(new, hash, master, &mut [(); BLOCK], aligned, c),
             }
         }
     }

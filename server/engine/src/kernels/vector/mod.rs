@@ -252,12 +252,18 @@ unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: La
             moments.prefetch(i, R::SLOTS, ahead);
         }
         let old = V::load(master_at.add(i));
-        let (new, [first, second]) =
+        let (new, [first, second], ahead_by) =
             rule.step(G::load(gradient_at.add(i)), old, moments.load(i, R::SLOTS, R::CODE));
         let [new, first, second] = V::quiet_all([new, first, second]);
         moments.store(i, R::SLOTS, [first, second]);
         new.store(master_at.add(i));
-        let emitted = if compensated { new.sub(compensation.mul(old.sub(new))).quiet() } else { new };
+        let emitted = if rule.looks_ahead() {
+            new.sub(ahead_by).quiet()
+        } else if compensated {
+            new.sub(compensation.mul(old.sub(new))).quiet()
+        } else {
+            new
+        };
         I::stream(emitted, image_at.add(i));
     }
 }

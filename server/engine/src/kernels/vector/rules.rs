@@ -2,7 +2,7 @@
 //! specifies, operation for operation; the comments there apply here.
 
 use super::super::Code;
-use super::super::scalars::{AdagradScalars, AdamScalars, LionScalars, SgdScalars};
+use super::super::scalars::{self, AdagradScalars, AdamScalars, LionScalars, SgdScalars};
 use super::lanes::Lanes;
 
 /// State of 16 elements; slots at `Rule::SLOTS` and beyond mean nothing.
@@ -14,7 +14,40 @@ pub(super) trait Rule<V: Lanes>: Copy {
     /// [`Code::of`] slot 0.
     const CODE: Code = Code::Signed;
 
-    unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>);
+    /// Whether the image looks ahead. It is constant over a loop, and the compiler moves its branches out of it.
+    #[inline(always)]
+    fn looks_ahead(self) -> bool {
+        false
+    }
+
+    unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>, V);
+}
+
+/// The factors of what is known of the next step; zeros where the image does not look ahead.
+#[derive(Clone, Copy)]
+struct Ahead<V> {
+    is_on: bool,
+    mean: V,
+    gradient: V,
+    weight: V,
+}
+
+impl<V: Lanes> Ahead<V> {
+    #[inline(always)]
+    unsafe fn new(ahead: Option<scalars::Ahead>) -> Self {
+        let factor = |of: fn(scalars::Ahead) -> f32| ahead.map_or(0.0, of);
+        Ahead {
+            is_on: ahead.is_some(),
+            mean: V::splat(factor(|ahead| ahead.mean)),
+            gradient: V::splat(factor(|ahead| ahead.gradient)),
+            weight: V::splat(factor(|ahead| ahead.weight)),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn known(self, mean: V, gradient: V) -> V {
+        self.mean.mul(mean).add(self.gradient.mul(gradient))
+    }
 }
 
 /// AdamW if `DECOUPLED`, else Adam.
@@ -28,6 +61,7 @@ pub(super) struct Adam<V, const DECOUPLED: bool> {
     inverse_root_correction: V,
     eps: V,
     step_size: V,
+    ahead: Ahead<V>,
 }
 
 impl<V: Lanes, const DECOUPLED: bool> Adam<V, DECOUPLED> {
@@ -42,6 +76,7 @@ impl<V: Lanes, const DECOUPLED: bool> Adam<V, DECOUPLED> {
             inverse_root_correction: V::splat(scalars.inverse_root_correction),
             eps: V::splat(scalars.eps),
             step_size: V::splat(scalars.step_size),
+            ahead: Ahead::new(scalars.ahead),
         }
     }
 }
@@ -50,7 +85,12 @@ impl<V: Lanes, const DECOUPLED: bool> Rule<V> for Adam<V, DECOUPLED> {
     const SLOTS: usize = 2;
 
     #[inline(always)]
-    unsafe fn step(self, gradient: V, master: V, [mean, square]: Slots<V>) -> (V, Slots<V>) {
+    fn looks_ahead(self) -> bool {
+        self.ahead.is_on
+    }
+
+    #[inline(always)]
+    unsafe fn step(self, gradient: V, master: V, [mean, square]: Slots<V>) -> (V, Slots<V>, V) {
         let gradient = gradient.mul(self.grad_multiplier);
         let (gradient, master) = if DECOUPLED {
             (gradient, master.mul(self.decay))
@@ -60,7 +100,13 @@ impl<V: Lanes, const DECOUPLED: bool> Rule<V> for Adam<V, DECOUPLED> {
         let mean = mean.add(gradient.sub(mean).mul(self.mean_weight));
         let square = square.mul(self.beta2).add(self.square_weight.mul(gradient).mul(gradient));
         let denominator = square.sqrt().mul(self.inverse_root_correction).add(self.eps);
-        (master.sub(self.step_size.mul(mean.div(denominator))), [mean, square])
+        let master = master.sub(self.step_size.mul(mean.div(denominator)));
+        let ahead = if self.ahead.is_on {
+            self.ahead.known(mean, gradient).div(denominator).add(self.ahead.weight.mul(master))
+        } else {
+            master
+        };
+        (master, [mean, square], ahead)
     }
 }
 
@@ -86,10 +132,11 @@ impl<V: Lanes> Rule<V> for PlainSgd<V> {
     const SLOTS: usize = 0;
 
     #[inline(always)]
-    unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>) {
+    unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>, V) {
         let gradient = gradient.mul(self.grad_multiplier);
         let gradient = gradient.add(self.weight_decay.mul(master));
-        (master.sub(self.lr.mul(gradient)), state)
+        let master = master.sub(self.lr.mul(gradient));
+        (master, state, master)
     }
 }
 
@@ -101,6 +148,7 @@ pub(super) struct MomentumSgd<V> {
     grad_weight: V,
     nesterov: bool,
     first: bool,
+    ahead: Ahead<V>,
 }
 
 impl<V: Lanes> MomentumSgd<V> {
@@ -112,6 +160,7 @@ impl<V: Lanes> MomentumSgd<V> {
             grad_weight: V::splat(scalars.grad_weight),
             nesterov: scalars.nesterov,
             first: scalars.first,
+            ahead: Ahead::new(scalars.ahead),
         }
     }
 }
@@ -120,13 +169,20 @@ impl<V: Lanes> Rule<V> for MomentumSgd<V> {
     const SLOTS: usize = 1;
 
     #[inline(always)]
-    unsafe fn step(self, gradient: V, master: V, [buffer, unused]: Slots<V>) -> (V, Slots<V>) {
+    fn looks_ahead(self) -> bool {
+        self.ahead.is_on
+    }
+
+    #[inline(always)]
+    unsafe fn step(self, gradient: V, master: V, [buffer, unused]: Slots<V>) -> (V, Slots<V>, V) {
         let gradient = gradient.mul(self.plain.grad_multiplier);
         let gradient = gradient.add(self.plain.weight_decay.mul(master));
         let buffer =
             if self.first { gradient } else { buffer.mul(self.momentum).add(gradient.mul(self.grad_weight)) };
         let direction = if self.nesterov { gradient.add(buffer.mul(self.momentum)) } else { buffer };
-        (master.sub(self.plain.lr.mul(direction)), [buffer, unused])
+        let master = master.sub(self.plain.lr.mul(direction));
+        let ahead = if self.ahead.is_on { self.ahead.known(buffer, gradient) } else { master };
+        (master, [buffer, unused], ahead)
     }
 }
 
@@ -160,13 +216,13 @@ impl<V: Lanes> Rule<V> for Lion<V> {
     const SLOTS: usize = 1;
 
     #[inline(always)]
-    unsafe fn step(self, gradient: V, master: V, [mean, unused]: Slots<V>) -> (V, Slots<V>) {
+    unsafe fn step(self, gradient: V, master: V, [mean, unused]: Slots<V>) -> (V, Slots<V>, V) {
         let gradient = gradient.mul(self.grad_multiplier);
         let master = master.mul(self.decay);
         let direction = mean.mul(self.beta1).add(gradient.mul(self.sign_weight));
         let master = master.sub(self.lr.mul(direction.sign()));
         let mean = mean.mul(self.beta2).add(gradient.mul(self.mean_weight));
-        (master, [mean, unused])
+        (master, [mean, unused], master)
     }
 }
 
@@ -195,11 +251,12 @@ impl<V: Lanes> Rule<V> for Adagrad<V> {
     const CODE: Code = Code::Unsigned;
 
     #[inline(always)]
-    unsafe fn step(self, gradient: V, master: V, [sum, unused]: Slots<V>) -> (V, Slots<V>) {
+    unsafe fn step(self, gradient: V, master: V, [sum, unused]: Slots<V>) -> (V, Slots<V>, V) {
         let gradient = gradient.mul(self.grad_multiplier);
         let gradient = gradient.add(self.weight_decay.mul(master));
         let sum = sum.add(gradient.mul(gradient));
         let denominator = sum.sqrt().add(self.eps);
-        (master.sub(self.step_size.mul(gradient.div(denominator))), [sum, unused])
+        let master = master.sub(self.step_size.mul(gradient.div(denominator)));
+        (master, [sum, unused], master)
     }
 }

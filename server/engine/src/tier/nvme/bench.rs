@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::{Commit, Fault, JobSpec, Placement, ServerId, Step, Version};
+use longshore_proto::{Commit, Correction, Fault, JobSpec, Placement, ServerId, Step, Version};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{
@@ -143,7 +143,7 @@ fn step(
         skip: false,
         gradient_scale: 1.0,
         clip_coefficient: 1.0,
-        compensation: 0.0,
+        correction: Correction::None,
         groups: vec![Default::default(); spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

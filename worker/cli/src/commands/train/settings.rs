@@ -42,7 +42,7 @@ pub(super) fn settings(args: Args) -> anyhow::Result<Settings> {
         unchecked: args.unchecked,
         delay: args.delay,
         delay_warmup_steps: args.warmup_steps,
-        compensation: args.compensation,
+        correction: args.correction,
         gradient_dtype: args.gradient_dtype,
         image_dtype: args.weight_dtype,
         seed: args.seed,
