@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use longshore_proto::Step;
+
 /// A shard of this server: its index among the server's shards, in forward order, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct OwnedShard(pub usize);
@@ -9,6 +11,10 @@ pub struct OwnedShard(pub usize);
 /// Owned shards that follow one another, in forward order.
 #[derive(Clone, Debug)]
 pub struct OwnedShards(Range<usize>);
+
+/// Where a step's contributions lie in each shard's gradients, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GradientSlot(pub usize);
 
 impl OwnedShard {
     pub fn index(self) -> usize {
@@ -62,3 +68,19 @@ impl DoubleEndedIterator for OwnedShards {
 }
 
 impl ExactSizeIterator for OwnedShards {}
+
+impl GradientSlot {
+    /// The slot that a step uses in a job with so many.
+    pub fn of(step: Step, slots: usize) -> GradientSlot {
+        GradientSlot((step.0 % slots as u64) as usize)
+    }
+
+    /// All slots of a job with so many.
+    pub fn all(slots: usize) -> impl Iterator<Item = GradientSlot> {
+        (0..slots).map(GradientSlot)
+    }
+
+    pub fn index(self) -> usize {
+        self.0
+    }
+}

@@ -7,7 +7,7 @@ use super::{
     refusal::Refusal,
     shard::Verdict,
 };
-use crate::ids::OwnedShard;
+use crate::ids::{GradientSlot, OwnedShard};
 
 impl Machine {
     /// Decides on one chunk. After `Write` the caller stores the bytes and reports back.
@@ -107,21 +107,21 @@ impl Machine {
         let contribution = chunk.contribution;
         let rank = &mut self.ranks[contribution.rank.index()];
         rank.last_step = rank.last_step.max(contribution.step);
-        let last = self.shards[owned.index()].slots[slot].stored(&chunk);
+        let last = self.shards[owned.index()].slots[slot.index()].stored(&chunk);
         let (step, micro_step) = (contribution.step, contribution.micro_step);
         last.then_some(Work::Sum(Sum { owned, slot, step, micro_step }))
     }
 
     /// The ticket's bytes did not arrive.
     pub fn abandoned(&mut self, ticket: Ticket) {
-        self.shards[ticket.owned.index()].slots[ticket.slot].abandoned(&ticket.chunk);
+        self.shards[ticket.owned.index()].slots[ticket.slot.index()].abandoned(&ticket.chunk);
         self.unsettle();
     }
 
     /// A [`Work::Sum`] is done. Returns true when that completes the shard's gradient of the step; `nonfinite` is
     /// then its first element that is inf or NaN.
-    pub fn summed(&mut self, owned: OwnedShard, slot: usize, nonfinite: Option<u64>) -> bool {
-        self.shards[owned.index()].slots[slot].summed(self.spec.micro_steps, nonfinite)
+    pub fn summed(&mut self, owned: OwnedShard, slot: GradientSlot, nonfinite: Option<u64>) -> bool {
+        self.shards[owned.index()].slots[slot.index()].summed(self.spec.micro_steps, nonfinite)
     }
 
     /// Takes up a gradient that an earlier process had summed, as [`Machine::summed`] takes a new one.

@@ -12,7 +12,7 @@ use longshore_proto::{
 
 use super::{refusal::Refusal, shard::ShardProgress};
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::{GradientSlot, OwnedShard, OwnedShards},
     record::{Joined, Record, Standing},
 };
 
@@ -34,7 +34,7 @@ pub struct Ticket {
     /// The shard's index among the owned shards.
     pub owned: OwnedShard,
     /// The step's gradient slot.
-    pub slot: usize,
+    pub slot: GradientSlot,
     pub chunk: ContributionChunk,
 }
 
@@ -65,7 +65,7 @@ pub enum Work {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sum {
     pub owned: OwnedShard,
-    pub slot: usize,
+    pub slot: GradientSlot,
     pub step: Step,
     pub micro_step: MicroStep,
 }

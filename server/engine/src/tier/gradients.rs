@@ -8,7 +8,10 @@ use std::{
 use longshore_proto::{Fault, Rank};
 
 use super::fault::internal;
-use crate::{ids::OwnedShard, memory::Region};
+use crate::{
+    ids::{GradientSlot, OwnedShard},
+    memory::Region,
+};
 
 /// The kinds of a shard's gradients in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +26,7 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GradientId {
     pub owned: OwnedShard,
-    pub slot: usize,
+    pub slot: GradientSlot,
     pub kind: Kind,
 }
 

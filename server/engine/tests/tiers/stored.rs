@@ -3,7 +3,7 @@
 use std::{ops::Range, path::Path, sync::mpsc};
 
 use longshore_engine::{
-    ids::OwnedShard,
+    ids::{GradientSlot, OwnedShard},
     memory::{Region, Slab},
     tier::{GradientId, GradientStore, Kind, Recovered, Transfer},
 };
@@ -124,13 +124,15 @@ fn gradients_come_back_from_their_places_and_leave_no_name() {
             let gradients = store.gradients.as_deref().unwrap();
             let places: Vec<GradientId> = case
                 .shards()
-                .flat_map(|owned| (0..case.spec.gradient_slots()).map(move |slot| (owned, slot)))
+                .flat_map(|owned| {
+                    GradientSlot::all(case.spec.gradient_slots()).map(move |slot| (owned, slot))
+                })
                 .map(|(owned, slot)| GradientId { owned, slot, kind: Kind::Contribution(Rank(0)) })
                 .collect();
             let bytes = |place: &GradientId| {
                 let length = case.blocks(place.owned) * IMAGE_BLOCK;
                 (0..length)
-                    .map(|index| (index / 512 + place.owned.index() * 5 + place.slot) as u8)
+                    .map(|index| (index / 512 + place.owned.index() * 5 + place.slot.index()) as u8)
                     .collect::<Vec<u8>>()
             };
             for place in &places {

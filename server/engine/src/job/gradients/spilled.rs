@@ -18,7 +18,7 @@ use super::{
     contribution::{add, cast},
 };
 use crate::{
-    ids::OwnedShard,
+    ids::{GradientSlot, OwnedShard},
     kernels::{Gradient, Statistics},
     lock,
     memory::{AllocationError, Region, Slab},
@@ -227,7 +227,8 @@ impl Gradients {
         let mut region = scratch.sum.take().ok_or_else(lost)?;
         if micro_step.0 > 0 {
             region = Transfer::read(&*spilled.files, place, elements * 4, region).wait()?;
-            self.verify(spilled, place, &region.bytes()[..elements * 4], &scratch.sums[owned.index()][slot])?;
+            let bytes = &region.bytes()[..elements * 4];
+            self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?;
         }
         let mut statistics = Vec::new();
         let ranks = self.spec.world_size;
@@ -255,7 +256,7 @@ impl Gradients {
             contribution.give_back();
             scratch.parts.extend(arrived);
         }
-        scratch.sums[owned.index()][slot] =
+        scratch.sums[owned.index()][slot.index()] =
             region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();
         scratch.sum = Some(Transfer::write(&*spilled.files, place, elements * 4, region).wait()?);
         Ok(statistics)
@@ -275,7 +276,7 @@ impl Gradients {
         &self,
         spilled: &SpilledGradients,
         owned: OwnedShard,
-        slot: usize,
+        slot: GradientSlot,
         rank: Rank,
         parts: &mut Vec<Region>,
     ) -> Result<Option<Transfer>, Fault> {
@@ -316,7 +317,7 @@ impl Gradients {
         let bytes = &region.bytes()[..bytes];
         let place = GradientId { owned, slot, kind };
         match kind {
-            Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot])?,
+            Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?,
             Kind::Contribution(_) => {
                 let lone = lock(self.contribution(owned, slot, Rank(0)));
                 self.verify(spilled, place, bytes, lone.sums())?;
@@ -338,7 +339,7 @@ impl Gradients {
         &self,
         spilled: &SpilledGradients,
         owned: OwnedShard,
-        slot: usize,
+        slot: GradientSlot,
         scratch: &mut Scratch,
     ) -> Result<Option<Transfer>, Fault> {
         let (kind, bytes) = self.gradient_kind(owned);

@@ -12,7 +12,7 @@ use super::{
     contribution::add,
 };
 use crate::{
-    ids::OwnedShard,
+    ids::{GradientSlot, OwnedShard},
     kernels::{Gradient, Statistics, statistics},
     lock,
     step::{Sum, Work},
@@ -118,7 +118,7 @@ impl Gradients {
     pub(in crate::job) fn form_statistics_again(&self, owned: OwnedShard, step: Step) -> Option<u64> {
         let buffers = &self.shards[owned.index()];
         let slot = self.slot(step);
-        let formed = match &buffers.accumulators[slot] {
+        let formed = match &buffers.accumulators[slot.index()] {
             None => self.lone_statistics(&[(owned, slot)], || ()).pop().unwrap_or_default(),
             Some(_) if self.spec.unchecked => self.no_statistics(owned),
             Some(accumulator) => {
@@ -128,7 +128,7 @@ impl Gradients {
             }
         };
         let nonfinite = first_nonfinite(&formed);
-        *lock(&buffers.statistics[slot]) = formed;
+        *lock(&buffers.statistics[slot.index()]) = formed;
         nonfinite
     }
 
@@ -144,7 +144,7 @@ impl Gradients {
     /// The statistics of gradients that came alone. Those that were not taken while the gradient came are taken here.
     fn lone_statistics(
         &self,
-        places: &[(OwnedShard, usize)],
+        places: &[(OwnedShard, GradientSlot)],
         meanwhile: impl FnOnce(),
     ) -> Vec<Vec<Statistics>> {
         if self.spec.unchecked {
@@ -175,10 +175,14 @@ impl Gradients {
     fn accumulate(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Vec<Vec<Statistics>> {
         let isa = self.compute.isa();
         let shard = |sum: &Sum| &self.shards[sum.owned.index()];
-        let mut accumulators: Vec<_> =
-            sums.iter().filter_map(|sum| shard(sum).accumulators[sum.slot].as_ref().map(lock)).collect();
-        let mut contributions: Vec<Vec<_>> =
-            sums.iter().map(|sum| shard(sum).contributions[sum.slot].iter().map(lock).collect()).collect();
+        let mut accumulators: Vec<_> = sums
+            .iter()
+            .filter_map(|sum| shard(sum).accumulators[sum.slot.index()].as_ref().map(lock))
+            .collect();
+        let mut contributions: Vec<Vec<_>> = sums
+            .iter()
+            .map(|sum| shard(sum).contributions[sum.slot.index()].iter().map(lock).collect())
+            .collect();
         let gradients = contributions.iter().map(|ranks| {
             ranks.iter().map(|contribution| contribution.gradient(self.spec.gradient_dtype)).collect()
         });

@@ -30,7 +30,7 @@ const GRADIENT_FILE: &str = "gradients";
 /// DRAM, and workers send them again. Whatever ends the process gives the space back.
 ///
 /// ```text
-/// shard, shard, ...     each: [step slot 0: rank 0, rank 1, ..., sum] [step slot 1: ...]
+/// shard, shard, ...     each: [gradient slot 0: rank 0, rank 1, ..., sum] [gradient slot 1: ...]
 /// ```
 pub(in crate::tier) struct GradientFiles {
     plan: GradientPlan,
@@ -82,7 +82,7 @@ impl GradientPlan {
             Kind::Contribution(rank) => u64::from(rank.0) * self.wire,
             Kind::Sum => self.ranks * self.wire,
         };
-        at + elements * (slot as u64 * self.slot_bytes() + before)
+        at + elements * (slot.index() as u64 * self.slot_bytes() + before)
     }
 }
 
