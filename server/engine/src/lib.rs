@@ -6,6 +6,7 @@
 
 pub mod admission;
 pub mod checkpoint;
+pub mod ids;
 pub mod io;
 pub mod job;
 pub mod kernels;

@@ -18,7 +18,7 @@ use common::{
     reference::Reference,
     spec, weights,
 };
-use longshore_engine::{kernels::Isa, step::Work, tier::Storage};
+use longshore_engine::{ids::OwnedShard, kernels::Isa, step::Work, tier::Storage};
 use longshore_proto::{Commit, Correction, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
@@ -97,7 +97,7 @@ fn a_killed_process_leaves_a_state_to_go_on_from() {
             let mut cluster = open(&dir);
             let version = cluster.jobs[0].progress().version.0;
             unfinished += usize::from(!cluster.works[0].is_empty());
-            let second = |work: &Work| matches!(work, Work::Update { owned: 1, .. });
+            let second = |work: &Work| matches!(work, Work::Update { owned: OwnedShard(1), .. });
             behind_first += usize::from(cluster.works[0].iter().any(second));
             cluster.work();
             while reference.version < version {

@@ -130,7 +130,8 @@ impl Sink {
     ) -> Result<Part, Fault> {
         let (snapshot, layout) = self.job.begin_checkpoint(expected)?;
         let mut hashes = vec![Hashes::default(); self.places.len()];
-        let info = snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[piece.owned]))?;
+        let info =
+            snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[piece.owned.index()]))?;
         let part = self.finish(plan, spec, info, &hashes)?;
         self.draft.publish()?;
         // The entry lies beside the part, for servers that stop without anybody who could carry it to the others.
@@ -142,7 +143,7 @@ impl Sink {
     fn take(&self, piece: &Piece, layout: BlockCopy, hashes: &mut Hashes) -> Result<(), Fault> {
         for (index, block) in piece.blocks().enumerate() {
             let CopiedBlock { state, image, older_image, .. } = layout.cut(block);
-            for &(array, offset) in &self.places[piece.owned] {
+            for &(array, offset) in &self.places[piece.owned.index()] {
                 let bytes = match array {
                     Array::Master => state[0],
                     Array::First => state[1],

@@ -4,6 +4,7 @@ use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, Sha
 
 use super::{Job, compute::BLOCK, images::image_blocks, padding::check_padding};
 use crate::{
+    ids::{OwnedShard, OwnedShards},
     kernels::{ImageMut, MasterMut, cast},
     lock,
     record::Record,
@@ -150,7 +151,7 @@ impl Job {
         }
         let mut load = lock(&self.load);
         load.check_upload(Version(0))?;
-        match load.checksums[owned].get(chunk.0 as usize).copied().flatten() {
+        match load.checksums[owned.index()].get(chunk.0 as usize).copied().flatten() {
             Some(earlier) if earlier == crc32 => return Ok(()),
             Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
             None => {}
@@ -159,7 +160,7 @@ impl Job {
         self.tier.state.load(owned, &mut |mut state| {
             self.store_weights(&mut state, range.start as usize / size_of::<f32>(), payload);
         })?;
-        load.checksums[owned][chunk.0 as usize] = Some(crc32);
+        load.checksums[owned.index()][chunk.0 as usize] = Some(crc32);
         if load.missing(&self.owned).is_empty() {
             load.finish();
             drop(load);
@@ -209,7 +210,7 @@ impl Job {
         read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
         let with_older = images == StoredImages::Both && version.0 > 0;
-        for (owned, &shard) in self.owned.iter().enumerate() {
+        for (owned, &shard) in OwnedShards::all(self.owned.len()).zip(&self.owned) {
             self.check_cancelled()?;
             let mut current = self.images.to_make(owned, version);
             // At version 0 there is no image before. The one to come uses the other memory of the pair.
@@ -240,7 +241,7 @@ impl Job {
     /// writes master weights alone.
     pub(super) fn forget(&self) {
         self.images.forget();
-        for owned in 0..self.owned.len() {
+        for owned in OwnedShards::all(self.owned.len()) {
             let cleared = self.tier.state.load(owned, &mut |state| {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
@@ -254,7 +255,7 @@ impl Job {
     /// Makes the current image of every shard for which none was loaded.
     pub(super) fn make_images(&self, version: Version, loaded: StoredImages) -> Result<(), Fault> {
         let stored = self.images.are_spilled() && loaded != StoredImages::None;
-        for owned in (0..self.owned.len()).filter(|_| !stored) {
+        for owned in OwnedShards::all(self.owned.len()).filter(|_| !stored) {
             self.make_image(owned, version)?;
             self.images.store(owned, version)?;
         }
@@ -265,7 +266,9 @@ impl Job {
     pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
         if let Some(kept) = &self.tier.kept {
             let older = record.version.0.checked_sub(1).map(Version);
-            let loaded = |older| (0..self.owned.len()).all(|owned| self.images.here(owned, older).is_some());
+            let loaded = |older| {
+                OwnedShards::all(self.owned.len()).all(|owned| self.images.here(owned, older).is_some())
+            };
             kept.older_images(older.is_some_and(loaded));
         }
         if let Some(durable) = &self.tier.durable {
@@ -281,7 +284,7 @@ impl Job {
     }
 
     /// Makes the current image from the master weights, unless it was loaded.
-    fn make_image(&self, owned: usize, version: Version) -> Result<(), Fault> {
+    fn make_image(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
         if self.images.here(owned, version).is_some() {
             return Ok(());
         }
@@ -303,7 +306,7 @@ impl Job {
     /// Goes on from a version that the tier has kept. Every block of it is read and compared on the way.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let version = record.version;
-        for owned in 0..self.owned.len() {
+        for owned in OwnedShards::all(self.owned.len()) {
             self.images.recover(owned, version)?;
             // This is done even where the image was kept: a damaged block must be found while the version before can
             // still be taken.
@@ -322,7 +325,7 @@ impl Job {
     /// Goes on from a process that was killed at any instant. What it had decided is updated to the end, from the
     /// contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
-        for (owned, shard) in kept.shards.iter().enumerate() {
+        for (owned, shard) in OwnedShards::all(kept.shards.len()).zip(&kept.shards) {
             self.images.found(owned, shard);
         }
         lock(&self.load).finish();
@@ -330,7 +333,7 @@ impl Job {
         let shards = kept.shards.iter().map(|shard| (shard.version, shard.summed)).collect::<Vec<_>>();
         let work = machine.resume_updates(kept.records, &shards)?;
         let version = machine.version();
-        for (owned, shard) in kept.shards.iter().enumerate() {
+        for (owned, shard) in OwnedShards::all(kept.shards.len()).zip(&kept.shards) {
             for step in shard.summed {
                 if step.version() <= version || !machine.is_complete(owned, step) {
                     continue;

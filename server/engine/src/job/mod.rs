@@ -44,6 +44,7 @@ use self::{
 };
 use crate::{
     admission::Reservation,
+    ids::OwnedShard,
     lock,
     memory::SharedFile,
     step::{Progress, RankProgress, Refusal, Work},
@@ -225,7 +226,7 @@ impl Job {
         }
     }
 
-    fn owned_index(&self, shard: ShardId) -> Result<usize, Refusal> {
+    fn owned_index(&self, shard: ShardId) -> Result<OwnedShard, Refusal> {
         self.protocol.machine().owned_index(shard)
     }
 

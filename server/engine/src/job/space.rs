@@ -9,6 +9,7 @@ use super::{
     images::Image,
 };
 use crate::{
+    ids::OwnedShards,
     memory::{AllocationError, AtomicWords, SharedFile, Slab},
     threads::ThreadPool,
     tier::Storage,
@@ -133,10 +134,10 @@ impl Buffers {
         let stamps = Arc::new(AtomicWords::new(stamps.expect("one region was carved for the stamps")));
         let mut next = || regions.next().expect("one region was carved for each size");
         let mut buffers = Buffers { images: Vec::new(), gradients: Vec::new(), shared };
-        for owned in 0..lengths.len() {
+        for owned in OwnedShards::all(lengths.len()) {
             buffers.images.push([0, 1].map(|parity| {
                 let region = apart.next().unwrap_or_else(&mut next);
-                let (stamps, stamp) = (Arc::clone(&stamps), 2 * owned + parity);
+                let (stamps, stamp) = (Arc::clone(&stamps), 2 * owned.index() + parity);
                 RwLock::new(Image::new(owned, region, stamps, stamp))
             }));
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());

@@ -1,13 +1,12 @@
 //! The update of shards: unscale, clip, step and image, in one pass over each block.
 
-use std::ops::Range;
-
 use longshore_proto::{BlockId, Commit, Correction, Fault, Rank, Step, limits::BLOCK_ELEMENTS};
 
 use tracing::debug_span;
 
 use super::{Job, compute::BLOCK, gradients::cast, images::image_blocks};
 use crate::{
+    ids::{OwnedShard, OwnedShards},
     kernels::{Gradient, ImageMut, Random, Scalars, update, update_low},
     lock,
     memory::Region,
@@ -36,12 +35,13 @@ const MOST_AT_ONCE: usize = 8;
 const AHEAD: usize = 8;
 
 impl Job {
-    pub(super) fn update(&self, first: usize, step: Step) -> Result<Option<Work>, Fault> {
-        let most = if self.tier.together.is_some() { (1 + first / AHEAD).min(MOST_AT_ONCE) } else { 1 };
-        let run = first..first + self.protocol.machine().updatable(first, most, step);
+    pub(super) fn update(&self, first: OwnedShard, step: Step) -> Result<Option<Work>, Fault> {
+        let most =
+            if self.tier.together.is_some() { (1 + first.index() / AHEAD).min(MOST_AT_ONCE) } else { 1 };
+        let run = self.protocol.machine().updatable(first, most, step);
+        let shard = self.owned[first.index()].0;
         let _stage =
-            debug_span!(target: "stage", "update", shard = self.owned[first].0, shards = run.len(), step = step.0)
-                .entered();
+            debug_span!(target: "stage", "update", shard, shards = run.len(), step = step.0).entered();
         let decision =
             self.protocol.machine().decision(step).map(|(commit, applied)| (commit.clone(), applied));
         let (commit, applied) = decision.expect("a commit is kept until its updates are done");
@@ -62,15 +62,15 @@ impl Job {
         for owned in run.clone() {
             next = machine.updated(owned, step);
         }
-        if run.end == self.owned.len() {
+        if run.indices().end == self.owned.len() {
             self.finish(&machine, step)?;
         }
         drop(machine);
-        tracing::trace!(job = %self.spec.name, %step, ?run, skip = commit.skip, "updated");
+        tracing::trace!(job = %self.spec.name, %step, run = ?run.indices(), skip = commit.skip, "updated");
         Ok(next)
     }
 
-    fn update_shards(&self, run: Range<usize>, commit: &Commit, applied: u64) -> Result<(), Fault> {
+    fn update_shards(&self, run: OwnedShards, commit: &Commit, applied: u64) -> Result<(), Fault> {
         let multiplier = commit.gradient_multiplier();
         let scalars: Vec<Scalars> = commit
             .groups
@@ -117,7 +117,7 @@ impl Job {
             Some(together) => together.update_run(run.clone(), &mut |states| compute(states, &Unguarded))?,
             None => {
                 let update = &mut |state: StateMut<'_>, guard: &dyn Guard| compute(vec![state], guard);
-                self.tier.state.update(run.start, version, update)?;
+                self.tier.state.update(run.first(), version, update)?;
             }
         }
         images.iter_mut().for_each(|image| image.set(Some(version)));
@@ -128,12 +128,12 @@ impl Job {
 
     fn cut<'a>(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         whole: Gradient<'a>,
         state: StateMut<'a>,
         image: &'a mut Region,
     ) -> Vec<Block<'a>> {
-        let first_block = self.layout.shard_range(self.owned[owned]).start / BLOCK_ELEMENTS;
+        let first_block = self.layout.shard_range(self.owned[owned.index()]).start / BLOCK_ELEMENTS;
         let images = image_blocks(image, self.spec.image_dtype, BLOCK);
         let blocks = state.blocks().zip(images).enumerate().map(|(index, (state, image))| Block {
             id: BlockId(first_block as u32 + index as u32),

@@ -7,6 +7,7 @@ use super::{
     refusal::Refusal,
     shard::Verdict,
 };
+use crate::ids::{GradientSlot, OwnedShard};
 
 impl Machine {
     /// Decides on one chunk. After `Write` the caller stores the bytes and reports back.
@@ -31,7 +32,7 @@ impl Machine {
         if !self.check_reads(chunk.reads)? || !self.check_scale(chunk)? {
             return Ok(Admission::Busy);
         }
-        let shard = &mut self.shards[owned];
+        let shard = &mut self.shards[owned.index()];
         let (slot, chunks) = (shard.slot_of(step), shard.chunks);
         match shard.slot_mut(step).judge(chunk, chunks)? {
             Verdict::Duplicate => Ok(Admission::Duplicate),
@@ -63,7 +64,7 @@ impl Machine {
         Err(Refusal::Withdrawn { reads, decided_by })
     }
 
-    fn check_chunk(&self, chunk: &ContributionChunk) -> Result<usize, Refusal> {
+    fn check_chunk(&self, chunk: &ContributionChunk) -> Result<OwnedShard, Refusal> {
         let contribution = chunk.contribution;
         let owned = self.owned_index(contribution.shard)?;
         if contribution.step.0 == 0 {
@@ -82,7 +83,7 @@ impl Machine {
             false => self.layout.chunk_bytes(contribution.shard, chunk.chunk, chunk.dtype),
         };
         let Some(range) = place else {
-            let chunks = if chunk.lent { 1 } else { self.shards[owned].chunks };
+            let chunks = if chunk.lent { 1 } else { self.shards[owned.index()].chunks };
             return Err(Refusal::UnknownChunk { shard: contribution.shard, chunk: chunk.chunk, chunks });
         };
         let expected = range.end - range.start;
@@ -106,25 +107,25 @@ impl Machine {
         let contribution = chunk.contribution;
         let rank = &mut self.ranks[contribution.rank.index()];
         rank.last_step = rank.last_step.max(contribution.step);
-        let last = self.shards[owned].slots[slot].stored(&chunk);
+        let last = self.shards[owned.index()].slots[slot.index()].stored(&chunk);
         let (step, micro_step) = (contribution.step, contribution.micro_step);
         last.then_some(Work::Sum(Sum { owned, slot, step, micro_step }))
     }
 
     /// The ticket's bytes did not arrive.
     pub fn abandoned(&mut self, ticket: Ticket) {
-        self.shards[ticket.owned].slots[ticket.slot].abandoned(&ticket.chunk);
+        self.shards[ticket.owned.index()].slots[ticket.slot.index()].abandoned(&ticket.chunk);
         self.unsettle();
     }
 
     /// A [`Work::Sum`] is done. Returns true when that completes the shard's gradient of the step; `nonfinite` is
     /// then its first element that is inf or NaN.
-    pub fn summed(&mut self, owned: usize, slot: usize, nonfinite: Option<u64>) -> bool {
-        self.shards[owned].slots[slot].summed(self.spec.micro_steps, nonfinite)
+    pub fn summed(&mut self, owned: OwnedShard, slot: GradientSlot, nonfinite: Option<u64>) -> bool {
+        self.shards[owned.index()].slots[slot.index()].summed(self.spec.micro_steps, nonfinite)
     }
 
     /// Takes up a gradient that an earlier process had summed, as [`Machine::summed`] takes a new one.
-    pub fn summed_before(&mut self, owned: usize, step: Step, nonfinite: Option<u64>) {
-        self.shards[owned].slot_mut(step).nonfinite = nonfinite;
+    pub fn summed_before(&mut self, owned: OwnedShard, step: Step, nonfinite: Option<u64>) {
+        self.shards[owned.index()].slot_mut(step).nonfinite = nonfinite;
     }
 }

@@ -7,6 +7,7 @@ use super::{
     refusal::Refusal,
     shard::ShardProgress,
 };
+use crate::ids::OwnedShard;
 
 impl Machine {
     /// Checks that a step's gradient statistics may be asked for.
@@ -67,7 +68,7 @@ impl Machine {
             self.phase = Phase::Paused { reason };
             self.pauses += 1;
         }
-        Ok(self.next_update(0, step))
+        Ok(self.next_update(OwnedShard(0), step))
     }
 
     /// Checks that a decision fits the gradient that it is about.
@@ -83,27 +84,27 @@ impl Machine {
 
     /// The update that follows the one of `owned`. A shard that still lacks the step before has its turn when that
     /// update is done: updates of one job run one after the other.
-    fn next_update(&self, owned: usize, step: Step) -> Option<Work> {
-        (owned < self.shards.len()).then_some(Work::Update { owned, step })
+    fn next_update(&self, owned: OwnedShard, step: Step) -> Option<Work> {
+        (owned.index() < self.shards.len()).then_some(Work::Update { owned, step })
     }
 
     /// A [`Work::Update`] is done: its image can be pulled and its gradient slot is free.
-    pub fn updated(&mut self, owned: usize, step: Step) -> Option<Work> {
-        let shard = &mut self.shards[owned];
+    pub fn updated(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
+        let shard = &mut self.shards[owned.index()];
         debug_assert_eq!(shard.version.next_step(), step, "updates of a shard run in order");
         shard.version = step.version();
         shard.slot_mut(step).free();
-        self.next_update(owned + 1, step)
+        self.next_update(owned.next(), step)
     }
 
     /// Checks that a version may be waited for on a shard; true when it is there.
-    pub fn check_pull(&self, owned: usize, version: Version) -> Result<bool, Refusal> {
+    pub fn check_pull(&self, owned: OwnedShard, version: Version) -> Result<bool, Refusal> {
         self.check_not_loading()?;
         let newest = Version(self.version.0 + self.spec.gradient_slots() as u64);
         if version > newest {
             return Err(Refusal::VersionTooNew { version, newest });
         }
-        Ok(self.shards[owned].version >= version)
+        Ok(self.shards[owned.index()].version >= version)
     }
 }
 

@@ -11,7 +11,10 @@ use longshore_proto::{
 };
 
 use super::{refusal::Refusal, shard::ShardProgress};
-use crate::record::{Joined, Record, Standing};
+use crate::{
+    ids::{GradientSlot, OwnedShard, OwnedShards},
+    record::{Joined, Record, Standing},
+};
 
 /// How many commits are kept for ranks that ask late. A living rank is at most two steps behind, and one that joins
 /// again needs only the last.
@@ -29,9 +32,9 @@ pub enum Phase {
 #[must_use]
 pub struct Ticket {
     /// The shard's index among the owned shards.
-    pub owned: usize,
+    pub owned: OwnedShard,
     /// The step's gradient slot.
-    pub slot: usize,
+    pub slot: GradientSlot,
     pub chunk: ContributionChunk,
 }
 
@@ -53,7 +56,7 @@ pub enum Work {
     Sum(Sum),
     /// Run the committed update. On a skipped step, carry the image over.
     Update {
-        owned: usize,
+        owned: OwnedShard,
         step: Step,
     },
 }
@@ -61,8 +64,8 @@ pub enum Work {
 /// Sum the ranks' buffers of one micro-step. After the last one, take the gradient statistics too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sum {
-    pub owned: usize,
-    pub slot: usize,
+    pub owned: OwnedShard,
+    pub slot: GradientSlot,
     pub step: Step,
     pub micro_step: MicroStep,
 }
@@ -120,7 +123,7 @@ pub struct Machine {
     pub(super) ranks: Vec<RankState>,
     pub(super) shards: Vec<ShardProgress>,
     /// By shard: its index among the owned shards, if it is one.
-    pub(super) owned: Vec<Option<u32>>,
+    pub(super) owned: Vec<Option<OwnedShard>>,
     /// What was last said on pausing since the version was decided.
     pub(super) standing: Option<Standing>,
     /// The loss scale of each undecided step to which this server holds any contribution. It is the same on every
@@ -137,8 +140,8 @@ impl Machine {
     pub fn new(spec: Arc<JobSpec>, layout: Arc<Layout>, owned_shards: &[ShardId]) -> Machine {
         let mut owned = vec![None; layout.shards() as usize];
         let mut shards = Vec::with_capacity(owned_shards.len());
-        for (index, &shard) in owned_shards.iter().enumerate() {
-            owned[shard.index()] = Some(index as u32);
+        for (index, &shard) in OwnedShards::all(owned_shards.len()).zip(owned_shards) {
+            owned[shard.index()] = Some(index);
             let chunks = layout.chunks(shard, spec.gradient_dtype);
             shards.push(ShardProgress::new(shard, chunks, spec.gradient_slots(), spec.world_size));
         }
@@ -225,7 +228,10 @@ impl Machine {
                 shard.slot_mut(step).take_over(step, self.spec.micro_steps);
             }
         }
-        let first = |step: Step| self.shards.iter().position(|shard| shard.version < step.version());
+        let first = |step: Step| {
+            let behind = self.shards.iter().position(|shard| shard.version < step.version());
+            behind.map(OwnedShard)
+        };
         let steps = (oldest + 1..=self.version.0).map(Step);
         Ok(steps.filter_map(|step| first(step).map(|owned| Work::Update { owned, step })).collect())
     }

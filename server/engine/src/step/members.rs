@@ -7,6 +7,7 @@ use super::{
     refusal::Refusal,
     shard::ShardProgress,
 };
+use crate::ids::{GradientSlot, OwnedShard};
 
 impl Machine {
     /// Ends what earlier processes of a rank may do. What they sent stays, since a decision that another server knows
@@ -66,8 +67,8 @@ impl Machine {
     }
 
     /// Whether a rank's buffer of a slot holds what a sum or an update still needs.
-    pub fn holds(&self, owned: usize, slot: usize, rank: Rank) -> bool {
-        self.shards[owned].slots[slot].holds(rank)
+    pub fn holds(&self, owned: OwnedShard, slot: GradientSlot, rank: Rank) -> bool {
+        self.shards[owned.index()].slots[slot.index()].holds(rank)
     }
 
     pub fn incarnation(&self, rank: Rank) -> Option<Incarnation> {

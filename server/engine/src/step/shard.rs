@@ -7,6 +7,7 @@ use longshore_proto::{
 };
 
 use super::{bitmap::Bitmap, refusal::Refusal};
+use crate::ids::GradientSlot;
 
 /// What to do with a chunk that this slot may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -277,17 +278,17 @@ impl ShardProgress {
         ShardProgress { shard, chunks, version: Version(0), slots }
     }
 
-    pub(super) fn slot_of(&self, step: Step) -> usize {
-        (step.0 % self.slots.len() as u64) as usize
+    pub(super) fn slot_of(&self, step: Step) -> GradientSlot {
+        GradientSlot::of(step, self.slots.len())
     }
 
     pub(super) fn slot(&self, step: Step) -> &StepSlot {
-        &self.slots[self.slot_of(step)]
+        &self.slots[self.slot_of(step).index()]
     }
 
     pub(super) fn slot_mut(&mut self, step: Step) -> &mut StepSlot {
-        let index = self.slot_of(step);
-        &mut self.slots[index]
+        let slot = self.slot_of(step);
+        &mut self.slots[slot.index()]
     }
 
     /// The origin of the step's gradient on this shard. The shard's number is a part of it.

@@ -7,6 +7,7 @@ use super::{
     progress::{Progress, RankProgress},
     refusal::Refusal,
 };
+use crate::ids::{OwnedShard, OwnedShards};
 
 impl Machine {
     pub fn phase(&self) -> &Phase {
@@ -22,15 +23,15 @@ impl Machine {
     }
 
     /// The shard's index among the owned shards, or the refusal that a request for a foreign shard gets.
-    pub fn owned_index(&self, shard: ShardId) -> Result<usize, Refusal> {
+    pub fn owned_index(&self, shard: ShardId) -> Result<OwnedShard, Refusal> {
         let shards = self.owned.len() as u32;
         let owned = self.owned.get(shard.index()).copied().flatten();
-        owned.map(|index| index as usize).ok_or(Refusal::NotOwned { shard, shards })
+        owned.ok_or(Refusal::NotOwned { shard, shards })
     }
 
     /// The version of a shard's state. The image of that version is there too.
-    pub fn shard_version(&self, owned: usize) -> Version {
-        self.shards[owned].version
+    pub fn shard_version(&self, owned: OwnedShard) -> Version {
+        self.shards[owned.index()].version
     }
 
     /// Whether every update decided so far is done.
@@ -38,13 +39,13 @@ impl Machine {
         self.shards.iter().all(|shard| shard.version == self.version)
     }
 
-    pub fn is_complete(&self, owned: usize, step: Step) -> bool {
-        self.shards[owned].is_complete(step)
+    pub fn is_complete(&self, owned: OwnedShard, step: Step) -> bool {
+        self.shards[owned.index()].is_complete(step)
     }
 
     /// The origin of a shard's gradient of a step.
-    pub fn origin(&self, owned: usize, step: Step) -> Origin {
-        self.shards[owned].origin(step)
+    pub fn origin(&self, owned: OwnedShard, step: Step) -> Origin {
+        self.shards[owned.index()].origin(step)
     }
 
     /// The rank 0 that decided the step which made a version; 0 where this server does not know it.
@@ -95,10 +96,10 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// How many consecutive shards from `owned` on have the version before this step, at most `most`.
-    pub fn updatable(&self, owned: usize, most: usize, step: Step) -> usize {
-        let shards = self.shards[owned..].iter().take(most);
-        shards.take_while(|shard| shard.version.next_step() == step).count()
+    /// The shards from `first` on that have the version before this step, at most `most` of them.
+    pub fn updatable(&self, first: OwnedShard, most: usize, step: Step) -> OwnedShards {
+        let shards = self.shards[first.index()..].iter().take(most);
+        first.run(shards.take_while(|shard| shard.version.next_step() == step).count())
     }
 
     /// The decision on a step and Adam's t after it, while it is kept.

@@ -13,6 +13,7 @@ use super::{
     state::{StateMut, StateRef},
 };
 use crate::{
+    ids::{OwnedShard, OwnedShards},
     memory::Slab,
     record::{Joined, Record},
 };
@@ -101,15 +102,15 @@ impl Guard for Unguarded {
 /// The core: every tier has it. A closure gets the state, so that a tier can bring it in before and write it back after.
 pub trait Tier: Send + Sync {
     /// Fills a shard before the job starts, in any number of calls.
-    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
+    fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
 
     /// Reads a shard as its last update left it.
-    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
+    fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
 
     /// Runs the update that makes `version` of a shard.
     fn update(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault>;
@@ -118,8 +119,7 @@ pub trait Tier: Send + Sync {
 /// The state is all in memory, and nothing is to be done around a shard's update.
 pub trait Together: Send + Sync {
     /// Runs the updates of several shards as one.
-    fn update_run(&self, owned: Range<usize>, update: &mut dyn FnMut(Vec<StateMut<'_>>))
-    -> Result<(), Fault>;
+    fn update_run(&self, owned: OwnedShards, update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault>;
 }
 
 /// The state is found by the next process.
@@ -174,10 +174,10 @@ pub trait KeptMemory: Send + Sync {
     fn older_images(&self, loaded: bool);
 
     /// All contributions to an undecided step are summed on a shard. It is called before anyone is told so.
-    fn complete(&self, owned: usize, step: Step);
+    fn complete(&self, owned: OwnedShard, step: Step);
 
     /// Runs what makes `version` of a shard in a step that is skipped: its state stays, its image is copied.
-    fn carry(&self, owned: usize, version: Version, carry: &mut dyn FnMut());
+    fn carry(&self, owned: OwnedShard, version: Version, carry: &mut dyn FnMut());
 }
 
 /// The age of a shard's image.
@@ -191,16 +191,16 @@ pub enum ImageAge {
 /// Images beside the state. Each update writes them with it, and these calls write them where nothing is updated.
 pub trait ImageStore: Send + Sync {
     /// Keeps an image of a shard that was loaded.
-    fn store(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault>;
+    fn store(&self, owned: OwnedShard, age: ImageAge, image: &[u8]) -> Result<(), Fault>;
 
     /// Reads a recovered shard's image. Returns false if it is not kept.
-    fn load(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;
+    fn load(&self, owned: OwnedShard, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;
 
     /// Hands bytes of a shard's image of a version to `read`. Returns false if that image is not kept. It waits for the
     /// drives.
     fn read(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),

@@ -8,7 +8,10 @@ use std::{
 use longshore_proto::{Fault, Rank};
 
 use super::fault::internal;
-use crate::memory::Region;
+use crate::{
+    ids::{GradientSlot, OwnedShard},
+    memory::Region,
+};
 
 /// The kinds of a shard's gradients in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,8 +25,8 @@ pub enum Kind {
 /// One gradient: the shard as it is owned, the step's gradient slot, and which of its gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GradientId {
-    pub owned: usize,
-    pub slot: usize,
+    pub owned: OwnedShard,
+    pub slot: GradientSlot,
     pub kind: Kind,
 }
 

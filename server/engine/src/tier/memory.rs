@@ -1,11 +1,12 @@
 //! The `memory` tier: state in anonymous huge pages. It is lost with the process, and the last checkpoint remains.
 
-use std::{ops::Range, sync::Mutex};
+use std::sync::Mutex;
 
 use longshore_proto::{Fault, Version};
 
 use super::{Guard, Shape, StateMut, StateRef, Tier, Together, Unguarded};
 use crate::{
+    ids::{OwnedShard, OwnedShards},
     lock,
     memory::{AllocationError, Region, Slab},
     threads::ThreadPool,
@@ -58,21 +59,21 @@ fn sizes(lengths: &[usize], shape: Shape) -> Vec<usize> {
 }
 
 impl Tier for MemoryTier {
-    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
-        let mut shard = lock(&self.shards[owned]);
+    fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
+        let mut shard = lock(&self.shards[owned.index()]);
         load(StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
         Ok(())
     }
 
-    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
-        let shard = lock(&self.shards[owned]);
+    fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+        let shard = lock(&self.shards[owned.index()]);
         read(StateRef::new(self.shape, shard.each_ref().map(Region::bytes)));
         Ok(())
     }
 
     fn update(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         _version: Version,
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
@@ -81,12 +82,8 @@ impl Tier for MemoryTier {
 }
 
 impl Together for MemoryTier {
-    fn update_run(
-        &self,
-        owned: Range<usize>,
-        update: &mut dyn FnMut(Vec<StateMut<'_>>),
-    ) -> Result<(), Fault> {
-        let mut shards: Vec<_> = self.shards[owned].iter().map(lock).collect();
+    fn update_run(&self, owned: OwnedShards, update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault> {
+        let mut shards: Vec<_> = self.shards[owned.indices()].iter().map(lock).collect();
         let states =
             shards.iter_mut().map(|shard| StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
         update(states.collect());

@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use longshore_engine::step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work};
+use longshore_engine::{
+    ids::{OwnedShard, OwnedShards},
+    step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work},
+};
 use longshore_proto::{
     ChunkId, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, MicroStep, Origin, Rank, ShardId,
     Step, Version,
@@ -60,7 +63,7 @@ impl Pair {
     fn view(&self) -> View {
         let step = self.machine.version().next_step();
         let shard = |owned| (self.machine.shard_version(owned), self.machine.is_complete(owned, step));
-        let shards = (0..OWNED.len()).map(shard).collect();
+        let shards = OwnedShards::all(OWNED.len()).map(shard).collect();
         let machine = &self.machine;
         (machine.progress(), machine.ranks(), machine.waiting_for(), machine.pauses(), shards)
     }
@@ -195,12 +198,12 @@ impl Pair {
             },
         );
         let Some(Admission::Write(ticket)) = admission else { return None };
-        assert_eq!((OWNED[ticket.owned], ticket.chunk), (chunk.contribution.shard, *chunk));
+        assert_eq!((OWNED[ticket.owned.index()], ticket.chunk), (chunk.contribution.shard, *chunk));
         Some(ticket)
     }
 
     fn abandon(&mut self, ticket: Ticket) {
-        self.model.abandoned(ticket.owned, &ticket.chunk);
+        self.model.abandoned(ticket.owned.index(), &ticket.chunk);
         self.machine.abandoned(ticket);
     }
 
@@ -218,7 +221,7 @@ impl Pair {
     }
 
     fn store(&mut self, ticket: Ticket) {
-        let last = self.model.stored(ticket.owned, &ticket.chunk);
+        let last = self.model.stored(ticket.owned.index(), &ticket.chunk);
         let work = self.machine.stored(ticket);
         let Contribution { step, micro_step, .. } = ticket.chunk.contribution;
         let sum = Work::Sum(Sum { owned: ticket.owned, slot: ticket.slot, step, micro_step });
@@ -239,12 +242,13 @@ impl Pair {
             Work::Sum(Sum { owned, slot, step, .. }) => {
                 let nonfinite = self.noise.one_in(6).then_some(77);
                 let complete = self.machine.summed(owned, slot, nonfinite);
-                assert_eq!(complete, self.model.summed(owned, step.0, nonfinite.is_some()));
+                assert_eq!(complete, self.model.summed(owned.index(), step.0, nonfinite.is_some()));
             }
             Work::Update { owned, step } => {
                 let next = self.machine.updated(owned, step);
-                self.model.updated(owned, step.0);
-                let follows = (owned + 1 < OWNED.len()).then_some(Work::Update { owned: owned + 1, step });
+                self.model.updated(owned.index(), step.0);
+                let after = owned.next();
+                let follows = (after.index() < OWNED.len()).then_some(Work::Update { owned: after, step });
                 assert_eq!(next, follows);
                 self.works.extend(next);
             }
@@ -298,7 +302,7 @@ impl Pair {
             |work| if work.is_some() { Answer::Decided } else { Answer::Duplicate },
         );
         if let Some(Some(work)) = work {
-            assert_eq!(work, Work::Update { owned: 0, step });
+            assert_eq!(work, Work::Update { owned: OwnedShard(0), step });
             assert_eq!(self.machine.version().0, before.0 + 1);
             self.works.push(work);
         }

@@ -8,7 +8,7 @@ use longshore_proto::{FaultKind, Incarnation, Rank, Step, Version};
 
 use crate::{
     each, each_that,
-    fixture::{Keeps, TierCase, check, check_all, update},
+    fixture::{FIRST, Keeps, TierCase, check, check_all, update},
 };
 
 fn survives(case: &TierCase) -> bool {
@@ -62,7 +62,7 @@ fn a_step_that_was_cut_off_is_done_to_the_end_or_not_at_all() {
         let store = case.started();
         case.step(&store, 1);
         case.decide(&store, &case.record(2));
-        update(&store, 0, 2);
+        update(&store, FIRST, 2);
         drop(store);
         let (store, recovered) = case.recover(None);
         match (&recovered, case.keeps) {
@@ -75,9 +75,9 @@ fn a_step_that_was_cut_off_is_done_to_the_end_or_not_at_all() {
                 let versions: Vec<_> = interrupted.shards.iter().map(|shard| shard.version).collect();
                 assert_eq!(versions[0], Version(2));
                 assert!(versions[1..].iter().all(|version| *version == Version(1)), "{versions:?}");
-                check(&store, 0, 2);
-                (1..case.shards()).for_each(|owned| check(&store, owned, 1));
-                (1..case.shards()).for_each(|owned| update(&store, owned, 2));
+                check(&store, FIRST, 2);
+                case.shards().skip(1).for_each(|owned| check(&store, owned, 1));
+                case.shards().skip(1).for_each(|owned| update(&store, owned, 2));
                 check_all(case, &store, 2);
             }
             _ => panic!("not what {:?} leaves", case.keeps),
@@ -160,7 +160,7 @@ fn sums_that_were_formed_stay_formed_where_memory_is_kept() {
         |case| {
             let store = case.started();
             case.step(&store, 1);
-            store.kept.as_ref().unwrap().complete(1, Step(2));
+            store.kept.as_ref().unwrap().complete(FIRST.next(), Step(2));
             drop(store);
             let (store, recovered) = case.recover(None);
             let Recovered::Interrupted(interrupted) = recovered else { panic!("memory was kept") };

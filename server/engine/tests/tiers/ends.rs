@@ -37,7 +37,7 @@ fn the_first_failure_stays() {
             case.step(&store, 1);
             store.durable.as_ref().unwrap().discard().unwrap();
             let failure = store.behind.as_ref().unwrap().failure().unwrap();
-            for owned in 0..case.shards() {
+            for owned in case.shards() {
                 let read = store.state.read(owned, &mut |_| panic!("a failed store gave its state"));
                 assert_eq!(read.unwrap_err().to_string(), failure.to_string());
                 assert!(store.state.load(owned, &mut |_| panic!("a failed store took state")).is_err());
@@ -63,7 +63,7 @@ fn files_that_vanish_end_the_job_before_anyone_is_told_of_a_version() {
                 return;
             };
             decided.unwrap();
-            (0..case.shards()).for_each(|owned| update(&store, owned, 2));
+            case.shards().for_each(|owned| update(&store, owned, 2));
             behind.finish(&record).unwrap();
             let end = Instant::now() + Duration::from_secs(60);
             while behind.failure().is_none() {

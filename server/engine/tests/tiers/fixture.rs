@@ -7,6 +7,7 @@ use std::{
 };
 
 use longshore_engine::{
+    ids::{OwnedShard, OwnedShards},
     record::Record,
     threads::ThreadPool,
     tier::{self, Guard, ImageAge, Inputs, Opened, Recovered, StateMut, StateRef, Storage, Store, Turn},
@@ -17,6 +18,8 @@ use crate::common::{BLOCK, cluster, commit, spec};
 
 /// Bytes of a block's image: bf16.
 pub(crate) const IMAGE_BLOCK: usize = 2 * BLOCK;
+
+pub(crate) const FIRST: OwnedShard = OwnedShard(0);
 
 /// What the next process finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,7 +112,7 @@ impl TierCase {
     }
 
     pub(crate) fn load(&self, store: &Store) {
-        for owned in 0..self.shards() {
+        for owned in self.shards() {
             store.state.load(owned, &mut |state| fill(owned, state)).unwrap();
         }
     }
@@ -120,12 +123,12 @@ impl TierCase {
         }
     }
 
-    pub(crate) fn shards(&self) -> usize {
-        self.owned.len()
+    pub(crate) fn shards(&self) -> OwnedShards {
+        OwnedShards::all(self.owned.len())
     }
 
-    pub(crate) fn blocks(&self, owned: usize) -> usize {
-        self.layout.shard_len(self.owned[owned]) as usize / BLOCK
+    pub(crate) fn blocks(&self, owned: OwnedShard) -> usize {
+        self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
     }
 
     pub(crate) fn commit(&self, version: u64) -> Commit {
@@ -158,7 +161,7 @@ impl TierCase {
     /// Decides a step, updates all shards and waits until the version is durable.
     pub(crate) fn step(&self, store: &Store, version: u64) {
         self.decide(store, &self.record(version));
-        (0..self.shards()).for_each(|owned| update(store, owned, version));
+        self.shards().for_each(|owned| update(store, owned, version));
         self.finish(store, &self.record(version));
     }
 
@@ -182,7 +185,7 @@ impl TierCase {
     pub(crate) fn recover(&self, at_most: Option<Version>) -> (Store, Recovered) {
         let Opened { store, recovered, .. } = self.try_open(at_most).unwrap();
         if let Recovered::Version(_) = recovered {
-            (0..self.shards()).for_each(|owned| store.state.read(owned, &mut |_| ()).unwrap());
+            self.shards().for_each(|owned| store.state.read(owned, &mut |_| ()).unwrap());
             store.behind.as_ref().unwrap().adopt().unwrap();
         }
         (store, recovered)
@@ -190,12 +193,12 @@ impl TierCase {
 }
 
 /// The byte that was loaded at a place, after so many updates.
-fn byte(owned: usize, array: usize, index: usize, updates: u64) -> u8 {
-    ((owned * 31 + array * 7 + index) as u8).wrapping_add(updates as u8)
+fn byte(owned: OwnedShard, array: usize, index: usize, updates: u64) -> u8 {
+    ((owned.index() * 31 + array * 7 + index) as u8).wrapping_add(updates as u8)
 }
 
 /// Loads a shard.
-pub(crate) fn fill(owned: usize, state: StateMut<'_>) {
+pub(crate) fn fill(owned: OwnedShard, state: StateMut<'_>) {
     for (array, bytes) in state.arrays.into_iter().enumerate() {
         for (index, place) in bytes.iter_mut().enumerate() {
             *place = byte(owned, array, index, 0);
@@ -204,27 +207,27 @@ pub(crate) fn fill(owned: usize, state: StateMut<'_>) {
 }
 
 /// Checks that a shard was loaded and updated so often, and reads all of it.
-pub(crate) fn check(store: &Store, owned: usize, updates: u64) {
+pub(crate) fn check(store: &Store, owned: OwnedShard, updates: u64) {
     let mut read = false;
     store
         .state
         .read(owned, &mut |state: StateRef<'_>| {
             read = true;
             for (array, bytes) in state.arrays.into_iter().enumerate() {
-                assert!(!bytes.is_empty(), "array {array} of shard {owned}");
+                assert!(!bytes.is_empty(), "array {array} of {owned:?}");
                 let wrong = bytes
                     .iter()
                     .enumerate()
                     .find(|(index, found)| **found != byte(owned, array, *index, updates));
-                assert_eq!(wrong, None, "shard {owned}, array {array}, after {updates} updates");
+                assert_eq!(wrong, None, "{owned:?}, array {array}, after {updates} updates");
             }
         })
         .unwrap();
-    assert!(read, "shard {owned} was not handed out");
+    assert!(read, "{owned:?} was not handed out");
 }
 
 pub(crate) fn check_all(case: &TierCase, store: &Store, updates: u64) {
-    (0..case.shards()).for_each(|owned| check(store, owned, updates));
+    case.shards().for_each(|owned| check(store, owned, updates));
 }
 
 /// Adds 1 to each byte of a block.
@@ -235,26 +238,26 @@ pub(crate) fn bump(state: &mut StateMut<'_>) {
 }
 
 /// The image that the update of a version makes of each block.
-pub(crate) fn image(owned: usize, version: u64) -> Vec<u8> {
-    vec![(owned * 16) as u8 + version as u8; IMAGE_BLOCK]
+pub(crate) fn image(owned: OwnedShard, version: u64) -> Vec<u8> {
+    vec![(owned.index() * 16) as u8 + version as u8; IMAGE_BLOCK]
 }
 
 /// The update that makes a version of one shard, with the guard asked about each block.
-pub(crate) fn update(store: &Store, owned: usize, version: u64) {
+pub(crate) fn update(store: &Store, owned: OwnedShard, version: u64) {
     store
         .state
         .update(owned, Version(version), &mut |state, guard| blocks(owned, version, state, guard))
         .unwrap();
 }
 
-fn blocks(owned: usize, version: u64, state: StateMut<'_>, guard: &dyn Guard) {
+fn blocks(owned: OwnedShard, version: u64, state: StateMut<'_>, guard: &dyn Guard) {
     for (index, mut block) in state.blocks().enumerate() {
         match guard.begin(index, block.as_ref()) {
             Turn::Go(number) => {
                 bump(&mut block);
                 guard.end(index, number, block.as_ref(), &image(owned, version));
             }
-            turn => panic!("block {index} of shard {owned}: {turn:?}"),
+            turn => panic!("block {index} of {owned:?}: {turn:?}"),
         }
     }
 }

@@ -5,7 +5,7 @@ use longshore_proto::Version;
 
 use crate::{
     each, each_that,
-    fixture::{bump, check, check_all, fill, update},
+    fixture::{FIRST, bump, check, check_all, fill, update},
 };
 
 #[test]
@@ -13,7 +13,7 @@ fn what_is_loaded_is_read_in_any_order() {
     each(|case| {
         let store = case.open().store;
         case.load(&store);
-        (0..case.shards()).rev().for_each(|owned| check(&store, owned, 0));
+        case.shards().rev().for_each(|owned| check(&store, owned, 0));
         case.start(&store, case.record(0));
         check_all(case, &store, 0);
     });
@@ -25,7 +25,7 @@ fn a_shard_may_be_loaded_in_several_calls() {
         let store = case.open().store;
         // The calls of the shards alternate, so that a shard may have been written to make room for another one.
         for part in 0..2 {
-            for owned in 0..case.shards() {
+            for owned in case.shards() {
                 let load = |state: longshore_engine::tier::StateMut<'_>| {
                     let half = state.arrays[0].len() / 2;
                     let mut whole: Vec<Vec<u8>> =
@@ -69,9 +69,9 @@ fn a_shard_that_is_updated_leaves_the_others() {
     each(|case| {
         let store = case.started();
         case.decide(&store, &case.record(1));
-        update(&store, 0, 1);
-        check(&store, 0, 1);
-        (1..case.shards()).for_each(|owned| check(&store, owned, 0));
+        update(&store, FIRST, 1);
+        check(&store, FIRST, 1);
+        case.shards().skip(1).for_each(|owned| check(&store, owned, 0));
     });
 }
 
@@ -84,7 +84,7 @@ fn a_skipped_step_leaves_the_state() {
         record.applied = 1;
         record.commit.as_mut().unwrap().skip = true;
         case.decide(&store, &record);
-        for owned in 0..case.shards() {
+        for owned in case.shards() {
             let mut carried = 0;
             if let Some(kept) = &store.kept {
                 kept.carry(owned, Version(2), &mut || carried += 1);
@@ -110,10 +110,11 @@ fn several_shards_are_updated_together_as_they_are_one_by_one() {
                 shards += states.len();
                 states.into_iter().for_each(|mut state| bump(&mut state));
             };
-            together.update_run(1..case.shards(), update).unwrap();
-            assert_eq!(shards, case.shards() - 1);
-            check(&store, 0, 0);
-            (1..case.shards()).for_each(|owned| check(&store, owned, 1));
+            let others = case.shards().len() - 1;
+            together.update_run(FIRST.next().run(others), update).unwrap();
+            assert_eq!(shards, others);
+            check(&store, FIRST, 0);
+            case.shards().skip(1).for_each(|owned| check(&store, owned, 1));
         },
     );
 }
@@ -122,7 +123,7 @@ fn several_shards_are_updated_together_as_they_are_one_by_one() {
 fn a_shard_has_all_its_blocks_in_every_array() {
     each(|case| {
         let store = case.started();
-        for owned in 0..case.shards() {
+        for owned in case.shards() {
             let look = &mut |state: StateRef<'_>| assert_eq!(state.blocks(), case.blocks(owned));
             store.state.read(owned, look).unwrap();
         }

@@ -3,6 +3,7 @@
 use std::{ops::Range, path::Path, sync::mpsc};
 
 use longshore_engine::{
+    ids::{GradientSlot, OwnedShard},
     memory::{Region, Slab},
     tier::{GradientId, GradientStore, Kind, Recovered, Transfer},
 };
@@ -14,7 +15,7 @@ use crate::{
 };
 
 /// A shard's whole image, as the updates of a version make it.
-fn whole(case: &TierCase, owned: usize, version: u64) -> Vec<u8> {
+fn whole(case: &TierCase, owned: OwnedShard, version: u64) -> Vec<u8> {
     image(owned, version).repeat(case.blocks(owned))
 }
 
@@ -31,11 +32,11 @@ fn both_images_of_a_recovered_version_are_there() {
         drop(store);
         let (store, recovered) = case.recover(None);
         assert!(matches!(recovered, Recovered::Version(_)));
-        for owned in 0..case.shards() {
+        for owned in case.shards() {
             for (age, behind) in AGES {
                 let mut found = vec![0; case.blocks(owned) * IMAGE_BLOCK];
                 assert!(store.images.as_ref().unwrap().load(owned, age, &mut found).unwrap());
-                assert!(found == whole(case, owned, 3 - behind), "shard {owned}, {age:?}");
+                assert!(found == whole(case, owned, 3 - behind), "{owned:?}, {age:?}");
             }
         }
     });
@@ -48,20 +49,20 @@ fn images_that_were_loaded_are_kept_and_those_of_a_failed_load_are_not() {
         let images = store.images.as_ref().unwrap();
         case.load(&store);
         // A load that brought both images and failed; then one that brings the current ones alone.
-        for owned in 0..case.shards() {
+        for owned in case.shards() {
             for (age, behind) in AGES {
                 images.store(owned, age, &whole(case, owned, 7 - behind)).unwrap();
             }
         }
         images.forget();
-        for owned in 0..case.shards() {
+        for owned in case.shards() {
             images.store(owned, AGES[0].0, &whole(case, owned, 5)).unwrap();
         }
         case.start(&store, case.record(5));
         drop(store);
         let (store, _) = case.recover(None);
         let images = store.images.as_ref().unwrap();
-        for owned in 0..case.shards() {
+        for owned in case.shards() {
             let mut found = vec![0; case.blocks(owned) * IMAGE_BLOCK];
             assert!(images.load(owned, AGES[0].0, &mut found).unwrap());
             assert!(found == whole(case, owned, 5));
@@ -84,7 +85,7 @@ fn parts_of_spilled_images_are_read_by_version() {
                 let mut take = |bytes: &[u8]| found.extend_from_slice(bytes);
                 images.read(owned, Version(version), within, &mut take).unwrap().then_some(found)
             };
-            for owned in 0..case.shards() {
+            for owned in case.shards() {
                 let length = case.blocks(owned) * IMAGE_BLOCK;
                 for within in [0..length, 6..length - 2, 100..104] {
                     for version in [2, 3] {
@@ -121,14 +122,17 @@ fn gradients_come_back_from_their_places_and_leave_no_name() {
         |case| {
             let store = case.started();
             let gradients = store.gradients.as_deref().unwrap();
-            let places: Vec<GradientId> = (0..case.shards())
-                .flat_map(|owned| (0..case.spec.gradient_slots()).map(move |slot| (owned, slot)))
+            let places: Vec<GradientId> = case
+                .shards()
+                .flat_map(|owned| {
+                    GradientSlot::all(case.spec.gradient_slots()).map(move |slot| (owned, slot))
+                })
                 .map(|(owned, slot)| GradientId { owned, slot, kind: Kind::Contribution(Rank(0)) })
                 .collect();
             let bytes = |place: &GradientId| {
                 let length = case.blocks(place.owned) * IMAGE_BLOCK;
                 (0..length)
-                    .map(|index| (index / 512 + place.owned * 5 + place.slot) as u8)
+                    .map(|index| (index / 512 + place.owned.index() * 5 + place.slot.index()) as u8)
                     .collect::<Vec<u8>>()
             };
             for place in &places {

@@ -5,10 +5,7 @@ mod receive;
 pub(super) mod spilled;
 mod sum;
 
-use std::{
-    ops::Range,
-    sync::{Arc, Mutex},
-};
+use std::sync::{Arc, Mutex};
 
 use longshore_proto::{JobSpec, Layout, Rank, ShardId, Step};
 
@@ -22,7 +19,13 @@ pub(super) use self::{
     sum::take_sums,
 };
 use super::compute::Compute;
-use crate::{kernels::Statistics, lock, memory::Region, step::Machine};
+use crate::{
+    ids::{GradientSlot, OwnedShard, OwnedShards},
+    kernels::Statistics,
+    lock,
+    memory::Region,
+    step::Machine,
+};
 
 /// The gradients of the steps in flight. Each buffer has a lock of its own. Nobody who holds one waits for the
 /// machine's lock.
@@ -67,37 +70,42 @@ impl Gradients {
     }
 
     /// The gradient slot that a step uses.
-    pub(super) fn slot(&self, step: Step) -> usize {
-        (step.0 % self.spec.gradient_slots() as u64) as usize
+    pub(super) fn slot(&self, step: Step) -> GradientSlot {
+        GradientSlot::of(step, self.spec.gradient_slots())
     }
 
-    pub(super) fn contribution(&self, owned: usize, slot: usize, rank: Rank) -> &Mutex<Contribution> {
-        &self.shards[owned].contributions[slot][rank.index()]
+    pub(super) fn contribution(
+        &self,
+        owned: OwnedShard,
+        slot: GradientSlot,
+        rank: Rank,
+    ) -> &Mutex<Contribution> {
+        &self.shards[owned.index()].contributions[slot.index()][rank.index()]
     }
 
-    pub(super) fn accumulator(&self, owned: usize, slot: usize) -> Option<&Mutex<Region>> {
-        self.shards[owned].accumulators[slot].as_ref()
+    pub(super) fn accumulator(&self, owned: OwnedShard, slot: GradientSlot) -> Option<&Mutex<Region>> {
+        self.shards[owned.index()].accumulators[slot.index()].as_ref()
     }
 
-    pub(super) fn statistics(&self, owned: usize, slot: usize) -> Vec<Statistics> {
-        lock(&self.shards[owned].statistics[slot]).clone()
+    pub(super) fn statistics(&self, owned: OwnedShard, slot: GradientSlot) -> Vec<Statistics> {
+        lock(&self.shards[owned.index()].statistics[slot.index()]).clone()
     }
 
-    fn set_statistics(&self, owned: usize, slot: usize, statistics: Vec<Statistics>) {
-        *lock(&self.shards[owned].statistics[slot]) = statistics;
+    fn set_statistics(&self, owned: OwnedShard, slot: GradientSlot, statistics: Vec<Statistics>) {
+        *lock(&self.shards[owned.index()].statistics[slot.index()]) = statistics;
     }
 
     /// Lets go of what was lent for a step, once these shards are updated.
-    pub(super) fn give_back(&self, run: Range<usize>, step: Step) {
+    pub(super) fn give_back(&self, run: OwnedShards, step: Step) {
         let slot = self.slot(step);
-        let used = self.shards[run].iter().flat_map(|shard| &shard.contributions[slot]);
+        let used = self.shards[run.indices()].iter().flat_map(|shard| &shard.contributions[slot.index()]);
         used.for_each(|rank| lock(rank).give_back());
     }
 
     /// Lets go of what a rank's earlier process had lent and nobody needs.
     pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
-        for (owned, shard) in self.shards.iter().enumerate() {
-            for (slot, ranks) in shard.contributions.iter().enumerate() {
+        for (owned, shard) in OwnedShards::all(self.shards.len()).zip(&self.shards) {
+            for (slot, ranks) in GradientSlot::all(shard.contributions.len()).zip(&shard.contributions) {
                 if !machine.holds(owned, slot, rank) {
                     lock(&ranks[rank.index()]).give_back();
                 }

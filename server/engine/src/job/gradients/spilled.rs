@@ -18,6 +18,7 @@ use super::{
     contribution::{add, cast},
 };
 use crate::{
+    ids::{GradientSlot, OwnedShard},
     kernels::{Gradient, Statistics},
     lock,
     memory::{AllocationError, Region, Slab},
@@ -76,7 +77,7 @@ struct Scratch {
 
 /// A gradient that is being read before its update.
 struct Ahead {
-    owned: usize,
+    owned: OwnedShard,
     step: Step,
     transfer: Transfer,
 }
@@ -209,8 +210,8 @@ impl Job {
 
 impl Gradients {
     /// How many bytes a shard's contribution has.
-    fn contribution_len(&self, owned: usize) -> usize {
-        (self.layout.shard_len(self.owned[owned]) * self.spec.gradient_dtype.bytes()) as usize
+    fn contribution_len(&self, owned: OwnedShard) -> usize {
+        (self.layout.shard_len(self.owned[owned.index()]) * self.spec.gradient_dtype.bytes()) as usize
     }
 
     /// Does what [`Gradients::accumulate`] does, for contributions that are on drives or lent.
@@ -221,12 +222,13 @@ impl Gradients {
         checked: bool,
     ) -> Result<Vec<Statistics>, Fault> {
         let scratch = &mut *lock(&spilled.scratch);
-        let elements = self.layout.shard_len(self.owned[owned]) as usize;
+        let elements = self.layout.shard_len(self.owned[owned.index()]) as usize;
         let place = GradientId { owned, slot, kind: Kind::Sum };
         let mut region = scratch.sum.take().ok_or_else(lost)?;
         if micro_step.0 > 0 {
             region = Transfer::read(&*spilled.files, place, elements * 4, region).wait()?;
-            self.verify(spilled, place, &region.bytes()[..elements * 4], &scratch.sums[owned][slot])?;
+            let bytes = &region.bytes()[..elements * 4];
+            self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?;
         }
         let mut statistics = Vec::new();
         let ranks = self.spec.world_size;
@@ -254,7 +256,8 @@ impl Gradients {
             contribution.give_back();
             scratch.parts.extend(arrived);
         }
-        scratch.sums[owned][slot] = region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();
+        scratch.sums[owned.index()][slot.index()] =
+            region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();
         scratch.sum = Some(Transfer::write(&*spilled.files, place, elements * 4, region).wait()?);
         Ok(statistics)
     }
@@ -272,8 +275,8 @@ impl Gradients {
     fn read_part(
         &self,
         spilled: &SpilledGradients,
-        owned: usize,
-        slot: usize,
+        owned: OwnedShard,
+        slot: GradientSlot,
         rank: Rank,
         parts: &mut Vec<Region>,
     ) -> Result<Option<Transfer>, Fault> {
@@ -286,7 +289,11 @@ impl Gradients {
     }
 
     /// The gradient that a shard's update uses, if it is on the drives. Meanwhile the next shard's is read.
-    pub(in crate::job) fn fetch_gradient(&self, owned: usize, step: Step) -> Result<Option<Region>, Fault> {
+    pub(in crate::job) fn fetch_gradient(
+        &self,
+        owned: OwnedShard,
+        step: Step,
+    ) -> Result<Option<Region>, Fault> {
         let Some(spilled) = &self.spilled else { return Ok(None) };
         let scratch = &mut *lock(&spilled.scratch);
         let slot = self.slot(step);
@@ -298,10 +305,11 @@ impl Gradients {
             }
             None => self.read_ahead(spilled, owned, slot, scratch)?,
         };
-        if owned + 1 < self.owned.len()
-            && let Some(transfer) = self.read_ahead(spilled, owned + 1, slot, scratch)?
+        let next = owned.next();
+        if next.index() < self.owned.len()
+            && let Some(transfer) = self.read_ahead(spilled, next, slot, scratch)?
         {
-            scratch.ahead = Some(Ahead { owned: owned + 1, step, transfer });
+            scratch.ahead = Some(Ahead { owned: next, step, transfer });
         }
         let Some(transfer) = ahead else { return Ok(None) };
         let region = transfer.wait()?;
@@ -309,7 +317,7 @@ impl Gradients {
         let bytes = &region.bytes()[..bytes];
         let place = GradientId { owned, slot, kind };
         match kind {
-            Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned][slot])?,
+            Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?,
             Kind::Contribution(_) => {
                 let lone = lock(self.contribution(owned, slot, Rank(0)));
                 self.verify(spilled, place, bytes, lone.sums())?;
@@ -319,9 +327,9 @@ impl Gradients {
     }
 
     /// Which gradient an update uses, and how many bytes it has.
-    fn gradient_kind(&self, owned: usize) -> (Kind, usize) {
+    fn gradient_kind(&self, owned: OwnedShard) -> (Kind, usize) {
         if self.spec.accumulates() {
-            (Kind::Sum, self.layout.shard_len(self.owned[owned]) as usize * 4)
+            (Kind::Sum, self.layout.shard_len(self.owned[owned.index()]) as usize * 4)
         } else {
             (Kind::Contribution(Rank(0)), self.contribution_len(owned))
         }
@@ -330,8 +338,8 @@ impl Gradients {
     fn read_ahead(
         &self,
         spilled: &SpilledGradients,
-        owned: usize,
-        slot: usize,
+        owned: OwnedShard,
+        slot: GradientSlot,
         scratch: &mut Scratch,
     ) -> Result<Option<Transfer>, Fault> {
         let (kind, bytes) = self.gradient_kind(owned);

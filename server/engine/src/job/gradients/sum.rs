@@ -12,6 +12,7 @@ use super::{
     contribution::add,
 };
 use crate::{
+    ids::{GradientSlot, OwnedShard},
     kernels::{Gradient, Statistics, statistics},
     lock,
     step::{Sum, Work},
@@ -56,7 +57,7 @@ impl Job {
     /// machine gives no second sum of a shard's slot before it was told of the first.
     pub(in crate::job) fn sum(&self, sums: &[Sum]) -> Result<(), Fault> {
         let Some(first) = sums.first() else { return Ok(()) };
-        let shard = self.owned[first.owned].0;
+        let shard = self.owned[first.owned.index()].0;
         let _stage =
             debug_span!(target: "stage", "sum", shard, shards = sums.len(), step = first.step.0).entered();
         let statistics = self.gradients.form(sums, || self.notify_owed())?;
@@ -70,7 +71,8 @@ impl Job {
                 }
             }
             let complete = self.protocol.machine().summed(owned, slot, nonfinite);
-            tracing::trace!(job = %self.spec.name, %step, %micro_step, shard = %self.owned[owned], complete, "summed");
+            let shard = self.owned[owned.index()];
+            tracing::trace!(job = %self.spec.name, %step, %micro_step, %shard, complete, "summed");
         }
         Ok(())
     }
@@ -113,10 +115,10 @@ impl Gradients {
     }
 
     /// Takes the statistics of a sum that an earlier process had formed. Gives the first element that is inf or NaN.
-    pub(in crate::job) fn form_statistics_again(&self, owned: usize, step: Step) -> Option<u64> {
-        let buffers = &self.shards[owned];
+    pub(in crate::job) fn form_statistics_again(&self, owned: OwnedShard, step: Step) -> Option<u64> {
+        let buffers = &self.shards[owned.index()];
         let slot = self.slot(step);
-        let formed = match &buffers.accumulators[slot] {
+        let formed = match &buffers.accumulators[slot.index()] {
             None => self.lone_statistics(&[(owned, slot)], || ()).pop().unwrap_or_default(),
             Some(_) if self.spec.unchecked => self.no_statistics(owned),
             Some(accumulator) => {
@@ -126,21 +128,25 @@ impl Gradients {
             }
         };
         let nonfinite = first_nonfinite(&formed);
-        *lock(&buffers.statistics[slot]) = formed;
+        *lock(&buffers.statistics[slot.index()]) = formed;
         nonfinite
     }
 
     /// The statistics of gradients that nobody looks at.
-    fn no_statistics(&self, owned: usize) -> Vec<Statistics> {
+    fn no_statistics(&self, owned: OwnedShard) -> Vec<Statistics> {
         vec![Statistics::NONE; self.blocks_of(owned)]
     }
 
-    fn blocks_of(&self, owned: usize) -> usize {
-        self.layout.shard_len(self.owned[owned]) as usize / BLOCK
+    fn blocks_of(&self, owned: OwnedShard) -> usize {
+        self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
     }
 
     /// The statistics of gradients that came alone. Those that were not taken while the gradient came are taken here.
-    fn lone_statistics(&self, places: &[(usize, usize)], meanwhile: impl FnOnce()) -> Vec<Vec<Statistics>> {
+    fn lone_statistics(
+        &self,
+        places: &[(OwnedShard, GradientSlot)],
+        meanwhile: impl FnOnce(),
+    ) -> Vec<Vec<Statistics>> {
         if self.spec.unchecked {
             return places.iter().map(|&(owned, _)| self.no_statistics(owned)).collect();
         }
@@ -168,11 +174,15 @@ impl Gradients {
 
     fn accumulate(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Vec<Vec<Statistics>> {
         let isa = self.compute.isa();
-        let shard = |sum: &Sum| &self.shards[sum.owned];
-        let mut accumulators: Vec<_> =
-            sums.iter().filter_map(|sum| shard(sum).accumulators[sum.slot].as_ref().map(lock)).collect();
-        let mut contributions: Vec<Vec<_>> =
-            sums.iter().map(|sum| shard(sum).contributions[sum.slot].iter().map(lock).collect()).collect();
+        let shard = |sum: &Sum| &self.shards[sum.owned.index()];
+        let mut accumulators: Vec<_> = sums
+            .iter()
+            .filter_map(|sum| shard(sum).accumulators[sum.slot.index()].as_ref().map(lock))
+            .collect();
+        let mut contributions: Vec<Vec<_>> = sums
+            .iter()
+            .map(|sum| shard(sum).contributions[sum.slot.index()].iter().map(lock).collect())
+            .collect();
         let gradients = contributions.iter().map(|ranks| {
             ranks.iter().map(|contribution| contribution.gradient(self.spec.gradient_dtype)).collect()
         });

@@ -11,6 +11,7 @@ use std::{
 use longshore_proto::{Dtype, Version, checksum::crc32, limits::CHUNK_BYTES};
 
 use crate::{
+    ids::OwnedShard,
     kernels::ImageMut,
     memory::{AtomicWords, Region, SharedBytes},
 };
@@ -22,7 +23,7 @@ use crate::{
 /// 0 while it is being written. What was read between two looks at the right stamp was that version.
 pub(in crate::job) struct Image {
     /// The index of its shard among the owned ones.
-    pub(super) owned: usize,
+    pub(super) owned: OwnedShard,
     version: Option<Version>,
     region: Region,
     stamps: Arc<AtomicWords>,
@@ -36,7 +37,12 @@ pub(in crate::job) struct Image {
 const KNOWN: u64 = 1 << 32;
 
 impl Image {
-    pub(in crate::job) fn new(owned: usize, region: Region, stamps: Arc<AtomicWords>, stamp: usize) -> Image {
+    pub(in crate::job) fn new(
+        owned: OwnedShard,
+        region: Region,
+        stamps: Arc<AtomicWords>,
+        stamp: usize,
+    ) -> Image {
         let chunks = region.bytes().len().div_ceil(CHUNK_BYTES);
         let sums = (0..chunks).map(|_| AtomicU64::new(0)).collect();
         Image { owned, version: None, region, stamps, stamp, sums }

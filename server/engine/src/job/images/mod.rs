@@ -17,6 +17,7 @@ pub(super) use self::{
     window::Window,
 };
 use crate::{
+    ids::OwnedShard,
     memory::SharedFile,
     tier::{ImageAge, ImageStore, KeptShard},
 };
@@ -56,12 +57,12 @@ impl Images {
     }
 
     /// How many bytes a shard's image has.
-    pub(super) fn len(&self, owned: usize) -> usize {
-        self.lengths[owned]
+    pub(super) fn len(&self, owned: OwnedShard) -> usize {
+        self.lengths[owned.index()]
     }
 
     /// Where a shard's image of a version is to be made. It may be longer than the shard's image.
-    pub(super) fn to_make(&self, owned: usize, version: Version) -> RwLockWriteGuard<'_, Image> {
+    pub(super) fn to_make(&self, owned: OwnedShard, version: Version) -> RwLockWriteGuard<'_, Image> {
         match &self.window {
             Some(window) => window.take(owned),
             None => self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner),
@@ -69,7 +70,7 @@ impl Images {
     }
 
     /// A shard's image of a version, if DRAM has it.
-    pub(super) fn here(&self, owned: usize, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
+    pub(super) fn here(&self, owned: OwnedShard, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
         match &self.window {
             Some(window) => window.find(owned, version),
             None => {
@@ -79,14 +80,14 @@ impl Images {
         }
     }
 
-    fn place(&self, owned: usize, version: Version) -> &RwLock<Image> {
-        &self.shards[owned][version.0 as usize % 2]
+    fn place(&self, owned: OwnedShard, version: Version) -> &RwLock<Image> {
+        &self.shards[owned.index()][version.0 as usize % 2]
     }
 
     /// Hands bytes of an image that only the tier may have to `read`; false where it does not.
     pub(super) fn read_stored(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),
@@ -97,7 +98,7 @@ impl Images {
     /// Hands a shard's whole image of a version to `with`; None where there is none.
     pub(super) fn with_whole<R>(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         with: impl FnOnce(Option<&[u8]>) -> R,
     ) -> Result<R, Fault> {
@@ -120,12 +121,12 @@ impl Images {
     }
 
     /// Gives a skipped step's version the image of the version before, since the step changes nothing.
-    pub(super) fn carry(&self, owned: usize, step: Step) {
+    pub(super) fn carry(&self, owned: OwnedShard, step: Step) {
         if self.are_spilled() {
             // The tier knows that both versions have the image on its drives.
             return;
         }
-        let images = &self.shards[owned];
+        let images = &self.shards[owned.index()];
         let before = images[(step.0 as usize + 1) % 2].read().unwrap_or_else(PoisonError::into_inner);
         let mut after = images[step.0 as usize % 2].write().unwrap_or_else(PoisonError::into_inner);
         after.overwrite().bytes_mut().copy_from_slice(before.bytes());
@@ -133,7 +134,7 @@ impl Images {
     }
 
     /// Has the tier store a loaded shard's images, if it stores images.
-    pub(super) fn store(&self, owned: usize, version: Version) -> Result<(), Fault> {
+    pub(super) fn store(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
         let Some(stored) = &self.stored else { return Ok(()) };
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
             let image = version.0.checked_sub(behind).and_then(|kept| self.here(owned, Version(kept)));
@@ -145,7 +146,7 @@ impl Images {
     }
 
     /// Takes both images of a recovered shard from the tier, as far as it has them.
-    pub(super) fn recover(&self, owned: usize, version: Version) -> Result<(), Fault> {
+    pub(super) fn recover(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
             let mut image = self.to_make(owned, Version(version.0 + behind));
             let place = &mut image.overwrite().bytes_mut()[..self.len(owned)];
@@ -157,7 +158,7 @@ impl Images {
 
     /// Takes up a shard's images in memory that the tier kept: the one of the shard's version, and the one before if it
     /// is whole.
-    pub(super) fn found(&self, owned: usize, shard: &KeptShard) {
+    pub(super) fn found(&self, owned: OwnedShard, shard: &KeptShard) {
         let found = |version: Version| {
             self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner).set(Some(version));
         };

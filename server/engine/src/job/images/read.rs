@@ -5,7 +5,7 @@ use std::{ops::Range, sync::atomic::Ordering};
 use longshore_proto::{Dtype, Fault, Slice, Version, checksum::crc32};
 
 use super::{super::Job, Image};
-use crate::{memory::SharedBytes, step::Refusal};
+use crate::{ids::OwnedShard, memory::SharedBytes, step::Refusal};
 
 /// What a pull found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,14 +124,14 @@ impl Job {
     }
 
     /// The shard's index among the owned ones, once the shard has the version.
-    fn ready(&self, slice: &Slice, version: Version) -> Result<Option<usize>, Fault> {
+    fn ready(&self, slice: &Slice, version: Version) -> Result<Option<OwnedShard>, Fault> {
         self.check_alive()?;
         let machine = self.protocol.machine();
         let owned = machine.owned_index(slice.shard)?;
         Ok(machine.check_pull(owned, version)?.then_some(owned))
     }
 
-    fn gone(&self, owned: usize, version: Version) -> Fault {
+    fn gone(&self, owned: OwnedShard, version: Version) -> Fault {
         let at = self.protocol.machine().shard_version(owned);
         let newest = [at.0.saturating_sub(1), at.0].map(Version);
         let here =

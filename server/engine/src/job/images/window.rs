@@ -10,6 +10,7 @@ use longshore_proto::{JobSpec, Layout, ShardId, Version};
 
 use super::Image;
 use crate::{
+    ids::OwnedShard,
     memory::{AllocationError, AtomicWords, Slab},
     threads::ThreadPool,
     tier::Storage,
@@ -59,19 +60,20 @@ impl Window {
         sizes.push(count * size_of::<u64>());
         let mut regions = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?.carve(&sizes, pool)?;
         let stamps = Arc::new(AtomicWords::new(regions.pop().expect("one region was carved for the stamps")));
-        let image = |(stamp, region)| RwLock::new(Image::new(0, region, Arc::clone(&stamps), stamp));
+        let image =
+            |(stamp, region)| RwLock::new(Image::new(OwnedShard(0), region, Arc::clone(&stamps), stamp));
         Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
     }
 
     /// Finds an image. One that is being written is passed over: it is of another version, since a new version is
     /// asked for only once it is whole.
-    pub(super) fn find(&self, owned: usize, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
+    pub(super) fn find(&self, owned: OwnedShard, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
         let mut images = self.images.iter().filter_map(|image| image.try_read().ok());
         images.find(|image| image.owned == owned && image.version() == Some(version))
     }
 
     /// Takes the image that was made longest ago, which gives way.
-    pub(super) fn take(&self, owned: usize) -> RwLockWriteGuard<'_, Image> {
+    pub(super) fn take(&self, owned: OwnedShard) -> RwLockWriteGuard<'_, Image> {
         let next = self.next.fetch_add(1, Ordering::Relaxed) % self.images.len();
         let mut image = self.images[next].write().unwrap_or_else(PoisonError::into_inner);
         image.set(None);

@@ -19,6 +19,7 @@ pub use self::{
 };
 use super::Job;
 use crate::{
+    ids::OwnedShard,
     lock,
     step::{Machine, Progress},
 };
@@ -55,7 +56,7 @@ impl Snapshots {
     }
 
     /// Copies what is left of the shard, for every snapshot of a version before `step`'s.
-    pub(super) fn take_before(&self, job: &Job, owned: usize, step: Step) {
+    pub(super) fn take_before(&self, job: &Job, owned: OwnedShard, step: Step) {
         let running = lock(&self.running).clone();
         for snapshot in running.iter().filter(|snapshot| snapshot.version < step.version()) {
             snapshot.copy_rest(job, owned);

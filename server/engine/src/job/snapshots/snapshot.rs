@@ -17,7 +17,11 @@ use super::{
     purpose::Purpose,
     staging::{Piece, Slot, Staging},
 };
-use crate::{lock, tier::StateRef};
+use crate::{
+    ids::{OwnedShard, OwnedShards},
+    lock,
+    tier::StateRef,
+};
 
 /// How many slots the walk fills at once. A tier on drives reads a whole shard for each time: 64 MiB hold the state
 /// of a default one.
@@ -75,7 +79,7 @@ impl Job {
         block_bytes: usize,
         copy: Box<CopyBlock>,
     ) -> Result<Snapshot, Fault> {
-        let largest = (0..self.owned.len()).map(|owned| self.blocks(owned)).max().unwrap_or(0);
+        let largest = OwnedShards::all(self.owned.len()).map(|owned| self.blocks(owned)).max().unwrap_or(0);
         let budget = self.reservation.budget().clone();
         let staging = Staging::new(purpose, block_bytes, largest, budget, Arc::clone(&self.compute));
         let copied = self.owned.iter().map(|_| Mutex::new(0)).collect();
@@ -99,8 +103,8 @@ impl Job {
         Ok(Snapshot { copying, job: Arc::downgrade(self) })
     }
 
-    fn blocks(&self, owned: usize) -> usize {
-        self.layout.shard_len(self.owned[owned]) as usize / BLOCK
+    fn blocks(&self, owned: OwnedShard) -> usize {
+        self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
     }
 
     /// Hands the images of a version and of the one before to `with`, where they are wanted. In an exact job they
@@ -108,7 +112,7 @@ impl Job {
     fn with_images<R>(
         &self,
         wanted: bool,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         with: impl FnOnce(&[u8], Option<&[u8]>) -> R,
     ) -> Result<R, Fault> {
@@ -144,22 +148,22 @@ impl Snapshot {
         mut deliver: impl FnMut(&Piece) -> Result<(), Fault>,
     ) -> Result<SnapshotInfo, Fault> {
         let Snapshot { copying, .. } = &self;
-        let mut owned = 0;
+        let mut owned = OwnedShard(0);
         self.job()?.wait_for_version(copying, deadline)?;
         loop {
             while let Some(piece) = copying.staging.next()? {
                 deliver(&piece)?;
                 copying.staging.taken(piece);
             }
-            if owned == copying.copied.len() {
+            if owned.index() == copying.copied.len() {
                 break;
             }
             let job = self.job()?;
             job.wait_for_shard(copying, owned, deadline)?;
             if copying.copy_some(&job, owned)? {
-                owned += 1;
+                owned = owned.next();
             }
-            if owned == copying.copied.len() {
+            if owned.index() == copying.copied.len() {
                 copying.staging.complete();
             }
         }
@@ -202,11 +206,11 @@ impl Job {
         copying.check()
     }
 
-    fn wait_for_shard(&self, copying: &Copying, owned: usize, deadline: Instant) -> Result<(), Fault> {
+    fn wait_for_shard(&self, copying: &Copying, owned: OwnedShard, deadline: Instant) -> Result<(), Fault> {
         let version = copying.version;
         self.wait_until(deadline, "snapshot", "the server is overloaded: try again later", |machine| {
             let reached = machine.shard_version(owned) >= version || copying.staging.ended().is_some();
-            reached.then_some(()).ok_or_else(|| format!("{} before {version}", self.owned[owned]))
+            reached.then_some(()).ok_or_else(|| format!("{} before {version}", self.owned[owned.index()]))
         })?;
         copying.check()
     }
@@ -217,12 +221,12 @@ impl Copying {
         self.staging.ended().map_or(Ok(()), Err)
     }
 
-    fn left(&self, job: &Job, owned: usize) -> usize {
-        job.blocks(owned) - *lock(&self.copied[owned])
+    fn left(&self, job: &Job, owned: OwnedShard) -> usize {
+        job.blocks(owned) - *lock(&self.copied[owned.index()])
     }
 
     /// Makes a step of the walk. Returns true once the whole shard is copied.
-    fn copy_some(&self, job: &Job, owned: usize) -> Result<bool, Fault> {
+    fn copy_some(&self, job: &Job, owned: OwnedShard) -> Result<bool, Fault> {
         let left = self.left(job, owned);
         if left > 0 {
             let slots = self.staging.take(self.staging.slots(left).min(WALK_SLOTS))?;
@@ -238,7 +242,7 @@ impl Copying {
     }
 
     /// Copies what is left of a shard, before an update changes it.
-    pub(super) fn copy_rest(&self, job: &Job, owned: usize) {
+    pub(super) fn copy_rest(&self, job: &Job, owned: OwnedShard) {
         loop {
             let left = self.left(job, owned);
             if left == 0 {
@@ -256,13 +260,13 @@ impl Copying {
     }
 
     /// Fills slots with the shard's next blocks. An error ends the snapshot.
-    fn copy(&self, job: &Job, owned: usize, mut slots: Vec<Slot>) {
-        let mut copied = lock(&self.copied[owned]);
+    fn copy(&self, job: &Job, owned: OwnedShard, mut slots: Vec<Slot>) {
+        let mut copied = lock(&self.copied[owned.index()]);
         // This is checked under the lock: once the snapshot has ended, updates go on without it.
         if self.staging.ended().is_some() {
             return;
         }
-        let (shard, first) = (job.owned[owned], *copied);
+        let (shard, first) = (job.owned[owned.index()], *copied);
         let mut places = self.staging.places(&mut slots, job.blocks(owned) - first);
         let blocks = places.len();
         let mut older = false;

@@ -17,6 +17,7 @@ use longshore_proto::{Fault, FaultKind, ShardId, limits::SNAPSHOT_BYTES};
 use super::{super::compute::Compute, purpose::Purpose};
 use crate::{
     admission::{Budget, Reservation},
+    ids::OwnedShard,
     lock,
     memory::{AllocationError, Region, Slab},
 };
@@ -29,7 +30,7 @@ const LOOK: Duration = Duration::from_millis(200);
 /// Some blocks of one shard as they were at the snapshot's version.
 pub struct Piece {
     /// The shard's index among the owned ones.
-    pub owned: usize,
+    pub owned: OwnedShard,
     pub shard: ShardId,
     /// The first block, counted from the shard's start. A shard's pieces come in order.
     pub first: usize,
@@ -193,7 +194,7 @@ impl Staging {
     /// Hands filled slots to the reader: `blocks` of a shard, from `first` on. Slots that are left over are kept.
     pub(super) fn put(
         &self,
-        (owned, shard): (usize, ShardId),
+        (owned, shard): (OwnedShard, ShardId),
         first: usize,
         blocks: usize,
         older_image: bool,

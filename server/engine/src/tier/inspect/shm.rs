@@ -20,7 +20,7 @@ use super::super::{
     record::RECORD_BYTES,
     shm::{SHARD_WORDS, Sizes, UNDO_SLOTS, UNDO_WORDS, records_of},
 };
-use crate::memory::Slab;
+use crate::{ids::OwnedShards, memory::Slab};
 
 const WORD: usize = size_of::<u64>();
 
@@ -113,20 +113,22 @@ fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Opti
     let (of_blocks, rest) = rest.split_at(blocks);
     let newest = versions.last().map_or(0, |version| version.version.0);
     let known = |version: u64| versions.iter().any(|known| known.version == Version(version));
-    for (owned, shard) in of_shards.chunks_exact(SHARD_WORDS).enumerate() {
+    for (owned, shard) in OwnedShards::all(shards).zip(of_shards.chunks_exact(SHARD_WORDS)) {
         let (begun, done) = (shard[0], shard[1]);
         if begun < done || begun > done + 1 || begun > newest {
             return Some(format!(
-                "shard {owned} of it is at version {done} and began {begun}, of {newest} decided"
+                "shard {} of it is at version {done} and began {begun}, of {newest} decided",
+                owned.index()
             ));
         }
         // Updates that it lacks are made from the records.
         if let Some(missing) = (done + 1..=newest).take(versions.len() + 1).find(|&version| !known(version)) {
             return Some(format!(
-                "shard {owned} of it is at version {done}, and the record of {missing} is gone"
+                "shard {} of it is at version {done}, and the record of {missing} is gone",
+                owned.index()
             ));
         }
-        let range = sizes.blocks[owned]..sizes.blocks[owned + 1];
+        let range = sizes.blocks[owned.index()]..sizes.blocks[owned.next().index()];
         if let Some(block) = range.clone().find(|&block| of_blocks[block] > begun) {
             let version = of_blocks[block];
             return Some(format!("block {block} of it is at version {version}, before its shard began it"));

@@ -18,6 +18,7 @@ use super::{
     NvmeTier,
 };
 use crate::{
+    ids::{OwnedShard, OwnedShards},
     io::{Direction, Disk, OpenDisk, OpenFile, Part, Request},
     kernels::State,
     memory::{Region, Slab},
@@ -87,8 +88,8 @@ fn run(
     pool: &ThreadPool,
     rounds: u64,
 ) -> Result<Vec<StorageMeasurement>, Fault> {
-    let shards = tier.plan().shards.len();
-    for owned in 0..shards {
+    let shards = OwnedShards::all(tier.plan().shards.len());
+    for owned in shards.clone() {
         tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
     }
     tier.start(&Record::new(Version(0), 0, None))?;
@@ -96,7 +97,7 @@ fn run(
     // Two steps come first: blocks that were reserved and never written cost the file system more.
     for version in 1..=rounds + 2 {
         let (from, cpu) = (Instant::now(), cpu_seconds());
-        step(spec, tier, pool, shards, Version(version))?;
+        step(spec, tier, pool, shards.clone(), Version(version))?;
         // Where nothing is made durable, the last writes are still under way, and belong to the step.
         tier.pager.quiesce();
         let step_seconds = from.elapsed().as_secs_f64();
@@ -124,10 +125,10 @@ fn step(
     spec: &JobSpec,
     tier: &NvmeTier,
     pool: &ThreadPool,
-    shards: usize,
+    shards: OwnedShards,
     version: Version,
 ) -> Result<(), Fault> {
-    for owned in 0..shards {
+    for owned in shards {
         tier.update(owned, version, &mut |state, guard| {
             let blocks = state.blocks().enumerate();
             pool.blocks(blocks.collect(), |(block, mut part)| {
@@ -178,15 +179,16 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     // Where nothing is recovered there is one slot in use, and resident shards stay where they are.
     let keeps = tier.pager.durability == Durability::EachVersion;
     let (source, target) = if keeps { (slot, 1 - slot) } else { (0, 0) };
-    let shards: Vec<usize> =
-        (0..plan.shards.len()).filter(|&owned| keeps || !tier.pager.is_resident(owned)).collect();
-    let (sender, receiver) = mpsc::channel::<(usize, Region, std::io::Result<()>)>();
-    let submit = |owned: usize, direction, part: Part, buffer| {
+    let shards: Vec<OwnedShard> = OwnedShards::all(plan.shards.len())
+        .filter(|&owned| keeps || !tier.pager.is_resident(owned))
+        .collect();
+    let (sender, receiver) = mpsc::channel::<(OwnedShard, Region, std::io::Result<()>)>();
+    let submit = |owned: OwnedShard, direction, part: Part, buffer| {
         let sender = sender.clone();
         let done = Box::new(move |buffer, result| {
             let _ = sender.send((owned, buffer, result));
         });
-        disks[plan.shards[owned].file].submit(Request { direction, parts: vec![part], buffer, done });
+        disks[plan.shards[owned.index()].file].submit(Request { direction, parts: vec![part], buffer, done });
     };
     let (mut bytes, mut next, mut busy) = (0, 0, 0);
     let mut read = vec![false; plan.shards.len()];
@@ -194,22 +196,22 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     while next < shards.len() || busy > 0 {
         if let Some(buffer) = (next < shards.len()).then(|| free.pop()).flatten() {
             let owned = shards[next];
-            read[owned] = tier.pager.is_resident(owned);
+            read[owned.index()] = tier.pager.is_resident(owned);
             let (direction, slot) =
-                if read[owned] { (Direction::Write, target) } else { (Direction::Read, source) };
+                if read[owned.index()] { (Direction::Write, target) } else { (Direction::Read, source) };
             submit(owned, direction, plan.state_part(owned, slot), buffer);
-            bytes += plan.shards[owned].state_bytes as u64;
+            bytes += plan.shards[owned.index()].state_bytes as u64;
             (next, busy) = (next + 1, busy + 1);
             continue;
         }
         let Ok((owned, buffer, result)) = receiver.recv() else { break };
-        result.map_err(io("move", disks[plan.shards[owned].file].path()))?;
-        if read[owned] {
+        result.map_err(io("move", disks[plan.shards[owned.index()].file].path()))?;
+        if read[owned.index()] {
             free.push(buffer);
             busy -= 1;
         } else {
-            read[owned] = true;
-            bytes += plan.shards[owned].state_bytes as u64;
+            read[owned.index()] = true;
+            bytes += plan.shards[owned.index()].state_bytes as u64;
             submit(owned, Direction::Write, plan.state_part(owned, target), buffer);
         }
     }

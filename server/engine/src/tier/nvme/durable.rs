@@ -19,6 +19,7 @@ use super::{
     slots::Slots,
 };
 use crate::{
+    ids::OwnedShard,
     io::{Direction, Disk, Part, transfer},
     lock,
     memory::Region,
@@ -203,18 +204,22 @@ impl VersionWriter {
         with_buffer(&self.meta[file], work)
     }
 
-    fn table<'a>(&self, file: usize, cells: impl Fn(usize) -> &'a [std::sync::atomic::AtomicU64]) -> Vec<u8> {
+    fn table<'a>(
+        &self,
+        file: usize,
+        cells: impl Fn(OwnedShard) -> &'a [std::sync::atomic::AtomicU64],
+    ) -> Vec<u8> {
         let owned = self.pager.plan.files[file].owned.iter();
         let checksums = owned.flat_map(|&owned| cells(owned).iter());
         checksums.flat_map(|checksum| checksum.load(Ordering::Relaxed).to_le_bytes()).collect()
     }
 
     fn state_table(&self, file: usize) -> Vec<u8> {
-        self.table(file, |owned| &self.pager.checksums[owned].state)
+        self.table(file, |owned| &self.pager.checksums[owned.index()].state)
     }
 
     fn image_table(&self, file: usize, slot: u8) -> Vec<u8> {
-        self.table(file, |owned| &self.pager.checksums[owned].images[slot as usize])
+        self.table(file, |owned| &self.pager.checksums[owned.index()].images[slot as usize])
     }
 
     fn roots(&self, file: usize, slots: Slots) -> Roots {

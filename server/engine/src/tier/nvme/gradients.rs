@@ -19,6 +19,7 @@ use super::super::{
 };
 use super::open::opener;
 use crate::{
+    ids::OwnedShards,
     io::{Direction, Disk, Part, Request},
     memory::Region,
 };
@@ -29,7 +30,7 @@ const GRADIENT_FILE: &str = "gradients";
 /// DRAM, and workers send them again. Whatever ends the process gives the space back.
 ///
 /// ```text
-/// shard, shard, ...     each: [step slot 0: rank 0, rank 1, ..., sum] [step slot 1: ...]
+/// shard, shard, ...     each: [gradient slot 0: rank 0, rank 1, ..., sum] [gradient slot 1: ...]
 /// ```
 pub(in crate::tier) struct GradientFiles {
     plan: GradientPlan,
@@ -62,8 +63,8 @@ impl GradientPlan {
         let (ranks, wire) = (u64::from(spec.world_size), spec.gradient_dtype.bytes());
         let sum = if spec.accumulates() { 4 } else { 0 };
         let mut plan = GradientPlan { shards: Vec::new(), files: vec![0; files], ranks, wire, sum };
-        for (owned, &shard) in owned.iter().enumerate() {
-            let (file, elements) = (owned % files, layout.shard_len(shard));
+        for (owned, &shard) in OwnedShards::all(owned.len()).zip(owned) {
+            let (file, elements) = (owned.index() % files, layout.shard_len(shard));
             plan.shards.push(GradientExtent { shard, file, at: plan.files[file], elements });
             plan.files[file] += elements * plan.slot_bytes() * spec.gradient_slots() as u64;
         }
@@ -76,12 +77,12 @@ impl GradientPlan {
     }
 
     fn offset(&self, GradientId { owned, slot, kind }: GradientId) -> u64 {
-        let GradientExtent { at, elements, .. } = self.shards[owned];
+        let GradientExtent { at, elements, .. } = self.shards[owned.index()];
         let before = match kind {
             Kind::Contribution(rank) => u64::from(rank.0) * self.wire,
             Kind::Sum => self.ranks * self.wire,
         };
-        at + elements * (slot as u64 * self.slot_bytes() + before)
+        at + elements * (slot.index() as u64 * self.slot_bytes() + before)
     }
 }
 
@@ -113,7 +114,7 @@ impl GradientFiles {
     }
 
     fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
-        let disk = &self.disks[self.plan.shards[id.owned].file];
+        let disk = &self.disks[self.plan.shards[id.owned.index()].file];
         let doing = match direction {
             Direction::Read => "read gradients",
             Direction::Write => {
@@ -142,7 +143,7 @@ impl GradientStore for GradientFiles {
     }
 
     fn describe(&self, GradientId { owned, kind, .. }: GradientId) -> String {
-        let GradientExtent { shard, file, .. } = self.plan.shards[owned];
+        let GradientExtent { shard, file, .. } = self.plan.shards[owned.index()];
         let path = self.disks[file].path().display();
         match kind {
             Kind::Contribution(rank) => format!("{path}, gradient of {shard} from {rank}"),

@@ -21,6 +21,7 @@ use super::{
     recover::{damaged, remedy},
 };
 use crate::{
+    ids::OwnedShard,
     io::{Direction, Part, transfer},
     lock,
     memory::{AllocationError, Region, Slab},
@@ -65,14 +66,14 @@ fn reader_bytes(block: usize) -> usize {
 
 impl NvmeTier {
     /// An image's slot, and the part of a file that holds it.
-    fn image_place(&self, owned: usize, age: ImageAge) -> Option<(usize, Part)> {
+    fn image_place(&self, owned: OwnedShard, age: ImageAge) -> Option<(usize, Part)> {
         let slots = self.pager.lock().slots;
         let slot = match age {
             ImageAge::Current => Some(slots.image),
             ImageAge::Older => slots.older_image,
         };
-        let kept =
-            self.plan().shards[owned].image_bytes > 0 && self.pager.durability == Durability::EachVersion;
+        let kept = self.plan().shards[owned.index()].image_bytes > 0
+            && self.pager.durability == Durability::EachVersion;
         let part = |slot: u8| (slot as usize, self.plan().image_part(owned, slot));
         slot.filter(|_| kept).map(part)
     }
@@ -97,8 +98,14 @@ impl NvmeTier {
 
     /// The first block of an image, from block `first` on, that differs from its checksum, and the checksum that it
     /// has.
-    fn damaged_block(&self, owned: usize, slot: usize, first: usize, image: &[u8]) -> Option<(usize, u64)> {
-        let checksums = &self.pager.checksums[owned].images[slot][first..];
+    fn damaged_block(
+        &self,
+        owned: OwnedShard,
+        slot: usize,
+        first: usize,
+        image: &[u8],
+    ) -> Option<(usize, u64)> {
+        let checksums = &self.pager.checksums[owned.index()].images[slot][first..];
         let mut blocks = image.chunks(self.plan().image_block()).zip(checksums).enumerate();
         blocks.find_map(|(block, (bytes, checksum))| {
             let found = crc64([bytes]);
@@ -106,9 +113,9 @@ impl NvmeTier {
         })
     }
 
-    fn image_damage(&self, owned: usize, slot: usize, block: usize, found: u64) -> Fault {
-        let place = &self.plan().shards[owned];
-        let expected = self.pager.checksums[owned].images[slot][block].load(Ordering::Relaxed);
+    fn image_damage(&self, owned: OwnedShard, slot: usize, block: usize, found: u64) -> Fault {
+        let place = &self.plan().shards[owned.index()];
+        let expected = self.pager.checksums[owned.index()].images[slot][block].load(Ordering::Relaxed);
         let previous = self.whole_previous();
         let what = format!("image of {}, block {block} of it, slot {slot}", place.shard);
         let path = self.pager.disks[place.file].path();
@@ -118,13 +125,13 @@ impl NvmeTier {
     /// Moves the buffer's first bytes to or from `offset` of the shard's file.
     fn transfer_image(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         direction: Direction,
         offset: u64,
         bytes: usize,
         buffer: Region,
     ) -> Result<Region, Fault> {
-        let disk = &self.pager.disks[self.plan().shards[owned].file];
+        let disk = &self.pager.disks[self.plan().shards[owned.index()].file];
         let (buffer, result) = transfer(&**disk, direction, vec![Part { offset, range: 0..bytes }], buffer);
         let doing = if direction == Direction::Read { "read" } else { "write" };
         result.map_err(|error| self.pager.fail(io(doing, disk.path())(error)))?;
@@ -133,7 +140,7 @@ impl NvmeTier {
 }
 
 impl ImageStore for NvmeTier {
-    fn store(&self, owned: usize, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
+    fn store(&self, owned: OwnedShard, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
         if age == ImageAge::Older {
             // The first older image that is stored gets a slot: the one after the current image's.
             let mut state = self.pager.lock();
@@ -141,7 +148,7 @@ impl ImageStore for NvmeTier {
             state.slots.older_image.get_or_insert(next);
         }
         let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
-        let checksums = &self.pager.checksums[owned];
+        let checksums = &self.pager.checksums[owned.index()];
         for (block, checksum) in checksummed_blocks(image, checksums, slot) {
             checksums.images[slot][block].store(checksum, Ordering::Relaxed);
         }
@@ -151,7 +158,7 @@ impl ImageStore for NvmeTier {
         Ok(())
     }
 
-    fn load(&self, owned: usize, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
+    fn load(&self, owned: OwnedShard, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
         let Some((slot, part)) = self.image_place(owned, age) else { return Ok(false) };
         let buffer = one_buffer(image.len())?;
         let buffer = self.transfer_image(owned, Direction::Read, part.offset, image.len(), buffer)?;
@@ -165,7 +172,7 @@ impl ImageStore for NvmeTier {
     /// Reads the blocks around the bytes, and compares them with their checksums.
     fn read(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),

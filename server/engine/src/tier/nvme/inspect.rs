@@ -18,6 +18,7 @@ use super::{
     recover::{Records, read_table},
 };
 use crate::{
+    ids::OwnedShard,
     io::{Disk, OpenDisk, OpenFile},
     memory::{Region, Slab},
 };
@@ -154,7 +155,7 @@ impl Check<'_> {
         &mut self,
         at: (u64, u64),
         what: &str,
-        read: impl Fn(&Check<'_>, usize, usize) -> Result<u64, Fault>,
+        read: impl Fn(&Check<'_>, OwnedShard, usize) -> Result<u64, Fault>,
     ) -> Result<(), Fault> {
         let table = match read_table(self.disk, self.meta, self.files, at, what) {
             Ok(table) => table,
@@ -165,11 +166,13 @@ impl Check<'_> {
         };
         let mut checksums = table.into_iter();
         for &owned in &self.files.owned {
-            for (block, expected) in checksums.by_ref().take(self.plan.shards[owned].blocks()).enumerate() {
+            for (block, expected) in
+                checksums.by_ref().take(self.plan.shards[owned.index()].blocks()).enumerate()
+            {
                 let found = read(self, owned, block)?;
                 self.report.blocks += 1;
                 if found != expected {
-                    let shard: ShardId = self.plan.shards[owned].shard;
+                    let shard: ShardId = self.plan.shards[owned.index()].shard;
                     let path = self.disk.path().display();
                     self.report.damaged.push(format!(
                         "{path} ({what} of {shard}, block {block} of it: CRC-64 {found:016x}, not {expected:016x})"
@@ -180,11 +183,13 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn state_block(&self, owned: usize, slot: u8, block: usize) -> Result<u64, Fault> {
+    fn state_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {
         let part = self.plan.state_part(owned, slot);
         let (shape, mut array_at) = (self.plan.shape, part.offset);
         let mut found = Vec::new();
-        for (bytes, array) in shape.block().into_iter().zip(shape.arrays(self.plan.shards[owned].elements)) {
+        for (bytes, array) in
+            shape.block().into_iter().zip(shape.arrays(self.plan.shards[owned.index()].elements))
+        {
             let at = array_at + (block * bytes) as u64;
             // Blocks of 8-bit moments do not start on sectors.
             let before = (at % SECTOR as u64) as usize;
@@ -195,8 +200,8 @@ impl Check<'_> {
         Ok(crc64([&*found]))
     }
 
-    fn image_block(&self, owned: usize, slot: u8, block: usize) -> Result<u64, Fault> {
-        let place = &self.plan.shards[owned];
+    fn image_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {
+        let place = &self.plan.shards[owned.index()];
         let bytes = place.image_bytes / place.blocks();
         let part = self.plan.image_part(owned, slot);
         Ok(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?]))

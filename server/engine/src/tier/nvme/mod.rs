@@ -63,6 +63,7 @@ use super::{
     storage::{Durability, Inputs},
 };
 use crate::{
+    ids::OwnedShard,
     lock,
     record::{Joined, Record},
 };
@@ -153,9 +154,9 @@ impl NvmeTier {
     }
 
     /// The fault of a block whose bytes are not those that were written.
-    fn damage(&self, owned: usize, block: usize, found: u64) -> Fault {
-        let place = &self.plan().shards[owned];
-        let expected = self.pager.checksums[owned].state[block].load(Ordering::Relaxed);
+    fn damage(&self, owned: OwnedShard, block: usize, found: u64) -> Fault {
+        let place = &self.plan().shards[owned.index()];
+        let expected = self.pager.checksums[owned.index()].state[block].load(Ordering::Relaxed);
         let slot = self.pager.lock().slots.state;
         let what = format!("{}, block {block} of it, slot {slot}", place.shard);
         let path = self.pager.disks[place.file].path();
@@ -177,8 +178,8 @@ impl NvmeTier {
     }
 
     /// Compares all blocks of a shard that has just been read.
-    fn verify(&self, owned: usize, bytes: &[u8]) -> Result<(), Fault> {
-        for (block, checksum) in self.pager.checksums[owned].state.iter().enumerate() {
+    fn verify(&self, owned: OwnedShard, bytes: &[u8]) -> Result<(), Fault> {
+        for (block, checksum) in self.pager.checksums[owned.index()].state.iter().enumerate() {
             let found = self.plan().checksum(owned, bytes, block);
             if found != checksum.load(Ordering::Relaxed) {
                 return Err(self.damage(owned, block, found));
@@ -189,9 +190,9 @@ impl NvmeTier {
 }
 
 impl Tier for NvmeTier {
-    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
+    fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut held = self.pager.take(owned)?;
-        let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned].state_bytes];
+        let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned.index()].state_bytes];
         // A part was loaded before, and written to make room. What is loaded now has no checksums before it is
         // written.
         if !held.checked {
@@ -203,9 +204,9 @@ impl Tier for NvmeTier {
         Ok(())
     }
 
-    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+    fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
         let mut held = self.pager.take(owned)?;
-        let bytes = &held.region.bytes()[..self.plan().shards[owned].state_bytes];
+        let bytes = &held.region.bytes()[..self.plan().shards[owned.index()].state_bytes];
         if !held.checked {
             self.verify(owned, bytes)?;
         }
@@ -217,7 +218,7 @@ impl Tier for NvmeTier {
 
     fn update(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
@@ -226,12 +227,12 @@ impl Tier for NvmeTier {
             return Err(internal(version, "the one after the durable version"));
         }
         let mut held = self.pager.take(owned)?;
-        let place = &self.plan().shards[owned];
+        let place = &self.plan().shards[owned.index()];
         let (state, image) = held.region.bytes_mut()[..place.bytes()].split_at_mut(place.state_bytes);
         let block = image.len() / place.blocks();
         let target = self.pager.lock().slots.updated();
         let guard = ChecksumGuard {
-            checksums: &self.pager.checksums[owned],
+            checksums: &self.pager.checksums[owned.index()],
             image_slot: target.image as usize,
             check: !held.checked,
             damaged: AtomicUsize::new(usize::MAX),

@@ -213,7 +213,7 @@ impl NvmeTier {
         let table = read_table(disk, meta, plan, at, format_args!("slot {}", slots.state))?;
         let mut found = table.into_iter();
         for &owned in &plan.owned {
-            for (checksum, found) in self.pager.checksums[owned].state.iter().zip(&mut found) {
+            for (checksum, found) in self.pager.checksums[owned.index()].state.iter().zip(&mut found) {
                 checksum.store(found, Ordering::Relaxed);
             }
         }
@@ -225,7 +225,7 @@ impl NvmeTier {
             let mut found = table.into_iter();
             for &owned in &plan.owned {
                 for (checksum, found) in
-                    self.pager.checksums[owned].images[slot as usize].iter().zip(&mut found)
+                    self.pager.checksums[owned.index()].images[slot as usize].iter().zip(&mut found)
                 {
                     checksum.store(found, Ordering::Relaxed);
                 }

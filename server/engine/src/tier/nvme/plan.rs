@@ -9,7 +9,10 @@ use super::super::{
     Shape, StateMut, StateRef,
     record::{RECORD_BYTES, SECTOR, crc64},
 };
-use crate::io::Part;
+use crate::{
+    ids::{OwnedShard, OwnedShards},
+    io::Part,
+};
 
 /// How many slots a shard's state has. The version being made goes to the one that does not hold the last durable
 /// version.
@@ -66,7 +69,7 @@ pub(super) struct ShardExtent {
 #[derive(Clone, Debug, Default)]
 pub(super) struct FilePlan {
     /// Its shards, as they are owned.
-    pub(super) owned: Vec<usize>,
+    pub(super) owned: Vec<OwnedShard>,
     pub(super) blocks: usize,
     state_bytes: u64,
     image_bytes: u64,
@@ -89,23 +92,23 @@ impl StorePlan {
             images,
             shape,
         };
-        for (index, &shard) in owned.iter().enumerate() {
+        for (owned, &shard) in OwnedShards::all(owned.len()).zip(owned) {
             let elements = layout.shard_len(shard) as usize;
             let image_bytes = if images { elements * spec.image_dtype.bytes() as usize } else { 0 };
             // They take turns, so that neighbours in forward order come from different devices.
-            let file = &mut plan.files[index % files];
+            let file = &mut plan.files[owned.index() % files];
             // 8-bit moments do not fill whole sectors.
             let state_bytes = shape.bytes(elements).next_multiple_of(SECTOR);
             plan.shards.push(ShardExtent {
                 shard,
-                file: index % files,
+                file: owned.index() % files,
                 elements,
                 state_bytes,
                 image_bytes,
                 state_at: file.state_bytes,
                 image_at: file.image_bytes,
             });
-            file.owned.push(index);
+            file.owned.push(owned);
             file.blocks += elements / BLOCK_ELEMENTS as usize;
             file.state_bytes += state_bytes as u64;
             file.image_bytes += image_bytes as u64;
@@ -134,16 +137,16 @@ impl StorePlan {
         table.max(RECORD_BYTES)
     }
 
-    pub(super) fn state_part(&self, owned: usize, slot: u8) -> Part {
-        let place = &self.shards[owned];
+    pub(super) fn state_part(&self, owned: OwnedShard, slot: u8) -> Part {
+        let place = &self.shards[owned.index()];
         let file = &self.files[place.file];
         let offset = file.slots_at() + u64::from(slot) * file.state_bytes + place.state_at;
         Part { offset, range: 0..place.state_bytes }
     }
 
     /// In a buffer the image follows the state.
-    pub(super) fn image_part(&self, owned: usize, slot: u8) -> Part {
-        let place = &self.shards[owned];
+    pub(super) fn image_part(&self, owned: OwnedShard, slot: u8) -> Part {
+        let place = &self.shards[owned.index()];
         let file = &self.files[place.file];
         let images = file.slots_at() + u64::from(STATE_SLOTS) * file.state_bytes;
         let offset = images + u64::from(slot) * file.image_bytes + place.image_at;
@@ -151,9 +154,9 @@ impl StorePlan {
     }
 
     /// Cuts a shard's bytes into its arrays.
-    pub(super) fn cut<'a>(&self, owned: usize, state: &'a mut [u8]) -> StateMut<'a> {
+    pub(super) fn cut<'a>(&self, owned: OwnedShard, state: &'a mut [u8]) -> StateMut<'a> {
         let mut rest = state;
-        let arrays = self.shape.arrays(self.shards[owned].elements).map(|bytes| {
+        let arrays = self.shape.arrays(self.shards[owned.index()].elements).map(|bytes| {
             let (array, after) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = after;
             array
@@ -161,9 +164,9 @@ impl StorePlan {
         StateMut::new(self.shape, arrays)
     }
 
-    pub(super) fn cut_ref<'a>(&self, owned: usize, state: &'a [u8]) -> StateRef<'a> {
+    pub(super) fn cut_ref<'a>(&self, owned: OwnedShard, state: &'a [u8]) -> StateRef<'a> {
         let mut rest = state;
-        let arrays = self.shape.arrays(self.shards[owned].elements).map(|bytes| {
+        let arrays = self.shape.arrays(self.shards[owned.index()].elements).map(|bytes| {
             let (array, after) = rest.split_at(bytes);
             rest = after;
             array
@@ -172,7 +175,7 @@ impl StorePlan {
     }
 
     /// The checksum of one block of a shard's state.
-    pub(super) fn checksum(&self, owned: usize, state: &[u8], block: usize) -> u64 {
+    pub(super) fn checksum(&self, owned: OwnedShard, state: &[u8], block: usize) -> u64 {
         crc64(self.cut_ref(owned, state).block(block).arrays)
     }
 }

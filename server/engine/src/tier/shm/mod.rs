@@ -30,6 +30,7 @@ use super::{
     watch::Watch,
 };
 use crate::{
+    ids::{OwnedShard, OwnedShards},
     memory::{AtomicWords, Region},
     record::{Joined, Record},
 };
@@ -88,47 +89,47 @@ pub(super) struct ShmTier {
 }
 
 impl ShmTier {
-    fn shards(&self) -> usize {
-        self.blocks.len() - 1
+    fn shards(&self) -> OwnedShards {
+        OwnedShards::all(self.blocks.len() - 1)
     }
 
     /// A shard's words: version begun, version done, oldest image, steps summed.
-    fn shard(&self, owned: usize) -> &[AtomicU64] {
-        &self.words.get()[owned * SHARD_WORDS..][..SHARD_WORDS]
+    fn shard(&self, owned: OwnedShard) -> &[AtomicU64] {
+        &self.words.get()[owned.index() * SHARD_WORDS..][..SHARD_WORDS]
     }
 
     fn block(&self, block: usize) -> &AtomicU64 {
-        &self.words.get()[self.shards() * SHARD_WORDS + block]
+        &self.words.get()[self.shards().len() * SHARD_WORDS + block]
     }
 
     fn undo_words(&self, slot: usize) -> &[AtomicU64] {
-        let start = self.shards() * SHARD_WORDS + self.blocks[self.shards()];
+        let start = self.shards().len() * SHARD_WORDS + self.blocks[self.shards().len()];
         &self.words.get()[start + slot * UNDO_WORDS..][..UNDO_WORDS]
     }
 
     /// The incarnation of each rank; 0 before it has joined.
     fn ranks(&self) -> &[AtomicU64] {
         &self.words.get()
-            [self.shards() * SHARD_WORDS + self.blocks[self.shards()] + UNDO_SLOTS * UNDO_WORDS..]
+            [self.shards().len() * SHARD_WORDS + self.blocks[self.shards().len()] + UNDO_SLOTS * UNDO_WORDS..]
     }
 }
 
 impl Tier for ShmTier {
-    fn load(&self, owned: usize, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
+    fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         self.memory.load(owned, load)
     }
 
-    fn read(&self, owned: usize, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
+    fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
         self.memory.read(owned, read)
     }
 
     fn update(
         &self,
-        owned: usize,
+        owned: OwnedShard,
         version: Version,
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
-        let guard = Undo { tier: self, first_block: self.blocks[owned], version };
+        let guard = Undo { tier: self, first_block: self.blocks[owned.index()], version };
         let mut result = Ok(());
         self.carry(owned, version, &mut || {
             result = self.memory.load(owned, &mut |state| update(state, &guard));
@@ -142,13 +143,13 @@ impl KeptMemory for ShmTier {
         self.older_loaded.store(loaded, Ordering::Relaxed);
     }
 
-    fn complete(&self, owned: usize, step: Step) {
+    fn complete(&self, owned: OwnedShard, step: Step) {
         // The sum is whole before the word says so.
         fence(Ordering::SeqCst);
         self.shard(owned)[SUMMED + (step.0 % 2) as usize].store(step.0, Ordering::SeqCst);
     }
 
-    fn carry(&self, owned: usize, version: Version, carry: &mut dyn FnMut()) {
+    fn carry(&self, owned: OwnedShard, version: Version, carry: &mut dyn FnMut()) {
         let words = self.shard(owned);
         words[0].store(version.0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -162,12 +163,13 @@ impl Durable for ShmTier {
     fn start(&self, record: &Record) -> Result<(), Fault> {
         let version = record.version.0;
         let older = u64::from(self.older_loaded.load(Ordering::Relaxed) && version > 0);
-        for owned in 0..self.shards() {
+        for owned in self.shards() {
             for (word, value) in self.shard(owned).iter().zip([version, version, version - older, 0, 0]) {
                 word.store(value, Ordering::SeqCst);
             }
         }
-        (0..self.blocks[self.shards()]).for_each(|block| self.block(block).store(version, Ordering::SeqCst));
+        (0..self.blocks[self.shards().len()])
+            .for_each(|block| self.block(block).store(version, Ordering::SeqCst));
         fence(Ordering::SeqCst);
         self.write_record(record)
     }
@@ -182,7 +184,7 @@ impl Durable for ShmTier {
     }
 
     fn joined(&self, rank: Rank, joined: Joined, over: bool) {
-        let summed = (0..self.shards()).flat_map(|owned| &self.shard(owned)[SUMMED..]);
+        let summed = self.shards().flat_map(|owned| &self.shard(owned)[SUMMED..]);
         summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
         // If a kill leaves the new version beside the incarnation before, the version is too new, for a process that
         // is being replaced.

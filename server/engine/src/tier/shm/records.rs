@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ShmTier;
 use crate::{
+    ids::OwnedShard,
     lock,
     record::{Record, Standing, exact},
     tier::{
@@ -87,13 +88,13 @@ impl ShmTier {
             return Ok(None);
         }
         self.undo_blocks()?;
-        let shard = |owned: usize| {
+        let shard = |owned: OwnedShard| {
             let [begun, done, oldest, even, odd] =
                 [0, 1, 2, 3, 4].map(|word| self.shard(owned)[word].load(Ordering::Acquire));
             let summed = [Step(even), Step(odd)];
             KeptShard { version: Version(done), older_image: begun == done && done > oldest, summed }
         };
-        Ok(Some(Interrupted { shards: (0..self.shards()).map(shard).collect(), records }))
+        Ok(Some(Interrupted { shards: self.shards().map(shard).collect(), records }))
     }
 }
 

@@ -9,6 +9,7 @@ use longshore_proto::{Fault, Version};
 
 use super::ShmTier;
 use crate::{
+    ids::OwnedShard,
     lock,
     memory::Region,
     tier::{
@@ -30,8 +31,8 @@ impl ShmTier {
             let [held, version] = [0, 1].map(|word| self.undo_words(*slot)[word].load(Ordering::Acquire));
             let Some(block) = (held as usize).checked_sub(1) else { continue };
             if self.block(block).load(Ordering::Acquire) < version {
-                let owned = self.blocks.partition_point(|&first| first <= block) - 1;
-                let index = block - self.blocks[owned];
+                let owned = OwnedShard(self.blocks.partition_point(|&first| first <= block) - 1);
+                let index = block - self.blocks[owned.index()];
                 self.memory.load(owned, &mut |state| {
                     let mut rest = copy.bytes();
                     for array in state.blocks().nth(index).map(|block| block.arrays).into_iter().flatten() {

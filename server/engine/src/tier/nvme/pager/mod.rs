@@ -16,7 +16,12 @@ use super::{
     plan::{IMAGE_SLOTS, StorePlan},
     slots::Slots,
 };
-use crate::{io::Disk, lock, memory::Region};
+use crate::{
+    ids::{OwnedShard, OwnedShards},
+    io::Disk,
+    lock,
+    memory::Region,
+};
 
 pub(super) struct ShardPager {
     pub(super) plan: StorePlan,
@@ -45,7 +50,7 @@ pub(super) struct PagerState {
     entries: Vec<Entry>,
     free: Vec<Region>,
     /// The shard that is updated next.
-    next: usize,
+    next: OwnedShard,
     /// How many requests write.
     writing: usize,
     debts: Debts,
@@ -111,7 +116,7 @@ impl ShardPager {
         let (entries, buffers) = (entries.collect(), free.len());
         let (slots, durable, failed) = (Slots::default(), None, None);
         let (version, skipping) = (Version(0), false);
-        let (next, writing, clock) = (0, 0, 0);
+        let (next, writing, clock) = (OwnedShard(0), 0, 0);
         let debts = Debts::new(disks.len());
         let state = PagerState {
             entries,
@@ -135,8 +140,8 @@ impl ShardPager {
         lock(&self.state)
     }
 
-    pub(super) fn is_resident(&self, owned: usize) -> bool {
-        self.resident[owned]
+    pub(super) fn is_resident(&self, owned: OwnedShard) -> bool {
+        self.resident[owned.index()]
     }
 
     /// Waits for a change. A drive that owes an answer for too long fails the store; threads that have a shard do
@@ -191,13 +196,13 @@ impl ShardPager {
     }
 
     /// Takes a shard's bytes. They are read from disk unless they are here already.
-    pub(super) fn take(self: &Arc<Self>, owned: usize) -> Result<Held, Fault> {
+    pub(super) fn take(self: &Arc<Self>, owned: OwnedShard) -> Result<Held, Fault> {
         let mut state = self.lock();
         loop {
             state.check()?;
             state.clock += 1;
             let clock = state.clock;
-            let entry = &mut state.entries[owned];
+            let entry = &mut state.entries[owned.index()];
             entry.used = clock;
             match mem::replace(&mut entry.holding, Holding::Busy) {
                 Holding::Ready(held) => return Ok(held),
@@ -207,7 +212,7 @@ impl ShardPager {
                     if let Some(mut region) = self.buffer(&mut state, owned)? {
                         if blank {
                             region.bytes_mut().fill(0);
-                            state.entries[owned].holding = Holding::Busy;
+                            state.entries[owned.index()].holding = Holding::Busy;
                             return Ok(Held { region, checked: true, dirty: true });
                         }
                         self.read(&mut state, owned, region);
@@ -220,15 +225,15 @@ impl ShardPager {
     }
 
     /// Gives a shard back as it was taken, or as it was loaded.
-    pub(super) fn keep(self: &Arc<Self>, owned: usize, held: Held) {
+    pub(super) fn keep(self: &Arc<Self>, owned: OwnedShard, held: Held) {
         let mut state = self.lock();
         let count = state.entries.len();
-        let soon = (owned + count - state.next) % count < self.buffers;
-        if held.dirty || self.resident[owned] || soon {
-            state.entries[owned].blank &= !held.dirty;
-            state.entries[owned].holding = Holding::Ready(held);
+        let soon = (owned.index() + count - state.next.index()) % count < self.buffers;
+        if held.dirty || self.resident[owned.index()] || soon {
+            state.entries[owned.index()].blank &= !held.dirty;
+            state.entries[owned.index()].holding = Holding::Ready(held);
         } else {
-            state.entries[owned].holding = Holding::Disk;
+            state.entries[owned.index()].holding = Holding::Disk;
             state.free.push(held.region);
         }
         drop(state);
@@ -242,8 +247,8 @@ impl ShardPager {
         for entry in &mut state.entries {
             (entry.slot, entry.blank) = (slots.state, false);
         }
-        for owned in (0..self.resident.len()).filter(|&owned| self.resident[owned]) {
-            let holding = mem::replace(&mut state.entries[owned].holding, Holding::Disk);
+        for owned in OwnedShards::all(self.resident.len()).filter(|&owned| self.resident[owned.index()]) {
+            let holding = mem::replace(&mut state.entries[owned.index()].holding, Holding::Disk);
             if let Holding::Ready(held) = holding {
                 self.read(&mut state, owned, held.region);
             }
@@ -256,7 +261,7 @@ impl ShardPager {
     pub(super) fn advance(self: &Arc<Self>, slots: Slots, version: Version) {
         let mut state = self.lock();
         (state.slots, state.version) = (slots, version);
-        state.next = 0;
+        state.next = OwnedShard(0);
         self.read_ahead(&mut state);
     }
 
@@ -267,11 +272,11 @@ impl ShardPager {
 
     /// The slot of a shard's image of a version that the shard has, once all of it is on disk there. None if it is
     /// not there any more.
-    pub(super) fn stored_image(&self, owned: usize, version: Version) -> Result<Option<u8>, Fault> {
+    pub(super) fn stored_image(&self, owned: OwnedShard, version: Version) -> Result<Option<u8>, Fault> {
         let mut slot = None;
         self.until(|state| {
             slot = state.image_slot(version);
-            !matches!(state.entries[owned].holding, Holding::Writing)
+            !matches!(state.entries[owned.index()].holding, Holding::Writing)
         })?;
         Ok(slot)
     }

@@ -10,6 +10,7 @@ use longshore_proto::Fault;
 
 use super::{Entry, Held, Holding, PagerState, ShardPager};
 use crate::{
+    ids::{OwnedShard, OwnedShards},
     io::{Direction, Part, Request},
     memory::Region,
     tier::{
@@ -23,7 +24,7 @@ impl ShardPager {
     pub(super) fn buffer(
         self: &Arc<Self>,
         state: &mut PagerState,
-        wanted: usize,
+        wanted: OwnedShard,
     ) -> Result<Option<Region>, Fault> {
         if let Some(region) = state.free.pop() {
             return Ok(Some(region));
@@ -34,20 +35,25 @@ impl ShardPager {
         // All buffers hold shards that were read ahead, and the one needed last gives way. Before the start they hold
         // loaded shards, of which the least recently used gives way, once it is written.
         let count = state.entries.len();
-        let distance = |owned: usize| (owned + count - state.next) % count;
-        let ready = |owned: &usize| {
-            let entry = &state.entries[*owned];
-            *owned != wanted && !self.resident[*owned] && matches!(entry.holding, Holding::Ready(_))
+        let distance = |owned: OwnedShard| (owned.index() + count - state.next.index()) % count;
+        let ready = |owned: &OwnedShard| {
+            let entry = &state.entries[owned.index()];
+            *owned != wanted && !self.resident[owned.index()] && matches!(entry.holding, Holding::Ready(_))
         };
-        let dirty =
-            |owned: &usize| matches!(&state.entries[*owned].holding, Holding::Ready(held) if held.dirty);
-        let clean =
-            (0..count).filter(ready).filter(|owned| !dirty(owned)).max_by_key(|&owned| distance(owned));
+        let dirty = |owned: &OwnedShard| {
+            let holding = &state.entries[owned.index()].holding;
+            matches!(holding, Holding::Ready(held) if held.dirty)
+        };
+        let clean = OwnedShards::all(count)
+            .filter(ready)
+            .filter(|owned| !dirty(owned))
+            .max_by_key(|&owned| distance(owned));
         if let Some(owned) = clean {
-            let held = mem::replace(&mut state.entries[owned].holding, Holding::Disk);
+            let held = mem::replace(&mut state.entries[owned.index()].holding, Holding::Disk);
             return Ok(if let Holding::Ready(held) = held { Some(held.region) } else { None });
         }
-        let oldest = (0..count).filter(ready).min_by_key(|&owned| state.entries[owned].used);
+        let oldest =
+            OwnedShards::all(count).filter(ready).min_by_key(|&owned| state.entries[owned.index()].used);
         if let Some(owned) = oldest {
             self.write_dirty(state, owned);
         }
@@ -55,12 +61,12 @@ impl ShardPager {
     }
 
     /// Starts reading a shard.
-    pub(super) fn read(self: &Arc<Self>, state: &mut PagerState, owned: usize, buffer: Region) {
-        let entry = &mut state.entries[owned];
+    pub(super) fn read(self: &Arc<Self>, state: &mut PagerState, owned: OwnedShard, buffer: Region) {
+        let entry = &mut state.entries[owned.index()];
         entry.holding = Holding::Reading;
         let parts = vec![self.plan.state_part(owned, entry.slot)];
         let pager = Arc::clone(self);
-        let file = self.plan.shards[owned].file;
+        let file = self.plan.shards[owned.index()].file;
         state.debts.asked(file, Instant::now());
         let done = Box::new(move |region: Region, result: std::io::Result<()>| {
             let mut state = pager.lock();
@@ -68,7 +74,7 @@ impl ShardPager {
             match result {
                 Ok(()) => {
                     let held = Held { region, checked: false, dirty: false };
-                    state.entries[owned].holding = Holding::Ready(held);
+                    state.entries[owned.index()].holding = Holding::Ready(held);
                 }
                 Err(error) => {
                     let fault = pager.io_fault(owned, "read", error);
@@ -85,10 +91,12 @@ impl ShardPager {
     /// Starts the reads of the next shards in forward order, as far as there are buffers.
     pub(super) fn read_ahead(self: &Arc<Self>, state: &mut PagerState) {
         let count = state.entries.len();
-        let order = (0..count).map(|step| (state.next + step) % count).filter(|&owned| !self.resident[owned]);
-        let ahead: Vec<usize> = order.take(self.buffers).collect();
+        let order = (0..count)
+            .map(|step| OwnedShard((state.next.index() + step) % count))
+            .filter(|&owned| !self.resident[owned.index()]);
+        let ahead: Vec<OwnedShard> = order.take(self.buffers).collect();
         for owned in ahead {
-            let entry = &state.entries[owned];
+            let entry = &state.entries[owned.index()];
             if entry.blank || !matches!(entry.holding, Holding::Disk) {
                 continue;
             }
@@ -98,20 +106,20 @@ impl ShardPager {
     }
 
     /// Writes an updated shard in the background, and reads ahead of it.
-    pub(in crate::tier::nvme) fn write(self: &Arc<Self>, owned: usize, mut held: Held) {
+    pub(in crate::tier::nvme) fn write(self: &Arc<Self>, owned: OwnedShard, mut held: Held) {
         let mut state = self.lock();
-        state.next = (owned + 1) % state.entries.len();
+        state.next = OwnedShard(owned.next().index() % state.entries.len());
         held.dirty = false;
-        if self.durability == Durability::Nothing && self.resident[owned] {
+        if self.durability == Durability::Nothing && self.resident[owned.index()] {
             held.checked = true;
-            state.entries[owned].holding = Holding::Ready(held);
+            state.entries[owned.index()].holding = Holding::Ready(held);
         } else {
             let target = state.slots.updated();
             // Where nothing is recovered, the second slot stays unused.
             let keeps = self.durability == Durability::EachVersion;
-            let slot = if keeps { target.state } else { state.entries[owned].slot };
+            let slot = if keeps { target.state } else { state.entries[owned.index()].slot };
             let mut parts = vec![self.plan.state_part(owned, slot)];
-            if self.plan.shards[owned].image_bytes > 0 && keeps {
+            if self.plan.shards[owned.index()].image_bytes > 0 && keeps {
                 parts.push(self.plan.image_part(owned, target.image));
             }
             self.submit_write(&mut state, owned, slot, parts, held.region);
@@ -122,32 +130,32 @@ impl ShardPager {
     }
 
     /// Starts writing a loaded shard to the slot that it is read from.
-    fn write_dirty(self: &Arc<Self>, state: &mut PagerState, owned: usize) {
-        let holding = mem::replace(&mut state.entries[owned].holding, Holding::Writing);
+    fn write_dirty(self: &Arc<Self>, state: &mut PagerState, owned: OwnedShard) {
+        let holding = mem::replace(&mut state.entries[owned.index()].holding, Holding::Writing);
         let Holding::Ready(held) = holding else {
-            state.entries[owned].holding = holding;
+            state.entries[owned.index()].holding = holding;
             return;
         };
-        let bytes = &held.region.bytes()[..self.plan.shards[owned].state_bytes];
-        for (block, checksum) in self.checksums[owned].state.iter().enumerate() {
+        let bytes = &held.region.bytes()[..self.plan.shards[owned.index()].state_bytes];
+        for (block, checksum) in self.checksums[owned.index()].state.iter().enumerate() {
             checksum.store(self.plan.checksum(owned, bytes, block), Ordering::Relaxed);
         }
-        let slot = state.entries[owned].slot;
+        let slot = state.entries[owned.index()].slot;
         self.submit_write(state, owned, slot, vec![self.plan.state_part(owned, slot)], held.region);
     }
 
     fn submit_write(
         self: &Arc<Self>,
         state: &mut PagerState,
-        owned: usize,
+        owned: OwnedShard,
         slot: u8,
         parts: Vec<Part>,
         buffer: Region,
     ) {
-        let entry = &mut state.entries[owned];
+        let entry = &mut state.entries[owned.index()];
         (entry.holding, entry.slot, entry.blank) = (Holding::Writing, slot, false);
         state.writing += 1;
-        let file = self.plan.shards[owned].file;
+        let file = self.plan.shards[owned.index()].file;
         state.debts.asked(file, Instant::now());
         let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
         self.written.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -159,14 +167,15 @@ impl ShardPager {
         disk.submit(Request { direction: Direction::Write, parts, buffer, done });
     }
 
-    fn written(self: &Arc<Self>, owned: usize, region: Region, result: std::io::Result<()>) {
+    fn written(self: &Arc<Self>, owned: OwnedShard, region: Region, result: std::io::Result<()>) {
         let mut state = self.lock();
-        state.debts.answered(self.plan.shards[owned].file, Instant::now());
+        state.debts.answered(self.plan.shards[owned.index()].file, Instant::now());
         state.writing -= 1;
-        if self.resident[owned] {
-            state.entries[owned].holding = Holding::Ready(Held { region, checked: true, dirty: false });
+        if self.resident[owned.index()] {
+            state.entries[owned.index()].holding =
+                Holding::Ready(Held { region, checked: true, dirty: false });
         } else {
-            state.entries[owned].holding = Holding::Disk;
+            state.entries[owned.index()].holding = Holding::Disk;
             state.free.push(region);
         }
         match result {
@@ -185,8 +194,8 @@ impl ShardPager {
         }
     }
 
-    fn io_fault(&self, owned: usize, doing: &'static str, error: std::io::Error) -> Fault {
-        let place = &self.plan.shards[owned];
+    fn io_fault(&self, owned: OwnedShard, doing: &'static str, error: std::io::Error) -> Fault {
+        let place = &self.plan.shards[owned.index()];
         let path = self.disks[place.file].path();
         let fault = io(doing, path)(error);
         Fault { value: format!("{} of {}", fault.value, place.shard), ..fault }
@@ -194,16 +203,16 @@ impl ShardPager {
 
     /// Writes all that was loaded and waits for it.
     pub(in crate::tier::nvme) fn write_loaded(self: &Arc<Self>) -> Result<(), Fault> {
-        for owned in 0..self.plan.shards.len() {
+        for owned in OwnedShards::all(self.plan.shards.len()) {
             let mut state = self.lock();
             state.check()?;
-            let kept = self.durability == Durability::Nothing && self.resident[owned];
-            if let Holding::Ready(held) = &mut state.entries[owned].holding
+            let kept = self.durability == Durability::Nothing && self.resident[owned.index()];
+            if let Holding::Ready(held) = &mut state.entries[owned.index()].holding
                 && held.dirty
             {
                 if kept { held.dirty = false } else { self.write_dirty(&mut state, owned) }
-            } else if state.entries[owned].blank {
-                return Err(internal(self.plan.shards[owned].shard, "loaded before the start"));
+            } else if state.entries[owned.index()].blank {
+                return Err(internal(self.plan.shards[owned.index()].shard, "loaded before the start"));
             }
         }
         self.wait_for_writes()

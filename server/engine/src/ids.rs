@@ -1,0 +1,86 @@
+//! The numbers that mean something on one server alone, so that none is taken for another.
+
+use std::ops::Range;
+
+use longshore_proto::Step;
+
+/// A shard of this server: its index among the server's shards, in forward order, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct OwnedShard(pub usize);
+
+/// Owned shards that follow one another, in forward order.
+#[derive(Clone, Debug)]
+pub struct OwnedShards(Range<usize>);
+
+/// Where a step's contributions lie in each shard's gradients, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GradientSlot(pub usize);
+
+impl OwnedShard {
+    pub fn index(self) -> usize {
+        self.0
+    }
+
+    /// The shard after this one, if there is one.
+    pub fn next(self) -> OwnedShard {
+        OwnedShard(self.0 + 1)
+    }
+
+    /// So many shards from this one on.
+    pub fn run(self, count: usize) -> OwnedShards {
+        OwnedShards(self.0..self.0 + count)
+    }
+}
+
+impl OwnedShards {
+    /// All shards of a server that has so many.
+    pub fn all(count: usize) -> OwnedShards {
+        OwnedShards(0..count)
+    }
+
+    /// The shard with which the run begins.
+    pub fn first(&self) -> OwnedShard {
+        OwnedShard(self.0.start)
+    }
+
+    /// Where they lie in a list of all owned shards.
+    pub fn indices(&self) -> Range<usize> {
+        self.0.clone()
+    }
+}
+
+impl Iterator for OwnedShards {
+    type Item = OwnedShard;
+
+    fn next(&mut self) -> Option<OwnedShard> {
+        self.0.next().map(OwnedShard)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.0.size_hint()
+    }
+}
+
+impl DoubleEndedIterator for OwnedShards {
+    fn next_back(&mut self) -> Option<OwnedShard> {
+        self.0.next_back().map(OwnedShard)
+    }
+}
+
+impl ExactSizeIterator for OwnedShards {}
+
+impl GradientSlot {
+    /// The slot that a step uses in a job with so many.
+    pub fn of(step: Step, slots: usize) -> GradientSlot {
+        GradientSlot((step.0 % slots as u64) as usize)
+    }
+
+    /// All slots of a job with so many.
+    pub fn all(slots: usize) -> impl Iterator<Item = GradientSlot> {
+        (0..slots).map(GradientSlot)
+    }
+
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
