@@ -53,7 +53,8 @@ fn weights_pulled_on_demand_give_the_same_bits() {
     let whole = Scenario { world: 2, micro_steps: 2, clip: Some(1.0), ..Scenario::exact(5) };
     let staged = Scenario { on_demand: true, ..whole };
     assert_eq!(check(&cluster, &model, &whole, "whole"), check(&cluster, &model, &staged, "staged"));
-    let delay = Some(Delay { warmup: 2, drain_every: 4, correction: DelayCorrection::LookAhead });
+    let delay =
+        Some(Delay { warmup: 2, drain_every: 4, newer_from: 1, correction: DelayCorrection::LookAhead });
     check(&cluster, &model, &Scenario { delay, steps: 9, ..staged }, "staged-delayed");
 }
 
@@ -69,7 +70,7 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
         ("ahead-by-this-rate", 1, DelayCorrection::LookAheadByThisRate),
     ];
     for (name, world, correction) in corrections {
-        let delay = Some(Delay { warmup: 3, drain_every: 5, correction });
+        let delay = Some(Delay { warmup: 3, drain_every: 5, newer_from: 1, correction });
         let plan = Scenario { delay, world, clip: Some(1.0), ..Scenario::exact(13) };
         let trace = check(&cluster, &model, &plan, name);
         let reads: Vec<u64> = trace.steps.iter().map(|step| step.reads).collect();
@@ -77,6 +78,28 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
         let evaluated: Vec<u64> = trace.images.iter().map(|(version, _)| *version).collect();
         assert_eq!(evaluated, [5, 10, 13]);
     }
+}
+
+/// Half of the micro-steps read the newest version; with stage 3 and with two ranks too.
+#[test]
+fn later_micro_steps_of_delayed_steps_have_the_bits_of_a_plain_loop() {
+    let (cluster, model) = (Cluster::start(2), Synthetic::default());
+    let mut traces = Vec::new();
+    for (name, newer_from, world, on_demand) in [
+        ("newest", 0, 1, false),
+        ("half", 2, 1, false),
+        ("half-staged", 2, 1, true),
+        ("half-two", 2, 2, false),
+        ("never", 4, 1, false),
+    ] {
+        let delay =
+            Some(Delay { warmup: 2, drain_every: 4, newer_from, correction: DelayCorrection::LookAhead });
+        let plan =
+            Scenario { delay, world, on_demand, micro_steps: 4, clip: Some(1.0), ..Scenario::exact(9) };
+        traces.push(check(&cluster, &model, &plan, &format!("newer-{name}")).state);
+    }
+    assert_eq!(traces[1], traces[2]);
+    assert!(traces[0] != traces[1] && traces[1] != traces[4]);
 }
 
 /// A delayed step is scaled, and unscaled, by the loss scale of the version it reads.
@@ -91,7 +114,8 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
         min: 1.0,
     };
     for world in [1, 2] {
-        let delay = Some(Delay { warmup: 1, drain_every: 6, correction: DelayCorrection::LookAhead });
+        let delay =
+            Some(Delay { warmup: 1, drain_every: 6, newer_from: 1, correction: DelayCorrection::LookAhead });
         let plan =
             Scenario { delay, world, clip: Some(1.0), scale: Scale::Dynamic(options), ..Scenario::exact(20) };
         let plan = Scenario { gradient: Dtype::F16, image: Dtype::F16, micro_steps: 2, ..plan };
@@ -120,6 +144,7 @@ fn a_gpt_has_the_bits_of_a_plain_loop() {
     let scale = Scale::Fixed(4096.0);
     let half = Scenario { gradient: Dtype::F16, image: Dtype::F16, scale, world: 2, ..Scenario::exact(4) };
     check(&cluster, &model, &half, "gpt-f16");
-    let delay = Some(Delay { warmup: 2, drain_every: 4, correction: DelayCorrection::LookAhead });
+    let delay =
+        Some(Delay { warmup: 2, drain_every: 4, newer_from: 1, correction: DelayCorrection::LookAhead });
     check(&cluster, &model, &Scenario { delay, world: 2, ..Scenario::exact(9) }, "gpt-delayed");
 }

@@ -315,7 +315,8 @@ class Scenario:
                 threads.submit(self.lead.call, server, "Checkpoint", name=name, version=7) for server in self.servers
             ]
             gradient = self.contribute(7, reads=6)
-            self.finish(7, 6, gradient, compensation=0.7, trainer_state=b"data from batch 7 on")
+            ahead = self.messages.LookAhead(lr=[0.002, 0.0])
+            self.finish(7, 6, gradient, look_ahead=ahead, trainer_state=b"data from batch 7 on")
             parts = [answer.result().part for answer in written]
         for sealed in self.lead.everywhere("SealCheckpoint", name=name, parts=parts):
             assert sealed.parts == len(self.servers)

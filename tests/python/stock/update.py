@@ -47,6 +47,15 @@ def adamw(hyper, applied: int, weights, first, second, gradient):
     return weights - f32(hyper["lr"] / bias1) * (first / root), first, second
 
 
+def ahead_of(hyper, lr: float, applied: int, weights, first, second, gradient):
+    """What images that look ahead have less than the new weights; weights and moments are new, too."""
+    f32 = np.float32
+    bias1, bias2 = 1.0 - power(hyper["beta1"], applied), 1.0 - power(hyper["beta2"], applied)
+    known = f32(lr * hyper["beta1"] / bias1) * first + f32(lr * 2.0 * (1.0 - hyper["beta1"])) * gradient
+    root = np.sqrt(second) * f32(1.0 / math.sqrt(bias2)) + f32(hyper["eps"])
+    return known / root + f32(lr * hyper["beta1"] * hyper["weight_decay"]) * weights
+
+
 class Reference:
     """The state of the whole job, as it must be on the servers."""
 
@@ -63,18 +72,31 @@ class Reference:
             self.images[self.version] = self.images[self.version - 1]
             return
         self.applied += 1
-        before = self.weights
-        self._update(commit, gradient * np.float32(commit.clip_coefficient / commit.gradient_scale))
+        before, gradient = self.weights, gradient * np.float32(commit.clip_coefficient / commit.gradient_scale)
+        self._update(commit, gradient)
         image = self.weights
+        if commit.HasField("look_ahead"):
+            image = self.weights - self._ahead(commit, gradient)
         if commit.compensation:
             image = self.weights - np.float32(commit.compensation) * (before - self.weights)
         self.images[self.version] = rounded(image, self.dtype)
 
-    def _update(self, commit, gradient):
-        state = [self.weights.copy(), self.first.copy(), self.second.copy()]
+    def _parts(self, commit):
+        """(group, its hyperparameters, elements) of each parameter."""
         for group, part in zip(self.groups, self.layout.parameters):
             hyper = {field.name: value for field, value in commit.groups[group].ListFields()}
-            hyper = {"weight_decay": 0.0} | hyper
+            yield group, {"weight_decay": 0.0} | hyper, part
+
+    def _ahead(self, commit, gradient):
+        ahead = np.zeros_like(self.weights)
+        for group, hyper, part in self._parts(commit):
+            state = [values[part] for values in (self.weights, self.first, self.second)]
+            ahead[part] = ahead_of(hyper, commit.look_ahead.lr[group], self.applied, *state, gradient[part])
+        return ahead
+
+    def _update(self, commit, gradient):
+        state = [self.weights.copy(), self.first.copy(), self.second.copy()]
+        for _, hyper, part in self._parts(commit):
             old = [values[part] for values in state]
             for values, new in zip(state, adamw(hyper, self.applied, *old, gradient[part])):
                 values[part] = new

@@ -152,11 +152,15 @@ impl<'a> Reference<'a> {
 
     /// The losses, and the sum of what goes over the wire: micro-step after micro-step, and in each rank after rank.
     fn gradient(&self, step: u64, reads: u64, scale: f64) -> (Vec<u32>, Vec<f32>) {
-        let image = decode(&self.images[reads as usize], self.plan.image);
-        let weights: Vec<Vec<f32>> = self.ranges.iter().map(|range| image[range.clone()].to_vec()).collect();
+        let newest = (self.scales[step as usize - 1] == scale).then_some(step - 1);
+        let newer_from = self.plan.delay.map_or(u32::MAX, |delay| delay.newer_from);
         let mut total: Option<Vec<f32>> = None;
         let mut losses = vec![Vec::new(); self.plan.world as usize];
         for micro_step in 0..self.plan.micro_steps {
+            let reads = newest.filter(|_| micro_step >= newer_from).unwrap_or(reads);
+            let image = decode(&self.images[reads as usize], self.plan.image);
+            let weights: Vec<Vec<f32>> =
+                self.ranges.iter().map(|range| image[range.clone()].to_vec()).collect();
             for rank in 0..self.plan.world {
                 let batch = Batch { step, micro_step, rank };
                 let (loss, gradients) = self.model.gradient(&weights, batch, scale);

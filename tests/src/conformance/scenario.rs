@@ -47,6 +47,8 @@ pub struct Delay {
     pub warmup: u64,
     /// An evaluation after every so many steps; 0 for none.
     pub drain_every: u64,
+    /// The first micro-step that computes with the newest version.
+    pub newer_from: u32,
     pub correction: DelayCorrection,
 }
 
@@ -114,7 +116,9 @@ impl Scenario {
         };
         let schedule = match self.delay {
             None => Schedule::exact(),
-            Some(delay) => Schedule::delayed(delay.warmup).draining_every(delay.drain_every),
+            Some(delay) => {
+                Schedule::delayed(delay.warmup).draining_every(delay.drain_every).newer_from(delay.newer_from)
+            }
         };
         PipelineOptions {
             schedule,

@@ -33,6 +33,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         clip: Some(1.0),
         delay: 0,
         delay_warmup_steps: 0,
+        newer_from: 1,
         correction: DelayCorrection::None,
         gradient_dtype: Dtype::Bf16,
         image_dtype: Dtype::Bf16,

@@ -183,7 +183,7 @@ impl Pipeline {
         Some(trainer)
     }
 
-    /// The weights that this step reads. They have been on their way since the version was ready or asked for.
+    /// The weights that this step reads, or its later micro-steps. They have been on their way since the version was ready or asked for.
     ///
     /// # Errors
     /// `Misuse` outside a step, or with `Weights::OnDemand`.
@@ -201,15 +201,18 @@ impl Pipeline {
         self.feeds.next().cloned()
     }
 
-    /// Pulls some flat ranges of the version this step reads, as a stage 3 layer does.
+    /// Pulls some flat ranges of the version that [`weights`](Pipeline::weights) would be of, as a stage 3 layer does.
     pub fn pull(&self, order: &[Range<u64>]) -> Result<Feed> {
         let reading = self.current()?.reading.clone();
         self.cluster().waits.check()?;
         Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)
     }
 
-    /// Takes the gradient of one micro-step, counted from 0. It may be called once for each.
+    /// Takes the gradient of one micro-step, counted from 0. It may be called once for each, in order, and before the
+    /// micro-step's weights are asked for: where the schedule lets it compute with newer weights, this waits until their
+    /// version is decided, and [`weights`](Pipeline::weights) and [`pull`](Pipeline::pull) give them from then on.
     pub fn assembler(&mut self, micro_step: u32) -> Result<Assembler> {
+        self.renew(micro_step)?;
         let Some(current) = &mut self.current else { return Err(OUTSIDE.into()) };
         current.assemble(micro_step)?;
         let (plan, reading, finished) = (current.plan, current.reading.clone(), current.finished.clone());
@@ -219,6 +222,24 @@ impl Pipeline {
         let collector = Collector::new(plan.step, MicroStep(micro_step), params, ways);
         let outbox = Outbox::new(gradients, plan.loss_scale, reading, finished);
         Ok(Assembler::new(collector, outbox, self.feeds.now().cloned()))
+    }
+
+    /// Lets the micro-steps from this one on read the newer version that the schedule names, if its loss scale is the
+    /// step's.
+    fn renew(&mut self, micro_step: u32) -> Result<()> {
+        let started = Instant::now();
+        let Current { plan, reading, .. } = self.current()?;
+        let Some(newer) = self.options.schedule.newer(plan.step, micro_step) else { return Ok(()) };
+        if reading.version() == newer || self.await_decision(newer)? != plan.loss_scale {
+            return Ok(());
+        }
+        self.feeds.take(&self.session, &self.options.weights, newer)?;
+        let reading = self.feeds.now().map_or_else(|| Reading::new(newer), |feed| feed.reading().clone());
+        if let Some(current) = &mut self.current {
+            current.reading = reading;
+            current.begin += started.elapsed();
+        }
+        Ok(())
     }
 
     /// Ends the step. `trainer_state` is what the trainer needs to resume after it (rank 0's is kept). Returns when

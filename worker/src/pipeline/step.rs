@@ -23,7 +23,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepInputs {
     pub step: Step,
-    /// The version to compute with.
+    /// The version to compute with, at least at first: see [`Schedule::newer_from`](crate::Schedule::newer_from).
     pub reads: Version,
     /// What the loss must be multiplied by.
     pub loss_scale: f64,
@@ -32,10 +32,10 @@ pub struct StepInputs {
 /// The step between `begin` and `finish`.
 pub(super) struct Current {
     pub(super) plan: StepInputs,
-    /// The version that the step reads, over all of its pulls.
+    /// The version that is read now, over all of its pulls.
     pub(super) reading: Reading,
     pub(super) started: Instant,
-    /// The time spent in `begin`.
+    /// The time spent in `begin`, and in waiting for newer weights.
     pub(super) begin: Duration,
     /// Micro-steps that have their assembler.
     pub(super) assembled: Vec<bool>,

@@ -45,6 +45,8 @@ struct Update {
     wire: Dtype,
     isa: Isa,
     formats: Formats,
+    /// Images look ahead, as those of delayed steps do.
+    ahead: bool,
 }
 
 impl Case {
@@ -72,11 +74,11 @@ impl Case {
                     let fastest = (wire, isa) == (Dtype::Bf16, best);
                     let formats = FORMATS.map(|(state, master)| Formats { state, master, seed: 1 });
                     for formats in formats {
-                        if all
-                            || fastest && rule == Rule::AdamW
-                            || formats.is_fp32() && (fastest || rule == Rule::AdamW)
-                        {
-                            cases.push(Case::Update(Update { rule, wire, isa, formats }));
+                        let adamw = rule == Rule::AdamW;
+                        if all || fastest && adamw || formats.is_fp32() && (fastest || adamw) {
+                            let aheads = if rule.can_look_ahead() { &[false, true][..] } else { &[false] };
+                            let case = |&ahead| Case::Update(Update { rule, wire, isa, formats, ahead });
+                            cases.extend(aheads.iter().map(case));
                         }
                     }
                 }
@@ -109,6 +111,9 @@ impl Update {
         if self.formats.master != MasterFormat::F32 {
             name += &format!("/master-{}", self.formats.master);
         }
+        if self.ahead {
+            name += "/look-ahead";
+        }
         name
     }
 
@@ -138,6 +143,7 @@ impl Arrays {
     fn pass(&mut self, pool: &ThreadPool, case: Update) {
         let hyper = Hyper { lr: 1e-6, momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
         let scalars = Scalars::new(case.rule, &hyper, 10, 1.0);
+        let scalars = if case.ahead { scalars.looking_ahead(&hyper, 10, hyper.lr) } else { scalars };
         let mut first_element = 0;
         for shard in &mut self.shards {
             let blocks = shard.blocks(case).into_iter().enumerate().collect();
@@ -201,7 +207,8 @@ impl Bare {
 
     pub(super) fn pass(&mut self) {
         let (isa, formats) = (Isa::detect(), Formats::default());
-        self.arrays.pass(&self.pool, Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats });
+        let case = Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats, ahead: false };
+        self.arrays.pass(&self.pool, case);
     }
 }
 
@@ -278,8 +285,8 @@ mod tests {
             }
         }
         arrays.prepare(&pool, Formats::default());
-        let case =
-            Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect(), formats: Formats::default() };
+        let (isa, formats) = (Isa::detect(), Formats::default());
+        let case = Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats, ahead: false };
         let before = arrays.shards[0].first.bytes().to_vec();
         arrays.pass(&pool, case);
         assert_ne!(arrays.shards[0].first.bytes(), before, "nothing was updated");

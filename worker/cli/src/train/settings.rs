@@ -43,6 +43,8 @@ pub struct Settings {
     pub unchecked: bool,
     pub delay: u32,
     pub delay_warmup_steps: u64,
+    /// The first micro-step of a delayed step that computes with the newest weights.
+    pub newer_from: u32,
     pub correction: DelayCorrection,
     pub gradient_dtype: Dtype,
     pub image_dtype: Dtype,
@@ -148,6 +150,7 @@ impl Settings {
         match self.delay {
             0 => Schedule::exact(),
             _ => Schedule::delayed(self.delay_warmup_steps)
+                .newer_from(self.newer_from)
                 .draining_when(move |step| step.0 == last || every > 0 && step.0.is_multiple_of(every)),
         }
     }

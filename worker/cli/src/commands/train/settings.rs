@@ -42,6 +42,7 @@ pub(super) fn settings(args: Args) -> anyhow::Result<Settings> {
         unchecked: args.unchecked,
         delay: args.delay,
         delay_warmup_steps: args.warmup_steps,
+        newer_from: args.newer_from.unwrap_or(args.micro_steps.div_ceil(2)),
         correction: args.correction,
         gradient_dtype: args.gradient_dtype,
         image_dtype: args.weight_dtype,

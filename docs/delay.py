@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Trains with every way to make up for a delay, prints the tables of docs/delay.md and draws docs/delay.svg.
+
+Usage: docs/delay.py [--out FOLDER] [--jobs N] [--only NAME]... [--table-only]
+
+Each run is one `longshore train --json`, with its server in the same process. What it printed is kept in FOLDER (default:
+target/delay), and a run that is there already is not made again, so that this can be stopped and continued. On two free
+cores the runs of the small model take about 20 minutes, and those of the default job two and a half hours.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import pathlib
+import statistics
+import subprocess
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SEEDS = (1, 2, 3)
+
+# The small model has a sixteenth of the default job's arithmetic in a step.
+SMALL = "--layers 4 --width 64 --heads 4 --context 64 --batch 8".split()
+LONG = "--steps 2000 --eval-every 400 --lr-warmup-steps 100".split()
+SHORT = "--steps 500 --eval-every 100".split()
+SETTINGS = {
+    f"{model}, {steps} steps, learning rate {lr}": [*flags, *length, "--lr", lr]
+    for model, flags in (("small", SMALL), ("default", []))
+    for steps, length in ((500, SHORT), (2000, LONG))
+    for lr in ("3e-3", "1e-3")
+}
+
+DELAY = ["--delay", "1"]
+MODES = {
+    "exact": [],
+    "look-ahead": DELAY,
+    "look-ahead, this step's rate": [*DELAY, "--correction", "look-ahead-by-this-rate"],
+    "compensation 1": [*DELAY, "--correction", "compensation=1"],
+    "no correction": [*DELAY, "--correction", "none"],
+    "look-ahead from step 40": [*DELAY, "--warmup-steps", "40"],
+}
+DRAWN = "default, 500 steps, learning rate 3e-3"
+COLOURS = ("#1b1b1b", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73")
+
+
+def path_of(out, setting, mode, seed):
+    return out / f"{setting}.{mode}.{seed}.jsonl".replace(" ", "_").replace("'", "")
+
+
+def run(binary, out, setting, mode, seed):
+    path = path_of(out, setting, mode, seed)
+    if path.exists():
+        return
+    flags = [*SETTINGS[setting], *MODES[mode], "--seed", str(seed), "--json", "--sample-bytes", "0"]
+    done = subprocess.run([binary, "train", *flags], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{setting}, {mode}, seed {seed}: {done.stderr}")
+    part = path.with_suffix(".part")
+    part.write_text(done.stdout)
+    part.rename(path)
+    print(f"done: {setting}, {mode}, seed {seed}", flush=True)
+
+
+def events(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def final_loss(path):
+    return next(event for event in events(path) if event["event"] == "end")["validation_loss"]
+
+
+def table(out, setting):
+    rows, exact = [], None
+    for mode in MODES:
+        paths = [path_of(out, setting, mode, seed) for seed in SEEDS]
+        if not all(path.exists() for path in paths):
+            continue
+        losses = [final_loss(path) for path in paths]
+        mean = statistics.mean(losses)
+        exact = mean if mode == "exact" else exact
+        gap = "" if mode == "exact" or exact is None else f"{mean - exact:+.3f}"
+        rows.append(f"| {mode} | " + " | ".join(f"{loss:.3f}" for loss in losses) + f" | {mean:.3f} | {gap} |")
+    if rows:
+        head = "| " + " | ".join(["run", *(f"seed {seed}" for seed in SEEDS), "mean", "gap to exact"]) + " |"
+        print(f"\n**{setting[0].upper() + setting[1:]}**\n\n{head}\n" + "|---" * (len(SEEDS) + 3) + "|")
+        print("\n".join(rows))
+
+
+def curve(out, mode):
+    """(step, training loss) over all seeds, smoothed over 25 steps."""
+    runs = []
+    for seed in SEEDS:
+        path = path_of(out, DRAWN, mode, seed)
+        if not path.exists():
+            return []
+        runs.append([event["loss"] for event in events(path) if event["event"] == "step"])
+    means = [statistics.mean(losses) for losses in zip(*runs)]
+    window = 25
+    return [(end, statistics.mean(means[end - window : end])) for end in range(window, len(means) + 1, 5)]
+
+
+def draw(out):
+    curves = {mode: curve(out, mode) for mode in MODES}
+    curves = {mode: points for mode, points in curves.items() if points}
+    if not curves:
+        return
+    width, height, left, right, top, bottom = 760, 420, 56, 200, 24, 44
+    last = max(points[-1][0] for points in curves.values())
+    low = min(loss for points in curves.values() for _, loss in points) - 0.05
+    high = 3.4
+
+    def place(step, loss):
+        x = left + (width - left - right) * step / last
+        y = top + (height - top - bottom) * (high - min(loss, high)) / (high - low)
+        return f"{x:.1f},{y:.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f"<title>Training loss of the default job with each way to make up for a delay</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for tenth in range(int(low * 5) + 1, int(high * 5) + 1):
+        loss = tenth / 5
+        (x, y), (end, _) = place(0, loss).split(","), place(last, loss).split(",")
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#e4e4e4"/>')
+        parts.append(f'<text x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end" fill="#444">{loss:.1f}</text>')
+    for step in range(0, last + 1, 100):
+        x, y = place(step, low).split(",")
+        parts.append(f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle" fill="#444">{step}</text>')
+    parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">step</text>')
+    parts.append(f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})" text-anchor="middle">')
+    parts.append("training loss, nats a byte</text>")
+    labelled = sorted(curves, key=lambda mode: -curves[mode][-1][1])
+    below = top
+    for mode in labelled:
+        colour = COLOURS[list(MODES).index(mode) % len(COLOURS)]
+        points = " ".join(place(*point) for point in curves[mode])
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        x, y = map(float, place(*curves[mode][-1]).split(","))
+        below = max(y + 4, below + 15)
+        parts.append(f'<text x="{x + 8:.1f}" y="{below:.1f}" fill="{colour}">{mode}</text>')
+    parts.append("</svg>\n")
+    (ROOT / "docs/delay.svg").write_text("\n".join(parts))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "target/delay")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--only", action="append", default=[], help="only settings whose name begins so")
+    parser.add_argument("--binary", help="a longshore that is built already")
+    parser.add_argument("--table-only", action="store_true", help="make no runs")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    wanted = [name for name in SETTINGS if not arguments.only or any(name.startswith(only) for only in arguments.only)]
+    if not arguments.table_only:
+        if not arguments.binary:
+            subprocess.run(["cargo", "build", "--release", "--locked", "--bin", "longshore"], cwd=ROOT, check=True)
+        binary = arguments.binary or str(ROOT / "target/release/longshore")
+        with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+            runs = [(setting, mode, seed) for setting in wanted for seed in SEEDS for mode in MODES]
+            for _ in pool.map(lambda of: run(binary, arguments.out, *of), runs):
+                pass
+    for setting in SETTINGS:
+        table(arguments.out, setting)
+    draw(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
