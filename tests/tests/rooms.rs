@@ -6,7 +6,7 @@ use std::{
     process::Command,
 };
 
-use longshore_tests::structure::{Arrow, arrows, circle};
+use longshore_tests::structure::{Arrow, arrows, circles};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -55,8 +55,22 @@ fn the_domain_types_know_no_transport() {
     }
 }
 
+/// The folders whose circles are left, and why.
+const CIRCLES_LEFT: [(&str, &str); 4] = [
+    (
+        "server/engine/src/kernels",
+        "mod.rs chooses among the instruction sets, and has the constants that all of them share",
+    ),
+    ("server/engine/src/kernels/low", "the driver of a chunk and the coded chunk are two halves of one loop"),
+    ("server/engine/src/kernels/scalar", "the specification of low formats and that of fp32 call each other"),
+    ("server/engine/src/kernels/vector", "the update in low formats and that in fp32 call each other"),
+];
+
+/// Rooms are the folders and files at the top of a crate. What holds for them holds in every folder below.
 #[test]
 fn no_room_uses_itself_by_way_of_others() {
+    let mut said = Vec::new();
+    let mut left = Vec::new();
     for sources in [
         "memory/src",
         "proto/src",
@@ -65,20 +79,32 @@ fn no_room_uses_itself_by_way_of_others() {
         "server/engine/src",
         "worker/src",
         "worker/cli/src",
+        "tests/src",
     ] {
-        let arrows = arrows(&root().join(sources));
-        assert!(!arrows.is_empty(), "no room of {sources} uses another one");
-        let Some(rooms) = circle(&arrows) else { continue };
-        let next = rooms.iter().cycle().skip(1);
-        let said: Vec<String> = rooms
-            .iter()
-            .zip(next)
-            .map(|(from, to)| {
-                let Arrow { file, path } = &arrows[from][to];
-                format!("{from} uses {to}: {path} in {}", file.display())
-            })
-            .collect();
-        panic!("a circle in {sources}:\n{}", said.join("\n"));
+        let folders = arrows(&root().join(sources));
+        assert!(folders.contains_key(Path::new("")), "no room of {sources} uses another one");
+        for (folder, arrows) in folders {
+            let name =
+                Path::new(sources).join(&folder).display().to_string().trim_end_matches('/').to_string();
+            for circle in circles(&arrows) {
+                if CIRCLES_LEFT.iter().any(|(left, _)| *left == name) {
+                    left.push(name.clone());
+                    continue;
+                }
+                said.push(format!("a circle in {name}:"));
+                for (from, to) in circle.iter().flat_map(|from| circle.iter().map(move |to| (from, to))) {
+                    let Some(Arrow { file, path }) = arrows.get(from).and_then(|arrows| arrows.get(to))
+                    else {
+                        continue;
+                    };
+                    said.push(format!("  {from} uses {to}: {path} in {}", file.display()));
+                }
+            }
+        }
+    }
+    assert!(said.is_empty(), "{}", said.join("\n"));
+    for (folder, _) in CIRCLES_LEFT {
+        assert!(left.contains(&folder.to_string()), "{folder} has no circle any more: take it from the list");
     }
 }
 

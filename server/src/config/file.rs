@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, nearest};
+use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, names::nearest};
 use crate::log::LogFormat;
 
 #[derive(Debug, Default, serde::Deserialize)]

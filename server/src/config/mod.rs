@@ -1,13 +1,17 @@
 //! Configuration: flags over environment over a TOML file over defaults.
 
+mod error;
 mod file;
 mod flags;
+mod names;
 mod size;
 mod storage;
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
+pub use error::ConfigError;
 pub use flags::Flags;
+pub use names::check_variables;
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
 pub use storage::{Durability, Spill, StorageConfig, StorageIo};
 
@@ -39,27 +43,6 @@ pub struct Config {
     pub no_memfd: bool,
     pub log: String,
     pub log_format: LogFormat,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    #[error("{path}: {source}. Give the path of a readable TOML file with --config")]
-    Read { path: PathBuf, source: std::io::Error },
-    #[error("{path}: {message}")]
-    Parse { path: PathBuf, message: String },
-    #[error("{path}: unknown key `{key}`{}", suggest(nearest.as_deref()))]
-    UnknownKey { path: PathBuf, key: String, nearest: Option<String> },
-    #[error("unknown variable {name}{}", suggest(nearest.as_deref()))]
-    UnknownVariable { name: String, nearest: Option<String> },
-    #[error(
-        "listen is {listen}, which is not a loopback address, and connections are neither encrypted nor authenticated: \
-         keep the server on a trusted network and say --insecure, or listen on 127.0.0.1"
-    )]
-    Exposed { listen: SocketAddr },
-    #[error("{field} is {value}, but must be {limit}")]
-    Value { field: &'static str, value: String, limit: &'static str },
-    #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]
-    DrainWithoutDir,
 }
 
 impl Config {
@@ -143,33 +126,21 @@ impl Config {
     }
 }
 
-fn suggest(nearest: Option<&str>) -> String {
-    nearest.map(|nearest| format!("; did you mean `{nearest}`?")).unwrap_or_default()
-}
-
-/// Refuses a name that starts with `prefix` and is not known: otherwise a mistyped variable would be ignored in
-/// silence.
-pub fn check_variables(
-    prefix: &str,
-    known: &[&str],
-    names: impl IntoIterator<Item = String>,
-) -> Result<(), ConfigError> {
-    let unknown = names.into_iter().find(|name| name.starts_with(prefix) && !known.contains(&name.as_str()));
-    match unknown {
-        Some(name) => {
-            Err(ConfigError::UnknownVariable { nearest: nearest(&name, known.iter().copied()), name })
+impl StorageConfig {
+    fn resolve(flags: &Flags, file: &file::File) -> StorageConfig {
+        let defaults = StorageConfig::default();
+        let state_dirs = Some(&flags.state_dir).filter(|dirs| !dirs.is_empty()).or(file.state_dir.as_ref());
+        StorageConfig {
+            state_dirs: state_dirs.cloned().unwrap_or_default(),
+            resident: flags.resident.or(file.resident).map_or(defaults.resident, |size| size.0),
+            io: flags.storage_io.or(file.storage_io).unwrap_or_default(),
+            buffers: flags.storage_buffers.or(file.storage_buffers).unwrap_or(defaults.buffers),
+            durability: flags.durability.or(file.durability).unwrap_or_default(),
+            spill: flags.spill.or(file.spill).unwrap_or_default(),
+            drive_endurance: flags.drive_endurance.or(file.drive_endurance).map_or(0, |size| size.0),
+            shm_dir: flags.shm_dir.clone().or(file.shm_dir.clone()),
         }
-        None => Ok(()),
     }
-}
-
-/// The candidate nearest to a mistyped name, if it is near enough to be meant.
-fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
-    let scored = candidates
-        .into_iter()
-        .map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate));
-    let best = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    (best.0 > 0.5).then(|| best.1.to_string())
 }
 
 #[cfg(test)]

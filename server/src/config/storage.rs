@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use longshore_engine::{io::Engine, tier};
 
-use super::{ConfigError, Flags, file::File};
+use super::error::ConfigError;
 
 /// The settings of the tiers `nvme` and `shm`.
 #[derive(Clone, Debug)]
@@ -90,21 +90,6 @@ impl Default for StorageConfig {
 }
 
 impl StorageConfig {
-    pub(super) fn resolve(flags: &Flags, file: &File) -> StorageConfig {
-        let defaults = StorageConfig::default();
-        let state_dirs = Some(&flags.state_dir).filter(|dirs| !dirs.is_empty()).or(file.state_dir.as_ref());
-        StorageConfig {
-            state_dirs: state_dirs.cloned().unwrap_or_default(),
-            resident: flags.resident.or(file.resident).map_or(defaults.resident, |size| size.0),
-            io: flags.storage_io.or(file.storage_io).unwrap_or_default(),
-            buffers: flags.storage_buffers.or(file.storage_buffers).unwrap_or(defaults.buffers),
-            durability: flags.durability.or(file.durability).unwrap_or_default(),
-            spill: flags.spill.or(file.spill).unwrap_or_default(),
-            drive_endurance: flags.drive_endurance.or(file.drive_endurance).map_or(0, |size| size.0),
-            shm_dir: flags.shm_dir.clone().or(file.shm_dir.clone()),
-        }
-    }
-
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let refuse =
             |value: &str, limit| Err(ConfigError::Value { field: "spill", value: value.into(), limit });

@@ -1,25 +1,22 @@
 //! The weights of one version as they arrive: a reader waits for a range, then reads it.
 
-use std::{
-    ops::Range,
-    sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
-};
+use std::{ops::Range, sync::Arc, time::Instant};
 
 use longshore_memory::Source;
-use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Version};
-use tokio::{sync::Notify, task::AbortHandle};
+use longshore_proto::{Dtype, Fault, FaultKind, ShardId, Slice, Version};
+use tokio::task::AbortHandle;
 use tracing::debug_span;
 
 use super::{
     Pulls, Reading,
+    arriving::FeedInner,
     fetch::Fetch,
     store::{Overwritten, Segment, Store, cut},
 };
 use crate::{
     cluster::{ByServer, Cluster, Impatience},
     convert,
-    error::{Error, Outdated, Result, TimedOut},
+    error::{Error, Outdated, Result},
 };
 
 /// Flat ranges of one version's image that arrive in the background. Clones share the memory. With the last clone it
@@ -41,72 +38,6 @@ impl Drop for Handle {
     }
 }
 
-/// The part of a feed that readers and fetches share.
-pub(super) struct FeedInner {
-    pub(super) pulls: Arc<Pulls>,
-    pub(super) reading: Reading,
-    pub(super) store: Store,
-    changed: Notify,
-    failure: Mutex<Option<Error>>,
-    /// What a server said last instead of sending.
-    noted: Mutex<Option<(ServerId, Fault)>>,
-}
-
-impl FeedInner {
-    pub(super) fn arrived(&self, bytes: u64) {
-        self.pulls.meter.moved(bytes);
-        self.changed.notify_waiters();
-    }
-
-    pub(super) fn fail(&self, error: Error) {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-        self.changed.notify_waiters();
-    }
-
-    pub(super) fn noted(&self, server: ServerId, fault: Fault) {
-        tracing::debug!(server = self.pulls.cluster.address(server), %fault, version = self.reading.version().0, "pulling again");
-        *self.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some((server, fault));
-    }
-
-    fn check(&self) -> Result<()> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), Err)
-    }
-
-    async fn whole(&self, segments: &[Segment]) -> Result<()> {
-        loop {
-            let changed = self.changed.notified();
-            tokio::pin!(changed);
-            changed.as_mut().enable();
-            self.check()?;
-            if segments.iter().all(Segment::is_whole) {
-                return Ok(());
-            }
-            changed.await;
-        }
-    }
-
-    /// Why a wait for `segments` ended at its deadline.
-    fn late(&self, segments: &[Segment], waited: Duration) -> Error {
-        let cluster = &self.pulls.cluster;
-        let segment = segments.iter().find(|segment| !segment.is_whole());
-        let shard = segment.map(|segment| segment.shard);
-        let server = shard.map(|shard| cluster.owner(shard));
-        let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let noted = noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault);
-        TimedOut {
-            what: "weights",
-            server: server.map(|server| cluster.address(server).to_string()),
-            job: cluster.job().clone(),
-            step: None,
-            shard,
-            version: Some(self.reading.version()),
-            waited,
-            last: server.and_then(|server| cluster.troubles.of(server)).or(noted),
-        }
-        .into()
-    }
-}
-
 impl Feed {
     pub(crate) fn open(
         pulls: &Arc<Pulls>,
@@ -121,14 +52,7 @@ impl Feed {
             .map(|server| rank.link(server).is_some_and(|link| link.images.is_some()))
             .collect();
         let store = Store::new(dtype, &pieces, pool, |shard| in_place[cluster.owner(shard)])?;
-        let shared = Arc::new(FeedInner {
-            pulls: pulls.clone(),
-            reading,
-            store,
-            changed: Notify::new(),
-            failure: Mutex::new(None),
-            noted: Mutex::new(None),
-        });
+        let shared = Arc::new(FeedInner::new(pulls.clone(), reading, store));
         let dealt = deal(cluster, pieces);
         let parts = dealt.into_iter().flat_map(|(server, parts)| {
             parts.into_iter().enumerate().map(move |(connection, pieces)| (server, connection, pieces))

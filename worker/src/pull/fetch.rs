@@ -14,7 +14,8 @@ use longshore_wire::{
 };
 
 use super::{
-    Pulls, feed,
+    Pulls,
+    arriving::FeedInner,
     store::{Cursor, View},
 };
 use crate::{cluster::Backoff, error::Shortage, memfd::Link};
@@ -23,7 +24,7 @@ use crate::{cluster::Backoff, error::Shortage, memfd::Link};
 const DAMAGED_TRIES: u32 = 3;
 
 pub(super) struct Fetch {
-    pub(super) shared: Arc<feed::FeedInner>,
+    pub(super) shared: Arc<FeedInner>,
     pub(super) server: ServerId,
     pub(super) connection: usize,
     /// In the order wanted.
@@ -129,7 +130,7 @@ impl Fetch {
 
 /// The messages of one call, on their way into the store.
 struct Landing {
-    shared: Arc<feed::FeedInner>,
+    shared: Arc<FeedInner>,
     link: Option<Arc<Link>>,
     payload: Option<Payload>,
     /// The call has brought something that counts.

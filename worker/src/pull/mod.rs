@@ -1,6 +1,7 @@
 //! The way of weights: one version's image is pulled over several connections into pooled host memory, and can be
 //! read as it arrives.
 
+mod arriving;
 mod feed;
 mod fetch;
 mod pulls;

@@ -2,6 +2,7 @@
 
 mod divert;
 mod frames;
+mod inward;
 mod patience;
 #[cfg(test)]
 mod tests;
@@ -17,13 +18,13 @@ use std::{
 use longshore_proto::limits::{UNFINISHED_SHARE_BYTES, WINDOW_BYTES};
 use tokio::io::ReadBuf;
 
-use self::patience::Patience;
+use self::{inward::Inward, patience::Patience};
 use super::{
     bounds::{Bounds, Guest, Standing},
     conduct::Conduct,
     credit::Credit,
-    outlet::Outgoing,
-    outward::{Header, Outward, PREFACE},
+    outgoing::Outgoing,
+    outward::{Outward, PREFACE},
     socket::Socket,
     tap::{Line, Tap, Taps},
 };
@@ -85,27 +86,6 @@ struct Stream {
     owed: usize,
     /// Its last frame has come, so it has no window any more.
     ended: bool,
-}
-
-/// What the socket's next bytes are.
-enum Inward {
-    Preface,
-    Header,
-    /// A header that is allowed. It is not known yet where its frame goes.
-    Frame(Header),
-    /// Bytes that go to h2.
-    Pass {
-        left: usize,
-    },
-    /// Bytes of what is not HTTP/2, or the end of the stream.
-    Raw,
-    Divert {
-        stream: usize,
-        left: usize,
-        padding: usize,
-    },
-    /// Nothing more is read.
-    Over,
 }
 
 impl<S: Socket> Direct<S> {

@@ -13,12 +13,8 @@ use rustix::{
     io::Errno,
 };
 
-use super::{Disk, Engine, OpenDisk, Request, threads::Threads, uring::Uring};
+use super::{Disk, Engine, FILE_ALIGN, OpenDisk, Request, threads::Threads, uring::Uring};
 use crate::memory::Mapping;
-
-/// Offsets and lengths are multiples of this. Every known device takes 4 KiB; a device that wants more is read and
-/// written through the page cache.
-pub const FILE_ALIGN: u64 = 4096;
 
 /// Opens real files.
 #[derive(Clone, Copy, Debug, Default)]

@@ -16,9 +16,13 @@ use std::{
     sync::{Arc, mpsc},
 };
 
-pub use file::{FILE_ALIGN, OpenFile};
+pub use file::OpenFile;
 
 use crate::memory::{Mapping, Region};
+
+/// Offsets and lengths are multiples of this. Every known device takes 4 KiB; a device that wants more is read and
+/// written through the page cache.
+pub const FILE_ALIGN: u64 = 4096;
 
 /// The longest single transfer handed to the kernel. Devices peak at 1 MiB, and it is the most that a block device
 /// takes as one bio of 4 KiB pages, so that io_uring never hands it to a worker thread.

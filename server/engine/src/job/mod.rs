@@ -33,6 +33,7 @@ pub use gradients::{Admitted, Lent, Stored, Writing, check_sum};
 pub use images::{ImageBytes, ImagePlace, ImageRead};
 pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::kept_buffers;
+pub use protocol::Observer;
 pub use snapshots::{BlockCopy, Captured, CopiedBlock, Ended, Piece, Snapshot, SnapshotInfo};
 
 use self::{
@@ -50,9 +51,6 @@ use crate::{
     step::{Progress, RankProgress, Refusal, Work},
     tier::{Spill, Store},
 };
-
-/// Called after every change that somebody may wait for.
-pub type Observer = Box<dyn Fn() + Send + Sync>;
 
 /// A job on one server: its protocol, gradients, images and snapshots, its tier, and what moves them.
 pub struct Job {

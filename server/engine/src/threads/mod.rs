@@ -7,6 +7,7 @@
 
 mod cpus;
 mod phase;
+mod seats;
 #[cfg(test)]
 mod tests;
 
@@ -24,7 +25,10 @@ use std::{
 };
 
 pub use self::cpus::available_threads;
-use self::phase::{Phase, share};
+use self::{
+    phase::{Phase, share},
+    seats::{Seat, seats},
+};
 use crate::{
     lock,
     memory::{
@@ -38,15 +42,6 @@ use crate::{
 /// wake-up takes 25 to 50 us. Steps of 48 shards took 122.8 ms this way and 125.2 ms without; over TCP, where network
 /// threads want the cores, nothing changed.
 const SPIN: Duration = Duration::from_micros(60);
-
-/// Where one of the pool's threads runs. Seat 0 is the caller's.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Seat {
-    /// The cores to stay on. An empty list means any.
-    cores: Vec<usize>,
-    /// The seats whose blocks this one may take over.
-    reach: Range<usize>,
-}
 
 /// Standing threads. Several callers may use a pool at once. Each of them computes too, so that none waits for
 /// another.
@@ -293,29 +288,3 @@ fn settle(cores: &[usize]) {
 /// update threads at its own priority, and 77, 81 and 76 us with them one step below. More steps gained nothing, and
 /// would lose the update its share against other processes.
 const NICE: i32 = 1;
-
-/// The seats, node by node, so that neighbouring blocks share a node.
-///
-/// A pool as large as the process's cores has one thread on each. A smaller pool leaves the choice to the scheduler,
-/// inside a node where there are several: two servers on a host would otherwise choose the same cores.
-fn seats(threads: usize, nodes: &[cpus::Node]) -> Vec<Seat> {
-    let cores: usize = nodes.iter().map(|node| node.cores.len()).sum();
-    let mut seats = Vec::with_capacity(threads);
-    let mut before = 0;
-    for node in nodes {
-        let first = seats.len();
-        before += node.cores.len();
-        // Each node gets its part of the threads, so that no node's memory bandwidth is left out.
-        let last = (threads * before).checked_div(cores).unwrap_or(threads);
-        for index in 0..last - first {
-            let cores = match (threads == cores, nodes.len()) {
-                (true, _) => vec![node.cores[index]],
-                (false, 1) => Vec::new(),
-                (false, _) => node.cores.clone(),
-            };
-            let reach = if first + index == 0 { 0..threads } else { first..last };
-            seats.push(Seat { cores, reach });
-        }
-    }
-    seats
-}

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU64, Ordering};
 
-use super::Seat;
+use super::seats::Seat;
 
 /// What is left of each seat's blocks.
 pub(super) struct Phase {

@@ -10,27 +10,15 @@ use super::{
     contract::{Opened, Recovered, Store},
     fault::{corrupt, exhausted},
     folder::Folder,
-    inspect::{self, Report},
     memory::MemoryTier,
+    need::StoreNeed,
     nvme::{self, NvmeTier},
+    report::Report,
     shm::{self, ShmTier},
     state::Shape,
     storage::{Inputs, Spill, Storage},
 };
 use crate::threads::ThreadPool;
-
-/// The resources that a tier takes on a server, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StoreNeed {
-    /// DRAM for state.
-    pub state: u64,
-    /// DRAM around it: between it and drives, or for copies of blocks that are being updated.
-    pub buffers: u64,
-    /// Space on drives.
-    pub disk: u64,
-    /// Bytes that a step writes to drives, without tables and records.
-    pub written: u64,
-}
 
 /// Computes what a job's tier needs on this server.
 pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
@@ -138,7 +126,7 @@ fn open_nvme(inputs: &Inputs<'_>, notify: Box<dyn Fn() + Send + Sync>) -> Result
 pub(super) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
     match header.tier {
         TierKind::Nvme => nvme::inspect(folder, header),
-        TierKind::Shm => inspect::shm::inspect(folder, header),
+        TierKind::Shm => shm::inspect(folder, header),
         TierKind::Memory => Err(corrupt(
             format!("{} (tier memory)", folder.path.display()),
             "tier nvme or shm",

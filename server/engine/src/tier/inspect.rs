@@ -1,7 +1,5 @@
 //! What lies in a state directory, whichever tier made it.
 
-pub(super) mod shm;
-
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -9,12 +7,14 @@ use std::{
 
 use longshore_proto::{Fault, FaultKind};
 
-pub use self::shm::too_short;
-pub use super::nvme::{Report, VersionReport};
 use super::{
     Header, factory,
     fault::{FIELD, conflict, corrupt, io},
     folder::{Folder, name_of},
+};
+pub use super::{
+    report::{Report, VersionReport},
+    shm::too_short,
 };
 
 /// The folders of jobs at or below `path`, which is a state directory, a job's folder in it, or one server's folder

@@ -7,9 +7,11 @@ mod folder;
 mod gradients;
 pub mod inspect;
 mod memory;
+mod need;
 pub mod nvme;
 mod record;
 mod removal;
+mod report;
 mod shm;
 mod state;
 mod storage;
@@ -19,9 +21,10 @@ pub use contract::{
     Durable, Guard, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store, Tier,
     Together, Turn, Unguarded, WriteBehind,
 };
-pub use factory::{StoreNeed, keeps_buffers, need, open};
+pub use factory::{keeps_buffers, need, open};
 pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
+pub use need::StoreNeed;
 pub use removal::{delete_stored, finish_interrupted};
 pub use state::{Shape, StateMut, StateRef};
 pub use storage::{Durability, Inputs, Spill, Storage};

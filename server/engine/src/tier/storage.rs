@@ -4,8 +4,10 @@ use std::{path::PathBuf, sync::Arc};
 
 use longshore_proto::{JobSpec, Layout, Placement, ServerId, ShardId, Version};
 
-use super::nvme;
-use crate::io::{Engine, OpenDisk};
+use crate::io::{Engine, OpenDisk, OpenFile};
+
+/// One buffer is being updated, two are being written and three are being read. More did not make a step faster.
+pub const DEFAULT_BUFFERS: usize = 6;
 
 /// How this server stores jobs whose tier outlives it.
 #[derive(Clone)]
@@ -74,6 +76,13 @@ impl Spill {
     }
 }
 
+impl Storage {
+    /// What opens the files of `nvme` jobs.
+    pub(super) fn opener(&self) -> Arc<dyn OpenDisk> {
+        self.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: self.engine }))
+    }
+}
+
 impl Default for Storage {
     fn default() -> Storage {
         Storage {
@@ -83,7 +92,7 @@ impl Default for Storage {
             disks: None,
             resident_bytes: 0,
             share_images: true,
-            buffers: nvme::DEFAULT_BUFFERS,
+            buffers: DEFAULT_BUFFERS,
             durability: Durability::EachVersion,
             spill: Spill::State,
             at_most: None,

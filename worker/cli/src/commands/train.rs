@@ -8,9 +8,8 @@ use longshore_proto::{Dtype, MasterFormat, Rule, StateFormat, TierKind};
 use longshore_server::config::ByteSize;
 use longshore_worker::{DelayCorrection, DeviceChoice, session::Transport};
 
-pub(super) use self::settings::preset;
+pub(super) use self::settings::{preset, run};
 use super::trace::TraceFlag;
-use crate::train;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -226,8 +225,4 @@ impl Args {
     pub(super) fn trace(&self) -> Option<&Path> {
         self.trace.trace.as_deref()
     }
-}
-
-pub(super) fn run(args: Args) -> anyhow::Result<()> {
-    train::run(&settings::settings(args)?)
 }

@@ -3,33 +3,20 @@
 
 mod files;
 mod receive;
+mod settings;
 
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::path::Path;
 
-use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Version};
+use longshore_proto::{Fault, JobSpec, Layout, Placement, Version};
 use longshore_wire::{Wire, v1};
 use longshore_worker::session::{TRIES, has_passed, lead, whole};
 
+pub(crate) use self::settings::Settings;
 use self::{
     files::{Files, Target},
     receive::receive,
 };
 use crate::servers::Servers;
-
-pub(crate) struct Settings {
-    pub(crate) job: String,
-    pub(crate) out: PathBuf,
-    pub(crate) dtype: Dtype,
-    /// How many bytes of tensors go into one file.
-    pub(crate) max_file_bytes: u64,
-    /// Longest wait for a version that all servers can give.
-    pub(crate) deadline: Duration,
-    /// The export may take the place of an earlier one.
-    pub(crate) replace: bool,
-}
 
 pub(crate) struct Exported {
     pub(crate) version: Version,

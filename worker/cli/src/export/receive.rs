@@ -12,7 +12,7 @@ use longshore_wire::{
 use tokio::runtime::Handle;
 use tonic::transport::Channel;
 
-use super::{Settings, files::Files};
+use super::{files::Files, settings::Settings};
 use crate::servers::Servers;
 
 /// How much longer than its own deadline a server may be silent.

@@ -13,7 +13,6 @@ use longshore_worker::{
     session::{GoBack, Joined, Opened, Options, Session},
 };
 
-use self::evaluate::unwrap_library;
 use super::{
     LayerGradients, LayerImages, PullLayer, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
     gpt::{self, Gpt, Weights},
@@ -320,6 +319,19 @@ impl<'a> Run<'a> {
         if pipeline.resumed().is_some_and(|state| state != self.trainer_state()) {
             report.note("this job was trained so far with another seed, batch or number of steps");
         }
+    }
+}
+
+/// An error of this library that passed through the model is shown as itself.
+fn unwrap_library(error: gpt::Error) -> anyhow::Error {
+    match error {
+        gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
+            match source.downcast::<Error>() {
+                Ok(error) => (*error).into(),
+                Err(source) => anyhow::Error::from_boxed(source),
+            }
+        }
+        other => other.into(),
     }
 }
 

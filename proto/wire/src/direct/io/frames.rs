@@ -10,7 +10,7 @@ use super::{Direct, Inward, Side, Stream, TAPS_MOST};
 use crate::{
     direct::{
         conduct::Breach,
-        outlet::Outgoing,
+        outgoing::Outgoing,
         outward::{HEADER_BYTES, Header},
         socket::Socket,
         tap::Tap,

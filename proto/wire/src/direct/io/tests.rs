@@ -15,7 +15,10 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::*;
 use crate::{
-    direct::{Claim, Payloads, blank, outward::HEADER_BYTES},
+    direct::{
+        Claim, Payloads, blank,
+        outward::{HEADER_BYTES, Header},
+    },
     frame::{Piece, encode},
     sink::{Mode, Read, Sink},
     v1::PushRequest,

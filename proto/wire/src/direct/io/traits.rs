@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
 use super::{Direct, Side, Stream};
-use crate::direct::{outlet::fill_blanks, outward::Seen, socket::Socket, tap::Taps};
+use crate::direct::{outgoing::fill_blanks, outward::Seen, socket::Socket, tap::Taps};
 
 impl<S: Socket> AsyncRead for Direct<S> {
     fn poll_read(

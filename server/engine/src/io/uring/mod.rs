@@ -22,7 +22,7 @@ use rustix::{
     io::Errno,
 };
 
-use self::transfer::{Active, Transfer, entry};
+use self::transfer::{Active, REGISTERED_BYTES, Transfer, entry};
 use super::{Direction, FILE_ALIGN, QUEUE_DEPTH, Request};
 use crate::{
     lock,
@@ -31,9 +31,6 @@ use crate::{
 
 /// Marks the completion that says that the queue has something.
 const WAKE: u64 = u64::MAX;
-/// The kernel registers at most 1 GiB as one buffer.
-const REGISTERED_BYTES: usize = 1 << 30;
-
 pub(super) struct Uring {
     shared: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,

@@ -4,11 +4,11 @@ use std::io;
 
 use io_uring::{opcode, squeue::Entry, types::Fd};
 
-use super::{
-    super::{Direction, Request, TRANSFER_BYTES},
-    REGISTERED_BYTES,
-};
+use super::super::{Direction, Request, TRANSFER_BYTES};
 use crate::memory::Mapping;
+
+/// The kernel registers at most 1 GiB as one buffer.
+pub(super) const REGISTERED_BYTES: usize = 1 << 30;
 
 /// A request whose transfers are under way.
 pub(super) struct Active {

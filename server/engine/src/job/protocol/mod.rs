@@ -13,11 +13,13 @@ use std::{
 
 use longshore_proto::Fault;
 
-use super::Observer;
 use crate::{
     lock,
     step::{Machine, Work},
 };
+
+/// Called after every change that somebody may wait for.
+pub type Observer = Box<dyn Fn() + Send + Sync>;
 
 /// Wakes everyone who waits for the job to move.
 pub(super) struct Signal {

@@ -17,7 +17,6 @@ use super::super::{
     gradients::{GradientId, GradientStore, Kind, Moved},
     storage::Inputs,
 };
-use super::open::opener;
 use crate::{
     ids::OwnedShards,
     io::{Direction, Disk, Part, Request},
@@ -97,7 +96,7 @@ impl GradientFiles {
     /// `folders` were taken for this job, one in each state directory.
     pub(super) fn create(inputs: &Inputs<'_>, folders: &[PathBuf]) -> Result<GradientFiles, Fault> {
         let plan = GradientPlan::new(inputs.spec, inputs.layout, inputs.owned, folders.len());
-        let opener = opener(inputs.storage);
+        let opener = inputs.storage.opener();
         let create = |(folder, bytes): (&PathBuf, &u64)| {
             let path = folder.join(GRADIENT_FILE);
             // A process that was killed between these lines may have left a file.

@@ -38,10 +38,7 @@ use std::sync::{
 
 use longshore_proto::{Fault, Rank, Version};
 
-pub use self::{
-    bench::{StorageMeasurement, bench},
-    inspect::{Report, VersionReport},
-};
+pub use self::bench::{StorageMeasurement, bench};
 use self::{
     durable::{VersionWriter, WriterThread},
     gradients::GradientFiles,
@@ -53,6 +50,7 @@ use self::{
     recover::{damaged, remedy},
 };
 pub(super) use self::{inspect::inspect, open::need};
+pub use super::storage::DEFAULT_BUFFERS;
 use super::{
     contract::{Durable, Guard, Tier, Turn, WriteBehind},
     fault::{corrupt, internal},
@@ -67,9 +65,6 @@ use crate::{
     lock,
     record::{Joined, Record},
 };
-
-/// One buffer is being updated, two are being written and three are being read. More did not make a step faster.
-pub const DEFAULT_BUFFERS: usize = 6;
 
 pub(super) struct NvmeTier {
     /// Declared first, so that its thread has ended before anything else goes.

@@ -9,9 +9,9 @@ use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
 
 use super::{
     super::{
-        factory::StoreNeed,
         fault::{conflict, exhausted, io},
         folder::{Folder, HEADER_FILE, Header, vanished},
+        need::StoreNeed,
         removal::{finish_job, remove_all},
         storage::{Durability, Inputs, Storage},
         watch::Watch,
@@ -26,7 +26,7 @@ use super::{
     recover::{Records, read_table, remedy},
 };
 use crate::{
-    io::{Disk, OpenDisk, OpenFile},
+    io::Disk,
     memory::{AllocationError, Region, Slab},
     record::Record,
 };
@@ -295,16 +295,12 @@ fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>
     Ok(Some(first))
 }
 
-pub(super) fn opener(storage: &Storage) -> Arc<dyn OpenDisk> {
-    storage.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: storage.engine }))
-}
-
 fn open_disks(
     inputs: &Inputs<'_>,
     folders: &[Folder],
     memory: &StoreMemory,
 ) -> Result<Vec<Arc<dyn Disk>>, Fault> {
-    let opener = opener(inputs.storage);
+    let opener = inputs.storage.opener();
     let mapping = memory.meta.first().map(Region::mapping);
     let open = |folder: &Folder| {
         let path = folder.path.join(DATA_FILE);
@@ -322,7 +318,7 @@ fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &StorePlan) -> Resu
 }
 
 fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &StorePlan, store: u64) -> Result<(), Fault> {
-    let opener = opener(inputs.storage);
+    let opener = inputs.storage.opener();
     for (directory, (folder, file)) in folders.iter().zip(&plan.files).enumerate() {
         folder.clear()?;
         let path = folder.path.join(DATA_FILE);
@@ -346,7 +342,7 @@ fn open_ranks(
         return Ok(None);
     }
     let Some(folder) = folders.first() else { return Ok(None) };
-    let (opener, path) = (opener(inputs.storage), folder.path.join(RANKS_FILE));
+    let (opener, path) = (inputs.storage.opener(), folder.path.join(RANKS_FILE));
     let disk = ranks::find(&*opener, &path, inputs.spec.world_size)?;
     Ranks::open(disk, store, inputs.spec.world_size, fresh).map(Some)
 }

@@ -4,6 +4,7 @@
 //! order of stores, and a copy of each block while it is being changed. A tmpfs ends with its host; against that
 //! there are checkpoints.
 
+mod inspect;
 mod open;
 mod records;
 mod sizes;
@@ -16,11 +17,9 @@ use std::sync::{
 
 use longshore_proto::{Fault, Incarnation, Rank, Step, Version, limits::BLOCK_ELEMENTS};
 
+pub use self::inspect::too_short;
 use self::undo::Undo;
-pub(super) use self::{
-    records::records_of,
-    sizes::{Sizes, overhead},
-};
+pub(super) use self::{inspect::inspect, sizes::overhead};
 use super::{
     contract::{Durable, Guard, KeptMemory, Tier},
     folder::Folder,
@@ -37,14 +36,14 @@ use crate::{
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// How many blocks may be in the middle of their update: one a thread. More threads take turns.
-pub(super) const UNDO_SLOTS: usize = 32;
+const UNDO_SLOTS: usize = 32;
 /// How many words a shard has: the version begun, the version done, the oldest version that an image of it was made
 /// or loaded of, and by parity the step whose contributions are all summed.
-pub(super) const SHARD_WORDS: usize = 5;
+const SHARD_WORDS: usize = 5;
 /// The index of the first of those steps.
 const SUMMED: usize = 3;
 /// How many words an undo slot has: 1 + the block (0 when unused), and the version that its update makes.
-pub(super) const UNDO_WORDS: usize = 2;
+const UNDO_WORDS: usize = 2;
 
 /// The job's arrays, and the order in which they are changed.
 ///

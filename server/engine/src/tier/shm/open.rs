@@ -9,7 +9,7 @@ use std::{
 
 use longshore_proto::{Fault, FaultKind, JobSpec, TierKind};
 
-use super::{ShmTier, Sizes, UNDO_SLOTS};
+use super::{ShmTier, UNDO_SLOTS, sizes::Sizes};
 use crate::{
     memory::{AtomicWords, Slab},
     threads::ThreadPool,

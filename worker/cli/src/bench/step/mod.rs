@@ -3,113 +3,26 @@
 //! Forward takes a third of the compute and consumes shard after shard as their weights are there; each shard's gradient
 //! leaves during backward, last one first. Server and ranks are in this process, so that its CPU time is that of all.
 
+mod args;
 mod limits;
 mod rank;
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
-    path::PathBuf,
     sync::{Arc, Barrier},
     thread,
     time::Duration,
 };
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use longshore_engine::threads::available_threads;
-use longshore_proto::{
-    JobSpec, TierKind,
-    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
-};
-use longshore_server::{
-    Config, Server,
-    config::{Spill, StorageConfig},
-};
+use longshore_server::{Config, Server, config::StorageConfig};
 use longshore_worker::session::Transport;
 use serde_json::json;
 
+pub(crate) use self::args::Args;
 use self::{limits::Limits, rank::Measured};
-use super::{job, median, param};
-use crate::sizes::parse_count;
-
-#[derive(clap::Args, Clone)]
-pub(crate) struct Args {
-    /// Parameters, as in 200M
-    #[arg(long, default_value = "200M", value_name = "N", value_parser = parse_count)]
-    params: u64,
-    /// Data-parallel ranks
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    ranks: u32,
-    /// How payloads go: tcp, unix or memfd
-    #[arg(long, default_value_t = Transport::Memfd)]
-    transport: Transport,
-    /// Connections of a rank to the server
-    #[arg(long, default_value_t = 2, value_name = "N")]
-    connections: usize,
-    /// Where the server keeps the state: memory, or nvme
-    #[arg(long, default_value = "memory")]
-    tier: TierKind,
-    /// Folders for the nvme tier
-    #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
-    state_dir: Vec<PathBuf>,
-    /// What of the nvme tier lives on the drives: state, images or all
-    #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
-    spill: Spill,
-    /// 0: exact. 1: each step computes with the weights of the step before last
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
-    delay: u32,
-    /// Gradients summed before each update
-    #[arg(long, default_value_t = 1)]
-    micro_steps: u32,
-    /// Largest global gradient norm; 0 does not clip
-    #[arg(long, default_value_t = 1.0)]
-    clip: f64,
-    /// Gradients are used as they come, without a norm or an overflow check; needs --clip 0
-    #[arg(long)]
-    unchecked: bool,
-    /// Compute of a step, a third of it forward
-    #[arg(long, default_value_t = 0.0, value_name = "MS")]
-    compute_ms: f64,
-    /// Rounds of steps and limits by turns; medians are shown
-    #[arg(long, default_value_t = 5, value_name = "N")]
-    rounds: usize,
-    /// Steps of a round
-    #[arg(long, default_value_t = 4, value_name = "N")]
-    steps: usize,
-    /// One JSON object
-    #[arg(long)]
-    json: bool,
-}
-
-impl Args {
-    fn check(&self) -> anyhow::Result<()> {
-        ensure!(self.params > 0, "--params must be at least 1");
-        ensure!((1..=64).contains(&self.ranks), "--ranks must be in 1..=64");
-        ensure!((1..=64).contains(&self.connections), "--connections must be in 1..=64");
-        ensure!(self.rounds > 0 && self.steps > 0, "--rounds and --steps must be at least 1");
-        ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
-        ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
-        ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
-        ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
-        ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
-        Ok(())
-    }
-
-    fn spec(&self) -> anyhow::Result<JobSpec> {
-        // There is one tensor a shard, since shards are what a step streams.
-        let params = (0..self.params.div_ceil(DEFAULT_SHARD_ELEMENTS)).map(|index| {
-            let elements = DEFAULT_SHARD_ELEMENTS.min(self.params - index * DEFAULT_SHARD_ELEMENTS);
-            param(format!("layer{index}"), elements.next_multiple_of(BLOCK_ELEMENTS))
-        });
-        Ok(JobSpec {
-            world_size: self.ranks,
-            micro_steps: self.micro_steps,
-            max_delay: self.delay,
-            tier: self.tier,
-            unchecked: self.unchecked,
-            ..job("bench-step", params.collect())?
-        })
-    }
-}
+use super::median;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.check()?;

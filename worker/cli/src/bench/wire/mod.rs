@@ -2,6 +2,7 @@
 //! change within seconds: only medians of one run compare.
 
 mod beside;
+mod case;
 mod meter;
 mod ours;
 mod raw;
@@ -12,8 +13,7 @@ use longshore_proto::limits::DATA_CONNECTIONS;
 use serde_json::json;
 
 pub(super) use self::ours::Both;
-use self::{beside::Update, meter::Sample};
-use super::median;
+use self::{beside::Update, case::Case, meter::Sample};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -40,60 +40,6 @@ pub(crate) struct Args {
 
 fn default_connections() -> usize {
     (available_threads() / 2).clamp(1, DATA_CONNECTIONS)
-}
-
-/// One thing that is measured again and again.
-struct Case {
-    name: &'static str,
-    /// The case that it is compared with.
-    limit: Option<&'static str>,
-    sample: Box<dyn FnMut() -> anyhow::Result<Sample>>,
-    samples: Vec<Sample>,
-    /// The samples beside an update. Each was taken right before or after the one at the same index in `samples`.
-    during_update: Vec<Sample>,
-}
-
-impl Case {
-    fn new(
-        name: &'static str,
-        limit: Option<&'static str>,
-        sample: impl FnMut() -> anyhow::Result<Sample> + 'static,
-    ) -> Case {
-        Case { name, limit, sample: Box::new(sample), samples: Vec::new(), during_update: Vec::new() }
-    }
-
-    fn median(&self, value: impl Fn(&Sample) -> f64) -> f64 {
-        median(&self.samples.iter().map(value).collect::<Vec<f64>>())
-    }
-
-    /// Takes a round's samples: one, or two by turns.
-    fn round(&mut self, round: usize, update: Option<&Update>) -> anyhow::Result<()> {
-        // The first round warms up: memory is touched, windows and socket buffers open.
-        let keep = round > 0;
-        for with_update in [round.is_multiple_of(2), !round.is_multiple_of(2)] {
-            let sample = match update {
-                None if with_update => continue,
-                Some(update) if with_update => {
-                    update.on()?;
-                    let sample = (self.sample)();
-                    update.off()?;
-                    sample?
-                }
-                _ => (self.sample)()?,
-            };
-            if keep {
-                if with_update { &mut self.during_update } else { &mut self.samples }.push(sample);
-            }
-        }
-        Ok(())
-    }
-
-    /// The median rate beside an update, and the median of the rounds' ratios to the rate without.
-    fn beside(&self) -> Option<(f64, f64)> {
-        let rates: Vec<f64> = self.during_update.iter().map(Sample::gb_per_s).collect();
-        let ratios: Vec<f64> = rates.iter().zip(&self.samples).map(|(rate, s)| rate / s.gb_per_s()).collect();
-        (!rates.is_empty()).then(|| (median(&rates), median(&ratios)))
-    }
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {

@@ -13,7 +13,7 @@ use longshore_server::{Config, Server};
 use longshore_worker::session::{Options, Probe, Session, Transport};
 use tokio::runtime::Runtime;
 
-use super::{Case, meter::Sample};
+use super::{case::Case, meter::Sample};
 use crate::bench::{job, param};
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {

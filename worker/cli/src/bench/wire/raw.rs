@@ -11,7 +11,7 @@ use longshore_proto::limits::CHUNK_BYTES;
 use longshore_wire::direct::{LOOPBACK_BYTES, UNIX_BYTES};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
-use super::{Case, meter::Sample};
+use super::{case::Case, meter::Sample};
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
     let mut lanes = Lanes::new(connections, bytes);

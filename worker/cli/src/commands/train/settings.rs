@@ -7,9 +7,13 @@ use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, TierKind};
 use longshore_worker::{loss_scale::LossScalerOptions, session::GoBack};
 
 use super::Args;
-use crate::train::{LossScale, LossScaleMode, Settings, gpt};
+use crate::train::{self, LossScale, LossScaleMode, Settings, gpt};
 
-pub(super) fn settings(args: Args) -> anyhow::Result<Settings> {
+pub(in crate::commands) fn run(args: Args) -> anyhow::Result<()> {
+    train::run(&settings(args)?)
+}
+
+fn settings(args: Args) -> anyhow::Result<Settings> {
     let model = model(&args)?;
     check(&args)?;
     let formats = formats(&args);

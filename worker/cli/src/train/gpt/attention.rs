@@ -5,11 +5,7 @@
 
 use rayon::prelude::*;
 
-use super::{
-    Tensor,
-    rows::{self, Real},
-    stages::Shape,
-};
+use super::{Tensor, product::Real, rows, shape::Shape};
 
 /// What backward needs again of one sequence: [heads, context, head width], and the attention weights.
 pub(super) struct Saved<T> {

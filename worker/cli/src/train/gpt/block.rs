@@ -1,10 +1,6 @@
 //! A transformer block, pre-norm as in GPT-2: forward, and backward written out by hand.
 
-use super::{
-    Tensor, attention,
-    rows::{self, Real},
-    stages::Shape,
-};
+use super::{Tensor, attention, product::Real, rows, shape::Shape};
 
 /// A block's parameters, in registration order.
 struct Parameters<'a, T> {

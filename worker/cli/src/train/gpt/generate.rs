@@ -5,11 +5,7 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
-use super::{
-    Batch, BoxError, Error, Gpt, Tensor, Weights, block,
-    stages::{self, Shape},
-    step::check_weights,
-};
+use super::{Batch, BoxError, Error, Gpt, Tensor, Weights, block, shape::Shape, stages, step::check_weights};
 
 /// Continues `prompt` by `bytes` bytes. A temperature of 0 takes the likeliest byte; 1 draws as the model
 /// predicts. All stages are acquired at once, since each byte needs them all. The context is computed anew

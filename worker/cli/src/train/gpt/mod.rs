@@ -14,6 +14,7 @@ mod generate;
 mod layout;
 mod product;
 mod rows;
+mod shape;
 mod stages;
 mod step;
 mod tensor;

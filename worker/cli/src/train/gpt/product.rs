@@ -1,32 +1,10 @@
 //! The matrix product. It is the only call of `gemm`, whose functions take pointers.
 
+mod real;
+
 use gemm_common::Parallelism;
 
-use super::rows::Real;
-
-/// What `gemm` computes: `destination = alpha * destination + beta * left * right`, each matrix being a pointer, the
-/// distance between columns and the distance between rows.
-pub(super) type Gemm<T> = unsafe fn(
-    rows: usize,
-    columns: usize,
-    depth: usize,
-    destination: *mut T,
-    destination_column: isize,
-    destination_row: isize,
-    read_destination: bool,
-    left: *const T,
-    left_column: isize,
-    left_row: isize,
-    right: *const T,
-    right_column: isize,
-    right_row: isize,
-    alpha: T,
-    beta: T,
-    conjugate_destination: bool,
-    conjugate_left: bool,
-    conjugate_right: bool,
-    parallelism: Parallelism,
-);
+pub(super) use self::real::Real;
 
 /// A slice seen as a matrix: the element (row, column) lies at `row * row_stride + column * column_stride`, which is
 /// inside the slice for every row below `rows` and column below `columns`.

@@ -4,93 +4,15 @@
 //! Rows are shared out among threads in chunks of a fixed size, and sums across rows are taken chunk by chunk
 //! in order, so a result does not depend on the number of threads.
 
-use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub, SubAssign};
-
 use rayon::prelude::*;
 
-use super::product::Gemm;
+use super::product::Real;
 
 /// How many rows are handled as one: enough that handing a chunk to a thread costs nothing beside it.
 const CHUNK_ROWS: usize = 32;
 /// How many independent sums a row has, so that they vectorise without reassociating a single one.
 const LANES: usize = 16;
 const NORM_EPSILON: f64 = 1e-5;
-
-/// f32 for training, and f64 for tests that take finite differences.
-pub(super) trait Real:
-    Copy
-    + PartialOrd
-    + Send
-    + Sync
-    + Add<Output = Self>
-    + Sub<Output = Self>
-    + Mul<Output = Self>
-    + Div<Output = Self>
-    + AddAssign
-    + SubAssign
-    + MulAssign
-    + 'static
-{
-    fn from_f64(value: f64) -> Self;
-    fn to_f64(self) -> f64;
-    fn exp(self) -> Self;
-    /// The function for products of matrices of this type.
-    fn gemm() -> Gemm<Self>;
-}
-
-#[cfg(test)]
-impl Real for f64 {
-    fn from_f64(value: f64) -> f64 {
-        value
-    }
-
-    fn to_f64(self) -> f64 {
-        self
-    }
-
-    fn exp(self) -> f64 {
-        f64::exp(self)
-    }
-
-    fn gemm() -> Gemm<f64> {
-        gemm_f64::gemm::f64::get_gemm_fn()
-    }
-}
-
-impl Real for f32 {
-    #[inline(always)]
-    fn from_f64(value: f64) -> f32 {
-        value as f32
-    }
-
-    #[inline(always)]
-    fn to_f64(self) -> f64 {
-        self as f64
-    }
-
-    /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's it vectorises, and has the same bits on every
-    /// machine. It compares instead of using `clamp`, so that NaN stays NaN and an overflow is seen.
-    #[inline(always)]
-    fn exp(self) -> f32 {
-        const ROUND: f32 = 12_582_912.0; // 1.5 x 2^23: adding it leaves the nearest integer in the low bits
-        let x = if self < -87.0 { -87.0 } else { self };
-        let x = if x > 88.0 { 88.0 } else { x };
-        let shifted = x * std::f32::consts::LOG2_E + ROUND;
-        let whole = shifted - ROUND;
-        let r = x - whole * 0.693_359_4 + whole * 2.121_944_4e-4;
-        let p = 1.987_569_1e-4 * r + 1.398_199_9e-3;
-        let p = p * r + 8.333_452e-3;
-        let p = p * r + 4.166_579_6e-2;
-        let p = p * r + 1.666_666_5e-1;
-        let p = p * r + 0.5;
-        let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
-        (p * r * r + r + 1.0) * power
-    }
-
-    fn gemm() -> Gemm<f32> {
-        gemm_f32::gemm::f32::get_gemm_fn()
-    }
-}
 
 fn zero<T: Real>() -> T {
     T::from_f64(0.0)

@@ -1,44 +1,12 @@
-//! The first and the last stage, and the sizes that all stages share.
+//! The first and the last stage.
 
 use super::{
-    Batch, Config, Tensor, VOCABULARY,
+    Batch, Tensor, VOCABULARY,
     block::{norm, norm_gradient},
-    rows::{self, Real},
+    product::Real,
+    rows,
+    shape::Shape,
 };
-
-/// The sizes of one pass. `context` is the batch's own, at most the model's.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Shape {
-    pub(super) sequences: usize,
-    pub(super) context: usize,
-    pub(super) width: usize,
-    pub(super) heads: usize,
-}
-
-impl Shape {
-    pub(super) fn new(config: &Config, batch: &Batch) -> Shape {
-        let (sequences, context) = (batch.sequences, batch.context);
-        Shape { sequences, context, width: config.width, heads: config.heads }
-    }
-
-    /// A row is one position of one sequence.
-    pub(super) fn rows(&self) -> usize {
-        self.sequences * self.context
-    }
-
-    pub(super) fn head_width(&self) -> usize {
-        self.width / self.heads
-    }
-
-    /// One matrix for each head of a sequence.
-    pub(super) fn heads(&self) -> [usize; 3] {
-        [self.heads, self.context, self.head_width()]
-    }
-
-    pub(super) fn attention_scale(&self) -> f64 {
-        1.0 / (self.head_width() as f64).sqrt()
-    }
-}
 
 /// The sum of each byte's vector and its position's.
 pub(super) fn embed<T: Real>(weights: &[Tensor<T>], batch: &Batch, shape: &Shape) -> Tensor<T> {

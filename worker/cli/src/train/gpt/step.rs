@@ -5,8 +5,9 @@ use tracing::debug_span;
 use super::{
     Batch, BoxError, Error, Gpt, Tensor, VOCABULARY,
     block::{self, Saved},
-    rows::Real,
-    stages::{self, Shape},
+    product::Real,
+    shape::Shape,
+    stages,
 };
 
 /// Where a stage's weights come from.

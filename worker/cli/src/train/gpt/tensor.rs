@@ -2,10 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{
-    product::{Matrix, multiply},
-    rows::Real,
-};
+use super::product::{Matrix, Real, multiply};
 
 /// A shape and its elements. A clone shares them.
 #[derive(Debug, Clone)]

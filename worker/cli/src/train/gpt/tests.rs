@@ -2,7 +2,7 @@
 
 use super::{
     Batch, BoxError, Config, ConfigError, Error, Gpt, Gradients, Group, PRESETS, Tensor, Weights, evaluate,
-    generate, micro_step, preset, rows::Real, step::Pass,
+    generate, micro_step, preset, product::Real, step::Pass,
 };
 
 /// The head width is no multiple of a vector's width, so that the ends of rows are covered too.

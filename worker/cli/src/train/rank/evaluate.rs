@@ -1,9 +1,9 @@
 //! What a run does between its steps and at its end: validation, checkpoints, a sample of the model's text.
 
 use longshore_proto::Version;
-use longshore_worker::{error::Error, pipeline::Pipeline, session::Session};
+use longshore_worker::{pipeline::Pipeline, session::Session};
 
-use super::{DeviceBuffers, Images, Run};
+use super::{DeviceBuffers, Images, Run, unwrap_library};
 use crate::train::{
     Settings,
     gpt::{self, Weights},
@@ -106,18 +106,5 @@ impl Run<'_> {
             stage: self.stage_name(),
             server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
         })
-    }
-}
-
-/// An error of this library that passed through the model is shown as itself.
-pub(super) fn unwrap_library(error: gpt::Error) -> anyhow::Error {
-    match error {
-        gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
-            match source.downcast::<Error>() {
-                Ok(error) => (*error).into(),
-                Err(source) => anyhow::Error::from_boxed(source),
-            }
-        }
-        other => other.into(),
     }
 }

@@ -12,13 +12,16 @@ use std::{
 
 use longshore_proto::{Fault, Version};
 
-use super::super::{
-    Header,
-    fault::io,
-    folder::Folder,
-    nvme::{Report, VersionReport},
-    record::RECORD_BYTES,
-    shm::{SHARD_WORDS, Sizes, UNDO_SLOTS, UNDO_WORDS, records_of},
+use super::{
+    super::{
+        fault::io,
+        folder::{Folder, Header},
+        record::RECORD_BYTES,
+        report::{Report, VersionReport},
+    },
+    SHARD_WORDS, UNDO_SLOTS, UNDO_WORDS,
+    records::records_of,
+    sizes::Sizes,
 };
 use crate::{ids::OwnedShards, memory::Slab};
 

@@ -1,0 +1,14 @@
+//! What a tier takes on a server.
+
+/// The resources that a tier takes on a server, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreNeed {
+    /// DRAM for state.
+    pub state: u64,
+    /// DRAM around it: between it and drives, or for copies of blocks that are being updated.
+    pub buffers: u64,
+    /// Space on drives.
+    pub disk: u64,
+    /// Bytes that a step writes to drives, without tables and records.
+    pub written: u64,
+}

@@ -1,0 +1,57 @@
+//! What was found in a folder of a state directory.
+
+use std::path::PathBuf;
+
+use longshore_proto::Version;
+
+use super::folder::Header;
+
+/// What one folder holds.
+#[derive(Clone, Debug)]
+pub struct Report {
+    pub folder: PathBuf,
+    pub header: Header,
+    /// How many of the four records are whole.
+    pub records: usize,
+    /// The records that are not whole, and why: torn by a crash, or damaged.
+    pub broken_records: Vec<String>,
+    /// The versions, oldest first.
+    pub versions: Vec<VersionReport>,
+    /// What else a server would refuse.
+    pub damage: Vec<String>,
+    /// In tier `shm`, the bytes of the file that holds the job's buffers; None where there is none.
+    pub buffers: Option<u64>,
+}
+
+/// One version that a record tells of.
+#[derive(Clone, Debug)]
+pub struct VersionReport {
+    pub version: Version,
+    pub applied: u64,
+    pub epoch: u64,
+    pub state_slot: u8,
+    /// How many blocks were read and compared, images' blocks too.
+    pub blocks: u64,
+    /// What is not as it was written. In the older version that is no damage once the next one had begun.
+    pub damaged: Vec<String>,
+}
+
+impl Report {
+    /// Whether a server goes on from here as it is.
+    pub fn is_whole(&self) -> bool {
+        let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
+        // A folder without any record was never loaded, unless it once had some.
+        newest && self.damage.is_empty() && (!self.versions.is_empty() || self.is_blank())
+    }
+
+    /// Whether nothing was ever loaded.
+    pub fn is_blank(&self) -> bool {
+        self.versions.is_empty() && self.broken_records.is_empty()
+    }
+
+    /// The newest version that is whole.
+    pub fn recoverable(&self) -> Option<Version> {
+        let whole = self.versions.iter().rev().find(|version| version.damaged.is_empty());
+        whole.filter(|_| self.damage.is_empty()).map(|version| version.version)
+    }
+}

@@ -1,0 +1,28 @@
+//! What a configuration is refused for.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{path}: {source}. Give the path of a readable TOML file with --config")]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{path}: {message}")]
+    Parse { path: PathBuf, message: String },
+    #[error("{path}: unknown key `{key}`{}", suggest(nearest.as_deref()))]
+    UnknownKey { path: PathBuf, key: String, nearest: Option<String> },
+    #[error("unknown variable {name}{}", suggest(nearest.as_deref()))]
+    UnknownVariable { name: String, nearest: Option<String> },
+    #[error(
+        "listen is {listen}, which is not a loopback address, and connections are neither encrypted nor authenticated: \
+         keep the server on a trusted network and say --insecure, or listen on 127.0.0.1"
+    )]
+    Exposed { listen: SocketAddr },
+    #[error("{field} is {value}, but must be {limit}")]
+    Value { field: &'static str, value: String, limit: &'static str },
+    #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]
+    DrainWithoutDir,
+}
+
+fn suggest(nearest: Option<&str>) -> String {
+    nearest.map(|nearest| format!("; did you mean `{nearest}`?")).unwrap_or_default()
+}

@@ -1,0 +1,28 @@
+//! Names that are not known, and the known one that each of them is nearest to.
+
+use super::error::ConfigError;
+
+/// Refuses a name that starts with `prefix` and is not known: otherwise a mistyped variable would be ignored in
+/// silence.
+pub fn check_variables(
+    prefix: &str,
+    known: &[&str],
+    names: impl IntoIterator<Item = String>,
+) -> Result<(), ConfigError> {
+    let unknown = names.into_iter().find(|name| name.starts_with(prefix) && !known.contains(&name.as_str()));
+    match unknown {
+        Some(name) => {
+            Err(ConfigError::UnknownVariable { nearest: nearest(&name, known.iter().copied()), name })
+        }
+        None => Ok(()),
+    }
+}
+
+/// The candidate nearest to a mistyped name, if it is near enough to be meant.
+pub(super) fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
+    let scored = candidates
+        .into_iter()
+        .map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate));
+    let best = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    (best.0 > 0.5).then(|| best.1.to_string())
+}
