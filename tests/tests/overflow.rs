@@ -175,7 +175,7 @@ fn await_pause(cluster: &Cluster, job: &str) -> String {
 }
 
 fn resume(cluster: &Cluster, job: &str, scale: f64) {
-    (0..2).for_each(|server| cluster.raw(server).resume(job, scale).expect("a resume"));
+    (0..2).for_each(|server| cluster.raw(server).resume(job, PAUSED_AT, scale).expect("a resume"));
 }
 
 #[test]
@@ -385,7 +385,7 @@ fn a_resume_that_reached_one_server_reaches_the_other() {
             if rank_0_dies {
                 told.wait();
             }
-            cluster.raw(resumed).resume(job, 0.5).expect("a resume");
+            cluster.raw(resumed).resume(job, PAUSED_AT, 0.5).expect("a resume");
             if rank_0_dies {
                 told.wait();
             }

@@ -77,7 +77,7 @@ fn a_pause_outlives_killed_servers_and_so_does_its_end() {
             for server in 0..2 {
                 await_pause(&cluster.raw(server), job);
             }
-            (0..2).for_each(|server| cluster.raw(server).resume(job, 0.5).expect("a resume"));
+            (0..2).for_each(|server| cluster.raw(server).resume(job, PAUSED_AT, 0.5).expect("a resume"));
         })
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -105,13 +105,13 @@ fn a_pause_outlives_killed_servers_and_so_does_its_end() {
             thread::sleep(Duration::from_millis(300));
             assert!(!is_finished(), "nobody has ended the pause");
             // One server has the operator's resume and dies; the other gets it later.
-            raw(servers[1].address()).resume(job, 0.5).expect("a resume");
+            raw(servers[1].address()).resume(job, PAUSED_AT, 0.5).expect("a resume");
             servers[1].kill_and_restart();
             let resumed =
                 eventually("the second server", || raw(servers[1].address()).find(job).ok()?.progress);
             assert_eq!(resumed.phase(), Phase::Training, "its resume is gone");
             assert!(!is_finished());
-            raw(servers[0].address()).resume(job, 0.5).expect("a resume");
+            raw(servers[0].address()).resume(job, PAUSED_AT, 0.5).expect("a resume");
         });
         assert_eq!(hash, undisturbed, "{tier}");
     }

@@ -85,8 +85,9 @@ impl Raw {
         self.describe(job).progress.expect("a job has a progress")
     }
 
-    pub fn resume(&self, job: &str, loss_scale: f64) -> Result<(), Fault> {
-        let request = v1::ResumeRequest { job: job.into(), loss_scale, version: None };
+    /// Ends the pause at `version`. It may have ended already: rank 0 brings a resume that it sees to all servers.
+    pub fn resume(&self, job: &str, version: u64, loss_scale: f64) -> Result<(), Fault> {
+        let request = v1::ResumeRequest { job: job.into(), loss_scale, version: Some(version) };
         self.call(self.admin.clone().resume(request)).map(|_| ())
     }
 

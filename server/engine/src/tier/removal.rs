@@ -116,6 +116,11 @@ pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
         tracing::info!(%job, folder = %grave.path.display(), "removing a deleted job's folder");
         said(remove(&grave.path));
     }
+    // A process may have died before it put a folder into the job's, or after it took the last one out. A folder that is
+    // not empty stays.
+    for dir in dirs {
+        let _ = fs::remove_dir(dir.join(job.as_str()));
+    }
 }
 
 /// Settles a folder that was complete when another one of its store was settled. Other folders were nothing yet.

@@ -87,6 +87,18 @@ fn a_job_whose_creation_or_deletion_is_killed_is_there_whole_or_gone() {
     }
 }
 
+/// Whoever made the job's folder died before it put anything in.
+#[test]
+fn an_empty_folder_of_a_job_is_removed() {
+    let root = tempfile::tempdir().unwrap();
+    let storage = storage(root.path(), TierKind::Nvme);
+    let dirs = directories(&storage);
+    let empty = dirs[1].join(job(TierKind::Nvme).name.as_str());
+    fs::create_dir(&empty).unwrap();
+    finish_interrupted(&dirs);
+    assert!(!empty.exists());
+}
+
 /// Starts this test binary again as the child, and ends it the hard way.
 fn run_and_kill(root: &Path, after: Duration) {
     let ready = root.join("ready");
