@@ -4,8 +4,9 @@
 Usage: docs/delay.py [--out FOLDER] [--jobs N] [--only NAME]... [--table-only]
 
 Each run is one `longshore train --json`, with its server in the same process. What it printed is kept in FOLDER (default:
-target/delay), and a run that is there already is not made again, so that this can be stopped and continued. On two free
-cores the runs of the small model take about 20 minutes, and those of the default job two and a half hours.
+.cache/delay, which is no training data since it is hidden), and a run that is there already is not made again, so that
+this can be stopped and continued. On two free cores the runs of the small model take about 20 minutes, and those of the
+default job two and a half hours.
 """
 
 import argparse
@@ -144,7 +145,7 @@ def draw(out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "target/delay")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / ".cache/delay")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--only", action="append", default=[], help="only settings whose name begins so")
     parser.add_argument("--binary", help="a longshore that is built already")

@@ -80,6 +80,20 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
     }
 }
 
+/// Each rank sends one gradient, the mean of its micro-steps.
+#[test]
+fn micro_steps_that_workers_add_up_have_the_bits_of_a_plain_loop() {
+    let (cluster, model) = (Cluster::start(2), Synthetic::default());
+    for (gradient, world) in [(Dtype::Bf16, 2), (Dtype::F16, 1), (Dtype::F32, 1)] {
+        let plan = Scenario { gradient, world, micro_steps: 3, on_worker: true, ..Scenario::exact(6) };
+        let plan = Scenario { clip: Some(1.0), ..plan };
+        check(&cluster, &model, &plan, &format!("on-worker-{gradient}-{world}"));
+    }
+    let delay = Delay { warmup: 2, drain_every: 4, newer_from: 2, correction: DelayCorrection::LookAhead };
+    let plan = Scenario { delay: Some(delay), micro_steps: 3, on_worker: true, ..Scenario::exact(9) };
+    check(&cluster, &model, &plan, "on-worker-delayed");
+}
+
 /// Half of the micro-steps read the newest version; with stage 3 and with two ranks too.
 #[test]
 fn later_micro_steps_of_delayed_steps_have_the_bits_of_a_plain_loop() {

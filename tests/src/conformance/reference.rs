@@ -102,7 +102,8 @@ impl<'a> Reference<'a> {
         let scale = self.scales[reads as usize];
         let (losses, gradient) = self.gradient(step, reads, scale);
         let bad = gradient.iter().position(|x| !x.is_finite());
-        let divisor = scale * f64::from(self.plan.world) * f64::from(self.plan.micro_steps);
+        let contributions = if self.plan.on_worker { 1 } else { self.plan.micro_steps };
+        let divisor = scale * f64::from(self.plan.world) * f64::from(contributions);
         let norm = block_squares(&gradient).iter().sum::<f64>().sqrt() / divisor;
         let clip_coefficient = match self.plan.clip {
             Some(clip) if bad.is_none() => (clip / (norm + 1e-6)).min(1.0),
@@ -150,13 +151,15 @@ impl<'a> Reference<'a> {
         Trace { steps: self.steps, applied: self.applied, state, images: self.evaluated }
     }
 
-    /// The losses, and the sum of what goes over the wire: micro-step after micro-step, and in each rank after rank.
+    /// The losses, and the sum of what goes over the wire: micro-step after micro-step, and in each rank after rank. Where
+    /// workers add up micro-steps, each rank's mean goes over the wire.
     fn gradient(&self, step: u64, reads: u64, scale: f64) -> (Vec<u32>, Vec<f32>) {
         let newest = (self.scales[step as usize - 1] == scale).then_some(step - 1);
         let newer_from = self.plan.delay.map_or(u32::MAX, |delay| delay.newer_from);
-        let mut total: Option<Vec<f32>> = None;
-        let mut losses = vec![Vec::new(); self.plan.world as usize];
-        for micro_step in 0..self.plan.micro_steps {
+        let (ranks, micro_steps) = (self.plan.world as usize, self.plan.micro_steps);
+        let mut sent = vec![Vec::new(); ranks];
+        let mut losses = vec![Vec::new(); ranks];
+        for micro_step in 0..micro_steps {
             let reads = newest.filter(|_| micro_step >= newer_from).unwrap_or(reads);
             let image = decode(&self.images[reads as usize], self.plan.image);
             let weights: Vec<Vec<f32>> =
@@ -169,14 +172,23 @@ impl<'a> Reference<'a> {
                 for (range, gradient) in self.ranges.iter().zip(gradients) {
                     flat[range.clone()].copy_from_slice(&gradient);
                 }
-                let sent = decode(&encode(&flat, self.plan.gradient), self.plan.gradient);
-                match &mut total {
-                    None => total = Some(sent),
-                    Some(total) => total.iter_mut().zip(sent).for_each(|(total, x)| *total += x),
-                }
+                sent[rank as usize].push(self.rounded(&flat));
             }
         }
-        (losses.concat(), total.expect("a contribution"))
+        let contributions: Vec<Vec<f32>> = match self.plan.on_worker {
+            true => sent.into_iter().map(|of_rank| self.rounded(&mean(of_rank))).collect(),
+            false => {
+                let in_order =
+                    (0..micro_steps as usize).flat_map(|step| (0..ranks).map(move |rank| (rank, step)));
+                in_order.map(|(rank, step)| sent[rank][step].clone()).collect()
+            }
+        };
+        (losses.concat(), sum(contributions))
+    }
+
+    /// Values as they are after the wire.
+    fn rounded(&self, values: &[f32]) -> Vec<f32> {
+        decode(&encode(values, self.plan.gradient), self.plan.gradient)
     }
 
     fn update(&mut self, step: u64, gradient: &[f32], multiplier: f32, correction: DelayCorrection) {
@@ -210,6 +222,20 @@ impl<'a> Reference<'a> {
         let param = self.ranges.iter().position(|range| range.contains(&element)).expect("no padding");
         format!("{}, element {}", self.params[param].name, element - self.ranges[param].start)
     }
+}
+
+/// One after the other, in fp32.
+fn sum(gradients: Vec<Vec<f32>>) -> Vec<f32> {
+    let add = |mut total: Vec<f32>, next: Vec<f32>| {
+        total.iter_mut().zip(next).for_each(|(total, x)| *total += x);
+        total
+    };
+    gradients.into_iter().reduce(add).expect("a gradient")
+}
+
+fn mean(gradients: Vec<Vec<f32>>) -> Vec<f32> {
+    let share = 1.0 / gradients.len() as f32;
+    sum(gradients).into_iter().map(|total| total * share).collect()
 }
 
 /// Where each parameter lies: it starts at the next multiple of 64 elements.

@@ -2,8 +2,8 @@
 
 use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS};
 use longshore_worker::{
-    DelayCorrection, LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule, StepInputs,
-    pipeline::Weights,
+    Accumulate, DelayCorrection, LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule,
+    StepInputs, pipeline::Weights,
 };
 
 /// Names a batch. A gradient depends on this and on the weights alone.
@@ -57,6 +57,8 @@ pub struct Scenario {
     pub steps: u64,
     pub world: u32,
     pub micro_steps: u32,
+    /// Workers add up their micro-steps.
+    pub on_worker: bool,
     pub gradient: Dtype,
     pub image: Dtype,
     pub clip: Option<f64>,
@@ -74,6 +76,7 @@ impl Scenario {
             steps,
             world: 1,
             micro_steps: 1,
+            on_worker: false,
             gradient: Dtype::Bf16,
             image: Dtype::Bf16,
             clip: None,
@@ -93,7 +96,7 @@ impl Scenario {
             gradient_dtype: self.gradient,
             image_dtype: self.image,
             world_size: self.world,
-            micro_steps: self.micro_steps,
+            micro_steps: if self.on_worker { 1 } else { self.micro_steps },
             max_delay: u32::from(self.delay.is_some()),
             shard_elements: self.shard_blocks * BLOCK_ELEMENTS,
             tier: TierKind::Memory,
@@ -124,6 +127,10 @@ impl Scenario {
             schedule,
             clip: self.clip,
             correction: self.delay.map_or(DelayCorrection::None, |delay| delay.correction),
+            accumulate: match self.on_worker {
+                true => Accumulate::OnWorker { micro_steps: self.micro_steps },
+                false => Accumulate::OnServers,
+            },
             weights: if self.on_demand { Weights::OnDemand } else { Weights::Whole },
             ..PipelineOptions::new(scaler.expect("a loss scale"), |step: Step| Scenario::hypers(step.0))
         }

@@ -24,6 +24,7 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         steps: 4,
         batch: 2,
         micro_steps: 2,
+        accumulate_on_worker: false,
         world_size: 1,
         rank: Some(0),
         rule: Rule::AdamW,

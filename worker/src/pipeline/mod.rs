@@ -16,7 +16,10 @@ mod watch;
 
 use std::{
     ops::Range,
-    sync::{Arc, atomic::AtomicU32},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
     time::Instant,
 };
 
@@ -40,7 +43,7 @@ use self::{
 };
 pub use self::{
     correction::DelayCorrection,
-    options::{HyperOf, PipelineOptions, Weights},
+    options::{Accumulate, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     step::StepInputs,
 };
@@ -48,7 +51,7 @@ use crate::{
     cluster::Cluster,
     error::{Misuse, Result},
     pull::{Feed, Reading},
-    push::{Assembler, Collector, Outbox},
+    push::{Accumulator, Assembler, Collector, Outbox, Sums},
     session::{Joined, Session},
 };
 
@@ -68,6 +71,8 @@ pub struct Pipeline {
     last: Step,
     current: Option<Current>,
     feeds: Feeds,
+    /// Where this rank adds up the micro-steps of a step, if servers do not.
+    accumulator: Option<Arc<Mutex<Accumulator>>>,
 }
 
 /// Background tasks, which are ended on drop.
@@ -86,6 +91,7 @@ impl Pipeline {
     /// `Invalid` for options that contradict the job, or resume data of another program.
     pub fn new(session: Session, joined: &Joined, options: PipelineOptions) -> Result<Pipeline> {
         options.validate(session.spec())?;
+        let accumulator = accumulator(&session, &options)?;
         let resume = Resume::from(joined, &options)?;
         let (board, resumed) = (Board::new(resume.scales), Board::new([]));
         let shared = Arc::new(PipelineInner { board, resumed, outcomes: Outcomes::default() });
@@ -127,7 +133,7 @@ impl Pipeline {
         });
         let resumed = resume.trainer;
         let (current, feeds) = (None, Feeds::default());
-        Ok(Pipeline { tasks, session, options, shared, work, resumed, last, current, feeds })
+        Ok(Pipeline { tasks, session, options, shared, work, resumed, last, current, feeds, accumulator })
     }
 
     /// The trainer's own bytes from the commit that was joined at; None for a fresh job.
@@ -156,7 +162,7 @@ impl Pipeline {
         let reading = self.feeds.now().map_or_else(|| Reading::new(reads), |feed| feed.reading().clone());
         let (finished_at, at) = channel::channel(None);
         let trainer = self.announce(plan, at);
-        let micro_steps = self.session.spec().micro_steps as usize;
+        let micro_steps = self.options.accumulate.micro_steps(self.session.spec()) as usize;
         self.current = Some(Current {
             plan,
             reading,
@@ -219,9 +225,17 @@ impl Pipeline {
         let gradients = self.session.gradients.clone();
         let ways = gradients.ways(matches!(self.options.weights, Weights::Whole));
         let params = self.session.spec().params.len();
-        let collector = Collector::new(plan.step, MicroStep(micro_step), params, ways);
+        let sums = self.accumulator.clone().map(|accumulator| Sums { accumulator, micro_step });
+        if sums.is_some() && finished.load(Relaxed) != micro_step {
+            return Err(
+                Misuse("micro-steps that the worker adds up end one after the other: finish each").into()
+            );
+        }
+        // What the worker has added up is one contribution.
+        let contribution = MicroStep(if sums.is_some() { 0 } else { micro_step });
+        let collector = Collector::new(plan.step, contribution, params, ways);
         let outbox = Outbox::new(gradients, plan.loss_scale, reading, finished);
-        Ok(Assembler::new(collector, outbox, self.feeds.now().cloned()))
+        Ok(Assembler::new(collector, outbox, self.feeds.now().cloned(), sums))
     }
 
     /// Lets the micro-steps from this one on read the newer version that the schedule names, if its loss scale is the
@@ -357,6 +371,13 @@ impl Pipeline {
     fn current(&self) -> Result<&Current> {
         self.current.as_ref().ok_or_else(|| OUTSIDE.into())
     }
+}
+
+fn accumulator(session: &Session, options: &PipelineOptions) -> Result<Option<Arc<Mutex<Accumulator>>>> {
+    let Accumulate::OnWorker { micro_steps } = options.accumulate else { return Ok(None) };
+    let (budget, dtype) = (&session.cluster.options.host_budget, session.spec().gradient_dtype);
+    let accumulator = Accumulator::new(budget, session.layout(), dtype, micro_steps)?;
+    Ok(Some(Arc::new(Mutex::new(accumulator))))
 }
 
 const OUTSIDE: Misuse = Misuse("no step is under way: call begin first");

@@ -2,7 +2,7 @@
 
 use std::{fmt, ops::Range, sync::Arc};
 
-use longshore_proto::{Correction, Fault, Hyper, JobSpec, Step};
+use longshore_proto::{Correction, Fault, Hyper, JobSpec, Step, limits::MAX_MICRO_STEPS};
 
 use super::correction::DelayCorrection;
 use crate::{loss_scale::LossScaler, schedule::Schedule};
@@ -21,6 +21,45 @@ pub enum Weights {
     OnDemand,
 }
 
+/// Where the gradients of a step's micro-steps are added up, in fp32 either way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accumulate {
+    /// On the servers: each micro-step's gradient is a contribution, as many as the job's `micro_steps`.
+    OnServers,
+    /// On each worker, in 4 bytes a parameter of host memory: what leaves is one contribution, the mean of so many
+    /// micro-steps, rounded to the wire's type. The job's `micro_steps` is 1.
+    OnWorker { micro_steps: u32 },
+}
+
+impl Accumulate {
+    /// How many micro-steps a step has here.
+    pub(super) fn micro_steps(self, spec: &JobSpec) -> u32 {
+        match self {
+            Accumulate::OnServers => spec.micro_steps,
+            Accumulate::OnWorker { micro_steps } => micro_steps,
+        }
+    }
+
+    fn validate(self, spec: &JobSpec) -> Result<(), Fault> {
+        let Accumulate::OnWorker { micro_steps } = self else { return Ok(()) };
+        if !(1..=MAX_MICRO_STEPS).contains(&micro_steps) {
+            let limit = format!("1 to {MAX_MICRO_STEPS}");
+            let field = "pipeline.accumulate.micro_steps";
+            return Err(Fault::invalid(field, micro_steps, limit, "accumulate fewer micro-steps"));
+        }
+        if spec.micro_steps != 1 {
+            let remedy = "open the job with micro_steps 1, or accumulate on the servers";
+            return Err(Fault::invalid(
+                "spec.micro_steps",
+                spec.micro_steps,
+                "1 where the worker accumulates",
+                remedy,
+            ));
+        }
+        Ok(())
+    }
+}
+
 /// Start from [`PipelineOptions::new`]. All ranks must use the same schedule and scaler options.
 #[derive(Clone)]
 pub struct PipelineOptions {
@@ -31,6 +70,7 @@ pub struct PipelineOptions {
     pub scaler: LossScaler,
     /// What makes up for the delay of a delayed schedule.
     pub correction: DelayCorrection,
+    pub accumulate: Accumulate,
     pub hyper: HyperOf,
     pub weights: Weights,
 }
@@ -46,6 +86,7 @@ impl PipelineOptions {
             clip: None,
             scaler,
             correction: DelayCorrection::LookAhead,
+            accumulate: Accumulate::OnServers,
             hyper: Arc::new(hyper),
             weights: Weights::Whole,
         }
@@ -67,6 +108,7 @@ impl PipelineOptions {
                 ("spec.unchecked", "do not clip and fix the loss scale, or open the job checked");
             return Err(Fault::invalid(field, true, "false with clipping or a dynamic loss scale", remedy));
         }
+        self.accumulate.validate(spec)?;
         if self.schedule.delay() > 0 {
             self.correction.validate(spec)?;
         }
@@ -101,6 +143,7 @@ impl fmt::Debug for PipelineOptions {
             .field("clip", &self.clip)
             .field("scaler", &self.scaler)
             .field("correction", &self.correction)
+            .field("accumulate", &self.accumulate)
             .field("weights", &self.weights)
             .finish_non_exhaustive()
     }

@@ -66,7 +66,7 @@ impl Current {
             Some(assembled) if !*assembled => *assembled = true,
             Some(_) => return Err(Misuse("this micro-step has its assembler already").into()),
             None => {
-                let limit = format!("below {}, the job's micro_steps", self.assembled.len());
+                let limit = format!("below {}, the step's micro-steps", self.assembled.len());
                 return Err(
                     Fault::invalid("micro_step", micro_step, limit, "count micro-steps from 0").into()
                 );

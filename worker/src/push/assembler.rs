@@ -1,7 +1,11 @@
 //! The gradients of one micro-step. They are put in any order and cut into wire chunks, which leave as soon as they
 //! are complete.
 
-use std::{collections::HashMap, ops::Range};
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use longshore_proto::{
     ChunkId, JobSpec, Layout, MicroStep, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
@@ -9,7 +13,7 @@ use longshore_proto::{
 
 use tracing::debug_span;
 
-use super::{ChunkKey, Gradients, Payload, Way, outbox::Outbox};
+use super::{Accumulator, ChunkKey, Gradients, Payload, Way, outbox::Outbox};
 use crate::{
     convert,
     device::{BufferPool, PooledBuffer},
@@ -85,9 +89,7 @@ impl Collector {
         write: &mut dyn FnMut(Range<usize>, &mut [u8]),
         mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
     ) -> Result<()> {
-        self.check(plan, param, elements)?;
-        self.put[param] = true;
-        self.left -= 1;
+        self.accept(plan, param, elements)?;
         let mut done = 0;
         for slice in plan.layout.slices(plan.layout.param_range(param)) {
             let (mut offset, end) = (slice.offset, slice.offset + slice.elements);
@@ -106,6 +108,14 @@ impl Collector {
                 offset = until;
             }
         }
+        Ok(())
+    }
+
+    /// Notes that a parameter is put. Each is put once.
+    fn accept(&mut self, plan: &ChunkSource<'_>, param: usize, elements: u64) -> Result<(), GradientError> {
+        self.check(plan, param, elements)?;
+        self.put[param] = true;
+        self.left -= 1;
         Ok(())
     }
 
@@ -196,11 +206,23 @@ pub struct Assembler {
     outbox: Outbox,
     /// The weights that backward computes with, until this has seen all of them.
     feed: Option<Feed>,
+    sums: Option<Sums>,
+}
+
+/// The worker adds up the micro-steps of a step: this one goes into the sums, and the last one takes them along.
+pub(crate) struct Sums {
+    pub(crate) accumulator: Arc<Mutex<Accumulator>>,
+    pub(crate) micro_step: u32,
 }
 
 impl Assembler {
-    pub(crate) fn new(collector: Collector, outbox: Outbox, feed: Option<Feed>) -> Assembler {
-        Assembler { collector, outbox, feed }
+    pub(crate) fn new(
+        collector: Collector,
+        outbox: Outbox,
+        feed: Option<Feed>,
+        sums: Option<Sums>,
+    ) -> Assembler {
+        Assembler { collector, outbox, feed, sums }
     }
 
     /// Takes back what was lent for the weights' step and the steps before it. Servers do not read that any more once
@@ -241,10 +263,25 @@ impl Assembler {
         let _stage = debug_span!(target: "stage", "push", param).entered();
         self.outbox.check()?;
         self.take_back();
-        let Assembler { collector, outbox, .. } = self;
+        let Assembler { collector, outbox, sums, .. } = self;
         let Gradients { cluster, pool, .. } = outbox.gradients();
         let plan = ChunkSource { spec: cluster.spec(), layout: &cluster.layout, pool };
-        collector.put(&plan, param, elements, write, |key, payload, crc| outbox.send(key, payload, crc))
+        let send = |key, payload, crc| outbox.send(key, payload, crc);
+        let Some(Sums { accumulator, micro_step }) = sums else {
+            return collector.put(&plan, param, elements, write, send);
+        };
+        let mut sums = accumulator.lock().unwrap_or_else(PoisonError::into_inner);
+        if sums.is_last(*micro_step) {
+            let mut write = |range: Range<usize>, target: &mut [u8]| {
+                let first = plan.layout.param_range(param).start + range.start as u64;
+                write(range, target);
+                sums.finish(first, target);
+            };
+            return collector.put(&plan, param, elements, &mut write, send);
+        }
+        collector.accept(&plan, param, elements)?;
+        sums.add(*micro_step, plan.layout.param_range(param), write);
+        Ok(())
     }
 
     /// Ends the micro-step.

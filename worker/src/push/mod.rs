@@ -1,6 +1,7 @@
 //! The way of gradients: they are assembled into chunks, retained until their step is committed, and sent over
 //! several connections per server.
 
+mod accumulator;
 mod assembler;
 mod gradients;
 mod ids;
@@ -10,8 +11,9 @@ mod queues;
 mod refusal;
 mod retained;
 
+pub(crate) use accumulator::Accumulator;
 pub use assembler::Assembler;
-pub(crate) use assembler::Collector;
+pub(crate) use assembler::{Collector, Sums};
 pub(crate) use gradients::{Gradients, Way};
 pub use ids::ChunkKey;
 pub(crate) use lane::start_lanes;

@@ -53,6 +53,10 @@ pub(super) struct Args {
     /// Gradients summed before each update
     #[arg(long, default_value_t = 1, help_heading = "Training")]
     micro_steps: u32,
+    /// Where the gradients of micro-steps are added up: servers (each is sent), or worker (their mean is sent; takes 4 bytes a
+    /// parameter of the worker's memory)
+    #[arg(long, value_enum, default_value_t = Accumulator::Servers, help_heading = "Training")]
+    accumulate: Accumulator,
     /// adamw, adam, sgd, lion or adagrad
     #[arg(long, default_value = "adamw", help_heading = "Training")]
     optimizer: Rule,
@@ -225,4 +229,11 @@ impl Args {
     pub(super) fn trace(&self) -> Option<&Path> {
         self.trace.trace.as_deref()
     }
+}
+
+/// Who adds up the gradients of a step's micro-steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Accumulator {
+    Servers,
+    Worker,
 }

@@ -8,7 +8,7 @@ use longshore_proto::{Layout, Rank, Step};
 use longshore_worker::{
     device::{Budget, Device},
     error::Error,
-    pipeline::{Pipeline, PipelineOptions, StepInputs, Weights as Pulled},
+    pipeline::{Accumulate, Pipeline, PipelineOptions, StepInputs, Weights as Pulled},
     pull::Feed,
     session::{GoBack, Joined, Opened, Options, Session},
 };
@@ -234,6 +234,7 @@ impl<'a> Run<'a> {
             schedule: self.settings.schedule(),
             clip: self.settings.clip,
             correction: self.settings.correction,
+            accumulate: self.accumulate(),
             weights: match self.stage {
                 Stage::Two => Pulled::Whole,
                 Stage::Three => Pulled::OnDemand,
@@ -288,6 +289,13 @@ impl<'a> Run<'a> {
         drop(weights);
         sink.finish()?;
         Ok(loss)
+    }
+
+    fn accumulate(&self) -> Accumulate {
+        match self.settings.accumulate_on_worker {
+            true => Accumulate::OnWorker { micro_steps: self.settings.micro_steps },
+            false => Accumulate::OnServers,
+        }
     }
 
     fn activations(&self) -> u64 {

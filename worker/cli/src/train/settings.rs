@@ -30,6 +30,8 @@ pub struct Settings {
     /// How many sequences each rank has in a micro-step.
     pub batch: usize,
     pub micro_steps: u32,
+    /// Each rank adds up its micro-steps, and not the servers.
+    pub accumulate_on_worker: bool,
     pub world_size: u32,
     /// None means that this process starts all ranks.
     pub rank: Option<u32>,
@@ -128,7 +130,7 @@ impl Settings {
             gradient_dtype: self.gradient_dtype,
             image_dtype: self.image_dtype,
             world_size: self.world_size,
-            micro_steps: self.micro_steps,
+            micro_steps: if self.accumulate_on_worker { 1 } else { self.micro_steps },
             max_delay: self.delay,
             shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
             tier: self.tier,

@@ -6,7 +6,7 @@ use anyhow::Context;
 use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, TierKind};
 use longshore_worker::{loss_scale::LossScalerOptions, session::GoBack};
 
-use super::Args;
+use super::{Accumulator, Args};
 use crate::train::{self, LossScale, LossScaleMode, Settings, gpt};
 
 pub(in crate::commands) fn run(args: Args) -> anyhow::Result<()> {
@@ -28,6 +28,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         steps: args.steps,
         batch: args.batch,
         micro_steps: args.micro_steps,
+        accumulate_on_worker: args.accumulate == Accumulator::Worker,
         world_size: args.world_size,
         rank: args.rank,
         rule: args.optimizer,
