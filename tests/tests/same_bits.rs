@@ -81,6 +81,8 @@ fn two_ranks_have_the_same_bits_on_any_servers() {
 fn a_delayed_job_has_the_same_bits_on_any_servers() {
     let setups = [PLAIN, Setup { servers: 2, isa: Some("scalar"), ..PLAIN }];
     compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
+    let newer = ["--delay", "1", "--warmup-steps", "5", "--micro-steps", "3", "--newer-from", "1"];
+    compare(&setups, &newer);
 }
 
 /// The random numbers of stochastic rounding belong to the element and the step too.
@@ -102,6 +104,13 @@ fn other_jobs_have_other_bits() {
         &[][..],
         &["--seed", "2"],
         &["--delay", "1", "--warmup-steps", "5"],
+        &["--delay", "1", "--warmup-steps", "5", "--correction", "look-ahead-by-this-rate"],
+        &["--delay", "1", "--warmup-steps", "5", "--correction", "compensation=1"],
+        &["--delay", "1", "--warmup-steps", "5", "--correction", "none"],
+        &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"],
+        &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "2"],
+        &["--micro-steps", "2"],
+        &["--micro-steps", "2", "--accumulate", "worker"],
         &["--state", "bf16"],
         &["--state", "block8"],
         &["--master", "bf16"],

@@ -84,7 +84,7 @@ fn a_job_resumes_after_one_of_its_two_servers_was_killed() {
 
 #[test]
 fn a_delayed_job_resumes_after_one_of_its_two_servers_was_killed() {
-    resumes(&["--delay", "1", "--warmup-steps", "5"], 2, 0);
+    resumes(&["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--accumulate", "worker"], 2, 0);
 }
 
 /// Goes from one server to three, and for the delayed job from three to one.

@@ -136,7 +136,7 @@ fn an_exact_job_survives_kills_of_either_rank() {
 
 #[test]
 fn a_delayed_job_survives_kills_of_either_rank() {
-    ranks_survive(&["--delay", "1", "--warmup-steps", "5"]);
+    ranks_survive(&["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"]);
 }
 
 #[test]
