@@ -107,6 +107,28 @@ fn text_that_cannot_be_trained_on_is_refused_before_a_job_is_opened() {
     victim.finish();
 }
 
+#[test]
+fn a_delay_that_a_rule_cannot_look_ahead_of_is_refused_before_a_job_is_opened() {
+    let cluster = Cluster::start(1);
+    let victim = Victim::start(&cluster, "goes-on");
+    let folder = gpt::text();
+    let settings = settings(&cluster, "looks-ahead", folder.path());
+    for rule in [Rule::Lion, Rule::Adagrad] {
+        let delayed = Settings { rule, delay: 1, correction: DelayCorrection::LookAhead, ..settings.clone() };
+        let error = train::run(&delayed).expect_err("nothing is known of the next step");
+        let text = format!("{error:#}");
+        assert!(text.contains("spec.rule") && text.contains("docs/delay.md"), "{text}");
+        assert!(!jobs(&victim.servers[0]).contains(&"looks-ahead".to_string()));
+        let plain = Settings { correction: DelayCorrection::None, job: job_of(rule), ..delayed };
+        train::run(&plain).expect("a plain delay is for every rule");
+    }
+    victim.finish();
+}
+
+fn job_of(rule: Rule) -> JobName {
+    JobName::parse("job", &format!("plain-{rule}")).expect("a job's name")
+}
+
 /// What a stage says it needs when it is given one byte.
 fn need(settings: &Settings, stage: u32) -> Shortage {
     let settings = Settings { device_budget: Some(1), stage: Some(stage), ..settings.clone() };

@@ -35,7 +35,8 @@ impl DelayCorrection {
                 if !spec.rule.can_look_ahead() =>
             {
                 let limit = "a rule with momentum (adamw, adam, sgd) where delayed steps look ahead";
-                let remedy = "train exactly, or choose no correction; docs/delay.md says what that costs";
+                let remedy =
+                    "train exactly, or choose none or a compensation; docs/delay.md says what that costs";
                 Err(Fault::invalid("spec.rule", spec.rule, limit, remedy))
             }
             _ => Ok(()),

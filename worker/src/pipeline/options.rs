@@ -92,7 +92,11 @@ impl PipelineOptions {
         }
     }
 
-    pub(super) fn validate(&self, spec: &JobSpec) -> Result<(), Fault> {
+    /// Whether a job can be trained so. [`Pipeline::new`](super::Pipeline::new) asks this, too, but then the job is there.
+    ///
+    /// # Errors
+    /// `Invalid` for options that contradict each other or the job.
+    pub fn validate(&self, spec: &JobSpec) -> Result<(), Fault> {
         if let Some(clip) = self.clip
             && !(clip.is_finite() && clip > 0.0)
         {

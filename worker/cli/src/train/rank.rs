@@ -91,7 +91,10 @@ impl<'a> Run<'a> {
             device_budget: settings.device_budget,
         };
         let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
-        Ok(Run { settings, model, corpus, validation, layout, device, stage, rank })
+        let run = Run { settings, model, corpus, validation, layout, device, stage, rank };
+        // Before the job is there.
+        run.pipeline_options()?.validate(&spec)?;
+        Ok(run)
     }
 
     /// Trains from connecting to the servers to the last step.
