@@ -55,22 +55,10 @@ fn the_domain_types_know_no_transport() {
     }
 }
 
-/// The folders whose circles are left, and why.
-const CIRCLES_LEFT: [(&str, &str); 4] = [
-    (
-        "server/engine/src/kernels",
-        "mod.rs chooses among the instruction sets, and has the constants that all of them share",
-    ),
-    ("server/engine/src/kernels/low", "the driver of a chunk and the coded chunk are two halves of one loop"),
-    ("server/engine/src/kernels/scalar", "the specification of low formats and that of fp32 call each other"),
-    ("server/engine/src/kernels/vector", "the update in low formats and that in fp32 call each other"),
-];
-
 /// Rooms are the folders and files at the top of a crate. What holds for them holds in every folder below.
 #[test]
 fn no_room_uses_itself_by_way_of_others() {
     let mut said = Vec::new();
-    let mut left = Vec::new();
     for sources in [
         "memory/src",
         "proto/src",
@@ -87,10 +75,6 @@ fn no_room_uses_itself_by_way_of_others() {
             let name =
                 Path::new(sources).join(&folder).display().to_string().trim_end_matches('/').to_string();
             for circle in circles(&arrows) {
-                if CIRCLES_LEFT.iter().any(|(left, _)| *left == name) {
-                    left.push(name.clone());
-                    continue;
-                }
                 said.push(format!("a circle in {name}:"));
                 for (from, to) in circle.iter().flat_map(|from| circle.iter().map(move |to| (from, to))) {
                     let Some(Arrow { file, path }) = arrows.get(from).and_then(|arrows| arrows.get(to))
@@ -103,9 +87,6 @@ fn no_room_uses_itself_by_way_of_others() {
         }
     }
     assert!(said.is_empty(), "{}", said.join("\n"));
-    for (folder, _) in CIRCLES_LEFT {
-        assert!(left.contains(&folder.to_string()), "{folder} has no circle any more: take it from the list");
-    }
 }
 
 #[test]

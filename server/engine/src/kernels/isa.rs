@@ -3,6 +3,9 @@
 
 use std::{env, fmt, str::FromStr};
 
+/// All loops take 16 elements at a time: one register of AVX-512, two of AVX2, four of NEON.
+pub(super) const LANES: usize = 16;
+
 /// The environment variable that overrides [`Isa::detect`].
 pub const ISA_VARIABLE: &str = "LONGSHORE_ISA";
 

@@ -13,6 +13,7 @@
 
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 mod aarch64;
+mod dispatch;
 mod isa;
 mod low;
 mod scalar;
@@ -25,170 +26,15 @@ mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use self::dispatch::{
+    accumulate, accumulate_statistics, cast, decode, encode, statistics, update, update_low, widen,
+};
 pub use self::isa::{ISA_VARIABLE, Isa, IsaError};
 pub use self::low::{
     Code, MasterFormat, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, Random, StateFormat, StateLow,
     bytes_per_parameter,
 };
+pub use self::scalar::Statistics;
 pub use self::scalars::{AdagradScalars, AdamScalars, Ahead, LionScalars, Scalars, SgdScalars};
-pub use longshore_proto::{Hyper, Rule};
-use std::ops::Range;
-
 pub use self::slices::{Gradient, ImageMut, State};
-
-/// All loops take 16 elements at a time: one register of AVX-512, two of AVX2, four of NEON.
-const LANES: usize = 16;
-
-/// Gradient statistics: what rank 0 needs to know of a slice of gradients to decide a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Statistics {
-    /// The sum of squares. It is infinite or NaN (always the same one) exactly if an element is not finite.
-    pub sum_squares: f64,
-    /// The index, inside the slice, of the first element that is infinite or NaN.
-    pub first_nonfinite: Option<u32>,
-}
-
-impl Statistics {
-    /// The statistics of nothing.
-    pub const NONE: Statistics = Statistics { sum_squares: 0.0, first_nonfinite: None };
-}
-
-/// Runs `$function` of the module that `$isa` names.
-macro_rules! dispatch {
-    ($isa:expr, $function:ident($($argument:expr),*)) => {{
-        let isa: Isa = $isa;
-        assert!(isa.is_available(), "{isa} kernels called on a CPU without {isa}");
-        match isa {
-            Isa::Scalar => scalar::$function($($argument),*),
-            // SAFETY: this CPU has the instruction set, and the caller has compared the lengths.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => unsafe { x86::avx2::$function($($argument),*) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => unsafe { x86::avx512::$function($($argument),*) },
-            // SAFETY: as above.
-            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
-            Isa::Neon => unsafe { aarch64::neon::$function($($argument),*) },
-            #[allow(unreachable_patterns, reason = "which arms are left depends on the target")]
-            _ => unreachable!("{isa} is not available on this target"),
-        }
-    }};
-}
-
-/// Makes one optimizer step of one range, master weights and state in place, and writes the image that workers pull.
-///
-/// The image is the new weight rounded to the image's format. Where `scalars` [look ahead](Scalars::looking_ahead) it
-/// is the new weight less what is known of the next step instead. Else, where `compensation` is not 0, it is `new -
-/// compensation * (old - new)`, `old` being the master weight before decay.
-///
-/// # Panics
-/// If lengths differ, a state slot that the rule uses is not as long as the master weights or one that it does not
-/// use is not empty, or this CPU does not have `isa`.
-pub fn update(
-    isa: Isa,
-    scalars: &Scalars,
-    gradient: Gradient<'_>,
-    state: State<'_>,
-    image: ImageMut<'_>,
-    compensation: f32,
-) {
-    let count = gradient.len();
-    let slots = scalars.rule().state_slots();
-    assert_eq!(state.master.len(), count, "master weights against gradient");
-    assert_eq!(state.first.len(), if slots > 0 { count } else { 0 }, "first state slot against gradient");
-    assert_eq!(state.second.len(), if slots > 1 { count } else { 0 }, "second state slot against gradient");
-    assert_eq!(image.len(), count, "image against gradient");
-    dispatch!(isa, update(scalars, gradient, state, image, compensation))
-}
-
-/// `accumulator = gradient`, as f32.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
-pub fn widen(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
-    assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
-    dispatch!(isa, widen(gradient, accumulator))
-}
-
-/// `accumulator += gradient`, as f32.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
-pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
-    assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
-    dispatch!(isa, accumulate(gradient, accumulator))
-}
-
-/// The statistics of a gradient as it came. They belong to the whole slice: those of two halves do not add up to its
-/// bits.
-///
-/// # Panics
-/// If this CPU does not have `isa`.
-pub fn statistics(isa: Isa, gradient: Gradient<'_>) -> Statistics {
-    dispatch!(isa, statistics(gradient))
-}
-
-/// Does [`accumulate`], then takes [`statistics`] of the accumulator, in one pass.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
-pub fn accumulate_statistics(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) -> Statistics {
-    assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
-    dispatch!(isa, accumulate_statistics(gradient, accumulator))
-}
-
-/// Rounds weights to an image's format, to nearest and ties to even.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
-pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
-    assert_eq!(image.len(), source.len(), "image against source");
-    dispatch!(isa, cast(source, image))
-}
-
-/// Makes one optimizer step of a range of whole [`QUANTIZATION_BLOCK`]s whose state is in any formats; otherwise it
-/// is [`update`]. A param group may begin anywhere in a block, at a multiple of 16: `segments` say which constants
-/// are for which part of the range, one after another and leaving nothing out.
-///
-/// The rules compute in f32. Their results are rounded stochastically, by bits that depend on `random` and the index
-/// of an element alone.
-///
-/// # Panics
-/// If lengths differ, the range or its beginning is not a multiple of blocks, segments leave gaps or differ in their
-/// rule, a state slot that the rule uses is missing or one that it does not use is not empty, or this CPU does not
-/// have `isa`.
-pub fn update_low(
-    isa: Isa,
-    segments: &[(Range<usize>, &Scalars)],
-    gradient: Gradient<'_>,
-    state: StateLow<'_>,
-    image: ImageMut<'_>,
-    compensation: f32,
-    random: Random,
-) {
-    state.check(segments, gradient, &image, random);
-    dispatch!(isa, update_low(segments, gradient, state, image, compensation, random))
-}
-
-/// Decodes a moment whose 8-bit codes are `code`.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
-pub fn decode(isa: Isa, code: Code, moment: Moment<'_>, to: &mut [f32]) {
-    moment.check("moment", to.len());
-    dispatch!(isa, decode(code, moment, to))
-}
-
-/// Encodes a moment, rounded to nearest (bf16: ties to even; 8 bits: ties away from zero).
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
-pub fn encode(isa: Isa, code: Code, from: &[f32], moment: MomentMut<'_>) {
-    moment.as_ref().check("moment", from.len());
-    match moment {
-        MomentMut::Empty => {}
-        MomentMut::F32(x) => cast(isa, from, ImageMut::F32(x)),
-        MomentMut::Bf16(x) => cast(isa, from, ImageMut::Bf16(x)),
-        MomentMut::Block8 { codes, scales } => dispatch!(isa, encode(code, from, codes, scales)),
-    }
-}
+pub use longshore_proto::{Hyper, Rule};

@@ -1,6 +1,6 @@
 //! The 8-bit code: its values, and the constants from which the kernels compute them.
 
-use super::super::LANES;
+use super::super::isa::LANES;
 use longshore_proto::Rule;
 
 /// The dynamic code of 8-bit moments, after Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021).

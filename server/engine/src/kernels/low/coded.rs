@@ -1,44 +1,13 @@
 //! 8-bit moments of a chunk in an update. The loop of the rule decodes them and finds the largest of each block on
 //! the way; they are encoded after it.
 
-use super::super::LANES;
-use super::drive::{CHUNK, Passes};
+use super::super::isa::LANES;
+use super::passes::{BLOCKS, CHUNK, Codes, CodesOf, Encoding, Largest, Passes};
 use super::random::{Random, Usage};
 use super::{Code, MomentMut, QUANTIZATION_BLOCK, StateLow};
 use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
-const BLOCKS: usize = CHUNK / BLOCK;
-
-/// The bits of the largest magnitude, of every sixteenth element of a block.
-pub(in super::super) type Largest = [u32; LANES];
-
-/// Both moments of a part of a chunk.
-pub(in super::super) struct Codes<'a> {
-    pub(in super::super) first: CodesOf<'a>,
-    pub(in super::super) second: CodesOf<'a>,
-    /// The first element of the part in its chunk.
-    pub(in super::super) start: usize,
-}
-
-/// One of the two moments. Its slices are empty where the rule has no second.
-pub(in super::super) struct CodesOf<'a> {
-    /// The part's codes.
-    pub(in super::super) codes: &'a [u8],
-    /// Where the part's new values go.
-    pub(in super::super) floats: &'a mut [f32],
-    /// The scales of the chunk's blocks; each is finite or NaN.
-    pub(in super::super) scales: &'a [f32; BLOCKS],
-    /// The largest magnitudes of the chunk's blocks, to which new values add.
-    pub(in super::super) largest: &'a mut [Largest; BLOCKS],
-}
-
-/// A block's new moments and where they go, the first and the second one.
-pub(in super::super) struct Encoding<'a> {
-    pub(in super::super) from: [&'a [f32]; 2],
-    pub(in super::super) largest: [&'a Largest; 2],
-    pub(in super::super) to: [&'a mut [u8]; 2],
-}
 
 /// What the blocks of a chunk have beside their values. The first moment comes first.
 #[repr(align(64))]

@@ -1,79 +1,14 @@
 //! The order of passes over a range. It is the same for every instruction set, which supplies the passes.
 
 use super::super::{Gradient, ImageMut, Scalars, State};
-use super::coded::{Chunk, Codes, Encoding};
-use super::random::{Half, Key, Random, Usage};
+use super::coded::Chunk;
+use super::passes::{CHUNK, Halves, InLoop, Passes};
+use super::random::{Half, Random, Usage};
 use super::{Code, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, StateLow};
 use longshore_proto::Rule;
 use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
-
-/// How many elements are decoded at a time. Four blocks spread the cost of looking at rule and formats (a branch or
-/// two each, and the rule's constants to registers), and the arrays below still are a quarter of L1.
-pub(in super::super) const CHUNK: usize = 4 * BLOCK;
-
-/// What an instruction set does with one block (`update`: with up to a chunk). All slices of a call have one length.
-pub(in super::super) trait Passes: Copy {
-    /// Does what [`update`](super::super::update) does, without an image where there is `None`.
-    fn update(
-        self,
-        s: &Scalars,
-        gradient: Gradient,
-        state: State,
-        image: Option<ImageMut>,
-        compensation: f32,
-    );
-    /// Does what [`update`](super::super::update) does, with moments that are brought to f32 in the same loop. It may
-    /// be called only where the instruction set [`fuses`](Passes::fuses).
-    fn update_low_moments(
-        self,
-        s: &Scalars,
-        gradient: Gradient,
-        master: &mut [f32],
-        moments: InLoop,
-        image: Option<ImageMut>,
-        compensation: f32,
-    );
-    /// Whether there are such loops, and the image is aligned for them.
-    fn fuses(self, image: &ImageMut) -> bool;
-    fn widen_bf16(self, from: &[u16], to: &mut [f32]);
-    fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
-    /// The random bits of elements `first` and on.
-    fn random(self, key: Key, first: u32, to: &mut [u32; BLOCK]);
-    fn round_bf16(self, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u16]);
-    /// Encodes a block and returns its scale.
-    fn encode(self, code: Code, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u8]) -> f32;
-    /// Encodes both moments of a block of elements `first` and on, where the first one's code is `code`. Returns the
-    /// scales.
-    fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2];
-    /// Rounds new master weights of elements `first` and on over old ones, and makes the image of the result unless there
-    /// is one already.
-    fn round_master(
-        self,
-        new: &[f32],
-        key: Key,
-        first: u32,
-        master: &mut [u16],
-        image: Option<ImageMut>,
-        compensation: f32,
-    );
-    fn finish(self);
-}
-
-/// Moments that the loop of a rule reads in their own format.
-pub(in super::super) enum InLoop<'a> {
-    Halves(Halves<'a>),
-    Codes(Codes<'a>),
-}
-
-/// bf16 moments, rounded with the bits of `element` and on.
-pub(in super::super) struct Halves<'a> {
-    pub(in super::super) first: &'a mut [u16],
-    pub(in super::super) second: &'a mut [u16],
-    pub(in super::super) key: Key,
-    pub(in super::super) element: u32,
-}
 
 /// f32 copies of what is not f32, and a block's random bits.
 #[repr(align(64))]

@@ -18,6 +18,7 @@
 mod code;
 mod coded;
 mod drive;
+mod passes;
 mod random;
 
 pub use self::code::Code;
@@ -26,13 +27,13 @@ pub use longshore_proto::{MasterFormat, StateFormat};
 use longshore_proto::{Rule, limits::QUANTIZATION_ELEMENTS};
 
 pub(super) use self::code::Tables;
-pub(super) use self::coded::{Codes, CodesOf, Encoding, Largest};
-pub(super) use self::drive::{CHUNK, Halves, InLoop, Passes, decode, encode, update};
+pub(super) use self::drive::{decode, encode, update};
+pub(super) use self::passes::{CHUNK, Codes, CodesOf, Encoding, Halves, InLoop, Largest, Passes};
 #[cfg(test)]
 pub(super) use self::random::Usage;
 pub(super) use self::random::{Half, Key};
 
-use super::{Gradient, ImageMut};
+use super::{Gradient, ImageMut, isa::LANES};
 use std::ops::Range;
 
 /// How many elements share a scale in [`StateFormat::Block8`] (whose codes are [`Code`]s). It is the unit of all
@@ -151,7 +152,7 @@ impl StateLow<'_> {
         assert_eq!(image.len(), count, "image against gradient");
         let mut end = 0;
         for (range, scalars) in segments {
-            assert!(range.start == end && range.end % super::LANES == 0, "segment {range:?} after {end}");
+            assert!(range.start == end && range.end % LANES == 0, "segment {range:?} after {end}");
             assert_eq!(scalars.rule(), segments[0].1.rule(), "one rule for all segments");
             end = range.end;
         }

@@ -1,14 +1,40 @@
 //! Low-precision state, one element at a time: **the specification** of rounding, codes and scales.
 
-use super::super::low::{Code, Encoding, Half, InLoop, Key, Passes, QUANTIZATION_BLOCK, Tables};
-use super::super::{Gradient, ImageMut, LANES, Scalars, State};
+use super::super::low::{
+    self as passes, Code, Encoding, Half, InLoop, Key, Passes, QUANTIZATION_BLOCK, Random, StateLow, Tables,
+};
+use super::super::{Gradient, ImageMut, Moment, Scalars, State, isa::LANES};
 use super::convert::{Bf16, CANONICAL_NAN, F16, F32, Format, Nothing, quiet};
+use super::floats;
+use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
 /// The passes in plain Rust.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Scalar;
+struct Scalar;
+
+/// See [`super::super::update_low`].
+pub(in super::super) fn update_low(
+    segments: &[(Range<usize>, &Scalars)],
+    gradient: Gradient,
+    state: StateLow,
+    image: ImageMut,
+    compensation: f32,
+    random: Random,
+) {
+    passes::update(Scalar, segments, gradient, state, image, compensation, random);
+}
+
+/// See [`super::super::decode`].
+pub(in super::super) fn decode(code: Code, moment: Moment, to: &mut [f32]) {
+    passes::decode(Scalar, code, moment, to);
+}
+
+/// See [`super::super::encode`].
+pub(in super::super) fn encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]) {
+    passes::encode(Scalar, code, from, codes, scales);
+}
 
 impl Passes for Scalar {
     fn update(
@@ -19,7 +45,7 @@ impl Passes for Scalar {
         image: Option<ImageMut>,
         compensation: f32,
     ) {
-        super::update_parts(s, gradient, state, image, compensation);
+        floats::update_parts(s, gradient, state, image, compensation);
     }
 
     fn update_low_moments(

@@ -1,6 +1,20 @@
 //! Sum of squares and the first non-finite element of a slice.
 
-use super::super::{LANES, Statistics};
+use super::super::isa::LANES;
+
+/// Gradient statistics: what rank 0 needs to know of a slice of gradients to decide a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Statistics {
+    /// The sum of squares. It is infinite or NaN (always the same one) exactly if an element is not finite.
+    pub sum_squares: f64,
+    /// The index, inside the slice, of the first element that is infinite or NaN.
+    pub first_nonfinite: Option<u32>,
+}
+
+impl Statistics {
+    /// The statistics of nothing.
+    pub const NONE: Statistics = Statistics { sum_squares: 0.0, first_nonfinite: None };
+}
 
 /// The number of lanes, one for each 16-bit element of a 64-byte register.
 pub(in super::super) const SUMS: usize = 2 * LANES;

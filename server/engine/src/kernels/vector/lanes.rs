@@ -1,6 +1,6 @@
 //! What an instruction set must supply: 16 lanes of f32 and the few operations the loops are made of.
 
-use super::super::LANES;
+use super::super::isa::LANES;
 use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 
 /// Sixteen f32 lanes. Each method does in every lane what the scalar reference does for one element, bit for bit,

@@ -4,11 +4,14 @@ use super::super::low::{
     self as passes, Code, Encoding, Half, InLoop, Key, Largest, Passes, QUANTIZATION_BLOCK, Random, StateLow,
     Tables,
 };
-use super::super::scalar::{convert::CANONICAL_NAN, low::scale};
-use super::super::{Gradient, ImageMut, LANES, Moment, Scalars, State};
+use super::super::scalar::{
+    convert::{Bf16, CANONICAL_NAN, F16, F32, Nothing},
+    low::scale,
+};
+use super::super::{Gradient, ImageMut, Moment, Scalars, State, isa::LANES};
+use super::floats::{self, Kernels as Lanes};
 use super::lanes::LanesFormat;
 use super::moments::{Decoder, Hash, larger, round, sixteen};
-use super::{Bf16, F16, F32, Kernels as Lanes, Nothing};
 use std::{marker::PhantomData, ops::Range};
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
@@ -71,7 +74,7 @@ impl<V: Lanes> Passes for Vector<V> {
         match image {
             Some(image) if image.elements_to_alignment(V::STREAM_ALIGNMENT) > 0 => {
                 // SAFETY: as above.
-                unsafe { super::update::<V>(s, gradient, state, image, compensation) }
+                unsafe { floats::update::<V>(s, gradient, state, image, compensation) }
             }
             // SAFETY: as above; the image, if it is there, is aligned.
             _ => unsafe { V::update_floats(s, gradient, state, image, compensation) },
@@ -100,7 +103,7 @@ impl<V: Lanes> Passes for Vector<V> {
     #[inline(always)]
     fn widen_bf16(self, from: &[u16], to: &mut [f32]) {
         // SAFETY: as above.
-        unsafe { super::widen::<V>(Gradient::bf16(from), to) }
+        unsafe { floats::widen::<V>(Gradient::bf16(from), to) }
     }
 
     #[inline(always)]

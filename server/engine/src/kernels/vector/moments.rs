@@ -1,7 +1,7 @@
 //! Where the loop of an update finds the moments, and where it leaves them.
 
 use super::super::low::{Codes, CodesOf, Halves, Key, QUANTIZATION_BLOCK, Tables};
-use super::super::{Code, LANES, State};
+use super::super::{Code, State, isa::LANES};
 use super::lanes::Lanes;
 use super::rules::Slots;
 

@@ -2,7 +2,7 @@
 
 use super::super::scalar::convert::{Bf16, F16, F32};
 use super::super::scalar::{self, Exact, SUMS, Sum, TILE};
-use super::super::{Gradient, LANES, Statistics};
+use super::super::{Gradient, Statistics, isa::LANES};
 use super::lanes::{Lanes, LanesFormat};
 use crate::memory::Source;
 

@@ -7,7 +7,9 @@ use std::arch::x86_64::*;
 use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
-use super::super::{Code, Gradient, ImageMut, LANES, Moment, Random, Scalars, State, StateLow, Statistics};
+use super::super::{
+    Code, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
+};
 
 entry_points!(Avx512, "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c");
 

@@ -1,0 +1,70 @@
+//! The functions of an instruction set, made of the loops.
+
+/// Makes the kernels of one instruction set out of the loops: functions with its features enabled, into which the
+/// loops and the lane operations are inlined.
+macro_rules! entry_points {
+    ($lanes:ty, $features:literal) => {
+        entry_points! { $lanes, $features,
+            update(scalars: &Scalars, gradient: Gradient, state: State, image: ImageMut, compensation: f32);
+            widen(gradient: Gradient, accumulator: &mut [f32]);
+            accumulate(gradient: Gradient, accumulator: &mut [f32]);
+            statistics(gradient: Gradient) -> Statistics;
+            accumulate_statistics(gradient: Gradient, accumulator: &mut [f32]) -> Statistics;
+            cast(source: &[f32], image: ImageMut);
+            update_low(
+                segments: &[(std::ops::Range<usize>, &Scalars)],
+                gradient: Gradient,
+                state: StateLow,
+                image: ImageMut,
+                compensation: f32,
+                random: Random
+            );
+            update_floats(
+                scalars: &Scalars,
+                gradient: Gradient,
+                state: State,
+                image: Option<ImageMut>,
+                compensation: f32
+            );
+            update_low_moments(
+                scalars: &Scalars,
+                gradient: Gradient,
+                master: &mut [f32],
+                moments: InLoop,
+                image: Option<ImageMut>,
+                compensation: f32
+            );
+            decode(code: Code, moment: Moment, to: &mut [f32]);
+            encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]);
+        }
+
+        impl vector::Kernels for $lanes {
+            #[inline(always)]
+            unsafe fn update_floats(s: &Scalars, g: Gradient, state: State, image: Option<ImageMut>, c: f32) {
+                update_floats(s, g, state, image, c);
+            }
+
+            #[inline(always)]
+            unsafe fn update_low_moments(
+                s: &Scalars,
+                g: Gradient,
+                master: &mut [f32],
+                moments: InLoop,
+                image: Option<ImageMut>,
+                c: f32,
+            ) {
+                update_low_moments(s, g, master, moments, image, c);
+            }
+        }
+    };
+    ($lanes:ty, $features:literal,
+     $($function:ident($($argument:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+        /// # Safety
+        /// This CPU must have the features, and slices must have the lengths that the function of this name in `kernels` checks.
+        #[target_feature(enable = $features)]
+        pub(in super::super) unsafe fn $function($($argument: $type),*) $(-> $result)? {
+            vector::$function::<$lanes>($($argument),*)
+        }
+    )*};
+}
+pub(in super::super) use entry_points;
