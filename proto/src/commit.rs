@@ -26,10 +26,11 @@ pub struct Commit {
     pub loss_scale: f64,
     /// The trainer's own resume data.
     pub trainer_state: Vec<u8>,
-    /// The rank 0 that made the decision. With the step it names a version for good. 0 where the client did not say.
+    /// The incarnation of the rank 0 that made the decision, or 0 if the client did not say it. With the step it names
+    /// a version for good.
     #[serde(default)]
     pub decided_by: Incarnation,
-    /// If not empty, the job is paused with this decision, for this reason.
+    /// If it is not empty, this decision pauses the job, for this reason.
     pub pause_reason: String,
 }
 
@@ -79,13 +80,13 @@ pub enum Correction {
     None,
     /// A number c in (0, 1]: images are `cast(z - c*u)`, where u = old z - z is this step's displacement.
     Compensation(f64),
-    /// Images are ahead of z by what is known of the next step: docs/update.md has the formula. These are the learning
-    /// rates of that step, one for each param group.
+    /// Images are ahead of z by what is known of the next step: docs/protocol.md has the formula. These are the
+    /// learning rates of that step, one for each param group.
     LookAhead(Vec<f64>),
 }
 
 impl Correction {
-    /// The c of a [`Compensation`](Correction::Compensation), else 0.
+    /// The c of a [`Compensation`](Correction::Compensation). It is 0 for other corrections.
     pub fn compensation(&self) -> f64 {
         match self {
             Correction::Compensation(c) => *c,
@@ -93,7 +94,7 @@ impl Correction {
         }
     }
 
-    /// The learning rates of a [`LookAhead`](Correction::LookAhead), else none.
+    /// The learning rates of a [`LookAhead`](Correction::LookAhead). Other corrections have none.
     pub fn look_ahead(&self) -> &[f64] {
         match self {
             Correction::LookAhead(lr) => lr,

@@ -26,8 +26,9 @@ impl Rule {
     }
 
     /// Whether images can look ahead of the master weights, by what is known of the next step (see
-    /// [`Correction`](crate::Correction)). Adagrad has no momentum by which anything is known. Lion's steps are all of
-    /// one size, so nothing tells a step that will turn from one that goes on.
+    /// [`Correction`](crate::Correction)). With Adagrad nothing is known, since it has no momentum. With Lion too
+    /// little is known: all its steps have one size, so nothing shows whether an element's next step will reverse
+    /// direction.
     pub fn can_look_ahead(self) -> bool {
         matches!(self, Rule::AdamW | Rule::Adam | Rule::Sgd)
     }
@@ -59,7 +60,7 @@ impl FromStr for Rule {
     }
 }
 
-/// Hyperparameters of one param group for one step, in PyTorch's meaning.
+/// Hyperparameters of one param group for one step. They mean what they do in PyTorch.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Hyper {
     pub lr: f64,

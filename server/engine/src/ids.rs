@@ -1,4 +1,5 @@
-//! The numbers that mean something on one server alone, so that none is taken for another.
+//! Indices that one server gives to its shards and gradient slots, as types of their own so that none is taken for
+//! another.
 
 use std::ops::Range;
 
@@ -12,7 +13,7 @@ pub struct OwnedShard(pub usize);
 #[derive(Clone, Debug)]
 pub struct OwnedShards(Range<usize>);
 
-/// Where a step's contributions lie in each shard's gradients, from 0.
+/// The slot of each shard in which a step's contributions lie, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GradientSlot(pub usize);
 
@@ -21,19 +22,19 @@ impl OwnedShard {
         self.0
     }
 
-    /// The shard after this one, if there is one.
+    /// The index of the shard after this one. The server may not have that shard.
     pub fn next(self) -> OwnedShard {
         OwnedShard(self.0 + 1)
     }
 
-    /// So many shards from this one on.
+    /// This shard and those after it, `count` in all.
     pub fn run(self, count: usize) -> OwnedShards {
         OwnedShards(self.0..self.0 + count)
     }
 }
 
 impl OwnedShards {
-    /// All shards of a server that has so many.
+    /// All shards of a server that owns `count`.
     pub fn all(count: usize) -> OwnedShards {
         OwnedShards(0..count)
     }
@@ -70,12 +71,12 @@ impl DoubleEndedIterator for OwnedShards {
 impl ExactSizeIterator for OwnedShards {}
 
 impl GradientSlot {
-    /// The slot that a step uses in a job with so many.
+    /// The slot that a step uses in a job that has `slots`.
     pub fn of(step: Step, slots: usize) -> GradientSlot {
         GradientSlot((step.0 % slots as u64) as usize)
     }
 
-    /// All slots of a job with so many.
+    /// All slots of a job that has `slots`.
     pub fn all(slots: usize) -> impl Iterator<Item = GradientSlot> {
         (0..slots).map(GradientSlot)
     }

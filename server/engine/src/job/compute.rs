@@ -6,7 +6,7 @@ use longshore_proto::limits::BLOCK_ELEMENTS;
 
 use crate::{kernels::Isa, threads::ThreadPool};
 
-/// All jobs of a server share it.
+/// The update threads and their instruction set. All jobs of a server share them.
 pub struct Compute {
     pool: ThreadPool,
     isa: Isa,
@@ -41,8 +41,8 @@ impl Compute {
         self.pool.blocks(items, block)
     }
 
-    /// Does for several shards what [`Compute::blocks`] does for one. The caller does `meanwhile` while the other
-    /// threads begin.
+    /// Does for several shards what [`Compute::blocks`] does for one. The calling thread runs `meanwhile` while the
+    /// other threads begin.
     pub(super) fn groups<T: Send, R: Send>(
         &self,
         groups: Vec<Vec<T>>,

@@ -52,7 +52,7 @@ impl Job {
                 (Source::Complete, _) => return Ok(()),
                 (Source::Held(record), true) => {
                     let record = record.clone();
-                    // Until it has started, it is neither held nor to be uploaded to.
+                    // While the job starts, it is not held any more, and it takes no upload.
                     load.source = Source::Restore;
                     record
                 }
@@ -97,7 +97,7 @@ impl Job {
         Ok(())
     }
 
-    /// Ends a load that is under way before its next shard.
+    /// Makes a load that is under way end before it reads its next shard.
     pub fn cancel_load(&self) {
         lock(&self.load).cancelled = true;
     }

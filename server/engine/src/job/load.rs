@@ -12,19 +12,20 @@ use crate::{
     tier::{Interrupted, StateMut},
 };
 
-/// Which chunks of which owned shard are uploaded, with their checksums.
+/// How far the first weights have come.
 pub(super) struct Load {
+    /// By owned shard, then by chunk: the checksum of an uploaded chunk.
     pub(super) checksums: Vec<Vec<Option<u32>>>,
     pub(super) source: Source,
-    /// The checkpoint that is being loaded, is held, or was started from.
+    /// The checkpoint that is being loaded or is held, or that the job has started from.
     pub(super) origin: Option<CheckpointId>,
     /// How many shards were loaded from it so far.
     pub(super) shards: u32,
-    /// The load under way must end before its next shard.
+    /// The load under way must end before it reads its next shard.
     pub(super) cancelled: bool,
 }
 
-/// Where the weights come from. This is decided under `Load`'s lock, so that an upload never writes into a shard that
+/// Where the weights come from. It changes only under the lock of [`Load`]. So an upload never writes into a shard that
 /// a restore has filled, nor into a job that has started since the upload was admitted.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Source {
@@ -39,7 +40,7 @@ pub(super) enum Source {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointId {
     pub name: String,
-    /// A number that is the same for the same contents, wherever they lie and whichever server reads them.
+    /// It is the same for the same contents, wherever they lie and whichever server reads them.
     pub id: String,
 }
 
@@ -75,8 +76,8 @@ impl Load {
         }
     }
 
-    /// Begins a restore, which overwrites what was loaded: it forgets chunks uploaded before, and another checkpoint
-    /// that was held.
+    /// Begins a restore. It will overwrite what was loaded, so chunks that were uploaded, and a checkpoint that was
+    /// held, are forgotten.
     pub(super) fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
         if !matches!(self.source, Source::Upload | Source::Held(_)) {
             let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
@@ -186,8 +187,7 @@ impl Job {
         }
     }
 
-    /// Puts fp32 weights at element `at` of a shard, as they came; rounded to nearest where the master weights have
-    /// fewer bits.
+    /// Puts fp32 weights at element `at` of a shard. They are rounded to nearest if the master weights have fewer bits.
     fn store_weights(&self, state: &mut StateMut<'_>, at: usize, payload: &[u8]) {
         let elements = at..at + payload.len() / size_of::<f32>();
         match state.master() {
@@ -213,7 +213,8 @@ impl Job {
         for (owned, &shard) in OwnedShards::all(self.owned.len()).zip(&self.owned) {
             self.check_cancelled()?;
             let mut current = self.images.to_make(owned, version);
-            // At version 0 there is no image before. The one to come uses the other memory of the pair.
+            // The image of the version before and that of the next version have the same place. The next version is
+            // asked for, since before version 0 there is none.
             let mut older = self.images.to_make(owned, Version(version.0 + 1));
             let length = self.images.len(owned);
             let mut result = Ok(());
@@ -228,7 +229,7 @@ impl Job {
             older.set(with_older.then(|| Version(version.0 - 1)));
             drop((current, older));
             if self.images.are_spilled() {
-                // They do not stay in DRAM until the start.
+                // The image window does not keep them until the start.
                 self.images.store(owned, version)?;
             }
             lock(&self.load).shards += 1;
@@ -237,8 +238,8 @@ impl Job {
         Ok(())
     }
 
-    /// Undoes a load. Neither its images nor its moments may pass for those of what is loaded next, and an upload
-    /// writes master weights alone.
+    /// Undoes a load. What is loaded next may bring fewer images, and an upload brings only master weights. So images
+    /// and moments of this load must not stay.
     pub(super) fn forget(&self) {
         self.images.forget();
         for owned in OwnedShards::all(self.owned.len()) {
@@ -246,7 +247,7 @@ impl Job {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
             if let Err(fault) = cleared {
-                // What comes next then fails on it too.
+                // The next load of this shard then fails too.
                 tracing::error!(job = %self.spec.name, %fault, "could not clear a shard after a failed load");
             }
         }
@@ -308,8 +309,8 @@ impl Job {
         let version = record.version;
         for owned in OwnedShards::all(self.owned.len()) {
             self.images.recover(owned, version)?;
-            // This is done even where the image was kept: a damaged block must be found while the version before can
-            // still be taken.
+            // The state is read even if the image was kept: a damaged block must be found while the server can still
+            // take the version before.
             self.tier.state.read(owned, &mut |_| ())?;
             self.make_image(owned, version)?;
         }
@@ -322,8 +323,8 @@ impl Job {
         Ok(())
     }
 
-    /// Goes on from a process that was killed at any instant. What it had decided is updated to the end, from the
-    /// contributions that it had.
+    /// Goes on after a process that was killed at any instant. The steps that it had decided are updated to the end,
+    /// from the contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         for (owned, shard) in OwnedShards::all(kept.shards.len()).zip(&kept.shards) {
             self.images.found(owned, shard);

@@ -1,7 +1,7 @@
-//! One job on one server: the state machine, its buffers, its tier, and the compute that moves it.
+//! One job on one server: its step machine, its memory, its tier, and the work that the machine asks for.
 //!
-//! Events may come from any thread. What they ask to be computed is returned as [`Work`], which one compute thread a
-//! job performs in order. Everything else returns at once or waits with a deadline.
+//! Events may come from any thread. An event that asks for a computation returns it as [`Work`]. Each job has one
+//! compute thread, which performs the works in order. All other calls return at once or wait with a deadline.
 
 mod compute;
 mod gradients;
@@ -69,7 +69,8 @@ pub struct Job {
     pulled_bytes: AtomicU64,
     reservation: Reservation,
     disk_bytes: u64,
-    /// Declared last: once the observer is dropped, memory and folders are free again.
+    /// This field is declared last, so that the observer in it is dropped last. Whoever sees the observer go knows that
+    /// the job's memory and folders are free.
     protocol: Protocol,
 }
 
@@ -109,7 +110,7 @@ impl Job {
         self.images.are_spilled()
     }
 
-    /// What lives on drives alone; None where nothing of the job lies on any.
+    /// What of the job lives on drives alone. It is None for a job that keeps nothing on drives.
     pub fn spill(&self) -> Option<Spill> {
         let spill = match (self.gradients.are_spilled(), self.images.are_spilled()) {
             (true, _) => Spill::All,
@@ -124,8 +125,8 @@ impl Job {
         self.tier.behind.as_ref().map_or(0, |behind| behind.written_bytes()) + self.gradients.written_bytes()
     }
 
-    /// The updates that an earlier process of this server had decided and not done. They must be performed before any
-    /// other work.
+    /// The unfinished work: updates of steps that were decided before an earlier process of this server died. They must
+    /// be performed before any other work.
     pub fn take_unfinished(&self) -> Vec<Work> {
         self.protocol.take_unfinished()
     }
@@ -185,8 +186,8 @@ impl Job {
         self.protocol.machine().pauses()
     }
 
-    /// Performs the oldest of these works; with a sum also the sums right after it. The work that follows is appended
-    /// as the newest.
+    /// Performs the oldest of these works. If it is a sum, several of the sums right behind it are performed with it.
+    /// If the work asks for another one, that one is put at the end.
     pub fn perform(&self, works: &mut VecDeque<Work>) -> Result<(), Fault> {
         self.check_alive()?;
         let sums = take_sums(works);
@@ -195,7 +196,8 @@ impl Job {
             _ => self.sum(&sums).map(|()| None),
         };
         works.extend(next.map_err(|fault| self.fail(fault))?);
-        // This is not done where drives may have to be waited for first.
+        // Those who wait are woken once the next work has begun, if it begins soon. A work that may first wait for
+        // drives or for a snapshot does not begin soon.
         let soon = !works.is_empty() && self.tier.behind.is_none() && self.snapshots.is_empty();
         if self.protocol.owe(soon) || !soon {
             self.notify();
@@ -216,7 +218,7 @@ impl Job {
         fault
     }
 
-    /// The failure after which the job accepts nothing and does not move.
+    /// Returns the job's failure, if it has failed. A failed job accepts nothing and performs no work.
     pub fn check_alive(&self) -> Result<(), Fault> {
         match self.protocol.failure().or_else(|| self.tier.behind.as_ref()?.failure()) {
             Some(fault) => Err(fault),

@@ -1,4 +1,4 @@
-//! Opening a job: what it needs is promised, then allocated, and then what its tier has kept is taken up.
+//! Opening a job: it reserves what the job needs, allocates it, and recovers what the tier has kept.
 
 use std::sync::{Arc, Mutex, atomic::AtomicU64};
 
@@ -45,7 +45,7 @@ impl Job {
         let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
         let signal = Arc::new(Signal::new(observer));
         let spilled = storage.spills_images(&spec);
-        // A tier that keeps the buffers gives their memory.
+        // A tier that keeps the buffers brings the memory for them.
         let space = (!tier::keeps_buffers(&spec)).then(|| Space::allocate(&spec, &lengths, storage));
         let space = space.transpose().map_err(exhausted)?;
         let inputs =
@@ -100,7 +100,8 @@ impl Job {
     }
 }
 
-/// How many bytes a folder of tier `shm` must hold beside the state: a decided step is updated from them.
+/// How many bytes of buffers a folder of tier `shm` must hold beside the state. The next process finishes a decided
+/// step from them.
 pub fn kept_buffers(header: &Header) -> Result<u64, Fault> {
     let layout = header.spec.validate()?;
     let owned = header.placement.owned(header.server);

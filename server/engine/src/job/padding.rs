@@ -1,11 +1,11 @@
-//! Padding must be 0: anything else there would count in the norm, and be trained.
+//! Padding must be 0: any other value there would count in the norm and be trained.
 
 use longshore_proto::{Dtype, Fault, Layout};
 
 use crate::memory::Source;
 
-/// Checks the padding among elements of the flat space, as they go over the wire. `first` is the index of the first
-/// element.
+/// Checks that padding is 0 in `bytes`, which are elements of the flat space as they go over the wire. `first` is the
+/// index of the first of them.
 ///
 /// # Errors
 /// `Invalid`, naming the first element that is not 0.

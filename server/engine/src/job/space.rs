@@ -26,13 +26,13 @@ pub(super) struct Buffers {
 /// The memory of a job's buffers, before it is cut.
 pub(super) struct Space {
     slab: Slab,
-    /// Images and version stamps, where they lie apart from the rest.
+    /// Images and version stamps, if they lie apart from the rest.
     shared: Option<(Slab, SharedFile)>,
-    /// How many bytes of an element of each kind are here.
     widths: Widths,
 }
 
-/// Bytes of an element of each kind; 0 for those that live on drives.
+/// How many bytes this memory has for each element of an image, a contribution and a sum. It has 0 for what lives on
+/// drives, and for sums that the job does not form.
 #[derive(Clone, Copy)]
 struct Widths {
     image: usize,
@@ -51,7 +51,7 @@ impl Widths {
 }
 
 impl Space {
-    /// Images lie in memory that other processes can be given, if that is wanted and the kernel has such memory.
+    /// Allocates the memory. If images are to be shared and the kernel allows it, other processes can be given theirs.
     pub(super) fn allocate(
         spec: &JobSpec,
         lengths: &[usize],
@@ -73,7 +73,7 @@ impl Space {
         Ok(Space { slab, shared, widths })
     }
 
-    /// Makes [`Space::bytes`] of memory that a tier keeps. Its images are not shared, since a process that may read
+    /// Takes memory that a tier keeps, [`Space::bytes`] long. Its images are not shared, since a process that may read
     /// the file could write it too.
     pub(super) fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
         Space { slab, shared: None, widths: Widths::of(spec) }
@@ -85,15 +85,15 @@ impl Space {
     }
 }
 
-/// The sizes of both images of each shard, of so many bytes an element, then of their version stamps.
+/// The sizes of the two images of each shard, and last the size of all version stamps. An element has `bytes` bytes.
 fn image_sizes(bytes: usize, lengths: &[usize]) -> Vec<usize> {
     let mut sizes: Vec<usize> = lengths.iter().flat_map(|&length| [length * bytes; 2]).collect();
     sizes.push(lengths.len() * 2 * size_of::<u64>());
     sizes
 }
 
-/// The sizes of each shard's images, contributions and sums, then of the version stamps. With `apart` there are no
-/// images and no stamps.
+/// The sizes of each shard's images, contributions and sums, and last the size of all version stamps. With `apart`
+/// images and stamps lie elsewhere and are left out.
 fn sizes(spec: &JobSpec, lengths: &[usize], widths: Widths, apart: bool) -> Vec<usize> {
     let images = image_sizes(widths.image, lengths);
     let (pairs, stamps) = images.as_chunks::<2>();

@@ -1,4 +1,4 @@
-//! The update of shards: unscale, clip, step and image, in one pass over each block.
+//! The update of shards: one pass over each block unscales, clips, applies the rule and writes the image.
 
 use longshore_proto::{BlockId, Commit, Correction, Fault, Rank, Step, limits::BLOCK_ELEMENTS};
 
@@ -27,11 +27,11 @@ struct Block<'a> {
 /// The most shards that are updated together, where the tier allows it. After each group the threads wait for each
 /// other, which takes 40 us where a shard's update takes 2 ms.
 const MOST_AT_ONCE: usize = 8;
-/// How the groups grow: the group that begins at shard `first` has `1 + first / AHEAD` shards. The images of a group
-/// appear together, so all but the last one appear later than they could. A worker's forward reads shards in order, a
-/// little slower than updates make them, so the further the update is, the larger its lead. With a forward that takes
-/// a seventh longer than the updates, the lead at shard `first` is an eighth of `first`, and a group of that size
-/// delays nothing that forward waits for.
+/// How the groups grow: the group that begins at shard `first` has `1 + first / AHEAD` shards. All images of a group
+/// appear when the whole group is done, so most of them appear later than they could. No worker notices that if the
+/// update is far enough ahead of the worker's forward, which reads the same shards in the same order. Its lead grows
+/// with every shard: if forward takes a seventh longer than the update, the lead at shard `first` is `first / 8`
+/// shards, so a group may have that many.
 const AHEAD: usize = 8;
 
 impl Job {

@@ -1,8 +1,7 @@
 //! The contract between a tier and a job: a core that every tier has, and objects beside it that a tier may give.
 //!
-//! Shards are numbered as they are owned, in forward order, and updated in that order, so that a tier may bring in the next
-//! ones ahead. An error means that what was asked was not done or may not survive, and that the job cannot go on from this
-//! server.
+//! Shards are updated in forward order, so that a tier may bring in the next ones ahead. An error means that what was
+//! asked was not done or may not survive. The job cannot go on from this server then.
 
 use std::{ops::Range, sync::Arc};
 
@@ -36,7 +35,7 @@ pub struct Store {
     pub gradients: Option<Arc<dyn GradientStore>>,
 }
 
-/// A tier that was opened, and what it has kept of the job.
+/// A tier's store that was opened, and what the tier had kept of the job.
 pub struct Opened {
     pub store: Store,
     /// The memory for the job's buffers, if the tier keeps them.
@@ -47,15 +46,15 @@ pub struct Opened {
 /// What an earlier process left.
 pub enum Recovered {
     Nothing,
-    /// A whole version is there. It must be read whole, and adopted, before its first step.
+    /// One version is there. All of it must be read, and adopted, before the next step.
     Version(Record),
-    /// All memory of a process is there, which was killed at any instant.
+    /// All memory of an earlier process is there, which may have been killed at any instant.
     Interrupted(Interrupted),
 }
 
 /// A job whose process was killed at any instant.
 pub struct Interrupted {
-    /// The last decided steps, oldest first: two where there were two.
+    /// The records of the last one or two decided steps, oldest first.
     pub records: Vec<Record>,
     pub shards: Vec<KeptShard>,
 }
@@ -72,11 +71,11 @@ pub struct KeptShard {
 /// What a guard says to the update of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// Update it, then give this number back.
+    /// Update the block, then hand this number to [`Guard::end`].
     Go(usize),
-    /// The block has this version already: its update was done before the server died.
+    /// Leave the block alone. It has this version already: it was updated before the server died.
     Done,
-    /// The block's bytes are not those that were written. Leave it.
+    /// Leave the block alone. Its bytes are not those that were written.
     Damaged,
 }
 
@@ -99,7 +98,8 @@ impl Guard for Unguarded {
     fn end(&self, _: usize, _: usize, _: StateRef<'_>, _: &[u8]) {}
 }
 
-/// The core: every tier has it. A closure gets the state, so that a tier can bring it in before and write it back after.
+/// The core, which every tier has. The state is handed to closures, so that a tier can bring it in before and write it
+/// back after.
 pub trait Tier: Send + Sync {
     /// Fills a shard before the job starts, in any number of calls.
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
@@ -116,40 +116,41 @@ pub trait Tier: Send + Sync {
     ) -> Result<(), Fault>;
 }
 
-/// The state is all in memory, and nothing is to be done around a shard's update.
+/// A tier gives this if its state is all in memory and it has nothing to do around a shard's update.
 pub trait Together: Send + Sync {
     /// Runs the updates of several shards as one.
     fn update_run(&self, owned: OwnedShards, update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault>;
 }
 
-/// The state is found by the next process.
+/// A tier gives this if the server's next process finds the state.
 pub trait Durable: Send + Sync {
     /// All shards are loaded. The tier keeps this version before it returns.
     fn start(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A step is decided. It is called before anyone is told so.
+    /// A step is decided. This is called before anyone is told so.
     fn decide(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A pause of the durable version has begun or ended. The tier keeps the version's record with that before it
-    /// returns.
+    /// A pause at the current version has begun or ended. Before it returns, the tier keeps the version's record with
+    /// the new standing.
     fn stand(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A rank has joined. `over` says that it sends again what no decided step needs.
+    /// A rank has joined. If `over`, it starts every undecided step over, so sums of those steps are to be forgotten.
     fn joined(&self, rank: Rank, joined: Joined, over: bool);
 
-    /// Returns once the next process would know, too, who has joined. It may wait for a drive.
+    /// Returns once the next process, too, would know who has joined. It may wait for a drive.
     fn keep_joined(&self) -> Result<(), Fault>;
 
-    /// For each rank, who had joined an earlier process. It is empty if nothing is known of any.
+    /// For each rank, the process of it that had joined before this server started. It is empty if none is known.
     fn who_joined(&self) -> Vec<Option<Joined>>;
 
     /// Removes all that the tier keeps of the job. Nothing may be called after it.
     fn discard(&self) -> Result<(), Fault>;
 }
 
-/// Versions are written while the job goes on. Each is whole before the next one is decided.
+/// A tier gives this if it writes versions while the job goes on. A version is written whole before the next is
+/// decided.
 pub trait WriteBehind: Send + Sync {
-    /// All that was recovered has been read and is whole. From here on this process owns it.
+    /// All that was recovered has been read and is whole. From here on it belongs to this process.
     fn adopt(&self) -> Result<(), Fault>;
 
     /// All shards have the version. Making it durable goes on in the background.
@@ -168,15 +169,16 @@ pub trait WriteBehind: Send + Sync {
     fn failure(&self) -> Option<Fault>;
 }
 
-/// The next process finds images, contributions and sums as they were, and finishes the steps that this one had decided.
+/// A tier gives this if the next process finds images, contributions and sums as they were. That process finishes the
+/// steps that this one had decided.
 pub trait KeptMemory: Send + Sync {
-    /// Is called before the start. `loaded` says whether an image of the version before was loaded for each shard.
+    /// This is called before the start. `loaded` says whether every shard got an image of the version before.
     fn older_images(&self, loaded: bool);
 
-    /// All contributions to an undecided step are summed on a shard. It is called before anyone is told so.
+    /// All contributions to an undecided step are summed on a shard. This is called before anyone is told so.
     fn complete(&self, owned: OwnedShard, step: Step);
 
-    /// Runs what makes `version` of a shard in a step that is skipped: its state stays, its image is copied.
+    /// Runs `carry`, which makes `version` of a shard in a skipped step: the image is copied and the state stays.
     fn carry(&self, owned: OwnedShard, version: Version, carry: &mut dyn FnMut());
 }
 
@@ -188,7 +190,8 @@ pub enum ImageAge {
     Older,
 }
 
-/// Images beside the state. Each update writes them with it, and these calls write them where nothing is updated.
+/// A tier gives this if it stores images beside the state. Updates store them with the state. These calls store, read
+/// and forget images outside of updates.
 pub trait ImageStore: Send + Sync {
     /// Keeps an image of a shard that was loaded.
     fn store(&self, owned: OwnedShard, age: ImageAge, image: &[u8]) -> Result<(), Fault>;

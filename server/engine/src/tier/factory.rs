@@ -26,7 +26,7 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     let state = Shape::of(spec).bytes(elements as usize) as u64;
     match spec.tier {
         TierKind::Memory => StoreNeed { state, ..StoreNeed::default() },
-        // A tmpfs is DRAM.
+        // Files in a tmpfs take DRAM.
         TierKind::Shm => {
             StoreNeed { state, buffers: shm::overhead(spec, layout, owned), ..StoreNeed::default() }
         }
@@ -34,7 +34,7 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     }
 }
 
-/// Whether a job's tier keeps the memory of its buffers, so that nobody else need allocate it.
+/// Whether a job's tier keeps the memory of the job's buffers, so that nobody else allocates it.
 pub fn keeps_buffers(spec: &JobSpec) -> bool {
     spec.tier == TierKind::Shm
 }
@@ -51,11 +51,11 @@ impl Storage {
     }
 }
 
-/// Makes the job's store, or finds what it has kept. `buffers` is the size of the job's buffers, for a tier that
-/// keeps them. `pool` will update the state. `notify` is called when something has changed that somebody may wait for.
+/// Makes the job's store, or finds the one that is there. `buffers` is the size of the job's buffers, for a tier that
+/// keeps them. `pool` will update the state. `notify` is called after each change that somebody may wait for.
 ///
 /// # Errors
-/// Nothing that was made stays behind.
+/// After an error, nothing that was made here stays behind.
 pub fn open(
     inputs: &Inputs<'_>,
     buffers: usize,
@@ -105,7 +105,7 @@ fn open_shm(inputs: &Inputs<'_>, buffers: usize, pool: &ThreadPool) -> Result<Op
 fn open_nvme(inputs: &Inputs<'_>, notify: Box<dyn Fn() + Send + Sync>) -> Result<Opened, Fault> {
     let (tier, record) = NvmeTier::open(inputs, notify)?;
     let gradients = inputs.storage.spills_gradients(inputs.spec).then(|| tier.create_gradients(inputs));
-    // A store that was made a moment ago must not stay behind.
+    // A store that was made just now must not stay behind.
     let gradients = gradients.transpose().inspect_err(|_| {
         _ = record.is_none().then(|| tier.remove());
     })?;

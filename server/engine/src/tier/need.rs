@@ -5,7 +5,7 @@
 pub struct StoreNeed {
     /// DRAM for state.
     pub state: u64,
-    /// DRAM around it: between it and drives, or for copies of blocks that are being updated.
+    /// DRAM for buffers: between the state and the drives, or for copies of blocks that are being updated.
     pub buffers: u64,
     /// Space on drives.
     pub disk: u64,

@@ -32,7 +32,8 @@ pub struct VersionReport {
     pub state_slot: u8,
     /// How many blocks were read and compared, images' blocks too.
     pub blocks: u64,
-    /// What is not as it was written. In the older version that is no damage once the next one had begun.
+    /// What is not as it was written. That is no damage in the older version, once a step after the newest has begun to
+    /// overwrite it.
     pub damaged: Vec<String>,
 }
 

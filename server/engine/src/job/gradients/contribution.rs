@@ -1,4 +1,4 @@
-//! One rank's gradient of a shard: copied into the job's memory, lent where its sender has it, or gone to the drives.
+//! One rank's gradient of a shard: copied into the job's memory, lent by its sender, or written to the drives.
 
 use std::{ops::Range, sync::Arc};
 
@@ -14,13 +14,13 @@ use crate::{
 pub(super) const LENT_ALIGNMENT: usize = 64;
 
 /// Memory of a sender, who promised to leave it as it is until the step's update is done. A sender that breaks the
-/// promise spoils its own job's weights, as it could with any gradient: nothing here relies on two reads giving the
-/// same.
+/// promise spoils the weights of its own job, as it could with any gradient, and nothing else: no code here relies on
+/// reading the same value twice.
 pub trait Lent: Send + Sync {
     fn bytes(&self) -> Source<'_, u8>;
 }
 
-/// Its bytes are in the wire's format.
+/// One rank's gradient of a shard for one micro-step. Its bytes are in the wire's format.
 pub(in crate::job) struct Contribution {
     region: Region,
     lent: Option<Arc<dyn Lent>>,
@@ -36,14 +36,14 @@ impl Contribution {
         Contribution { region, lent: None, statistics: Vec::new(), sums: Vec::new() }
     }
 
-    /// Memory of the job to copy into. What was lent is let go of.
+    /// Lets go of what was lent, and gives the job's own memory to copy into.
     pub(super) fn own(&mut self) -> &mut [u8] {
         self.lent = None;
         self.region.bytes_mut()
     }
 
-    /// Takes the statistics of the blocks that end in `copied`, bytes that were just copied and are still in cache.
-    /// To read the gradient from memory once it is whole would cost a tenth of receiving it over loopback.
+    /// Takes the statistics of the blocks that end in `copied`: these bytes were just copied and are still in cache.
+    /// Reading the whole gradient from memory later would cost a tenth of receiving it over loopback.
     pub(super) fn take_statistics(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
         let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
         self.statistics.resize(blocks, None);
@@ -52,7 +52,7 @@ impl Contribution {
         }
     }
 
-    /// Notes that a chunk is on the drives. What was lent is let go of.
+    /// Notes that a chunk is on the drives, and lets go of what was lent.
     pub(super) fn arrived(&mut self, chunk: usize, crc32: u32, statistics: &[(usize, Statistics)]) {
         self.lent = None;
         self.sums.resize(self.sums.len().max(chunk + 1), 0);
@@ -72,7 +72,7 @@ impl Contribution {
         self.lent.is_some()
     }
 
-    /// The statistics of a block of the whole gradient, if they were taken as it came.
+    /// The statistics of a block, if they were taken while the gradient came.
     pub(super) fn statistics(&self, block: usize) -> Option<Statistics> {
         if self.lent.is_some() { None } else { self.statistics.get(block).copied().flatten() }
     }
@@ -81,7 +81,7 @@ impl Contribution {
         self.lent = Some(lent);
     }
 
-    /// Copies a gradient that would otherwise be lent.
+    /// Copies a gradient that its sender lends, for a job that cannot use it where it lies.
     pub(super) fn copy(&mut self, lent: &dyn Lent) {
         self.statistics.clear();
         lent.bytes().copy_to(self.own());
@@ -101,7 +101,7 @@ impl Contribution {
     }
 }
 
-/// The numbers and statistics of the blocks of `bytes` that end in `copied`.
+/// The statistics of the blocks of `bytes` that end in `copied`, each with the block's index.
 pub(super) fn statistics_within(
     bytes: &[u8],
     copied: Range<usize>,
@@ -114,8 +114,8 @@ pub(super) fn statistics_within(
     })
 }
 
-/// Adds a part of a block to the block's sum; the `first` part replaces it. Gives the statistics of the sum if
-/// `checked`.
+/// Adds one gradient of a block to the block's sum. The `first` one replaces what the sum held, and is never the last
+/// one too. Returns the statistics of the new sum if `checked`.
 pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Statistics {
     match (first, checked) {
         (true, _) => widen(isa, part, sum),

@@ -1,4 +1,4 @@
-//! A job's gradients: contributions as they come, their sums and their statistics; in DRAM, lent, or on drives.
+//! A job's gradients: contributions, their sums and their statistics, whether in DRAM, lent, or on drives.
 
 mod contribution;
 mod receive;
@@ -41,9 +41,9 @@ pub(super) struct Gradients {
 
 /// The gradients of one shard, by gradient slot.
 pub(super) struct ShardGradients {
-    /// By rank within a slot: contributions in wire format.
+    /// By slot, then by rank.
     pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
-    /// The sum, in fp32. None where a step has one contribution, which is left as it came.
+    /// The sum, in fp32. It is None if a step has one contribution, which is then used as it came.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
     pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,

@@ -1,4 +1,4 @@
-//! Receiving contributions: their bytes go into their slot.
+//! Receives contributions into their gradient slots.
 
 use std::{
     io,
@@ -62,7 +62,7 @@ pub struct Writing<J: Deref<Target = Job>> {
     /// The bytes of the rank's gradient that are still to come.
     left: Range<usize>,
     sum: Crc32,
-    /// Where they come to, if gradients live on drives.
+    /// The buffer that they go into, if gradients live on drives.
     staged: Option<Staged>,
     finished: bool,
 }
@@ -106,8 +106,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         })
     }
 
-    /// Takes the whole payload from where it lies: `fetch(from, target)` copies what is `from` bytes into it. The
-    /// checksum is the copy's, whatever becomes of the original meanwhile.
+    /// Copies the whole payload from where it lies: `fetch(from, target)` fills `target` with the bytes that begin at
+    /// byte `from` of it. The checksum is the copy's, whatever becomes of the original meanwhile.
     pub fn fetch(&mut self, fetch: &mut dyn FnMut(usize, &mut [u8])) {
         let _stage = self.stage();
         let mut from = 0;
@@ -124,8 +124,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
         }
     }
 
-    /// Gives `fill` the memory of the next bytes, at most `most`, and is told how many came. Then takes the
-    /// statistics of the blocks that they complete, unless a sum will: sums are looked at as they are formed.
+    /// Has `fill` write the next bytes, at most `most`, to their memory; it returns how many it wrote. Then this takes
+    /// the statistics of the blocks that those bytes complete. Contributions that are summed need none: the statistics
+    /// are then taken of the sum.
     fn fill(
         &mut self,
         most: usize,
@@ -147,7 +148,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             }
             count
         } else {
-            // Two connections may bring chunks of one buffer, so neither holds it for longer than a part.
+            // Two connections may bring chunks of one buffer, so neither locks it for longer than one part takes.
             let mut contribution = lock(job.gradients.contribution(owned, slot, chunk.contribution.rank));
             // Admission checked that the chunk lies inside the shard.
             let count = fill(&mut contribution.own()[start..end], &mut self.sum)?;
@@ -166,7 +167,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         debug_span!(target: "stage", "receive", rank, shard, step).entered()
     }
 
-    /// Uses a lent payload where it lies, or a copy of it where the tier must have it.
+    /// Uses a lent payload where it lies, or copies it if the tier must keep it.
     ///
     /// # Errors
     /// `Invalid` unless it is as long as was announced, and aligned, and padding is 0.
@@ -189,8 +190,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         Ok(())
     }
 
-    /// Counts the chunk, if all of it came and it has its checksum. A chunk that goes to the drives counts once it is
-    /// there and [collected](Job::collect).
+    /// Counts the chunk, if all of it came and matches its checksum. A chunk that goes to the drives counts only once
+    /// it is there and has been [collected](Job::collect).
     ///
     /// # Errors
     /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one: then nothing was stored.
@@ -229,7 +230,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         self.check_padding(start, &contribution.own()[start..start + length])
     }
 
-    /// Checks the shard's bytes from `start` on.
+    /// Checks that padding is 0 in these bytes, which begin at byte `start` of the shard's gradient.
     fn check_padding<'a>(&self, start: usize, bytes: impl Into<Source<'a, u8>>) -> Result<(), Fault> {
         let chunk = &self.ticket.chunk;
         let shard = self.job.layout.shard_range(chunk.contribution.shard);
@@ -261,7 +262,7 @@ pub fn check_sum(claimed: u32, found: u32) -> Result<(), Fault> {
 }
 
 impl Job {
-    /// Decides on a chunk whose payload is about to come. `job` may be a reference or an `Arc`.
+    /// Says what to do with a chunk whose payload is about to come. `job` may be a reference or an `Arc`.
     pub fn admit<J: Deref<Target = Job>>(job: J, chunk: &ContributionChunk) -> Result<Admitted<J>, Fault> {
         job.check_alive()?;
         let admission = job.protocol.machine().admit(chunk)?;

@@ -1,5 +1,5 @@
-//! Gradients that live on drives. A chunk comes into a buffer and goes to the drives as soon as it is whole. Sums are
-//! formed a shard at a time. An update gets its shard's gradient while the next shard's is being read.
+//! Gradients that live on drives. A chunk is received into a buffer, and goes to the drives as soon as it is whole.
+//! Sums are formed a shard at a time. While a shard is updated, the next shard's gradient is read.
 
 use std::{
     collections::VecDeque,
@@ -26,11 +26,11 @@ use crate::{
     tier::{GradientId, GradientStore, Kind, Transfer},
 };
 
-/// How many chunks may be on their way to the drives, beside the one that each connection may be bringing: four for
-/// each of four drives, which are then near their best.
+/// How many chunks may be on their way to the drives, beside the one that each connection may be bringing. With four
+/// for each drive, four drives are near their full speed.
 const ON_THEIR_WAY: usize = 16;
 
-/// How many gradients are here for updates: one in use and one read ahead.
+/// How many whole gradients are in DRAM for updates: one in use and one read ahead.
 const AHEAD: usize = 2;
 
 pub(in crate::job) struct SpilledGradients {
@@ -52,7 +52,7 @@ struct Desk {
 /// A chunk in DRAM, on its way from a worker to the drives.
 pub(super) struct Staged {
     pub(super) region: Region,
-    /// Where it starts in its shard's gradient.
+    /// The byte of its shard's gradient at which it starts.
     pub(super) start: usize,
     pub(super) statistics: Vec<(usize, Statistics)>,
 }
@@ -144,7 +144,7 @@ impl SpilledGradients {
         self.files.written_bytes()
     }
 
-    /// A buffer for a chunk. None when all are in use: ask again after a change.
+    /// A buffer for a chunk. It is None while all are in use: ask again after a change.
     pub(super) fn stage(&self, start: usize) -> Option<Staged> {
         let region = lock(&self.desk.free).pop()?;
         Some(Staged { region, start, statistics: Vec::new() })
@@ -288,7 +288,7 @@ impl Gradients {
         Ok(Some(Transfer::read(&*spilled.files, place, self.contribution_len(owned), buffer)))
     }
 
-    /// The gradient that a shard's update uses, if it is on the drives. Meanwhile the next shard's is read.
+    /// Reads the gradient that a shard's update uses, if it is on the drives, and starts to read the next shard's.
     pub(in crate::job) fn fetch_gradient(
         &self,
         owned: OwnedShard,

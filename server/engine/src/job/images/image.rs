@@ -28,12 +28,12 @@ pub(in crate::job) struct Image {
     region: Region,
     stamps: Arc<AtomicWords>,
     stamp: usize,
-    /// The checksum of each chunk, once a pull has asked for it, since all ranks pull the same chunks. It is 0 until
-    /// then.
+    /// The checksum of each chunk, with [`KNOWN`] set, once a pull has asked for it. It is 0 until then. All ranks pull
+    /// the same chunks, so they share it.
     sums: Vec<AtomicU64>,
 }
 
-/// Set beside a checksum that is known.
+/// The bit that tells a known checksum, which may be 0, from one that was not computed yet.
 const KNOWN: u64 = 1 << 32;
 
 impl Image {
@@ -48,8 +48,8 @@ impl Image {
         Image { owned, version: None, region, stamps, stamp, sums }
     }
 
-    /// The checksum of some bytes. To read them takes most of the time that sending them does, so a whole chunk's
-    /// checksum is kept.
+    /// The checksum of some bytes. Computing it takes most of the time that sending them takes, so the checksum of a
+    /// whole chunk is kept.
     pub(super) fn checksum(&self, within: Range<usize>) -> u32 {
         let sum = || crc32(&self.bytes()[within.clone()]);
         let chunk = within.start / CHUNK_BYTES;
@@ -79,8 +79,8 @@ impl Image {
         self.region.share(within)
     }
 
-    /// Where the next version is written. From here on readers find the version before gone, and not half
-    /// overwritten.
+    /// The memory to write another version to. From here on readers find that the old version is gone, so nobody takes
+    /// a half overwritten image for it.
     pub(in crate::job) fn overwrite(&mut self) -> &mut Region {
         self.set(None);
         &mut self.region

@@ -1,4 +1,4 @@
-//! A job's images: finding them in DRAM or with the tier, and making those of the next version.
+//! A job's images: where each is found, in DRAM or with the tier, and where the next one is made.
 
 mod image;
 mod read;
@@ -61,7 +61,7 @@ impl Images {
         self.lengths[owned.index()]
     }
 
-    /// Where a shard's image of a version is to be made. It may be longer than the shard's image.
+    /// The place in which to make a shard's image of a version. It may be longer than the image.
     pub(super) fn to_make(&self, owned: OwnedShard, version: Version) -> RwLockWriteGuard<'_, Image> {
         match &self.window {
             Some(window) => window.take(owned),
@@ -84,7 +84,7 @@ impl Images {
         &self.shards[owned.index()][version.0 as usize % 2]
     }
 
-    /// Hands bytes of an image that only the tier may have to `read`; false where it does not.
+    /// Hands bytes of an image to `read`, if the tier stores that image. Returns false if it does not.
     pub(super) fn read_stored(
         &self,
         owned: OwnedShard,
@@ -95,7 +95,7 @@ impl Images {
         self.stored.as_ref().map_or(Ok(false), |images| images.read(owned, version, bytes, read))
     }
 
-    /// Hands a shard's whole image of a version to `with`; None where there is none.
+    /// Hands a shard's whole image of a version to `with`, or None if it is not kept.
     pub(super) fn with_whole<R>(
         &self,
         owned: OwnedShard,
@@ -107,7 +107,7 @@ impl Images {
         if !self.are_spilled() {
             return Ok(with(here.as_deref().map(Image::bytes)));
         }
-        // It is read into memory of its own, since updates want the window.
+        // It is copied to memory of its own, since updates need the places in the window.
         let mut aside = Vec::new();
         let mut copy = |bytes: &[u8]| aside.extend_from_slice(bytes);
         let found = match here {
@@ -156,8 +156,8 @@ impl Images {
         Ok(())
     }
 
-    /// Takes up a shard's images in memory that the tier kept: the one of the shard's version, and the one before if it
-    /// is whole.
+    /// Notes which images of a shard are in memory that the tier has kept: that of the shard's version, and that of the
+    /// version before if it is whole.
     pub(super) fn found(&self, owned: OwnedShard, shard: &KeptShard) {
         let found = |version: Version| {
             self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner).set(Some(version));

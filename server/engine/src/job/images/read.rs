@@ -1,4 +1,4 @@
-//! Pulls: they read bytes of the image of one version.
+//! Reads bytes of the image of one version, as pulls ask for them.
 
 use std::{ops::Range, sync::atomic::Ordering};
 
@@ -66,8 +66,8 @@ impl Job {
         Ok(ImageRead::Done)
     }
 
-    /// The bytes of a checked slice of one version's image, for the kernel to read, and their checksum. None: it is not
-    /// there yet.
+    /// The bytes of a checked slice of one version's image, for the kernel to read, and their checksum. They are None
+    /// while the shard does not have the version yet.
     pub fn lend_image(&self, slice: &Slice, version: Version) -> Result<Option<(ImageBytes, u32)>, Fault> {
         self.take_image(
             slice,

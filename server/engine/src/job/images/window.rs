@@ -1,5 +1,5 @@
-//! Where a shard's images are: all in DRAM, or on drives with an image window in DRAM. Workers pull shard after shard
-//! behind the update, so most of what they ask for is still in the window.
+//! The image window: where images live on drives, it has those made last in DRAM. Workers pull shard after shard behind
+//! the update, so most of what they ask for is still there.
 
 use std::sync::{
     Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
@@ -38,8 +38,8 @@ impl Size {
     }
 }
 
-/// How much DRAM the images of a job take whose images live on drives. A delayed job's checkpoint takes two more at
-/// once.
+/// How much DRAM the images of a job take if they live on drives: the window, and in a delayed job the two images that
+/// a checkpoint copies at a time.
 pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> u64 {
     let Size { count, bytes } = Size::of(spec, layout, owned, storage);
     let aside = if spec.max_delay > 0 { 2 } else { 0 };
@@ -65,8 +65,8 @@ impl Window {
         Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
     }
 
-    /// Finds an image. One that is being written is passed over: it is of another version, since a new version is
-    /// asked for only once it is whole.
+    /// Finds an image. It passes over one that is being written: nobody asks for a version before it is whole, so that
+    /// image is not the one wanted.
     pub(super) fn find(&self, owned: OwnedShard, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
         let mut images = self.images.iter().filter_map(|image| image.try_read().ok());
         images.find(|image| image.owned == owned && image.version() == Some(version))

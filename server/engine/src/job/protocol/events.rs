@@ -1,4 +1,4 @@
-//! A job's ranks and decisions: what the machine decides on them, and what the tier keeps of it before anyone is told.
+//! A job's ranks and decisions. The step machine takes each event, and the tier keeps it before anyone is told.
 
 use std::time::Instant;
 
@@ -46,8 +46,8 @@ impl Job {
         self.written().map_or(version, |durable| durable.min(version))
     }
 
-    /// Ends what earlier processes of a rank may do, before the new one acts on what it reads here. The rank may be
-    /// told once [`Job::keep_joined`] has returned.
+    /// Ends what earlier processes of a rank may do, before the new one acts on what it reads here. Answer the rank
+    /// only after [`Job::keep_joined`] has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
         let mut machine = self.protocol.machine();
@@ -60,15 +60,15 @@ impl Job {
         Ok(())
     }
 
-    /// Returns false while bytes of the rank's earlier process are still being written; ask again after a change. The
-    /// rank may be told once [`Job::keep_joined`] has returned.
+    /// Binds a rank to a process. Returns false while bytes of the rank's earlier process are still being written: ask
+    /// again after a change. Answer the rank only after [`Job::keep_joined`] has returned.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = self.protocol.machine();
         let before = machine.has_joined(rank, incarnation);
         let joined = machine.join(rank, incarnation)? != Admission::Busy;
         if joined && !before {
-            // The lock is held, since what is sent again is written over what was there.
+            // The lock is held meanwhile, so that the new process cannot yet overwrite what the tier must first forget.
             let joined = Joined { incarnation, at: machine.version(), fence_only: false };
             self.tell_joined(rank, joined, self.spec.world_size == 1);
             self.gradients.give_back_unneeded(&machine, rank);
@@ -101,8 +101,7 @@ impl Job {
         Ok(())
     }
 
-    /// Pauses the job, and has its tier keep that. Returns false while the version is not durable; ask again once it
-    /// is.
+    /// Pauses the job, and has its tier keep that. Returns false while the version is not durable: ask again later.
     pub fn pause(&self, incarnation: Incarnation, reason: &str) -> Result<bool, Fault> {
         check_pause_reason("reason", reason)?;
         self.stand(|machine| machine.pause(incarnation, reason.to_string()))
@@ -114,7 +113,8 @@ impl Job {
         self.stand(|machine| machine.resume(version, loss_scale))
     }
 
-    /// Changes the standing of the current version, once its record is there to be written again.
+    /// Changes the standing of the current version. That writes the version's record again, so the version must be
+    /// durable.
     fn stand(&self, change: impl FnOnce(&mut Machine) -> Result<bool, Refusal>) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = self.protocol.machine();
@@ -124,7 +124,8 @@ impl Job {
         if change(&mut machine)?
             && let Some(kept) = &self.tier.durable
         {
-            // The lock is held: nobody may learn of it before the tier has it, and no decision may come between.
+            // The lock is held meanwhile: nobody may learn of the new standing before the tier has it, and no decision
+            // may come between.
             kept.stand(&machine.record()).inspect_err(|fault| {
                 self.protocol.fail(fault);
             })?;
@@ -134,8 +135,8 @@ impl Job {
         Ok(true)
     }
 
-    /// Decides a step, whatever contributions the decision was made from. The flag says that the same decision was
-    /// made before.
+    /// Decides a step, whatever contributions the decision was made from. The returned flag is true if the same
+    /// decision was made before.
     pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
         self.commit_from(incarnation, commit, Origin::UNKNOWN)
     }
@@ -161,7 +162,7 @@ impl Job {
         let duplicate = machine.version() == before;
         if !duplicate {
             self.snapshots.tell(&machine);
-            // The lock is held: nobody may learn of the decision before the tier has it.
+            // The lock is held meanwhile: nobody may learn of the decision before the tier has it.
             if let Some(kept) = &self.tier.durable {
                 self.record_of(&machine, step, |record| kept.decide(record))?;
             }
@@ -174,13 +175,13 @@ impl Job {
         Ok((duplicate, work))
     }
 
-    /// All shards have the version that a step made: it becomes durable from here on.
+    /// Has the tier make a step's version durable, now that all shards have it.
     pub(in crate::job) fn finish(&self, machine: &Machine, step: Step) -> Result<(), Fault> {
         let Some(behind) = &self.tier.behind else { return Ok(()) };
         self.record_of(machine, step, |record| behind.finish(record))
     }
 
-    /// Hands a decided step's record to the tier. An error is the end of the job here.
+    /// Hands a decided step's record to the tier. An error ends the job on this server.
     fn record_of(
         &self,
         machine: &Machine,
@@ -203,7 +204,7 @@ impl Job {
         })
     }
 
-    /// Waits for a condition of the machine, or says at the deadline what is there instead.
+    /// Waits until `check` accepts the machine. At the deadline it fails with what `check` found instead.
     pub(in crate::job) fn wait_until(
         &self,
         deadline: Instant,

@@ -1,4 +1,4 @@
-//! A job's step protocol: the machine behind its lock, those who wait for it to move, and the fault that ended it.
+//! A job's step machine behind its lock, the threads that wait for it, and the fault that ended the job.
 
 mod events;
 
@@ -23,7 +23,7 @@ pub type Observer = Box<dyn Fn() + Send + Sync>;
 
 /// Wakes everyone who waits for the job to move.
 pub(super) struct Signal {
-    /// Waits on it hold the machine's lock.
+    /// Who waits for it gives up the machine's lock meanwhile.
     changed: Condvar,
     observer: Observer,
 }
@@ -39,14 +39,13 @@ impl Signal {
     }
 }
 
-/// The step machine and its waiters. The machine's lock comes first: the locks of gradients and snapshots may be taken
-/// under it, and nobody who holds one of them waits for the machine's.
+/// The step machine and those who wait for it. The machine's lock comes first: whoever holds it may take the locks of
+/// gradients and snapshots, and whoever holds one of these never waits for the machine's.
 pub(super) struct Protocol {
     machine: Mutex<Machine>,
     /// Set once, when a tier failed. From then on nothing is accepted.
     failed: OnceLock<Fault>,
-    /// The updates of steps that an earlier process of this server had decided and not done. The compute thread takes
-    /// them first.
+    /// The unfinished work of an earlier process of this server. The compute thread takes it first.
     unfinished: Mutex<Vec<Work>>,
     /// The compute thread has finished some work, and has not yet woken the threads that wait for it.
     owed: AtomicBool,
@@ -72,7 +71,7 @@ impl Protocol {
         self.signal.send();
     }
 
-    /// Says whether the threads that wait are to be woken later. Returns what was said before.
+    /// Notes whether the threads that wait are still to be woken. Returns what was noted before.
     pub(super) fn owe(&self, owed: bool) -> bool {
         self.owed.swap(owed, Ordering::Relaxed)
     }
@@ -104,7 +103,7 @@ impl Protocol {
         mem::take(&mut lock(&self.unfinished))
     }
 
-    /// Lets go of the machine until something changes or the time is over.
+    /// Gives up the machine's lock until something changes, or for `most`, and then takes it again.
     pub(super) fn wait<'a>(
         &self,
         machine: MutexGuard<'a, Machine>,

@@ -1,4 +1,4 @@
-//! The weights of one version in the format that a reader wants, while training goes on.
+//! Exports: the weights of one version in the format that a reader wants, copied while training goes on.
 
 use std::sync::Arc;
 
@@ -12,8 +12,8 @@ use super::{
 use crate::kernels::{ImageMut, cast};
 
 impl Job {
-    /// Asks for the master weights of every owned shard at a version, rounded to `dtype`, little-endian. Shards come
-    /// in any order. As in every [`Snapshot`], the version is the current one if it is None, or one to come.
+    /// Asks for the master weights of every owned shard at a version, rounded to `dtype`, little-endian. Shards come in
+    /// any order. The version may be one to come; None means the current one.
     pub fn begin_export(self: &Arc<Self>, version: Option<Version>, dtype: Dtype) -> Result<Snapshot, Fault> {
         let isa = self.compute().isa();
         let copy = move |captured: &Captured<'_>, block: usize, place: &mut [u8]| {

@@ -36,8 +36,8 @@ impl Job {
         self.compute.blocks(blocks, |block: &[u8]| *blake3::hash(block).as_bytes())
     }
 
-    /// The block hashes of the current version, in owned order, and which version that is. The snapshot copies a
-    /// block's hash in place of the block.
+    /// The block hashes of the current version, in block order, and which version that is. This is a snapshot whose
+    /// copy of a block is the block's hash.
     pub fn state_hashes(
         self: &Arc<Self>,
         deadline: Instant,

@@ -46,8 +46,8 @@ impl Snapshots {
         lock(&self.running).retain(|other| !Arc::ptr_eq(other, copying));
     }
 
-    /// Tells the snapshots of the current version what is known of it. It is called under the machine's lock at every
-    /// decision.
+    /// Tells the snapshots that are of the current version how it was decided. It is called under the machine's lock at
+    /// every decision.
     pub(super) fn tell(&self, machine: &Machine) {
         for snapshot in lock(&self.running).iter().filter(|snapshot| snapshot.version == machine.version()) {
             let Progress { version, applied, last_commit: commit, .. } = machine.progress();
@@ -55,7 +55,7 @@ impl Snapshots {
         }
     }
 
-    /// Copies what is left of the shard, for every snapshot of a version before `step`'s.
+    /// Copies what is left of the shard for every snapshot that must be taken before `step` updates the shard.
     pub(super) fn take_before(&self, job: &Job, owned: OwnedShard, step: Step) {
         let running = lock(&self.running).clone();
         for snapshot in running.iter().filter(|snapshot| snapshot.version < step.version()) {
@@ -75,7 +75,7 @@ impl Job {
     }
 }
 
-/// Checks that there may be one more. A snapshot that has ended counts until its reader has let go of it.
+/// Checks that there may be one more snapshot. One that has ended counts until its reader has dropped it.
 fn check_room(snapshots: &[Arc<Copying>], purpose: Purpose) -> Result<(), Fault> {
     let (field, most) = purpose.most();
     let running = snapshots.iter().filter(|snapshot| snapshot.purpose == purpose).count();

@@ -1,5 +1,4 @@
-//! What a snapshot is for. It says how many there may be at once, and how long an update waits for the snapshot's
-//! reader.
+//! What a snapshot is for, which decides how many there may be at once and how long updates wait for its reader.
 
 use std::time::Duration;
 
@@ -11,20 +10,20 @@ pub(super) enum Purpose {
     Hash,
     /// Anybody may read, at any speed, so training does not wait for the reader.
     Export,
-    /// Training wants it, and may have to wait for a disk where no memory is left.
+    /// The job's owner wants it, so training waits for the disk where no memory is left to copy to.
     Checkpoint,
 }
 
 /// How long all updates together wait for one reader where no memory is left to copy to.
 const GRACE: Duration = Duration::from_millis(100);
-/// A disk pauses longer than a socket while it writes back.
+/// The same for a disk, which pauses longer than a socket while it writes back.
 const DISK_GRACE: Duration = Duration::from_millis(500);
-/// A disk slower than this many bytes a second is not waited for beyond its grace. A single spinning disk or a
-/// network of 1 Gbit/s is faster.
+/// How many bytes a second a disk must take, or updates wait for it no longer than its grace. A single spinning disk
+/// and a network of 1 Gbit/s are faster.
 const DISK_PACE: u64 = 64 * 1024 * 1024;
 
 impl Purpose {
-    /// The field that names it in errors, and how many of it a job may have at once here.
+    /// The field that names such snapshots in errors, and how many of them a job may have at once on a server.
     pub(super) fn most(self) -> (&'static str, usize) {
         match self {
             Purpose::Hash => ("state_hashes", usize::MAX),
@@ -33,7 +32,7 @@ impl Purpose {
         }
     }
 
-    /// How long updates may have waited for a reader that took so many bytes meanwhile.
+    /// How long updates may wait in all for a reader that takes `taken` bytes while they wait.
     pub(super) fn patience(self, taken: u64) -> Duration {
         match self {
             Purpose::Export => GRACE,

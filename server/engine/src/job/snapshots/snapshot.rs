@@ -1,9 +1,9 @@
 //! A snapshot: one consistent version of all shards, copied while training goes on.
 //!
 //! A snapshot of version V copies every block once, as it is at V, and hands the copies to its reader. Its own thread
-//! walks the shards in forward order. It copies a few blocks, lets go of the shard, and only then hands them on. An
-//! update that is about to carry a shard beyond V first copies what is left of it. So an update waits for copies, at
-//! the speed of memory, and for a reader only as [`Staging`] says.
+//! walks the shards in forward order. It copies a few blocks, lets go of the shard, and only then hands the copies on.
+//! An update that is about to carry a shard beyond V first copies the rest of the shard. So updates wait for copies,
+//! which are made at the speed of memory. How long they may wait for the reader is said in [`Staging`].
 
 use std::{
     sync::{Arc, Mutex, Weak},
@@ -23,8 +23,8 @@ use crate::{
     tier::StateRef,
 };
 
-/// How many slots the walk fills at once. A tier on drives reads a whole shard for each time: 64 MiB hold the state
-/// of a default one.
+/// How many slots the walk fills at once. A tier on drives reads the whole shard each time, so these 64 MiB hold the
+/// state of a whole shard of default size.
 const WALK_SLOTS: usize = 16;
 
 /// A shard as it is at the snapshot's version.
@@ -45,7 +45,7 @@ pub struct SnapshotInfo {
     pub commit: Option<Commit>,
 }
 
-/// Fills one block's copy. Blocks are copied at once, on the update threads.
+/// Fills the copy of one block. Many blocks are copied at the same time, on the update threads.
 pub(super) type CopyBlock = dyn Fn(&Captured<'_>, usize, &mut [u8]) + Send + Sync;
 
 /// A snapshot that was asked for. Dropping it ends it. It does not keep its job alive.
@@ -54,7 +54,7 @@ pub struct Snapshot {
     job: Weak<Job>,
 }
 
-/// Tells whether a snapshot has ended, and why, to one who waits for its reader.
+/// Tells whoever waits for a snapshot's reader whether the snapshot has ended, and why.
 pub struct Ended(Arc<Copying>);
 
 /// What the snapshot's own thread and the updates work on.
@@ -62,7 +62,7 @@ pub(super) struct Copying {
     pub(super) version: Version,
     pub(super) purpose: Purpose,
     copy: Box<CopyBlock>,
-    /// By owned shard: how many blocks are copied. Its lock is held while more are.
+    /// By owned shard: how many blocks are copied. Its lock is held while more are being copied.
     copied: Vec<Mutex<usize>>,
     pub(super) staging: Staging,
     /// Known once the version is decided.
@@ -70,8 +70,8 @@ pub(super) struct Copying {
 }
 
 impl Job {
-    /// Asks for every owned shard at version `asked`. None means the current version; a version still to come is
-    /// waited for, so that several servers can be asked for the same. `copy` makes `block_bytes` of each block.
+    /// Asks for every owned shard at version `asked`. None means the current version. A version still to come is waited
+    /// for, so that several servers can be asked for the same one. `copy` makes `block_bytes` bytes of each block.
     pub(super) fn begin_snapshot(
         self: &Arc<Self>,
         asked: Option<Version>,
@@ -107,8 +107,8 @@ impl Job {
         self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
     }
 
-    /// Hands the images of a version and of the one before to `with`, where they are wanted. In an exact job they
-    /// follow from its state.
+    /// Hands the images of a version and of the version before to `with`, if they are `wanted`. An exact job gives
+    /// none, since its images follow from its state.
     fn with_images<R>(
         &self,
         wanted: bool,
@@ -139,9 +139,9 @@ impl Snapshot {
         Ended(Arc::clone(&self.copying))
     }
 
-    /// Hands every block to `deliver`, on this thread, and blocks until that is done. The deadline bounds the wait
-    /// for the version and for updates in progress, and not the reader. While `deliver` runs neither shard nor job is
-    /// held.
+    /// Hands every block to `deliver`, on this thread, and returns when that is done. The deadline bounds the waits for
+    /// the version and for updates in progress, but not the time that `deliver` takes. While `deliver` runs, no shard
+    /// is locked and the job is not kept alive.
     pub fn run(
         self,
         deadline: Instant,
@@ -225,7 +225,7 @@ impl Copying {
         job.blocks(owned) - *lock(&self.copied[owned.index()])
     }
 
-    /// Makes a step of the walk. Returns true once the whole shard is copied.
+    /// Copies the next few blocks of a shard. Returns true once the whole shard is copied.
     fn copy_some(&self, job: &Job, owned: OwnedShard) -> Result<bool, Fault> {
         let left = self.left(job, owned);
         if left > 0 {
@@ -262,7 +262,7 @@ impl Copying {
     /// Fills slots with the shard's next blocks. An error ends the snapshot.
     fn copy(&self, job: &Job, owned: OwnedShard, mut slots: Vec<Slot>) {
         let mut copied = lock(&self.copied[owned.index()]);
-        // This is checked under the lock: once the snapshot has ended, updates go on without it.
+        // This is checked under the lock, since updates do not wait for a snapshot that has ended.
         if self.staging.ended().is_some() {
             return;
         }

@@ -24,7 +24,7 @@ use crate::{
 
 /// The size of a slot, unless the copies of the largest shard take less.
 const SLOT_BYTES: usize = 4 * 1024 * 1024;
-/// How often one who waits for the other side checks that it is still there.
+/// The longest wait before one side looks whether the other is still there.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Some blocks of one shard as they were at the snapshot's version.
@@ -63,9 +63,9 @@ pub(super) struct Slot {
 pub(super) struct Staging {
     purpose: Purpose,
     block_bytes: usize,
-    /// How many blocks a slot has.
+    /// How many blocks a slot holds.
     blocks: usize,
-    /// How many slots may be made whatever the budget.
+    /// How many slots may be made without asking the budget.
     own: usize,
     budget: Budget,
     compute: Arc<Compute>,
@@ -77,17 +77,18 @@ pub(super) struct Staging {
 struct StagingState {
     free: Vec<Slot>,
     queue: VecDeque<Piece>,
-    /// How many slots were made that are not of the budget.
+    /// How many slots were made without asking the budget.
     own: usize,
-    /// Nothing more will be copied, and slots are not needed again.
+    /// Everything is copied, so slots are not needed again.
     complete: bool,
     ended: Option<Fault>,
     /// When the first piece was there.
     begun: Option<Instant>,
     /// How many bytes the reader took.
     taken: u64,
-    /// How long updates have waited for the reader, and how much it took meanwhile.
+    /// How long updates have waited for the reader.
     held: Duration,
+    /// How many bytes the reader took while updates waited for it.
     taken_meanwhile: u64,
 }
 
@@ -112,7 +113,7 @@ impl Staging {
         Staging { purpose, block_bytes, blocks, own, budget, compute, state, changed }
     }
 
-    /// How many slots so many blocks fill.
+    /// How many slots it takes to hold `blocks`.
     pub(super) fn slots(&self, blocks: usize) -> usize {
         blocks.div_ceil(self.blocks)
     }
@@ -142,7 +143,8 @@ impl Staging {
         Ok(slots)
     }
 
-    /// Slots for what an update is about to change: at least one, or none once the snapshot has ended.
+    /// Slots for the blocks that an update is about to change. It waits for at least one; there is none only if the
+    /// snapshot has ended.
     pub(super) fn take_for_update(&self, wanted: usize) -> Vec<Slot> {
         let Ok(slots) = self.take(wanted) else { return Vec::new() };
         if !slots.is_empty() {
@@ -182,7 +184,7 @@ impl Staging {
         Ok(regions.into_iter().map(|region| Slot { region, _lease: lease.clone() }).collect())
     }
 
-    /// The memory of so many blocks in these slots, in order.
+    /// The memory in these slots, block by block, for at most `blocks`.
     pub(super) fn places<'a>(&self, slots: &'a mut [Slot], blocks: usize) -> Vec<&'a mut [u8]> {
         let (slot_bytes, block_bytes) = (self.slot_bytes(), self.block_bytes);
         let places = slots
@@ -191,7 +193,8 @@ impl Staging {
         places.take(blocks).collect()
     }
 
-    /// Hands filled slots to the reader: `blocks` of a shard, from `first` on. Slots that are left over are kept.
+    /// Hands filled slots to the reader. They hold `blocks` of a shard, from block `first` on. Slots that were not
+    /// needed are kept.
     pub(super) fn put(
         &self,
         (owned, shard): (OwnedShard, ShardId),
@@ -219,7 +222,7 @@ impl Staging {
         self.changed.notify_all();
     }
 
-    /// What the reader gets next; None while nothing waits for it.
+    /// The piece that the reader gets next. It is None while no piece is ready.
     pub(super) fn next(&self) -> Result<Option<Piece>, Fault> {
         let mut state = lock(&self.state);
         state.check()?;
@@ -245,7 +248,7 @@ impl Staging {
         }
     }
 
-    /// Notes that all is copied: from here on memory is given back as the reader takes it.
+    /// Notes that everything is copied: from here on memory is given back as the reader takes the pieces.
     pub(super) fn complete(&self) {
         let mut state = lock(&self.state);
         state.complete = true;
