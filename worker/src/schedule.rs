@@ -4,10 +4,11 @@ use std::{fmt, sync::Arc};
 
 use longshore_proto::{Step, Version};
 
-/// The first steps move the weights most, so they are exact. ZeRO-Offload has 40; docs/delay.md says what 100 save.
+/// How many steps are exact before the delay starts: the first steps move the weights most. ZeRO-Offload has 40, and
+/// docs/delay.md says what 100 save.
 pub const DEFAULT_WARMUP_STEPS: u64 = 100;
 
-/// Exact or delayed, with the steps that drain.
+/// Which steps are exact and which are delayed, and which micro-steps compute with newer weights.
 #[derive(Clone)]
 pub struct Schedule {
     /// The delay: 0 or 1 steps.
@@ -52,7 +53,7 @@ impl Schedule {
         Schedule { delay: 1, warmup_steps, drains: Drains::Never, newer_from: None }
     }
 
-    /// Drains after every `period`-th step, as before an evaluation; never for 0.
+    /// Drains after every `period`-th step, for an evaluation for example. With 0 it never drains.
     pub fn draining_every(self, period: u64) -> Schedule {
         let drains = if period == 0 { Drains::Never } else { Drains::Every(period) };
         Schedule { drains, ..self }
@@ -63,12 +64,13 @@ impl Schedule {
         Schedule { drains: Drains::When(Arc::new(when)), ..self }
     }
 
-    /// Lets the micro-steps of a delayed step, from `micro_step` on, compute with the version before the step. That version
-    /// has arrived by then, where the servers take less time than the micro-steps before, and then only these are stale.
-    /// It is the same micro-step always, however fast the servers are, so that a resumed run has the same bits.
+    /// Lets the micro-steps of a delayed step, from `micro_step` on, compute with newer weights: the version before the
+    /// step. If the servers take less time than the micro-steps before `micro_step`, that version has arrived by then,
+    /// and only those earlier micro-steps compute with old weights. `micro_step` does not depend on how fast the
+    /// servers are, so that a resumed run has the same bits.
     ///
-    /// A step has one loss scale. Where that version has another one than the version that the step reads at first, all
-    /// of its micro-steps read the latter.
+    /// A step has one loss scale. If the newer version has another one than the version that the step reads at first,
+    /// no micro-step computes with the newer version.
     pub fn newer_from(self, micro_step: u32) -> Schedule {
         Schedule { newer_from: Some(micro_step), ..self }
     }
@@ -86,7 +88,7 @@ impl Schedule {
         self.delay
     }
 
-    /// Whether the step after `step` reads the version that `step` makes, in a delayed schedule.
+    /// Whether a delayed schedule drains after `step`: the next step then reads the version that `step` makes.
     pub fn drains_after(&self, step: Step) -> bool {
         match &self.drains {
             Drains::Never => false,

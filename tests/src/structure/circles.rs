@@ -3,11 +3,15 @@
 //! An arrow goes from entry A to entry B of one folder if a file of A names what a file of B defines. Only names in `use`
 //! and in paths count. A method call makes no arrow.
 //!
-//! - A name leads to the file that defines it, also where `mod.rs` re-exports it. A sibling that only passes it on is used too.
-//! - `mod.rs` is an entry of its own folder: it may name its children, or they may name what it defines, but not both in a circle.
-//! - `mod child;`, and a `pub use` of a child's item that its parent names nowhere else, are a table of contents and no arrow.
-//! - A type with `impl` blocks in several files is one thing. So a file with one of them has no arrow by the type's name.
-//! - The name of a folder that the file is in makes no arrow by itself, as in `pub(in crate::folder)`.
+//! - A name leads to the file that defines it, also where `mod.rs` re-exports it. If a sibling passes the name on, an
+//!   arrow goes to that sibling too.
+//! - `mod.rs` is an entry of its own folder: it may name its children, or they may name what it defines, but not both
+//!   in a circle.
+//! - `mod child;` makes no arrow. Nor does a `pub use` of a child's item that the parent names nowhere else. Both are a
+//!   table of contents.
+//! - A type with `impl` blocks in several files is one thing. So a file with one of those blocks has no arrow by the
+//!   type's name.
+//! - A file makes no arrow by naming a folder that it lies in, as in `pub(in crate::folder)`.
 //! - Tests make no arrows.
 
 use std::{
@@ -20,7 +24,7 @@ use super::{
     source::Source,
 };
 
-/// The first path found in an entry that leads to another one.
+/// Why one entry uses another: the first path that leads there, and the file that names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arrow {
     pub file: PathBuf,
@@ -30,10 +34,10 @@ pub struct Arrow {
 /// For each entry of a folder, the entries that it uses.
 pub type Arrows = BTreeMap<String, BTreeMap<String, Arrow>>;
 
-/// How the folder's own file is called among its entries.
+/// The name of the folder's own file among its entries.
 pub const OWN_FILE: &str = "mod.rs";
 
-/// The arrows in every folder of a crate, by the folder's path below the crate.
+/// The arrows in every folder of a crate, by the folder's path in the crate.
 pub fn arrows(sources: &Path) -> BTreeMap<PathBuf, Arrows> {
     let whole = Crate::read(sources);
     let mut found: BTreeMap<PathBuf, Arrows> = BTreeMap::new();
@@ -50,7 +54,7 @@ pub fn arrows(sources: &Path) -> BTreeMap<PathBuf, Arrows> {
     found
 }
 
-/// Each path that a file names, and the modules that it uses by that.
+/// Each path that a file names, and the modules that it uses by naming it.
 fn named(whole: &Crate, source: &Source) -> Vec<(Vec<String>, Vec<Module>)> {
     let is_above = |module: &Module| source.module.starts_with(module);
     let is_below = |module: &Module| module.starts_with(&source.module);
@@ -72,14 +76,14 @@ fn named(whole: &Crate, source: &Source) -> Vec<(Vec<String>, Vec<Module>)> {
     found
 }
 
-/// The folder that has both modules, and the entries that they are in.
+/// The innermost folder that has both modules, and the entries that they are in.
 fn arrow(from: &[String], to: &[String]) -> Option<(PathBuf, String, String)> {
     let common = from.iter().zip(to).take_while(|(from, to)| from == to).count();
     let entry = |module: &[String]| module.get(common).cloned().unwrap_or_else(|| OWN_FILE.to_string());
     (from != to).then(|| (from[..common].iter().collect(), entry(from), entry(to)))
 }
 
-/// The sets of entries that reach each other.
+/// The circles: sets of entries that all reach each other.
 pub fn circles(arrows: &Arrows) -> Vec<BTreeSet<String>> {
     let mut found: Vec<BTreeSet<String>> = Vec::new();
     for entry in arrows.keys().filter(|entry| reached(arrows, entry).contains(*entry)) {
@@ -92,7 +96,7 @@ pub fn circles(arrows: &Arrows) -> Vec<BTreeSet<String>> {
     found
 }
 
-/// The entries that an arrow, or several in a row, lead to.
+/// The entries that are reached from one entry by an arrow, or by several in a row.
 fn reached(arrows: &Arrows, from: &str) -> BTreeSet<String> {
     let mut seen = BTreeSet::new();
     let mut left = vec![from.to_string()];

@@ -1,4 +1,4 @@
-//! What the sources say of their own structure, read without a compiler.
+//! Reads from the sources, without a compiler, which file uses which, and finds circles among them.
 
 mod circles;
 mod resolve;

@@ -1,10 +1,10 @@
-//! Finds where in its crate an item is defined, whichever modules pass its name on.
+//! Finds the module that defines an item, whichever modules of its crate pass its name on.
 
 use std::{collections::BTreeMap, path::Path};
 
 use super::source::{Source, sources};
 
-/// A module's path below its crate.
+/// A module's path in its crate.
 pub(super) type Module = Vec<String>;
 
 /// The modules of a crate that have files of their own.
@@ -12,7 +12,7 @@ pub(super) struct Crate {
     pub(super) sources: BTreeMap<Module, Source>,
 }
 
-/// A module that a path leads to or by.
+/// A module that a path leads to or through.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Stop {
     /// The path names the module itself.
@@ -26,11 +26,12 @@ pub(super) enum Stop {
 /// How a path is followed.
 #[derive(Clone, Copy)]
 struct Way {
-    /// Names are not passed on more often than this, so that a name that leads to itself ends.
+    /// How many more times a name may be passed on, so that the search for a name that leads to itself ends.
     left: u32,
-    /// Whether the path leads into the crate for certain, so that what nobody is seen to define is made by a macro there.
+    /// Whether the path leads into the crate for certain. If so, an item that no file is seen to define was made by a
+    /// macro.
     certain: bool,
-    /// Whether the path begins in the file that it stands in, which knows what its functions take in.
+    /// Whether this is still the file that the path stands in. Only there a `use` inside a function counts.
     inside: bool,
 }
 
@@ -39,7 +40,8 @@ impl Crate {
         Self { sources: sources(folder).into_iter().map(|source| (source.module.clone(), source)).collect() }
     }
 
-    /// Where `path` leads if it stands in `module`. Empty if it leads out of the crate.
+    /// The modules that `path` leads through and to if it stands in `module`. There are none if it leads out of the
+    /// crate.
     pub(super) fn stops(&self, module: &[String], path: &[String]) -> Vec<Stop> {
         let mut stops = Vec::new();
         self.follow(module, path, Way { left: 8, certain: true, inside: true }, &mut stops);
@@ -60,7 +62,7 @@ impl Crate {
         self.walk(base, &path[ups..], way, stops)
     }
 
-    /// Goes down by `names` from the module `at`. Returns whether that leads anywhere.
+    /// Follows `names` from the module `at` on. Returns whether they lead anywhere in the crate.
     fn walk(&self, at: Module, names: &[String], way: Way, stops: &mut Vec<Stop>) -> bool {
         let Some((name, rest)) = names.split_first() else {
             stops.push(Stop::Module(at));
@@ -79,7 +81,7 @@ impl Crate {
                 found = true;
             }
             let seen = source.uses.iter().filter(|taken| way.left > 0 && (way.inside || taken.outer));
-            // One name alone would lead to itself.
+            // A `use` of one name alone would lead to itself.
             for taken in seen.filter(|taken| taken.name == *name && taken.path.len() > 1) {
                 let path = [&taken.path[..], rest].concat();
                 let further = Way { left: way.left - 1, certain: true, inside: false };
@@ -95,7 +97,7 @@ impl Crate {
             stops.push(Stop::Module(child));
             return true;
         }
-        // What a module takes from another crate leads out.
+        // A name that a module takes from another crate leads out of this one.
         if !found && !is_passed && way.certain && self.sources.contains_key(&at) {
             stops.push(Stop::Item(at));
             return true;

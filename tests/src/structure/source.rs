@@ -1,4 +1,4 @@
-//! A source file as the search for circles reads it: what it defines, what it takes in by `use`, and what it names.
+//! Reads a source file for the search for circles: what it defines, what it takes in by `use`, and what it names.
 
 use std::{
     collections::BTreeSet,
@@ -8,9 +8,9 @@ use std::{
 
 pub(super) struct Source {
     pub(super) path: PathBuf,
-    /// The module's path below the crate.
+    /// The module's path in the crate.
     pub(super) module: Vec<String>,
-    /// The items that begin at the margin, but for modules in files of their own.
+    /// The items that begin at the margin, without modules that have files of their own.
     pub(super) items: BTreeSet<String>,
     pub(super) uses: Vec<Use>,
     /// The paths of two names or more that stand outside of every `use`.
@@ -24,9 +24,9 @@ pub(super) struct Source {
 /// One name that a `use` brings in.
 pub(super) struct Use {
     pub(super) path: Vec<String>,
-    /// The name by which the file knows it: `*` for all names of a module.
+    /// The name by which the file knows it, or `*` for all names of a module.
     pub(super) name: String,
-    /// Whether it stands at the margin, where other files see it too.
+    /// Whether it begins at the margin, so that other files may see it too.
     pub(super) outer: bool,
     pub(super) is_public: bool,
 }
@@ -64,7 +64,8 @@ fn collect(folder: &Path, module: &mut Vec<String>, files: &mut Vec<(PathBuf, Ve
     }
 }
 
-/// Drops comments, and modules of tests; those in files of their own stay as `mod name;` under `#[cfg(test)]`.
+/// Drops comments and inline modules of tests. A module of tests in a file of its own stays, as `#[cfg(test)] mod
+/// name;`.
 fn without_tests(text: &str) -> String {
     let mut kept = String::new();
     let mut lines = text.lines().peekable();
@@ -72,7 +73,7 @@ fn without_tests(text: &str) -> String {
         let next = lines.peek().copied().unwrap_or_default();
         let module = next.trim_start().trim_start_matches("pub(crate) ").starts_with("mod ");
         if is_for_tests(line) && module && next.ends_with('{') {
-            // rustfmt gives the end the indentation of the beginning.
+            // rustfmt indents the last line of the module as its first one.
             let end = format!("{}}}", &line[..line.len() - line.trim_start().len()]);
             lines.by_ref().find(|line| *line == end);
             continue;
@@ -83,7 +84,8 @@ fn without_tests(text: &str) -> String {
     kept
 }
 
-/// Has what stands in a module within the file name the file as `self`.
+/// Writes `self::` for `super::` in inline modules. There `super` means the file itself, and the search knows no
+/// modules smaller than a file.
 fn without_inline(text: &str) -> String {
     let mut inside = false;
     let mut kept = String::new();
@@ -98,7 +100,7 @@ fn without_inline(text: &str) -> String {
     kept
 }
 
-/// Whether the line says that what follows it is built for tests alone.
+/// Whether the line is an attribute that builds the next item for tests alone.
 fn is_for_tests(line: &str) -> bool {
     let condition = line.trim().strip_prefix("#[cfg(").and_then(|line| line.strip_suffix(")]"));
     condition.is_some_and(|condition| condition == "test" || condition.starts_with("all(test"))
@@ -125,7 +127,7 @@ fn read(path: PathBuf, module: Vec<String>, text: &str) -> Source {
     Source { path, module, items, uses, paths, words, continued }
 }
 
-/// The type that an `impl` is for, if it is of no trait. `after` is what follows the word.
+/// The type of an `impl` block, unless the block is of a trait. `after` is the text after the word `impl`.
 fn continued(after: &str) -> Option<String> {
     let mut depth = 0;
     let parameters = after.find(|c| {
@@ -160,7 +162,7 @@ fn item(line: &str) -> Option<String> {
     (!declared && end > 0).then(|| name[..end].to_string())
 }
 
-/// What a source takes in by `use`, and the source without that.
+/// The names that a source takes in by `use`, and the source without any `use`.
 fn uses(text: &str) -> (Vec<Use>, String) {
     let mut found = Vec::new();
     let mut rest = String::new();
@@ -188,7 +190,7 @@ fn next_use(text: &str) -> Option<usize> {
     text.match_indices("use ").map(|(at, _)| at).find(begins)
 }
 
-/// The paths of `a::{b, c::d as e}`, each with the name that it gives.
+/// The paths in a tree such as `a::{b, c::d as e}`, each with the name that the file knows it by.
 fn expand(tree: &str, prefix: &mut Vec<String>, found: &mut BTreeSet<(Vec<String>, String)>) {
     let mut depth = 0;
     let parts = tree.split(|c| {
@@ -236,7 +238,7 @@ fn names(text: &str) -> (BTreeSet<Vec<String>>, BTreeSet<String>) {
                 _ => break,
             }
         }
-        // What follows a dot is a method or a field, and what a colon follows is a field or a variable.
+        // A name after a dot is a method or a field. A name before a colon is a field or a variable.
         let is_member = before == Some('.') || (left.starts_with(':') && !left.starts_with("::"));
         if !is_member || path.len() > 1 {
             words.extend(path.iter().cloned());

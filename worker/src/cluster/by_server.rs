@@ -1,4 +1,4 @@
-//! One value for each server of a job, reached by the server's id and by nothing else.
+//! A list with one value for each server of a job, indexed by the server's id alone.
 
 use std::ops::{Index, IndexMut};
 
@@ -34,7 +34,7 @@ impl<T> ByServer<T> {
         self.0.into_iter().map(change).collect()
     }
 
-    /// The first server whose value is so.
+    /// The first server for whose value `is_so` holds.
     pub(crate) fn find(&self, is_so: impl Fn(&T) -> bool) -> Option<ServerId> {
         self.iter().find(|(_, value)| is_so(value)).map(|(server, _)| server)
     }

@@ -1,5 +1,5 @@
-//! Calls to servers: tried again as long as only the transport fails, and a server's fault told as the error that says
-//! most.
+//! Calls servers. A call is tried again as long as only the transport fails. A server's fault becomes the error that
+//! says most about it.
 
 use std::{
     future::Future,
@@ -25,10 +25,10 @@ use super::{
 use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
 
 impl Cluster {
-    /// Calls one server until it answers, for at most `deadline`. Transport failures are retried for the session's
-    /// deadline, even in a call that may itself take longer. If the server had been there for long, that deadline
-    /// counts from the failure. `call` is the RPC's name, for errors. `request` must be idempotent, as all of the
-    /// protocol's control calls are.
+    /// Calls one server until it answers, for at most `deadline`. After a failure of the transport it tries again for
+    /// the session's deadline at most, even in a call that may itself take longer. That time counts from the first
+    /// failure of a row; a call that the server had been working on for long begins a new row. `call` is the RPC's
+    /// name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
     pub(crate) async fn call<T, F, Answer>(
         &self,
         server: ServerId,
@@ -107,7 +107,7 @@ impl Cluster {
         Ok(try_join_all(self.servers().map(act)).await?.into_iter().collect())
     }
 
-    /// Does the same on every server at once, on each to its end: a server goes on whether anybody listens to it or not.
+    /// Does the same on every server at once, and waits for each to end, also after a failure of another one.
     pub(crate) async fn on_each<Act: Future>(&self, act: impl Fn(ServerId) -> Act) -> ByServer<Act::Output> {
         join_all(self.servers().map(act)).await.into_iter().collect()
     }

@@ -86,7 +86,7 @@ impl Cluster {
         self.placement.owner(shard)
     }
 
-    /// Ends the session: its tasks end, and every wait with them.
+    /// Ends the session's tasks and everything that waits.
     pub(crate) fn stop(&self) {
         self.runtime.end_tasks();
         self.waits.fail(Misuse("the session has ended: connect a new one").into());

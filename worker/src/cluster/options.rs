@@ -78,16 +78,16 @@ pub struct Options {
     pub slow_deadline: Duration,
     /// The longest wait for an operator while the job is paused.
     pub pause_deadline: Duration,
-    /// How many data connections there are to each server. One task does all of a connection's framing, and that is
-    /// its limit; control has a connection of its own. On two cores 1, 2 and 4 connections took about the same CPU
-    /// time a GB; more pay where there are more cores.
+    /// How many data connections there are to each server, beside one for control calls. A connection is as fast as the
+    /// one task that does its framing. On two cores 1, 2 and 4 connections took about the same CPU time a GB; with more
+    /// cores more connections pay.
     pub connections: usize,
     /// How many chunks (of 1 MiB) may queue for one data connection before `put` blocks.
     pub in_flight_chunks: usize,
     /// Host memory for weights under way and gradients retained.
     pub host_budget: Budget,
     pub transport: Transport,
-    /// An existing runtime to run on. None: the session starts a small one of its own.
+    /// The runtime to run on. With None the session starts a small one of its own.
     pub runtime: Option<Handle>,
 }
 

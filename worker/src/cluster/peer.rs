@@ -27,13 +27,14 @@ use crate::error::{Result, Unreachable};
 /// The window of a stream. It is above one chunk, so that a chunk is never held up by its own stream's window.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
 const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
-/// The largest frame, which holds a chunk: each frame costs a write and some reads. Pulling takes 0.44 s of CPU time
-/// a GB with 1 MiB frames, and took 0.58 with 64 KiB.
+/// The largest frame. It holds a whole chunk, since each frame costs a write and some reads: pulling takes 0.44 s of
+/// CPU time a GB with 1 MiB frames, and took 0.58 with 64 KiB.
 const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
-/// A silent peer (power loss, a cut cable) is found within twice this.
+/// How often a silent peer is pinged, and how long its answer may take. So one that is gone (power loss, a cut cable)
+/// is found within twice this.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const CONNECT: Duration = Duration::from_secs(5);
-/// If a call was under way for longer than this, its server answered pings.
+/// If a call was under way for longer than this, its server was alive for some of that time: it had answered pings.
 pub(super) const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
 
 /// A data connection, whose large answers may come past HTTP/2. Cheap to clone.

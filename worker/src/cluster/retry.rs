@@ -1,4 +1,4 @@
-//! Exponential back-off with jitter, so that many workers do not knock on a restarted server at the same instants.
+//! Exponential back-off with jitter, so that many workers do not call a restarted server at the same instant.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -35,8 +35,8 @@ impl Backoff {
         pause
     }
 
-    /// Sleeps, but not past `end`. Returns false when `end` has come: an attempt without time would hide the reason
-    /// of the last one.
+    /// Sleeps, but not past `end`. Returns false when `end` has come. Then make no further attempt: it would have no
+    /// time, and its error would hide the reason why the last one failed.
     pub(crate) async fn pause(&mut self, end: Instant) -> bool {
         let (left, pause) = (end.saturating_duration_since(Instant::now()), self.draw());
         tokio::time::sleep(pause.min(left)).await;

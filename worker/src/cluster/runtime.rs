@@ -1,5 +1,5 @@
-//! The threads that a session's calls and tasks run on, and the two ways between the blocking outside and the
-//! asynchronous inside.
+//! The threads that a session's calls and tasks run on. The library's blocking calls wait here for asynchronous work,
+//! and start tasks here.
 
 use std::{
     future::Future,
@@ -15,7 +15,7 @@ use tokio::{
 
 use crate::error::{Environment, Misuse, Result};
 
-/// One thread frames while the other converts and checks.
+/// How many threads a session's own runtime has at most: one does the framing while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
 
 /// A runtime of our own, or one that was given.
@@ -56,7 +56,7 @@ impl Runtime {
         self.handle.block_on(future)
     }
 
-    /// Starts a task that ends by itself or with its handle.
+    /// Starts a task that runs until it ends or is aborted by its handle.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         self.handle.spawn(task).abort_handle()
     }
@@ -69,8 +69,8 @@ impl Runtime {
         self.handle.spawn(task)
     }
 
-    /// A task that lives as long as the session. It holds the cluster that holds this, so `end_tasks` must break that
-    /// circle.
+    /// Starts a task that lives as long as the session. The task keeps the cluster alive and the cluster keeps this
+    /// alive, so only `end_tasks` ends them.
     pub(crate) fn spawn_for_session(&self, task: impl Future<Output = ()> + Send + 'static) {
         let handle = self.spawn(task);
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -88,7 +88,7 @@ impl Runtime {
 
 impl Drop for Runtime {
     fn drop(&mut self) {
-        // The last clone of the cluster may go on a thread of this very runtime, where waiting for it would panic.
+        // The cluster may be dropped on a thread of this very runtime, where waiting for the runtime would panic.
         if let Some(own) = self.own.take() {
             own.shutdown_background();
         }

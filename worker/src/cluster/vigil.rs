@@ -1,4 +1,4 @@
-//! Says whom a rank waits for, while it waits, so that nobody has to guess for a whole deadline.
+//! Says whom a rank waits for while it waits, so that its user need not guess until the deadline.
 
 use std::{
     future::Future,
@@ -10,7 +10,7 @@ use longshore_wire::v1::DescribeResponse;
 use super::{Cluster, waits::LONG};
 use crate::error::{Error, Result};
 
-/// How often the wait is reported again.
+/// How long after one report the next one comes.
 const AGAIN: Duration = Duration::from_secs(30);
 /// The longest time to ask a server whom it waits for. A server that is stopped is reported too.
 const ASKING: Duration = Duration::from_secs(2);
@@ -58,7 +58,7 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
     match answer {
         Ok(answer) if answer.waiting_for.is_empty() => None,
         Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
-        // It has not been opened yet, or was given up; rank 0 sees to that.
+        // The job has not been opened there yet, or the server has lost it. Rank 0 sees to either.
         Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
         Err(error) => Some(format!("cannot go on ({error})")),

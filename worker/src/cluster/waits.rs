@@ -1,5 +1,5 @@
-//! The ways in which a session's waits end: with what they wait for, with a failure found in the background, or at a
-//! deadline. A deadline does not run while the job is paused: then everybody waits for an operator, not for a defect.
+//! How a session's waits end: with what they wait for, with a failure found in the background, or at a deadline. A
+//! deadline does not run while the job is paused, since then everybody waits for an operator.
 
 use std::{
     future::Future,
@@ -16,7 +16,7 @@ use crate::error::{Error, Result, StillPaused};
 /// A rank that waits this long says so. A healthy step takes less time.
 pub(super) const LONG: Duration = Duration::from_secs(5);
 
-/// The things that end a wait besides what it waits for.
+/// What ends a wait other than the thing it waits for: a failure of the session, or a pause that lasts too long.
 pub(crate) struct Waits {
     job: JobName,
     /// The longest wait for an operator.
@@ -24,11 +24,11 @@ pub(crate) struct Waits {
     /// The first failure found in the background. Every later call returns it.
     failure: watch::Sender<Option<Error>>,
     pause: watch::Sender<Pause>,
-    /// When the rank last said that it waits. Several threads may wait for the same.
+    /// When the rank last said that it waits. Several threads may wait for the same thing, and one report is enough.
     told: Mutex<Option<Instant>>,
 }
 
-/// Whether the job is paused, as the Watch call tells.
+/// Whether the job is paused, as far as this rank has heard.
 #[derive(Clone, Debug, Default)]
 struct Pause {
     /// When the pause began, and its reason.
@@ -119,7 +119,7 @@ impl Waits {
         self.end_of_patience(start, deadline, &self.pause.borrow()) <= Instant::now()
     }
 
-    /// Returns whether nothing was said of a long wait for a while, and notes that something is said now.
+    /// Returns whether a long wait may be reported now, because the last report was a while ago, and notes the time.
     pub(super) fn is_turn_to_tell(&self) -> bool {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         let turn = told.is_none_or(|told| told.elapsed() >= LONG);
@@ -168,7 +168,7 @@ impl Waits {
 async fn failed(failure: &mut watch::Receiver<Option<Error>>) -> Error {
     match failure.wait_for(Option::is_some).await.map(|error| error.clone()) {
         Ok(Some(error)) => error,
-        // The sender lives in what is awaited from.
+        // The sender lives as long as `Waits`, which this wait borrows, so this does not happen.
         _ => std::future::pending().await,
     }
 }

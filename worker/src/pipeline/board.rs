@@ -1,4 +1,4 @@
-//! What is known of decided versions, from which a step learns the loss scale that it must use.
+//! The newest decided versions, each with the loss scale of the steps that read it.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -23,7 +23,8 @@ impl Board {
         Board { scales: watch::Sender::new(known.into_iter().collect()) }
     }
 
-    /// Notes that a version is decided, and the loss scale of steps that read it. What was posted first stays.
+    /// Notes that a version is decided, and the loss scale of steps that read it. If it was posted before, nothing
+    /// changes.
     pub(super) fn post(&self, version: Version, loss_scale: f64) {
         self.scales.send_modify(|scales| {
             scales.entry(version).or_insert(loss_scale);
@@ -41,7 +42,7 @@ impl Board {
         self.scales.borrow().keys().next_back().copied().unwrap_or_default()
     }
 
-    /// Waits until `version` is decided, and while the job is paused.
+    /// Waits until `version` is decided, also while the job is paused, and returns its loss scale.
     pub(super) async fn wait(&self, cluster: &Cluster, version: Version) -> Result<f64> {
         let mut scales = self.scales.subscribe();
         let known = async { scales.wait_for(|scales| scales.contains_key(&version)).await.map(|_| ()) };

@@ -1,5 +1,5 @@
-//! Rank 0's decisions, in step order, beside the trainer: it takes gradient statistics, sends commits, and pauses at
-//! the floor.
+//! Decides steps on rank 0, in order and beside the trainer: it takes gradient statistics, sends commits, and pauses
+//! the job at the smallest loss scale.
 
 use std::{
     sync::Arc,
@@ -25,7 +25,8 @@ use crate::{
     session::resume_on,
 };
 
-/// How much longer than its own deadline a server is given: its error comes first then, and names who is missing.
+/// How long this waits beyond the deadline that a server was given. So the server's own error comes first, and it names
+/// who is missing.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// A step to decide.
@@ -46,8 +47,8 @@ pub(super) struct Driver {
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
-    /// Ends when the last commit is durable on every server. The next commit waits for it, so that a crash of any
-    /// server leaves a version that all hold, and at most one step to be sent again.
+    /// A task that ends when the last commit is durable on every server. The next commit waits for it. So after a crash
+    /// of any server there is a version that all hold, and at most one step to be sent again.
     pub(super) durable: Option<JoinHandle<Result<()>>>,
 }
 
@@ -126,8 +127,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Lets the scaler go on from the loss scale that counts for the version before, since an operator may have
-    /// chosen it.
+    /// Gives the scaler the loss scale of the version before, since an operator may have chosen another one.
     async fn follow(&mut self, step: Step) -> Result<()> {
         let chosen = self.shared.board.wait(&self.cluster, Version(step.0 - 1)).await?;
         if chosen != self.scaler.scale() {
@@ -136,7 +136,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Awaits a task that has a deadline itself.
+    /// Awaits a task that has a deadline of its own.
     async fn patiently<T>(&self, what: &'static str, step: Step, task: JoinHandle<Result<T>>) -> Result<T> {
         match self.cluster.waits.patiently(self.cluster.options.deadline + GRACE, task).await {
             Ok(Ok(result)) => result,
@@ -165,7 +165,7 @@ impl Driver {
         let before = Version(step.0 - 1);
         let envelope = Envelope {
             scaler: self.scaler.clone(),
-            // It is known: this rank decided that version, or joined at it.
+            // The board knows it, since this rank decided that version or joined at it.
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
             trainer,
         };
@@ -176,7 +176,7 @@ impl Driver {
             clip_coefficient: decision.clip_coefficient,
             correction: self.options.correction_of(step),
             groups: (self.options.hyper)(step),
-            // Every status page and JSON file can hold this number; `skip` says the rest.
+            // JSON has no infinity. That the norm was not finite is told by `skip`.
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
             loss_scale: self.scaler.scale(),
             trainer_state: envelope.encode(),
@@ -185,8 +185,8 @@ impl Driver {
         }
     }
 
-    /// Sends a commit to one server. It is sent again after a pause that an operator made just then, and while a
-    /// server that restarted is being sent what it lacks.
+    /// Sends a commit to one server. It tries again if an operator paused the job just then, and while a server that
+    /// has restarted is being sent what it lacks.
     async fn send(&self, server: ServerId, own: &OwnCommit) -> Result<()> {
         let (begun, mut backoff) = (Instant::now(), Backoff::new());
         loop {
@@ -212,8 +212,8 @@ impl Driver {
         }
     }
 
-    /// Waits until the pause that came with a commit ends, and returns the loss scale to go on with. An operator who
-    /// resumed the first server meant all of them.
+    /// Waits until the first server is resumed after the pause that came with a commit. Then it resumes the others, and
+    /// returns the loss scale to go on with.
     async fn await_resume(&mut self, commit: &Commit) -> Result<f64> {
         self.cluster.waits.paused(&commit.pause_reason);
         let version = commit.step.version();
@@ -225,8 +225,7 @@ impl Driver {
     }
 }
 
-/// Why a job is paused at the loss scale's floor. A smaller scale would not help: a person must look, while the job
-/// keeps its place.
+/// Why a job is paused at the smallest loss scale. A smaller one would not help: a person must look, and the job waits.
 fn at_floor(step: Step, scale: f64, tensor: &str) -> String {
     let mut reason = format!(
         "{step} overflowed at the smallest loss scale, {scale}: first in {tensor}. The step was skipped and nothing is lost. \

@@ -5,17 +5,17 @@ use longshore_proto::{Fault, limits::MAX_TRAINER_STATE_BYTES};
 
 use crate::loss_scale::{LossScaler, LossScalerOptions};
 
-/// The format, all little-endian, fixed size so that the trainer's bytes need no length:
+/// The format is little-endian. Everything before the trainer's bytes has a fixed size, so they need no length:
 ///
 /// | bytes | what |
 /// |---|---|
 /// | 4 | magic `LSTS` |
 /// | 1 | format version, 1 |
-/// | 1 | flags: 2 dynamic, 4 consecutive hysteresis (1 is ignored: it was of a pause, which the commit has) |
+/// | 1 | flags: 2 dynamic, 4 consecutive hysteresis (1 is ignored: it told of a pause, which the commit now does) |
 /// | 3 x 8 | f64 scale, initial, min |
 /// | 8, 4, 4 | window, hysteresis, hysteresis left |
 /// | 8, 8 | updates, last overflow (i64) |
-/// | 8 | f64 loss scale of the version before: a delayed step after a restart reads that one |
+/// | 8 | f64 loss scale of the version before, which a delayed step reads after a restart |
 /// | rest | the trainer's |
 ///
 /// Magic and version come first so that a foreign client's state is told from a damaged one.
@@ -89,7 +89,7 @@ impl Envelope {
         Some(Envelope { scaler, previous_loss_scale, trainer: reader.0.to_vec() })
     }
 
-    /// Whether the values are ones that a scaler can reach. Others would divide by zero or never end.
+    /// Whether a scaler can have these values. With others it would divide by zero, or count without an end.
     fn is_sound(&self) -> bool {
         let LossScaler { options, scale, hysteresis_left, .. } = &self.scaler;
         let numbers = [*scale, options.initial, options.min, self.previous_loss_scale];

@@ -1,4 +1,4 @@
-//! The weights of the step in hand, and those of the next one as soon as they can be on their way.
+//! The feeds of the step in hand and of the next step, whose weights are asked for as early as possible.
 
 use longshore_proto::Version;
 
@@ -20,7 +20,8 @@ impl Feeds {
         self.next.as_ref()
     }
 
-    /// Makes the feed of `version` the one of the step in hand: opened ahead, kept from the step before, or opened now.
+    /// Makes the feed of `version` the one of the step in hand. It was kept from the step before or opened ahead, or it
+    /// is opened now.
     pub(super) fn take(&mut self, session: &Session, weights: &Weights, version: Version) -> Result<()> {
         let of = |feed: &Feed| feed.version() == version;
         if self.now.as_ref().is_some_and(of) {
@@ -34,7 +35,7 @@ impl Feeds {
         Ok(())
     }
 
-    /// Lets the step's feed go unless it is of `version`: its memory serves the next one.
+    /// Drops the step's feed unless it is of `version`, so that its memory serves the next one.
     pub(super) fn keep_only(&mut self, version: Version) {
         self.now = self.now.take().filter(|feed| feed.version() == version);
     }

@@ -1,5 +1,5 @@
-//! A worker's steps, one after the other. While a step runs, the weights of the version that it reads are on their
-//! way, its gradient is pushed, and its decision is made or awaited, in the background where the schedule allows.
+//! A worker's steps, one after the other. Each step's weights arrive, its gradient leaves and its decision is made in
+//! the background, as far as the schedule allows.
 
 mod board;
 mod correction;
@@ -65,7 +65,7 @@ pub struct Pipeline {
     shared: Arc<PipelineInner>,
     /// The way to rank 0's driver.
     work: Option<mpsc::UnboundedSender<StepToDecide>>,
-    /// The trainer's bytes of the commit that was joined at.
+    /// The trainer's bytes in the commit of the version that this rank joined at.
     resumed: Option<Vec<u8>>,
     /// The last step finished here.
     last: Step,
@@ -136,13 +136,13 @@ impl Pipeline {
         Ok(Pipeline { tasks, session, options, shared, work, resumed, last, current, feeds, accumulator })
     }
 
-    /// The trainer's own bytes from the commit that was joined at; None for a fresh job.
+    /// The trainer's own bytes in the commit of the version that this rank joined at. They are None in a fresh job.
     pub fn resumed(&self) -> Option<&[u8]> {
         self.resumed.as_deref()
     }
 
-    /// Starts the next step. Waits until the version that it reads is decided (and while the job is paused), and has
-    /// its weights on their way.
+    /// Starts the next step. It waits until the version that the step reads is decided, also while the job is paused,
+    /// and asks for that version's weights.
     pub fn begin(&mut self) -> Result<StepInputs> {
         let started = Instant::now();
         self.cluster().waits.check()?;
@@ -177,7 +177,7 @@ impl Pipeline {
         Ok(plan)
     }
 
-    /// Tells rank 0's driver of a step, and starts collecting its gradient statistics.
+    /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
     fn announce(&self, plan: StepInputs, finished_at: stats::Finished) -> Option<oneshot::Sender<Vec<u8>>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
@@ -189,7 +189,8 @@ impl Pipeline {
         Some(trainer)
     }
 
-    /// The weights that this step reads, or its later micro-steps. They have been on their way since the version was ready or asked for.
+    /// The weights that the micro-step in hand computes with, as they arrive. They were asked for in
+    /// [`begin`](Pipeline::begin) at the latest, or in [`assembler`](Pipeline::assembler) for newer weights.
     ///
     /// # Errors
     /// `Misuse` outside a step, or with `Weights::OnDemand`.
@@ -201,22 +202,23 @@ impl Pipeline {
             .ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
     }
 
-    /// The weights of the next step, once they have been asked for. That is after [`Pipeline::finish`], and for a
-    /// delayed job with room for them in the host's memory from [`Pipeline::begin`] on.
+    /// The weights of the next step, once they have been asked for. That is done in [`Pipeline::finish`]. In a delayed
+    /// job it is done in [`Pipeline::begin`] already, if the host's memory has room for them.
     pub fn upcoming(&self) -> Option<Feed> {
         self.feeds.next().cloned()
     }
 
-    /// Pulls some flat ranges of the version that [`weights`](Pipeline::weights) would be of, as a stage 3 layer does.
+    /// Pulls some flat ranges of the version that the micro-step in hand computes with, as a stage 3 layer does.
     pub fn pull(&self, order: &[Range<u64>]) -> Result<Feed> {
         let reading = self.current()?.reading.clone();
         self.cluster().waits.check()?;
         Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)
     }
 
-    /// Takes the gradient of one micro-step, counted from 0. It may be called once for each, in order, and before the
-    /// micro-step's weights are asked for: where the schedule lets it compute with newer weights, this waits until their
-    /// version is decided, and [`weights`](Pipeline::weights) and [`pull`](Pipeline::pull) give them from then on.
+    /// Begins a micro-step, counted from 0, and returns what takes its gradient. Call it once for each micro-step, in
+    /// order, and before [`weights`](Pipeline::weights) or [`pull`](Pipeline::pull). If the schedule gives the
+    /// micro-step newer weights, this waits until their version is decided, and both of these give that version from
+    /// then on.
     pub fn assembler(&mut self, micro_step: u32) -> Result<Assembler> {
         self.renew(micro_step)?;
         let Some(current) = &mut self.current else { return Err(OUTSIDE.into()) };
@@ -231,15 +233,15 @@ impl Pipeline {
                 Misuse("micro-steps that the worker adds up end one after the other: finish each").into()
             );
         }
-        // What the worker has added up is one contribution.
+        // The mean of what the worker has added up is one contribution.
         let contribution = MicroStep(if sums.is_some() { 0 } else { micro_step });
         let collector = Collector::new(plan.step, contribution, params, ways);
         let outbox = Outbox::new(gradients, plan.loss_scale, reading, finished);
         Ok(Assembler::new(collector, outbox, self.feeds.now().cloned(), sums))
     }
 
-    /// Lets the micro-steps from this one on read the newer version that the schedule names, if its loss scale is the
-    /// step's.
+    /// Lets this micro-step and those after it compute with the newer version that the schedule names, if that version
+    /// has the loss scale of the step.
     fn renew(&mut self, micro_step: u32) -> Result<()> {
         let started = Instant::now();
         let Current { plan, reading, .. } = self.current()?;
@@ -256,9 +258,9 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Ends the step. `trainer_state` is what the trainer needs to resume after it (rank 0's is kept). Returns when
-    /// the step is decided if the next one reads its version, otherwise at once; an error then comes out of a later
-    /// call.
+    /// Ends the step. `trainer_state` is what the trainer needs to resume after it; only rank 0's is kept. If the next
+    /// step reads this one's version, this waits until the step is decided. Otherwise it returns at once, and if the
+    /// decision fails, a later call returns the error.
     pub fn finish(&mut self, trainer_state: Vec<u8>) -> Result<()> {
         let started = Instant::now();
         self.cluster().waits.check()?;
@@ -294,8 +296,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Starts pulling what `next` reads as soon as this rank has pushed all that goes into it. In a delayed job that is
-    /// before the step in hand.
+    /// Starts pulling the version that `next` reads, if this rank has finished the step that makes it. In a delayed job
+    /// it has, even while it is still at the step before `next`.
     fn open_ahead(&mut self, next: Step) -> Result<()> {
         let version = self.options.schedule.reads(next);
         if version.0 <= self.last.0 {
@@ -304,8 +306,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Waits until every finished step is decided, and returns the version then reached. The schedule still says what
-    /// the next step reads.
+    /// Waits until every finished step is decided, and returns the version then reached. That does not change which
+    /// version the next step reads: the schedule alone says so.
     pub fn drain(&mut self) -> Result<Version> {
         let version = Version(self.last.0);
         self.await_decision(version)?;
@@ -344,7 +346,7 @@ impl Pipeline {
         Ok(session)
     }
 
-    /// Waits until nothing is lent any more, so that its memory can be used again. Where that fails, the memory is
+    /// Waits until no gradient is lent any more, so that its memory can be used again. If that fails, the memory is
     /// given up.
     fn await_updates(&self, version: Version) {
         let whole = 0..self.session.layout().elements();

@@ -26,8 +26,8 @@ pub enum Weights {
 pub enum Accumulate {
     /// On the servers: each micro-step's gradient is a contribution, as many as the job's `micro_steps`.
     OnServers,
-    /// On each worker, in 4 bytes a parameter of host memory: what leaves is one contribution, the mean of so many
-    /// micro-steps, rounded to the wire's type. The job's `micro_steps` is 1.
+    /// On each worker, in 4 bytes a parameter of host memory. One contribution leaves: the mean over the micro-steps,
+    /// rounded to the wire's type. The job's own `micro_steps` is 1 then.
     OnWorker { micro_steps: u32 },
 }
 
@@ -124,7 +124,7 @@ impl PipelineOptions {
         Ok(())
     }
 
-    /// The correction of the images that `step` makes. There is one only when no step reads them exactly.
+    /// The correction of the images that `step` makes. There is none if the next step is exact and so reads them.
     pub(super) fn correction_of(&self, step: Step) -> Correction {
         let next = Step(step.0 + 1);
         if self.schedule.reads(next) == step.version() {

@@ -1,4 +1,4 @@
-//! What became of each step. It is put together from the trainer's half and the decision's, whichever comes last.
+//! What became of each step: the trainer knows one half of it and the decision the other.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use crate::loss_scale;
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutcome {
     pub step: Step,
-    /// The version its gradient was computed with.
+    /// The version its gradient was computed with, at least by the first micro-steps.
     pub read: Version,
     /// Overflow: nothing was updated.
     pub skip: bool,
@@ -38,7 +38,7 @@ pub struct StepOutcome {
 pub struct Timing {
     /// From `begin` to the return of `finish`.
     pub wall: Duration,
-    /// The time in `begin`, mostly for a decision that the step needs.
+    /// The time spent waiting for decisions that the step needs: in `begin`, and before newer weights.
     pub begin: Duration,
     /// The time for weights that had not arrived.
     pub weights: Duration,
@@ -49,7 +49,7 @@ pub struct Timing {
     /// The sum of the four: what offloading costs this step.
     pub exposed: Duration,
     pub pushed_bytes: u64,
-    /// How many bytes of payload arrived during the step, for whichever version.
+    /// How many bytes of payload arrived during the step, whichever version they are of.
     pub pulled_bytes: u64,
 }
 

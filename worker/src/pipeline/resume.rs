@@ -1,4 +1,4 @@
-//! What a pipeline needs of the commit that was joined at, to go on as if nothing had happened.
+//! What a pipeline takes from the commit of the version that its rank joined at, to go on as if nothing had happened.
 
 use longshore_proto::Version;
 
@@ -9,7 +9,7 @@ use crate::{error::Result, loss_scale::LossScaler, session::Joined};
 pub(super) struct Resume {
     pub(super) scaler: LossScaler,
     pub(super) scales: Vec<(Version, f64)>,
-    /// The job is paused at the floor, and this version waits for an operator.
+    /// If the job is paused at the smallest loss scale: the version that waits for an operator, and its loss scale.
     pub(super) floor: Option<(Version, f64)>,
     pub(super) trainer: Option<Vec<u8>>,
 }
@@ -22,7 +22,7 @@ impl Resume {
             return Ok(Resume { scaler, scales, floor: None, trainer: None });
         };
         let Envelope { mut scaler, previous_loss_scale, trainer } = Envelope::decode(&commit.trainer_state)?;
-        // What the server says counts: an operator may have resumed with another scale.
+        // The server's scale counts, since an operator may have resumed with another one.
         if scaler.scale() != commit.loss_scale {
             scaler.set_scale(commit.loss_scale)?;
         }

@@ -21,13 +21,13 @@ pub(super) type Finished = watch::Receiver<Option<Instant>>;
 
 /// What a step is decided from.
 pub(super) struct Collected {
-    /// Every block's statistics, in global block order.
+    /// Every block's statistics, in the order of the flat space.
     pub(super) blocks: Vec<BlockStats>,
-    /// Whose contributions they are of.
+    /// For each server, the origin of the gradients that they were taken of.
     pub(super) origins: ByServer<Origin>,
 }
 
-/// The gradient statistics of `step`.
+/// Collects the gradient statistics of `step` from all servers.
 pub(super) async fn collect(
     cluster: Arc<Cluster>,
     rank: Arc<RankState>,
@@ -55,7 +55,8 @@ struct ShardStatistics {
 
 type ServerStatistics = Vec<ShardStatistics>;
 
-/// Collects those of one server's shards. A broken stream is opened again, and the server then repeats what it has.
+/// Collects the statistics of one server's shards. A broken stream is opened again, and the server then repeats what it
+/// has.
 async fn of_server(
     cluster: &Cluster,
     rank: &RankState,
@@ -74,8 +75,8 @@ async fn of_server(
             finished.borrow().is_some_and(|at| cluster.waits.out_of_patience(at, cluster.options.deadline));
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
-            // The server has restarted, and is or was about to be sent the last commit again. If it cannot say
-            // whether the step is decided, the next call fails by itself.
+            // The server has restarted, and lacks the last commit until it is sent again. If it cannot say whether
+            // the step is decided, it is asked again.
             FaultKind::Precondition => {
                 fault.field == "step" && is_undecided(cluster, server, step).await.unwrap_or(true)
             }

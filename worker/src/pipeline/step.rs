@@ -1,4 +1,4 @@
-//! One step: what it must do, and between `begin` and `finish` what is left to push of it and where it held the trainer up.
+//! The step in hand: what it must do, what of it is pushed, and how long it held the trainer up.
 
 use std::{
     sync::{
@@ -32,21 +32,21 @@ pub struct StepInputs {
 /// The step between `begin` and `finish`.
 pub(super) struct Current {
     pub(super) plan: StepInputs,
-    /// The version that is read now, over all of its pulls.
+    /// What the pulls of the version in use have in common.
     pub(super) reading: Reading,
     pub(super) started: Instant,
     /// The time spent in `begin`, and in waiting for newer weights.
     pub(super) begin: Duration,
-    /// Micro-steps that have their assembler.
+    /// Which micro-steps have got their assembler.
     pub(super) assembled: Vec<bool>,
-    /// Micro-steps that are wholly pushed.
+    /// How many micro-steps are wholly pushed.
     pub(super) finished: Arc<AtomicU32>,
     pub(super) trainer: Option<oneshot::Sender<Vec<u8>>>,
     pub(super) finished_at: watch::Sender<Option<Instant>>,
     pub(super) before: Meters,
 }
 
-/// What both ways of payloads have shown.
+/// What the meters of pulls and of pushes show.
 #[derive(Clone, Copy)]
 pub(super) struct Meters {
     pulls: Shown,
@@ -60,7 +60,7 @@ impl Meters {
 }
 
 impl Current {
-    /// Marks a micro-step as having its assembler; each once.
+    /// Notes that a micro-step gets its assembler. Each gets one.
     pub(super) fn assemble(&mut self, micro_step: u32) -> Result<()> {
         match self.assembled.get_mut(micro_step as usize) {
             Some(assembled) if !*assembled => *assembled = true,
@@ -79,7 +79,7 @@ impl Current {
         self.finished.load(Relaxed) as usize >= self.assembled.len()
     }
 
-    /// The trainer's half of the step's outcome. `commit`: the time in `finish`.
+    /// The trainer's half of the step's outcome. `commit` is the time in `finish`.
     pub(super) fn made(&self, session: &Session, commit: Duration) -> Made {
         let (before, after) = (self.before, Meters::read(session));
         let (pulls, pushes) = (after.pulls.since(before.pulls), after.pushes.since(before.pushes));

@@ -1,4 +1,4 @@
-//! Listens to server 0: to commits for the ranks that do not make them, to pauses and resumes for all.
+//! Listens to server 0: ranks other than 0 learn of commits by it, and all ranks learn of pauses and resumes.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -24,18 +24,21 @@ pub(super) struct Watcher {
     pub(super) shared: Arc<PipelineInner>,
     /// The version that this rank joined at.
     pub(super) joined: Version,
-    /// The step after which to ask for news.
+    /// The last step that was heard of. Only later ones are asked for.
     pub(super) seen: Step,
-    /// The newest commits seen, and who decided each. One that comes again after a step back has another decider.
+    /// The newest commits that were heard of, and who decided each. A step that is decided again after a step back has
+    /// another decider.
     pub(super) decided: BTreeMap<Step, Incarnation>,
-    /// A commit that paused the job. Its version is known only when the job goes on, maybe with another scale.
+    /// The version and loss scale of a commit that paused the job. The version is posted only when the job goes on,
+    /// since it may go on with another scale.
     pub(super) floor: Option<(Version, f64)>,
-    /// What became of the step that made it, which is told with that scale. None on rank 0, which decided it.
+    /// What became of the step that made that version. It is told when the job goes on, with the scale that counts
+    /// then. It is None on rank 0, whose driver tells it.
     pub(super) held: Option<Decided>,
 }
 
 impl Watcher {
-    /// Runs until the pipeline goes. A lost connection is opened again without end: whoever waits has a deadline.
+    /// Runs until the pipeline is dropped. It opens a lost connection again and again: whoever waits has a deadline.
     pub(super) async fn run(mut self) {
         let mut backoff = Backoff::new();
         loop {
@@ -55,7 +58,7 @@ impl Watcher {
         }
     }
 
-    /// Returns Ok when the session has failed and there is nothing left to listen for.
+    /// Listens until the connection breaks. It returns Ok only if the session has failed.
     async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
         let after = self.seen;
         let request = WatchRequest { job: self.cluster.job().to_string(), after_step: after.0 };
@@ -106,9 +109,9 @@ impl Watcher {
         }
     }
 
-    /// Skips to the newest commit. A server that restarted knows only its last commit, which says what counted before
-    /// it. No more is needed: a step is decided only once this rank has pushed it, which it does not do before it
-    /// knows the version that it reads, at most two before.
+    /// Skips to the newest commit. A server that restarted knows only that one. The commit also says which loss scale
+    /// the version before has, and an earlier version is never missing: a step is decided only once this rank has
+    /// pushed it, and this rank pushes it only once it knows the version that the step reads, at most two before.
     async fn skip_ahead(&mut self, fault: Fault) -> Result<()> {
         let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
         let last = answer.progress.and_then(|progress| progress.last_commit);
@@ -152,7 +155,7 @@ impl Watcher {
             self.floor = Some((commit.step.version(), commit.loss_scale));
         }
         if self.cluster.options.rank == Rank(0) {
-            // This rank made it, and waits for the end of a pause, which may have come before this was heard.
+            // This rank made the commit. Its driver may wait for the end of a pause that ended before this was heard.
             if !paused {
                 self.shared.resumed.post(commit.step.version(), commit.loss_scale);
             }
@@ -196,15 +199,15 @@ impl Watcher {
         Err(self.cluster.explain(SERVER, "Watch", Some(commit.step), fault))
     }
 
-    /// Notes a resume; `loss_scale` 0 keeps the old one. Servers take another scale only in a pause that came with a
-    /// decision: otherwise it would reach the ranks at different steps.
+    /// Notes a resume. A `loss_scale` of 0 keeps the old one. Servers take another one only in a pause that came with a
+    /// decision: in any other pause it would reach the ranks at different steps.
     fn resumed(&mut self, loss_scale: f64) {
         if let Some((version, old)) = self.floor.take() {
             let scale = if loss_scale > 0.0 { loss_scale } else { old };
             if let Some(decided) = self.held.take() {
                 self.shared.outcomes.decided(Step(version.0), Decided { loss_scale_next: scale, ..decided });
             }
-            // Rank 0 finishes the step that it decided in this life before the version counts.
+            // A version that this process decided counts only once the driver has finished the step.
             let decided_here = self.cluster.options.rank == Rank(0) && version > self.joined;
             let board = if decided_here { &self.shared.resumed } else { &self.shared.board };
             board.post(version, scale);

@@ -1,4 +1,4 @@
-//! Gradients of several micro-steps, added up on the worker, so that one leaves for all of them.
+//! Adds up the gradients of several micro-steps on the worker, so that one gradient leaves for all of them.
 
 use std::ops::Range;
 
@@ -14,8 +14,8 @@ const SUMS: &str = "fp32 sums of the gradients of a step's micro-steps";
 /// How many elements are added at a time. Their wire bytes and their values stay in the L2 cache.
 const TILE: usize = 16 * 1024;
 
-/// The fp32 sum of each gradient element over the micro-steps so far. What is added is rounded to the wire's type first,
-/// as it is where servers add it, so it does not matter whether a framework hands out 16 or 32 bits.
+/// The fp32 sum of each gradient element over the micro-steps so far. Each gradient is first rounded to the wire's
+/// type, as it is if servers add it up. So it does not matter whether a framework hands out 16 or 32 bits.
 pub(crate) struct Accumulator {
     dtype: Dtype,
     micro_steps: u32,
@@ -74,7 +74,8 @@ impl Accumulator {
         }
     }
 
-    /// Turns the last micro-step's elements, which lie at `first` of the flat space and on, into the mean of all.
+    /// Turns elements of the last micro-step, which begin at element `first` of the flat space, into the mean over all
+    /// micro-steps.
     pub(crate) fn finish(&mut self, first: u64, wire: &mut [u8]) {
         let width = self.dtype.bytes() as usize;
         let share = 1.0 / self.micro_steps as f32;

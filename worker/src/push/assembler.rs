@@ -1,5 +1,5 @@
-//! The gradients of one micro-step. They are put in any order and cut into wire chunks, which leave as soon as they
-//! are complete.
+//! Takes the gradients of one micro-step in any order, and cuts them into chunks, which leave as soon as they are
+//! complete.
 
 use std::{
     collections::HashMap,
@@ -21,7 +21,7 @@ use crate::{
     pull::Feed,
 };
 
-/// What chunks are cut by, and the pool of their buffers. All micro-steps share it.
+/// What says how chunks are cut, and the pool of their buffers. It is the same for all micro-steps.
 pub(crate) struct ChunkSource<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) layout: &'a Layout,
@@ -70,7 +70,7 @@ pub(crate) struct Collector {
     open: HashMap<(ShardId, ChunkId), Open>,
     put: Vec<bool>,
     left: usize,
-    /// For each shard, its way.
+    /// By shard: how its gradient leaves.
     ways: Vec<Way>,
 }
 
@@ -79,8 +79,8 @@ impl Collector {
         Collector { step, micro_step, open: HashMap::new(), put: vec![false; params], left: params, ways }
     }
 
-    /// Has a parameter's gradient of `elements` written, and hands complete chunks to `outbox`. `write` gets a range
-    /// of its elements and where they go, in the wire's type.
+    /// Has `write` fill in a parameter's gradient, which has so many `elements`, and hands complete chunks to `outbox`.
+    /// `write` gets a range of those elements and the memory for them, in the wire's type.
     pub(crate) fn put(
         &mut self,
         plan: &ChunkSource<'_>,
@@ -175,8 +175,8 @@ impl Collector {
         Ok(complete.map(|open| (key, payload(open.buffer))))
     }
 
-    /// Fails unless every parameter was put. Gaps and tail are shorter than a block, so every chunk holds a
-    /// parameter's element, and every chunk has left if all parameters were put.
+    /// Fails unless every parameter was put. If all were put, every chunk has left: padding is never as long as a
+    /// chunk, so each chunk holds an element of some parameter.
     pub(crate) fn finish(&self, spec: &JobSpec) -> Result<(), GradientError> {
         match self.put.iter().position(|put| !put) {
             Some(first) => {
@@ -209,7 +209,8 @@ pub struct Assembler {
     sums: Option<Sums>,
 }
 
-/// The worker adds up the micro-steps of a step: this one goes into the sums, and the last one takes them along.
+/// What a micro-step needs if the worker adds up the micro-steps. Its gradient is added to the sums. The last
+/// micro-step sends the mean instead.
 pub(crate) struct Sums {
     pub(crate) accumulator: Arc<Mutex<Accumulator>>,
     pub(crate) micro_step: u32,
@@ -225,8 +226,9 @@ impl Assembler {
         Assembler { collector, outbox, feed, sums }
     }
 
-    /// Takes back what was lent for the weights' step and the steps before it. Servers do not read that any more once
-    /// all weights are here. Mostly they are here when the first gradient is, which then gets this memory.
+    /// Takes back what was lent for the step that made these weights, and for steps before it, once all the weights are
+    /// here: servers do not read it any more. Mostly that is so when the first gradient comes, which then gets this
+    /// memory.
     fn take_back(&mut self) {
         let gradients = self.outbox.gradients();
         let all = 0..gradients.cluster.layout.elements();
@@ -248,9 +250,9 @@ impl Assembler {
         })
     }
 
-    /// Does what [`Assembler::put`] does, for `elements` that are written straight to where they are sent from, as a
-    /// device's copy is: `write` gets a range of them, and where it goes in the job's gradient type. Where it writes
-    /// nothing, old bytes stay.
+    /// Does what [`Assembler::put`] does, but `write` puts the gradient straight into the memory that it is sent from,
+    /// as a device's copy can. `write` gets a range of the `elements` and the memory for them, in the job's gradient
+    /// type. Where it writes nothing, old bytes stay.
     ///
     /// # Errors
     /// Those of [`Assembler::put`].

@@ -1,5 +1,5 @@
-//! This rank's gradients: the memory they are put into, what is kept of them until no server can need it, and the lanes
-//! that they leave over.
+//! This rank's gradients: the memory they are put into, the chunks that are retained until no server can need them, and
+//! the queues of the lanes that they leave over.
 
 use std::sync::{Arc, OnceLock};
 
@@ -30,7 +30,7 @@ pub(crate) struct Gradients {
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
     pub(super) retained: Retained,
-    /// It is set from the join on.
+    /// It is empty until the rank has joined.
     pub(super) queues: OnceLock<Queues>,
     pub(crate) meter: Meter,
 }
@@ -46,7 +46,7 @@ impl Gradients {
         Gradients { cluster, rank, pool, retained, queues, meter }
     }
 
-    /// Memory for a chunk, as servers of this host may read it.
+    /// Memory for a chunk. Servers of this host may read it, if the transport allows that.
     pub(crate) fn buffer(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
         self.pool.take(bytes)
     }
@@ -55,8 +55,8 @@ impl Gradients {
         self.queues.get().ok_or(Misuse("join before pushing"))
     }
 
-    /// How each shard's gradient leaves. Servers of this host use gradients where they are, if this rank will see when they
-    /// have: by all their weights.
+    /// How each shard's gradient leaves. It is lent to a server of this host, if this rank pulls all weights: by these
+    /// it sees when the server has done its updates and reads the gradient no more.
     pub(crate) fn ways(&self, sees_all_weights: bool) -> Vec<Way> {
         let cluster = &self.cluster;
         let lends = |server| sees_all_weights && self.rank.link(server).is_some();
@@ -65,9 +65,10 @@ impl Gradients {
         (0..cluster.layout.shards()).map(|shard| by_server[cluster.owner(ShardId(shard))]).collect()
     }
 
-    /// Frees the gradients that no server can need any more. One step more is kept where a server may come back a
-    /// version behind (`nvme`: a step is committed anywhere only once the one before is durable everywhere). So it is
-    /// on ranks that hear of a commit from one server while another may not have it yet.
+    /// Frees the gradients that no server can need any more, now that `step` is committed. The gradients of `step`
+    /// itself are kept in two cases. With tier `nvme` a server may come back one version behind, since a step is
+    /// committed once the one before is durable everywhere. And a rank other than 0 hears of a commit from one server,
+    /// while another server may not have it yet.
     pub(crate) fn committed(&self, step: Step) {
         let cluster = &self.cluster;
         let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;
@@ -75,7 +76,8 @@ impl Gradients {
         self.retained.release(Step(step.0.saturating_sub(lag)));
     }
 
-    /// All weights after these steps were seen: their updates are done, and nothing is read any more that was lent for them.
+    /// All weights of the version that `step` made were seen. So its updates and earlier ones are done, and no server
+    /// reads what was lent for them.
     pub(crate) fn updated(&self, step: Step) {
         self.retained.updated(step);
     }
@@ -85,7 +87,7 @@ impl Gradients {
         self.retained.is_lending()
     }
 
-    /// Chunks that no server has acknowledged yet.
+    /// How many chunks no server has acknowledged yet.
     pub(crate) fn unacknowledged(&self) -> usize {
         self.retained.unacknowledged()
     }

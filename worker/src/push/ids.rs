@@ -1,4 +1,4 @@
-//! Which part of a rank's gradients, and over which connection it leaves.
+//! Names for a chunk of a rank's gradients and for the connection that it leaves over.
 
 use longshore_proto::{ChunkId, MicroStep, ServerId, ShardId, Step};
 use longshore_wire::v1::PushResult;

@@ -29,7 +29,7 @@ use crate::{
 /// How many requests are handed to the transport ahead of its own window: one being framed, one ready.
 const READY_REQUESTS: usize = 2;
 
-/// Opens every lane. It is called once, after joining.
+/// Opens every lane. This is called once, after the rank has joined.
 pub(crate) fn start_lanes(gradients: &Arc<Gradients>) {
     let cluster = &gradients.cluster;
     gradients.queues.get_or_init(|| {
@@ -76,8 +76,8 @@ impl Lane {
             if answered {
                 backoff.reset();
             }
-            // A lane that no chunk takes hears nothing from a healthy server, so only silence that is owed an answer
-            // counts.
+            // A healthy server says nothing on a lane over which nothing was sent. So the lane counts as broken only
+            // while the server owes it an answer.
             if answered || !retained.owes(self.id) {
                 broken = None;
             }
@@ -96,9 +96,9 @@ impl Lane {
             }
             match recover(cluster, rank, server).await {
                 Ok(()) => {}
-                // Whoever uploads opens the job again: nothing was trained that could be lost.
+                // No step was made yet, so no state is lost. Rank 0 opens the job again and uploads the weights.
                 Err(Error::StateLost(_)) if !rank.has_trained() => {}
-                // The server was asked for as long as a push may wait. The error is reported as the end of that push,
+                // The server was called for as long as a push may wait, so the error is reported as that of the push,
                 // with its step.
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
                     let step = Some(Step(retained.newest()));
@@ -110,7 +110,7 @@ impl Lane {
         }
     }
 
-    /// Makes the link again. Without it payloads go inline, so that a failure only makes them slow.
+    /// Makes the link again if it broke. Without a link payloads go inline, so a failure only makes them slower.
     async fn relink(&self) {
         let Gradients { cluster, rank, .. } = &*self.gradients;
         if let Err(fault) = rank.relink(cluster, self.id.server).await {
@@ -124,7 +124,7 @@ impl Lane {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
         let (gradients, id) = (self.gradients.clone(), self.id);
         let queue = &mut self.queue;
-        // Over a link no payload comes.
+        // Over a link the stream carries no payload, so it needs no mark.
         let mut mark = gradients.rank.link(id.server).is_none().then(Mark::of_request);
         let send = async {
             for key in resend {
@@ -180,13 +180,13 @@ async fn offer(
             std::future::pending::<()>().await;
         }
     };
-    // If the payload does not stay where it is, the retained bytes themselves go out: nothing copies them before the
-    // socket.
+    // A payload that the server cannot read where it lies goes out from the retained bytes themselves: they are not
+    // copied before the socket.
     let bytes = &chunk.payload.bytes;
     if place.is_some() {
         send(frame::encode(&head(key.chunk.0, chunk.crc32, place))).await;
     } else if chunk.is_lent() {
-        // There was a link, and now there is none.
+        // The gradient was lent over a link that is gone now, so it goes in chunks.
         for (index, start) in (0..bytes.len()).step_by(CHUNK_BYTES).enumerate() {
             let part = bytes.slice(start..bytes.len().min(start + CHUNK_BYTES));
             send(frame::encode_with(&head(index as u32, crc32(&part), None), part)).await;
@@ -196,7 +196,7 @@ async fn offer(
     }
 }
 
-/// Where the server can read a payload; None where it must be sent.
+/// The place where the server can read a payload. It is None if the payload must be sent.
 async fn place(gradients: &Gradients, server: ServerId, chunk: &Chunk) -> Option<MemfdPlace> {
     let (extent, offset) = chunk.payload.place.as_ref()?;
     let link = gradients.rank.link(server)?;
@@ -232,7 +232,7 @@ async fn receive(
                 Err(status) => return ended(cluster, server, &status),
             }
         };
-        // A refusal may have to wait for the server. If the server died meanwhile, the wait would be for ever.
+        // Settling a refusal may mean to wait for the server. If the server dies meanwhile, the wait must end.
         let broken = async {
             loop {
                 if let Err(status) = more(&mut answers, &mut results).await {
@@ -273,7 +273,7 @@ fn ended(cluster: &Cluster, server: ServerId, status: &Status) -> End {
     }
 }
 
-/// Settles one chunk's fate.
+/// Does what the server's result for one chunk asks for.
 async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> Result<(), End> {
     let Gradients { cluster, retained, .. } = gradients;
     let key = ChunkKey::from(&result);

@@ -1,5 +1,5 @@
-//! The way of gradients: they are assembled into chunks, retained until their step is committed, and sent over
-//! several connections per server.
+//! Sends gradients: they are assembled into chunks, retained until their step is committed, and sent over several
+//! connections to each server.
 
 mod accumulator;
 mod assembler;

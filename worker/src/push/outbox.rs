@@ -1,5 +1,5 @@
-//! Where complete chunks go: they are retained, then queued for one of their owner's connections, which holds the
-//! caller back when it is behind.
+//! Takes complete chunks: it retains each, and queues it for one of the owner's connections. If that queue is full, the
+//! caller waits.
 
 use std::{
     sync::{

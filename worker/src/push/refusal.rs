@@ -1,8 +1,9 @@
 //! What a refused chunk means. Some refusals pass (a pause, a damaged packet, a server that has not heard of the last
-//! commit yet); the others are the session's failure.
+//! commit yet). All others are the session's failure.
 //!
-//! What passes goes out again over a new stream, and everything goes in order: a chunk that overtook an earlier
-//! micro-step's would hold up the very stream that brings the earlier one.
+//! After a refusal that passes, all that the stream had sent goes out again over a new stream, in order. If one chunk
+//! went alone, it could overtake a chunk of an earlier micro-step, wait for it at the server, and hold up the stream
+//! that brings it.
 
 use std::time::Instant;
 
@@ -19,7 +20,7 @@ use crate::{
 pub(super) enum Verdict {
     /// The step is committed: the chunk is not needed any more.
     Decided,
-    /// It must go out over a new stream, with all that this one sent.
+    /// The chunk must go out again over a new stream, with all that this stream sent.
     SendAgain(Fault),
 }
 
@@ -31,8 +32,8 @@ pub(super) async fn judge(
 ) -> Result<Verdict> {
     let cluster = &*gradients.cluster;
     match fault.kind {
-        // Unavailable means that it drains. Deadline means that it held the chunk back for a rank that is behind,
-        // which the fault names.
+        // Unavailable means that the server drains. Deadline means that the server waited for another rank, which the
+        // fault names, before it could take the chunk.
         FaultKind::Unavailable | FaultKind::Deadline => Ok(Verdict::SendAgain(fault)),
         FaultKind::Corrupt if is_sound(gradients, &key) => {
             tracing::warn!(server = cluster.address(server), ?key, %fault, "a chunk arrived damaged");
@@ -45,7 +46,7 @@ pub(super) async fn judge(
         }
         // The server has restarted since it was joined.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
-        // The chunk has overtaken one of an earlier micro-step. Over a new stream they go in order.
+        // The chunk has overtaken one of an earlier micro-step. Over the new stream they go in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
         FaultKind::Conflict if fault.field == READS => {
@@ -64,8 +65,8 @@ fn is_sound(gradients: &Gradients, key: &ChunkKey) -> bool {
     gradients.retained.send(key).is_some_and(sound)
 }
 
-/// Handles "not in this state". Waits while the server is paused, or one commit behind the one that started this
-/// step: ranks other than 0 hear of a commit from server 0, and another server may get it a moment later.
+/// Waits until the server can take a chunk that came too early: while it is paused, or while it lacks the last commit.
+/// Ranks other than 0 hear of a commit from server 0, and another server may get it a moment later.
 async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: Fault) -> Result<Verdict> {
     let pauses = cluster.waits.pauses();
     let slots = cluster.spec().gradient_slots() as u64;
@@ -77,8 +78,8 @@ async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: F
             backoff.pause(Instant::now() + cluster.options.deadline).await;
             version = version_when_running(cluster, server).await?;
         }
-        // A server that was behind has caught up by now, or its pause has ended, maybe before it was asked. Then only
-        // the fault tells.
+        // By now the server has caught up, or its pause has ended. If that happened before it was asked, only the fault
+        // tells what it had waited for.
         let paused = fault.field == "job.phase" && fault.value == "paused";
         Ok((version, version > first || paused || fault.field == "step"))
     };

@@ -1,5 +1,5 @@
-//! Gradient chunks that are retained until their step is committed, so that they can be sent again to a restarted
-//! server or after a break.
+//! Retains gradient chunks until no server can need them, so that they can be sent again after a break or to a server
+//! that restarted.
 
 use std::{
     collections::BTreeMap,
@@ -69,7 +69,7 @@ impl Drop for Lent {
 #[derive(Clone)]
 pub(crate) struct Chunk {
     pub(crate) payload: Payload,
-    /// It means nothing for a lent chunk, whose bytes are not sent and so have no checksum.
+    /// It means nothing for a lent chunk: its bytes are not sent, so they have no checksum.
     pub(crate) crc32: u32,
     pub(crate) loss_scale: f64,
     /// The version that the gradient was computed with.
@@ -108,7 +108,7 @@ struct Entries {
     by_key: BTreeMap<ChunkKey, Entry>,
     /// No server asks again for what belongs to steps up to this one.
     decided: Step,
-    /// All weights after steps up to this one were seen, so their updates are done.
+    /// The updates of steps up to this one are done, since all weights of the version that it made were seen.
     updated: Step,
 }
 
@@ -203,7 +203,8 @@ impl Retained {
         self.free(|entries| entries.decided = entries.decided.max(step));
     }
 
-    /// Frees lent chunks up to this step as well, once they are committed: their updates are done.
+    /// Notes that the updates of the steps up to this one are done. Their lent chunks are freed once they are
+    /// committed.
     pub(crate) fn updated(&self, step: Step) {
         self.free(|entries| entries.updated = entries.updated.max(step));
     }

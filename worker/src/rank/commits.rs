@@ -1,4 +1,4 @@
-//! Decisions of a rank 0: sent to servers, and remembered for those that restarted behind them.
+//! Sends rank 0's decisions to servers, and remembers them for servers that restart and lack them.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -21,13 +21,13 @@ pub(crate) struct OwnCommit {
 }
 
 impl OwnCommit {
-    /// To one server, as the process that made it.
+    /// Sends the commit to one server, as the process that made it.
     pub(crate) async fn send(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
         commit_as(cluster, server, self.commit.decided_by, &self.commit, self.origins[server]).await
     }
 }
 
-/// The newest ones.
+/// The newest commits that this rank 0 made.
 #[derive(Default)]
 pub(crate) struct OwnCommits(Mutex<Vec<Arc<OwnCommit>>>);
 
@@ -36,7 +36,8 @@ impl OwnCommits {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Three cover a delayed step and an nvme server that came back one version behind.
+    /// Remembers a commit, and forgets the oldest. Three are enough for a delayed step and an `nvme` server that came
+    /// back one version behind.
     pub(crate) fn remember(&self, own: Arc<OwnCommit>) {
         const KEPT: usize = 3;
         let mut commits = self.lock();

@@ -1,4 +1,4 @@
-//! Takes the rank on one server, and makes the link that this server then offers.
+//! Joins one server as this rank, and makes the link that the server then offers.
 
 use longshore_proto::{Fault, Incarnation, ServerId};
 use longshore_wire::{
@@ -13,7 +13,7 @@ use crate::{cluster::Cluster, error::Result};
 /// host on which there can be no link should be reported soon.
 const TRIES: usize = 3;
 
-/// Only ends what earlier processes of the rank may do there.
+/// Fences earlier processes of the rank on one server, and does not join it otherwise.
 pub(crate) async fn fence(
     cluster: &Cluster,
     server: ServerId,
@@ -42,7 +42,7 @@ async fn join(
 }
 
 impl RankState {
-    /// Takes the rank. The server also says where a link can be made.
+    /// Binds the rank to a process on one server. The server also says where a link can be made.
     pub(crate) async fn join_on(
         &self,
         cluster: &Cluster,
@@ -54,8 +54,8 @@ impl RankState {
         Ok(answer.progress.unwrap_or_default())
     }
 
-    /// Joins a server again as this very process. One that restarted may have forgotten who had joined, and offers
-    /// links elsewhere.
+    /// Joins a server again as this very process. A server that restarted may have forgotten who had joined, and offers
+    /// its link at another address.
     pub(crate) async fn rejoin(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
         self.join_on(cluster, server, self.incarnation()).await.map(|_| ())
     }
@@ -67,7 +67,7 @@ impl RankState {
     pub(crate) async fn first_link(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
         for _ in 1..TRIES {
             match self.relink(cluster, server).await {
-                // It listens elsewhere once it has restarted.
+                // A server that restarted offers its link at another address, which it says when it is joined.
                 Err(fault) if fault.field == STALE => {
                     if let Err(error) = self.rejoin(cluster, server).await {
                         tracing::debug!(server = cluster.address(server), %error, "no link");
@@ -79,8 +79,8 @@ impl RankState {
         self.relink(cluster, server).await
     }
 
-    /// Makes a link where there can be one and is none. A lane finds out by itself that a server died, and tries again for
-    /// ever.
+    /// Makes a link if there can be one and there is none. Lanes call this. They find out by themselves that a server
+    /// died, and then try again.
     ///
     /// # Errors
     /// As [`RankState::first_link`].

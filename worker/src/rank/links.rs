@@ -1,4 +1,4 @@
-//! The links with all servers. They are made where they can be, and made again where they broke.
+//! The links with all servers of this host. They are made where servers offer them, and made again after they broke.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -32,7 +32,8 @@ impl Links {
         self.of(server).offer = offer;
     }
 
-    /// Forgets a link that a server does not know. Forgetting a newer one too costs no more than making it again.
+    /// Forgets a link that a server does not know. If another lane has made a newer one by now, that one is made again
+    /// too.
     pub(super) fn forget(&self, server: ServerId) {
         self.of(server).link = None;
     }

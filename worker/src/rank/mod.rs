@@ -1,5 +1,5 @@
-//! What one rank's process is to the servers of its job: which process it is, since when it takes part, which decisions it
-//! made, and how it comes back to a server that restarted.
+//! What the servers of a job know this process as: its rank's incarnation, the version it joined at, the decisions that
+//! it made, and how it joins again a server that restarted.
 
 mod commits;
 mod join;

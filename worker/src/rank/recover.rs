@@ -1,5 +1,5 @@
-//! Asks after a connection broke: is it the same server, does it still know the job and this rank, and which decisions has
-//! it missed? This is asked before anything is sent again.
+//! Brings a server back after a connection to it broke: checks that it still has the job, joins it again, and sends it
+//! the decisions that it lacks. This comes before any gradient is sent again.
 
 use std::{
     sync::Arc,
@@ -20,7 +20,7 @@ const PAUSE_POLL: Duration = Duration::from_millis(200);
 /// The longest wait for one server's answer while another server is waited for.
 const GLANCE: Duration = Duration::from_secs(1);
 
-/// Joins a server again that may have restarted, and brings it to the newest decision.
+/// Joins a server again that may have restarted, and starts to send it the decisions that it lacks.
 pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &RankState, server: ServerId) -> Result<()> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
     let progress = answer.progress.unwrap_or_default();
@@ -46,8 +46,8 @@ pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &RankState, server: Se
     Ok(())
 }
 
-/// Checks that this process has made all that a server at `version` lacks: it has the gradients since it joined, and
-/// no earlier ones.
+/// Checks that this process has the gradients of all steps that a server at `version` lacks. It has those since it
+/// joined.
 fn check_reach(cluster: &Cluster, rank: &RankState, server: ServerId, version: Version) -> Result<()> {
     let joined = rank.joined_at();
     if version >= joined {
@@ -97,7 +97,8 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
     }
 }
 
-/// Runs beside the pushes, since a server takes a decision only with all contributions, which are being sent again.
+/// Sends commits again, in order. It runs beside the pushes, since a server takes a decision only once it has all
+/// contributions, which are being sent again meanwhile.
 async fn resend_commits(cluster: Arc<Cluster>, server: ServerId, commits: Vec<Arc<OwnCommit>>) {
     let end = Instant::now() + cluster.options.deadline;
     for own in commits {
@@ -122,8 +123,8 @@ async fn resend(cluster: &Cluster, server: ServerId, own: &OwnCommit, end: Insta
     }
 }
 
-/// Checks that a step which `server` lacks can be made of the same contributions again. It cannot once a rank has
-/// another process than when the step was decided. Servers that do not answer at once are passed over.
+/// Checks that a step which `server` lacks can be made from the same contributions again. It cannot be if a rank's
+/// process was replaced after the step was decided. Servers that do not answer at once are not asked again.
 ///
 /// # Errors
 /// `Outdated` when it cannot: this rank 0 must take over as a new one would.

@@ -1,4 +1,4 @@
-//! What a rank's process knows of itself.
+//! What a rank's process knows about itself.
 
 use std::sync::{
     Arc,
@@ -12,13 +12,13 @@ use crate::memfd::Link;
 
 pub(crate) struct RankState {
     incarnation: AtomicU64,
-    /// The version that was joined at.
+    /// The version that this process joined at.
     joined_at: AtomicU64,
-    /// A pipeline has begun. From then on a server that waits for weights has lost them.
+    /// Whether a pipeline has begun. From then on a server that waits for weights has lost the job's state.
     trained: AtomicBool,
-    /// Shared memory with servers, made as this process.
+    /// The links with servers, over which shared memory is passed.
     pub(super) links: Links,
-    /// Rank 0's decisions, for a server that restarted behind them.
+    /// Rank 0's decisions, for servers that restart and lack them.
     pub(crate) commits: OwnCommits,
 }
 
@@ -34,7 +34,7 @@ impl RankState {
         }
     }
 
-    /// 0 before it has joined.
+    /// The incarnation of this process, or 0 before it has joined.
     pub(crate) fn incarnation(&self) -> Incarnation {
         Incarnation(self.incarnation.load(Relaxed))
     }
@@ -68,7 +68,7 @@ impl RankState {
         self.links.open(server, self.incarnation())
     }
 
-    /// A server does not know the link.
+    /// Forgets a link that a server does not know.
     pub(crate) fn forget_link(&self, server: ServerId) {
         self.links.forget(server);
     }

@@ -1,4 +1,4 @@
-//! What a bench of memory works on: the arrays of a job's shards, as a server holds them.
+//! The arrays of a job's shards, as a server holds them, for benches of memory.
 
 use anyhow::Context;
 use longshore_engine::{
@@ -14,9 +14,9 @@ use longshore_proto::{
 
 pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 const SHARD: usize = DEFAULT_SHARD_ELEMENTS as usize;
-/// Gradient and image in the widest format, and three fp32 arrays.
+/// The bytes of a parameter: gradient and image in the widest format, and three fp32 arrays.
 const BYTES_PER_PARAM: u64 = 20;
-/// This is enough to leave every cache: 5.6 GB go through memory in a round.
+/// So many parameters fit in no cache: 5.6 GB go through memory in a round.
 const DEFAULT_PARAMS: u64 = 200_000_000;
 
 /// The bytes of each array, which an update and its limit have in common.
@@ -34,7 +34,7 @@ pub(super) struct Arrays {
 
 pub(super) struct Shard {
     pub(super) len: usize,
-    /// There is room for fp32, here and below; a case of fewer bits uses the first part.
+    /// This and the arrays below have room for fp32. A case of fewer bits uses their first part.
     pub(super) gradient: Region,
     master: Region,
     pub(super) first: Region,

@@ -1,5 +1,5 @@
-//! Moves the same bytes as an update, without its arithmetic: in the same shards and blocks, on the same threads,
-//! with the same kind of stores.
+//! Moves the same bytes as an update, without its arithmetic. It uses the same shards and blocks, the same threads, and
+//! the same kind of stores.
 
 use longshore_engine::{memory::Traffic, threads::ThreadPool};
 

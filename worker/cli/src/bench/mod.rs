@@ -1,6 +1,6 @@
-//! What `longshore bench` measures and how it is told. Each case is measured beside the limit of the same machine, in
-//! the same round: memory, disks and loopback of a shared host change speed by a factor of two within minutes, so a
-//! rate means something only beside a limit taken at its side.
+//! What `longshore bench` measures and how it reports it. In each round a case is measured together with its limit on
+//! the same machine. On a shared host memory, disks and loopback change speed by a factor of two within minutes, so a
+//! rate means something only beside a limit that was measured at the same time.
 
 mod arrays;
 mod limit;
@@ -20,7 +20,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 pub(crate) use self::table::print;
 
-/// A job to measure with: AdamW, bf16 both ways, one rank, exact. A bench sets what it varies.
+/// A job to measure with: AdamW, bf16 both ways, one rank, exact. Each bench changes what it varies.
 fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
     Ok(JobSpec {
         name: JobName::parse("job", name)?,
@@ -77,7 +77,8 @@ impl Measured {
         self.rate(median(&self.limits))
     }
 
-    /// How near the case comes to its limit: the median of the rounds' ratios, each of two passes side by side.
+    /// How near the case comes to its limit: the median of the rounds' ratios. Each is of two passes, one right after
+    /// the other.
     pub(crate) fn fraction(&self) -> f64 {
         let ratios: Vec<f64> =
             self.times.iter().zip(&self.limits).map(|(time, limit)| limit / time).collect();
@@ -107,13 +108,13 @@ impl Measured {
     }
 }
 
-/// The CPU time of all threads. Both ends of a bench run in one process, so that this is theirs together.
+/// The CPU time of all threads of this process. Both ends of a bench run in it, so it is the time of both.
 fn process_cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// The median; of an even number of values, the mean of the middle two.
+/// The median. For an even number of values it is the mean of the middle two.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,5 +1,5 @@
-//! Receives a gradient as a server does. Chunks come into their slot, and while a part is in cache its checksum and
-//! its blocks' gradient statistics are taken. The limit is the same without statistics.
+//! Receives a gradient as a server does. Chunks come into their slot. While a part of one is in cache, its checksum and
+//! its blocks' gradient statistics are taken. The limit does the same without statistics.
 
 use std::{
     fmt,
@@ -17,7 +17,7 @@ use longshore_proto::{Dtype, checksum::Crc32, limits::CHUNK_BYTES};
 
 use super::arrays::{Arrays, BLOCK, fill_gradient};
 
-/// What one read from a socket may bring, as in a server.
+/// How many bytes one read from a socket may bring, as in a server.
 const RECEIVED: usize = 256 * 1024;
 
 /// Where bytes come from.
@@ -25,7 +25,8 @@ const RECEIVED: usize = 256 * 1024;
 pub(super) enum Source {
     /// A buffer in cache, on all threads at once: only the writing is measured.
     Memory,
-    /// Connections over loopback. Of two threads of the pool's number one receives, and one stands for the worker.
+    /// Connections over loopback. For every two of the pool's threads there is one that receives and one that sends, in
+    /// place of the worker.
     Tcp,
 }
 
@@ -38,8 +39,8 @@ impl fmt::Display for Source {
     }
 }
 
-/// How many bytes are written into a slot for each block. That statistics read them is what is measured, and is not
-/// counted.
+/// How many bytes are written into a slot for each block. Taking statistics reads them once more. That is what is
+/// measured, so it is not counted.
 pub(super) fn block_bytes(wire: Dtype) -> usize {
     BLOCK * wire.bytes() as usize
 }

@@ -1,5 +1,5 @@
-//! How near the `nvme` tier comes to its drives: a bare loop of a step's reads and writes, and in turn with it a step
-//! of the store. The update only touches every byte.
+//! Measures how near the `nvme` tier comes to its drives. A bare loop of a step's reads and writes takes turns with a
+//! step of the store, whose update only touches every byte.
 
 use std::path::{Path, PathBuf};
 
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         say!("{}", head());
     }
     for case in cases(&args.resident) {
-        // The case has folders of its own beside whatever is there, which go with it.
+        // Each case has folders of its own beside whatever is there. They are removed after it.
         let folders = args.dir.iter().map(|dir| folder_in(dir)).collect::<anyhow::Result<Vec<_>>>()?;
         let storage = Storage {
             dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
@@ -93,8 +93,8 @@ fn folder_in(dir: &Path) -> anyhow::Result<TempDir> {
     })
 }
 
-/// The cases: the engines, then what residency saves, which is reads where each version is made durable, and writes
-/// too where nothing is kept.
+/// The cases: the other engine first, and then each resident part twice. Where each version is made durable, a resident
+/// part saves reads. Where nothing is kept, it saves writes too.
 fn cases(resident: &[f64]) -> Vec<Case> {
     let case = |engine, durability, resident| Case { engine, durability, resident };
     let mut cases = vec![case(Engine::Threads, Durability::EachVersion, 0.0)];

@@ -1,4 +1,4 @@
-//! What was measured, for people and for programs.
+//! Prints what was measured, as a table for people or as JSON for programs.
 
 use super::Measured;
 

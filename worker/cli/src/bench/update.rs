@@ -17,7 +17,7 @@ use super::{
 };
 
 pub(crate) struct Settings {
-    /// None means 200 million, or what half of the available memory holds.
+    /// How many parameters; None means 200 million, or what half of the available memory holds.
     pub(crate) params: Option<u64>,
     pub(crate) rounds: usize,
     /// Only cases whose name contains this.
@@ -30,7 +30,7 @@ pub(crate) struct Settings {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Case {
     Update(Update),
-    /// Gradient statistics of what is received, beside receiving it.
+    /// Receiving a gradient with gradient statistics, beside receiving it without them.
     Receive {
         source: Source,
         wire: Dtype,
@@ -65,7 +65,8 @@ impl Case {
         }
     }
 
-    /// The cases: AdamW in every form and the other rules in the fastest, or everything.
+    /// The cases. With `all` it is everything. Otherwise it is AdamW in every format or on every instruction set, and
+    /// the other rules in bf16 on the fastest instruction set.
     fn list(all: bool) -> Vec<Case> {
         let (best, mut cases) = (Isa::detect(), Vec::new());
         for rule in Rule::ALL {
@@ -187,7 +188,7 @@ impl Shard {
     }
 }
 
-/// AdamW with bf16 in its fastest form, and nothing around it.
+/// Updates by AdamW with bf16 on the fastest instruction set, and nothing else.
 pub(super) struct Bare {
     arrays: Arrays,
     pool: ThreadPool,
@@ -221,8 +222,8 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
         pools.push(ThreadPool::new(available_threads())?);
     }
     let all = &pools[pools.len() - 1];
-    // The caller is bound as a job's thread is. Left to the scheduler it might share a core with the pool's second
-    // thread throughout.
+    // The calling thread is bound to a core, as a job's compute thread is. The scheduler might otherwise leave it on
+    // the core of the pool's second thread all the time.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
     let mut measured = Vec::new();
@@ -241,7 +242,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
     for round in 0..settings.rounds {
         for (index, measured) in measured.iter_mut().enumerate() {
             let (case, pool) = (cases[index / pools.len()], &pools[index % pools.len()]);
-            // They take turns, so that neither always follows the other.
+            // Case and limit take turns in going first.
             let limit_first = round % 2 == 0;
             for is_limit in [limit_first, !limit_first] {
                 let seconds = arrays.time(pool, case, is_limit)?;

@@ -183,7 +183,7 @@ pub(super) struct Args {
     /// Write the trained weights as safetensors to this folder at the end; an earlier export there is replaced
     #[arg(long, value_name = "DIR", help_heading = "Checkpoints")]
     export: Option<PathBuf>,
-    /// What they are rounded to: bf16, f16 or f32
+    /// Format that --export rounds the weights to: bf16, f16 or f32
     #[arg(long, default_value = "bf16", value_name = "DTYPE", help_heading = "Checkpoints")]
     export_dtype: Dtype,
 
@@ -217,7 +217,7 @@ pub(super) struct Args {
     /// Folders for an embedded server's state with tier nvme, striped over all of them
     #[arg(long, value_delimiter = ',', value_name = "DIR,...", help_heading = "Embedded server")]
     state_dir: Vec<PathBuf>,
-    /// Memory in which it keeps a part of that state, as in 64GiB [default: 0]
+    /// Memory in which an embedded server keeps a part of that state, as in 64GiB [default: 0]
     #[arg(long, value_name = "SIZE", help_heading = "Embedded server")]
     resident: Option<ByteSize>,
     /// Folder of a tmpfs for an embedded server's state with tier shm

@@ -1,4 +1,4 @@
-//! A layer's gradients on their way to the servers, as soon as backward has made them.
+//! Sends a layer's gradients to the servers as soon as backward has made them.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use super::{
     tested::Noise,
 };
 
-/// Device memory for the fp32 gradients of one layer. There are no others.
+/// Device memory for the fp32 gradients of one layer. No other gradients are ever on the device.
 pub struct LayerGradients {
     staging: Staging,
     buffer: Buffer,
@@ -68,7 +68,7 @@ impl Gradients for Sink<'_> {
             offset += bytes;
         }
         let mut values = Vec::new();
-        // The order is backward's within the layer too: its last tensors come from the flat space's end.
+        // Within the layer, too, gradients go in backward order: the last parameter first.
         for (param, offset, bytes) in places.into_iter().rev() {
             values.resize(bytes as usize / 4, 0.0);
             staging.copy_out(buffer, offset, bytes, |host| {

@@ -15,7 +15,7 @@ use super::{
     staging::Staging,
 };
 
-/// Stage 2: the versions that steps compute with. One is read, and with a delay another one arrives.
+/// Stage 2: the versions that steps compute with. One is in use, and in a delayed job another one arrives.
 pub struct WholeImages {
     pub(super) staging: Staging,
     dtype: Dtype,

@@ -1,4 +1,4 @@
-//! What a run leaves behind, and where: checkpoints on its way and at its end, and the export.
+//! Writes what a run leaves behind: checkpoints on its way and at its end, and the export.
 
 use std::path::PathBuf;
 
@@ -25,7 +25,7 @@ pub(super) struct Keeper<'a> {
     embedded: bool,
     /// The newest checkpoint that this run wrote.
     last: Option<(String, Version)>,
-    /// How many attempts failed since.
+    /// How many attempts have failed since that one.
     failures: u32,
     /// The step after which the next attempt is made, once one has failed.
     retry_at: u64,
@@ -101,7 +101,8 @@ impl<'a> Keeper<'a> {
         Ok(())
     }
 
-    /// Puts the next attempt off: by twice as many steps each time, and never beyond the next one that is due anyway.
+    /// Puts the next attempt off, by twice as many steps each time. It says when that is, which is no later than the
+    /// next checkpoint that is due anyway.
     fn put_off(&mut self, step: u64) -> String {
         let wait = 1 << self.failures.min(16);
         self.failures += 1;
@@ -215,8 +216,8 @@ impl<'a> Keeper<'a> {
     }
 }
 
-/// Whether only the writing of a checkpoint failed. If a server is gone or the job has failed, the next step meets
-/// that too, and its error says it better.
+/// Whether only the writing of a checkpoint failed. If a server is gone or the job has failed, the next step fails as
+/// well, and its error says better why.
 fn is_of_checkpoints(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {

@@ -31,8 +31,8 @@ pub fn run(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// A server inside this process, on a free loopback port, which goes with the process. The next run's server finds
-/// what it keeps in folders, whatever its port.
+/// A server inside this process, on a free loopback port. It ends with the process. What it keeps in folders is found
+/// by the next run's server, which may have another port.
 struct Embedded {
     server: Server,
     _runtime: Runtime,
@@ -60,7 +60,7 @@ impl Embedded {
     }
 }
 
-/// Starts one process a rank, with this process's own arguments. The first to fail ends the others.
+/// Starts one process for each rank, with this process's own arguments. The first one that fails ends the others.
 fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
     let mut ranks = Ranks(Vec::new());
     for rank in 0..settings.world_size {

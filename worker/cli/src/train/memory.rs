@@ -19,7 +19,7 @@ pub enum Stage {
     Three,
 }
 
-/// What a rank does at a time.
+/// How much a rank does at a time.
 pub struct Workload {
     pub dtype: Dtype,
     pub delay: u32,
@@ -28,12 +28,13 @@ pub struct Workload {
     pub device_budget: Option<u64>,
 }
 
-/// How many bytes of activations a model without a device budget keeps instead of computing them again in backward.
-/// That saves half of the time of a forward pass, on a device whose memory nobody counts.
+/// How many bytes of activations a model without a device budget keeps, instead of computing them again in backward.
+/// That saves half of the time of a forward pass.
 const KEPT_ACTIVATIONS: usize = 256 << 20;
 
-/// The bytes of activations beside the weights: what enters each stage, and the inside of one block (its attention
-/// matrix, and 16 times its input for projections and the MLP), or the logits and their gradient.
+/// The bytes of all activations. These are the inputs of all stages, and beside them the larger of two things: the
+/// inside of one block (its attention matrix, and 16 times its input for projections and the MLP), or the logits and
+/// their gradient.
 pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u64>) -> u64 {
     let config = model.config();
     let rows = (sequences * config.context) as u64;
@@ -57,8 +58,8 @@ pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> G
     }
 }
 
-/// The most device memory that a stage needs at once, in bytes: the 16-bit weights, one layer widened to fp32 to
-/// compute with, its gradient beside it, and the activations.
+/// The most device memory that training at a stage needs at once, in bytes: the 16-bit weights, one layer widened to
+/// fp32 to compute with, that layer's gradient, and the activations.
 fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Workload) -> u64 {
     let working = 2 * largest_stage(model) * 4 + activations(model, work.sequences, work.device_budget);
     match stage {
@@ -88,8 +89,8 @@ pub(super) fn stage_range(model: &Gpt, layout: &Layout, stage: usize) -> Range<u
     layout.param_range(params.start).start..layout.param_range(params.end - 1).end
 }
 
-/// The bytes of the whole model's 16-bit weights at stage 2. A delayed step computes with one version while the next
-/// one arrives.
+/// The bytes of the whole model's 16-bit weights at stage 2. They are there twice in a delayed job, since a step
+/// computes with one version while the next one arrives.
 pub(super) fn whole_images(layout: &Layout, dtype: Dtype, delay: u32) -> u64 {
     layout.elements() * dtype.bytes() * u64::from(1 + delay)
 }

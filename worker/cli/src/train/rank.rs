@@ -23,8 +23,7 @@ use super::{
     text::{Batch, Corpus},
 };
 
-/// How many sequences a validation batch has. Few of them keep the activations of an evaluation below those of a
-/// step.
+/// How many sequences a validation batch has. They are few, so that an evaluation has fewer activations than a step.
 const VALIDATION_SEQUENCES: usize = 4;
 
 /// Everything about a run that does not change from step to step.
@@ -97,10 +96,10 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// Trains from connecting to the servers to the last step.
+    /// Does the whole run, from connecting to the servers to the last step.
     ///
     /// # Errors
-    /// `Outdated`: then nothing is lost, and it may be called again.
+    /// After `Outdated` nothing is lost, and this may be called again.
     fn train(
         &self,
         ServerChoice { servers, embedded }: ServerChoice<'_>,
@@ -189,7 +188,7 @@ impl<'a> Run<'a> {
     }
 
     /// Whether the job is to be filled from a checkpoint, and how. A restore that was begun is brought to its end,
-    /// whoever began it; a job that has its state goes on from there.
+    /// whoever began it. A job that has its state goes on from that state.
     fn goes_back(&self, opened: &Result<Opened, Error>, report: &Report) -> Option<GoBack> {
         let asked = self.settings.resume.clone();
         match opened {
@@ -254,7 +253,8 @@ impl<'a> Run<'a> {
     ) -> anyhow::Result<()> {
         let plan = pipeline.begin()?;
         if self.settings.step_weights {
-            // Before anything is pushed: a process that is killed later may have said all that the step needs.
+            // This is said before anything is pushed. If this process is killed later, its gradient may already be all
+            // that the step needs.
             let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
             report.weights(self.rank, plan, checksum);
         }
@@ -318,7 +318,7 @@ impl<'a> Run<'a> {
         StagedWeights::new(&self.model, &self.layout, images, pull, training)
     }
 
-    /// What must be the same for a resumed run to be the same run.
+    /// Settings that must stay the same for a resumed run to be the same run.
     fn trainer_state(&self) -> Vec<u8> {
         let Settings { seed, batch, micro_steps, steps, .. } = *self.settings;
         serde_json::json!({"seed": seed, "batch": batch, "micro_steps": micro_steps, "steps": steps})

@@ -56,7 +56,7 @@ pub(super) struct Opening<'a> {
     pub(super) device: &'a str,
 }
 
-/// What is known of a run beside its last version.
+/// What a run's summary says beside what its last version gives.
 pub(super) struct Around {
     pub(super) first_loss: Option<f32>,
     pub(super) servers: usize,
@@ -71,7 +71,7 @@ pub(super) struct Kept {
     pub(super) checkpoint: Option<String>,
     /// Where the weights are, a line each.
     pub(super) lines: Vec<String>,
-    /// The weights went with the embedded server.
+    /// Whether the weights are lost, since the embedded server kept them in memory and ends now.
     pub(super) gone: bool,
     /// What was wanted and could not be written.
     pub(super) failure: Option<anyhow::Error>,
@@ -220,7 +220,7 @@ impl Report {
         }
     }
 
-    /// Says what a step computed with, on any rank.
+    /// Says which weights a step begins with, on any rank.
     pub(super) fn weights(&self, rank: u32, plan: StepInputs, crc32: u32) {
         let (step, version) = (plan.step.0, plan.reads.0);
         self.json(
@@ -235,7 +235,7 @@ impl Report {
         }
     }
 
-    /// Says something that the reader should know; on stderr if programs read stdout.
+    /// Says something that the user should know. It goes to stderr if a program reads stdout.
     pub(super) fn note(&self, text: &str) {
         match &self.output {
             Output::Json | Output::Silent => eprintln!("longshore: {text}"),

@@ -1,4 +1,4 @@
-//! What a training run is: everything that decides its bits, and how it is shown.
+//! The settings of a training run: all that decides its bits, where it runs, and how it is shown.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -38,10 +38,10 @@ pub struct Settings {
     pub rule: Rule,
     pub hyper: Hyper,
     pub lr_warmup_steps: u64,
-    /// The learning rate falls along a cosine to this part of itself.
+    /// The learning rate falls along a cosine to this part of its peak.
     pub lr_floor: f64,
     pub clip: Option<f64>,
-    /// Gradients are used as they come.
+    /// Gradients are used as they come, without statistics.
     pub unchecked: bool,
     pub delay: u32,
     pub delay_warmup_steps: u64,
@@ -63,7 +63,8 @@ pub struct Settings {
     pub stage: Option<u32>,
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_every: u64,
-    /// The checkpoint that the job goes back to where servers have nothing of it. None means that it starts afresh.
+    /// The checkpoint that the job goes back to if the servers have nothing of the job. With None it then starts
+    /// afresh.
     pub resume: Option<GoBack>,
     /// Where the weights are written at the end.
     pub export: Option<PathBuf>,
@@ -87,7 +88,7 @@ pub struct Settings {
     /// Where an embedded server keeps the state of tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub json: bool,
-    /// The checksum of each step's weights is shown, for tests.
+    /// Each step shows the checksum of the weights that it begins with. Tests ask for this.
     pub step_weights: bool,
 }
 
@@ -103,7 +104,7 @@ pub enum LossScaleMode {
     Fixed(f64),
 }
 
-/// How many shards a small model has: enough for streaming to be seen, and for several servers to have some each.
+/// How many shards a small model has. They are enough to show streaming, and to give each of several servers some.
 const SMALL_MODEL_SHARDS: u64 = 16;
 
 impl Settings {
@@ -157,7 +158,7 @@ impl Settings {
         }
     }
 
-    /// Linear warm-up, then a cosine down to the floor at the last step.
+    /// The learning rate rises linearly at first, then falls along a cosine to the floor at the last step.
     pub fn learning_rate(&self, step: Step) -> f64 {
         let (step, warmup) = (step.0 as f64, self.lr_warmup_steps as f64);
         if step <= warmup {

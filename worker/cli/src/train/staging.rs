@@ -1,4 +1,4 @@
-//! Copies between the trainer's arithmetic, which is in the host's memory, and a device.
+//! Copies between the host's memory, where the trainer computes, and a device.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -9,11 +9,12 @@ use longshore_worker::{
 
 use super::gpt::BoxError;
 
-/// Host buffers that copies go through, one of each size: locking pages takes far longer than copying them.
+/// Host buffers that copies go through, one of each size. They are used again, since page-locking one takes far longer
+/// than a copy.
 pub(super) struct Staging {
     device: Arc<dyn Device>,
     idle: HashMap<u64, HostBuffer>,
-    /// The last copy in, which the next one waits for. On the device a copy out comes after it in any case.
+    /// The last copy to the device, which the next copy either way waits for.
     under_way: Option<Transfer>,
 }
 

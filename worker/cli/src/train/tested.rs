@@ -1,4 +1,4 @@
-//! What tests ask of the trainer: gradients that no other process makes, and the weights that each step computed with.
+//! What tests ask of the trainer: gradients that differ from process to process, and a checksum of the weights in use.
 
 use std::{
     env,
@@ -9,8 +9,8 @@ use std::{
 use longshore_proto::checksum::Crc32;
 use longshore_worker::{error::Result, pull::Feed};
 
-/// A variable with a number. If it is set, gradients differ by process, as in a framework whose arithmetic is not
-/// deterministic.
+/// An environment variable that holds a number. If it is set, gradients differ from process to process, as in a
+/// framework whose arithmetic is not deterministic.
 const PERTURB: &str = "LONGSHORE_TEST_PERTURB";
 
 /// What this process's gradients are multiplied by.

@@ -1,5 +1,5 @@
-//! Training text: a folder read once into one run of bytes, and batches that depend on their coordinates
-//! alone, so that a worker that starts again gets the batch it would have had.
+//! Training text: a folder is read once, and cut into batches. A batch depends on seed, step, micro-step and rank
+//! alone, so a worker that starts again gets the batch that it would have had.
 
 use std::{
     ops::Range,
@@ -11,7 +11,7 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
-/// The largest file that is read. Larger ones are generated far more often than written.
+/// The size of the largest file that is read. Larger files are seldom written by people.
 pub const FILE_BYTES_MAX: u64 = 1 << 20;
 /// The most text that a worker holds in memory; a byte-level demo never gets through this much.
 pub const CORPUS_BYTES_MAX: usize = 1 << 30;
@@ -19,7 +19,7 @@ pub const CORPUS_BYTES_MAX: usize = 1 << 30;
 const CHUNK_BYTES: usize = 4096;
 /// The last of this many consecutive chunks is for validation.
 const CHUNKS_PER_SPLIT: usize = 10;
-/// Follows each file's text, in which it cannot occur.
+/// The byte that follows each file's text, in which it cannot occur.
 const END_OF_FILE: u8 = 0;
 
 #[derive(Debug, thiserror::Error)]
@@ -44,7 +44,7 @@ pub enum Error {
     SequenceTooLong { context: usize, available: usize },
 }
 
-/// Sequences of bytes, one after the other, and for each byte the one that follows it.
+/// Sequences of bytes, one after the other (`inputs`), and for each byte the one that follows it (`targets`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     pub inputs: Vec<u32>,
@@ -91,7 +91,8 @@ impl Corpus {
         Ok(Corpus::split(bytes, files))
     }
 
-    /// A text too short for ten whole chunks is split into ten shorter ones.
+    /// Splits the text into training and validation text. A text too short for ten whole chunks is cut into ten shorter
+    /// ones.
     fn split(bytes: Vec<u8>, files: usize) -> Corpus {
         let chunk = CHUNK_BYTES.min(bytes.len() / CHUNKS_PER_SPLIT).max(1);
         let period = chunk * CHUNKS_PER_SPLIT;
@@ -113,7 +114,7 @@ impl Corpus {
         Summary { files: self.files, bytes: self.bytes.len(), train_bytes, validation_bytes }
     }
 
-    /// Whether both parts of the split hold a sequence that long, and the byte after it.
+    /// Checks that both parts of the split hold a sequence of `context` bytes, and the byte after it.
     pub fn check_context(&self, context: usize) -> Result<(), Error> {
         let longest = |pieces: &[Range<usize>]| pieces.iter().map(Range::len).max().unwrap_or(0);
         let available = longest(&self.train).min(longest(&self.validation)).saturating_sub(1);
@@ -123,7 +124,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// The training batch with these coordinates. A function of its arguments and the text alone.
+    /// The training batch for these arguments. It depends on them and on the text alone.
     ///
     /// # Panics
     /// If [`check_context`](Corpus::check_context) refuses `context`.
@@ -136,7 +137,7 @@ impl Corpus {
         sequences: usize,
         context: usize,
     ) -> Batch {
-        // The coordinates are the generator's key itself: no two batches of any run share a stream.
+        // The arguments are the generator's key itself, so no two batches of any run share random numbers.
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
         key[8..16].copy_from_slice(&step.to_le_bytes());
@@ -145,7 +146,7 @@ impl Corpus {
         let mut random = ChaCha8Rng::from_seed(key);
         let windows = Windows::new(&self.train, context);
         let places = (0..sequences).map(|_| {
-            // The high half of a 64 x 64 bit product: uniform but for one part in 2^64 / windows.
+            // The high half of a 64 x 64 bit product is uniform, but for one part in 2^64 / windows.
             let scaled = random.next_u64() as u128 * windows.count as u128;
             windows.start((scaled >> 64) as usize)
         });
@@ -206,7 +207,7 @@ impl Windows<'_> {
     }
 }
 
-/// What reading has come to so far.
+/// What has been read so far, and what was left out.
 #[derive(Default)]
 struct Found {
     bytes: Vec<u8>,
@@ -243,7 +244,7 @@ impl Found {
     }
 }
 
-/// Generated, large, and repetitive.
+/// Whether a file is a lock file, which is generated, large, and repetitive.
 fn is_lock_file(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())

@@ -1,4 +1,5 @@
-//! The model's weights, from the servers' images: all kept for a step (stage 2), or layer by layer (stage 3).
+//! Gives the model its weights from the servers' images: all of them for a whole step (stage 2), or layer by layer
+//! (stage 3).
 
 use std::ops::Range;
 
@@ -73,15 +74,15 @@ impl Weights for WholeWeights<'_> {
 /// Pulls a layer's flat range of the version in use.
 pub type PullLayer<'a> = Box<dyn Fn(Range<u64>) -> Result<Feed> + 'a>;
 
-/// Stage 3: a layer's image is pulled just before use and freed after; the next one is on its way meanwhile.
+/// Stage 3: a layer's image is pulled just before use and freed after it. The next layer's image arrives meanwhile.
 pub struct StagedWeights<'a> {
     model: &'a Gpt,
     layout: &'a Layout,
     images: &'a mut LayerImages,
     pull: PullLayer<'a>,
-    /// There is a backward pass too, from the last stage to the first.
+    /// Whether a backward pass follows, from the last stage to the first.
     training: bool,
-    /// Whether the last acquired stage was the last one of the model, so that the order has turned.
+    /// Whether the model's last stage has been acquired, so that stages are now acquired in backward order.
     backward: bool,
     ready: Option<(usize, Feed, Buffer)>,
     lent: Option<(Buffer, Lease)>,

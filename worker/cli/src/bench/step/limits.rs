@@ -1,5 +1,5 @@
-//! What bounds a step. Each bound is measured alone and in turn with steps: an update of as many parameters, each way
-//! of the wire, and the cores.
+//! What bounds a step: an update of as many parameters, each direction of the wire, and the cores. Each is measured
+//! alone, in turn with steps.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,8 @@
 //! `longshore bench step`: whole steps of a worker whose compute is a timed wait, beside what bounds them.
 //!
-//! Forward takes a third of the compute and consumes shard after shard as their weights are there; each shard's gradient
-//! leaves during backward, last one first. Server and ranks are in this process, so that its CPU time is that of all.
+//! Forward takes a third of the compute, and uses shard after shard as their weights arrive. Backward takes the rest,
+//! and each shard's gradient leaves during it, last shard first. Server and ranks are in this process, so its CPU time
+//! is that of all.
 
 mod args;
 mod limits;
@@ -69,7 +70,7 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
     };
     let (step, exposed) = (of(|step| step.wall), of(|step| step.exposed));
     let [push, pull, update, cpu] = limits.ms();
-    // The wire's time counts once each way; a step of several micro-steps pushes as many times.
+    // Each direction of the wire bounds a step by itself. A step of several micro-steps pushes as many times.
     let push = push * f64::from(args.micro_steps) * f64::from(args.ranks);
     let pull = pull * f64::from(args.ranks);
     let bound = push.max(pull).max(update).max(cpu);

@@ -25,13 +25,13 @@ pub(super) struct Measured {
 pub(super) struct Step {
     pub(super) wall: Duration,
     pub(super) exposed: Duration,
-    /// In an exact step without compute: the time from its decision to the last of its weights.
+    /// The time from the step's decision to the last of its weights. It is measured in exact steps without compute.
     pub(super) update: Duration,
     pub(super) timing: Timing,
 }
 
-/// Compute that takes time and no core, as a GPU's does. If the scheduler makes one part take too long, the next one
-/// takes less; time in which it waited for weights is lost to it.
+/// Compute that takes time but no core, as a GPU's does. If the scheduler makes one part of it too long, the next part
+/// is shorter by as much. Time spent waiting for weights is not made up for in this way.
 struct Compute {
     until: Instant,
     total: Duration,
@@ -49,7 +49,7 @@ impl Compute {
         thread::sleep(self.until - now);
     }
 
-    /// Says that what comes next cannot have begun before now.
+    /// Notes that the compute waited until now, so that its next part begins now.
     fn held_up(&mut self) {
         self.until = self.until.max(Instant::now());
     }
@@ -153,12 +153,12 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     Ok(Step { wall, exposed, update: decided.elapsed(), timing: Timing::default() })
 }
 
-/// Makes the gradient as a device's copy engine leaves it: no CPU writes it. Memory that is used again still holds
-/// it.
+/// Makes a gradient without CPU time, as a device's copy engine does. Only new memory is written: memory that is used
+/// again still holds a gradient.
 fn produce(target: &mut [u8]) {
     if target.starts_with(&[0; 4]) {
         target.chunks_exact_mut(2).zip(1u16..).for_each(|(element, value)| {
-            // These are bf16 numbers from 2^-13 to 2^-12.
+            // The elements are bf16 numbers from 2^-13 to 2^-12.
             element.copy_from_slice(&(0x3900 | value & 0x7F).to_le_bytes());
         });
     }

@@ -1,5 +1,4 @@
-//! An update that goes on beside what is measured. It updates a large array over and over, on threads of the engine's
-//! own pool.
+//! An update that goes on beside what is measured: it updates a large array over and over, on a pool of the engine.
 
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
@@ -11,7 +10,7 @@ use anyhow::ensure;
 
 use crate::bench::update::Bare;
 
-/// This is beyond every cache, and a pass takes a thread a tenth of a second.
+/// So many parameters fit in no cache, and a pass over them takes one thread a tenth of a second.
 pub(super) const PARAMS: usize = 32 << 20;
 /// The longest wait for a pass to begin or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -43,7 +42,7 @@ impl Update {
         let (mut bare, shared) = (Bare::new(params, threads)?, Arc::new(Control::default()));
         let theirs = Arc::clone(&shared);
         let run = move || {
-            // A job's compute thread does so too.
+            // A job's compute thread joins its pool in the same way.
             bare.adopt_caller();
             theirs.serve(&mut bare);
         };

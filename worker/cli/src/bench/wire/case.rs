@@ -1,9 +1,9 @@
-//! One thing that is measured again and again, and its samples.
+//! One case of the bench, which is measured again and again, and its samples.
 
 use super::{beside::Update, meter::Sample};
 use crate::bench::median;
 
-/// See the module.
+/// One thing to measure, what it is compared with, and its samples.
 pub(super) struct Case {
     pub(super) name: &'static str,
     /// The case that it is compared with.
@@ -29,7 +29,7 @@ impl Case {
 
     /// Takes a round's samples: one, or two by turns.
     pub(super) fn round(&mut self, round: usize, update: Option<&Update>) -> anyhow::Result<()> {
-        // The first round warms up: memory is touched, windows and socket buffers open.
+        // The first round warms up: it touches memory, and lets windows and socket buffers grow.
         let keep = round > 0;
         for with_update in [round.is_multiple_of(2), !round.is_multiple_of(2)] {
             let sample = match update {

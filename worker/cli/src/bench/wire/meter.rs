@@ -1,4 +1,4 @@
-//! Wall and CPU time of a stretch of work. Both ends run in this process, so that its CPU time is theirs together.
+//! Wall and CPU time of a piece of work. Both ends run in this process, so its CPU time is that of both.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// Adds a stretch of work that moved `bytes`.
+    /// Adds a piece of work that moved `bytes`.
     pub(super) fn time<T>(
         &mut self,
         bytes: usize,

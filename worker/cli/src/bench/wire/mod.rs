@@ -1,5 +1,5 @@
-//! How near push and pull come to raw sockets. All cases take turns in each round, since clocks, caches and neighbours
-//! change within seconds: only medians of one run compare.
+//! Measures how near push and pull come to raw sockets. All cases take turns in each round, since clocks, caches and
+//! neighbours on the host change within seconds. Compare only medians of the same run.
 
 mod beside;
 mod case;

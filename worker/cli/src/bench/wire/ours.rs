@@ -1,5 +1,5 @@
-//! Push and pull as a worker makes them, against a server in this process: from retained chunks into the server's
-//! slots, and from a version's image into a feed.
+//! Push and pull as a worker makes them, against a server in this process. A push goes from retained chunks into the
+//! server's slots, and a pull from a version's image into a feed.
 
 use std::{
     hint::black_box,
@@ -47,7 +47,7 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
 /// Push and pull over one transport, for a bench of something larger.
 pub(in crate::bench) struct Both(BenchRank);
 
-/// This is enough to leave every cache, and little enough to be measured in each round.
+/// How much is transferred: it fits in no cache, and is little enough to be measured in each round.
 const BOTH_BYTES: u64 = 256 << 20;
 
 impl Both {
@@ -93,8 +93,8 @@ impl Host {
     }
 }
 
-/// One rank's session, and the gradient that it pushes again and again. A fourth rank never comes, so that no sum is
-/// formed.
+/// One rank's session, and the gradient that it pushes again and again. The job has a fourth rank that never comes, so
+/// no sum is formed.
 struct BenchRank {
     probe: Probe,
     _host: Arc<Host>,
@@ -121,8 +121,8 @@ impl BenchRank {
         Ok(sample)
     }
 
-    /// Pulls version 0 until all of it is there: in this rank's memory, or where the server has it. There it is read
-    /// once, so that this rank has seen the bytes either way.
+    /// Pulls version 0 until all of it is in this rank's memory. In shared memory it stays where the server has it, and
+    /// this rank reads it once instead, so that it has seen the bytes either way.
     fn pull(&mut self) -> anyhow::Result<Sample> {
         let whole = 0..self.probe.session().layout().elements();
         let mut sample = Sample::default();

@@ -1,4 +1,4 @@
-//! What the host gives: memory copied, and bytes through bare sockets with the same send buffers.
+//! What the host can do: copy memory, and send bytes through bare sockets with the same send buffers.
 
 use std::{
     io::{Read, Write},
@@ -31,8 +31,7 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     Ok(vec![memcpy, tcp, unix])
 }
 
-/// The source and target of each connection. Together they are as large as a real transfer, so that no cache holds
-/// them.
+/// The source and target of each connection. Together they are as large as a real transfer, so they fit in no cache.
 struct Lanes(Vec<(Vec<u8>, Vec<u8>)>);
 
 impl Lanes {

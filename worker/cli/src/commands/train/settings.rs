@@ -1,4 +1,4 @@
-//! What a run does, from its flags, each of which is checked where no later check would name it.
+//! Makes a run's settings from its flags, and checks those flags that no later check would name.
 
 use std::time::Duration;
 
@@ -80,7 +80,8 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
     })
 }
 
-/// The formats of the state. Rounding takes the run's seed; an fp32 job may go on with another seed.
+/// The formats of the state. Stochastic rounding takes the run's seed. An fp32 job has no seed in its formats, so it
+/// may go on with another one.
 fn formats(args: &Args) -> Formats {
     let formats = Formats { state: args.state, master: args.master, seed: args.seed };
     if formats.is_fp32() { Formats::default() } else { formats }
@@ -121,7 +122,7 @@ fn resume(args: &Args) -> Result<Option<GoBack>, Fault> {
     Ok(None)
 }
 
-/// Checks what no later check would name by its flag.
+/// Checks flags that no later check would name.
 fn check(args: &Args) -> Result<(), Fault> {
     let positive = |field: &str, value: u64| {
         if value > 0 {
@@ -151,8 +152,7 @@ fn check(args: &Args) -> Result<(), Fault> {
     check_folders(args)
 }
 
-/// Checks the folders of an embedded server. It has no port to be found again by, so what should outlive it needs a
-/// folder.
+/// Checks the folders of an embedded server. Its state outlives it only in a folder that the user names.
 fn check_folders(args: &Args) -> Result<(), Fault> {
     let given = [
         ("--state-dir", !args.state_dir.is_empty(), TierKind::Nvme),

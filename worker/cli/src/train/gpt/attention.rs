@@ -1,13 +1,13 @@
 //! Causal self-attention between its two projections, forward and backward.
 //!
-//! Threads share out the sequences, each of which stays in a core's cache: the products here are too small to
-//! be worth dividing one by one.
+//! Each thread takes whole sequences, each of which stays in a core's cache. The products here are too small to be
+//! worth dividing one by one.
 
 use rayon::prelude::*;
 
 use super::{Tensor, product::Real, rows, shape::Shape};
 
-/// What backward needs again of one sequence: [heads, context, head width], and the attention weights.
+/// What backward needs again of one sequence: three tensors of [heads, context, head width], and the attention weights.
 pub(super) struct Saved<T> {
     query: Tensor<T>,
     key: Tensor<T>,

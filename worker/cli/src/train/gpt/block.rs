@@ -144,7 +144,7 @@ fn bias_gradient<T: Real>(dy: &Tensor<T>) -> Tensor<T> {
     Tensor::vector(rows::column_sums(dy.values(), dy.columns()))
 }
 
-/// The gradients of a norm's input, with that of the branch around the norm added, and of its gain and bias.
+/// The gradients of a norm's input, gain and bias. The gradient of the branch around the norm is added to the first.
 pub(super) fn norm_gradient<T: Real>(
     x: &Tensor<T>,
     gain: &Tensor<T>,

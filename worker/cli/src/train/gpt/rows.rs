@@ -1,5 +1,5 @@
-//! The arithmetic between the matrix products, forward and backward: passes over rows, each of which does at once
-//! what a dozen elementary operations would walk memory for one by one.
+//! The arithmetic between the matrix products, forward and backward. Each pass over rows does at once what a dozen
+//! elementary operations would each read and write memory for.
 //!
 //! Rows are shared out among threads in chunks of a fixed size, and sums across rows are taken chunk by chunk
 //! in order, so a result does not depend on the number of threads.
@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::product::Real;
 
-/// How many rows are handled as one: enough that handing a chunk to a thread costs nothing beside it.
+/// How many rows are handled as one chunk. They are so many that handing a chunk to a thread costs little beside them.
 const CHUNK_ROWS: usize = 32;
 /// How many independent sums a row has, so that they vectorise without reassociating a single one.
 const LANES: usize = 16;

@@ -21,8 +21,8 @@ pub(super) fn embed<T: Real>(weights: &[Tensor<T>], batch: &Batch, shape: &Shape
     Tensor::matrix(x, width)
 }
 
-/// Needs no weights: `positions` is the length of the table of positions, of which a short batch reaches only
-/// a part.
+/// The gradients of the first stage's parameters, which need no weights. `positions` is the length of the table of
+/// positions, of which a short batch uses only a part.
 pub(super) fn embed_backward<T: Real>(
     batch: &Batch,
     dx: &Tensor<T>,

@@ -1,4 +1,4 @@
-//! One pass over a batch, stage by stage, with what is held when.
+//! One pass over a batch, stage by stage. It decides which weights and activations are held at what time.
 
 use tracing::debug_span;
 
@@ -12,9 +12,9 @@ use super::{
 
 /// Where a stage's weights come from.
 ///
-/// A micro-step of n stages acquires 0, 1 .. n-1 and then n-2 .. 1, each once it has released the one before:
-/// the last stage turns round on one loan, and the embedding's gradient needs no weights. So a source can
-/// prefetch.
+/// A micro-step of n stages acquires stages 0, 1 .. n-1 and then n-2 .. 1, each after it has released the one before.
+/// The last stage is acquired once for both passes, and the embedding's gradient needs no weights. The order never
+/// changes, so a source can prefetch.
 pub trait Weights<T = f32> {
     /// The tensors, in the order and the shapes of the stage's parameters.
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor<T>>, BoxError>;
