@@ -376,7 +376,7 @@ impl Pipeline {
 }
 
 fn accumulator(session: &Session, options: &PipelineOptions) -> Result<Option<Arc<Mutex<Accumulator>>>> {
-    let Accumulate::OnWorker { micro_steps } = options.accumulate else { return Ok(None) };
+    let Accumulate::OnWorker { micro_steps: micro_steps @ 2.. } = options.accumulate else { return Ok(None) };
     let (budget, dtype) = (&session.cluster.options.host_budget, session.spec().gradient_dtype);
     let accumulator = Accumulator::new(budget, session.layout(), dtype, micro_steps)?;
     Ok(Some(Arc::new(Mutex::new(accumulator))))

@@ -103,7 +103,7 @@ pub struct Hyper {
     #[prost(double, tag = "9")]
     pub lr_decay: f64,
 }
-/// Images that are ahead of the master weights by what is known of the next step (docs/update.md). For adamw, adam and sgd.
+/// Images that are ahead of the master weights by what is known of the next step (docs/protocol.md). For adamw, adam and sgd.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct LookAhead {
     /// the next step's learning rate, one for each param group; this step's where it is not known

@@ -320,15 +320,24 @@ impl<'a> Run<'a> {
 
     /// Settings that must stay the same for a resumed run to be the same run.
     fn trainer_state(&self) -> Vec<u8> {
-        let Settings { seed, batch, micro_steps, steps, .. } = *self.settings;
-        serde_json::json!({"seed": seed, "batch": batch, "micro_steps": micro_steps, "steps": steps})
-            .to_string()
-            .into_bytes()
+        let Settings { seed, batch, micro_steps, accumulate_on_worker, steps, .. } = *self.settings;
+        let mut state = serde_json::json!({
+            "seed": seed, "batch": batch, "micro_steps": micro_steps, "accumulate_on_worker": accumulate_on_worker,
+            "steps": steps,
+        });
+        if self.settings.delay > 0 {
+            let Settings { delay, delay_warmup_steps, newer_from, correction, .. } = *self.settings;
+            state["delay"] = serde_json::json!({
+                "steps": delay, "warmup_steps": delay_warmup_steps, "newer_from": newer_from,
+                "correction": correction.to_string(),
+            });
+        }
+        state.to_string().into_bytes()
     }
 
     fn check_resumed(&self, pipeline: &Pipeline, report: &Report) {
         if pipeline.resumed().is_some_and(|state| state != self.trainer_state()) {
-            report.note("this job was trained so far with another seed, batch or number of steps");
+            report.note("this job was trained so far with another seed, batch, number of steps or delay");
         }
     }
 }
