@@ -150,3 +150,52 @@ pub fn check_pause_reason(field: &str, reason: &str) -> Result<(), Fault> {
         (format!("{} bytes", reason.len()), format!("at most {MAX_PAUSE_REASON_BYTES} bytes"));
     Err(Fault::invalid(field, value, limit, "shorten it"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dtype, JobName, Param, Rule, TierKind, limits::BLOCK_ELEMENTS};
+
+    fn spec(rule: Rule, max_delay: u32) -> JobSpec {
+        JobSpec {
+            name: JobName::parse("name", "delayed").unwrap(),
+            params: vec![Param { name: "weight".into(), shape: vec![100], group: 1 }],
+            groups: vec!["decay".into(), "no decay".into()],
+            rule,
+            gradient_dtype: Dtype::Bf16,
+            image_dtype: Dtype::Bf16,
+            world_size: 1,
+            micro_steps: 1,
+            max_delay,
+            shard_elements: BLOCK_ELEMENTS,
+            tier: TierKind::Memory,
+            formats: Default::default(),
+            unchecked: false,
+        }
+    }
+
+    #[test]
+    fn a_correction_that_does_not_fit_the_job_is_refused() {
+        let of = |rule, delay, correction: Correction| correction.validate(&spec(rule, delay));
+        let ahead = |lr: &[f64]| Correction::LookAhead(lr.to_vec());
+        for rule in [Rule::AdamW, Rule::Adam, Rule::Sgd] {
+            assert_eq!(of(rule, 1, ahead(&[0.1, 0.0])), Ok(()));
+        }
+        assert_eq!(of(Rule::Lion, 1, Correction::Compensation(1.0)), Ok(()));
+        assert_eq!(of(Rule::Lion, 0, Correction::None), Ok(()));
+        for (rule, delay, correction, field, limit) in [
+            (Rule::AdamW, 0, ahead(&[0.1, 0.1]), "commit.look_ahead", "max_delay 0"),
+            (Rule::AdamW, 0, Correction::Compensation(0.5), "commit.compensation", "max_delay 0"),
+            (Rule::AdamW, 1, Correction::Compensation(1.5), "commit.compensation", "in [0, 1]"),
+            (Rule::AdamW, 1, ahead(&[0.1]), "commit.look_ahead", "2, the job's number of param groups"),
+            (Rule::AdamW, 1, ahead(&[]), "commit.look_ahead", "2, the job's number of param groups"),
+            (Rule::AdamW, 1, ahead(&[0.1, f64::NAN]), "commit.look_ahead.lr[1]", "finite"),
+            (Rule::AdamW, 1, ahead(&[-0.1, 0.1]), "commit.look_ahead.lr[0]", "at least 0"),
+            (Rule::Lion, 1, ahead(&[0.1, 0.1]), "commit.look_ahead", "adamw, adam or sgd"),
+            (Rule::Adagrad, 1, ahead(&[0.1, 0.1]), "commit.look_ahead", "adamw, adam or sgd"),
+        ] {
+            let fault = of(rule, delay, correction).unwrap_err();
+            assert!(fault.field == field && fault.limit.contains(limit), "{fault}");
+        }
+    }
+}

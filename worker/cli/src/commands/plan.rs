@@ -32,7 +32,7 @@ pub(super) struct Args {
     /// Data-parallel ranks
     #[arg(long, default_value_t = 1, value_name = "N")]
     world_size: u32,
-    /// Gradients summed before each update
+    /// Gradients of a rank that the servers sum before each update: 1 where workers add up theirs
     #[arg(long, default_value_t = 1, value_name = "N")]
     micro_steps: u32,
     /// 0: exact. 1: each step computes with the weights of the step before last
