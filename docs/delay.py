@@ -65,35 +65,34 @@ def events(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def final_loss(path):
+def loss_of(path):
+    """The validation loss at the end of a run, if it was made."""
+    if not path.exists():
+        return None
     return next(event for event in events(path) if event["event"] == "end")["validation_loss"]
 
 
 def table(out, setting):
-    rows, exact = [], None
-    for mode in MODES:
-        paths = [path_of(out, setting, mode, seed) for seed in SEEDS]
-        if not all(path.exists() for path in paths):
+    """One row for each mode. A run that was not made is a dash, and means are over the seeds that exact steps have too."""
+    losses = {mode: [loss_of(path_of(out, setting, mode, seed)) for seed in SEEDS] for mode in MODES}
+    if not any(loss is not None for loss in losses["exact"]):
+        return
+    head = "| " + " | ".join(["run", *(f"seed {seed}" for seed in SEEDS), "mean", "gap to exact"]) + " |"
+    print(f"\n**{setting[0].upper() + setting[1:]}**\n\n{head}\n| --- " + "| ---: " * (len(SEEDS) + 2) + "|")
+    for mode, of_mode in losses.items():
+        pairs = [(mine, exact) for mine, exact in zip(of_mode, losses["exact"]) if None not in (mine, exact)]
+        if not pairs:
             continue
-        losses = [final_loss(path) for path in paths]
-        mean = statistics.mean(losses)
-        exact = mean if mode == "exact" else exact
-        gap = "" if mode == "exact" or exact is None else f"{mean - exact:+.3f}"
-        rows.append(f"| {mode} | " + " | ".join(f"{loss:.3f}" for loss in losses) + f" | {mean:.3f} | {gap} |")
-    if rows:
-        head = "| " + " | ".join(["run", *(f"seed {seed}" for seed in SEEDS), "mean", "gap to exact"]) + " |"
-        print(f"\n**{setting[0].upper() + setting[1:]}**\n\n{head}\n" + "|---" * (len(SEEDS) + 3) + "|")
-        print("\n".join(rows))
+        mean = statistics.mean(mine for mine, _ in pairs)
+        gap = "" if mode == "exact" else f"{statistics.mean(mine - exact for mine, exact in pairs):+.3f}"
+        shown = ["-" if loss is None else f"{loss:.3f}" for loss in of_mode]
+        print(f"| {mode} | " + " | ".join(shown) + f" | {mean:.3f} | {gap} |")
 
 
 def curve(out, mode):
-    """(step, training loss) over all seeds, smoothed over 25 steps."""
-    runs = []
-    for seed in SEEDS:
-        path = path_of(out, DRAWN, mode, seed)
-        if not path.exists():
-            return []
-        runs.append([event["loss"] for event in events(path) if event["event"] == "step"])
+    """(step, training loss) over the seeds that are there, smoothed over 25 steps."""
+    paths = [path_of(out, DRAWN, mode, seed) for seed in SEEDS]
+    runs = [[e["loss"] for e in events(path) if e["event"] == "step"] for path in paths if path.exists()]
     means = [statistics.mean(losses) for losses in zip(*runs)]
     window = 25
     return [(end, statistics.mean(means[end - window : end])) for end in range(window, len(means) + 1, 5)]
@@ -111,7 +110,7 @@ def draw(out):
 
     def place(step, loss):
         x = left + (width - left - right) * step / last
-        y = top + (height - top - bottom) * (high - min(loss, high)) / (high - low)
+        y = top + (height - top - bottom) * (high - loss) / (high - low)
         return f"{x:.1f},{y:.1f}"
 
     parts = [
@@ -130,15 +129,15 @@ def draw(out):
     parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">step</text>')
     parts.append(f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})" text-anchor="middle">')
     parts.append("training loss, nats a byte</text>")
-    labelled = sorted(curves, key=lambda mode: -curves[mode][-1][1])
-    below = top
-    for mode in labelled:
+    # From the lowest label up, so that none leaves the plot below.
+    above = height
+    for mode in sorted(curves, key=lambda mode: curves[mode][-1][1]):
         colour = COLOURS[list(MODES).index(mode) % len(COLOURS)]
-        points = " ".join(place(*point) for point in curves[mode])
+        points = " ".join(place(*point) for point in curves[mode] if point[1] <= high)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
         x, y = map(float, place(*curves[mode][-1]).split(","))
-        below = max(y + 4, below + 15)
-        parts.append(f'<text x="{x + 8:.1f}" y="{below:.1f}" fill="{colour}">{mode}</text>')
+        above = min(y + 4, above - 15)
+        parts.append(f'<text x="{x + 8:.1f}" y="{above:.1f}" fill="{colour}">{mode}</text>')
     parts.append("</svg>\n")
     (ROOT / "docs/delay.svg").write_text("\n".join(parts))
 
