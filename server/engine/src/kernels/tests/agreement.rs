@@ -87,7 +87,7 @@ proptest! {
     fn update_is_the_same_however_it_is_split(count in 1usize..3000, seed: u64, wild: bool) {
         let mut noise = Noise(seed);
         for isa in Isa::available() {
-            let rule = Rule::ALL[noise.below(5)];
+            let rule = Rule::ALL[noise.below(Rule::ALL.len())];
             let gradient = Array::noisy(KINDS[noise.below(3)], count, &mut noise, wild);
             let before = Owned::noisy(rule, count, &mut noise, wild);
             let blank = Array::blank(KINDS[noise.below(3)], count, &mut noise);
