@@ -108,7 +108,7 @@ fn other_jobs_have_other_bits() {
         &["--delay", "1", "--warmup-steps", "5", "--correction", "compensation=1"],
         &["--delay", "1", "--warmup-steps", "5", "--correction", "none"],
         &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"],
-        &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "2"],
+        &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "1"],
         &["--micro-steps", "2"],
         &["--micro-steps", "2", "--accumulate", "worker"],
         &["--state", "bf16"],

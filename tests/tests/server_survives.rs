@@ -121,8 +121,7 @@ fn strike(
 const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
 /// Gradients are on the drives too, but for those that are lent.
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
-/// The second micro-step computes with newer weights than the first.
-const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"];
+const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
 
 #[test]
 fn a_server_that_does_not_come_back_is_named_in_time() {

@@ -47,7 +47,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         unchecked: args.unchecked,
         delay: args.delay,
         delay_warmup_steps: args.warmup_steps,
-        newer_from: args.newer_from.unwrap_or(args.micro_steps.div_ceil(2)),
+        newer_from: args.newer_from.unwrap_or(args.micro_steps),
         correction: args.correction,
         gradient_dtype: args.gradient_dtype,
         image_dtype: args.weight_dtype,
