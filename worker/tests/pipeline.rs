@@ -417,6 +417,82 @@ fn a_commit_that_reached_one_server_is_completed() {
     session.state_hash().unwrap();
 }
 
+/// What a server says of rank 1: the newest incarnation, and the version it joined at.
+fn rank_one(session: &Session, server: usize) -> (u64, u64) {
+    let answer = session.describe().unwrap().swap_remove(server);
+    let rank = answer.ranks.into_iter().find(|rank| rank.rank == 1);
+    rank.map_or((0, 0), |rank| (rank.incarnation, rank.joined_at))
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < Duration::from_secs(10), "{what} did not come");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Rank 0 tells from `joined_at` whether a rank can send a gradient that a server lacks. So a process that joins while
+/// a step is being decided must not stand as one that joined before.
+#[test]
+fn a_process_that_joins_during_a_decision_has_joined_after_it() {
+    let servers = Servers::start(3);
+    let addresses = servers.addresses();
+    let spec = spec(2, 1, 0, Dtype::Bf16);
+    let ranks: Vec<_> = (0..2)
+        .map(|rank| {
+            let options = options(addresses.clone(), spec.clone(), rank);
+            thread::spawn(move || {
+                let mut session = Session::connect(options).unwrap();
+                let joined = session.start(&initial).unwrap();
+                let mut pipeline = Pipeline::new(session, &joined, plain()).unwrap();
+                step(&mut pipeline, rank, None).unwrap();
+                pipeline.begin().unwrap();
+                pipeline.weights().unwrap().read(0..1, &mut [0.0]).unwrap();
+                let mut assembler = pipeline.assembler(0).unwrap();
+                for (param, &size) in SIZES.iter().enumerate() {
+                    assembler.put(param, &vec![1.0; size as usize]).unwrap();
+                }
+                assembler.finish().unwrap();
+                (pipeline, joined.incarnation.0)
+            })
+        })
+        .collect();
+    let mut ranks: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+    let (old, _) = ranks.pop().unwrap();
+    let (zero, incarnation) = ranks.pop().unwrap();
+    until("both gradients", || {
+        zero.session().describe().unwrap().iter().all(|server| server.waiting_for.is_empty())
+    });
+    drop(old);
+    let runtime = Runtime::new().unwrap();
+    let commit = |server: usize| {
+        let answer = zero.session().describe().unwrap().swap_remove(0);
+        let mut commit = answer.progress.unwrap().last_commit.expect("step 1 is decided");
+        commit.step = 2;
+        let request = v1::CommitRequest { job: "job".into(), incarnation, commit: Some(commit), origin: 0 };
+        let address = format!("http://{}", addresses[server]);
+        runtime.block_on(async {
+            let mut client = TrainingClient::connect(address).await.unwrap();
+            // The last sum may still be under way.
+            while let Err(status) = client.commit(request.clone()).await {
+                assert!(status.message().contains("the sum of"), "{status}");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        });
+    };
+    commit(2);
+    let before = rank_one(zero.session(), 0).0;
+    let options = options(addresses.clone(), spec, 1);
+    let new = thread::spawn(move || Session::connect(options).unwrap().start(&initial).unwrap());
+    until("the new process", || (0..3).all(|server| rank_one(zero.session(), server).0 > before));
+    assert_eq!(rank_one(zero.session(), 0).1, 1);
+    commit(0);
+    until("the new process after the decision", || rank_one(zero.session(), 0).1 == 2);
+    commit(1);
+    assert_eq!(new.join().unwrap().version, Version(2));
+}
+
 #[test]
 fn a_server_that_lost_the_job_is_named_at_once() {
     let mut servers = Servers::start(2);

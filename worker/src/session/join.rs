@@ -38,14 +38,12 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
     if cluster.options.rank == Rank(0) {
         take_over(cluster, incarnation).await?;
     }
-    let join = |server| rank.join_on(cluster, server, incarnation);
-    let progress = cluster.on_all(join).await?;
+    let (incarnation, mut progress) = align(cluster, rank, incarnation).await?;
     rank.set_incarnation(incarnation);
     for server in cluster.servers() {
         let linked = rank.first_link(cluster, server).await;
         linked.map_err(|fault| cluster.explain(server, "Link", None, fault))?;
     }
-    let mut progress = align(cluster, progress).await?;
     if cluster.options.rank == Rank(0) {
         progress = spread_resume(cluster, progress).await?;
     }
@@ -71,16 +69,26 @@ fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> 
     Incarnation(now.max(last.saturating_add(1)))
 }
 
-/// Waits until all servers hold one version: rank 0 may be joining too, and completing a commit.
-async fn align(cluster: &Cluster, mut progress: ByServer<JobProgress>) -> Result<ByServer<JobProgress>> {
+/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
+///
+/// A server on which the version changes meanwhile is joined again, by a new incarnation, with all others. So each of
+/// them says of this process that it joined after the step that made the version was decided, and has no gradient of
+/// it. Rank 0 reads that where a server lacks the step: it takes the step back instead of waiting for the gradient.
+async fn align(
+    cluster: &Cluster,
+    rank: &RankState,
+    mut incarnation: Incarnation,
+) -> Result<(Incarnation, ByServer<JobProgress>)> {
     let start = Instant::now();
     let end = start + cluster.options.deadline;
     let mut backoff = Backoff::new();
+    let mut joined = join_everywhere(cluster, rank, incarnation).await?;
+    let mut progress = joined.clone();
     loop {
         judge_all(cluster, &progress)?;
         let newest = progress.values().map(|progress| progress.version).max().unwrap_or(0);
         if progress.values().all(|progress| progress.version == newest) {
-            return Ok(progress);
+            return Ok((incarnation, progress));
         }
         if !backoff.pause(end).await {
             let versions = progress.values().map(|progress| Version(progress.version));
@@ -93,7 +101,21 @@ async fn align(cluster: &Cluster, mut progress: ByServer<JobProgress>) -> Result
         }
         let answers = cluster.describe_all(false, cluster.options.deadline).await?;
         progress = answers.map(|answer| answer.progress.unwrap_or_default());
+        if progress.iter().any(|(server, progress)| progress.version != joined[server].version) {
+            // A process that began later than this one has a much greater number, and still fences this one.
+            incarnation = Incarnation(incarnation.0 + 1);
+            joined = join_everywhere(cluster, rank, incarnation).await?;
+            progress = joined.clone();
+        }
     }
+}
+
+async fn join_everywhere(
+    cluster: &Cluster,
+    rank: &RankState,
+    incarnation: Incarnation,
+) -> Result<ByServer<JobProgress>> {
+    cluster.on_all(|server| rank.join_on(cluster, server, incarnation)).await
 }
 
 pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
