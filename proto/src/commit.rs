@@ -35,9 +35,10 @@ pub struct Commit {
 }
 
 impl Commit {
-    /// The one factor that the kernels multiply the summed gradient by, formed in f64 and rounded once.
-    pub fn gradient_multiplier(&self) -> f32 {
-        (self.clip_coefficient / self.gradient_scale) as f32
+    /// The one factor that the kernels multiply a shard's summed gradient by, formed in f64 and rounded once. `share` is
+    /// the shard's [`JobSpec::share`].
+    pub fn gradient_multiplier(&self, share: f64) -> f32 {
+        (self.clip_coefficient / (self.gradient_scale * share)) as f32
     }
 
     pub fn validate(&self, spec: &JobSpec) -> Result<(), Fault> {
@@ -171,6 +172,7 @@ mod tests {
             tier: TierKind::Memory,
             formats: Default::default(),
             unchecked: false,
+            partitions: Vec::new(),
         }
     }
 

@@ -1,16 +1,18 @@
 //! What a job is: the part of it that must not change while it lives.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, ops::Range, str::FromStr};
 
 use crate::{
     dtype::Dtype,
     fault::{Fault, FaultKind},
     hyper::Rule,
+    ids::Rank,
     layout::{Layout, Param},
     limits::{
         BLOCK_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS,
         MAX_WORLD_SIZE,
     },
+    partition::{self, Partition},
     state::Formats,
 };
 
@@ -104,6 +106,9 @@ pub struct JobSpec {
     /// bf16 loop.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
+    /// Which ranks contribute to which parameters. Empty means that all ranks contribute to all of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub partitions: Vec<Partition>,
 }
 
 impl JobSpec {
@@ -129,17 +134,42 @@ impl JobSpec {
             let limit = format!("a multiple of the block, {BLOCK_ELEMENTS}");
             return Err(Fault::invalid("spec.shard_elements", self.shard_elements, limit, "round it up"));
         }
-        Layout::new(&self.params, self.groups.len(), self.shard_elements)
+        if self.partitions.is_empty() {
+            let whole = [Partition::whole(self.world_size)];
+            return Layout::new(&self.params, self.groups.len(), self.shard_elements, &whole);
+        }
+        partition::check(&self.partitions, &self.params, self.world_size)?;
+        Layout::new(&self.params, self.groups.len(), self.shard_elements, &self.partitions)
     }
 
-    /// How many contributions a shard gets in one step.
+    /// The parameters that partitions begin at, but for parameter 0. They decide where parameters lie.
+    pub fn partition_starts(&self) -> Vec<u32> {
+        self.partitions.iter().skip(1).map(|partition| partition.first).collect()
+    }
+
+    /// How many contributions a step has from all ranks together. A commit's gradient scale has this factor. For a shard
+    /// to which fewer ranks contribute, [`JobSpec::share`] of it counts.
     pub fn contributions(&self) -> u64 {
         u64::from(self.world_size) * u64::from(self.micro_steps)
     }
 
-    /// Whether contributions are summed. A lone one is left as it came.
-    pub fn accumulates(&self) -> bool {
-        self.contributions() > 1
+    /// The contributors of a shard as a part of all ranks: 1 where all of them contribute.
+    pub fn share(&self, contributors: &[Rank]) -> f64 {
+        contributors.len() as f64 / f64::from(self.world_size)
+    }
+
+    /// The blocks of each partition, in order, with the share that counts for them.
+    pub fn block_shares(&self, layout: &Layout) -> Vec<(Range<usize>, f64)> {
+        let blocks = layout.partitions().map(|(range, contributors)| {
+            let blocks = range.start / BLOCK_ELEMENTS..range.end / BLOCK_ELEMENTS;
+            (blocks.start as usize..blocks.end as usize, self.share(contributors))
+        });
+        blocks.collect()
+    }
+
+    /// Whether contributions to a shard that has these contributors are summed. A lone one is left as it came.
+    pub fn accumulates(&self, contributors: &[Rank]) -> bool {
+        contributors.len() > 1 || self.micro_steps > 1
     }
 
     /// The number of steps whose gradients may be held at once.
@@ -171,6 +201,9 @@ impl JobSpec {
         if self.groups != other.groups {
             return differs("groups", format!("{:?}", self.groups), format!("{:?}", other.groups));
         }
+        if self.partitions != other.partitions {
+            return differs("partitions", describe(&self.partitions), describe(&other.partitions));
+        }
         let fields = [
             ("name", self.name.to_string(), other.name.to_string()),
             ("rule", self.rule.to_string(), other.rule.to_string()),
@@ -193,4 +226,16 @@ impl JobSpec {
         }
         Ok(())
     }
+}
+
+/// Partitions for an error's text: how many, and what the first ones are.
+fn describe(partitions: &[Partition]) -> String {
+    let one = |partition: &Partition| {
+        let ranks =
+            partition.ranks.iter().take(8).map(|rank| rank.0.to_string()).collect::<Vec<_>>().join(",");
+        let more = if partition.ranks.len() > 8 { ",..." } else { "" };
+        format!("from parameter {}: ranks {ranks}{more}", partition.first)
+    };
+    let named: Vec<_> = partitions.iter().take(4).map(one).collect();
+    format!("{} partitions [{}]", partitions.len(), named.join("; "))
 }

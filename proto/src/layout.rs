@@ -5,11 +5,12 @@ use std::{collections::HashSet, fmt, ops::Range};
 use crate::{
     dtype::Dtype,
     fault::Fault,
-    ids::{BlockId, ChunkId, ShardId},
+    ids::{BlockId, ChunkId, Rank, ShardId},
     limits::{
         ALIGN_ELEMENTS, BLOCK_ELEMENTS, CHUNK_BYTES, MAX_ELEMENTS, MAX_PARAM_DIMENSIONS,
         MAX_PARAM_NAME_BYTES, MAX_PARAMS, MAX_SHARDS,
     },
+    partition::Partition,
 };
 
 /// One tensor of the model, in registration order.
@@ -49,26 +50,46 @@ struct Placed {
     group: u32,
 }
 
-/// Where every parameter, shard and block lies. The tail is padded to whole blocks. Padding and gaps hold zeros for
-/// ever, since their gradient is zero.
+/// Where every parameter, shard and block lies. Each partition is padded to whole blocks. Padding and gaps hold zeros
+/// for ever, since their gradient is zero.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
     placed: Vec<Placed>,
+    partitions: Vec<Cut>,
     elements: u64,
     shard_elements: u64,
 }
 
+/// A partition of the flat space. All its shards have `shard_elements`, but for the last one, which may be shorter.
+#[derive(Clone, Debug, PartialEq)]
+struct Cut {
+    range: Range<u64>,
+    first_shard: u32,
+    contributors: Vec<Rank>,
+}
+
 impl Layout {
-    pub fn new(params: &[Param], groups: usize, shard_elements: u64) -> Result<Layout, Fault> {
+    /// `partitions` were checked against `params`: they begin in ascending order, the first one at parameter 0.
+    pub fn new(
+        params: &[Param],
+        groups: usize,
+        shard_elements: u64,
+        partitions: &[Partition],
+    ) -> Result<Layout, Fault> {
         if params.is_empty() || params.len() > MAX_PARAMS {
             let limit = format!("in 1..={MAX_PARAMS}");
             return Err(Fault::invalid("spec.params", params.len(), limit, "send the model's parameters"));
         }
         let mut names = HashSet::with_capacity(params.len());
         let mut placed = Vec::with_capacity(params.len());
+        let mut starts = Vec::with_capacity(partitions.len());
         let mut start = 0u64;
         for (index, param) in params.iter().enumerate() {
             let elements = check_param(index, param, groups)?;
+            if partitions.get(starts.len()).is_some_and(|partition| partition.first as usize == index) {
+                start = start.next_multiple_of(BLOCK_ELEMENTS);
+                starts.push(start);
+            }
             if !names.insert(param.name.as_str()) {
                 let field = format!("spec.params[{index}].name");
                 let remedy = "register a weight used twice as one parameter";
@@ -81,12 +102,25 @@ impl Layout {
                 return Err(Fault::invalid("spec.params", start, limit, "split the model into several jobs"));
             }
         }
-        let layout = Layout { placed, elements: start.next_multiple_of(BLOCK_ELEMENTS), shard_elements };
-        if layout.elements.div_ceil(shard_elements) > MAX_SHARDS {
-            let limit = format!("large enough for at most {MAX_SHARDS} shards");
-            return Err(Fault::invalid("spec.shard_elements", shard_elements, limit, "use larger shards"));
+        let elements = start.next_multiple_of(BLOCK_ELEMENTS);
+        let ends = starts.iter().copied().skip(1).chain([elements]);
+        let mut cuts = Vec::with_capacity(partitions.len());
+        let mut shards = 0;
+        for ((&start, end), partition) in starts.iter().zip(ends).zip(partitions) {
+            let contributors = partition.ranks.clone();
+            cuts.push(Cut { range: start..end, first_shard: shards as u32, contributors });
+            shards += (end - start).div_ceil(shard_elements);
+            if shards > MAX_SHARDS {
+                let limit = format!("large enough for at most {MAX_SHARDS} shards");
+                return Err(Fault::invalid(
+                    "spec.shard_elements",
+                    shard_elements,
+                    limit,
+                    "use larger shards",
+                ));
+            }
         }
-        Ok(layout)
+        Ok(Layout { placed, partitions: cuts, elements, shard_elements })
     }
 
     /// The elements of the flat space, which is whole blocks.
@@ -95,17 +129,57 @@ impl Layout {
     }
 
     pub fn shards(&self) -> u32 {
-        self.elements.div_ceil(self.shard_elements) as u32
+        self.partitions.last().map_or(0, |cut| {
+            cut.first_shard + (cut.range.end - cut.range.start).div_ceil(self.shard_elements) as u32
+        })
+    }
+
+    /// The ranks that contribute to a shard, in ascending order. Their gradients are added up in this order.
+    pub fn contributors(&self, shard: ShardId) -> &[Rank] {
+        &self.cut_of(shard).contributors
+    }
+
+    /// The ranks that contribute to a parameter.
+    pub fn param_contributors(&self, param: usize) -> &[Rank] {
+        &self.cut_at(self.placed[param].range.start).contributors
+    }
+
+    /// The flat range of each partition and its contributors, in order.
+    pub fn partitions(&self) -> impl Iterator<Item = (Range<u64>, &[Rank])> {
+        self.partitions.iter().map(|cut| (cut.range.clone(), cut.contributors.as_slice()))
+    }
+
+    /// The flat ranges whose gradients come from a rank, in order.
+    pub fn contributed_by(&self, rank: Rank) -> impl Iterator<Item = Range<u64>> {
+        let partitions = self.partitions();
+        partitions.filter(move |(_, ranks)| ranks.binary_search(&rank).is_ok()).map(|(range, _)| range)
+    }
+
+    fn cut_of(&self, shard: ShardId) -> &Cut {
+        let after = self.partitions.partition_point(|cut| cut.first_shard <= shard.0);
+        &self.partitions[after - 1]
+    }
+
+    fn cut_at(&self, element: u64) -> &Cut {
+        let after = self.partitions.partition_point(|cut| cut.range.start <= element);
+        &self.partitions[after - 1]
+    }
+
+    /// The shard that holds a flat element.
+    fn shard_at(&self, element: u64) -> ShardId {
+        let cut = self.cut_at(element);
+        ShardId(cut.first_shard + ((element - cut.range.start) / self.shard_elements) as u32)
     }
 
     pub fn blocks(&self) -> u32 {
         (self.elements / BLOCK_ELEMENTS) as u32
     }
 
-    /// The flat elements of a shard. The last shard may be shorter, but is whole blocks.
+    /// The flat elements of a shard. A partition's last shard may be shorter, but is whole blocks.
     pub fn shard_range(&self, shard: ShardId) -> Range<u64> {
-        let start = u64::from(shard.0) * self.shard_elements;
-        start..(start + self.shard_elements).min(self.elements)
+        let cut = self.cut_of(shard);
+        let start = cut.range.start + u64::from(shard.0 - cut.first_shard) * self.shard_elements;
+        start..(start + self.shard_elements).min(cut.range.end)
     }
 
     pub fn shard_len(&self, shard: ShardId) -> u64 {
@@ -175,7 +249,7 @@ impl Layout {
         let mut slices = Vec::new();
         let mut at = range.start;
         while at < range.end {
-            let shard = ShardId((at / self.shard_elements) as u32);
+            let shard = self.shard_at(at);
             let within = self.shard_range(shard);
             let end = range.end.min(within.end);
             slices.push(Slice { shard, offset: at - within.start, elements: end - at });
@@ -226,86 +300,5 @@ fn check_param(index: usize, param: &Param, groups: usize) -> Result<u64, Fault>
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn params(sizes: &[(u64, u32)]) -> Vec<Param> {
-        let param = |(index, &(size, group))| Param { name: format!("p{index}"), shape: vec![size], group };
-        sizes.iter().enumerate().map(param).collect()
-    }
-
-    proptest! {
-        #[test]
-        fn every_element_has_one_place(
-            sizes in prop::collection::vec((1u64..200_000, 0u32..3), 1..20),
-            shard_blocks in 1u64..4,
-        ) {
-            let layout = Layout::new(&params(&sizes), 3, shard_blocks * BLOCK_ELEMENTS).unwrap();
-            prop_assert!(layout.elements().is_multiple_of(BLOCK_ELEMENTS));
-            let mut end = 0;
-            for (index, &(size, _)) in sizes.iter().enumerate() {
-                let range = layout.param_range(index);
-                prop_assert!(range.start >= end && range.start - end < ALIGN_ELEMENTS);
-                prop_assert_eq!(range.end - range.start, size);
-                prop_assert_eq!(layout.param_at(range.start), Some(index));
-                prop_assert_eq!(layout.param_at(range.end - 1), Some(index));
-                end = range.end;
-                let slices = layout.slices(range.clone());
-                prop_assert_eq!(slices.iter().map(|slice| slice.elements).sum::<u64>(), size);
-                for slice in slices {
-                    prop_assert!(slice.offset + slice.elements <= layout.shard_len(slice.shard));
-                }
-            }
-            let padding: Vec<_> = layout.padding(0..layout.elements()).collect();
-            let padded: u64 = padding.iter().map(|gap| gap.end - gap.start).sum();
-            prop_assert_eq!(padded + sizes.iter().map(|(size, _)| size).sum::<u64>(), layout.elements());
-            prop_assert!(padding.iter().flat_map(|gap| [gap.start, gap.end - 1]).all(|at| layout.param_at(at).is_none()));
-            for shard in (0..layout.shards()).map(ShardId) {
-                let within = layout.shard_range(shard);
-                let cut = padding.iter().map(|gap| gap.start.max(within.start)..gap.end.min(within.end));
-                let cut = cut.filter(|gap| !gap.is_empty()).collect::<Vec<_>>();
-                prop_assert_eq!(layout.padding(within).collect::<Vec<_>>(), cut);
-            }
-            let total: u64 = (0..layout.shards()).map(|shard| layout.shard_len(ShardId(shard))).sum();
-            prop_assert_eq!(total, layout.elements());
-        }
-
-        #[test]
-        fn block_groups_agree_with_params(sizes in prop::collection::vec((1u64..90_000, 0u32..3), 1..20)) {
-            let layout = Layout::new(&params(&sizes), 3, BLOCK_ELEMENTS).unwrap();
-            for block in 0..layout.blocks() {
-                let cuts = layout.block_groups(BlockId(block));
-                prop_assert_eq!(cuts.first().unwrap().0.start, 0);
-                prop_assert_eq!(cuts.last().unwrap().0.end, BLOCK_ELEMENTS as usize);
-                for pair in cuts.windows(2) {
-                    prop_assert_eq!(pair[0].0.end, pair[1].0.start);
-                    prop_assert_ne!(pair[0].1, pair[1].1);
-                }
-                for (range, group) in cuts {
-                    for element in [range.start, range.end - 1] {
-                        let flat = u64::from(block) * BLOCK_ELEMENTS + element as u64;
-                        if let Some(param) = layout.param_at(flat) {
-                            prop_assert_eq!(sizes[param].1, group);
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_repeated_name_is_refused() {
-        let mut twice = params(&[(4, 0), (4, 0)]);
-        twice[1].name = "p0".into();
-        let fault = Layout::new(&twice, 1, BLOCK_ELEMENTS).unwrap_err();
-        assert_eq!(fault.field, "spec.params[1].name");
-    }
-
-    #[test]
-    fn a_shape_that_overflows_is_refused() {
-        let huge = [Param { name: "p".into(), shape: vec![u64::MAX, 2], group: 0 }];
-        assert_eq!(Layout::new(&huge, 1, BLOCK_ELEMENTS).unwrap_err().field, "spec.params[0].shape");
-    }
-}
+#[path = "layout_tests.rs"]
+mod tests;

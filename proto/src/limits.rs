@@ -99,6 +99,10 @@ pub const MAX_PARAM_DIMENSIONS: usize = 8;
 pub const MAX_PARAMS: usize = 1 << 20;
 pub const MAX_GROUPS: usize = 1024;
 pub const MAX_WORLD_SIZE: u32 = 4096;
+/// As many as ranks, so that each can have one of its own.
+pub const MAX_PARTITIONS: usize = MAX_WORLD_SIZE as usize;
+/// The contributors of all partitions together. A spec that names them takes 300 KB on the wire.
+pub const MAX_CONTRIBUTORS: usize = 1 << 16;
 pub const MAX_MICRO_STEPS: u32 = 65536;
 pub const MAX_SERVERS: usize = 4096;
 /// The largest flat space of one job: 2^44 elements, 16 T parameters. Byte counts stay far inside u64.

@@ -1,6 +1,8 @@
 //! Rank 0's decision on a step, made from the servers' gradient statistics. It is a pure function that adds in block
 //! order, so that it has the same bits whatever the number of servers and whenever their statistics came.
 
+use std::ops::Range;
+
 use longshore_proto::{BlockId, JobSpec, Layout, limits::BLOCK_ELEMENTS};
 
 /// The statistics of one block of the summed gradient, which is still scaled.
@@ -26,13 +28,23 @@ pub struct Decision {
 /// The guard of torch.nn.utils.clip_grad_norm_ against dividing by zero.
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// Decides a step. `blocks` are all blocks in global order, `clip` is the largest norm, and `gradient_scale` is loss
-/// scale x world size x micro-steps.
-pub fn decide(blocks: &[BlockStats], clip: Option<f64>, gradient_scale: f64) -> Decision {
+/// Decides a step. `blocks` are all blocks in global order, and `shares` the share of all ranks that contribute to
+/// them, by runs of blocks ([`JobSpec::block_shares`]). `clip` is the largest norm, and `gradient_scale` is loss scale x
+/// world size x micro-steps.
+pub fn decide(
+    blocks: &[BlockStats],
+    shares: &[(Range<usize>, f64)],
+    clip: Option<f64>,
+    gradient_scale: f64,
+) -> Decision {
     let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
         stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
     });
-    let sum: f64 = blocks.iter().map(|stats| stats.sum_squares).sum();
+    // A mean over fewer ranks is larger by the share, and its square by the share's square.
+    let squares = shares.iter().flat_map(|(range, share)| {
+        blocks[range.clone()].iter().map(move |stats| stats.sum_squares / (share * share))
+    });
+    let sum: f64 = squares.sum();
     let norm = sum.sqrt() / gradient_scale;
     // Finite f32 gradients could have a sum of squares beyond f64 only after 2^256 elements, so that would be a
     // defect.
@@ -65,14 +77,27 @@ mod tests {
         BlockStats { sum_squares, first_nonfinite: None }
     }
 
+    /// Blocks to which all ranks contribute.
+    fn all(blocks: usize) -> Vec<(Range<usize>, f64)> {
+        vec![(0..blocks, 1.0)]
+    }
+
+    #[test]
+    fn a_partition_counts_as_the_mean_of_its_contributors() {
+        // Four ranks with a scale of 2 each: their sum has a gradient of 3, or one rank's has 4.
+        let blocks = [stats((3.0f64 * 8.0).powi(2)), stats((4.0f64 * 2.0).powi(2))];
+        let decision = decide(&blocks, &[(0..1, 1.0), (1..2, 0.25)], Some(2.5), 8.0);
+        assert_eq!((decision.norm, decision.clip_coefficient), (5.0, 2.5 / (5.0 + 1e-6)));
+    }
+
     #[test]
     fn norm_and_clip_as_torch() {
         let blocks = [stats(9.0 * 64.0), stats(16.0 * 64.0)];
-        let decision = decide(&blocks, None, 8.0);
+        let decision = decide(&blocks, &all(2), None, 8.0);
         assert_eq!((decision.norm, decision.clip_coefficient, decision.skip), (5.0, 1.0, false));
-        assert_eq!(decide(&blocks, Some(1.0), 8.0).clip_coefficient, 1.0 / (5.0 + 1e-6));
-        assert_eq!(decide(&blocks, Some(10.0), 8.0).clip_coefficient, 1.0);
-        assert_eq!(decide(&[stats(0.0)], Some(1.0), 1.0).clip_coefficient, 1.0);
+        assert_eq!(decide(&blocks, &all(2), Some(1.0), 8.0).clip_coefficient, 1.0 / (5.0 + 1e-6));
+        assert_eq!(decide(&blocks, &all(2), Some(10.0), 8.0).clip_coefficient, 1.0);
+        assert_eq!(decide(&[stats(0.0)], &all(1), Some(1.0), 1.0).clip_coefficient, 1.0);
     }
 
     #[test]
@@ -80,8 +105,8 @@ mod tests {
         // The order is a part of the result: 1 is lost when it is added to 2^53 first, and kept when the ones are
         // added first.
         let big = 2f64.powi(53);
-        let up = decide(&[stats(1.0), stats(1.0), stats(big)], None, 1.0).norm;
-        let down = decide(&[stats(big), stats(1.0), stats(1.0)], None, 1.0).norm;
+        let up = decide(&[stats(1.0), stats(1.0), stats(big)], &all(3), None, 1.0).norm;
+        let down = decide(&[stats(big), stats(1.0), stats(1.0)], &all(3), None, 1.0).norm;
         assert_eq!(up, (big + 2.0).sqrt());
         assert_eq!(down, big.sqrt());
     }
@@ -89,12 +114,12 @@ mod tests {
     #[test]
     fn an_overflow_skips_and_is_located() {
         let bad = BlockStats { sum_squares: f64::INFINITY, first_nonfinite: Some(17) };
-        let decision = decide(&[stats(1.0), bad, bad], Some(1.0), 1.0);
+        let decision = decide(&[stats(1.0), bad, bad], &all(3), Some(1.0), 1.0);
         assert!(decision.skip);
         assert_eq!(decision.first_nonfinite, Some(BLOCK_ELEMENTS + 17));
         assert_eq!(decision.clip_coefficient, 1.0);
         // Statistics that leave non-finite elements out of the sum skip the step as well.
         let excluded = BlockStats { sum_squares: 1.0, first_nonfinite: Some(0) };
-        assert!(decide(&[excluded], None, 1.0).skip);
+        assert!(decide(&[excluded], &all(1), None, 1.0).skip);
     }
 }

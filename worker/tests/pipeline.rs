@@ -11,13 +11,14 @@ use std::{
 };
 
 use longshore_proto::{
-    Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, Step, TierKind, Version, limits::BLOCK_ELEMENTS,
+    Dtype, Hyper, JobName, JobSpec, Param, Partition, Rank, Rule, Step, TierKind, Version,
+    limits::BLOCK_ELEMENTS,
 };
 use longshore_server::{Config, Server};
 use longshore_wire::v1::{self, training_client::TrainingClient};
 use longshore_worker::{
     Budget, DelayCorrection, Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions,
-    Result, Schedule, Session, StateHash, StepOutcome, Transport,
+    Result, Schedule, Session, StateHash, StepOutcome, Transport, pipeline::Weights,
 };
 use tokio::{
     io::copy_bidirectional,
@@ -122,6 +123,7 @@ fn spec(world_size: u32, micro_steps: u32, max_delay: u32, dtype: Dtype) -> JobS
         tier: TierKind::Memory,
         formats: Default::default(),
         unchecked: false,
+        partitions: Vec::new(),
     }
 }
 
@@ -245,6 +247,88 @@ fn two_ranks_two_micro_steps_two_servers() {
         let (two, _) = train(&Servers::start(2).addresses(), &spec, 6, &how);
         assert_eq!(one, two);
     }
+}
+
+/// The parameter with which each rank's partition begins, where ranks hold reduced gradients of their partitions.
+const PARTITIONS: [u32; 4] = [0, 1, 2, 3];
+
+/// A partitioned job with these contributors. The outcomes are of rank 0.
+fn train_partitions(
+    servers: &Servers,
+    world_size: u32,
+    contributors: impl Fn(u32) -> Vec<Rank>,
+    transport: Transport,
+) -> (StateHash, Vec<StepOutcome>, Vec<u64>) {
+    let partition = |index: usize| Partition { first: PARTITIONS[index], ranks: contributors(index as u32) };
+    let partitions = (0..PARTITIONS.len()).map(partition).collect();
+    let name = JobName::parse("name", &format!("world-{world_size}-{transport:?}")).unwrap();
+    let spec = JobSpec { name, partitions, ..spec(world_size, 1, 1, Dtype::Bf16) };
+    let run = move |rank: u32, options: Options| -> Result<(Option<StateHash>, Vec<StepOutcome>)> {
+        let mut session = Session::connect(options)?;
+        let joined = session.start(&initial)?;
+        let layout = session.layout().clone();
+        let own = layout.contributed_by(Rank(rank)).collect();
+        let how =
+            PipelineOptions { weights: Weights::Ranges(own), schedule: Schedule::delayed(3), ..plain() };
+        let mut pipeline = Pipeline::new(session, &joined, how)?;
+        let mut gradient = Vec::new();
+        for _ in 0..8 {
+            let plan = pipeline.begin()?;
+            let weights = pipeline.weights()?;
+            let mut assembler = pipeline.assembler(0)?;
+            for (param, &size) in SIZES.iter().enumerate().rev() {
+                if !layout.param_contributors(param).contains(&Rank(rank)) {
+                    continue;
+                }
+                let mut values = vec![0.0; size as usize];
+                weights.read(layout.param_range(param), &mut values)?;
+                // The noise of a partition's own rank, whoever pushes it.
+                let owner = PARTITIONS.iter().rposition(|&first| first as usize <= param).unwrap() as u32;
+                backward(&values, owner, plan.step, 0, plan.loss_scale, &mut gradient);
+                assembler.put(param, &gradient)?;
+            }
+            assembler.finish()?;
+            pipeline.finish(Vec::new())?;
+        }
+        assert_eq!(pipeline.drain()?, Version(8));
+        let outcomes = pipeline.outcomes();
+        let hash = (rank == 0).then(|| pipeline.session().state_hash()).transpose()?;
+        pipeline.close()?.leave()?;
+        Ok((hash, outcomes))
+    };
+    let ranks: Vec<_> = (0..world_size)
+        .map(|rank| {
+            let options = Options { transport, ..options(servers.addresses(), spec.clone(), rank) };
+            let run = run.clone();
+            thread::spawn(move || run(rank, options).unwrap_or_else(|error| panic!("rank {rank}: {error}")))
+        })
+        .collect();
+    let mut results: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+    let moved = |outcomes: &[StepOutcome]| outcomes.iter().map(|one| one.timing.pushed_bytes).sum();
+    let pushed = results.iter().map(|(_, outcomes)| moved(outcomes)).collect();
+    let (hash, outcomes) = results.remove(0);
+    (hash.unwrap(), outcomes, pushed)
+}
+
+#[test]
+fn ranks_that_push_their_partitions_make_the_bits_of_one_that_pushes_all() {
+    let one = Servers::start(1);
+    let three = Servers::start(3);
+    let (known, outcomes, pushed) = train_partitions(&one, 1, |_| vec![Rank(0)], Transport::Tcp);
+    let whole = pushed[0];
+    for transport in [Transport::Tcp, Transport::Auto] {
+        let (hash, found, pushed) = train_partitions(&three, 4, |index| vec![Rank(index)], transport);
+        assert_eq!(hash, known);
+        for (found, known) in found.iter().zip(&outcomes) {
+            assert_eq!((found.norm, found.clip_coefficient), (known.norm, known.clip_coefficient));
+        }
+        // Together the ranks push what one pushes alone.
+        assert_eq!(pushed.iter().sum::<u64>(), whole);
+    }
+    // Two ranks hold the same gradient of two of the partitions, whose mean is that gradient.
+    let contributors = |index| if index < 2 { vec![Rank(0), Rank(1)] } else { vec![Rank(index - 2)] };
+    let (hash, found, _) = train_partitions(&three, 2, contributors, Transport::Tcp);
+    assert_eq!((hash, found[7].norm), (known, outcomes[7].norm));
 }
 
 #[test]

@@ -13,6 +13,7 @@ use longshore_proto::{
     job::{JobName, JobSpec, TierKind},
     layout::Param,
     limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
+    partition::Partition,
     placement::Placement,
     state::{Formats, MasterFormat, StateFormat},
 };
@@ -165,6 +166,7 @@ impl Wire for JobSpec {
             tier: tier_from_wire(spec.tier)?,
             formats,
             unchecked: spec.unchecked,
+            partitions: spec.partitions.into_iter().map(partition_from_wire).collect(),
         })
     }
 
@@ -186,8 +188,17 @@ impl Wire for JobSpec {
             master_format: master_format_to_wire(self.formats.master),
             rounding_seed: self.formats.seed,
             unchecked: self.unchecked,
+            partitions: self.partitions.iter().map(partition_to_wire).collect(),
         }
     }
+}
+
+fn partition_from_wire(partition: v1::Partition) -> Partition {
+    Partition { first: partition.first, ranks: partition.ranks.into_iter().map(Rank).collect() }
+}
+
+fn partition_to_wire(partition: &Partition) -> v1::Partition {
+    v1::Partition { first: partition.first, ranks: partition.ranks.iter().map(|rank| rank.0).collect() }
 }
 
 impl Wire for Placement {

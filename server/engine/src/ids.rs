@@ -1,9 +1,9 @@
-//! Indices that one server gives to its shards and gradient slots, as types of their own so that none is taken for
+//! Indices that one server gives to its shards, their contributors and gradient slots, as types of their own so that none is taken for
 //! another.
 
 use std::ops::Range;
 
-use longshore_proto::Step;
+use longshore_proto::{Rank, Step};
 
 /// A shard of this server: its index among the server's shards, in forward order, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -16,6 +16,29 @@ pub struct OwnedShards(Range<usize>);
 /// The slot of each shard in which a step's contributions lie, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GradientSlot(pub usize);
+
+/// A rank that contributes to a shard: its index among the shard's contributors, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contributor(pub usize);
+
+impl Contributor {
+    /// The only one of a shard whose gradient is not summed.
+    pub const LONE: Contributor = Contributor(0);
+
+    /// A rank among a shard's contributors, which are in ascending order. It is None if the rank is not one of them.
+    pub fn of(rank: Rank, contributors: &[Rank]) -> Option<Contributor> {
+        contributors.binary_search(&rank).ok().map(Contributor)
+    }
+
+    /// All contributors of a shard that has `count`.
+    pub fn all(count: usize) -> impl Iterator<Item = Contributor> {
+        (0..count).map(Contributor)
+    }
+
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
 
 impl OwnedShard {
     pub fn index(self) -> usize {

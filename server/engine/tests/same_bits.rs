@@ -17,8 +17,8 @@ use longshore_engine::{
     tier::{Spill, Storage},
 };
 use longshore_proto::{
-    Commit, ContributionChunk, Correction, Dtype, Formats, Hyper, JobSpec, MasterFormat, Rule, ShardId,
-    StateFormat, Step, TierKind,
+    Commit, ContributionChunk, Correction, Dtype, Formats, Hyper, JobSpec, MasterFormat, Partition, Rank,
+    Rule, ShardId, StateFormat, Step, TierKind,
 };
 use proptest::prelude::*;
 
@@ -58,7 +58,26 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     spec.max_delay = delay;
     spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
     spec.unchecked = noise.one_in(4);
+    if noise.one_in(2) {
+        spec.partitions = random_partitions(noise, params, spec.world_size);
+    }
     spec
+}
+
+/// Some parameters begin a partition. Each partition has some of the ranks as contributors, and each rank has one.
+fn random_partitions(noise: &mut Noise, params: usize, world_size: u32) -> Vec<Partition> {
+    let firsts: Vec<usize> = (0..params).filter(|&first| first == 0 || noise.one_in(2)).collect();
+    let partition = |first: usize| {
+        let always = noise.below(world_size as usize) as u32;
+        let ranks = (0..world_size).filter(|&rank| rank == always || noise.one_in(2)).map(Rank).collect();
+        Partition { first: first as u32, ranks }
+    };
+    let mut partitions: Vec<Partition> = firsts.into_iter().map(partition).collect();
+    let idle = |rank: &Rank| partitions.iter().all(|partition| !partition.ranks.contains(rank));
+    let idle: Vec<Rank> = (0..world_size).map(Rank).filter(idle).collect();
+    partitions[0].ranks.extend(idle);
+    partitions[0].ranks.sort();
+    partitions
 }
 
 fn random_hyper(noise: &mut Noise) -> Hyper {
@@ -108,6 +127,9 @@ impl Run {
         spec.world_size = 1 + noise.below(2) as u32;
         spec.max_delay = delay;
         spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
+        if noise.one_in(2) {
+            spec.partitions = random_partitions(&mut noise, 10, spec.world_size);
+        }
         Run::of(spec, noise, steps, true)
     }
 
@@ -122,7 +144,7 @@ impl Run {
             let of_step: Vec<_> = (0..spec.contributions() as usize)
                 .map(|index| contribution(&mut noise, &spec, bad == Some(index)))
                 .collect();
-            let of_blocks = block_squares(&sum(&of_step, spec.gradient_dtype));
+            let of_blocks = block_squares(&sum(&spec, &of_step));
             let loss_scale = scale_of(&spec, &commits, step);
             let commit = decide(&mut noise, &spec, step, loss_scale, &of_blocks, clips);
             end.step(&of_step, &commit);

@@ -102,6 +102,7 @@ impl Scenario {
             tier: TierKind::Memory,
             formats: Default::default(),
             unchecked: false,
+            partitions: Vec::new(),
         }
     }
 

@@ -26,6 +26,11 @@ pub enum GradientError {
         "{missing} parameters have no gradient, the first is {name}: put zeros for parameters without a gradient"
     )]
     Missing { name: String, missing: usize },
+    #[error(
+        "rank {rank} put the gradient of {name}, whose partition it does not contribute to: put only gradients of the \
+         rank's own partitions (spec.partitions)"
+    )]
+    NotContributor { name: String, rank: u32 },
 }
 
 /// An allocation or reservation beyond a memory budget.

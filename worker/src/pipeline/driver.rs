@@ -88,7 +88,8 @@ impl Driver {
         let Collected { blocks, origins } =
             self.patiently("the contributions of all ranks", step, work.stats).await?;
         let gradient_scale = work.loss_scale * self.cluster.spec().contributions() as f64;
-        let decision = decide(&blocks, self.options.clip, gradient_scale);
+        let shares = self.cluster.spec().block_shares(&self.cluster.layout);
+        let decision = decide(&blocks, &shares, self.options.clip, gradient_scale);
         let event = self.scaler.update(decision.skip);
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));

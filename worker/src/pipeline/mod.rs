@@ -226,7 +226,6 @@ impl Pipeline {
         let (plan, reading, finished) = (current.plan, current.reading.clone(), current.finished.clone());
         let gradients = self.session.gradients.clone();
         let ways = gradients.ways(matches!(self.options.weights, Weights::Whole));
-        let params = self.session.spec().params.len();
         let sums = self.accumulator.clone().map(|accumulator| Sums { accumulator, micro_step });
         if sums.is_some() && finished.load(Relaxed) != micro_step {
             return Err(
@@ -235,7 +234,8 @@ impl Pipeline {
         }
         // The mean of what the worker has added up is one contribution.
         let contribution = MicroStep(if sums.is_some() { 0 } else { micro_step });
-        let collector = Collector::new(plan.step, contribution, params, ways);
+        let job = (self.session.spec(), self.session.layout());
+        let collector = Collector::new((plan.step, contribution), self.session.rank(), job, ways);
         let outbox = Outbox::new(gradients, plan.loss_scale, reading, finished);
         Ok(Assembler::new(collector, outbox, self.feeds.now().cloned(), sums))
     }

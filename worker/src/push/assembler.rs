@@ -8,7 +8,7 @@ use std::{
 };
 
 use longshore_proto::{
-    ChunkId, JobSpec, Layout, MicroStep, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
+    ChunkId, JobSpec, Layout, MicroStep, Rank, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
 };
 
 use tracing::debug_span;
@@ -63,20 +63,32 @@ struct Open {
     missing: u64,
 }
 
-/// Collects one micro-step. A chunk is complete when every parameter element in it has been put. Padding is zero.
+/// Collects one micro-step of the partitions that this rank contributes to. A chunk is complete when every parameter
+/// element in it has been put. Padding is zero.
 pub(crate) struct Collector {
     pub(crate) step: Step,
     pub(crate) micro_step: MicroStep,
     open: HashMap<(ShardId, ChunkId), Open>,
-    put: Vec<bool>,
+    rank: Rank,
+    /// By parameter: whether its gradient is to come. It is None where the rank does not contribute.
+    awaited: Vec<Option<bool>>,
     left: usize,
     /// By shard: how its gradient leaves.
     ways: Vec<Way>,
 }
 
 impl Collector {
-    pub(crate) fn new(step: Step, micro_step: MicroStep, params: usize, ways: Vec<Way>) -> Collector {
-        Collector { step, micro_step, open: HashMap::new(), put: vec![false; params], left: params, ways }
+    pub(crate) fn new(
+        (step, micro_step): (Step, MicroStep),
+        rank: Rank,
+        (spec, layout): (&JobSpec, &Layout),
+        ways: Vec<Way>,
+    ) -> Collector {
+        let contributes = |param: usize| layout.param_contributors(param).binary_search(&rank).is_ok();
+        let awaited: Vec<_> =
+            (0..spec.params.len()).map(|param| contributes(param).then_some(true)).collect();
+        let left = awaited.iter().flatten().count();
+        Collector { step, micro_step, open: HashMap::new(), rank, awaited, left, ways }
     }
 
     /// Has `write` fill in a parameter's gradient, which has so many `elements`, and hands complete chunks to `outbox`.
@@ -114,7 +126,7 @@ impl Collector {
     /// Notes that a parameter is put. Each is put once.
     fn accept(&mut self, plan: &ChunkSource<'_>, param: usize, elements: u64) -> Result<(), GradientError> {
         self.check(plan, param, elements)?;
-        self.put[param] = true;
+        self.awaited[param] = Some(false);
         self.left -= 1;
         Ok(())
     }
@@ -137,10 +149,11 @@ impl Collector {
         if given != expected {
             return Err(GradientError::Length { name: name(), given, expected });
         }
-        if self.put[param] {
-            return Err(GradientError::Twice { name: name() });
+        match self.awaited[param] {
+            Some(true) => Ok(()),
+            Some(false) => Err(GradientError::Twice { name: name() }),
+            None => Err(GradientError::NotContributor { name: name(), rank: self.rank.0 }),
         }
-        Ok(())
     }
 
     /// Writes the elements that lie in one chunk. Returns the chunk when it is complete.
@@ -175,10 +188,10 @@ impl Collector {
         Ok(complete.map(|open| (key, payload(open.buffer))))
     }
 
-    /// Fails unless every parameter was put. If all were put, every chunk has left: padding is never as long as a
+    /// Fails unless every parameter of the rank's partitions was put. If all were put, every chunk has left: padding is never as long as a
     /// chunk, so each chunk holds an element of some parameter.
     pub(crate) fn finish(&self, spec: &JobSpec) -> Result<(), GradientError> {
-        match self.put.iter().position(|put| !put) {
+        match self.awaited.iter().position(|&awaited| awaited == Some(true)) {
             Some(first) => {
                 Err(GradientError::Missing { name: spec.params[first].name.clone(), missing: self.left })
             }

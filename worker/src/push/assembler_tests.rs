@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use longshore_proto::{Dtype, JobName, Param, Rule, TierKind, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Dtype, JobName, Param, Partition, Rule, TierKind, limits::BLOCK_ELEMENTS};
 use proptest::prelude::*;
 
 use super::*;
@@ -28,6 +28,7 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
         tier: TierKind::Memory,
         formats: Default::default(),
         unchecked: false,
+        partitions: Vec::new(),
     }
 }
 
@@ -63,7 +64,7 @@ fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
 /// The bytes that leave, with lent gradients cut into chunks.
 fn assemble(spec: &JobSpec, layout: &Layout, pool: &BufferPool, order: &[usize], ways: &[Way]) -> Chunks {
     let plan = ChunkSource { spec, layout, pool };
-    let mut collector = Collector::new(Step(1), MicroStep(0), spec.params.len(), ways.to_vec());
+    let mut collector = Collector::new((Step(1), MicroStep(0)), Rank(0), (spec, layout), ways.to_vec());
     let mut chunks = Chunks::new();
     for &param in order {
         let range = layout.param_range(param);
@@ -124,7 +125,7 @@ fn wrong_puts_are_refused_by_name() {
     let pool = BufferPool::new(Budget::unlimited("test"), "test");
     let plan = ChunkSource { spec: &spec, layout: &layout, pool: &pool };
     let ways = vec![Way::Chunks; layout.shards() as usize];
-    let mut collector = Collector::new(Step(1), MicroStep(0), 2, ways);
+    let mut collector = Collector::new((Step(1), MicroStep(0)), Rank(0), (&spec, &layout), ways);
     let mut put = |param, elements: usize| {
         let result = collector.put(&plan, param, elements as u64, &mut |_, _| {}, |_, _, _| Ok(()));
         let error = match result {
@@ -139,4 +140,36 @@ fn wrong_puts_are_refused_by_name() {
     assert_eq!((none, unfinished), (None, Err(GradientError::Missing { name: "p1".into(), missing: 1 })));
     assert_eq!(put(0, 100).0, Some(GradientError::Twice { name: "p0".into() }));
     assert_eq!(put(1, 200), (None, Ok(())));
+}
+
+#[test]
+fn a_rank_puts_its_own_partitions_and_no_other() {
+    let partition = |first, rank| Partition { first, ranks: vec![Rank(rank)] };
+    let spec = JobSpec {
+        world_size: 2,
+        partitions: vec![partition(0, 0), partition(1, 1), partition(2, 0)],
+        ..spec(&[100, 200, 300], 1, Dtype::Bf16)
+    };
+    let layout = spec.validate().unwrap();
+    let pool = BufferPool::new(Budget::unlimited("test"), "test");
+    let plan = ChunkSource { spec: &spec, layout: &layout, pool: &pool };
+    let ways = vec![Way::Chunks; layout.shards() as usize];
+    let mut collector = Collector::new((Step(1), MicroStep(0)), Rank(0), (&spec, &layout), ways);
+    let mut left = Vec::new();
+    let mut put = |collector: &mut Collector, param: usize| {
+        let elements = spec.params[param].elements().unwrap();
+        collector.put(&plan, param, elements, &mut |_, _| {}, |key, _, _| {
+            left.push(key.shard.0);
+            Ok(())
+        })
+    };
+    let refused = put(&mut collector, 1);
+    let expected = GradientError::NotContributor { name: "p1".into(), rank: 0 };
+    assert!(matches!(refused, Err(Error::Gradient(error)) if error == expected));
+    put(&mut collector, 2).unwrap();
+    let missing = GradientError::Missing { name: "p0".into(), missing: 1 };
+    assert_eq!(collector.finish(&spec), Err(missing));
+    put(&mut collector, 0).unwrap();
+    assert_eq!(collector.finish(&spec), Ok(()));
+    assert_eq!(left, [2, 0]);
 }

@@ -7,6 +7,9 @@
 /// shard k    = \[k * S, min((k + 1) * S, total)); there are total / S of them, rounded up, and each is whole blocks
 /// chunk c    = bytes \[c MiB, (c + 1) MiB) of a shard's elements in the dtype on the wire; a shard's last chunk is what is left
 ///
+/// With partitions, the first parameter of each starts at a multiple of 65536, and each partition is cut into shards by itself:
+/// its shards are numbered on from those of the partition before, and its last shard may be shorter.
+///
 /// What lies between two parameters, and behind the last one, is padding. Gradients and uploaded weights carry it, and every
 /// byte of it must be 0: anything else would count in the norm, and is refused with the element's index.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -66,6 +69,21 @@ pub struct JobSpec {
     /// reading each gradient once more before the decision.
     #[prost(bool, tag = "15")]
     pub unchecked: bool,
+    /// Empty: every rank contributes to every parameter. Otherwise the first partition begins at parameter 0, and each ends where
+    /// the next one begins.
+    #[prost(message, repeated, tag = "16")]
+    pub partitions: ::prost::alloc::vec::Vec<Partition>,
+}
+/// A run of parameters whose gradients come from the same ranks. It begins at a block, and no shard has parameters of two
+/// partitions. A shard's gradient is the mean of its contributors' gradients.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Partition {
+    /// the index of its first parameter
+    #[prost(uint32, tag = "1")]
+    pub first: u32,
+    /// the contributors, ascending; at least one
+    #[prost(uint32, repeated, tag = "2")]
+    pub ranks: ::prost::alloc::vec::Vec<u32>,
 }
 /// Which server owns which shard. Every server owns at least one: name fewer servers than shards, or choose smaller shards.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -122,6 +140,7 @@ pub struct Commit {
     #[prost(bool, tag = "2")]
     pub skip: bool,
     /// The gradient is divided by this: the step's loss scale x world size x micro-steps, to 1 in 10^12. Any other is refused.
+    /// A shard with fewer contributors than ranks is divided by this x contributors / world size.
     #[prost(double, tag = "3")]
     pub gradient_scale: f64,
     /// (0, 1\]; 1 when not clipped

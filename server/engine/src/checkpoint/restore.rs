@@ -211,6 +211,11 @@ fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -
         groups: checkpoint.groups.clone(),
         rule: checkpoint.rule,
         formats: Formats { seed: job.formats.seed, ..checkpoint.formats },
+        // Other ranks may contribute now, but every parameter must lie where it did.
+        partitions: match checkpoint.partition_starts() == job.partition_starts() {
+            true => job.partitions.clone(),
+            false => checkpoint.partitions.clone(),
+        },
         image_dtype: if images == StoredImages::None { job.image_dtype } else { checkpoint.image_dtype },
         ..job.clone()
     };
@@ -218,6 +223,7 @@ fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -
         limit: fault.limit.replace("as the job was opened", "as in the checkpoint"),
         remedy: match &*fault.field {
             "spec.image_dtype" => "open the job with the checkpoint's image dtype, or with max_delay 0",
+            "spec.partitions" => "open the job with partitions that begin at the same parameters as the checkpoint's",
             "spec.state_format" | "spec.master_format" => "open the job with the checkpoint's formats",
             _ => "restore a checkpoint of this model, or open the job with the checkpoint's parameters and rule",
         }

@@ -19,8 +19,13 @@ impl Need {
         let (contributions, accumulators) = if storage.spills_gradients(spec) {
             gradients::spilled::need(spec, layout, owned)
         } else {
-            let contributions = elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size);
-            (contributions, if spec.accumulates() { elements * 4 * slots } else { 0 })
+            let wire = spec.gradient_dtype.bytes();
+            owned.iter().fold((0, 0), |(contributions, accumulators), &shard| {
+                let (elements, contributors) = (layout.shard_len(shard), layout.contributors(shard));
+                let sum = if spec.accumulates(contributors) { 4 } else { 0 };
+                let count = contributors.len() as u64;
+                (contributions + elements * wire * slots * count, accumulators + elements * sum * slots)
+            })
         };
         let connection = CONNECTION_BYTES + if storage.spills_images(spec) { SPILLED_PULL_BYTES } else { 0 };
         Need {

@@ -12,7 +12,7 @@ use super::{
     load::Load,
     protocol::{Protocol, Signal},
     snapshots::Snapshots,
-    space::{Buffers, Space},
+    space::{Buffers, Shape, Space},
 };
 use crate::{
     admission::{Budget, Need},
@@ -42,25 +42,26 @@ impl Job {
         let owned = placement.owned(server);
         let need = Need::of(&spec, &layout, &owned, storage);
         let reservation = budget.reserve(&need)?;
-        let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+        let shapes = Shape::of(&spec, &layout, &owned);
         let signal = Arc::new(Signal::new(observer));
         let spilled = storage.spills_images(&spec);
         // A tier that keeps the buffers brings the memory for them.
-        let space = (!tier::keeps_buffers(&spec)).then(|| Space::allocate(&spec, &lengths, storage));
+        let space = (!tier::keeps_buffers(&spec)).then(|| Space::allocate(&spec, &shapes, storage));
         let space = space.transpose().map_err(exhausted)?;
         let inputs =
             Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
         let waker = Arc::clone(&signal);
-        let kept_bytes = if space.is_none() { Space::bytes(&spec, &lengths) } else { 0 };
+        let kept_bytes = if space.is_none() { Space::bytes(&spec, &shapes) } else { 0 };
         let opened = tier::open(&inputs, kept_bytes, compute.pool(), Box::new(move || waker.send()))?;
         let Opened { store: mut tier, buffers, recovered } = opened;
         let space = space.or_else(|| Some(Space::of_tier(buffers?, &spec)));
         let space = space.expect("a tier that keeps the buffers gives their memory");
         let Buffers { images, gradients, shared } =
-            Buffers::over(space, &spec, &lengths, compute.pool()).map_err(exhausted)?;
+            Buffers::over(space, &spec, &shapes, compute.pool()).map_err(exhausted)?;
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
-        let image_bytes = lengths.iter().map(|&length| length * spec.image_dtype.bytes() as usize).collect();
+        let image_bytes = |&shard| (layout.shard_len(shard) * spec.image_dtype.bytes()) as usize;
+        let image_bytes = owned.iter().map(image_bytes).collect();
         let images = Images::new(images, image_bytes, window, shared, tier.images.take());
         let files = tier.gradients.take();
         let spilled =
@@ -105,8 +106,7 @@ impl Job {
 pub fn kept_buffers(header: &Header) -> Result<u64, Fault> {
     let layout = header.spec.validate()?;
     let owned = header.placement.owned(header.server);
-    let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
-    Ok(Space::bytes(&header.spec, &lengths) as u64)
+    Ok(Space::bytes(&header.spec, &Shape::of(&header.spec, &layout, &owned)) as u64)
 }
 
 fn exhausted(error: AllocationError) -> Fault {

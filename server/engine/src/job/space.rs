@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, RwLock};
 
-use longshore_proto::JobSpec;
+use longshore_proto::{JobSpec, Layout, ShardId};
 
 use super::{
     gradients::{Contribution, ShardGradients},
@@ -31,8 +31,31 @@ pub(super) struct Space {
     widths: Widths,
 }
 
+/// What decides the sizes of a shard's buffers.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    elements: usize,
+    contributors: usize,
+    /// Whether contributions are summed.
+    accumulates: bool,
+}
+
+impl Shape {
+    pub(super) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Vec<Shape> {
+        let shape = |&shard: &ShardId| {
+            let contributors = layout.contributors(shard);
+            Shape {
+                elements: layout.shard_len(shard) as usize,
+                contributors: contributors.len(),
+                accumulates: spec.accumulates(contributors),
+            }
+        };
+        owned.iter().map(shape).collect()
+    }
+}
+
 /// How many bytes this memory has for each element of an image, a contribution and a sum. It has 0 for what lives on
-/// drives, and for sums that the job does not form.
+/// drives.
 #[derive(Clone, Copy)]
 struct Widths {
     image: usize,
@@ -45,7 +68,7 @@ impl Widths {
         Widths {
             image: spec.image_dtype.bytes() as usize,
             contribution: spec.gradient_dtype.bytes() as usize,
-            sum: if spec.accumulates() { 4 } else { 0 },
+            sum: size_of::<f32>(),
         }
     }
 }
@@ -54,7 +77,7 @@ impl Space {
     /// Allocates the memory. If images are to be shared and the kernel allows it, other processes can be given theirs.
     pub(super) fn allocate(
         spec: &JobSpec,
-        lengths: &[usize],
+        shapes: &[Shape],
         storage: &Storage,
     ) -> Result<Space, AllocationError> {
         let mut widths = Widths::of(spec);
@@ -65,11 +88,11 @@ impl Space {
         if storage.spills_gradients(spec) {
             (widths.contribution, widths.sum) = (0, 0);
         }
-        let images = Slab::bytes_for(image_sizes(widths.image, lengths));
+        let images = Slab::bytes_for(image_sizes(widths.image, shapes));
         let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {
             shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
         });
-        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, lengths, widths, shared.is_some())))?;
+        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, shapes, widths, shared.is_some())))?;
         Ok(Space { slab, shared, widths })
     }
 
@@ -80,31 +103,31 @@ impl Space {
     }
 
     /// How many bytes all buffers need in one piece.
-    pub(super) fn bytes(spec: &JobSpec, lengths: &[usize]) -> usize {
-        Slab::bytes_for(sizes(spec, lengths, Widths::of(spec), false))
+    pub(super) fn bytes(spec: &JobSpec, shapes: &[Shape]) -> usize {
+        Slab::bytes_for(sizes(spec, shapes, Widths::of(spec), false))
     }
 }
 
 /// The sizes of the two images of each shard, and last the size of all version stamps. An element has `bytes` bytes.
-fn image_sizes(bytes: usize, lengths: &[usize]) -> Vec<usize> {
-    let mut sizes: Vec<usize> = lengths.iter().flat_map(|&length| [length * bytes; 2]).collect();
-    sizes.push(lengths.len() * 2 * size_of::<u64>());
+fn image_sizes(bytes: usize, shapes: &[Shape]) -> Vec<usize> {
+    let mut sizes: Vec<usize> = shapes.iter().flat_map(|shape| [shape.elements * bytes; 2]).collect();
+    sizes.push(shapes.len() * 2 * size_of::<u64>());
     sizes
 }
 
 /// The sizes of each shard's images, contributions and sums, and last the size of all version stamps. With `apart`
 /// images and stamps lie elsewhere and are left out.
-fn sizes(spec: &JobSpec, lengths: &[usize], widths: Widths, apart: bool) -> Vec<usize> {
-    let images = image_sizes(widths.image, lengths);
+fn sizes(spec: &JobSpec, shapes: &[Shape], widths: Widths, apart: bool) -> Vec<usize> {
+    let images = image_sizes(widths.image, shapes);
     let (pairs, stamps) = images.as_chunks::<2>();
     let mut sizes = Vec::new();
-    for (&length, pair) in lengths.iter().zip(pairs) {
+    for (&Shape { elements, contributors, accumulates }, pair) in shapes.iter().zip(pairs) {
         if !apart {
             sizes.extend(pair);
         }
         for _ in 0..spec.gradient_slots() {
-            sizes.extend(vec![length * widths.contribution; spec.world_size as usize]);
-            sizes.push(length * widths.sum);
+            sizes.extend(vec![elements * widths.contribution; contributors]);
+            sizes.push(if accumulates { elements * widths.sum } else { 0 });
         }
     }
     if !apart {
@@ -118,15 +141,15 @@ impl Buffers {
     pub(super) fn over(
         space: Space,
         spec: &JobSpec,
-        lengths: &[usize],
+        shapes: &[Shape],
         pool: &ThreadPool,
     ) -> Result<Buffers, AllocationError> {
-        let (slots, ranks) = (spec.gradient_slots(), spec.world_size as usize);
+        let slots = spec.gradient_slots();
         let mut apart = Vec::new().into_iter();
-        let sizes = sizes(spec, lengths, space.widths, space.shared.is_some());
+        let sizes = sizes(spec, shapes, space.widths, space.shared.is_some());
         let mut shared = None;
         if let Some((slab, file)) = space.shared {
-            apart = slab.carve(&image_sizes(space.widths.image, lengths), pool)?.into_iter();
+            apart = slab.carve(&image_sizes(space.widths.image, shapes), pool)?.into_iter();
             shared = Some(file);
         }
         let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
@@ -134,7 +157,7 @@ impl Buffers {
         let stamps = Arc::new(AtomicWords::new(stamps.expect("one region was carved for the stamps")));
         let mut next = || regions.next().expect("one region was carved for each size");
         let mut buffers = Buffers { images: Vec::new(), gradients: Vec::new(), shared };
-        for owned in OwnedShards::all(lengths.len()) {
+        for (owned, shape) in OwnedShards::all(shapes.len()).zip(shapes) {
             buffers.images.push([0, 1].map(|parity| {
                 let region = apart.next().unwrap_or_else(&mut next);
                 let (stamps, stamp) = (Arc::clone(&stamps), 2 * owned.index() + parity);
@@ -142,9 +165,10 @@ impl Buffers {
             }));
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {
-                contributions.push((0..ranks).map(|_| Mutex::new(Contribution::new(next()))).collect());
+                let one = |_| Mutex::new(Contribution::new(next()));
+                contributions.push((0..shape.contributors).map(one).collect());
                 let region = next();
-                accumulators.push(spec.accumulates().then(|| Mutex::new(region)));
+                accumulators.push(shape.accumulates.then(|| Mutex::new(region)));
             }
             let statistics = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
             buffers.gradients.push(ShardGradients { contributions, accumulators, statistics });

@@ -1,12 +1,12 @@
 //! The update of shards: one pass over each block unscales, clips, applies the rule and writes the image.
 
-use longshore_proto::{BlockId, Commit, Correction, Fault, Rank, Step, limits::BLOCK_ELEMENTS};
+use longshore_proto::{BlockId, Commit, Correction, Fault, Step, limits::BLOCK_ELEMENTS};
 
 use tracing::debug_span;
 
 use super::{Job, compute::BLOCK, gradients::cast, images::image_blocks};
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::{Contributor, OwnedShard, OwnedShards},
     kernels::{Gradient, ImageMut, Random, Scalars, update, update_low},
     lock,
     memory::Region,
@@ -71,7 +71,8 @@ impl Job {
     }
 
     fn update_shards(&self, run: OwnedShards, commit: &Commit, applied: u64) -> Result<(), Fault> {
-        let multiplier = commit.gradient_multiplier();
+        let multiplier =
+            commit.gradient_multiplier(self.spec.share(self.gradients.contributors(run.first())));
         let scalars: Vec<Scalars> = commit
             .groups
             .iter()
@@ -89,7 +90,7 @@ impl Job {
         let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
         let (gradients, slot) = (&self.gradients, self.gradients.slot(commit.step));
         let lone: Vec<_> =
-            run.clone().map(|owned| lock(gradients.contribution(owned, slot, Rank(0)))).collect();
+            run.clone().map(|owned| lock(gradients.contribution(owned, slot, Contributor::LONE))).collect();
         let sums: Vec<_> = run.clone().map(|owned| gradients.accumulator(owned, slot).map(lock)).collect();
         let whole = |index: usize| match (&fetched[index], &sums[index]) {
             (Some(region), Some(_)) => Gradient::f32(region.f32()),

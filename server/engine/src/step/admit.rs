@@ -7,7 +7,7 @@ use super::{
     refusal::Refusal,
     shard::Verdict,
 };
-use crate::ids::{GradientSlot, OwnedShard};
+use crate::ids::{Contributor, GradientSlot, OwnedShard};
 
 impl Machine {
     /// Decides on one chunk. After `Write` the caller stores the bytes and reports back.
@@ -18,7 +18,7 @@ impl Machine {
         if !self.has_joined(contribution.rank, chunk.incarnation) {
             return Err(Refusal::NotJoined { rank: contribution.rank });
         }
-        let owned = self.check_chunk(chunk)?;
+        let (owned, contributor) = self.check_chunk(chunk)?;
         let step = contribution.step;
         if step.0 <= self.version.0 {
             // The step is decided, so the chunk had come: the worker missed an acknowledgement.
@@ -34,13 +34,13 @@ impl Machine {
         }
         let shard = &mut self.shards[owned.index()];
         let (slot, chunks) = (shard.slot_of(step), shard.chunks);
-        match shard.slot_mut(step).judge(chunk, chunks)? {
+        match shard.slot_mut(step).judge(chunk, contributor, chunks)? {
             Verdict::Duplicate => Ok(Admission::Duplicate),
             Verdict::Superseded => Ok(Admission::Superseded),
             Verdict::Busy => Ok(Admission::Busy),
             Verdict::Write => {
                 self.settle(step, chunk.loss_scale);
-                Ok(Admission::Write(Ticket { owned, slot, chunk: *chunk }))
+                Ok(Admission::Write(Ticket { owned, slot, contributor, chunk: *chunk }))
             }
         }
     }
@@ -64,9 +64,14 @@ impl Machine {
         Err(Refusal::Withdrawn { reads, decided_by })
     }
 
-    fn check_chunk(&self, chunk: &ContributionChunk) -> Result<OwnedShard, Refusal> {
+    fn check_chunk(&self, chunk: &ContributionChunk) -> Result<(OwnedShard, Contributor), Refusal> {
         let contribution = chunk.contribution;
         let owned = self.owned_index(contribution.shard)?;
+        let shard = &self.shards[owned.index()];
+        let contributor = shard.contributor(contribution.rank).ok_or_else(|| Refusal::NotContributor {
+            contribution,
+            contributors: shard.contributors.clone(),
+        })?;
         if contribution.step.0 == 0 {
             return Err(Refusal::StepZero);
         }
@@ -98,23 +103,24 @@ impl Machine {
         if !(chunk.loss_scale.is_finite() && chunk.loss_scale > 0.0) {
             return Err(Refusal::BadLossScale { loss_scale: chunk.loss_scale });
         }
-        Ok(owned)
+        Ok((owned, contributor))
     }
 
     /// The ticket's bytes are stored.
     pub fn stored(&mut self, ticket: Ticket) -> Option<Work> {
-        let Ticket { owned, slot, chunk } = ticket;
+        let Ticket { owned, slot, contributor, chunk } = ticket;
         let contribution = chunk.contribution;
         let rank = &mut self.ranks[contribution.rank.index()];
         rank.last_step = rank.last_step.max(contribution.step);
-        let last = self.shards[owned.index()].slots[slot.index()].stored(&chunk);
+        let last = self.shards[owned.index()].slots[slot.index()].stored(&chunk, contributor);
         let (step, micro_step) = (contribution.step, contribution.micro_step);
         last.then_some(Work::Sum(Sum { owned, slot, step, micro_step }))
     }
 
     /// The ticket's bytes did not arrive.
     pub fn abandoned(&mut self, ticket: Ticket) {
-        self.shards[ticket.owned.index()].slots[ticket.slot.index()].abandoned(&ticket.chunk);
+        let slot = &mut self.shards[ticket.owned.index()].slots[ticket.slot.index()];
+        slot.abandoned(&ticket.chunk, ticket.contributor);
         self.unsettle();
     }
 

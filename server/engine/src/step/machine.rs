@@ -12,7 +12,7 @@ use longshore_proto::{
 
 use super::{refusal::Refusal, shard::ShardProgress};
 use crate::{
-    ids::{GradientSlot, OwnedShard, OwnedShards},
+    ids::{Contributor, GradientSlot, OwnedShard, OwnedShards},
     record::{Joined, Record, Standing},
 };
 
@@ -35,6 +35,8 @@ pub struct Ticket {
     pub owned: OwnedShard,
     /// The step's gradient slot.
     pub slot: GradientSlot,
+    /// The chunk's rank among the shard's contributors.
+    pub contributor: Contributor,
     pub chunk: ContributionChunk,
 }
 
@@ -143,7 +145,8 @@ impl Machine {
         for (index, &shard) in OwnedShards::all(owned_shards.len()).zip(owned_shards) {
             owned[shard.index()] = Some(index);
             let chunks = layout.chunks(shard, spec.gradient_dtype);
-            shards.push(ShardProgress::new(shard, chunks, spec.gradient_slots(), spec.world_size));
+            let contributors = layout.contributors(shard);
+            shards.push(ShardProgress::new(shard, chunks, spec.gradient_slots(), contributors));
         }
         let ranks = vec![RankState::default(); spec.world_size as usize];
         Machine {

@@ -7,7 +7,7 @@ use super::{
     refusal::Refusal,
     shard::ShardProgress,
 };
-use crate::ids::{GradientSlot, OwnedShard};
+use crate::ids::{Contributor, GradientSlot, OwnedShard};
 
 impl Machine {
     /// Ends what earlier processes of a rank may do. What they sent stays, since a decision that another server knows
@@ -30,17 +30,22 @@ impl Machine {
             return Ok(Admission::Duplicate);
         }
         let undecided = self.version.0 + 1..=self.version.0 + self.spec.gradient_slots() as u64;
-        let in_use = |shard: &ShardProgress| shard.slots.iter().any(|slot| slot.in_use(rank));
+        let in_use = |shard: &ShardProgress| {
+            let contributor = shard.contributor(rank);
+            contributor.is_some_and(|contributor| shard.slots.iter().any(|slot| slot.in_use(contributor)))
+        };
         if self.shards.iter().any(in_use) {
             return Ok(Admission::Busy);
         }
+        let is_lone = self.spec.world_size == 1;
         for shard in &mut self.shards {
-            for slot in &mut shard.slots {
-                // The slot of a decided step belongs to that step's update.
-                if slot.step.is_some_and(|step| undecided.contains(&step.0)) {
-                    slot.rejoined(rank);
-                }
-            }
+            let Some(contributor) = shard.contributor(rank) else { continue };
+            // The slot of a decided step belongs to that step's update.
+            let undecided = shard
+                .slots
+                .iter_mut()
+                .filter(|slot| slot.step.is_some_and(|step| undecided.contains(&step.0)));
+            undecided.for_each(|slot| if is_lone { slot.start_over() } else { slot.rejoined(contributor) });
         }
         let joined_at = self.version;
         self.unsettle();
@@ -66,9 +71,9 @@ impl Machine {
         state.is_some_and(|state| state.incarnation == Some(incarnation) && !state.fence_only && !state.left)
     }
 
-    /// Whether a rank's buffer of a slot holds what a sum or an update still needs.
-    pub fn holds(&self, owned: OwnedShard, slot: GradientSlot, rank: Rank) -> bool {
-        self.shards[owned.index()].slots[slot.index()].holds(rank)
+    /// Whether a contributor's buffer of a slot holds what a sum or an update still needs.
+    pub fn holds(&self, owned: OwnedShard, slot: GradientSlot, contributor: Contributor) -> bool {
+        self.shards[owned.index()].slots[slot.index()].holds(contributor)
     }
 
     pub fn incarnation(&self, rank: Rank) -> Option<Incarnation> {

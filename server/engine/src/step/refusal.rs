@@ -17,6 +17,7 @@ pub enum Refusal {
     Fenced { rank: Rank, incarnation: Incarnation, current: Incarnation },
     Left { rank: Rank, incarnation: Incarnation },
     NotOwned { shard: ShardId, shards: u32 },
+    NotContributor { contribution: Contribution, contributors: Vec<Rank> },
     WrongDtype { dtype: Dtype, expected: Dtype },
     WrongLength { contribution: Contribution, chunk: ChunkId, bytes: u64, expected: u64 },
     UnknownChunk { shard: ShardId, chunk: ChunkId, chunks: u32 },
@@ -113,6 +114,17 @@ impl From<Refusal> for Fault {
                 format!("one this server owns, of {shards} in the job"),
                 "send it to its owner: see placement in Admin.Describe",
             ),
+            Refusal::NotContributor { contribution, contributors } => {
+                let named: Vec<u32> = contributors.iter().take(8).map(|rank| rank.0).collect();
+                let more = if contributors.len() > 8 { " and more" } else { "" };
+                Fault::new(
+                    Invalid,
+                    "rank",
+                    format!("{} ({contribution})", contribution.rank.0),
+                    format!("one of the shard's contributors, {named:?}{more}"),
+                    "send gradients only to the shards of your own partitions (spec.partitions)",
+                )
+            }
             Refusal::WrongDtype { dtype, expected } => Fault::new(
                 Invalid,
                 "dtype",

@@ -7,7 +7,7 @@ use longshore_proto::{
 };
 
 use super::{bitmap::Bitmap, refusal::Refusal};
-use crate::ids::GradientSlot;
+use crate::ids::{Contributor, GradientSlot};
 
 /// What to do with a chunk that this slot may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +52,7 @@ pub(super) struct StepSlot {
     origin: Origin,
     /// The first element of the complete gradient that is inf or NaN, where the job looks for one.
     pub(super) nonfinite: Option<u64>,
+    /// By contributor.
     ranks: Vec<RankSlot>,
 }
 
@@ -60,6 +61,8 @@ pub(super) struct StepSlot {
 pub(super) struct ShardProgress {
     pub(super) shard: ShardId,
     pub(super) chunks: u32,
+    /// The ranks that contribute to it, in ascending order.
+    pub(super) contributors: Vec<Rank>,
     /// The step that the shard's state was last updated by.
     pub(super) version: Version,
     /// By step, modulo the number of slots.
@@ -126,7 +129,7 @@ impl RankSlot {
 }
 
 impl StepSlot {
-    fn new(chunks: u32, world_size: u32) -> StepSlot {
+    fn new(chunks: u32, contributors: usize) -> StepSlot {
         StepSlot {
             step: None,
             summed: 0,
@@ -134,18 +137,23 @@ impl StepSlot {
             complete: false,
             origin: Origin::UNKNOWN,
             nonfinite: None,
-            ranks: (0..world_size).map(|_| RankSlot::new(chunks)).collect(),
+            ranks: (0..contributors).map(|_| RankSlot::new(chunks)).collect(),
         }
     }
 
     /// Decides on a chunk whose fields are in range and whose step this slot may hold.
-    pub(super) fn judge(&mut self, chunk: &ContributionChunk, chunks: u32) -> Result<Verdict, Refusal> {
+    pub(super) fn judge(
+        &mut self,
+        chunk: &ContributionChunk,
+        contributor: Contributor,
+        chunks: u32,
+    ) -> Result<Verdict, Refusal> {
         let contribution = chunk.contribution;
         match self.step {
             Some(step) if step != contribution.step => return Ok(Verdict::Busy),
             _ => {}
         }
-        let rank = &mut self.ranks[contribution.rank.index()];
+        let rank = &mut self.ranks[contributor.index()];
         // A message of several chunks is a repetition only if all of them are held; otherwise all of it is written.
         let unheld =
             rank.covered(chunk).find(|&index| rank.receipt(contribution.micro_step, index).is_none());
@@ -172,8 +180,8 @@ impl StepSlot {
     }
 
     /// The chunk's bytes are in its buffer. Returns true when the chunk was the micro-step's last.
-    pub(super) fn stored(&mut self, chunk: &ContributionChunk) -> bool {
-        let rank = &mut self.ranks[chunk.contribution.rank.index()];
+    pub(super) fn stored(&mut self, chunk: &ContributionChunk, contributor: Contributor) -> bool {
+        let rank = &mut self.ranks[contributor.index()];
         rank.set_writing(chunk, false);
         let crc32 = (!chunk.lent).then_some(chunk.crc32);
         let receipt = Receipt { crc32, incarnation: chunk.incarnation };
@@ -186,8 +194,8 @@ impl StepSlot {
     }
 
     /// The bytes did not arrive after all.
-    pub(super) fn abandoned(&mut self, chunk: &ContributionChunk) {
-        self.ranks[chunk.contribution.rank.index()].set_writing(chunk, false);
+    pub(super) fn abandoned(&mut self, chunk: &ContributionChunk, contributor: Contributor) {
+        self.ranks[contributor.index()].set_writing(chunk, false);
         self.free_if_untouched();
     }
 
@@ -236,25 +244,26 @@ impl StepSlot {
     }
 
     /// Whether a sum or an update still needs what a rank's buffer holds.
-    pub(super) fn holds(&self, rank: Rank) -> bool {
-        self.complete || self.in_use(rank) || !self.ranks[rank.index()].stored.is_empty()
+    pub(super) fn holds(&self, contributor: Contributor) -> bool {
+        self.complete || self.in_use(contributor) || !self.ranks[contributor.index()].stored.is_empty()
     }
 
     /// Whether a chunk of this rank is being written, or the rank's buffer read, at this moment.
-    pub(super) fn in_use(&self, rank: Rank) -> bool {
-        self.summing || !self.ranks[rank.index()].writing.is_empty()
+    pub(super) fn in_use(&self, contributor: Contributor) -> bool {
+        self.summing || !self.ranks[contributor.index()].writing.is_empty()
+    }
+
+    /// Forgets what the job's lone rank sent: its new process starts the step over.
+    pub(super) fn start_over(&mut self) {
+        self.free();
+        self.ranks.iter_mut().for_each(|rank| rank.stored.clear());
     }
 
     /// Forgets what an earlier incarnation of a rank sent and no sum contains yet: its new process may compute other
-    /// bits. A lone rank's step starts over; with several ranks, sums that are formed stay.
-    pub(super) fn rejoined(&mut self, rank: Rank) {
-        if self.ranks.len() == 1 {
-            self.free();
-            self.ranks[0].stored.clear();
-            return;
-        }
+    /// bits. Sums that are formed stay, since the step may be decided on another server.
+    pub(super) fn rejoined(&mut self, contributor: Contributor) {
         let current = self.summed as usize;
-        let slot = &mut self.ranks[rank.index()];
+        let slot = &mut self.ranks[contributor.index()];
         if !self.complete {
             slot.stored.clear();
             slot.receipts.truncate(current);
@@ -262,20 +271,25 @@ impl StepSlot {
         self.free_if_untouched();
     }
 
-    /// The ranks whose contribution to the current micro-step is not whole.
-    pub(super) fn missing_ranks(&self) -> Vec<Rank> {
+    /// The contributors whose contribution to the current micro-step is not whole.
+    pub(super) fn missing(&self) -> Vec<Contributor> {
         if self.complete || self.summing {
             return Vec::new();
         }
-        let ranks = self.ranks.iter().enumerate();
-        ranks.filter(|(_, rank)| !rank.stored.is_full()).map(|(index, _)| Rank(index as u32)).collect()
+        let ranks = Contributor::all(self.ranks.len()).zip(&self.ranks);
+        ranks.filter(|(_, rank)| !rank.stored.is_full()).map(|(contributor, _)| contributor).collect()
     }
 }
 
 impl ShardProgress {
-    pub(super) fn new(shard: ShardId, chunks: u32, slots: usize, world_size: u32) -> ShardProgress {
-        let slots = (0..slots).map(|_| StepSlot::new(chunks, world_size)).collect();
-        ShardProgress { shard, chunks, version: Version(0), slots }
+    pub(super) fn new(shard: ShardId, chunks: u32, slots: usize, contributors: &[Rank]) -> ShardProgress {
+        let slots = (0..slots).map(|_| StepSlot::new(chunks, contributors.len())).collect();
+        ShardProgress { shard, chunks, contributors: contributors.to_vec(), version: Version(0), slots }
+    }
+
+    /// A rank among the shard's contributors, if it is one.
+    pub(super) fn contributor(&self, rank: Rank) -> Option<Contributor> {
+        Contributor::of(rank, &self.contributors)
     }
 
     pub(super) fn slot_of(&self, step: Step) -> GradientSlot {

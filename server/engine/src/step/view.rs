@@ -6,6 +6,7 @@ use super::{
     machine::{Decided, Machine, Phase},
     progress::{Progress, RankProgress},
     refusal::Refusal,
+    shard::ShardProgress,
 };
 use crate::ids::{OwnedShard, OwnedShards};
 
@@ -96,10 +97,14 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// The shards from `first` on that have the version before this step, at most `most` of them.
+    /// The shards from `first` on that have the version before this step, at most `most` of them. All have as many
+    /// contributors as the first one, so that their gradients are divided by the same number.
     pub fn updatable(&self, first: OwnedShard, most: usize, step: Step) -> OwnedShards {
-        let shards = self.shards[first.index()..].iter().take(most);
-        first.run(shards.take_while(|shard| shard.version.next_step() == step).count())
+        let contributors = self.shards[first.index()].contributors.len();
+        let fits = |shard: &&ShardProgress| {
+            shard.version.next_step() == step && shard.contributors.len() == contributors
+        };
+        first.run(self.shards[first.index()..].iter().take(most).take_while(fits).count())
     }
 
     /// The decision on a step and Adam's t after it, while it is kept.
@@ -125,9 +130,13 @@ impl Machine {
                 continue;
             }
             let micro_step = MicroStep(if slot.step == Some(step) { slot.summed } else { 0 });
-            let ranks = match slot.step {
-                Some(held) if held == step => slot.missing_ranks(),
-                _ => (0..self.spec.world_size).map(Rank).collect(),
+            let ranks: Vec<Rank> = match slot.step {
+                Some(held) if held == step => slot
+                    .missing()
+                    .into_iter()
+                    .map(|contributor| shard.contributors[contributor.index()])
+                    .collect(),
+                _ => shard.contributors.clone(),
             };
             let mut named =
                 ranks.iter().take(8).map(|rank| self.describe(*rank)).collect::<Vec<_>>().join(", ");

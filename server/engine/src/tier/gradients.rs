@@ -5,11 +5,11 @@ use std::{
     sync::mpsc::{self, Receiver},
 };
 
-use longshore_proto::{Fault, Rank};
+use longshore_proto::Fault;
 
 use super::fault::internal;
 use crate::{
-    ids::{GradientSlot, OwnedShard},
+    ids::{Contributor, GradientSlot, OwnedShard},
     memory::Region,
 };
 
@@ -17,7 +17,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// One rank's contribution, in the wire's format.
-    Contribution(Rank),
+    Contribution(Contributor),
     /// The sum of all ranks and micro-steps so far, in fp32.
     Sum,
 }

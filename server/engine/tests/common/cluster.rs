@@ -140,7 +140,7 @@ impl Cluster {
         &flat[(start + range.start) as usize..(start + range.end) as usize]
     }
 
-    /// Every chunk of one rank's contribution of one micro-step, with its part of `flat`.
+    /// Every chunk of one rank's contributions of one micro-step, with its part of `flat`.
     pub(crate) fn chunks<'a>(
         &self,
         step: u64,
@@ -150,7 +150,8 @@ impl Cluster {
     ) -> Vec<(ContributionChunk, &'a [u8])> {
         let dtype = self.spec.gradient_dtype;
         let mut found = Vec::new();
-        for shard in (0..self.layout.shards()).map(ShardId) {
+        let contributes = |shard: &ShardId| self.layout.contributors(*shard).contains(&Rank(rank));
+        for shard in (0..self.layout.shards()).map(ShardId).filter(contributes) {
             for chunk in (0..self.layout.chunks(shard, dtype)).map(ChunkId) {
                 let payload = self.payload(flat, shard, chunk, dtype);
                 let (step, micro_step, rank) = (Step(step), MicroStep(micro_step), Rank(rank));

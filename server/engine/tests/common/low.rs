@@ -9,7 +9,7 @@ use longshore_engine::kernels::{
 };
 use longshore_proto::{Commit, Dtype, JobSpec, MasterFormat, StateFormat};
 
-use super::{BLOCK, encode};
+use super::{BLOCK, encode, reference::multipliers};
 
 #[derive(Clone)]
 pub(crate) struct Low {
@@ -62,18 +62,18 @@ impl Low {
         gradient: &[f32],
         commit: &Commit,
     ) -> Vec<u8> {
-        let multiplier = (commit.clip_coefficient / commit.gradient_scale) as f32;
-        let scalars = commit.groups.iter().enumerate().map(|(group, hyper)| {
-            let scalars = Scalars::new(spec.rule, hyper, applied, multiplier);
+        let multipliers = multipliers(spec, commit);
+        let scalars = |element: usize| {
+            let (group, multiplier) = (groups[element] as usize, multipliers[element]);
+            let scalars = Scalars::new(spec.rule, &commit.groups[group], applied, multiplier);
             let ahead = commit.correction.look_ahead().get(group);
-            ahead.map_or(scalars, |lr| scalars.looking_ahead(hyper, applied, *lr))
-        });
-        let scalars: Vec<Scalars> = scalars.collect();
-        let mut segments: Vec<(Range<usize>, &Scalars)> = Vec::new();
-        for chunk in groups.chunk_by(|a, b| a == b) {
-            let start = segments.last().map_or(0, |(range, _)| range.end);
-            segments.push((start..start + chunk.len(), &scalars[chunk[0] as usize]));
-        }
+            ahead.map_or(scalars, |lr| scalars.looking_ahead(&commit.groups[group], applied, *lr))
+        };
+        let elements: Vec<usize> = (0..groups.len()).collect();
+        let alike = |a: &usize, b: &usize| groups[*a] == groups[*b] && multipliers[*a] == multipliers[*b];
+        let runs = elements.chunk_by(alike).map(|run| (run[0]..run[0] + run.len(), scalars(run[0])));
+        let runs: Vec<(Range<usize>, Scalars)> = runs.collect();
+        let segments: Vec<_> = runs.iter().map(|(range, scalars)| (range.clone(), scalars)).collect();
         let random = Random { seed: spec.formats.seed, step: applied, first_element: 0 };
         let master = match &mut self.master {
             Array::F32(x) => MasterMut::F32(x),

@@ -70,6 +70,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
         tier: TierKind::Memory,
         formats: Default::default(),
         unchecked: false,
+        partitions: Vec::new(),
     }
 }
 

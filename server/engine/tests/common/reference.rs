@@ -4,21 +4,36 @@
 use std::ops::Range;
 
 use longshore_proto::{
-    Commit, Correction, Dtype, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
+    Commit, Correction, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
 };
 
 use super::{BLOCK, decode, encode, low::Low};
 
-/// Each parameter starts at the next multiple of 64 elements.
+/// Each parameter starts at the next multiple of 64 elements, or of a block where a partition begins.
 pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
-    let mut start = 0;
-    let place = |param: &longshore_proto::Param| {
+    let mut start = 0usize;
+    let place = |(index, param): (usize, &longshore_proto::Param)| {
+        if spec.partitions.iter().any(|partition| partition.first as usize == index) {
+            start = start.div_ceil(BLOCK) * BLOCK;
+        }
         let size = param.shape.iter().product::<u64>() as usize;
         let range = start..start + size;
         start = (start + size).div_ceil(64) * 64;
         range
     };
-    spec.params.iter().map(place).collect()
+    spec.params.iter().enumerate().map(place).collect()
+}
+
+/// The flat ranges of a job's partitions, each with its contributors.
+pub(crate) fn partitions(spec: &JobSpec) -> Vec<(Range<usize>, Vec<usize>)> {
+    if spec.partitions.is_empty() {
+        return vec![(0..flat_elements(spec), (0..spec.world_size as usize).collect())];
+    }
+    let ranges = param_ranges(spec);
+    let starts: Vec<usize> = spec.partitions.iter().map(|one| ranges[one.first as usize].start).collect();
+    let ends = starts[1..].iter().copied().chain([flat_elements(spec)]);
+    let ranks = spec.partitions.iter().map(|one| one.ranks.iter().map(|rank| rank.0 as usize).collect());
+    starts.iter().zip(ends).map(|(&start, end)| start..end).zip(ranks).collect()
 }
 
 /// The elements of the flat space, which is whole blocks.
@@ -72,7 +87,7 @@ impl Reference {
 
     /// `contributions` are wire bytes of the whole flat space, ordered by micro-step, then by rank.
     pub(crate) fn step(&mut self, contributions: &[Vec<u8>], commit: &Commit) {
-        let gradient = sum(contributions, self.spec.gradient_dtype);
+        let gradient = sum(&self.spec, contributions);
         self.version += 1;
         assert_eq!(commit.step.0, self.version);
         if commit.skip {
@@ -83,10 +98,10 @@ impl Reference {
             self.image = low.step(&self.spec, &self.group, self.applied, &gradient, commit);
             return;
         }
-        let multiplier = (commit.clip_coefficient / commit.gradient_scale) as f32;
+        let multiplier = multipliers(&self.spec, commit);
         let mut emitted = vec![0.0; self.master.len()];
         for (index, &raw) in gradient.iter().enumerate() {
-            let hyper = &commit.groups[self.group[index] as usize];
+            let (hyper, multiplier) = (&commit.groups[self.group[index] as usize], multiplier[index]);
             let old = self.master[index];
             let (mut a, mut b) = (at(&self.first, index), at(&self.second, index));
             let new = update(self.spec.rule, hyper, self.applied, raw * multiplier, old, &mut a, &mut b);
@@ -145,18 +160,34 @@ fn quiet(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(0x7FC0_0000) } else { x }
 }
 
-/// A lone contribution as it came; of several the first is widened and the others are added, one after the other.
-pub(crate) fn sum(contributions: &[Vec<u8>], dtype: Dtype) -> Vec<f32> {
-    let mut total = decode(&contributions[0], dtype);
-    if contributions.len() > 1 {
-        total.iter_mut().for_each(|x| *x = quiet(*x));
-    }
-    for contribution in &contributions[1..] {
-        for (total, x) in total.iter_mut().zip(decode(contribution, dtype)) {
-            *total = quiet(*total + x);
+/// A lone contribution as it came; of several the first is widened and the others are added, one after the other. A
+/// partition's sum is of its contributors.
+pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
+    let decoded: Vec<Vec<f32>> =
+        contributions.iter().map(|bytes| decode(bytes, spec.gradient_dtype)).collect();
+    let mut total = Vec::with_capacity(flat_elements(spec));
+    for (range, ranks) in partitions(spec) {
+        let of_rank = |index: &usize| ranks.contains(&(index % spec.world_size as usize));
+        let parts: Vec<&[f32]> =
+            (0..decoded.len()).filter(of_rank).map(|index| &decoded[index][range.clone()]).collect();
+        let several = parts.len() > 1;
+        let mut sum: Vec<f32> = parts[0].iter().map(|&x| if several { quiet(x) } else { x }).collect();
+        for part in &parts[1..] {
+            sum.iter_mut().zip(*part).for_each(|(sum, x)| *sum = quiet(*sum + x));
         }
+        total.extend(sum);
     }
     total
+}
+
+/// By flat element: what its summed gradient is multiplied by.
+pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
+    let mut multipliers = vec![0.0; flat_elements(spec)];
+    for (range, ranks) in partitions(spec) {
+        let share = ranks.len() as f64 / f64::from(spec.world_size);
+        multipliers[range].fill((commit.clip_coefficient / (commit.gradient_scale * share)) as f32);
+    }
+    multipliers
 }
 
 /// The sum of squares of each block. Element i belongs to lane i % 32. A lane adds its sixteen squares of 512

@@ -7,8 +7,8 @@ use longshore_engine::{
     tier::Storage,
 };
 use longshore_proto::{
-    Dtype, Epoch, Fault, FaultKind, Formats, JobName, JobSpec, MasterFormat, Param, Placement, Rule,
-    ServerId, StateFormat, TierKind,
+    Dtype, Epoch, Fault, FaultKind, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement,
+    Rank, Rule, ServerId, StateFormat, TierKind,
 };
 
 use super::{
@@ -50,6 +50,15 @@ fn names_are_safe_file_names() {
 
 type Change = fn(&mut JobSpec);
 
+/// Partitions, each by its first parameter and its contributors.
+fn cut(partitions: &[(u32, &[u32])]) -> Vec<Partition> {
+    let partition = |&(first, ranks): &(u32, &[u32])| Partition {
+        first,
+        ranks: ranks.iter().map(|&rank| Rank(rank)).collect(),
+    };
+    partitions.iter().map(partition).collect()
+}
+
 const BAD_SPECS: &[(Change, Expected)] = &[
     (|s| s.world_size = 0, (Invalid, "spec.world_size", &["is 0", "in 1..=4096"])),
     (|s| s.world_size = 4097, (Invalid, "spec.world_size", &["is 4097"])),
@@ -79,6 +88,29 @@ const BAD_SPECS: &[(Change, Expected)] = &[
     (|s| s.params[0].shape = vec![u64::MAX, 3], (Invalid, "spec.params[0].shape", &["1 to 17592186044416"])),
     (|s| s.params[0].shape = vec![1 << 44], (Invalid, "spec.params", &["at most 17592186044416 elements"])),
     (|s| s.params[1].group = 2, (Invalid, "spec.params[1].group", &["is 2"])),
+    (|s| s.partitions = cut(&[(1, &[0, 1])]), (Invalid, "spec.partitions[0].first", &["is 1", "must be 0"])),
+    (
+        |s| s.partitions = cut(&[(0, &[0, 1]), (0, &[0])]),
+        (Invalid, "spec.partitions[1].first", &["is 0", "in 1..2", "in the order of their parameters"]),
+    ),
+    (
+        |s| s.partitions = cut(&[(0, &[0, 1]), (2, &[0])]),
+        (Invalid, "spec.partitions[1].first", &["is 2", "in 1..2"]),
+    ),
+    (
+        |s| s.partitions = cut(&[(0, &[0, 1]), (1, &[])]),
+        (Invalid, "spec.partitions[1].ranks", &["[]", "below the world size, 2"]),
+    ),
+    (
+        |s| s.partitions = cut(&[(0, &[1, 0])]),
+        (Invalid, "spec.partitions[0].ranks", &["[1, 0]", "ascending"]),
+    ),
+    (|s| s.partitions = cut(&[(0, &[0, 0])]), (Invalid, "spec.partitions[0].ranks", &["[0, 0]", "once"])),
+    (|s| s.partitions = cut(&[(0, &[0, 2])]), (Invalid, "spec.partitions[0].ranks", &["[0, 2]"])),
+    (
+        |s| s.partitions = cut(&[(0, &[1]), (1, &[1])]),
+        (Invalid, "spec.partitions", &["rank 0 in none of them", "give each rank a partition"]),
+    ),
     (|s| s.tier = TierKind::Nvme, (FaultKind::Precondition, "state_dir", &["not set", "--state-dir"])),
 ];
 

@@ -2,11 +2,11 @@
 
 use longshore_engine::job::Stored;
 use longshore_proto::{
-    ChunkId, ContributionChunk, Dtype, FaultKind, Incarnation, MicroStep, Rank, ShardId, Step,
-    checksum::crc32,
+    ChunkId, ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, MicroStep, Partition, Rank, ShardId,
+    Step, checksum::crc32,
 };
 
-use super::{Expected, Midway, check};
+use super::{Expected, Midway, check, common::cluster::Cluster};
 
 use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
 
@@ -69,6 +69,20 @@ fn bad_chunks_are_refused_and_change_nothing() {
         assert_eq!(midway.view(), before);
     }
     midway.finish();
+}
+
+#[test]
+fn a_rank_pushes_its_own_partitions_and_no_other() {
+    let partition = |first, rank| Partition { first, ranks: vec![Rank(rank)] };
+    let spec = JobSpec { partitions: vec![partition(0, 1), partition(1, 0)], ..super::small() };
+    let cluster = Cluster::started(&spec, 1, &super::weights(&spec, 1));
+    let flat = super::gradient(&spec, 7, 1.0);
+    let (mut chunk, payload) = cluster.chunks(1, 0, 1, &flat)[0];
+    chunk.contribution.rank = Rank(0);
+    chunk.incarnation = cluster.incarnations[0];
+    let fault = cluster.jobs[0].store(&chunk, payload).unwrap_err();
+    check(&fault, (Invalid, "rank", &["rank is 0 (step 1", "contributors, [1]", "spec.partitions"]));
+    assert!(cluster.jobs[0].waiting_for().unwrap().ends_with("shard 0 from rank 1"));
 }
 
 #[test]

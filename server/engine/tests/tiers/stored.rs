@@ -3,11 +3,11 @@
 use std::{ops::Range, path::Path, sync::mpsc};
 
 use longshore_engine::{
-    ids::{GradientSlot, OwnedShard},
+    ids::{Contributor, GradientSlot, OwnedShard},
     memory::{Region, Slab},
     tier::{GradientId, GradientStore, Kind, Recovered, Transfer},
 };
-use longshore_proto::{Rank, Version};
+use longshore_proto::Version;
 
 use crate::{
     each_that,
@@ -127,7 +127,7 @@ fn gradients_come_back_from_their_places_and_leave_no_name() {
                 .flat_map(|owned| {
                     GradientSlot::all(case.spec.gradient_slots()).map(move |slot| (owned, slot))
                 })
-                .map(|(owned, slot)| GradientId { owned, slot, kind: Kind::Contribution(Rank(0)) })
+                .map(|(owned, slot)| GradientId { owned, slot, kind: Kind::Contribution(Contributor::LONE) })
                 .collect();
             let bytes = |place: &GradientId| {
                 let length = case.blocks(place.owned) * IMAGE_BLOCK;

@@ -137,6 +137,7 @@ impl Settings {
             tier: self.tier,
             formats: self.formats,
             unchecked: self.unchecked,
+            partitions: Vec::new(),
         }
     }
 

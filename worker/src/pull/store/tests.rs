@@ -1,13 +1,13 @@
 //! Where weights go, from which servers, and which of them are read in place.
 
-use longshore_proto::{Param, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Param, Partition, limits::BLOCK_ELEMENTS};
 
 use super::*;
 use crate::device::Budget;
 
 fn layout(blocks: u64) -> Layout {
     let param = Param { name: "p".into(), shape: vec![blocks * BLOCK_ELEMENTS], group: 0 };
-    Layout::new(&[param], 1, 2 * BLOCK_ELEMENTS).unwrap()
+    Layout::new(&[param], 1, 2 * BLOCK_ELEMENTS, &[Partition::whole(1)]).unwrap()
 }
 
 fn store(dtype: Dtype, order: &[Range<u64>]) -> Store {

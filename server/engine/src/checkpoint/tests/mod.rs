@@ -48,6 +48,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
         tier: TierKind::Memory,
         formats: Default::default(),
         unchecked: false,
+        partitions: Vec::new(),
     }
 }
 

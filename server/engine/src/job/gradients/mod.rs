@@ -20,7 +20,7 @@ pub(super) use self::{
 };
 use super::compute::Compute;
 use crate::{
-    ids::{GradientSlot, OwnedShard, OwnedShards},
+    ids::{Contributor, GradientSlot, OwnedShard, OwnedShards},
     kernels::Statistics,
     lock,
     memory::Region,
@@ -41,9 +41,9 @@ pub(super) struct Gradients {
 
 /// The gradients of one shard, by gradient slot.
 pub(super) struct ShardGradients {
-    /// By slot, then by rank.
+    /// By slot, then by contributor.
     pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
-    /// The sum, in fp32. It is None if a step has one contribution, which is then used as it came.
+    /// The sum, in fp32. It is None if the shard has one contribution in a step, which is then used as it came.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
     pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,
@@ -78,9 +78,19 @@ impl Gradients {
         &self,
         owned: OwnedShard,
         slot: GradientSlot,
-        rank: Rank,
+        contributor: Contributor,
     ) -> &Mutex<Contribution> {
-        &self.shards[owned.index()].contributions[slot.index()][rank.index()]
+        &self.shards[owned.index()].contributions[slot.index()][contributor.index()]
+    }
+
+    /// The ranks that contribute to a shard.
+    pub(super) fn contributors(&self, owned: OwnedShard) -> &[Rank] {
+        self.layout.contributors(self.owned[owned.index()])
+    }
+
+    /// Whether a shard's contributions are summed.
+    pub(super) fn accumulates(&self, owned: OwnedShard) -> bool {
+        self.spec.accumulates(self.contributors(owned))
     }
 
     pub(super) fn accumulator(&self, owned: OwnedShard, slot: GradientSlot) -> Option<&Mutex<Region>> {
@@ -105,9 +115,10 @@ impl Gradients {
     /// Lets go of what a rank's earlier process had lent and nobody needs.
     pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
         for (owned, shard) in OwnedShards::all(self.shards.len()).zip(&self.shards) {
+            let Some(contributor) = Contributor::of(rank, self.contributors(owned)) else { continue };
             for (slot, ranks) in GradientSlot::all(shard.contributions.len()).zip(&shard.contributions) {
-                if !machine.holds(owned, slot, rank) {
-                    lock(&ranks[rank.index()]).give_back();
+                if !machine.holds(owned, slot, contributor) {
+                    lock(&ranks[contributor.index()]).give_back();
                 }
             }
         }

@@ -132,12 +132,12 @@ impl<J: Deref<Target = Job>> Writing<J> {
         most: usize,
         fill: impl FnOnce(&mut [u8], &mut Crc32) -> io::Result<usize>,
     ) -> io::Result<usize> {
-        let Ticket { owned, slot, chunk } = self.ticket;
+        let Ticket { owned, slot, contributor, .. } = self.ticket;
         let job = &*self.job;
         let start = self.left.start;
         let end = self.left.end.min(start + most.min(LOCKED_BYTES));
         let (dtype, isa) = (job.spec.gradient_dtype, job.compute.isa());
-        let statistics = !job.spec.unchecked && !job.spec.accumulates();
+        let statistics = !job.spec.unchecked && !job.gradients.accumulates(owned);
         let count = if let Some(Staged { region, start: first, statistics: taken }) = &mut self.staged {
             let count = fill(&mut region.bytes_mut()[start - *first..end - *first], &mut self.sum)?;
             if statistics {
@@ -149,7 +149,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             count
         } else {
             // Two connections may bring chunks of one buffer, so neither locks it for longer than one part takes.
-            let mut contribution = lock(job.gradients.contribution(owned, slot, chunk.contribution.rank));
+            let mut contribution = lock(job.gradients.contribution(owned, slot, contributor));
             // Admission checked that the chunk lies inside the shard.
             let count = fill(&mut contribution.own()[start..end], &mut self.sum)?;
             if statistics {
@@ -172,7 +172,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// # Errors
     /// `Invalid` unless it is as long as was announced, and aligned, and padding is 0.
     pub fn lend(&mut self, lent: Arc<dyn Lent>) -> Result<(), Fault> {
-        let Ticket { owned, slot, chunk } = self.ticket;
+        let Ticket { owned, slot, contributor, .. } = self.ticket;
         let bytes = lent.bytes();
         if bytes.len() != self.left.len() || !bytes.as_ptr().addr().is_multiple_of(LENT_ALIGNMENT) {
             let value = format!("{} bytes at {:p}", bytes.len(), bytes.as_ptr());
@@ -180,7 +180,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
             return Err(Fault::invalid("push.place", value, limit, "lend a shard's whole gradient"));
         }
         self.check_padding(0, bytes)?;
-        let mut contribution = lock(self.job.gradients.contribution(owned, slot, chunk.contribution.rank));
+        let mut contribution = lock(self.job.gradients.contribution(owned, slot, contributor));
         if self.job.tier.kept.is_some() {
             contribution.copy(&*lent);
         } else {
@@ -219,14 +219,13 @@ impl<J: Deref<Target = Job>> Writing<J> {
 
 impl<J: Deref<Target = Job>> Writing<J> {
     fn check_arrived_padding(&self) -> Result<(), Fault> {
-        let Ticket { owned, slot, chunk } = self.ticket;
+        let Ticket { owned, slot, contributor, chunk } = self.ticket;
         let start = chunk.chunk.0 as usize * CHUNK_BYTES;
         let length = chunk.bytes as usize;
         if let Some(staged) = &self.staged {
             return self.check_padding(start, &staged.region.bytes()[..length]);
         }
-        let rank = chunk.contribution.rank;
-        let mut contribution = lock(self.job.gradients.contribution(owned, slot, rank));
+        let mut contribution = lock(self.job.gradients.contribution(owned, slot, contributor));
         self.check_padding(start, &contribution.own()[start..start + length])
     }
 

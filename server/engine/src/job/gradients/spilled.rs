@@ -7,7 +7,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, JobSpec, Layout, Rank, ShardId, Step,
+    Fault, FaultKind, JobSpec, Layout, ShardId, Step,
     checksum::crc32,
     limits::{CHUNK_BYTES, DATA_CONNECTIONS},
 };
@@ -18,7 +18,7 @@ use super::{
     contribution::{add, cast},
 };
 use crate::{
-    ids::{GradientSlot, OwnedShard},
+    ids::{Contributor, GradientSlot, OwnedShard},
     kernels::{Gradient, Statistics},
     lock,
     memory::{AllocationError, Region, Slab},
@@ -95,11 +95,12 @@ impl Sizes {
     fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Sizes {
         let largest = owned.iter().map(|&shard| layout.shard_len(shard)).max().unwrap_or(0) as usize;
         let wire = largest * spec.gradient_dtype.bytes() as usize;
-        let sum = if spec.accumulates() { largest * 4 } else { 0 };
+        let accumulates = owned.iter().any(|&shard| spec.accumulates(layout.contributors(shard)));
+        let sum = if accumulates { largest * 4 } else { 0 };
         Sizes {
             staged: spec.world_size as usize * DATA_CONNECTIONS + ON_THEIR_WAY,
             gradient: wire.max(sum),
-            part: if spec.accumulates() { wire } else { 0 },
+            part: if accumulates { wire } else { 0 },
             sum,
         }
     }
@@ -159,7 +160,7 @@ impl SpilledGradients {
     pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32) {
         let Staged { region, start, statistics } = staged;
         let bytes = ticket.chunk.bytes as usize;
-        let kind = Kind::Contribution(ticket.chunk.contribution.rank);
+        let kind = Kind::Contribution(ticket.contributor);
         let place = GradientId { owned: ticket.owned, slot: ticket.slot, kind };
         let desk = Arc::clone(&self.desk);
         let moved = move |region, result| {
@@ -199,8 +200,7 @@ impl Job {
         let Some(arrived) = lock(&spilled.desk.arrived).pop_front() else { return Ok(None) };
         let Arrived { ticket, crc32, statistics, result } = arrived;
         result.map_err(|fault| self.fail(fault))?;
-        let rank = ticket.chunk.contribution.rank;
-        let contribution = self.gradients.contribution(ticket.owned, ticket.slot, rank);
+        let contribution = self.gradients.contribution(ticket.owned, ticket.slot, ticket.contributor);
         lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &statistics);
         let work = self.protocol.machine().stored(ticket);
         self.notify();
@@ -231,14 +231,16 @@ impl Gradients {
             self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?;
         }
         let mut statistics = Vec::new();
-        let ranks = self.spec.world_size;
+        let count = self.contributors(owned).len();
         let read =
-            |rank: u32, parts: &mut Vec<Region>| self.read_part(spilled, owned, slot, Rank(rank), parts);
-        let mut coming = read(0, &mut scratch.parts)?;
-        for rank in 0..ranks {
-            let (kind, arrived) = (Kind::Contribution(Rank(rank)), coming.map(Transfer::wait).transpose()?);
-            coming = if rank + 1 < ranks { read(rank + 1, &mut scratch.parts)? } else { None };
-            let mut contribution = lock(self.contribution(owned, slot, Rank(rank)));
+            |contributor, parts: &mut Vec<Region>| self.read_part(spilled, owned, slot, contributor, parts);
+        let mut coming = read(Contributor(0), &mut scratch.parts)?;
+        for contributor in Contributor::all(count) {
+            let (kind, arrived) = (Kind::Contribution(contributor), coming.map(Transfer::wait).transpose()?);
+            let next = Contributor(contributor.index() + 1);
+            let is_last = next.index() == count;
+            coming = if is_last { None } else { read(next, &mut scratch.parts)? };
+            let mut contribution = lock(self.contribution(owned, slot, contributor));
             let whole = match &arrived {
                 Some(region) => {
                     let bytes = &region.bytes()[..self.contribution_len(owned)];
@@ -247,10 +249,9 @@ impl Gradients {
                 }
                 None => contribution.gradient(self.spec.gradient_dtype),
             };
-            let first = micro_step.0 == 0 && rank == 0;
-            let taken =
-                self.add(whole, &mut region.f32_mut()[..elements], first, checked && rank + 1 == ranks);
-            if rank + 1 == ranks {
+            let first = micro_step.0 == 0 && contributor == Contributor(0);
+            let taken = self.add(whole, &mut region.f32_mut()[..elements], first, checked && is_last);
+            if is_last {
                 statistics = taken;
             }
             contribution.give_back();
@@ -277,14 +278,14 @@ impl Gradients {
         spilled: &SpilledGradients,
         owned: OwnedShard,
         slot: GradientSlot,
-        rank: Rank,
+        contributor: Contributor,
         parts: &mut Vec<Region>,
     ) -> Result<Option<Transfer>, Fault> {
-        if lock(self.contribution(owned, slot, rank)).is_lent() {
+        if lock(self.contribution(owned, slot, contributor)).is_lent() {
             return Ok(None);
         }
         let buffer = parts.pop().ok_or_else(lost)?;
-        let place = GradientId { owned, slot, kind: Kind::Contribution(rank) };
+        let place = GradientId { owned, slot, kind: Kind::Contribution(contributor) };
         Ok(Some(Transfer::read(&*spilled.files, place, self.contribution_len(owned), buffer)))
     }
 
@@ -319,7 +320,7 @@ impl Gradients {
         match kind {
             Kind::Sum => self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?,
             Kind::Contribution(_) => {
-                let lone = lock(self.contribution(owned, slot, Rank(0)));
+                let lone = lock(self.contribution(owned, slot, Contributor::LONE));
                 self.verify(spilled, place, bytes, lone.sums())?;
             }
         }
@@ -328,10 +329,10 @@ impl Gradients {
 
     /// Which gradient an update uses, and how many bytes it has.
     fn gradient_kind(&self, owned: OwnedShard) -> (Kind, usize) {
-        if self.spec.accumulates() {
+        if self.accumulates(owned) {
             (Kind::Sum, self.layout.shard_len(self.owned[owned.index()]) as usize * 4)
         } else {
-            (Kind::Contribution(Rank(0)), self.contribution_len(owned))
+            (Kind::Contribution(Contributor::LONE), self.contribution_len(owned))
         }
     }
 
@@ -343,7 +344,7 @@ impl Gradients {
         scratch: &mut Scratch,
     ) -> Result<Option<Transfer>, Fault> {
         let (kind, bytes) = self.gradient_kind(owned);
-        if kind != Kind::Sum && lock(self.contribution(owned, slot, Rank(0))).is_lent() {
+        if kind != Kind::Sum && lock(self.contribution(owned, slot, Contributor::LONE)).is_lent() {
             return Ok(None);
         }
         let buffer = scratch.gradients.pop().ok_or_else(lost)?;

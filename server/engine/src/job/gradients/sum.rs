@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use longshore_proto::{Fault, MicroStep, Rank, ShardId, Step};
+use longshore_proto::{Fault, MicroStep, ShardId, Step};
 
 use tracing::debug_span;
 
@@ -12,7 +12,7 @@ use super::{
     contribution::add,
 };
 use crate::{
-    ids::{GradientSlot, OwnedShard},
+    ids::{Contributor, GradientSlot, OwnedShard},
     kernels::{Gradient, Statistics, statistics},
     lock,
     step::{Sum, Work},
@@ -93,11 +93,27 @@ impl Gradients {
     /// Forms these sums, or only takes statistics if each is of a lone gradient. Returns the statistics of each sum's
     /// blocks. If the update threads take part, the calling thread runs `meanwhile` while they begin.
     fn form(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Statistics>>, Fault> {
+        let summed = sums.iter().filter(|sum| self.accumulates(sum.owned)).count();
+        if summed == sums.len() {
+            return self.form_sums(sums, meanwhile);
+        }
+        if summed == 0 {
+            return Ok(self.lone_statistics(sums, meanwhile));
+        }
+        // These shards are of several partitions, which happens once a step for each.
+        meanwhile();
+        let mut formed = Vec::with_capacity(sums.len());
+        for sum in sums.chunks(1) {
+            formed.extend(match self.accumulates(sum[0].owned) {
+                true => self.form_sums(sum, || ())?,
+                false => self.lone_statistics(sum, || ()),
+            });
+        }
+        Ok(formed)
+    }
+
+    fn form_sums(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Statistics>>, Fault> {
         match &self.spilled {
-            _ if !self.spec.accumulates() => {
-                let places: Vec<_> = sums.iter().map(|sum| (sum.owned, sum.slot)).collect();
-                Ok(self.lone_statistics(&places, meanwhile))
-            }
             None => Ok(self.accumulate(sums, meanwhile)),
             Some(spilled) => {
                 sums.iter().map(|sum| self.accumulate_spilled(spilled, sum, self.is_checked(sum))).collect()
@@ -118,7 +134,7 @@ impl Gradients {
         let buffers = &self.shards[owned.index()];
         let slot = self.slot(step);
         let formed = match &buffers.accumulators[slot.index()] {
-            None => self.lone_statistics(&[(owned, slot)], || ()).pop().unwrap_or_default(),
+            None => self.statistics_of_lone(&[(owned, slot)], || ()).pop().unwrap_or_default(),
             Some(_) if self.spec.unchecked => self.no_statistics(owned),
             Some(accumulator) => {
                 let accumulator = lock(accumulator);
@@ -140,8 +156,13 @@ impl Gradients {
         self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
     }
 
+    fn lone_statistics(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Vec<Vec<Statistics>> {
+        let places: Vec<_> = sums.iter().map(|sum| (sum.owned, sum.slot)).collect();
+        self.statistics_of_lone(&places, meanwhile)
+    }
+
     /// The statistics of lone gradients. Those that were not taken while the gradient came are taken here.
-    fn lone_statistics(
+    fn statistics_of_lone(
         &self,
         places: &[(OwnedShard, GradientSlot)],
         meanwhile: impl FnOnce(),
@@ -150,8 +171,10 @@ impl Gradients {
             return places.iter().map(|&(owned, _)| self.no_statistics(owned)).collect();
         }
         let isa = self.compute.isa();
-        let lone: Vec<_> =
-            places.iter().map(|&(owned, slot)| lock(self.contribution(owned, slot, Rank(0)))).collect();
+        let lone: Vec<_> = places
+            .iter()
+            .map(|&(owned, slot)| lock(self.contribution(owned, slot, Contributor::LONE)))
+            .collect();
         let known = places.iter().zip(&lone);
         let known: Vec<Vec<_>> = known
             .map(|(&(owned, _), lone)| {

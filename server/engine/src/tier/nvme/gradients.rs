@@ -10,7 +10,7 @@ use std::{
     },
 };
 
-use longshore_proto::{Fault, JobSpec, Layout, ShardId};
+use longshore_proto::{Fault, JobSpec, Layout, Rank, ShardId};
 
 use super::super::{
     fault::io,
@@ -29,7 +29,7 @@ const GRADIENT_FILE: &str = "gradients";
 /// DRAM, and workers send them again. Whatever ends the process gives the space back.
 ///
 /// ```text
-/// shard, shard, ...     each: [gradient slot 0: rank 0, rank 1, ..., sum] [gradient slot 1: ...]
+/// shard, shard, ...     each: [gradient slot 0: contributor 0, contributor 1, ..., sum] [gradient slot 1: ...]
 /// ```
 pub(in crate::tier) struct GradientFiles {
     plan: GradientPlan,
@@ -42,11 +42,8 @@ struct GradientPlan {
     shards: Vec<GradientExtent>,
     /// The bytes of each file.
     files: Vec<u64>,
-    ranks: u64,
-    /// The bytes of an element of a contribution, and of a sum. The latter is 0 where a lone contribution is left as
-    /// it came.
+    /// The bytes of an element of a contribution.
     wire: u64,
-    sum: u64,
 }
 
 /// Where one shard's gradients lie.
@@ -55,33 +52,43 @@ struct GradientExtent {
     file: usize,
     at: u64,
     elements: u64,
+    contributors: Vec<Rank>,
+    /// The bytes of an element of the sum. It is 0 where a lone contribution is left as it came.
+    sum: u64,
 }
 
 impl GradientPlan {
     fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> GradientPlan {
-        let (ranks, wire) = (u64::from(spec.world_size), spec.gradient_dtype.bytes());
-        let sum = if spec.accumulates() { 4 } else { 0 };
-        let mut plan = GradientPlan { shards: Vec::new(), files: vec![0; files], ranks, wire, sum };
+        let mut plan =
+            GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };
         for (owned, &shard) in OwnedShards::all(owned.len()).zip(owned) {
             let (file, elements) = (owned.index() % files, layout.shard_len(shard));
-            plan.shards.push(GradientExtent { shard, file, at: plan.files[file], elements });
-            plan.files[file] += elements * plan.slot_bytes() * spec.gradient_slots() as u64;
+            let contributors = layout.contributors(shard).to_vec();
+            let sum = if spec.accumulates(&contributors) { 4 } else { 0 };
+            let extent = GradientExtent { shard, file, at: plan.files[file], elements, contributors, sum };
+            plan.files[file] += elements * plan.slot_bytes(&extent) * spec.gradient_slots() as u64;
+            plan.shards.push(extent);
         }
         plan
     }
 
+    /// The bytes that all contributions take for one element.
+    fn contribution_bytes(&self, extent: &GradientExtent) -> u64 {
+        extent.contributors.len() as u64 * self.wire
+    }
+
     /// The bytes that an element takes in one step.
-    fn slot_bytes(&self) -> u64 {
-        self.ranks * self.wire + self.sum
+    fn slot_bytes(&self, extent: &GradientExtent) -> u64 {
+        self.contribution_bytes(extent) + extent.sum
     }
 
     fn offset(&self, GradientId { owned, slot, kind }: GradientId) -> u64 {
-        let GradientExtent { at, elements, .. } = self.shards[owned.index()];
+        let extent = &self.shards[owned.index()];
         let before = match kind {
-            Kind::Contribution(rank) => u64::from(rank.0) * self.wire,
-            Kind::Sum => self.ranks * self.wire,
+            Kind::Contribution(contributor) => contributor.index() as u64 * self.wire,
+            Kind::Sum => self.contribution_bytes(extent),
         };
-        at + elements * (slot.index() as u64 * self.slot_bytes() + before)
+        extent.at + extent.elements * (slot.index() as u64 * self.slot_bytes(extent) + before)
     }
 }
 
@@ -142,10 +149,12 @@ impl GradientStore for GradientFiles {
     }
 
     fn describe(&self, GradientId { owned, kind, .. }: GradientId) -> String {
-        let GradientExtent { shard, file, .. } = self.plan.shards[owned.index()];
-        let path = self.disks[file].path().display();
+        let GradientExtent { shard, file, contributors, .. } = &self.plan.shards[owned.index()];
+        let path = self.disks[*file].path().display();
         match kind {
-            Kind::Contribution(rank) => format!("{path}, gradient of {shard} from {rank}"),
+            Kind::Contribution(contributor) => {
+                format!("{path}, gradient of {shard} from {}", contributors[contributor.index()])
+            }
             Kind::Sum => format!("{path}, summed gradient of {shard}"),
         }
     }

@@ -1,0 +1,77 @@
+//! Which ranks contribute to which parameters.
+
+use crate::{
+    fault::Fault,
+    ids::Rank,
+    layout::Param,
+    limits::{MAX_CONTRIBUTORS, MAX_PARTITIONS},
+};
+
+/// A run of parameters whose gradients come from the same ranks. It ends where the next partition begins, and no shard
+/// has parameters of two. So with ZeRO's partitions, where each rank holds the reduced gradient of a part of the model,
+/// each rank pushes and pulls only that part.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Partition {
+    /// The index of its first parameter.
+    pub first: u32,
+    /// The contributors, in ascending order. A shard's gradient is the mean of theirs.
+    pub ranks: Vec<Rank>,
+}
+
+impl Partition {
+    /// All parameters, with all ranks of a job as contributors.
+    pub fn whole(world_size: u32) -> Partition {
+        Partition { first: 0, ranks: (0..world_size).map(Rank).collect() }
+    }
+}
+
+/// Checks a job's partitions: the first begins at parameter 0, each has a parameter and a contributor, and each rank
+/// contributes to one. A rank that contributed to none would prove by nothing that it has read its weights, and they
+/// would be overwritten under it.
+pub(crate) fn check(partitions: &[Partition], params: &[Param], world_size: u32) -> Result<(), Fault> {
+    let field = |index: usize, name: &str| format!("spec.partitions[{index}].{name}");
+    if partitions.len() > MAX_PARTITIONS {
+        let limit = format!("at most {MAX_PARTITIONS}");
+        let remedy = "put parameters with the same contributors next to each other";
+        return Err(Fault::invalid("spec.partitions", partitions.len(), limit, remedy));
+    }
+    let contributors: usize = partitions.iter().map(|partition| partition.ranks.len()).sum();
+    if partitions.len() > 1 && contributors > MAX_CONTRIBUTORS {
+        let limit = format!("at most {MAX_CONTRIBUTORS} in all partitions together");
+        let remedy = "make fewer partitions, or reduce gradients among ranks first";
+        return Err(Fault::invalid("spec.partitions.ranks", contributors, limit, remedy));
+    }
+    let mut next = 0;
+    for (index, partition) in partitions.iter().enumerate() {
+        let first = partition.first as usize;
+        let right = if index == 0 { first == 0 } else { first >= next };
+        if !right || first >= params.len() {
+            let limit = match index {
+                0 => "0".to_string(),
+                _ => format!("in {next}..{}, after the partition before", params.len()),
+            };
+            let remedy = "list partitions in the order of their parameters, without gaps";
+            return Err(Fault::invalid(field(index, "first"), first, limit, remedy));
+        }
+        next = first + 1;
+        let ascending = partition.ranks.is_sorted_by(|one, other| one < other);
+        let known = partition.ranks.iter().all(|rank| rank.0 < world_size);
+        if partition.ranks.is_empty() || !ascending || !known {
+            let named: Vec<u32> = partition.ranks.iter().take(8).map(|rank| rank.0).collect();
+            let limit = format!("ascending ranks below the world size, {world_size}, at least one");
+            let remedy = "name each contributor once";
+            return Err(Fault::invalid(field(index, "ranks"), format!("{named:?}"), limit, remedy));
+        }
+    }
+    let mut contributes = vec![false; world_size as usize];
+    partitions
+        .iter()
+        .flat_map(|partition| &partition.ranks)
+        .for_each(|rank| contributes[rank.index()] = true);
+    if let Some(idle) = contributes.iter().position(|contributes| !contributes) {
+        let value = format!("rank {idle} in none of them");
+        let remedy = "give each rank a partition, or open the job for fewer ranks";
+        return Err(Fault::invalid("spec.partitions", value, "each rank in at least one", remedy));
+    }
+    Ok(())
+}
