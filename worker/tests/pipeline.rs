@@ -299,7 +299,6 @@ fn train_partitions(
     let ranks: Vec<_> = (0..world_size)
         .map(|rank| {
             let options = Options { transport, ..options(servers.addresses(), spec.clone(), rank) };
-            let run = run.clone();
             thread::spawn(move || run(rank, options).unwrap_or_else(|error| panic!("rank {rank}: {error}")))
         })
         .collect();

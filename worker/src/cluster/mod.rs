@@ -17,7 +17,7 @@ use futures_util::future::try_join_all;
 use longshore_proto::{Fault, JobName, JobSpec, Layout, Placement, ServerId, ShardId};
 use longshore_wire::frame::keep_buffers;
 
-pub(crate) use self::{by_server::ByServer, peer::Peer, retry::Backoff, waits::Impatience};
+pub(crate) use self::{by_server::ByServer, peer::Peer, retry::Backoff, runtime::Task, waits::Impatience};
 pub use self::{
     options::{Options, Transport},
     peer::{endpoint, whole, with_sources},

@@ -4,13 +4,15 @@
 use std::{
     future::Future,
     num::NonZeroUsize,
+    pin::Pin,
     sync::{Mutex, PoisonError},
+    task::{Context, Poll},
     thread,
 };
 
 use tokio::{
     runtime::Handle,
-    task::{AbortHandle, JoinHandle},
+    task::{AbortHandle, JoinError, JoinHandle},
 };
 
 use crate::error::{Environment, Misuse, Result};
@@ -65,8 +67,8 @@ impl Runtime {
     pub(crate) fn spawn_joined<T: Send + 'static>(
         &self,
         task: impl Future<Output = T> + Send + 'static,
-    ) -> JoinHandle<T> {
-        self.handle.spawn(task)
+    ) -> Task<T> {
+        Task(self.handle.spawn(task))
     }
 
     /// Starts a task that lives as long as the session. The task keeps the cluster alive and the cluster keeps this
@@ -83,6 +85,23 @@ impl Runtime {
         for task in self.tasks.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             task.abort();
         }
+    }
+}
+
+/// A task in the background. It ends when nobody can await it any more.
+pub(crate) struct Task<T>(JoinHandle<T>);
+
+impl<T> Future for Task<T> {
+    type Output = Result<T, JoinError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(context)
+    }
+}
+
+impl<T> Drop for Task<T> {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

@@ -7,16 +7,13 @@ use std::{
 };
 
 use longshore_proto::{Commit, FaultKind, ServerId, Step, Version, limits::MAX_PAUSE_REASON_BYTES};
-use tokio::{
-    sync::{mpsc, oneshot},
-    task::JoinHandle,
-};
+use tokio::sync::{mpsc, oneshot};
 
 use super::{
     envelope::Envelope, options::PipelineOptions, outcome::Decided, shared::PipelineInner, stats::Collected,
 };
 use crate::{
-    cluster::{Backoff, Cluster, Impatience},
+    cluster::{Backoff, Cluster, Impatience, Task},
     decide::{Decision, decide, name_element},
     error::{CallFailed, Environment, Error, Result, TimedOut},
     loss_scale::{Event, LossScaler},
@@ -34,7 +31,7 @@ pub(super) struct StepToDecide {
     pub(super) step: Step,
     /// The loss scale of the step's gradients.
     pub(super) loss_scale: f64,
-    pub(super) stats: JoinHandle<Result<Collected>>,
+    pub(super) stats: Task<Result<Collected>>,
     /// The trainer's bytes, once it has finished the step.
     pub(super) finished: oneshot::Receiver<Vec<u8>>,
 }
@@ -49,13 +46,7 @@ pub(super) struct Driver {
     pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
     /// A task that ends when the last commit is durable on every server. The next commit waits for it. So after a crash
     /// of any server there is a version that all hold, and at most one step to be sent again.
-    pub(super) durable: Option<JoinHandle<Result<()>>>,
-}
-
-impl Drop for Driver {
-    fn drop(&mut self) {
-        self.durable.iter().for_each(JoinHandle::abort);
-    }
+    pub(super) durable: Option<Task<Result<()>>>,
 }
 
 /// Waits until no crash of any server can take the version back.
@@ -70,9 +61,7 @@ impl Driver {
     /// Runs until the pipeline goes, or a step cannot be decided.
     pub(super) async fn run(mut self) {
         while let Some(work) = self.work.recv().await {
-            let stats = work.stats.abort_handle();
             if let Err(error) = self.step(work).await {
-                stats.abort();
                 return self.cluster.waits.fail(error);
             }
         }
@@ -81,7 +70,6 @@ impl Driver {
     async fn step(&mut self, work: StepToDecide) -> Result<()> {
         let step = work.step;
         let Ok(trainer) = work.finished.await else {
-            work.stats.abort();
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
@@ -138,7 +126,7 @@ impl Driver {
     }
 
     /// Awaits a task that has a deadline of its own.
-    async fn patiently<T>(&self, what: &'static str, step: Step, task: JoinHandle<Result<T>>) -> Result<T> {
+    async fn patiently<T>(&self, what: &'static str, step: Step, task: Task<Result<T>>) -> Result<T> {
         match self.cluster.waits.patiently(self.cluster.options.deadline + GRACE, task).await {
             Ok(Ok(result)) => result,
             Ok(Err(panic)) => Err(Environment {

@@ -222,16 +222,16 @@ impl Pipeline {
     pub fn assembler(&mut self, micro_step: u32) -> Result<Assembler> {
         self.renew(micro_step)?;
         let Some(current) = &mut self.current else { return Err(OUTSIDE.into()) };
+        if self.accumulator.is_some() && current.finished.load(Relaxed) != micro_step {
+            return Err(
+                Misuse("micro-steps that the worker adds up end one after the other: finish each").into()
+            );
+        }
         current.assemble(micro_step)?;
         let (plan, reading, finished) = (current.plan, current.reading.clone(), current.finished.clone());
         let gradients = self.session.gradients.clone();
         let ways = gradients.ways(matches!(self.options.weights, Weights::Whole));
         let sums = self.accumulator.clone().map(|accumulator| Sums { accumulator, micro_step });
-        if sums.is_some() && finished.load(Relaxed) != micro_step {
-            return Err(
-                Misuse("micro-steps that the worker adds up end one after the other: finish each").into()
-            );
-        }
         // The mean of what the worker has added up is one contribution.
         let contribution = MicroStep(if sums.is_some() { 0 } else { micro_step });
         let job = (self.session.spec(), self.session.layout());

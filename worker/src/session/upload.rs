@@ -13,13 +13,13 @@ use longshore_wire::{
     fault_from_status,
     v1::{DescribeResponse, Phase, UploadRequest, UploadResponse},
 };
-use tokio::{sync::mpsc, task::JoinHandle};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::open::open_on;
 use crate::{
-    cluster::{Backoff, ByServer, Cluster},
+    cluster::{Backoff, ByServer, Cluster, Task},
     convert,
     error::{Error, GradientError, Result, TimedOut},
     rank::RankState,
@@ -155,7 +155,7 @@ fn passes(fault: &Fault) -> bool {
 /// One Upload call.
 struct Stream {
     queue: mpsc::Sender<UploadRequest>,
-    answer: JoinHandle<Result<UploadResponse, Status>>,
+    answer: Task<Result<UploadResponse, Status>>,
 }
 
 impl Stream {
@@ -176,14 +176,10 @@ impl Stream {
     async fn close(self, end: Instant) -> Result<(), Status> {
         drop(self.queue);
         let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let abort = self.answer.abort_handle();
         match tokio::time::timeout(left, self.answer).await {
             Ok(Ok(answer)) => answer.map(|_| ()),
             Ok(Err(failed)) => Err(Status::internal(failed.to_string())),
-            Err(_) => {
-                abort.abort();
-                Err(Status::deadline_exceeded("the upload was not answered in time"))
-            }
+            Err(_) => Err(Status::deadline_exceeded("the upload was not answered in time")),
         }
     }
 }
