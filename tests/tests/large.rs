@@ -65,6 +65,7 @@ fn spec() -> JobSpec {
         tier: TierKind::Nvme,
         formats: Default::default(),
         unchecked: false,
+        worker_local: false,
     }
 }
 

@@ -47,6 +47,7 @@ fn spec(tier: TierKind) -> JobSpec {
         tier,
         formats: Default::default(),
         unchecked: false,
+        worker_local: false,
     }
 }
 

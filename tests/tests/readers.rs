@@ -37,6 +37,7 @@ fn spec(tier: TierKind) -> JobSpec {
         tier,
         formats: Default::default(),
         unchecked: false,
+        worker_local: false,
     }
 }
 

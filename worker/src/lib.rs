@@ -24,6 +24,7 @@
 //! # }
 //! ```
 
+pub mod amend;
 mod cluster;
 pub mod convert;
 pub mod decide;

@@ -122,6 +122,7 @@ fn spec(world_size: u32, micro_steps: u32, max_delay: u32, dtype: Dtype) -> JobS
         tier: TierKind::Memory,
         formats: Default::default(),
         unchecked: false,
+        worker_local: false,
     }
 }
 

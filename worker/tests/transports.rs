@@ -49,6 +49,7 @@ fn spec(job: &str) -> JobSpec {
         tier: TierKind::Memory,
         formats: Default::default(),
         unchecked: false,
+        worker_local: false,
     }
 }
 

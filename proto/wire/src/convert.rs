@@ -165,6 +165,7 @@ impl Wire for JobSpec {
             tier: tier_from_wire(spec.tier)?,
             formats,
             unchecked: spec.unchecked,
+            worker_local: spec.worker_local,
         })
     }
 
@@ -186,6 +187,7 @@ impl Wire for JobSpec {
             master_format: master_format_to_wire(self.formats.master),
             rounding_seed: self.formats.seed,
             unchecked: self.unchecked,
+            worker_local: self.worker_local,
         }
     }
 }
@@ -244,13 +246,14 @@ impl Wire for Commit {
 
     fn from_wire(commit: Option<v1::Commit>) -> Result<Commit, Fault> {
         let commit = commit.ok_or_else(|| missing("commit"))?;
-        let correction = correction_from_wire(commit.compensation, commit.look_ahead)?;
+        let correction = correction_from_wire(commit.compensation, commit.look_ahead, commit.worker_local)?;
         Ok(Commit {
             step: Step(commit.step),
             skip: commit.skip,
             gradient_scale: commit.gradient_scale,
             clip_coefficient: commit.clip_coefficient,
             correction,
+            amend: commit.amend.map(|amend| amend.gamma),
             groups: commit.groups.into_iter().map(hyper_from_wire).collect(),
             norm: commit.norm,
             loss_scale: commit.loss_scale,
@@ -261,9 +264,10 @@ impl Wire for Commit {
     }
 
     fn to_wire(&self) -> v1::Commit {
-        let look_ahead = match &self.correction {
-            Correction::LookAhead(lr) => Some(v1::LookAhead { lr: lr.clone() }),
-            Correction::None | Correction::Compensation(_) => None,
+        let (look_ahead, worker_local) = match &self.correction {
+            Correction::LookAhead(lr) => (Some(v1::LookAhead { lr: lr.clone() }), None),
+            Correction::WorkerLocal(lr) => (None, Some(v1::WorkerLocal { lr: lr.clone() })),
+            Correction::None | Correction::Compensation(_) => (None, None),
         };
         v1::Commit {
             step: self.step.0,
@@ -272,6 +276,8 @@ impl Wire for Commit {
             clip_coefficient: self.clip_coefficient,
             compensation: self.correction.compensation(),
             look_ahead,
+            worker_local,
+            amend: self.amend.map(|gamma| v1::Amend { gamma }),
             groups: self.groups.iter().map(hyper_to_wire).collect(),
             norm: self.norm,
             loss_scale: self.loss_scale,
@@ -282,15 +288,21 @@ impl Wire for Commit {
     }
 }
 
-fn correction_from_wire(compensation: f64, look_ahead: Option<v1::LookAhead>) -> Result<Correction, Fault> {
-    match (compensation, look_ahead) {
-        (0.0, None) => Ok(Correction::None),
-        (0.0, Some(ahead)) => Ok(Correction::LookAhead(ahead.lr)),
-        (c, None) => Ok(Correction::Compensation(c)),
-        (c, Some(_)) => {
-            let remedy = "give one of the two";
-            Err(Fault::invalid("commit.compensation", c, "0 where images look ahead", remedy))
+fn correction_from_wire(
+    compensation: f64,
+    look_ahead: Option<v1::LookAhead>,
+    worker_local: Option<v1::WorkerLocal>,
+) -> Result<Correction, Fault> {
+    const REMEDY: &str = "give one correction";
+    match (compensation, look_ahead, worker_local) {
+        (0.0, None, None) => Ok(Correction::None),
+        (0.0, Some(ahead), None) => Ok(Correction::LookAhead(ahead.lr)),
+        (0.0, None, Some(local)) => Ok(Correction::WorkerLocal(local.lr)),
+        (0.0, Some(_), Some(_)) => {
+            Err(Fault::invalid("commit.worker_local", "given", "none beside look_ahead", REMEDY))
         }
+        (c, None, None) => Ok(Correction::Compensation(c)),
+        (c, ..) => Err(Fault::invalid("commit.compensation", c, "0 where images look ahead", REMEDY)),
     }
 }
 

@@ -102,6 +102,10 @@ impl Scenario {
             tier: TierKind::Memory,
             formats: Default::default(),
             unchecked: false,
+            worker_local: matches!(
+                self.delay,
+                Some(Delay { correction: DelayCorrection::WorkerLocal(_), .. })
+            ),
         }
     }
 

@@ -124,6 +124,7 @@ mod tests {
             tier: TierKind::Memory,
             formats: Default::default(),
             unchecked: false,
+            worker_local: false,
         };
         let layout = spec.validate().unwrap();
         let budget = Budget::unlimited("test");

@@ -129,6 +129,12 @@ impl Session {
         Feed::open(&self.pulls, Reading::new(version), order, dtype)
     }
 
+    /// Does what [`Session::pull`] does, in the job's own type, for a step.
+    pub(crate) fn pull_as(&self, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
+        self.cluster.waits.check()?;
+        Feed::open(&self.pulls, reading, order, self.spec().image_dtype)
+    }
+
     /// Where the job stands, server by server.
     pub fn describe(&self) -> Result<Vec<v1::DescribeResponse>> {
         let answers = self.cluster.describe_all(false, self.cluster.options.deadline);

@@ -22,17 +22,19 @@ impl Need {
             let contributions = elements * spec.gradient_dtype.bytes() * slots * u64::from(spec.world_size);
             (contributions, if spec.accumulates() { elements * 4 * slots } else { 0 })
         };
-        let connection = CONNECTION_BYTES + if storage.spills_images(spec) { SPILLED_PULL_BYTES } else { 0 };
+        let connection = CONNECTION_BYTES
+            + if storage.spills_images(spec) || spec.worker_local { SPILLED_PULL_BYTES } else { 0 };
         Need {
             state,
             buffers,
             disk,
             written,
-            images: if storage.spills_images(spec) {
-                images::window::need(spec, layout, owned, storage)
-            } else {
-                elements * spec.image_dtype.bytes() * 2
-            },
+            images: images::rates::need(spec, elements)
+                + if storage.spills_images(spec) {
+                    images::window::need(spec, layout, owned, storage)
+                } else {
+                    elements * spec.image_dtype.bytes() * 2
+                },
             contributions,
             transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
             accumulators,

@@ -8,7 +8,7 @@ use super::{
     Job, Observer,
     compute::Compute,
     gradients::{Gradients, SpilledGradients},
-    images::{Images, Window},
+    images::{Images, Rates, Window},
     load::Load,
     protocol::{Protocol, Signal},
     snapshots::Snapshots,
@@ -61,7 +61,8 @@ impl Job {
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
         let image_bytes = lengths.iter().map(|&length| length * spec.image_dtype.bytes() as usize).collect();
-        let images = Images::new(images, image_bytes, window, shared, tier.images.take());
+        let rates = Rates::new(&spec, &lengths);
+        let images = Images::new(images, image_bytes, window, shared, tier.images.take(), rates);
         let files = tier.gradients.take();
         let spilled =
             files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));

@@ -36,6 +36,7 @@ fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
         tier: TierKind::Memory,
         formats: Formats::default(),
         unchecked: false,
+        worker_local: false,
     })
 }
 

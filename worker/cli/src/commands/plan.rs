@@ -156,6 +156,7 @@ impl Args {
             tier: self.tier,
             formats: Formats { state: self.state, master: self.master, seed: 0 },
             unchecked: false,
+            worker_local: false,
         })
     }
 

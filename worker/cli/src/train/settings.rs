@@ -137,6 +137,7 @@ impl Settings {
             tier: self.tier,
             formats: self.formats,
             unchecked: self.unchecked,
+            worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
         }
     }
 

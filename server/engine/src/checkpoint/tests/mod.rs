@@ -48,6 +48,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
         tier: TierKind::Memory,
         formats: Default::default(),
         unchecked: false,
+        worker_local: false,
     }
 }
 
@@ -209,6 +210,7 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
         clip_coefficient: 0.9,
         // The image then is not the rounded master weights, and must come from the checkpoint.
         correction: [Correction::None, Correction::Compensation(0.5)][spec.max_delay as usize].clone(),
+        amend: None,
         groups: vec![Hyper { weight_decay: 0.1, ..Hyper::default() }, Hyper::default()],
         norm: if skip { f64::NAN } else { 0.1 * step as f64 },
         loss_scale: loss_scale(step + 1),
