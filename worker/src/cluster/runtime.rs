@@ -4,6 +4,7 @@
 use std::{
     future::Future,
     num::NonZeroUsize,
+    pin::pin,
     sync::{Mutex, PoisonError},
     thread,
 };
@@ -11,9 +12,11 @@ use std::{
 use tokio::{
     runtime::Handle,
     task::{AbortHandle, JoinHandle},
+    time::timeout,
 };
 
-use crate::error::{Environment, Misuse, Result};
+use super::interrupt::{Interrupt, PERIOD};
+use crate::error::{Environment, Interrupted, Misuse, Result};
 
 /// How many threads a session's own runtime has at most: one does the framing while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
@@ -22,14 +25,15 @@ const RUNTIME_THREADS: usize = 2;
 pub(crate) struct Runtime {
     handle: Handle,
     own: Option<tokio::runtime::Runtime>,
+    interrupt: Interrupt,
     /// Tasks that live as long as the session.
     tasks: Mutex<Vec<AbortHandle>>,
 }
 
 impl Runtime {
-    pub(super) fn start(given: Option<Handle>) -> Result<Runtime> {
+    pub(super) fn start(given: Option<Handle>, interrupt: Interrupt) -> Result<Runtime> {
         if let Some(handle) = given {
-            return Ok(Runtime { handle, own: None, tasks: Mutex::default() });
+            return Ok(Runtime { handle, own: None, interrupt, tasks: Mutex::default() });
         }
         // With two cores a second thread gets in the way of the other end's, or of the caller.
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
@@ -43,17 +47,29 @@ impl Runtime {
             cause: error.to_string(),
             remedy: "raise the limits on processes and open files (ulimit -u, ulimit -n)",
         })?;
-        Ok(Runtime { handle: own.handle().clone(), own: Some(own), tasks: Mutex::default() })
+        Ok(Runtime { handle: own.handle().clone(), own: Some(own), interrupt, tasks: Mutex::default() })
     }
 
-    /// Blocks this thread on `future`. On a runtime's own thread it gives an error instead of tokio's panic.
+    /// Blocks this thread on `future`. On a runtime's own thread it gives an error instead of tokio's panic. If the
+    /// caller asks for an end meanwhile, `future` is dropped where it stands.
     pub(crate) fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         if Handle::try_current().is_ok() {
             let message = "a blocking call of the worker library was made on an async runtime's thread: use \
                            tokio::task::spawn_blocking or a thread of your own";
             return Err(Misuse(message).into());
         }
-        self.handle.block_on(future)
+        let Interrupt(Some(asks)) = &self.interrupt else { return self.handle.block_on(future) };
+        let mut future = pin!(future);
+        loop {
+            let turn = async { timeout(PERIOD, future.as_mut()).await };
+            if let Ok(done) = self.handle.block_on(turn) {
+                return done;
+            }
+            // Not inside the runtime, since the caller's code may call this library again.
+            if asks() {
+                return Err(Interrupted.into());
+            }
+        }
     }
 
     /// Starts a task that runs until it ends or is aborted by its handle.

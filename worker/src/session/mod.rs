@@ -30,7 +30,7 @@ pub use self::{
     resume::paused_at,
     version::{TRIES, has_passed, lead},
 };
-pub use crate::cluster::{Options, Transport, endpoint, whole, with_sources};
+pub use crate::cluster::{Interrupt, Options, Transport, endpoint, whole, with_sources};
 use crate::{
     cluster::Cluster,
     error::Result,
