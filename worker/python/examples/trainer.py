@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import longshore
+from longshore.huggingface import Callback
 
 
 class Counting(torch.utils.data.Dataset):
@@ -46,6 +47,7 @@ def main(output: str, servers: str | None = None) -> list[float]:
         ),
         train_dataset=Counting(),
         optimizer_cls_and_kwargs=(longshore.AdamW, {"lr": 3e-3, "servers": servers}),
+        callbacks=[Callback()],
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

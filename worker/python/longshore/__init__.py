@@ -5,6 +5,7 @@
 Without ``servers=`` a server runs inside this process. PyTorch is imported with the first optimizer that is named.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 from longshore import errors
@@ -42,4 +43,6 @@ def __getattr__(name: str) -> object:
         from longshore import engine
 
         return getattr(engine, name)
+    if name == "huggingface":
+        return importlib.import_module("longshore.huggingface")
     raise AttributeError(f"module 'longshore' has no attribute {name!r}")

@@ -15,18 +15,18 @@ from torch.nn.utils import clip_grad
 
 from longshore.errors import UsageError, invalid
 
-# By the parameter's id: its name, and why it must not be clipped from outside.
-_guarded: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}
+# By the parameter's id: its optimizer, its name, and why it must not be clipped from outside.
+_guarded: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any], str, str]] = {}
 
 STREAMING = "its gradient leaves as backward makes it"
 SERVERS = "its optimizer clips on the servers, since it has max_grad_norm"
 
 
-def guard(names: Iterable[tuple[str, Tensor]], why: str) -> None:
-    """Lets clipping of these parameters from outside fail."""
+def guard(optimizer: Any, names: Iterable[tuple[str, Tensor]], why: str) -> None:
+    """Lets clipping of these parameters from outside fail, as long as their optimizer lives."""
     _install()
     for name, tensor in names:
-        _guarded[id(tensor)] = (weakref.ref(tensor), name, why)
+        _guarded[id(tensor)] = (weakref.ref(tensor), weakref.ref(optimizer), name, why)
 
 
 def release(tensors: Iterable[int]) -> None:
@@ -38,8 +38,8 @@ def release(tensors: Iterable[int]) -> None:
 def _check(parameters: Any) -> None:
     for tensor in [parameters] if isinstance(parameters, Tensor) else parameters:
         found = _guarded.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            _, name, why = found
+        if found is not None and found[0]() is tensor and found[1]() is not None:
+            _, _, name, why = found
             raise invalid(
                 f"clipping of {name}",
                 "done outside",

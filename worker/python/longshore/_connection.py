@@ -2,10 +2,14 @@
 
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from longshore import _longshore, _server
+from torch import Tensor
+
+from longshore import _full, _longshore, _server
 from longshore._host import Weights
 from longshore._options import Options
 from longshore._params import Param, common_dtype, fingerprint, shard_elements
@@ -88,6 +92,7 @@ class Connection:
     def __init__(self, options: Options, job: str, rule: str, params: list[Param], groups: int) -> None:
         settings_ = settings(options, job, rule, params, groups)
         self.params = params
+        self.name = job
         self.gradient_dtype = settings_.gradient_dtype
         self.world_size = settings_.world_size
         self.fingerprint = fingerprint(rule, params)
@@ -113,6 +118,13 @@ class Connection:
         self.read()
         return applied
 
+    def full_state(self, rule: str, folder: Path) -> Iterator[tuple[Param, dict[str, Tensor]]]:
+        """The state of each parameter, from a checkpoint that is written for this under ``folder``."""
+        version = self.job.drain()
+        name, _ = self.job.checkpoint(f"state-dict-{version:08}")
+        starts, shard_elements = self.job.places()
+        yield from _full.of_params(folder / self.name / name, rule, self.params, starts, shard_elements)
+
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""
         self.is_torn = True
@@ -121,9 +133,3 @@ class Connection:
             self.weights.written()
             self.version = self.version if version is None else version
         self.is_torn = False
-
-
-def close(job: Any, delete: bool) -> None:
-    """Ends a job with its optimizer: nobody else can reach a job of a server in this process."""
-    if delete:
-        job.close(True)

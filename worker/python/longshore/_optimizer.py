@@ -1,9 +1,12 @@
 """The base of this package's optimizers: a ``torch.optim.Optimizer`` whose step is made by servers."""
 
+import contextlib
 import os
+import shutil
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +19,7 @@ from longshore._options import Options
 from longshore._params import Param
 from longshore._step import Hyper, StepReport
 from longshore._streaming import Stream
-from longshore.errors import LongshoreError, MissingGradientError, UsageError, invalid
+from longshore.errors import LongshoreError, StateError, UsageError, invalid
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -66,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):
             param_group["params"] = params = list(params)
-            self._check_group(params)
+            _params.check_group(self.param_groups, params)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_hyper(group)
@@ -77,25 +80,6 @@ class Optimizer(torch.optim.Optimizer):
             self._stream.hook()
         if hasattr(self, "_optimizer_step_pre_hooks"):
             self._guard_clipping()
-
-    def _check_group(self, given: list[Any]) -> None:
-        """Says by name what torch would say without."""
-        known = {id(tensor): _params.name_of(group, at, index)
-                 for at, group in enumerate(self.param_groups) for index, tensor in enumerate(group["params"])}
-        for index, item in enumerate(given):
-            name, tensor = item if isinstance(item, tuple) else (f"group{len(self.param_groups)}.param{index}", item)
-            if not isinstance(tensor, Tensor):
-                continue
-            if id(tensor) in known:
-                # torch's own words lead, since callers look for them.
-                raise invalid(
-                    "some parameters appear in more than one parameter group: " + str(name),
-                    f"in a second group, as {known[id(tensor)]} before",
-                    "in one",
-                    "tied weights are one parameter: leave it out of one group",
-                )
-            if tensor.requires_grad:
-                _params.check(str(name), tensor)
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         """Refuses what the servers' rule does not have."""
@@ -151,9 +135,8 @@ class Optimizer(torch.optim.Optimizer):
         self._connection = connection
         trained = {id(param.tensor) for param in connection.params}
         self._frozen = [
-            (_params.name_of(group, at, index), tensor)
-            for at, group in enumerate(self.param_groups)
-            for index, tensor in enumerate(group["params"])
+            (name, tensor)
+            for name, tensor in _params.named(self.param_groups)
             if id(tensor) not in trained and tensor.numel()
         ]
         embedded = self._options.servers is None
@@ -238,16 +221,8 @@ class Optimizer(torch.optim.Optimizer):
         return True
 
     def _check_missing(self, missing: list[Param]) -> None:
-        if missing and self._options.missing_gradients == "error":
-            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise invalid(
-                f"{missing[0].name}.grad",
-                f"None{others}",
-                "there, since other parameters have a gradient",
-                "pass missing_gradients='zeros' to take zeros, as DeepSpeed does; freeze it with requires_grad_(False); or "
-                "leave it out of the optimizer. Servers cannot leave single parameters out of a step, as torch does",
-                MissingGradientError,
-            )
+        if self._options.missing_gradients == "error":
+            _params.check_missing(missing)
 
     def _check_whole(self, connection: Connection) -> None:
         if connection.is_torn:
@@ -336,15 +311,50 @@ class Optimizer(torch.optim.Optimizer):
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(
+        self, *, full: bool = False, checkpoint_dir: str | os.PathLike[str] | None = None
+    ) -> dict[str, Any]:
         """A handle of the state on the servers: small, of tensors and plain containers alone.
 
         It has what torch's has, with ``step`` as each parameter's only state, and under ``"longshore"`` the job and version.
+
+        Args:
+            full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
+                same name loads it, too. It takes 12 bytes a parameter of this process.
+            checkpoint_dir: the servers' folder for checkpoints as this process sees it, which ``full`` needs where they are other
+                processes. They write a checkpoint there, which stays.
+
+        Raises:
+            StateError: if that folder is not known, or the state is not kept in fp32.
         """
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
         state[_state.KEY] = _state.handle(self._job_name, self.version, self.rule, fingerprint)
+        if full:
+            # What torch has packed is this object's own: a full state is another one.
+            state["state"] = self._full_state(checkpoint_dir)
         return state
+
+    def _full_state(self, checkpoint_dir: str | os.PathLike[str] | None) -> dict[int, dict[str, Any]]:
+        connection = self._opened()
+        server = self._options.server()
+        folder = checkpoint_dir or (server.checkpoint_dir if server else None)
+        if folder is None:
+            raise invalid(
+                "checkpoint_dir",
+                None,
+                "the servers' folder for checkpoints",
+                "pass it to state_dict as this process sees it, and to longshored or longshore.Server when they start",
+                StateError,
+            )
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        found = {}
+        for param, state in connection.full_state(self.rule, Path(folder)):
+            found[places[id(param.tensor)]] = {"step": self._applied.clone(), **state}
+        if self._options.servers is None:
+            shutil.rmtree(Path(folder) / self._job_name, ignore_errors=True)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes hyperparameters from a handle of this very state; the state itself is on the servers already.
@@ -354,7 +364,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         fingerprint = self._connection.fingerprint if self._connection else None
         _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, fingerprint))
-        super().load_state_dict(state_dict)
+        # The servers have the rest already.
+        steps = {key: {"step": of["step"]} if "step" in of else {} for key, of in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": steps})
         for group in self.param_groups:
             for tensor in group["params"]:
                 loaded = self.state[tensor].get("step", self._applied)
@@ -371,18 +383,14 @@ class Optimizer(torch.optim.Optimizer):
     def _guard_clipping(self) -> None:
         why = _clip.STREAMING if self._options.streaming else _clip.SERVERS
         if self._options.streaming or self._options.max_grad_norm is not None:
-            _clip.guard(
-                (
-                    (_params.name_of(group, at, index), tensor)
-                    for at, group in enumerate(self.param_groups)
-                    for index, tensor in enumerate(group["params"])
-                ),
-                why,
-            )
+            _clip.guard(self, _params.named(self.param_groups), why)
 
 
 def _closed(job: Any, embedded: bool, tensors: list[int]) -> None:
-    """Ends the job of an optimizer that is gone."""
+    """Ends the job of an optimizer that is gone. Nobody else can reach a job of the server in this process."""
     _params.release(tensors)
     _clip.release(tensors)
-    _connection.close(job, embedded)
+    if embedded:
+        # In a fork the job is the parent's; and a server that has failed has forgotten it anyway.
+        with contextlib.suppress(LongshoreError):
+            job.close(True)

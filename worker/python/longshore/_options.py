@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
+from longshore import _server
 from longshore._server import Server
 from longshore.errors import invalid
 
@@ -152,6 +153,12 @@ class Options:
         rank = int(os.environ.get("RANK", 0)) if self.rank is None else self.rank
         world_size = int(os.environ.get("WORLD_SIZE", 1)) if self.world_size is None else self.world_size
         return (0 if world_size == 1 and self.rank is None else rank), world_size
+
+    def server(self) -> Server | None:
+        """The server inside this process, if that is where the job is."""
+        if self.servers is None:
+            return _server.default()
+        return self.servers if isinstance(self.servers, Server) else None
 
     def addresses(self) -> list[str] | None:
         """The servers' addresses; None for the one inside this process."""

@@ -4,14 +4,14 @@ import gc
 import hashlib
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.errors import GradientError, UsageError, invalid
+from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -42,6 +42,33 @@ def name_of(group: dict[str, Any], group_index: int, index: int) -> str:
     return names[index] if names else f"group{group_index}.param{index}"
 
 
+def named(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """All parameters of the groups, with their names."""
+    for group_index, group in enumerate(groups):
+        for index, tensor in enumerate(group["params"]):
+            yield name_of(group, group_index, index), tensor
+
+
+def check_group(groups: list[dict[str, Any]], added: list[Any]) -> None:
+    """Refuses a group with a parameter of another one, or with one that no server could keep. torch says the first
+    without a name."""
+    known = {id(tensor): name for name, tensor in named(groups)}
+    for index, item in enumerate(added):
+        name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
+        if not isinstance(tensor, Tensor):
+            continue
+        if id(tensor) in known:
+            # torch's own words lead, since callers look for them.
+            raise invalid(
+                f"some parameters appear in more than one parameter group: {name}",
+                f"in a second group, as {known[id(tensor)]} before",
+                "in one",
+                "tied weights are one parameter: leave it out of one group",
+            )
+        if tensor.requires_grad:
+            check(str(name), tensor)
+
+
 def check(name: str, tensor: Tensor) -> None:
     """Refuses a parameter that no server could keep."""
     if tensor.is_complex():
@@ -68,9 +95,9 @@ def table(groups: list[dict[str, Any]]) -> list[Param]:
     names: set[str] = set()
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):
-            name = name_of(group, group_index, index)
             if not tensor.requires_grad or tensor.numel() == 0:
                 continue
+            name = name_of(group, group_index, index)
             check(name, tensor)
             memory = (tensor.data_ptr(), tensor.numel())
             if memory in seen and tensor.device.type != "meta":
@@ -80,8 +107,11 @@ def table(groups: list[dict[str, Any]]) -> list[Param]:
                 raise invalid(name, "named twice", "a name of its own", "pass model.named_parameters()")
             seen[memory] = name
             names.add(name)
-            wire = DTYPES[tensor.dtype]
-            params.append(Param(len(params), name, group_index, tensor, tensor.shape, tensor.dtype, wire, tensor.numel()))
+            params.append(
+                Param(
+                    len(params), name, group_index, tensor, tensor.shape, tensor.dtype, DTYPES[tensor.dtype], tensor.numel()
+                )
+            )
     if not params:
         raise invalid("params", "all frozen or empty", "at least one that trains", "set requires_grad on what shall train")
     return params
@@ -149,6 +179,21 @@ def check_gradient(param: Param, gradient: Tensor) -> None:
     if gradient.shape != param.shape:
         remedy = "let backward make it"
         raise invalid(f"{param.name}.grad", list(gradient.shape), str(list(param.shape)), remedy, GradientError)
+
+
+def check_missing(missing: list[Param]) -> None:
+    """Refuses a step in which these have no gradient."""
+    if not missing:
+        return
+    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    raise invalid(
+        f"{missing[0].name}.grad",
+        f"None{others}",
+        "there, since other parameters have a gradient",
+        "pass missing_gradients='zeros' to take zeros, as DeepSpeed does; freeze it with requires_grad_(False); or leave it out "
+        "of the optimizer. Servers cannot leave single parameters out of a step, as torch does",
+        MissingGradientError,
+    )
 
 
 # Which open optimizer updates a parameter: two would overwrite each other's weights.

@@ -1,6 +1,9 @@
 """Optimizer servers inside this process."""
 
+import atexit
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Sequence
 
@@ -34,6 +37,8 @@ class Server:
         resident: int = 0,
         shm_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        #: Where checkpoints go.
+        self.checkpoint_dir = checkpoint_dir
         self._inner = _longshore.Server(
             memory=memory,
             threads=threads,
@@ -64,5 +69,8 @@ def default() -> Server:
     with _lock:
         if _default is None or _default[0] != os.getpid():
             # After a fork the parent's server is not here. Its object is kept, since the child must not end it.
-            _default = (os.getpid(), Server())
+            folder = tempfile.mkdtemp(prefix="longshore-")
+            # Checkpoints go there for a moment, when somebody asks for all state.
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            _default = (os.getpid(), Server(checkpoint_dir=folder))
         return _default[1]

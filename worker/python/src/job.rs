@@ -158,6 +158,15 @@ impl Job {
         outcomes.iter().map(|outcome| report::of_outcome(py, outcome)).collect()
     }
 
+    /// Where the job's parameters lie in the flat space: the first element of each, and the elements of a shard.
+    fn places(&self, py: Python<'_>) -> PyResult<(Vec<u64>, u64)> {
+        self.session(py, |session| {
+            let (spec, layout) = (session.spec(), session.layout());
+            let starts = (0..spec.params.len()).map(|param| layout.param_range(param).start).collect();
+            Ok((starts, spec.shard_elements))
+        })
+    }
+
     /// The hash of all state, and its version.
     fn state_hash(&self, py: Python<'_>) -> PyResult<(u64, String)> {
         let hash = self.session(py, Session::state_hash)?;

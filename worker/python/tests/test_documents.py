@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -49,11 +51,12 @@ def test_the_line_with_servers_finds_the_job_again(servers: str) -> None:
         names["optimizer"].close()
 
 
-def test_the_trainer_example(tmp_path: pathlib.Path, servers: str) -> None:
+def test_the_trainer_example(tmp_path: pathlib.Path, servers: str, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     names: dict[str, object] = {"__name__": "example"}
     exec((PACKAGE / "examples" / "trainer.py").read_text(), names)
     embedded = names["main"](str(tmp_path / "embedded"))
+    assert capfd.readouterr().out.count("exposed_ms") == len(embedded) == 4
     assert embedded == sorted(embedded, reverse=True)
     assert embedded[-1] < 0.75 * embedded[0]
     assert names["main"](str(tmp_path / "servers"), servers) == embedded
@@ -127,10 +130,7 @@ def test_a_configuration_that_cannot_be_followed_is_refused_by_its_path(change: 
         longshore.initialize(model=model, config=config)
 
 
-def test_the_module_is_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    import subprocess
-    import sys
-
+def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "longshore", "plan", "--params", "7B"], capture_output=True, text=True, check=True)
     assert "GiB" in done.stdout
     wrong = subprocess.run([sys.executable, "-m", "longshore", "no-such-command"], capture_output=True, text=True, check=False)

@@ -1,5 +1,6 @@
 """Each mistake gives an error that names the parameter and the remedy, and changes nothing."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -93,9 +94,13 @@ def test_parameters_of_types_that_servers_do_not_keep(dtype: torch.dtype) -> Non
 def test_clipping_outside_where_it_would_do_nothing_or_count_twice(options: dict[str, object]) -> None:
     model, _ = pair("mlp")
     optimizer = made(model, **options)
-    with pytest.raises(errors.UsageError, match=r"clipping of layers\.0\.weight.*max_grad_norm="):
+    with pytest.raises(errors.UsageError, match=r"clipping of layers\.0\.weight.*max_grad_norm=") as raised:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    # What is not an optimizer's any more may be clipped.
+    del optimizer, raised
+    gc.collect()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_non_finite_gradients_are_skipped_refused_or_applied() -> None:
@@ -184,6 +189,8 @@ def test_ctrl_c_ends_a_wait(servers: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert time.monotonic() - started < 10
+    with pytest.raises(errors.UsageError, match=r"interrupted.*flush\(\)"):
+        optimizer.step()
 
 
 def test_other_threads_run_while_it_waits(servers: str) -> None:

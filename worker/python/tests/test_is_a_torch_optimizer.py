@@ -1,8 +1,10 @@
 """What frameworks do with an optimizer of torch, beside stepping it."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -231,19 +233,47 @@ def test_weights_are_in_the_tensors_own_memory_and_autograd_knows() -> None:
 
 
 def test_it_ends_with_its_last_name() -> None:
-    import gc
-    import weakref
-
     model, _ = pair("mlp")
     for streaming in (False, True):
         optimizer = longshore.AdamW(model.named_parameters(), streaming=streaming)
         step(model, optimizer)
         gone = weakref.ref(optimizer)
-        if streaming:
-            optimizer.close()
         del optimizer
         gc.collect()
         assert gone() is None
     again = longshore.AdamW(model.named_parameters())
     step(model, again)
     assert again.version == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "arguments"),
+    [
+        (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-2}),
+        (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+        (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2}),
+    ],
+)
+def test_all_state_on_request_is_torchs_and_torch_goes_on_with_it(kind: Any, reference: Any, arguments: dict[str, Any]) -> None:
+    # Several shards, and parameters that lie across their borders.
+    ours, theirs = pair("mlp", width=500)
+    optimizer, plain = kind(ours.named_parameters(), **arguments), reference(theirs.named_parameters(), **arguments)
+    for number in range(5):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    full, expected = optimizer.state_dict(full=True), plain.state_dict()
+    for number, of in expected["state"].items():
+        for name, value in of.items():
+            if name != "step":
+                apart = (full["state"][number][name] - value).norm() / value.norm()
+                assert apart < 1e-6, (number, name)
+    for number, parameter in enumerate(ours.parameters()):
+        assert torch.equal(full["state"][number]["master"], parameter)
+    assert all(set(state) == {"step"} for state in optimizer.state.values())
+    optimizer.load_state_dict(full)
+    moved = reference(ours.named_parameters(), **arguments)
+    moved.load_state_dict({"state": full["state"], "param_groups": expected["param_groups"]})
+    optimizer.close()
+    step(ours, moved, 5)
+    step(theirs, plain, 5)
+    assert distance(ours, theirs) < 1e-6

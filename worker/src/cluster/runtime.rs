@@ -110,3 +110,29 @@ impl Drop for Runtime {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        future::pending,
+        sync::atomic::{AtomicU32, Ordering::Relaxed},
+    };
+
+    use super::*;
+    use crate::error::Error;
+
+    /// The caller's code may block on the same runtime: it is not asked inside of it.
+    #[test]
+    fn a_caller_who_asks_for_an_end_ends_the_wait_and_not_what_comes_in_time() {
+        static ASKED: AtomicU32 = AtomicU32::new(0);
+        let interrupt = Interrupt::when(|| {
+            assert!(Handle::try_current().is_err());
+            ASKED.fetch_add(1, Relaxed) == 2
+        });
+        let runtime = Runtime::start(None, interrupt).unwrap();
+        assert_eq!(runtime.block_on(async { Ok(7) }).unwrap(), 7);
+        assert_eq!(ASKED.load(Relaxed), 0);
+        assert!(matches!(runtime.block_on::<()>(pending()), Err(Error::Interrupted(_))));
+        assert_eq!(ASKED.load(Relaxed), 3);
+    }
+}
