@@ -35,12 +35,13 @@ MODES = {
     "exact": [],
     "look-ahead": DELAY,
     "look-ahead, this step's rate": [*DELAY, "--correction", "look-ahead-by-this-rate"],
+    "worker-local": [*DELAY, "--correction", "worker-local"],
     "compensation 1": [*DELAY, "--correction", "compensation=1"],
     "no correction": [*DELAY, "--correction", "none"],
     "look-ahead from step 40": [*DELAY, "--warmup-steps", "40"],
 }
 DRAWN = "default, 500 steps, learning rate 3e-3"
-COLOURS = ("#1b1b1b", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73")
+COLOURS = ("#1b1b1b", "#0072b2", "#56b4e9", "#cc79a7", "#e69f00", "#d55e00", "#009e73")
 
 
 def path_of(out, setting, mode, seed):

@@ -5,7 +5,7 @@ use crate::{
     hyper::Hyper,
     ids::{Incarnation, Step},
     job::JobSpec,
-    limits::{MAX_DELAY, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
+    limits::{MAX_DELAY, MAX_GAMMA, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
 };
 
 /// Apply or skip, and everything that the update of one step needs. It is the same on every server of a job.
@@ -19,6 +19,9 @@ pub struct Commit {
     /// It is 1 when the gradient is not clipped.
     pub clip_coefficient: f64,
     pub correction: Correction,
+    /// The gamma of the amended image, which this step makes of the image of the step before.
+    #[serde(default)]
+    pub amend: Option<f64>,
     pub groups: Vec<Hyper>,
     /// The global gradient norm before clipping, for status only.
     pub norm: f64,
@@ -58,6 +61,7 @@ impl Commit {
             return bad("loss_scale", self.loss_scale, "finite and above 0");
         }
         self.correction.validate(spec)?;
+        self.check_amend(spec)?;
         if self.groups.len() != spec.groups.len() {
             let limit = format!("{}, the job's number of param groups", spec.groups.len());
             let remedy = "send one entry for each group, in the order of JobSpec.groups";
@@ -73,6 +77,36 @@ impl Commit {
     }
 }
 
+impl Commit {
+    /// The one factor, beside the rates, that the newest gradient is multiplied by in the amended image. None where this
+    /// step makes none. It is formed in f64 and rounded once.
+    pub fn amend_multiplier(&self) -> Option<f32> {
+        let gamma = self.amend.filter(|_| !self.skip)?;
+        Some((gamma * self.clip_coefficient / self.gradient_scale) as f32)
+    }
+
+    /// Whether the images of this version lack the newest gradient alone, so that the next step amends them.
+    pub fn is_worker_local(&self) -> bool {
+        matches!(self.correction, Correction::WorkerLocal(_))
+    }
+
+    fn check_amend(&self, spec: &JobSpec) -> Result<(), Fault> {
+        let Some(gamma) = self.amend else { return Ok(()) };
+        let refused =
+            |limit: String| Err(Fault::invalid("commit.amend", gamma, limit, "correct it and commit again"));
+        if !spec.worker_local {
+            return refused("none for a job opened without worker_local".into());
+        }
+        if self.skip {
+            return refused("none in a commit that skips".into());
+        }
+        if !(gamma > 0.0 && gamma <= MAX_GAMMA) {
+            return refused(format!("a gamma in (0, {MAX_GAMMA}]"));
+        }
+        Ok(())
+    }
+}
+
 /// What makes up for a delay: how the images of a version differ from its master weights z.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub enum Correction {
@@ -84,6 +118,9 @@ pub enum Correction {
     /// Images are ahead of z by what is known of the next step: docs/protocol.md has the formula. These are the
     /// learning rates of that step, one for each param group.
     LookAhead(Vec<f64>),
+    /// Images are ahead of z by what is known of the next step but for its gradient, which the worker adds:
+    /// docs/protocol.md has the formula. These are the learning rates of that step, one for each param group.
+    WorkerLocal(Vec<f64>),
 }
 
 impl Correction {
@@ -91,7 +128,7 @@ impl Correction {
     pub fn compensation(&self) -> f64 {
         match self {
             Correction::Compensation(c) => *c,
-            Correction::None | Correction::LookAhead(_) => 0.0,
+            Correction::None | Correction::LookAhead(_) | Correction::WorkerLocal(_) => 0.0,
         }
     }
 
@@ -99,7 +136,7 @@ impl Correction {
     pub fn look_ahead(&self) -> &[f64] {
         match self {
             Correction::LookAhead(lr) => lr,
-            Correction::None | Correction::Compensation(_) => &[],
+            Correction::None | Correction::Compensation(_) | Correction::WorkerLocal(_) => &[],
         }
     }
 
@@ -109,6 +146,7 @@ impl Correction {
             Correction::None => return Ok(()),
             Correction::Compensation(_) => "commit.compensation",
             Correction::LookAhead(_) => "commit.look_ahead",
+            Correction::WorkerLocal(_) => "commit.worker_local",
         };
         let invalid =
             |field: &str, value: String, limit: String| Err(Fault::invalid(field, value, limit, REMEDY));
@@ -125,20 +163,27 @@ impl Correction {
             Correction::LookAhead(_) if !spec.rule.can_look_ahead() => {
                 invalid(field, spec.rule.to_string(), "a rule with momentum: adamw, adam or sgd".into())
             }
-            Correction::LookAhead(lr) if lr.len() != spec.groups.len() => {
-                let limit = format!("{}, the job's number of param groups", spec.groups.len());
-                invalid(field, format!("{} learning rates", lr.len()), limit)
+            Correction::WorkerLocal(_) if !spec.worker_local => {
+                invalid(field, "given".into(), "none for a job opened without worker_local".into())
             }
-            Correction::LookAhead(lr) => match lr.iter().position(|lr| !(lr.is_finite() && *lr >= 0.0)) {
-                Some(group) => invalid(
-                    &format!("{field}.lr[{group}]"),
-                    lr[group].to_string(),
-                    "finite and at least 0".into(),
-                ),
-                None => Ok(()),
+            Correction::LookAhead(lr) | Correction::WorkerLocal(lr) => match check_rates(lr, spec) {
+                Ok(()) => Ok(()),
+                Err((part, value, limit)) => invalid(&format!("{field}{part}"), value, limit),
             },
             Correction::None | Correction::Compensation(_) => Ok(()),
         }
+    }
+}
+
+/// Checks the learning rates of the next step. An error is the part of the field, its value and its limit.
+fn check_rates(lr: &[f64], spec: &JobSpec) -> Result<(), (String, String, String)> {
+    if lr.len() != spec.groups.len() {
+        let limit = format!("{}, the job's number of param groups", spec.groups.len());
+        return Err((String::new(), format!("{} learning rates", lr.len()), limit));
+    }
+    match lr.iter().position(|lr| !(lr.is_finite() && *lr >= 0.0)) {
+        Some(group) => Err((format!(".lr[{group}]"), lr[group].to_string(), "finite and at least 0".into())),
+        None => Ok(()),
     }
 }
 
@@ -173,6 +218,7 @@ mod tests {
             formats: Default::default(),
             unchecked: false,
             partitions: Vec::new(),
+            worker_local: false,
         }
     }
 

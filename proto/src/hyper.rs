@@ -33,6 +33,13 @@ impl Rule {
         matches!(self, Rule::AdamW | Rule::Adam | Rule::Sgd)
     }
 
+    /// Whether a step is, but for what is known of it, the gradient times one number an element, so that a worker can make
+    /// it of its gradient and the rates of groups of elements ([`Correction::WorkerLocal`](crate::Correction)). SGD has
+    /// one rate for all, so that it could be added.
+    pub fn has_rates(self) -> bool {
+        matches!(self, Rule::AdamW | Rule::Adam)
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Rule::AdamW => "adamw",

@@ -13,7 +13,7 @@ use crate::{
         MAX_WORLD_SIZE,
     },
     partition::{self, Partition},
-    state::Formats,
+    state::{Formats, StateFormat},
 };
 
 /// A name that is also a safe file name.
@@ -109,6 +109,10 @@ pub struct JobSpec {
     /// Which ranks contribute to which parameters. Empty means that all ranks contribute to all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partitions: Vec<Partition>,
+    /// Delayed steps may be corrected by the worker, with the gradient that it holds. The servers then keep the amended
+    /// image beside the state.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub worker_local: bool,
 }
 
 impl JobSpec {
@@ -134,12 +138,60 @@ impl JobSpec {
             let limit = format!("a multiple of the block, {BLOCK_ELEMENTS}");
             return Err(Fault::invalid("spec.shard_elements", self.shard_elements, limit, "round it up"));
         }
+        self.check_worker_local()?;
         if self.partitions.is_empty() {
             let whole = [Partition::whole(self.world_size)];
             return Layout::new(&self.params, self.groups.len(), self.shard_elements, &whole);
         }
         partition::check(&self.partitions, &self.params, self.world_size)?;
         Layout::new(&self.params, self.groups.len(), self.shard_elements, &self.partitions)
+    }
+
+    /// What a worker amends its weights with must be all of the gradient, and what the servers amend them with must
+    /// follow from the state to the bit.
+    fn check_worker_local(&self) -> Result<(), Fault> {
+        if !self.worker_local {
+            return Ok(());
+        }
+        let refused = |field: &str, value: String, limit: &str, remedy: &str| {
+            Err(Fault::invalid(format!("spec.{field}"), value, format!("{limit} with worker_local"), remedy))
+        };
+        const OTHER: &str = "choose another correction of the delay: docs/delay.md compares them";
+        if self.max_delay < MAX_DELAY {
+            return refused(
+                "max_delay",
+                self.max_delay.to_string(),
+                "1",
+                "leave worker_local out: exact steps lack nothing",
+            );
+        }
+        if self.world_size != 1 {
+            let limit = "1 (a rank holds its own gradient, and not the sum)";
+            return refused("world_size", self.world_size.to_string(), limit, OTHER);
+        }
+        if self.micro_steps != 1 {
+            let limit = "1 (servers that add up micro-steps hold another gradient than the worker)";
+            return refused(
+                "micro_steps",
+                self.micro_steps.to_string(),
+                limit,
+                "add up micro-steps on the worker",
+            );
+        }
+        if !self.rule.has_rates() {
+            let limit =
+                "adamw or adam (of these rules the step follows from the gradient by one number a group)";
+            return refused("rule", self.rule.to_string(), limit, OTHER);
+        }
+        if !self.formats.is_fp32() {
+            let limit = "f32 (images are made before state is rounded, and could not be made again from it)";
+            let (field, value) = match self.formats.state {
+                StateFormat::F32 => ("master_format", self.formats.master.to_string()),
+                _ => ("state_format", self.formats.state.to_string()),
+            };
+            return refused(field, value, limit, OTHER);
+        }
+        Ok(())
     }
 
     /// The parameters that partitions begin at, but for parameter 0. They decide where parameters lie.
@@ -217,6 +269,7 @@ impl JobSpec {
             ("state_format", self.formats.state.to_string(), other.formats.state.to_string()),
             ("master_format", self.formats.master.to_string(), other.formats.master.to_string()),
             ("unchecked", self.unchecked.to_string(), other.unchecked.to_string()),
+            ("worker_local", self.worker_local.to_string(), other.worker_local.to_string()),
             ("rounding_seed", self.formats.seed.to_string(), other.formats.seed.to_string()),
         ];
         for (field, ours, theirs) in fields {

@@ -118,6 +118,13 @@ pub const MAX_PULL_SLICES: usize = 1 << 20;
 pub const IMAGES: u64 = 2;
 /// How many steps a worker may be ahead of the decided version beyond one exact step.
 pub const MAX_DELAY: u32 = 1;
+/// The largest factor of a gradient that amends an image. 1 is the step itself, and 1.5 was the best measured; beyond 4
+/// nothing trains.
+pub const MAX_GAMMA: f64 = 4.0;
+/// How many consecutive elements of the flat space share a rate. Parameters begin at multiples of it.
+pub const RATE_ELEMENTS: u64 = ALIGN_ELEMENTS;
+/// The most that the rates beside a chunk's payload take, if it begins inside a group.
+pub const CHUNK_RATES_BYTES: usize = (CHUNK_BYTES / 2 / RATE_ELEMENTS as usize + 1) * 4;
 
 /// The longest wait of one call when the caller names none.
 pub const DEFAULT_DEADLINE_MS: u64 = 60_000;
@@ -126,7 +133,7 @@ pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
 
 const _: () = {
     assert!(
-        CHUNK_BYTES + CHUNK_HEADROOM_BYTES <= STOCK_MESSAGE_BYTES,
+        CHUNK_BYTES + CHUNK_HEADROOM_BYTES + CHUNK_RATES_BYTES <= STOCK_MESSAGE_BYTES,
         "stock clients must be able to pull a chunk"
     );
     assert!(

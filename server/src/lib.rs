@@ -11,6 +11,8 @@ mod connections;
 mod descriptors;
 mod directories;
 mod draining;
+mod embedded;
+mod entry;
 mod jobs;
 pub mod lifecycle;
 pub mod log;
@@ -24,6 +26,8 @@ use std::{io, thread};
 use tokio::runtime::{Builder, Runtime};
 
 pub use config::Config;
+pub use embedded::Embedded;
+pub use entry::run;
 pub use lifecycle::{Server, ServerError, StopSignals};
 
 /// The runtime of a server's connections, with a thread for every two cores. A connection keeps a core busy at either

@@ -66,6 +66,7 @@ fn spec() -> JobSpec {
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 

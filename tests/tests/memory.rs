@@ -48,6 +48,7 @@ fn spec(tier: TierKind) -> JobSpec {
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 

@@ -38,6 +38,7 @@ fn spec(tier: TierKind) -> JobSpec {
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 

@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use longshore_proto::Dtype;
+use longshore_engine::kernels::{self, Amended, Gradient, ImageMut, Isa, Kept};
+use longshore_proto::{Dtype, Hyper, Rule};
 use longshore_tests::conformance::{
     cluster::Cluster,
     gpt::Bytes,
@@ -11,7 +12,8 @@ use longshore_tests::conformance::{
     scenario::{Delay, Scale, Scenario},
     synthetic::Synthetic,
 };
-use longshore_worker::{DelayCorrection, HostDevice, LossScalerOptions};
+use longshore_worker::{DelayCorrection, HostDevice, LossScalerOptions, amend::amend};
+use proptest::prelude::*;
 
 /// Every combination runs, over two servers.
 #[test]
@@ -68,6 +70,8 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
         ("full", 1, DelayCorrection::Compensation(1.0)),
         ("ahead", 2, DelayCorrection::LookAhead),
         ("ahead-by-this-rate", 1, DelayCorrection::LookAheadByThisRate),
+        ("worker-local", 1, DelayCorrection::WorkerLocal(1.0)),
+        ("worker-local-more", 1, DelayCorrection::WorkerLocal(1.5)),
     ];
     for (name, world, correction) in corrections {
         let delay = Some(Delay { warmup: 3, drain_every: 5, newer_from: 1, correction });
@@ -78,6 +82,37 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
         let evaluated: Vec<u64> = trace.images.iter().map(|(version, _)| *version).collect();
         assert_eq!(evaluated, [5, 10, 13]);
     }
+}
+
+/// The worker adds the newest step itself: with every type on the wire, at stage 3, with micro-steps that it adds up, and
+/// through overflows, which amend nothing.
+#[test]
+fn weights_that_the_worker_amends_have_the_bits_of_a_plain_loop() {
+    let (cluster, model) = (Cluster::start(2), Synthetic::default());
+    let correction = DelayCorrection::WorkerLocal(1.0);
+    let delay = Some(Delay { warmup: 2, drain_every: 5, newer_from: 3, correction });
+    let plan = Scenario { delay, clip: Some(1.0), ..Scenario::exact(13) };
+    let whole = check(&cluster, &model, &plan, "amended");
+    assert_eq!(whole, check(&cluster, &model, &Scenario { on_demand: true, ..plan }, "amended-staged"));
+    let exact = check(&cluster, &model, &Scenario { delay: None, ..plan }, "amended-not");
+    assert_ne!(whole.state, exact.state);
+    for (gradient, image) in [(Dtype::F32, Dtype::F32), (Dtype::F16, Dtype::Bf16), (Dtype::Bf16, Dtype::F16)]
+    {
+        let plan = Scenario { gradient, image, ..plan };
+        check(&cluster, &model, &plan, &format!("amended-{gradient}-{image}"));
+    }
+    check(&cluster, &model, &Scenario { micro_steps: 3, on_worker: true, ..plan }, "amended-on-worker");
+    let options = LossScalerOptions {
+        initial: f64::from(1 << 20),
+        window: 3,
+        hysteresis: 1,
+        consecutive_hysteresis: false,
+        min: 1.0,
+    };
+    let scaled = Scenario { scale: Scale::Dynamic(options), steps: 24, gradient: Dtype::F16, ..plan };
+    let trace = check(&cluster, &model, &Scenario { image: Dtype::F16, ..scaled }, "amended-scaled");
+    let skips = |step: u64| trace.steps[step as usize - 1].skip;
+    assert!((3..24).any(|step| skips(step) && !skips(step + 1)), "a skip among delayed steps");
 }
 
 /// Each rank sends one gradient, the mean of its micro-steps.
@@ -161,4 +196,63 @@ fn a_gpt_has_the_bits_of_a_plain_loop() {
     let delay =
         Some(Delay { warmup: 2, drain_every: 4, newer_from: 1, correction: DelayCorrection::LookAhead });
     check(&cluster, &model, &Scenario { delay, world: 2, ..Scenario::exact(9) }, "gpt-delayed");
+}
+
+/// What a server makes of a version's state, with `gradient`: the amended image as f32, and the rates.
+fn served(
+    isa: Isa,
+    amended: &Amended,
+    state: &[Vec<f32>; 3],
+    gradient: &[f32],
+    image: &mut Vec<u8>,
+    dtype: Dtype,
+) -> Vec<f32> {
+    let kept = Kept { master: &state[0], first: &state[1], second: &state[2] };
+    let count = gradient.len();
+    let (mut wide, mut half) = (vec![0.0; count], vec![0; count]);
+    let target = match dtype {
+        Dtype::F32 => ImageMut::F32(&mut wide),
+        Dtype::F16 => ImageMut::F16(&mut half),
+        Dtype::Bf16 => ImageMut::Bf16(&mut half),
+    };
+    kernels::amend(isa, amended, 0.7, Gradient::f32(gradient), kept, target);
+    *image = match dtype {
+        Dtype::F32 => wide.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        Dtype::F16 | Dtype::Bf16 => half.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    };
+    let mut rates = vec![0.0; count / 64];
+    kernels::rates(isa, amended, &state[2], &mut rates);
+    rates
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// A worker amends an image to the bits that a server's kernels make of the state, on every instruction set.
+    #[test]
+    fn workers_and_servers_amend_alike(
+        groups in 1usize..40,
+        cut in 0usize..64,
+        numbers in prop::collection::vec((-2.0f32..2.0, -1e-2f32..1e-2, 0.0f32..1e-3, -3.0f32..3.0), 97),
+        dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
+    ) {
+        let count = groups * 64;
+        let of = |of: fn(&(f32, f32, f32, f32)) -> f32| -> Vec<f32> {
+            (0..count).map(|index| of(&numbers[index * 31 % 97]) * (1.0 + (index % 7) as f32)).collect()
+        };
+        let (state, gradient) = ([of(|n| n.0), of(|n| n.1), of(|n| n.2)], of(|n| n.3));
+        let amended = Amended::new(Rule::AdamW, &Hyper::default(), 3, 0.02).unwrap();
+        let zeros = vec![0.0; count];
+        for isa in Isa::available() {
+            let (mut plain, mut expected) = (Vec::new(), Vec::new());
+            let rates = served(isa, &amended, &state, &zeros, &mut plain, dtype);
+            served(isa, &amended, &state, &gradient, &mut expected, dtype);
+            let wire: Vec<u8> = gradient.iter().flat_map(|g| g.to_le_bytes()).collect();
+            // A part that begins and ends inside of groups.
+            let size = dtype.bytes() as usize;
+            let (from, to) = (cut.min(count - 1), count - cut / 2);
+            amend((dtype, &mut plain[from * size..to * size]), (from, &rates), (Dtype::F32, &wire[from * 4..to * 4]), 0.7);
+            prop_assert!(plain[from * size..to * size] == expected[from * size..to * size], "{isa}");
+        }
+    }
 }

@@ -85,6 +85,27 @@ fn a_delayed_job_has_the_same_bits_on_any_servers() {
     compare(&setups, &newer);
 }
 
+/// What the worker amends, and with what, lies in the server's memory or comes through a socket, with stage 3 too.
+#[test]
+fn a_job_whose_worker_amends_its_weights_has_the_same_bits_on_any_servers() {
+    const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
+    let setups = [
+        PLAIN,
+        Setup { servers: 3, shard_elements: 131072, threads: 2, ..PLAIN },
+        Setup { servers: 2, isa: Some("scalar"), ..PLAIN },
+    ];
+    compare(&setups, LOCAL);
+    let expected = hash(PLAIN, LOCAL);
+    for other in [["--transport", "tcp"], ["--transport", "memfd"], ["--stage", "3"]] {
+        let servers = Setup { servers: 2, ..PLAIN };
+        assert_eq!(hash(servers, &[LOCAL, &other].concat()), expected, "{other:?}");
+    }
+    let half = ["--gradient-dtype", "f16", "--weight-dtype", "f16"];
+    for more in [half, ["--micro-steps", "3", "--accumulate", "worker"]] {
+        compare(&setups[..2], &[LOCAL, &more].concat());
+    }
+}
+
 /// The random numbers of stochastic rounding belong to the element and the step too.
 #[test]
 fn jobs_in_fewer_bits_have_the_same_bits_on_any_servers() {
@@ -107,6 +128,8 @@ fn other_jobs_have_other_bits() {
         &["--delay", "1", "--warmup-steps", "5", "--correction", "look-ahead-by-this-rate"],
         &["--delay", "1", "--warmup-steps", "5", "--correction", "compensation=1"],
         &["--delay", "1", "--warmup-steps", "5", "--correction", "none"],
+        &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"],
+        &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local=1.5"],
         &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"],
         &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "1"],
         &["--micro-steps", "2"],

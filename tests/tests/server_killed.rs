@@ -87,6 +87,12 @@ fn a_delayed_job_resumes_after_one_of_its_two_servers_was_killed() {
     resumes(&["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--accumulate", "worker"], 2, 0);
 }
 
+/// The checkpoint has the amended image, which the resumed worker computes with.
+#[test]
+fn a_job_whose_worker_amends_its_weights_resumes_after_one_of_its_two_servers_was_killed() {
+    resumes(&["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"], 2, 0);
+}
+
 /// Goes from one server to three, and for the delayed job from three to one.
 fn moves(job: &[&str], from: usize, to: usize) {
     let expected = train(job).run().end.state_hash;

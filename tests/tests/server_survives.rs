@@ -122,6 +122,7 @@ const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
 /// Gradients are on the drives too, but for those that are lent.
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
+const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
 
 #[test]
 fn a_server_that_does_not_come_back_is_named_in_time() {
@@ -267,6 +268,26 @@ fn a_shm_job_survives_kills_of_everything() {
 #[test]
 fn a_delayed_shm_job_survives_kills_of_both_servers() {
     survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED, server: &[] });
+}
+
+#[test]
+fn an_nvme_job_whose_worker_amends_its_weights_survives_kills_of_everything() {
+    survives(&Case { tier: "nvme", victims: Victims::All, job: LOCAL, server: ON_DRIVES });
+}
+
+#[test]
+fn an_nvme_job_whose_worker_amends_its_weights_survives_kills_of_either_server() {
+    survives(&Case { tier: "nvme", victims: Victims::OneServer, job: LOCAL, server: &[] });
+}
+
+#[test]
+fn a_shm_job_whose_worker_amends_its_weights_survives_kills_of_both_servers() {
+    survives(&Case { tier: "shm", victims: Victims::BothServers, job: LOCAL, server: &[] });
+}
+
+#[test]
+fn a_shm_job_whose_worker_amends_its_weights_survives_kills_of_everything() {
+    survives(&Case { tier: "shm", victims: Victims::All, job: LOCAL, server: &[] });
 }
 
 /// One rank dies together with one of the servers, while the other rank lives on. What the other servers have decided

@@ -24,6 +24,7 @@
 //! # }
 //! ```
 
+pub mod amend;
 mod cluster;
 pub mod convert;
 pub mod decide;
@@ -48,4 +49,4 @@ pub use pipeline::{Accumulate, DelayCorrection, Pipeline, PipelineOptions, StepI
 pub use pull::Feed;
 pub use push::Assembler;
 pub use schedule::Schedule;
-pub use session::{GoBack, Joined, Opened, Options, Session, StateHash, Transport};
+pub use session::{GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};

@@ -83,6 +83,11 @@ impl Schedule {
         (is_due && self.reads(step) != newest).then_some(newest)
     }
 
+    /// Whether any of so many micro-steps of a delayed step computes with newer weights.
+    pub(crate) fn has_newer(&self, micro_steps: u32) -> bool {
+        self.newer_from.is_some_and(|first| first < micro_steps)
+    }
+
     /// The `max_delay` that the job needs for this.
     pub fn delay(&self) -> u32 {
         self.delay

@@ -124,6 +124,7 @@ fn spec(world_size: u32, micro_steps: u32, max_delay: u32, dtype: Dtype) -> JobS
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 

@@ -50,6 +50,7 @@ fn spec(job: &str) -> JobSpec {
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 

@@ -167,6 +167,7 @@ impl Wire for JobSpec {
             formats,
             unchecked: spec.unchecked,
             partitions: spec.partitions.into_iter().map(partition_from_wire).collect(),
+            worker_local: spec.worker_local,
         })
     }
 
@@ -189,6 +190,7 @@ impl Wire for JobSpec {
             rounding_seed: self.formats.seed,
             unchecked: self.unchecked,
             partitions: self.partitions.iter().map(partition_to_wire).collect(),
+            worker_local: self.worker_local,
         }
     }
 }
@@ -255,13 +257,14 @@ impl Wire for Commit {
 
     fn from_wire(commit: Option<v1::Commit>) -> Result<Commit, Fault> {
         let commit = commit.ok_or_else(|| missing("commit"))?;
-        let correction = correction_from_wire(commit.compensation, commit.look_ahead)?;
+        let correction = correction_from_wire(commit.compensation, commit.look_ahead, commit.worker_local)?;
         Ok(Commit {
             step: Step(commit.step),
             skip: commit.skip,
             gradient_scale: commit.gradient_scale,
             clip_coefficient: commit.clip_coefficient,
             correction,
+            amend: commit.amend.map(|amend| amend.gamma),
             groups: commit.groups.into_iter().map(hyper_from_wire).collect(),
             norm: commit.norm,
             loss_scale: commit.loss_scale,
@@ -272,9 +275,10 @@ impl Wire for Commit {
     }
 
     fn to_wire(&self) -> v1::Commit {
-        let look_ahead = match &self.correction {
-            Correction::LookAhead(lr) => Some(v1::LookAhead { lr: lr.clone() }),
-            Correction::None | Correction::Compensation(_) => None,
+        let (look_ahead, worker_local) = match &self.correction {
+            Correction::LookAhead(lr) => (Some(v1::LookAhead { lr: lr.clone() }), None),
+            Correction::WorkerLocal(lr) => (None, Some(v1::WorkerLocal { lr: lr.clone() })),
+            Correction::None | Correction::Compensation(_) => (None, None),
         };
         v1::Commit {
             step: self.step.0,
@@ -283,6 +287,8 @@ impl Wire for Commit {
             clip_coefficient: self.clip_coefficient,
             compensation: self.correction.compensation(),
             look_ahead,
+            worker_local,
+            amend: self.amend.map(|gamma| v1::Amend { gamma }),
             groups: self.groups.iter().map(hyper_to_wire).collect(),
             norm: self.norm,
             loss_scale: self.loss_scale,
@@ -293,15 +299,21 @@ impl Wire for Commit {
     }
 }
 
-fn correction_from_wire(compensation: f64, look_ahead: Option<v1::LookAhead>) -> Result<Correction, Fault> {
-    match (compensation, look_ahead) {
-        (0.0, None) => Ok(Correction::None),
-        (0.0, Some(ahead)) => Ok(Correction::LookAhead(ahead.lr)),
-        (c, None) => Ok(Correction::Compensation(c)),
-        (c, Some(_)) => {
-            let remedy = "give one of the two";
-            Err(Fault::invalid("commit.compensation", c, "0 where images look ahead", remedy))
+fn correction_from_wire(
+    compensation: f64,
+    look_ahead: Option<v1::LookAhead>,
+    worker_local: Option<v1::WorkerLocal>,
+) -> Result<Correction, Fault> {
+    const REMEDY: &str = "give one correction";
+    match (compensation, look_ahead, worker_local) {
+        (0.0, None, None) => Ok(Correction::None),
+        (0.0, Some(ahead), None) => Ok(Correction::LookAhead(ahead.lr)),
+        (0.0, None, Some(local)) => Ok(Correction::WorkerLocal(local.lr)),
+        (0.0, Some(_), Some(_)) => {
+            Err(Fault::invalid("commit.worker_local", "given", "none beside look_ahead", REMEDY))
         }
+        (c, None, None) => Ok(Correction::Compensation(c)),
+        (c, ..) => Err(Fault::invalid("commit.compensation", c, "0 where images look ahead", REMEDY)),
     }
 }
 

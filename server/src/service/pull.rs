@@ -9,9 +9,13 @@ use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::Response;
-use longshore_engine::{job::ImageBytes, memory::SharedBytes};
+use longshore_engine::{
+    job::{ImageBytes, ImagePlace, Pulled},
+    memory::SharedBytes,
+};
 use longshore_proto::{
     Dtype, Fault, ShardId, Slice, Version,
+    checksum::crc32,
     limits::{CHUNK_BYTES, MAX_PULL_SLICES},
 };
 use longshore_wire::{
@@ -64,6 +68,8 @@ struct Pull {
     wait: Duration,
     /// Only say where slices lie in the images' memory, which the reader has mapped.
     in_place: bool,
+    /// The reader does not hold the gradient of the step after, and wants the amended image.
+    amended: bool,
     /// For payloads that are copies.
     room: Room,
 }
@@ -89,14 +95,16 @@ impl Pull {
             services.links.find(request.link, &handle)?;
             handle.job.shared_images().is_some()
         };
-        Ok(Pull { in_place, handle, slices, dtype, version: Version(request.version), wait, room })
+        let (version, amended) = (Version(request.version), request.amended);
+        Ok(Pull { in_place, handle, slices, dtype, version, wait, room, amended })
     }
 
     /// By `payloads`, bytes of images go out past HTTP/2, where they can.
     async fn send(self, sender: Pieces, mut payloads: Option<Payloads>) {
         // The larger a slice, the later a reader of its start can go on. In shared memory a shard is ready as a
-        // whole.
-        let most = if self.in_place { u64::MAX } else { CHUNK_BYTES as u64 / self.dtype.bytes() };
+        // whole. Rates come with a slice, and must fit its message.
+        let whole = self.in_place && !self.handle.job.spec().worker_local;
+        let most = if whole { u64::MAX } else { CHUNK_BYTES as u64 / self.dtype.bytes() };
         for slice in self.slices.iter().flat_map(|&slice| pieces(slice, most)) {
             let message = tokio::select! {
                 message = self.message(slice, payloads.is_some()) => message,
@@ -120,19 +128,30 @@ impl Pull {
     /// Makes one message, once the shard has the version. `past` says whether its payload may go out past HTTP/2.
     async fn message(&self, slice: Slice, past: bool) -> Result<Outgoing, Fault> {
         match (self.in_place, past) {
-            (true, _) => self.place(slice).await.map(Outgoing::whole),
+            (true, _) => match self.place(slice).await? {
+                Some(piece) => Ok(Outgoing::whole(piece)),
+                None => self.copy(slice).await.map(Outgoing::whole),
+            },
             (false, true) => self.lend(slice).await,
             (false, false) => self.copy(slice).await.map(Outgoing::whole),
         }
     }
 
-    async fn place(&self, slice: Slice) -> Result<Piece, Fault> {
-        let check = || self.handle.job.place_image(&slice, self.version);
-        let place = self.once_ready(slice, check).await?;
-        let place = v1::ImagePlace { elements: slice.elements, at: place.at, stamp: place.stamp };
-        let (shard, offset) = (slice.shard.0, slice.offset);
-        let (place, decided_by) = (Some(place), self.decided_by());
-        Ok(frame::encode(&v1::PullResponse { shard, offset, place, decided_by, ..Default::default() }))
+    /// Says where a slice lies. None if it must be sent.
+    async fn place(&self, slice: Slice) -> Result<Option<Piece>, Fault> {
+        let check = || self.handle.job.place_image(&slice, self.version, self.amended);
+        let ImagePlace::At { at, stamp, rates } = self.once_ready(slice, check).await? else {
+            return Ok(None);
+        };
+        let place = Some(v1::ImagePlace { elements: slice.elements, at, stamp });
+        Ok(Some(frame::encode(&v1::PullResponse { place, ..self.head(slice, rates) })))
+    }
+
+    /// The fields of an answer beside the weights.
+    fn head(&self, slice: Slice, rates: Vec<u8>) -> v1::PullResponse {
+        let (shard, offset, decided_by) = (slice.shard.0, slice.offset, self.decided_by());
+        let rates_crc32 = if rates.is_empty() { 0 } else { crc32(&rates) };
+        v1::PullResponse { shard, offset, decided_by, rates: rates.into(), rates_crc32, ..Default::default() }
     }
 
     /// Called once the version is there.
@@ -150,16 +169,16 @@ impl Pull {
     }
 
     async fn lend(&self, slice: Slice) -> Result<Outgoing, Fault> {
-        let room = if self.handle.job.spills_images() { self.room_for(slice).await? } else { None };
-        let lend = || self.handle.job.lend_image(&slice, self.version);
-        let (bytes, crc32) = self.read(slice, lend).await?;
+        let room = if self.reads_drives() { self.room_for(slice).await? } else { None };
+        let lend = || self.handle.job.lend_image(&slice, self.version, self.amended);
+        let Pulled { bytes, crc32, rates } = self.read(slice, lend).await?;
+        let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
         match bytes {
             ImageBytes::Read(bytes) => {
-                let payload = self.owned(bytes, room);
-                Ok(Outgoing::whole(self.encode(slice, crc32, payload)))
+                Ok(Outgoing::whole(frame::encode_with(&head, self.owned(bytes, room))))
             }
             ImageBytes::Here(bytes) => {
-                let piece = self.encode(slice, crc32, blank(&bytes));
+                let piece = frame::encode_with(&head, blank(&bytes));
                 // The job's memory counts as used until the bytes are sent.
                 Ok(Outgoing { piece, payload: Some(bytes.holding(Arc::clone(&self.handle) as _)) })
             }
@@ -168,22 +187,23 @@ impl Pull {
 
     async fn copy(&self, slice: Slice) -> Result<Piece, Fault> {
         let room = self.room_for(slice).await?;
-        let copy = || self.handle.job.copy_image(&slice, self.version);
-        let (bytes, crc32) = self.read(slice, copy).await?;
-        Ok(self.encode(slice, crc32, self.owned(bytes, room)))
+        let copy = || self.handle.job.copy_image(&slice, self.version, self.amended);
+        let Pulled { bytes, crc32, rates } = self.read(slice, copy).await?;
+        let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
+        Ok(frame::encode_with(&head, self.owned(bytes, room)))
+    }
+
+    /// Whether reading the weights may take a drive's time, and memory. The amended image lies with the state, which a
+    /// tier may keep on drives.
+    fn reads_drives(&self) -> bool {
+        let job = &self.handle.job;
+        self.amended || job.spills_images() || job.spec().worker_local && job.spill().is_some()
     }
 
     async fn read<T>(&self, slice: Slice, read: impl Fn() -> Result<Option<T>, Fault>) -> Result<T, Fault> {
         // A drive takes longer than other calls of this thread may wait.
-        let waits = self.handle.job.spills_images();
+        let waits = self.reads_drives();
         self.once_ready(slice, || if waits { tokio::task::block_in_place(&read) } else { read() }).await
-    }
-
-    fn encode(&self, slice: Slice, crc32: u32, payload: Bytes) -> Piece {
-        let (shard, offset) = (slice.shard.0, slice.offset);
-        let decided_by = self.decided_by();
-        let head = v1::PullResponse { shard, offset, crc32, decided_by, ..Default::default() };
-        frame::encode_with(&head, payload)
     }
 
     async fn room_for(&self, slice: Slice) -> Result<Option<Held>, Fault> {

@@ -103,6 +103,10 @@ impl Scenario {
             formats: Default::default(),
             unchecked: false,
             partitions: Vec::new(),
+            worker_local: matches!(
+                self.delay,
+                Some(Delay { correction: DelayCorrection::WorkerLocal(_), .. })
+            ),
         }
     }
 

@@ -7,7 +7,10 @@ mod say;
 
 mod bench;
 pub mod commands;
+mod entry;
 mod export;
 mod servers;
 mod sizes;
 pub mod train;
+
+pub use entry::run;

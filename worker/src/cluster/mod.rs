@@ -3,6 +3,7 @@
 mod by_server;
 mod call;
 mod connector;
+mod interrupt;
 mod options;
 mod peer;
 mod retry;
@@ -19,6 +20,7 @@ use longshore_wire::frame::keep_buffers;
 
 pub(crate) use self::{by_server::ByServer, peer::Peer, retry::Backoff, runtime::Task, waits::Impatience};
 pub use self::{
+    interrupt::Interrupt,
     options::{Options, Transport},
     peer::{endpoint, whole, with_sources},
 };
@@ -41,7 +43,7 @@ impl Cluster {
     pub(crate) fn connect(options: Options) -> Result<Cluster> {
         let layout = options.validate()?;
         keep_buffers();
-        let runtime = Runtime::start(options.runtime.clone())?;
+        let runtime = Runtime::start(options.runtime.clone(), options.interrupt.clone())?;
         let placement = Placement::striped(options.servers.clone(), layout.shards());
         placement.validate(layout.shards())?;
         check_every_server_owns(&placement)?;

@@ -8,6 +8,7 @@ use longshore_proto::{
 };
 use tokio::runtime::Handle;
 
+use super::interrupt::Interrupt;
 use crate::device::Budget;
 
 /// How payloads go between this rank and its servers.
@@ -87,6 +88,8 @@ pub struct Options {
     /// Host memory for weights under way and gradients retained.
     pub host_budget: Budget,
     pub transport: Transport,
+    /// What may end a wait before its deadline.
+    pub interrupt: Interrupt,
     /// The runtime to run on. With None the session starts a small one of its own.
     pub runtime: Option<Handle>,
 }
@@ -107,6 +110,7 @@ impl Options {
             in_flight_chunks: 16,
             host_budget: Budget::unlimited("host memory of the worker"),
             transport: Transport::Auto,
+            interrupt: Interrupt::default(),
             runtime: None,
         }
     }

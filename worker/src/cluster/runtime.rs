@@ -4,7 +4,7 @@
 use std::{
     future::Future,
     num::NonZeroUsize,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{Mutex, PoisonError},
     task::{Context, Poll},
     thread,
@@ -13,9 +13,11 @@ use std::{
 use tokio::{
     runtime::Handle,
     task::{AbortHandle, JoinError, JoinHandle},
+    time::timeout,
 };
 
-use crate::error::{Environment, Misuse, Result};
+use super::interrupt::{Interrupt, PERIOD};
+use crate::error::{Environment, Interrupted, Misuse, Result};
 
 /// How many threads a session's own runtime has at most: one does the framing while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
@@ -24,14 +26,15 @@ const RUNTIME_THREADS: usize = 2;
 pub(crate) struct Runtime {
     handle: Handle,
     own: Option<tokio::runtime::Runtime>,
+    interrupt: Interrupt,
     /// Tasks that live as long as the session.
     tasks: Mutex<Vec<AbortHandle>>,
 }
 
 impl Runtime {
-    pub(super) fn start(given: Option<Handle>) -> Result<Runtime> {
+    pub(super) fn start(given: Option<Handle>, interrupt: Interrupt) -> Result<Runtime> {
         if let Some(handle) = given {
-            return Ok(Runtime { handle, own: None, tasks: Mutex::default() });
+            return Ok(Runtime { handle, own: None, interrupt, tasks: Mutex::default() });
         }
         // With two cores a second thread gets in the way of the other end's, or of the caller.
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
@@ -45,17 +48,29 @@ impl Runtime {
             cause: error.to_string(),
             remedy: "raise the limits on processes and open files (ulimit -u, ulimit -n)",
         })?;
-        Ok(Runtime { handle: own.handle().clone(), own: Some(own), tasks: Mutex::default() })
+        Ok(Runtime { handle: own.handle().clone(), own: Some(own), interrupt, tasks: Mutex::default() })
     }
 
-    /// Blocks this thread on `future`. On a runtime's own thread it gives an error instead of tokio's panic.
+    /// Blocks this thread on `future`. On a runtime's own thread it gives an error instead of tokio's panic. If the
+    /// caller asks for an end meanwhile, `future` is dropped where it stands.
     pub(crate) fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         if Handle::try_current().is_ok() {
             let message = "a blocking call of the worker library was made on an async runtime's thread: use \
                            tokio::task::spawn_blocking or a thread of your own";
             return Err(Misuse(message).into());
         }
-        self.handle.block_on(future)
+        let Interrupt(Some(asks)) = &self.interrupt else { return self.handle.block_on(future) };
+        let mut future = pin!(future);
+        loop {
+            let turn = async { timeout(PERIOD, future.as_mut()).await };
+            if let Ok(done) = self.handle.block_on(turn) {
+                return done;
+            }
+            // Not inside the runtime, since the caller's code may call this library again.
+            if asks() {
+                return Err(Interrupted.into());
+            }
+        }
     }
 
     /// Starts a task that runs until it ends or is aborted by its handle.
@@ -111,5 +126,31 @@ impl Drop for Runtime {
         if let Some(own) = self.own.take() {
             own.shutdown_background();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        future::pending,
+        sync::atomic::{AtomicU32, Ordering::Relaxed},
+    };
+
+    use super::*;
+    use crate::error::Error;
+
+    /// The caller's code may block on the same runtime: it is not asked inside of it.
+    #[test]
+    fn a_caller_who_asks_for_an_end_ends_the_wait_and_not_what_comes_in_time() {
+        static ASKED: AtomicU32 = AtomicU32::new(0);
+        let interrupt = Interrupt::when(|| {
+            assert!(Handle::try_current().is_err());
+            ASKED.fetch_add(1, Relaxed) == 2
+        });
+        let runtime = Runtime::start(None, interrupt).unwrap();
+        assert_eq!(runtime.block_on(async { Ok(7) }).unwrap(), 7);
+        assert_eq!(ASKED.load(Relaxed), 0);
+        assert!(matches!(runtime.block_on::<()>(pending()), Err(Error::Interrupted(_))));
+        assert_eq!(ASKED.load(Relaxed), 3);
     }
 }

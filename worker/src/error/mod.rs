@@ -15,7 +15,7 @@ pub use self::{
     call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable},
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
     state::{NoCheckpoint, OtherCheckpoints, StateKept, StateLost, VersionsDiffer},
-    wait::{StillPaused, TimedOut},
+    wait::{Interrupted, StillPaused, TimedOut},
 };
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -51,6 +51,8 @@ pub enum Error {
     TimedOut(Box<TimedOut>),
     #[error(transparent)]
     StillPaused(#[from] StillPaused),
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
     #[error(transparent)]
     Gradient(#[from] GradientError),
     #[error(transparent)]

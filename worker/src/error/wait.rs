@@ -35,6 +35,13 @@ pub struct StillPaused {
     pub waited: Duration,
 }
 
+/// The caller asked for an end of the wait. What it waited for may still happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the wait was interrupted. Call again to go on waiting; a step of which a part was pushed cannot go on"
+)]
+pub struct Interrupted;
+
 struct On<'a>(&'a Option<String>);
 
 impl fmt::Display for On<'_> {

@@ -6,7 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Commit, FaultKind, ServerId, Step, Version, limits::MAX_PAUSE_REASON_BYTES};
+use longshore_proto::{
+    Commit, Correction, FaultKind, Hyper, ServerId, Step, Version, limits::MAX_PAUSE_REASON_BYTES,
+};
 use tokio::sync::{mpsc, oneshot};
 
 use super::{
@@ -44,6 +46,8 @@ pub(super) struct Driver {
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
+    /// The correction and the hyperparameters of the last commit: a step that is skipped has its image.
+    pub(super) last: Option<(Correction, Vec<Hyper>)>,
     /// A task that ends when the last commit is durable on every server. The next commit waits for it. So after a crash
     /// of any server there is a version that all hold, and at most one step to be sent again.
     pub(super) durable: Option<Task<Result<()>>>,
@@ -92,6 +96,7 @@ impl Driver {
         tracing::debug!(target: "stage", step = step.0, "decided");
         let own = Arc::new(OwnCommit { commit, origins });
         self.rank.commits.remember(own.clone());
+        self.last = Some((own.commit.correction.clone(), own.commit.groups.clone()));
         self.cluster.on_all(|server| self.send(server, &own)).await?;
         let durable = durable_everywhere(self.cluster.clone(), step.version());
         self.durable = Some(self.cluster.runtime.spawn_joined(durable));
@@ -111,6 +116,7 @@ impl Driver {
             },
         );
         self.gradients.committed(step);
+        self.shared.amends.note(step, own.commit.amend_multiplier());
         // This comes last: whoever waits for this version finds all the rest done.
         self.shared.board.post(step.version(), loss_scale);
         Ok(())
@@ -158,12 +164,13 @@ impl Driver {
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
             trainer,
         };
-        Commit {
+        let mut commit = Commit {
             step,
             skip: decision.skip,
             gradient_scale,
             clip_coefficient: decision.clip_coefficient,
             correction: self.options.correction_of(step),
+            amend: None,
             groups: (self.options.hyper)(step),
             // JSON has no infinity. That the norm was not finite is told by `skip`.
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
@@ -171,7 +178,16 @@ impl Driver {
             trainer_state: envelope.encode(),
             decided_by: self.rank.incarnation(),
             pause_reason: String::new(),
+        };
+        match &self.last {
+            Some((local @ Correction::WorkerLocal(_), groups)) if decision.skip => {
+                (commit.correction, commit.groups) = (local.clone(), groups.clone());
+            }
+            Some((Correction::WorkerLocal(_), _)) => commit.amend = Some(self.options.correction.gamma()),
+            _ if decision.skip && commit.is_worker_local() => commit.correction = Correction::None,
+            _ => {}
         }
+        commit
     }
 
     /// Sends a commit to one server. It tries again if an operator paused the job just then, and while a server that

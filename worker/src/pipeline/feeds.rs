@@ -3,15 +3,35 @@
 use longshore_proto::Version;
 
 use super::options::Weights;
-use crate::{error::Result, pull::Feed, session::Session};
+use crate::{
+    error::Result,
+    pull::{Feed, Missing, Reading},
+    session::Session,
+};
 
-#[derive(Default)]
 pub(super) struct Feeds {
+    /// In a job whose worker amends its weights: the version that this rank joined at. It holds no gradient of the steps
+    /// up to there.
+    joined: Version,
     now: Option<Feed>,
     next: Option<Feed>,
 }
 
 impl Feeds {
+    pub(super) fn new(joined: Version) -> Feeds {
+        Feeds { joined, now: None, next: None }
+    }
+
+    /// How a version is read.
+    pub(super) fn reading(&self, version: Version) -> Reading {
+        if version < self.joined { Reading::amended(version) } else { Reading::new(version) }
+    }
+
+    /// Has the feed of the step in hand amend its weights.
+    pub(super) fn amend(&mut self, missing: Option<Missing>) {
+        self.now = self.now.take().map(|feed| feed.amended(missing));
+    }
+
     pub(super) fn now(&self) -> Option<&Feed> {
         self.now.as_ref()
     }
@@ -30,7 +50,7 @@ impl Feeds {
         self.now = None;
         self.now = match self.next.take().filter(of) {
             Some(feed) => Some(feed),
-            None => open(session, weights, version)?,
+            None => self.open(session, weights, version)?,
         };
         Ok(())
     }
@@ -49,20 +69,20 @@ impl Feeds {
     ) -> Result<()> {
         let is_open = [&self.now, &self.next].into_iter().flatten().any(|feed| feed.version() == version);
         if !is_open {
-            self.next = open(session, weights, version)?;
+            self.next = self.open(session, weights, version)?;
         }
         Ok(())
     }
-}
 
-fn open(session: &Session, weights: &Weights, version: Version) -> Result<Option<Feed>> {
-    let whole = 0..session.layout().elements();
-    let order = match weights {
-        Weights::Whole => std::slice::from_ref(&whole),
-        Weights::Ranges(order) => order,
-        Weights::OnDemand => return Ok(None),
-    };
-    session.pull(version, order, session.spec().image_dtype).map(Some)
+    fn open(&self, session: &Session, weights: &Weights, version: Version) -> Result<Option<Feed>> {
+        let whole = 0..session.layout().elements();
+        let order = match weights {
+            Weights::Whole => std::slice::from_ref(&whole),
+            Weights::Ranges(order) => order,
+            Weights::OnDemand => return Ok(None),
+        };
+        session.pull_as(self.reading(version), order).map(Some)
+    }
 }
 
 /// Whether the next step's weights can come while this one's gradient is made and kept.

@@ -37,7 +37,7 @@ use self::{
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
     resume::Resume,
-    shared::PipelineInner,
+    shared::{Amends, PipelineInner},
     step::{Current, Meters},
     watch::Watcher,
 };
@@ -50,7 +50,7 @@ pub use self::{
 use crate::{
     cluster::Cluster,
     error::{Misuse, Result},
-    pull::{Feed, Reading},
+    pull::{Feed, Missing, Reading},
     push::{Accumulator, Assembler, Collector, Outbox, Sums},
     session::{Joined, Session},
 };
@@ -67,6 +67,8 @@ pub struct Pipeline {
     work: Option<mpsc::UnboundedSender<StepToDecide>>,
     /// The trainer's bytes in the commit of the version that this rank joined at.
     resumed: Option<Vec<u8>>,
+    /// The last step that was decided when this rank joined.
+    joined: Step,
     /// The last step finished here.
     last: Step,
     current: Option<Current>,
@@ -94,13 +96,16 @@ impl Pipeline {
         let accumulator = accumulator(&session, &options)?;
         let resume = Resume::from(joined, &options)?;
         let (board, resumed) = (Board::new(resume.scales), Board::new([]));
-        let shared = Arc::new(PipelineInner { board, resumed, outcomes: Outcomes::default() });
+        let (outcomes, amends) = (Outcomes::default(), Amends::default());
+        let shared = Arc::new(PipelineInner { board, resumed, outcomes, amends });
         let (cluster, gradients) = (session.cluster.clone(), session.gradients.clone());
         session.rank.begin_training();
         if let Some(reason) = &joined.paused {
             cluster.waits.paused(reason);
         }
         let last = Step(joined.version.0);
+        let joined_commit =
+            joined.last_commit.as_ref().map(|commit| (commit.correction.clone(), commit.groups.clone()));
         let decided = joined.last_commit.iter().map(|commit| (commit.step, commit.decided_by)).collect();
         let (joined, floor) = (joined.version, resume.floor);
         let watcher = Watcher {
@@ -126,14 +131,29 @@ impl Pipeline {
                 options: options.clone(),
                 scaler: resume.scaler,
                 work,
+                last: joined_commit,
                 durable: Some(cluster.runtime.spawn_joined(durable)),
             };
             tasks.0.push(cluster.runtime.spawn(driver.run()));
             sender
         });
         let resumed = resume.trainer;
-        let (current, feeds) = (None, Feeds::default());
-        Ok(Pipeline { tasks, session, options, shared, work, resumed, last, current, feeds, accumulator })
+        let (current, feeds) =
+            (None, Feeds::new(if session.spec().worker_local { joined } else { Version(0) }));
+        let joined = last;
+        Ok(Pipeline {
+            tasks,
+            session,
+            options,
+            shared,
+            work,
+            resumed,
+            joined,
+            last,
+            current,
+            feeds,
+            accumulator,
+        })
     }
 
     /// The trainer's own bytes in the commit of the version that this rank joined at. They are None in a fresh job.
@@ -155,17 +175,21 @@ impl Pipeline {
         let before = Meters::read(&self.session);
         let loss_scale = self.await_decision(reads)?;
         self.feeds.take(&self.session, &self.options.weights, reads)?;
+        let missing = self.missing(step, reads)?;
+        self.feeds.amend(missing.clone());
         if has_room_ahead(&self.session) {
             self.open_ahead(Step(step.0 + 1))?;
         }
         let plan = StepInputs { step, reads, loss_scale };
-        let reading = self.feeds.now().map_or_else(|| Reading::new(reads), |feed| feed.reading().clone());
+        let reading =
+            self.feeds.now().map_or_else(|| self.feeds.reading(reads), |feed| feed.reading().clone());
         let (finished_at, at) = channel::channel(None);
         let trainer = self.announce(plan, at);
         let micro_steps = self.options.accumulate.micro_steps(self.session.spec()) as usize;
         self.current = Some(Current {
             plan,
             reading,
+            missing,
             started,
             begin: started.elapsed(),
             assembled: vec![false; micro_steps],
@@ -175,6 +199,22 @@ impl Pipeline {
             before,
         });
         Ok(plan)
+    }
+
+    /// The step that the weights of `reads` lack, if the worker adds it: the one before `step`, once it is decided. A
+    /// process that joined after that step reads weights that a server has amended.
+    fn missing(&self, step: Step, reads: Version) -> Result<Option<Missing>> {
+        let before = Step(step.0 - 1);
+        let spec = self.session.spec();
+        if !spec.worker_local || reads.0 + 1 != before.0 || before <= self.joined {
+            return Ok(None);
+        }
+        self.await_decision(before.version())?;
+        let Some(multiplier) = self.shared.amends.of(before) else { return Ok(None) };
+        let missing = self.session.gradients.own.missing(before, spec.gradient_dtype, multiplier);
+        let lost =
+            Misuse("the gradient of the step before is not held: finish each step before the next begin");
+        missing.map(Some).ok_or_else(|| lost.into())
     }
 
     /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
@@ -212,7 +252,8 @@ impl Pipeline {
     pub fn pull(&self, order: &[Range<u64>]) -> Result<Feed> {
         let reading = self.current()?.reading.clone();
         self.cluster().waits.check()?;
-        Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)
+        let feed = Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)?;
+        Ok(feed.amended(self.current()?.missing.clone()))
     }
 
     /// Begins a micro-step, counted from 0, and returns what takes its gradient. Call it once for each micro-step, in
@@ -275,6 +316,7 @@ impl Pipeline {
         }
         let next = self.options.schedule.reads(Step(step.0 + 1));
         self.feeds.keep_only(next);
+        self.session.gradients.own.forget_before(step);
         self.open_ahead(Step(step.0 + 1))?;
         if next == step.version() {
             self.await_decision(next)?;

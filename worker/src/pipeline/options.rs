@@ -115,6 +115,15 @@ impl PipelineOptions {
         self.accumulate.validate(spec)?;
         if self.schedule.delay() > 0 {
             self.correction.validate(spec)?;
+            let micro_steps = self.accumulate.micro_steps(spec);
+            if matches!(self.correction, DelayCorrection::WorkerLocal(_))
+                && self.schedule.has_newer(micro_steps)
+            {
+                let remedy = "let no micro-step compute with newer weights, or choose look-ahead";
+                let limit =
+                    "absent where the worker amends weights: the newest ones lack the next step's gradient";
+                return Err(Fault::invalid("pipeline.schedule.newer_from", "given", limit, remedy));
+            }
         }
         if self.schedule.delay() > spec.max_delay {
             let limit = format!("at most {}, the job's max_delay", spec.max_delay);
@@ -134,6 +143,7 @@ impl PipelineOptions {
         match self.correction {
             DelayCorrection::None => Correction::None,
             DelayCorrection::Compensation(c) => Correction::Compensation(c),
+            DelayCorrection::WorkerLocal(_) => Correction::WorkerLocal(rates(next)),
             DelayCorrection::LookAhead => Correction::LookAhead(rates(next)),
             DelayCorrection::LookAheadByThisRate => Correction::LookAhead(rates(step)),
         }

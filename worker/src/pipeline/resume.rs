@@ -53,6 +53,7 @@ mod tests {
             gradient_scale: 1.0,
             clip_coefficient: 1.0,
             correction: Correction::None,
+            amend: None,
             groups: Vec::new(),
             norm: 0.0,
             loss_scale,

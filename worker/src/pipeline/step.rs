@@ -15,7 +15,7 @@ use super::outcome::{Made, Timing};
 use crate::{
     error::{Misuse, Result},
     meter::Shown,
-    pull::Reading,
+    pull::{Missing, Reading},
     session::Session,
 };
 
@@ -34,6 +34,8 @@ pub(super) struct Current {
     pub(super) plan: StepInputs,
     /// What the pulls of the version in use have in common.
     pub(super) reading: Reading,
+    /// The step that the weights lack, where this rank adds it.
+    pub(super) missing: Option<Missing>,
     pub(super) started: Instant,
     /// The time spent in `begin`, and in waiting for newer weights.
     pub(super) begin: Duration,

@@ -3,26 +3,34 @@
 use std::{ops::Range, sync::Arc, time::Instant};
 
 use longshore_memory::Source;
-use longshore_proto::{Dtype, Fault, FaultKind, ShardId, Slice, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, ShardId, Slice, Version, limits::RATE_ELEMENTS};
 use tokio::task::AbortHandle;
 use tracing::debug_span;
 
 use super::{
-    Pulls, Reading,
+    Missing, Pulls, Reading,
     arriving::FeedInner,
     fetch::Fetch,
     store::{Overwritten, Segment, Store, cut},
 };
 use crate::{
+    amend::amend,
     cluster::{ByServer, Cluster, Impatience},
     convert,
-    error::{Error, Outdated, Result},
+    error::{Error, Misuse, Outdated, Result},
 };
+
+/// How many bytes of amended weights are shown at a time.
+const COPIED_BYTES: usize = 16 * 1024;
 
 /// Flat ranges of one version's image that arrive in the background. Clones share the memory. With the last clone it
 /// goes back to the session's pool, and a pull that is still under way ends.
 #[derive(Clone)]
-pub struct Feed(Arc<Handle>);
+pub struct Feed {
+    handle: Arc<Handle>,
+    /// The step that the weights lack, which readers see them with.
+    missing: Option<Missing>,
+}
 
 struct Handle {
     shared: Arc<FeedInner>,
@@ -61,25 +69,39 @@ impl Feed {
             cluster.runtime.spawn(Fetch { shared: shared.clone(), server, connection, pieces }.run())
         };
         let fetches = parts.filter(|(.., pieces)| !pieces.is_empty()).map(start).collect();
-        Ok(Feed(Arc::new(Handle { shared, fetches })))
+        Ok(Feed { handle: Arc::new(Handle { shared, fetches }), missing: None })
+    }
+
+    /// The same weights, amended with this worker's gradient as they are read.
+    pub(crate) fn amended(self, missing: Option<Missing>) -> Feed {
+        Feed { missing, ..self }
+    }
+
+    /// Whether weights are amended as they are read. The same version read otherwise has other bits.
+    pub fn amends(&self) -> bool {
+        self.missing.is_some()
     }
 
     pub fn version(&self) -> Version {
-        self.0.shared.reading.version()
+        self.handle.shared.reading.version()
     }
 
     /// The version that these weights are of, for the gradient that is computed with them.
     pub(crate) fn reading(&self) -> &Reading {
-        &self.0.shared.reading
+        &self.handle.shared.reading
     }
 
     pub fn dtype(&self) -> Dtype {
-        self.0.shared.store.dtype
+        self.handle.shared.store.dtype
     }
 
     /// Whether these flat elements are there, without waiting.
     pub fn is_ready(&self, range: Range<u64>) -> bool {
-        self.0.shared.store.covering(&range).is_some_and(|segments| segments.iter().all(Segment::is_whole))
+        self.handle
+            .shared
+            .store
+            .covering(&range)
+            .is_some_and(|segments| segments.iter().all(Segment::is_whole))
     }
 
     /// Blocks until these flat elements are there.
@@ -104,21 +126,70 @@ impl Feed {
     pub fn read_raw(&self, range: Range<u64>, target: &mut [u8]) -> Result<()> {
         let size = self.dtype().bytes();
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start) * size)?;
-        self.sources(range, |at, bytes| {
+        self.sources(range.clone(), |at, bytes| {
             let start = (at * size) as usize;
             bytes.copy_to(&mut target[start..start + bytes.len()]);
-        })
+        })?;
+        match &self.missing {
+            Some(missing) => self.amend(missing, range, target),
+            None => Ok(()),
+        }
+    }
+
+    /// Amends weights that were read.
+    fn amend(&self, missing: &Missing, range: Range<u64>, target: &mut [u8]) -> Result<()> {
+        let (dtype, size) = (self.dtype(), self.dtype().bytes());
+        for segment in self.segments(&range)? {
+            let within = segment.range.start.max(range.start)..segment.range.end.min(range.end);
+            let mut whole = true;
+            segment.with_rates(|rates| {
+                if rates.is_empty() {
+                    return;
+                }
+                whole = missing.pieces(within, |piece, gradient| {
+                    let bytes = (piece.start - range.start) * size..(piece.end - range.start) * size;
+                    let weights = &mut target[bytes.start as usize..bytes.end as usize];
+                    let first = piece.start - segment.range.start / RATE_ELEMENTS * RATE_ELEMENTS;
+                    amend(
+                        (dtype, weights),
+                        (first as usize, rates),
+                        (missing.dtype, gradient),
+                        missing.multiplier,
+                    );
+                });
+            });
+            if !whole {
+                return Err(Misuse("weights cannot be amended: their gradient is not whole").into());
+            }
+        }
+        Ok(())
     }
 
     /// Waits, then shows all bytes: `visit(elements from the range's start, bytes)`. Those that lie in the memory of a
-    /// server of this host are shown as copies, 16 KiB at a time, so that they stay as they are while they are looked at.
+    /// server of this host, and those that are amended, are shown as copies, 16 KiB at a time, so that they stay as they
+    /// are while they are looked at.
     ///
     /// # Errors
     /// As [`Feed::wait`]; `Outdated` when a server of this host, in whose memory they lie, has overwritten them: then
     /// what was visited is void. It does so once this rank has pushed the whole gradient of two steps later.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
         let size = self.dtype().bytes();
-        self.sources(range, |at, bytes| bytes.pieces(|start, piece| visit(at + start as u64 / size, piece)))
+        if self.missing.is_none() {
+            return self.sources(range, |at, bytes| {
+                bytes.pieces(|start, piece| visit(at + start as u64 / size, piece));
+            });
+        }
+        let mut copy = [0; COPIED_BYTES];
+        let step = COPIED_BYTES as u64 / size;
+        let mut at = range.start;
+        while at < range.end {
+            let part = at..range.end.min(at + step);
+            let bytes = &mut copy[..((part.end - part.start) * size) as usize];
+            self.read_raw(part.clone(), bytes)?;
+            visit(at - range.start, bytes);
+            at = part.end;
+        }
+        Ok(())
     }
 
     /// Does what [`Feed::pieces`] does, without copying what lies in a server's memory.
@@ -138,7 +209,7 @@ impl Feed {
     /// The failure of a reader who was too late: the weights lay in the server's memory, and the server has gone on,
     /// with what this rank or an earlier process of it had pushed.
     fn overwritten(&self, shard: ShardId) -> Error {
-        let cluster = &self.0.shared.pulls.cluster;
+        let cluster = &self.handle.shared.pulls.cluster;
         let limit = "kept by its server";
         let remedy = "read weights before the step after next that is made of them is pushed to its end";
         let fault = Fault::new(FaultKind::Precondition, "feed.version", self.version(), limit, remedy);
@@ -156,7 +227,7 @@ impl Feed {
 
     /// The segments of a range, if all of them are whole.
     fn segments(&self, range: &Range<u64>) -> Result<&[Segment]> {
-        let shared = &self.0.shared;
+        let shared = &self.handle.shared;
         let Some(segments) = shared.store.covering(range) else {
             let remedy = "name the range when the pull is opened";
             return Err(

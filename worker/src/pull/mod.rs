@@ -4,10 +4,12 @@
 mod arriving;
 mod feed;
 mod fetch;
+mod missing;
 mod pulls;
 mod reading;
 mod store;
 
 pub use feed::Feed;
+pub(crate) use missing::{Missing, OwnGradients};
 pub(crate) use pulls::Pulls;
 pub(crate) use reading::Reading;

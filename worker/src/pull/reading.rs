@@ -14,11 +14,22 @@ pub(crate) struct Reading {
     version: Version,
     /// 0 until a server has said it.
     decided_by: Arc<AtomicU64>,
+    amended: bool,
 }
 
 impl Reading {
     pub(crate) fn new(version: Version) -> Reading {
-        Reading { version, decided_by: Arc::default() }
+        Reading { version, decided_by: Arc::default(), amended: false }
+    }
+
+    /// Reads a version as the step after it has amended it, if that step did. It is for a process that has joined since,
+    /// and so does not hold that step's gradient.
+    pub(crate) fn amended(version: Version) -> Reading {
+        Reading { amended: true, ..Reading::new(version) }
+    }
+
+    pub(super) fn is_amended(&self) -> bool {
+        self.amended
     }
 
     pub(crate) fn version(&self) -> Version {

@@ -125,6 +125,7 @@ mod tests {
             formats: Default::default(),
             unchecked: false,
             partitions: Vec::new(),
+            worker_local: false,
         };
         let layout = spec.validate().unwrap();
         let budget = Budget::unlimited("test");

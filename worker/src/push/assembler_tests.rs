@@ -29,6 +29,7 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 

@@ -11,6 +11,7 @@ use crate::{
     device::{BufferPool, PooledBuffer},
     error::{Misuse, Result, Shortage},
     meter::Meter,
+    pull::OwnGradients,
     rank::RankState,
 };
 
@@ -30,6 +31,7 @@ pub(crate) struct Gradients {
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
     pub(super) retained: Retained,
+    pub(crate) own: OwnGradients,
     /// It is empty until the rank has joined.
     pub(super) queues: OnceLock<Queues>,
     pub(crate) meter: Meter,
@@ -42,8 +44,9 @@ impl Gradients {
             true => BufferPool::shared(budget, RETAINED),
             false => BufferPool::new(budget, RETAINED),
         };
-        let (retained, queues, meter) = (Retained::default(), OnceLock::new(), Meter::default());
-        Gradients { cluster, rank, pool, retained, queues, meter }
+        let (retained, own) = (Retained::default(), OwnGradients::default());
+        let (queues, meter) = (OnceLock::new(), Meter::default());
+        Gradients { cluster, rank, pool, retained, own, queues, meter }
     }
 
     /// Memory for a chunk. Servers of this host may read it, if the transport allows that.

@@ -30,7 +30,7 @@ pub use self::{
     resume::paused_at,
     version::{TRIES, has_passed, lead},
 };
-pub use crate::cluster::{Options, Transport, endpoint, whole, with_sources};
+pub use crate::cluster::{Interrupt, Options, Transport, endpoint, whole, with_sources};
 use crate::{
     cluster::Cluster,
     error::Result,
@@ -127,6 +127,12 @@ impl Session {
     pub fn pull(&self, version: Version, order: &[Range<u64>], dtype: Dtype) -> Result<Feed> {
         self.cluster.waits.check()?;
         Feed::open(&self.pulls, Reading::new(version), order, dtype)
+    }
+
+    /// Does what [`Session::pull`] does, in the job's own type, for a step.
+    pub(crate) fn pull_as(&self, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
+        self.cluster.waits.check()?;
+        Feed::open(&self.pulls, reading, order, self.spec().image_dtype)
     }
 
     /// Where the job stands, server by server.

@@ -24,7 +24,7 @@ pub use memory::keep_buffers;
 pub use parse::{Event, Parser};
 
 use bytes::Bytes;
-use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
+use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, CHUNK_RATES_BYTES};
 use prost::Message;
 
 use self::body::Outgoing;
@@ -34,8 +34,10 @@ use super::v1;
 pub trait Frame: Message + Default {
     /// The field that is handed over in slices. Stock clients write fields by number, so it is the highest.
     const PAYLOAD: Option<u32> = None;
+    /// The most that the fields before the payload take.
+    const HEADROOM: usize = CHUNK_HEADROOM_BYTES;
     /// The largest message, in bytes, as the length before it says.
-    const LIMIT: usize = CHUNK_BYTES + CHUNK_HEADROOM_BYTES;
+    const LIMIT: usize = CHUNK_BYTES + Self::HEADROOM;
 
     /// Takes the payload out of a message that was decoded whole.
     fn take_payload(&mut self) -> Bytes {
@@ -43,19 +45,22 @@ pub trait Frame: Message + Default {
     }
 }
 
-macro_rules! with_payload {
-    ($($message:ty),*) => {$(
-        impl Frame for $message {
-            const PAYLOAD: Option<u32> = Some(15);
+impl Frame for v1::PushRequest {
+    const PAYLOAD: Option<u32> = Some(15);
 
-            fn take_payload(&mut self) -> Bytes {
-                std::mem::take(&mut self.payload)
-            }
-        }
-    )*};
+    fn take_payload(&mut self) -> Bytes {
+        std::mem::take(&mut self.payload)
+    }
 }
 
-with_payload!(v1::PushRequest, v1::PullResponse);
+impl Frame for v1::PullResponse {
+    const PAYLOAD: Option<u32> = Some(15);
+    const HEADROOM: usize = CHUNK_HEADROOM_BYTES + CHUNK_RATES_BYTES;
+
+    fn take_payload(&mut self) -> Bytes {
+        std::mem::take(&mut self.payload)
+    }
+}
 
 impl Frame for v1::PushResponse {}
 

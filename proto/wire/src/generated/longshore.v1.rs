@@ -73,6 +73,10 @@ pub struct JobSpec {
     /// the next one begins.
     #[prost(message, repeated, tag = "16")]
     pub partitions: ::prost::alloc::vec::Vec<Partition>,
+    /// Delayed steps may be corrected by the worker, with the gradient that it holds (WorkerLocal). It needs max_delay 1, one
+    /// contribution a step, adam or adamw, and fp32 state. It costs one more image beside the state.
+    #[prost(bool, tag = "17")]
+    pub worker_local: bool,
 }
 /// A run of parameters whose gradients come from the same ranks. It begins at a block, and no shard has parameters of two
 /// partitions. A shard's gradient is the mean of its contributors' gradients.
@@ -128,6 +132,20 @@ pub struct LookAhead {
     #[prost(double, repeated, tag = "1")]
     pub lr: ::prost::alloc::vec::Vec<f64>,
 }
+/// Images that lack the newest gradient alone, which the worker adds (docs/protocol.md). For jobs with worker_local.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct WorkerLocal {
+    /// as in LookAhead
+    #[prost(double, repeated, tag = "1")]
+    pub lr: ::prost::alloc::vec::Vec<f64>,
+}
+/// The image that the step before made gets this step's gradient, times the rates of that image and gamma: the amended image.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct Amend {
+    /// above 0, at most 4
+    #[prost(double, tag = "1")]
+    pub gamma: f64,
+}
 /// The decision on one step, the same on every server of the job.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Commit {
@@ -152,6 +170,14 @@ pub struct Commit {
     /// if there, images look ahead. Needs max_delay 1, and compensation 0
     #[prost(message, optional, tag = "13")]
     pub look_ahead: ::core::option::Option<LookAhead>,
+    /// If there, images lack the newest gradient alone. Needs worker_local, and neither of the two above. A commit that skips repeats
+    /// `worker_local` and `groups` of the commit before, since its image is that one's.
+    #[prost(message, optional, tag = "14")]
+    pub worker_local: ::core::option::Option<WorkerLocal>,
+    /// If there, the servers make the amended image, which a process that joins computes with. It is there if and only if the commit
+    /// before has `worker_local` and this one does not skip.
+    #[prost(message, optional, tag = "15")]
+    pub amend: ::core::option::Option<Amend>,
     /// one for each param group
     #[prost(message, repeated, tag = "6")]
     pub groups: ::prost::alloc::vec::Vec<Hyper>,
@@ -470,6 +496,10 @@ pub struct PullRequest {
     /// A link whose images are shared: the answer then has places instead of payloads, one message a slice. 0 asks for payloads.
     #[prost(uint64, tag = "7")]
     pub link: u64,
+    /// For a process that has joined since the next version was decided, and so does not hold that step's gradient: it is sent the
+    /// amended image, if that step made one.
+    #[prost(bool, tag = "8")]
+    pub amended: bool,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Slice {
@@ -497,6 +527,12 @@ pub struct PullResponse {
     /// versions that share a number: the first was taken back meanwhile.
     #[prost(uint64, tag = "5")]
     pub decided_by: u64,
+    /// What the worker multiplies the next step's gradient by, to amend these weights: one fp32 number, little-endian, for each
+    /// group of 64 elements of the flat space that the slice has a part of. Empty where nothing is to be amended.
+    #[prost(bytes = "bytes", tag = "6")]
+    pub rates: ::prost::bytes::Bytes,
+    #[prost(fixed32, tag = "7")]
+    pub rates_crc32: u32,
     #[prost(bytes = "bytes", tag = "15")]
     pub payload: ::prost::bytes::Bytes,
 }

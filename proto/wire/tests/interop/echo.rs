@@ -44,8 +44,8 @@ impl Tensors for Echo {
                 offset: slice.offset,
                 crc32: 7,
                 decided_by: 5,
-                place: None,
                 payload,
+                ..PullResponse::default()
             })
         });
         Ok(Response::new(Box::pin(tokio_stream::iter(answers.chain(end).collect::<Vec<_>>()))))

@@ -29,7 +29,7 @@ impl Job {
         self.images.forget();
         let version = record.version;
         let loaded = self
-            .load_shards(version, images, read)
+            .load_shards(&record, images, read)
             .and_then(|()| self.make_images(version, images))
             .and_then(|()| self.check_cancelled());
         match loaded {

@@ -205,10 +205,11 @@ impl Job {
 
     pub(super) fn load_shards(
         &self,
-        version: Version,
+        record: &Record,
         images: StoredImages,
         read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
+        let version = record.version;
         let with_older = images == StoredImages::Both && version.0 > 0;
         for (owned, &shard) in OwnedShards::all(self.owned.len()).zip(&self.owned) {
             self.check_cancelled()?;
@@ -226,7 +227,12 @@ impl Job {
             })?;
             result?;
             current.set((images != StoredImages::None).then_some(version));
-            older.set(with_older.then(|| Version(version.0 - 1)));
+            let amended = with_older && self.is_amended(record);
+            if amended {
+                let image = &older.bytes()[..length];
+                self.tier.state.load(owned, &mut |state| state.into_amended().copy_from_slice(image))?;
+            }
+            older.set((with_older && !amended).then(|| Version(version.0 - 1)));
             drop((current, older));
             if self.images.are_spilled() {
                 // The image window does not keep them until the start.
@@ -272,6 +278,7 @@ impl Job {
             };
             kept.older_images(older.is_some_and(loaded));
         }
+        self.make_rates(record.version, record.applied, record.commit.as_ref(), self.all())?;
         if let Some(durable) = &self.tier.durable {
             durable.start(record)?;
         }
@@ -317,6 +324,7 @@ impl Job {
         if let Some(behind) = &self.tier.behind {
             behind.adopt()?;
         }
+        self.make_rates(version, record.applied, record.commit.as_ref(), self.all())?;
         lock(&self.load).finish();
         self.protocol.machine().recovered(record)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
@@ -328,6 +336,11 @@ impl Job {
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         for (owned, shard) in OwnedShards::all(kept.shards.len()).zip(&kept.shards) {
             self.images.found(owned, shard);
+        }
+        if let Some(Record { version, applied, commit, .. }) = kept.records.last() {
+            // Those of a shard with an unfinished update are made by it.
+            let there = self.all().zip(&kept.shards).filter(|(_, shard)| shard.version == *version);
+            self.make_rates(*version, *applied, commit.as_ref(), there.map(|(owned, _)| owned))?;
         }
         lock(&self.load).finish();
         let mut machine = self.protocol.machine();

@@ -3,6 +3,7 @@
 //! Events may come from any thread. An event that asks for a computation returns it as [`Work`]. Each job has one
 //! compute thread, which performs the works in order. All other calls return at once or wait with a deadline.
 
+mod amend;
 mod compute;
 mod gradients;
 mod hold;
@@ -30,7 +31,7 @@ use longshore_proto::{
 
 pub use compute::Compute;
 pub use gradients::{Admitted, Lent, Stored, Writing, check_sum};
-pub use images::{ImageBytes, ImagePlace, ImageRead};
+pub use images::{ImageBytes, ImagePlace, ImageRead, Pulled};
 pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::kept_buffers;
 pub use protocol::Observer;

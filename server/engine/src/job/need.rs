@@ -27,17 +27,19 @@ impl Need {
                 (contributions + elements * wire * slots * count, accumulators + elements * sum * slots)
             })
         };
-        let connection = CONNECTION_BYTES + if storage.spills_images(spec) { SPILLED_PULL_BYTES } else { 0 };
+        let connection = CONNECTION_BYTES
+            + if storage.spills_images(spec) || spec.worker_local { SPILLED_PULL_BYTES } else { 0 };
         Need {
             state,
             buffers,
             disk,
             written,
-            images: if storage.spills_images(spec) {
-                images::window::need(spec, layout, owned, storage)
-            } else {
-                elements * spec.image_dtype.bytes() * 2
-            },
+            images: images::rates::need(spec, elements)
+                + if storage.spills_images(spec) {
+                    images::window::need(spec, layout, owned, storage)
+                } else {
+                    elements * spec.image_dtype.bytes() * 2
+                },
             contributions,
             transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
             accumulators,

@@ -8,7 +8,7 @@ use super::{
     Job, Observer,
     compute::Compute,
     gradients::{Gradients, SpilledGradients},
-    images::{Images, Window},
+    images::{Images, Rates, Window},
     load::Load,
     protocol::{Protocol, Signal},
     snapshots::Snapshots,
@@ -60,9 +60,10 @@ impl Job {
             Buffers::over(space, &spec, &shapes, compute.pool()).map_err(exhausted)?;
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
-        let image_bytes = |&shard| (layout.shard_len(shard) * spec.image_dtype.bytes()) as usize;
-        let image_bytes = owned.iter().map(image_bytes).collect();
-        let images = Images::new(images, image_bytes, window, shared, tier.images.take());
+        let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+        let image_bytes = lengths.iter().map(|&length| length * spec.image_dtype.bytes() as usize).collect();
+        let rates = Rates::new(&spec, &lengths);
+        let images = Images::new(images, image_bytes, window, shared, tier.images.take(), rates);
         let files = tier.gradients.take();
         let spilled =
             files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));

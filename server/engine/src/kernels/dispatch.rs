@@ -7,7 +7,8 @@ use super::aarch64;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{
-    Code, Gradient, ImageMut, Isa, Moment, MomentMut, Random, Scalars, State, StateLow, Statistics, scalar,
+    Amended, Code, Gradient, ImageMut, Isa, Kept, Moment, MomentMut, Random, Scalars, State, StateLow,
+    Statistics, scalar, slices::RATE_GROUP,
 };
 
 /// Runs `$function` of the module that `$isa` names.
@@ -56,6 +57,34 @@ pub fn update(
     assert_eq!(state.second.len(), if slots > 1 { count } else { 0 }, "second state slot against gradient");
     assert_eq!(image.len(), count, "image against gradient");
     dispatch!(isa, update(scalars, gradient, state, image, compensation))
+}
+
+/// The rates with which a version's images are amended: for each 64 elements one, from their second moments.
+///
+/// # Panics
+/// If `second` is not 64 times as long as `rates`, or this CPU does not have `isa`.
+pub fn rates(isa: Isa, amended: &Amended, second: &[f32], rates: &mut [f32]) {
+    assert_eq!(second.len(), rates.len() * RATE_GROUP, "second moments against rates");
+    dispatch!(isa, rates(amended, second, rates))
+}
+
+/// Makes the amended image: the image that a version had, which is made once more from its state, less the step that it
+/// lacks, which is `rate * (gradient * multiplier)`.
+///
+/// # Panics
+/// If lengths differ or are no multiple of 64, or this CPU does not have `isa`.
+pub fn amend(
+    isa: Isa,
+    amended: &Amended,
+    multiplier: f32,
+    gradient: Gradient<'_>,
+    kept: Kept<'_>,
+    image: ImageMut<'_>,
+) {
+    let count = gradient.len();
+    assert!(count.is_multiple_of(RATE_GROUP), "{count} elements are not whole groups");
+    assert_eq!([kept.master.len(), kept.first.len(), kept.second.len(), image.len()], [count; 4], "lengths");
+    dispatch!(isa, amend(amended, multiplier, gradient, kept, image))
 }
 
 /// `accumulator = gradient`, as f32.

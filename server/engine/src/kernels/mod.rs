@@ -27,7 +27,8 @@ mod vector;
 mod x86;
 
 pub use self::dispatch::{
-    accumulate, accumulate_statistics, cast, decode, encode, statistics, update, update_low, widen,
+    accumulate, accumulate_statistics, amend, cast, decode, encode, rates, statistics, update, update_low,
+    widen,
 };
 pub use self::isa::{ISA_VARIABLE, Isa, IsaError};
 pub use self::low::{
@@ -35,6 +36,6 @@ pub use self::low::{
     bytes_per_parameter,
 };
 pub use self::scalar::Statistics;
-pub use self::scalars::{AdagradScalars, AdamScalars, Ahead, LionScalars, Scalars, SgdScalars};
-pub use self::slices::{Gradient, ImageMut, State};
+pub use self::scalars::{AdagradScalars, AdamScalars, Ahead, Amended, LionScalars, Scalars, SgdScalars};
+pub use self::slices::{Gradient, ImageMut, Kept, State};
 pub use longshore_proto::{Hyper, Rule};

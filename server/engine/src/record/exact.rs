@@ -33,6 +33,12 @@ struct CommitRecord {
     /// Only commits whose images look ahead have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     look_ahead: Option<Vec<Exact>>,
+    /// Only commits whose images the worker amends have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    worker_local: Option<Vec<Exact>>,
+    /// Only commits that amend the image before have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    amend: Option<Exact>,
     norm: Exact,
     loss_scale: Exact,
     groups: Vec<HyperRecord>,
@@ -120,7 +126,8 @@ pub(crate) mod commit {
             skip: record.skip,
             gradient_scale: record.gradient_scale.0,
             clip_coefficient: record.clip_coefficient.0,
-            correction: correction(record.compensation, record.look_ahead),
+            correction: correction(record.compensation, record.look_ahead, record.worker_local),
+            amend: record.amend.map(|Exact(gamma)| gamma),
             groups: record.groups.into_iter().map(Hyper::from).collect(),
             norm: record.norm.0,
             loss_scale: record.loss_scale.0,
@@ -164,6 +171,7 @@ fn record(commit: &Commit) -> CommitRecord {
         gradient_scale,
         clip_coefficient,
         correction,
+        amend,
         groups,
         norm,
         loss_scale,
@@ -178,9 +186,14 @@ fn record(commit: &Commit) -> CommitRecord {
         clip_coefficient: Exact(*clip_coefficient),
         compensation: Exact(correction.compensation()),
         look_ahead: match correction {
-            Correction::LookAhead(lr) => Some(lr.iter().copied().map(Exact).collect()),
-            Correction::None | Correction::Compensation(_) => None,
+            Correction::LookAhead(lr) => Some(exact(lr)),
+            Correction::None | Correction::Compensation(_) | Correction::WorkerLocal(_) => None,
         },
+        worker_local: match correction {
+            Correction::WorkerLocal(lr) => Some(exact(lr)),
+            Correction::None | Correction::Compensation(_) | Correction::LookAhead(_) => None,
+        },
+        amend: amend.map(Exact),
         norm: Exact(*norm),
         loss_scale: Exact(*loss_scale),
         groups: groups.iter().map(HyperRecord::from).collect(),
@@ -190,11 +203,21 @@ fn record(commit: &Commit) -> CommitRecord {
     }
 }
 
-fn correction(compensation: Exact, look_ahead: Option<Vec<Exact>>) -> Correction {
-    match look_ahead {
-        Some(lr) => Correction::LookAhead(lr.into_iter().map(|Exact(lr)| lr).collect()),
-        None if compensation.0 == 0.0 => Correction::None,
-        None => Correction::Compensation(compensation.0),
+fn exact(numbers: &[f64]) -> Vec<Exact> {
+    numbers.iter().copied().map(Exact).collect()
+}
+
+fn correction(
+    compensation: Exact,
+    look_ahead: Option<Vec<Exact>>,
+    worker_local: Option<Vec<Exact>>,
+) -> Correction {
+    let numbers = |exact: Vec<Exact>| exact.into_iter().map(|Exact(number)| number).collect();
+    match (look_ahead, worker_local) {
+        (Some(lr), _) => Correction::LookAhead(numbers(lr)),
+        (None, Some(lr)) => Correction::WorkerLocal(numbers(lr)),
+        (None, None) if compensation.0 == 0.0 => Correction::None,
+        (None, None) => Correction::Compensation(compensation.0),
     }
 }
 
@@ -242,6 +265,7 @@ mod tests {
         fn every_bit_returns(
             bits in prop::array::uniform5(any::<u64>()),
             state in prop::collection::vec(any::<u8>(), 0..40),
+            local in any::<bool>(),
         ) {
             let [scale, clip, norm, loss_scale, lr] = bits.map(f64::from_bits);
             let commit = Commit {
@@ -249,7 +273,12 @@ mod tests {
                 skip: true,
                 gradient_scale: scale,
                 clip_coefficient: clip,
-                correction: Correction::LookAhead(vec![0.1, lr]),
+                correction: if local {
+                    Correction::WorkerLocal(vec![0.1, lr])
+                } else {
+                    Correction::LookAhead(vec![0.1, lr])
+                },
+                amend: local.then_some(lr),
                 groups: vec![Hyper { lr, ..Hyper::default() }],
                 norm,
                 loss_scale,
@@ -264,7 +293,13 @@ mod tests {
             let same = |a: f64, b: f64| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
             prop_assert!(same(back.gradient_scale, scale) && same(back.clip_coefficient, clip));
             prop_assert!(same(back.norm, norm) && same(back.loss_scale, loss_scale));
-            prop_assert!(same(back.groups[0].lr, lr) && same(back.correction.look_ahead()[1], lr));
+            let rates = match &back.correction {
+                Correction::LookAhead(rates) if !local => rates,
+                Correction::WorkerLocal(rates) if local => rates,
+                other => panic!("{other:?}"),
+            };
+            prop_assert!(same(back.groups[0].lr, lr) && same(rates[1], lr));
+            prop_assert!(back.amend.is_some() == local && back.amend.is_none_or(|gamma| same(gamma, lr)));
             prop_assert_eq!(back.trainer_state, state);
             prop_assert_eq!(back.pause_reason, "overflowed \"hot\"");
             prop_assert!(standing.paused.as_deref() == Some("why") && same(standing.loss_scale.unwrap(), loss_scale));

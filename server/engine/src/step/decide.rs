@@ -119,6 +119,8 @@ fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
         Some("clip_coefficient")
     } else if earlier.correction != later.correction {
         Some("correction")
+    } else if earlier.amend != later.amend {
+        Some("amend")
     } else if earlier.groups != later.groups {
         Some("groups")
     } else if bits(earlier.loss_scale) != bits(later.loss_scale) {

@@ -17,8 +17,8 @@ pub(super) struct MemoryTier {
     shards: Vec<Mutex<Shard>>,
 }
 
-/// Master weights, first and second moments.
-type Shard = [Region; 3];
+/// Master weights, first and second moments, amended image.
+type Shard = [Region; 4];
 
 impl MemoryTier {
     /// `lengths` has the elements of each owned shard.
@@ -45,9 +45,10 @@ impl MemoryTier {
     ) -> Result<MemoryTier, AllocationError> {
         let mut regions = slab.carve(&sizes(lengths, shape), pool)?.into_iter();
         let mut shards = Vec::with_capacity(lengths.len());
-        while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
+        while let (Some(master), Some(first), Some(second), Some(amended)) =
+            (regions.next(), regions.next(), regions.next(), regions.next())
         {
-            shards.push(Mutex::new([master, first, second]));
+            shards.push(Mutex::new([master, first, second, amended]));
         }
         Ok(MemoryTier { shape, shards })
     }

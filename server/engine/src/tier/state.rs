@@ -1,10 +1,16 @@
-//! A shard's master weights and moments as a tier holds them: three arrays of bytes, block after block.
+//! A shard's state as a tier holds it: arrays of bytes, block after block. They are the master weights, the moments, and
+//! where the worker amends weights the amended image, which belongs to the same version.
 
 use longshore_proto::{Formats, JobSpec, MasterFormat, Rule, StateFormat, limits::BLOCK_ELEMENTS};
 
 use crate::kernels::{Gradient, Isa, MasterMut, MomentMut, State, StateLow, widen};
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
+/// How many arrays there are: master weights, first and second moments, amended image.
+const ARRAYS: usize = 4;
+/// How many of them, from the first on, are the state that hashes and checkpoints know. The last is an image, which
+/// checkpoints have as the older one.
+const STATE_ARRAYS: usize = 3;
 
 /// What a job's arrays consist of.
 ///
@@ -14,41 +20,50 @@ const BLOCK: usize = BLOCK_ELEMENTS as usize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     formats: Formats,
-    block: [usize; 3],
+    block: [usize; ARRAYS],
 }
 
-/// Whole blocks of a shard that are to be changed: master weights, first and second moments. Moments that the rule
-/// does not have are empty.
+/// Whole blocks of a shard that are to be changed: master weights, first and second moments, amended image. What the job
+/// does not have is empty.
 #[derive(Debug)]
 pub struct StateMut<'a> {
     shape: Shape,
-    pub arrays: [&'a mut [u8]; 3],
+    pub arrays: [&'a mut [u8]; ARRAYS],
 }
 
 /// Whole blocks of a shard that are only read, in the form of [`StateMut`].
 #[derive(Clone, Copy, Debug)]
 pub struct StateRef<'a> {
     shape: Shape,
-    pub arrays: [&'a [u8]; 3],
+    pub arrays: [&'a [u8]; ARRAYS],
 }
 
 impl Shape {
     pub fn of(spec: &JobSpec) -> Shape {
-        Shape::new(spec.rule, spec.formats)
+        let amended = if spec.worker_local { BLOCK * spec.image_dtype.bytes() as usize } else { 0 };
+        let [master, first, second, _] = Shape::new(spec.rule, spec.formats).block;
+        Shape { formats: spec.formats, block: [master, first, second, amended] }
     }
 
+    /// The shape of a job whose worker amends nothing.
     pub fn new(rule: Rule, formats: Formats) -> Shape {
         let moment = |slot: usize| if slot < rule.state_slots() { formats.state.bytes(BLOCK) } else { 0 };
-        Shape { formats, block: [formats.master.bytes(BLOCK), moment(0), moment(1)] }
+        Shape { formats, block: [formats.master.bytes(BLOCK), moment(0), moment(1), 0] }
     }
 
-    /// The bytes of one block in each array; 0 in one that the rule does not have.
-    pub fn block(&self) -> [usize; 3] {
+    /// The bytes of one block in each array; 0 in one that the job does not have.
+    pub fn block(&self) -> [usize; ARRAYS] {
         self.block
     }
 
+    /// The bytes of one block of master weights, first and second moments.
+    pub fn state(&self) -> [usize; STATE_ARRAYS] {
+        let [master, first, second, _] = self.block;
+        [master, first, second]
+    }
+
     /// The bytes that whole blocks take in each array.
-    pub fn arrays(&self, elements: usize) -> [usize; 3] {
+    pub fn arrays(&self, elements: usize) -> [usize; ARRAYS] {
         self.block.map(|bytes| bytes * (elements / BLOCK))
     }
 
@@ -61,27 +76,28 @@ impl Shape {
 impl<'a> StateMut<'a> {
     /// # Panics
     /// Unless all arrays have the same number of whole blocks.
-    pub fn new(shape: Shape, arrays: [&'a mut [u8]; 3]) -> StateMut<'a> {
+    pub fn new(shape: Shape, arrays: [&'a mut [u8]; ARRAYS]) -> StateMut<'a> {
         let blocks = arrays[0].len() / shape.block[0];
-        assert_eq!([0, 1, 2].map(|array| arrays[array].len()), shape.block.map(|bytes| bytes * blocks));
+        assert_eq!([0, 1, 2, 3].map(|array| arrays[array].len()), shape.block.map(|bytes| bytes * blocks));
         StateMut { shape, arrays }
     }
 
     pub fn as_ref(&self) -> StateRef<'_> {
-        let [master, first, second] = &self.arrays;
-        StateRef { shape: self.shape, arrays: [master, first, second] }
+        let [master, first, second, amended] = &self.arrays;
+        StateRef { shape: self.shape, arrays: [master, first, second, amended] }
     }
 
     /// Cuts it into its blocks.
     pub fn blocks(self) -> impl Iterator<Item = StateMut<'a>> {
         let (shape, count) = (self.shape, self.as_ref().blocks());
-        let mut cuts: [_; 3] = {
-            let [master, first, second] = self.arrays;
-            let [a, b, c] = shape.block;
-            [(master, a), (first, b), (second, c)].map(|(array, bytes)| array.chunks_exact_mut(bytes.max(1)))
+        let mut cuts: [_; ARRAYS] = {
+            let [master, first, second, amended] = self.arrays;
+            let [a, b, c, d] = shape.block;
+            [(master, a), (first, b), (second, c), (amended, d)]
+                .map(|(array, bytes)| array.chunks_exact_mut(bytes.max(1)))
         };
         (0..count).map(move |_| {
-            let arrays = [0, 1, 2].map(|array| cuts[array].next().unwrap_or_default());
+            let arrays = [0, 1, 2, 3].map(|array| cuts[array].next().unwrap_or_default());
             StateMut { shape, arrays }
         })
     }
@@ -91,15 +107,29 @@ impl<'a> StateMut<'a> {
     /// # Panics
     /// If the job has any other format.
     pub fn f32(&mut self) -> State<'_> {
+        self.f32_and_amended().0
+    }
+
+    /// Does what [`f32`](StateMut::f32) does, and gives the bytes of the amended image beside it.
+    ///
+    /// # Panics
+    /// If the job has any other format.
+    pub fn f32_and_amended(&mut self) -> (State<'_>, &mut [u8]) {
         assert!(self.shape.formats.is_fp32(), "state of {:?} taken for fp32", self.shape.formats);
-        let [master, first, second] = self.arrays.each_mut().map(|array| floats(array));
-        State { master, first, second }
+        let [master, first, second, amended] = &mut self.arrays;
+        (State { master: floats(master), first: floats(first), second: floats(second) }, amended)
+    }
+
+    /// The bytes of the amended image.
+    pub fn into_amended(self) -> &'a mut [u8] {
+        let [_, _, _, amended] = self.arrays;
+        amended
     }
 
     /// The form that kernels of all formats take, for one block.
     pub fn low(&mut self) -> StateLow<'_> {
         let format = self.shape.formats.state;
-        let [master, first, second] = self.arrays.each_mut().map(|array| &mut **array);
+        let [master, first, second, _] = self.arrays.each_mut().map(|array| &mut **array);
         StateLow {
             master: self.shape.master(master),
             first: moment(format, first),
@@ -144,7 +174,7 @@ fn moment(format: StateFormat, array: &mut [u8]) -> MomentMut<'_> {
 impl<'a> StateRef<'a> {
     /// # Panics
     /// Unless all arrays have the same number of whole blocks.
-    pub fn new(shape: Shape, arrays: [&'a [u8]; 3]) -> StateRef<'a> {
+    pub fn new(shape: Shape, arrays: [&'a [u8]; ARRAYS]) -> StateRef<'a> {
         let blocks = arrays[0].len() / shape.block[0];
         assert_eq!(arrays.map(<[u8]>::len), shape.block.map(|bytes| bytes * blocks));
         StateRef { shape, arrays }
@@ -160,7 +190,27 @@ impl<'a> StateRef<'a> {
             let bytes = self.shape.block[array];
             &self.arrays[array][index * bytes..(index + 1) * bytes]
         };
-        StateRef { shape: self.shape, arrays: [part(0), part(1), part(2)] }
+        StateRef { shape: self.shape, arrays: [part(0), part(1), part(2), part(3)] }
+    }
+
+    /// Master weights, first and second moments.
+    pub fn state(&self) -> [&'a [u8]; STATE_ARRAYS] {
+        let [master, first, second, _] = self.arrays;
+        [master, first, second]
+    }
+
+    /// The amended image; empty where the job has none.
+    pub fn amended(&self) -> &'a [u8] {
+        self.arrays[STATE_ARRAYS]
+    }
+
+    /// The second moments as floats.
+    ///
+    /// # Panics
+    /// If the job keeps moments in any other format.
+    pub fn second(&self) -> &'a [f32] {
+        assert!(self.shape.formats.is_fp32(), "state of {:?} taken for fp32", self.shape.formats);
+        bytemuck::cast_slice(self.arrays[2])
     }
 
     /// Hands the master weights of one block to `with`, as f32.

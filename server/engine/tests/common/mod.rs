@@ -71,6 +71,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 
@@ -82,6 +83,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
         gradient_scale: spec.contributions() as f64,
         clip_coefficient: 1.0,
         correction: Correction::None,
+        amend: None,
         groups: vec![Hyper { weight_decay: 0.01, ..Hyper::default() }; spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

@@ -37,6 +37,7 @@ fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
         formats: Formats::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     })
 }
 

@@ -1,13 +1,13 @@
 //! `longshore bench update`: the fused update of many parameters, as a server does it, beside its memory traffic.
 
-use std::time::Instant;
+use std::{hint::black_box, time::Instant};
 
 use longshore_engine::{
-    kernels::{self, Gradient, Hyper, ImageMut, Isa, Random, Rule, Scalars},
+    kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Random, Rule, Scalars, State},
     threads::{ThreadPool, available_threads},
     tier::{self, StateMut},
 };
-use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat};
+use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat, limits::RATE_ELEMENTS};
 
 use super::{
     Measured,
@@ -45,8 +45,17 @@ struct Update {
     wire: Dtype,
     isa: Isa,
     formats: Formats,
-    /// Images look ahead, as those of delayed steps do.
-    ahead: bool,
+    images: Images,
+}
+
+/// The images that an update makes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Images {
+    Plain,
+    /// They look ahead, as those of delayed steps do.
+    Ahead,
+    /// The worker amends them. The update makes rates, and the amended image of the version before.
+    Amended,
 }
 
 impl Case {
@@ -77,9 +86,15 @@ impl Case {
                     for formats in formats {
                         let adamw = rule == Rule::AdamW;
                         if all || fastest && adamw || formats.is_fp32() && (fastest || adamw) {
-                            let aheads = if rule.can_look_ahead() { &[false, true][..] } else { &[false] };
-                            let case = |&ahead| Case::Update(Update { rule, wire, isa, formats, ahead });
-                            cases.extend(aheads.iter().map(case));
+                            let images = [
+                                Some(Images::Plain),
+                                rule.can_look_ahead().then_some(Images::Ahead),
+                                // The two images of fp32 have no room.
+                                (rule.has_rates() && formats.is_fp32() && wire != Dtype::F32)
+                                    .then_some(Images::Amended),
+                            ];
+                            let case = |images| Case::Update(Update { rule, wire, isa, formats, images });
+                            cases.extend(images.into_iter().flatten().map(case));
                         }
                     }
                 }
@@ -112,14 +127,17 @@ impl Update {
         if self.formats.master != MasterFormat::F32 {
             name += &format!("/master-{}", self.formats.master);
         }
-        if self.ahead {
-            name += "/look-ahead";
+        match self.images {
+            Images::Plain => {}
+            Images::Ahead => name += "/look-ahead",
+            Images::Amended => name += "/worker-local",
         }
         name
     }
 
     fn shape(&self) -> Shape {
-        Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats) }
+        let amended = self.images == Images::Amended;
+        Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats), amended }
     }
 }
 
@@ -144,17 +162,27 @@ impl Arrays {
     fn pass(&mut self, pool: &ThreadPool, case: Update) {
         let hyper = Hyper { lr: 1e-6, momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
         let scalars = Scalars::new(case.rule, &hyper, 10, 1.0);
-        let scalars = if case.ahead { scalars.looking_ahead(&hyper, 10, hyper.lr) } else { scalars };
+        let amended =
+            (case.images == Images::Amended).then(|| Amended::new(case.rule, &hyper, 10, hyper.lr)).flatten();
+        let scalars = match (case.images, &amended) {
+            (Images::Ahead, _) => scalars.looking_ahead(&hyper, 10, hyper.lr),
+            (_, Some(amended)) => scalars.amended_by_worker(amended),
+            _ => scalars,
+        };
         let mut first_element = 0;
         for shard in &mut self.shards {
             let blocks = shard.blocks(case).into_iter().enumerate().collect();
-            pool.blocks(blocks, |(block, (gradient, mut state, image))| {
+            pool.blocks(blocks, |(block, (gradient, mut state, mut image))| {
+                if let Some(amended) = &amended {
+                    return amending(case.isa, &scalars, amended, gradient, state.f32(), image);
+                }
                 if case.formats.is_fp32() {
                     return kernels::update(case.isa, &scalars, gradient, state.f32(), image, 0.0);
                 }
                 let first_element = first_element + (block * BLOCK) as u64;
                 let random = Random { seed: case.formats.seed, step: 10, first_element };
                 let segments = [(0..BLOCK, &scalars)];
+                let image = image.slice(0..BLOCK);
                 kernels::update_low(case.isa, &segments, gradient, state.low(), image, 0.0, random);
             });
             first_element += shard.len as u64;
@@ -162,11 +190,36 @@ impl Arrays {
     }
 }
 
+/// A block's update as a server makes it where the worker amends weights: in tiles, each with its part of the amended
+/// image before the update, and with its rates after it.
+fn amending(
+    isa: Isa,
+    scalars: &Scalars,
+    amended: &Amended,
+    gradient: Gradient<'_>,
+    mut state: State<'_>,
+    mut images: ImageMut<'_>,
+) {
+    const TILE: usize = 4096;
+    let mut rates = [0.0; TILE / RATE_ELEMENTS as usize];
+    for start in (0..BLOCK).step_by(TILE) {
+        let tile = start..start + TILE;
+        let gradient = gradient.slice(tile.clone());
+        let mut state = state.slice(tile.clone());
+        let older = images.slice(BLOCK + start..BLOCK + start + TILE);
+        kernels::amend(isa, amended, 1.0, gradient, state.kept(), older);
+        kernels::update(isa, scalars, gradient, state.slice(0..TILE), images.slice(tile), 0.0);
+        kernels::rates(isa, amended, state.second, &mut rates);
+        black_box(&mut rates);
+    }
+}
+
 impl Shard {
     fn blocks(&mut self, case: Update) -> Vec<(Gradient<'_>, StateMut<'_>, ImageMut<'_>)> {
         let (gradient, state, image) = self.cut(case.shape());
         let wire = BLOCK * case.wire.bytes() as usize;
-        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(wire));
+        let images = if case.images == Images::Amended { 2 * wire } else { wire };
+        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(images));
         let block = |((gradient, state), image)| match case.wire {
             Dtype::F32 => (
                 Gradient::f32(bytemuck::cast_slice(gradient)),
@@ -208,7 +261,7 @@ impl Bare {
 
     pub(super) fn pass(&mut self) {
         let (isa, formats) = (Isa::detect(), Formats::default());
-        let case = Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats, ahead: false };
+        let case = Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats, images: Images::Plain };
         self.arrays.pass(&self.pool, case);
     }
 }
@@ -287,7 +340,7 @@ mod tests {
         }
         arrays.prepare(&pool, Formats::default());
         let (isa, formats) = (Isa::detect(), Formats::default());
-        let case = Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats, ahead: false };
+        let case = Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats, images: Images::Plain };
         let before = arrays.shards[0].first.bytes().to_vec();
         arrays.pass(&pool, case);
         assert_ne!(arrays.shards[0].first.bytes(), before, "nothing was updated");

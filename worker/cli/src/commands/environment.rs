@@ -7,7 +7,7 @@ use super::Cli;
 
 const PREFIX: &str = "LONGSHORE_";
 /// Variables without a flag: those read by the update kernels of an embedded server, and those set for tests.
-const NO_FLAGS: [&str; 7] = [
+const NO_FLAGS: [&str; 9] = [
     "LONGSHORE_ISA",
     "LONGSHORE_BIN_DIR",
     "LONGSHORE_TEST_PYTHON",
@@ -15,6 +15,8 @@ const NO_FLAGS: [&str; 7] = [
     "LONGSHORE_TEST_SKIPPED",
     "LONGSHORE_SOAK",
     "LONGSHORE_SEED",
+    "LONGSHORE_CACHE",
+    "LONGSHORE_SKIP_PACKAGE",
 ];
 
 /// # Errors

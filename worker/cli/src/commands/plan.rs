@@ -157,6 +157,7 @@ impl Args {
             formats: Formats { state: self.state, master: self.master, seed: 0 },
             unchecked: false,
             partitions: Vec::new(),
+            worker_local: false,
         })
     }
 

@@ -24,7 +24,8 @@ pub struct WholeImages {
 
 struct Slot {
     buffer: Buffer,
-    version: Option<Version>,
+    /// The version, and whether it was amended as it was read: these weights have other bits than the version itself.
+    version: Option<(Version, bool)>,
     /// Which layers of that version are there.
     layers: Vec<bool>,
 }
@@ -57,7 +58,7 @@ impl WholeImages {
     ) -> Result<R, BoxError> {
         let (start, bytes) =
             (range.start * self.dtype.bytes(), (range.end - range.start) * self.dtype.bytes());
-        let slot = Self::slot(&mut self.slots, feed.version());
+        let slot = Self::slot(&mut self.slots, (feed.version(), feed.amends()));
         if slot.layers.len() <= stage {
             slot.layers.resize(stage + 1, false);
         }
@@ -69,7 +70,7 @@ impl WholeImages {
     }
 
     /// The slot of a version. The oldest version makes room for a new one.
-    fn slot(slots: &mut [Slot], version: Version) -> &mut Slot {
+    fn slot(slots: &mut [Slot], version: (Version, bool)) -> &mut Slot {
         let held = slots.iter().position(|slot| slot.version == Some(version));
         let index = held.unwrap_or_else(|| {
             let oldest = (0..slots.len()).min_by_key(|&index| slots[index].version).unwrap_or(0);

@@ -1,15 +1,13 @@
 //! Starts a run from its settings: an embedded server when none is named, and a process for each rank.
 
 use std::{
-    net::{Ipv4Addr, SocketAddr},
     process::{Child, Command, Stdio},
     thread,
     time::Duration,
 };
 
 use anyhow::Context;
-use longshore_server::{Config, Server, config::StorageConfig};
-use tokio::runtime::Runtime;
+use longshore_server::{Config, Embedded, config::StorageConfig};
 
 use super::{Settings, rank};
 
@@ -18,9 +16,9 @@ const POLL: Duration = Duration::from_millis(100);
 
 /// Trains to the end.
 pub fn run(settings: &Settings) -> anyhow::Result<()> {
-    let embedded = settings.servers.is_empty().then(|| Embedded::start(settings)).transpose()?;
+    let embedded = settings.servers.is_empty().then(|| embed(settings)).transpose()?;
     let servers = match &embedded {
-        Some(embedded) => vec![embedded.server.address().to_string()],
+        Some(embedded) => vec![embedded.address().to_string()],
         None => settings.servers.clone(),
     };
     match settings.rank {
@@ -31,33 +29,21 @@ pub fn run(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// A server inside this process, on a free loopback port. It ends with the process. What it keeps in folders is found
-/// by the next run's server, which may have another port.
-struct Embedded {
-    server: Server,
-    _runtime: Runtime,
-}
-
-impl Embedded {
-    fn start(settings: &Settings) -> anyhow::Result<Embedded> {
-        let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
-        let storage = StorageConfig {
+/// Starts the server that runs inside this process.
+fn embed(settings: &Settings) -> anyhow::Result<Embedded> {
+    let embedded = Embedded::start(|defaults| Config {
+        storage: StorageConfig {
             state_dirs: settings.state_dirs.clone(),
             resident: settings.resident,
             shm_dir: settings.shm_dir.clone(),
             ..defaults.storage
-        };
-        let config = Config {
-            storage,
-            threads: settings.threads.unwrap_or(defaults.threads),
-            memory: settings.memory.unwrap_or(defaults.memory),
-            checkpoint_dir: settings.checkpoint_dir.clone(),
-            ..defaults
-        };
-        let runtime = longshore_server::runtime("server")?;
-        let server = runtime.block_on(Server::start(config))?;
-        Ok(Embedded { server, _runtime: runtime })
-    }
+        },
+        threads: settings.threads.unwrap_or(defaults.threads),
+        memory: settings.memory.unwrap_or(defaults.memory),
+        checkpoint_dir: settings.checkpoint_dir.clone(),
+        ..defaults
+    })?;
+    Ok(embedded)
 }
 
 /// Starts one process for each rank, with this process's own arguments. The first one that fails ends the others.

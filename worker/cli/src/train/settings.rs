@@ -138,6 +138,7 @@ impl Settings {
             formats: self.formats,
             unchecked: self.unchecked,
             partitions: Vec::new(),
+            worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
         }
     }
 

@@ -49,6 +49,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
         formats: Default::default(),
         unchecked: false,
         partitions: Vec::new(),
+        worker_local: false,
     }
 }
 
@@ -210,6 +211,7 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
         clip_coefficient: 0.9,
         // The image then is not the rounded master weights, and must come from the checkpoint.
         correction: [Correction::None, Correction::Compensation(0.5)][spec.max_delay as usize].clone(),
+        amend: None,
         groups: vec![Hyper { weight_decay: 0.1, ..Hyper::default() }, Hyper::default()],
         norm: if skip { f64::NAN } else { 0.1 * step as f64 },
         loss_scale: loss_scale(step + 1),

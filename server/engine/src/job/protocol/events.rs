@@ -157,6 +157,7 @@ impl Job {
         {
             return Err(Refusal::NotDurable { step: commit.step, durable }.into());
         }
+        self.check_amends(&machine, &commit)?;
         let step = commit.step;
         let work = machine.commit(incarnation, commit, origin)?;
         let duplicate = machine.version() == before;

@@ -34,7 +34,7 @@ pub struct CopiedBlock<'a> {
 impl BlockCopy {
     fn of(job: &Job) -> BlockCopy {
         let image = if job.spec.max_delay >= 1 { BLOCK * job.spec.image_dtype.bytes() as usize } else { 0 };
-        BlockCopy { state: Shape::of(&job.spec).block(), image }
+        BlockCopy { state: Shape::of(&job.spec).state(), image }
     }
 
     fn bytes(&self) -> usize {
@@ -51,7 +51,7 @@ impl BlockCopy {
 
     fn fill(&self, captured: &Captured<'_>, block: usize, place: &mut [u8]) {
         let of_block = block * self.image..(block + 1) * self.image;
-        let parts = captured.state.block(block).arrays;
+        let parts = captured.state.block(block).state();
         let images = [Some(captured.image), captured.older_image];
         let mut rest = place;
         for part in parts {

@@ -92,7 +92,11 @@ fn adam(scalars: &AdamScalars, gradient: f32, master: f32, [mean, square]: Slots
 
 #[inline(always)]
 fn known(ahead: Ahead, mean: f32, gradient: f32) -> f32 {
-    ahead.mean * mean + ahead.gradient * gradient
+    let known = ahead.mean * mean;
+    match ahead.gradient {
+        Some(factor) => known + factor * gradient,
+        None => known,
+    }
 }
 
 /// `torch.optim.SGD`, weight decay L2.

@@ -1,6 +1,7 @@
 //! Every instruction set against the scalar reference, and the reference against others' definitions.
 
 mod agreement;
+mod amend;
 mod code;
 mod conversions;
 mod data;

@@ -34,6 +34,8 @@ macro_rules! entry_points {
                 image: Option<ImageMut>,
                 compensation: f32
             );
+            rates(scalars: &Amended, second: &[f32], rates: &mut [f32]);
+            amend(scalars: &Amended, multiplier: f32, gradient: Gradient, kept: Kept, image: ImageMut);
             decode(code: Code, moment: Moment, to: &mut [f32]);
             encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]);
         }

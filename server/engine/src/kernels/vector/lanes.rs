@@ -122,6 +122,9 @@ pub(super) trait LanesFormat: Format {
     unsafe fn load_two<V: Lanes>(from: *const Self::Bits) -> [V; 2] {
         [Self::load(from), Self::load(from.add(LANES))]
     }
+    /// What is read back of lanes that were stored. They must have gone through [`quiet`](Lanes::quiet).
+    unsafe fn round<V: Lanes>(lanes: V) -> V;
+
     unsafe fn store<V: Lanes>(lanes: V, to: *mut Self::Bits);
     unsafe fn stream<V: Lanes>(lanes: V, to: *mut Self::Bits);
 }
@@ -130,6 +133,11 @@ impl LanesFormat for F32 {
     #[inline(always)]
     unsafe fn load<V: Lanes>(from: *const f32) -> V {
         V::load(from)
+    }
+
+    #[inline(always)]
+    unsafe fn round<V: Lanes>(lanes: V) -> V {
+        lanes
     }
 
     #[inline(always)]
@@ -147,6 +155,11 @@ impl LanesFormat for F16 {
     #[inline(always)]
     unsafe fn load<V: Lanes>(from: *const u16) -> V {
         V::from_f16(V::load_half(from))
+    }
+
+    #[inline(always)]
+    unsafe fn round<V: Lanes>(lanes: V) -> V {
+        V::from_f16(lanes.to_f16())
     }
 
     #[inline(always)]
@@ -178,6 +191,11 @@ impl LanesFormat for Bf16 {
     }
 
     #[inline(always)]
+    unsafe fn round<V: Lanes>(lanes: V) -> V {
+        V::from_bf16(lanes.to_bf16())
+    }
+
+    #[inline(always)]
     unsafe fn store<V: Lanes>(lanes: V, to: *mut u16) {
         V::store_half(lanes.to_bf16(), to);
     }
@@ -192,6 +210,11 @@ impl LanesFormat for Nothing {
     #[inline(always)]
     unsafe fn load<V: Lanes>(_: *const ()) -> V {
         V::splat(0.0)
+    }
+
+    #[inline(always)]
+    unsafe fn round<V: Lanes>(lanes: V) -> V {
+        lanes
     }
 
     #[inline(always)]

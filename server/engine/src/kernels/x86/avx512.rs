@@ -8,7 +8,7 @@ use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
-    Code, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
+    Amended, Code, Gradient, ImageMut, Kept, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
 };
 
 entry_points!(Avx512, "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c");

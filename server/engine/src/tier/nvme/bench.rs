@@ -145,6 +145,7 @@ fn step(
         gradient_scale: 1.0,
         clip_coefficient: 1.0,
         correction: Correction::None,
+        amend: None,
         groups: vec![Default::default(); spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

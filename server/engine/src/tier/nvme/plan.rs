@@ -33,7 +33,7 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// ```
 ///
 /// A shard's state is its master weights, then its first, then its second moments, each a sequence of blocks
-/// ([`Shape`]), then padding to a whole sector. A block's checksum is of its master weights, first and second moments in that order, as they lie there. Checksums lie outside the slots they are of, so that a write
+/// ([`Shape`]), then padding to a whole sector. A block's checksum is of its master weights, first and second moments and amended image in that order, as they lie there. Checksums lie outside the slots they are of, so that a write
 /// that was lost, or went elsewhere, shows; a table's own checksum lies in the record.
 ///
 /// **Why this order.** A step that updates writes, in order: all shards' state (and images) into the slots that the last

@@ -90,6 +90,7 @@ impl Args {
             max_delay: self.delay,
             tier: self.tier,
             unchecked: self.unchecked,
+            worker_local: false,
             ..job("bench-step", params.collect())?
         })
     }

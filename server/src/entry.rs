@@ -1,0 +1,57 @@
+//! The program `longshored`, for its own binary and for the wheel: parse, log, serve, drain.
+
+use std::ffi::OsString;
+
+use clap::Parser;
+
+use crate::{
+    config::{Config, Flags},
+    lifecycle::{Server, ServerError, StopSignals},
+    log,
+};
+
+/// Runs it with these arguments, the program's name first, until it is told to stop. Returns its exit code: 0 after a
+/// drain, 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
+pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    let flags = match Flags::try_parse_from(arguments) {
+        Ok(flags) => flags,
+        Err(usage) => {
+            // A terminal that is gone cannot be told.
+            let _ = usage.print();
+            return usage.exit_code() as u8;
+        }
+    };
+    let config = match Config::resolve(flags) {
+        Ok(config) => config,
+        Err(error) => {
+            eprintln!("longshored: {error}");
+            return 2;
+        }
+    };
+    log::init(config.log_format, &config.log, None);
+    match serve(config) {
+        Ok(()) => 0,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            eprintln!("longshored: {error:#}");
+            1
+        }
+    }
+}
+
+fn serve(config: Config) -> Result<(), ServerError> {
+    let runtime = crate::runtime("network")
+        .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
+    let served = runtime.block_on(async {
+        let signals = StopSignals::catch()?;
+        let server = Server::start(config).await?;
+        // This is the one line on stdout: scripts wait for it, and read the port from it when they asked for 0.
+        println!("longshored listening on {}", server.address());
+        server.run_until(signals).await
+    });
+    if served.is_err() {
+        // Nothing that still runs is waited for.
+        runtime.shutdown_background();
+    }
+    served
+}

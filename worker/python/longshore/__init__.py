@@ -1,0 +1,48 @@
+"""Longshore for Python: optimizers whose state lives on optimizer servers.
+
+>>> optimizer = longshore.AdamW(model.named_parameters(), lr=3e-4)  # doctest: +SKIP
+
+Without ``servers=`` a server runs inside this process. PyTorch is imported with the first optimizer that is named.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from longshore import errors
+from longshore._longshore import __version__
+from longshore._server import Server
+
+if TYPE_CHECKING:
+    from longshore.engine import Engine, initialize
+    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, StepReport
+
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Engine",
+    "Lion",
+    "SGD",
+    "Server",
+    "StepReport",
+    "__version__",
+    "errors",
+    "initialize",
+]
+
+_FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD", "StepReport"}
+_FROM_ENGINE = {"Engine", "initialize"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _FROM_OPTIM:
+        from longshore import optim
+
+        return getattr(optim, name)
+    if name in _FROM_ENGINE:
+        from longshore import engine
+
+        return getattr(engine, name)
+    if name == "huggingface":
+        return importlib.import_module("longshore.huggingface")
+    raise AttributeError(f"module 'longshore' has no attribute {name!r}")

@@ -1,0 +1,396 @@
+"""The base of this package's optimizers: a ``torch.optim.Optimizer`` whose step is made by servers."""
+
+import contextlib
+import os
+import shutil
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from longshore import _clip, _connection, _params, _state
+from longshore._connection import Connection
+from longshore._host import Gradients
+from longshore._options import Options
+from longshore._params import Param
+from longshore._step import Hyper, StepReport
+from longshore._streaming import Stream
+from longshore.errors import LongshoreError, StateError, UsageError, invalid
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer whose master weights and state live on optimizer servers.
+
+    It is used as any other of torch: hooks, param groups, schedulers, closures, accumulation in ``.grad`` and
+    ``GradScaler`` mean what they do there. The job is opened on its servers in the first step, so param groups may be
+    added until then. Where ``servers=`` have the job already, it is opened at once, and the parameters get its weights.
+    """
+
+    #: The servers' name of the update rule.
+    rule: ClassVar[str]
+    def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
+        self._options = Options.of(options)
+        self._job_name = self._options.job or _connection.new_job_name()
+        self._process = os.getpid()
+        self._connection: Connection | None = None
+        self._stream: Stream | None = None
+        self._gradients = Gradients()
+        self._applied = torch.zeros(())
+        #: What became of the newest decided step; None before the first.
+        self.last_report: StepReport | None = None
+        super().__init__(params, defaults)
+        if self._options.servers is not None:
+            self._join_if_there()
+        if self._options.streaming:
+            self._stream = Stream(self)
+        self._guard_clipping()
+
+    # Groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, until the job is opened.
+
+        Raises:
+            UsageError: once the job is open, since its layout is fixed then.
+            InvalidError: naming a parameter that servers cannot keep, or one that is in another group already.
+        """
+        if getattr(self, "_connection", None) is not None:
+            raise invalid(
+                "param_groups",
+                "extended after the job was opened",
+                "complete by the first step",
+                "add the group earlier, or build a new optimizer, which starts a new job",
+                UsageError,
+            )
+        params = param_group["params"]
+        if not isinstance(params, (Tensor, set)):
+            param_group["params"] = params = list(params)
+            _params.check_group(self.param_groups, params)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._check_hyper(group)
+        for tensor in group["params"]:
+            # One tensor for all: a state that is never empty, so that nobody makes a step to fill it.
+            self.state[tensor]["step"] = self._applied
+        if self._stream is not None:
+            self._stream.hook()
+        if hasattr(self, "_optimizer_step_pre_hooks"):
+            self._guard_clipping()
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        """Refuses what the servers' rule does not have."""
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        raise NotImplementedError
+
+    # The job
+
+    @property
+    def job(self) -> str:
+        """The job's name on its servers."""
+        return self._job_name
+
+    @property
+    def version(self) -> int:
+        """The version whose weights the parameters hold: the number of decided steps behind them."""
+        return self._connection.version if self._connection else 0
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global gradient norm of the newest decided step, before clipping."""
+        return self.last_report.grad_norm if self.last_report else None
+
+    def open(self) -> None:
+        """Opens the job now instead of in the first step. A job that is there already gives the parameters its weights.
+
+        Raises:
+            LongshoreError: one of :mod:`longshore.errors`.
+        """
+        self._opened()
+
+    def _new_connection(self) -> Connection:
+        params = _params.table(self.param_groups)
+        return Connection(self._options, self._job_name, self.rule, params, len(self.param_groups))
+
+    def _join_if_there(self) -> None:
+        connection = self._new_connection()
+        if connection.find() is not None:
+            self._start(connection)
+
+    def _opened(self) -> Connection:
+        if self._process != os.getpid():
+            raise UsageError(
+                "the optimizer was built in another process, and a fork has none of its connections: build it in the process "
+                "that trains, or start processes with the method spawn"
+            )
+        return self._connection or self._start(self._new_connection())
+
+    def _start(self, connection: Connection) -> Connection:
+        _params.claim(connection.params, self)
+        self._applied.fill_(connection.start())
+        self._connection = connection
+        trained = {id(param.tensor) for param in connection.params}
+        self._frozen = [
+            (name, tensor)
+            for name, tensor in _params.named(self.param_groups)
+            if id(tensor) not in trained and tensor.numel()
+        ]
+        embedded = self._options.servers is None
+        self._finalizer = weakref.finalize(self, _closed, connection.job, embedded, list(trained))
+        # At the interpreter's end the process ends the job of a server inside it, and any other job goes on.
+        self._finalizer.atexit = False
+        return connection
+
+    def close(self) -> None:
+        """Waits until the last step is safe, and gives the rank up. The job stays on its servers; one of the server inside
+        this process is deleted. The optimizer cannot be used after it."""
+        if self._connection is not None and self._finalizer.detach():
+            tensors = [id(param.tensor) for param in self._connection.params]
+            _params.release(tensors)
+            _clip.release(tensors)
+            if self._stream is not None:
+                self._stream.unhook()
+            self._connection.job.close(self._options.servers is None)
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step, and returns when the parameters hold the next step's weights.
+
+        In streaming mode the gradients have left already; otherwise those in ``.grad`` leave now and stay as they are. If
+        no parameter has a gradient, nothing happens, as in torch.
+
+        Args:
+            closure: computes the loss again, with gradients, and returns it.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            MissingGradientError: if some parameters have a gradient and others do not, and ``missing_gradients`` is not set.
+            GradientError: for a gradient of another type, shape or layout.
+            LongshoreError: any other of :mod:`longshore.errors`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._check_hyper(group)
+        if self._stream is not None:
+            made = self._stream.finish()
+        else:
+            made = self._push()
+        if made:
+            self._commit()
+        return loss
+
+    def _push(self) -> bool:
+        """Sends what is in ``.grad``. Returns whether there was anything."""
+        scale = self._unscale()
+        if scale is None:
+            return False
+        if self._connection is None and not any(
+            tensor.grad is not None for group in self.param_groups for tensor in group["params"]
+        ):
+            return False
+        connection = self._opened()
+        self._check_whole(connection)
+        _params.check_unchanged(connection.params, self._frozen)
+        present, missing = [], []
+        for param in connection.params:
+            gradient = param.tensor.grad
+            if gradient is None:
+                missing.append(param)
+            else:
+                present.append(self._gradients.take(param, gradient))
+        if not present:
+            return False
+        self._check_missing(missing)
+        self._gradients.wait()
+        connection.job.push(present, scale)
+        if missing:
+            connection.job.push_zeros([param.index for param in missing])
+        self._gradients.release()
+        connection.job.end_micro_step()
+        return True
+
+    def _check_missing(self, missing: list[Param]) -> None:
+        if self._options.missing_gradients == "error":
+            _params.check_missing(missing)
+
+    def _check_whole(self, connection: Connection) -> None:
+        if connection.is_torn:
+            raise UsageError(
+                "the last step was interrupted, so this gradient is not of the newest weights: call flush() and compute it again"
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``GradScaler`` asks before it leaves unscaling to this class."""
+        if self._options.streaming:
+            raise UsageError("gradients leave before GradScaler can look at them: use bf16, or streaming=False")
+        return True
+
+    def _unscale(self) -> float | None:
+        """What gradients must be multiplied by, for a ``GradScaler``; None if it found inf or NaN."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None:
+            return 1.0
+        connection = self._opened()
+        if connection.world_size > 1:
+            raise UsageError(
+                "each rank's GradScaler would find its own overflows, and scales would drift apart: train in bf16 with several "
+                "ranks whose gradients the servers sum"
+            )
+        if connection.gradient_dtype == "fp16":
+            raise invalid(
+                "gradient_dtype",
+                "fp16",
+                "fp32 or bf16 with a GradScaler",
+                "gradients leave unscaled, and small ones would vanish in fp16",
+            )
+        if found_inf is not None and found_inf.item():
+            return None
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def _commit(self) -> None:
+        connection = self._opened()
+        connection.is_torn = True
+        connection.job.commit([self._hyper(group) for group in self.param_groups], b"")
+        connection.read()
+        self._report(connection)
+
+    def _report(self, connection: Connection) -> None:
+        for fields in connection.job.outcomes():
+            report = self.last_report = StepReport(**fields)
+            if not report.skipped:
+                self._applied += 1
+                continue
+            message = (
+                f"step {report.step} was skipped, and nothing is lost: the gradient is not finite, first in {report.overflow}. "
+                "Look at the data of this step, lower the learning rate, or pass nonfinite='apply' to use it as torch does"
+            )
+            if self._options.nonfinite == "raise":
+                raise LongshoreError(message, field="gradient", value="not finite")
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def flush(self) -> int:
+        """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a
+        save with ``delay=1``, and after a step that was interrupted. The next step computes with these weights.
+
+        Returns:
+            The version of the weights.
+        """
+        connection = self._connection
+        if connection is None:
+            return 0
+        self._opened()
+        connection.job.drain()
+        connection.read()
+        self._report(connection)
+        return connection.version
+
+    def checkpoint(self, name: str) -> str:
+        """Has the servers write a checkpoint of their state, while nothing else happens to the job.
+
+        Returns:
+            Its name: ``name``, or ``name.2`` and so on where another state has taken that.
+
+        Raises:
+            RefusedError: if a server has no folder for checkpoints, or no room.
+        """
+        connection = self._opened()
+        connection.job.drain()
+        return connection.job.checkpoint(name)[0]
+
+    # State
+
+    def state_dict(
+        self, *, full: bool = False, checkpoint_dir: str | os.PathLike[str] | None = None
+    ) -> dict[str, Any]:
+        """A handle of the state on the servers: small, of tensors and plain containers alone.
+
+        It has what torch's has, with ``step`` as each parameter's only state, and under ``"longshore"`` the job and version.
+
+        Args:
+            full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
+                same name loads it, too. It takes 12 bytes a parameter of this process.
+            checkpoint_dir: the servers' folder for checkpoints as this process sees it, which ``full`` needs where they are other
+                processes. They write a checkpoint there, which stays.
+
+        Raises:
+            StateError: if that folder is not known, or the state is not kept in fp32.
+        """
+        state = super().state_dict()
+        fingerprint = self._connection.fingerprint if self._connection else None
+        state[_state.KEY] = _state.handle(self._job_name, self.version, self.rule, fingerprint)
+        if full:
+            # What torch has packed is this object's own: a full state is another one.
+            state["state"] = self._full_state(checkpoint_dir)
+        return state
+
+    def _full_state(self, checkpoint_dir: str | os.PathLike[str] | None) -> dict[int, dict[str, Any]]:
+        connection = self._opened()
+        server = self._options.server()
+        folder = checkpoint_dir or (server.checkpoint_dir if server else None)
+        if folder is None:
+            raise invalid(
+                "checkpoint_dir",
+                None,
+                "the servers' folder for checkpoints",
+                "pass it to state_dict as this process sees it, and to longshored or longshore.Server when they start",
+                StateError,
+            )
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        found = {}
+        for param, state in connection.full_state(self.rule, Path(folder)):
+            found[places[id(param.tensor)]] = {"step": self._applied.clone(), **state}
+        if self._options.servers is None:
+            shutil.rmtree(Path(folder) / self._job_name, ignore_errors=True)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes hyperparameters from a handle of this very state; the state itself is on the servers already.
+
+        Raises:
+            StateError: for a state of another optimizer, job or version.
+        """
+        fingerprint = self._connection.fingerprint if self._connection else None
+        _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, fingerprint))
+        # The servers have the rest already.
+        steps = {key: {"step": of["step"]} if "step" in of else {} for key, of in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": steps})
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                loaded = self.state[tensor].get("step", self._applied)
+                if isinstance(loaded, Tensor) and loaded is not self._applied:
+                    self._applied.copy_(loaded)
+                self.state[tensor] = {"step": self._applied}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: its state is job {self._job_name} on its servers, of which there "
+            "is one. Save state_dict() instead, or build another optimizer"
+        )
+
+    def _guard_clipping(self) -> None:
+        why = _clip.STREAMING if self._options.streaming else _clip.SERVERS
+        if self._options.streaming or self._options.max_grad_norm is not None:
+            _clip.guard(self, _params.named(self.param_groups), why)
+
+
+def _closed(job: Any, embedded: bool, tensors: list[int]) -> None:
+    """Ends the job of an optimizer that is gone. Nobody else can reach a job of the server in this process."""
+    _params.release(tensors)
+    _clip.release(tensors)
+    if embedded:
+        # In a fork the job is the parent's; and a server that has failed has forgotten it anyway.
+        with contextlib.suppress(LongshoreError):
+            job.close(True)

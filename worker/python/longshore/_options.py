@@ -1,0 +1,171 @@
+"""What can be said of a job beside the optimizer's own arguments."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
+
+from longshore import _server
+from longshore._server import Server
+from longshore.errors import invalid
+
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+class JobOptions(TypedDict, total=False):
+    """Keyword arguments that every optimizer of this package takes. :class:`Options` says what they mean."""
+
+    servers: str | Sequence[str] | Server | None
+    job: str | None
+    rank: int | None
+    world_size: int | None
+    streaming: bool
+    accumulate: int
+    accumulate_on: Literal["servers", "worker"]
+    max_grad_norm: float | None
+    missing_gradients: Literal["error", "zeros"]
+    nonfinite: Literal["skip", "raise", "apply"]
+    gradient_dtype: Dtype
+    image_dtype: Dtype
+    delay: int
+    warmup_steps: int
+    correction: str
+    tier: Literal["memory", "shm", "nvme"]
+    state: Literal["fp32", "bf16", "block8"]
+    master: Literal["fp32", "bf16"]
+    seed: int
+    shard_elements: int | None
+    transport: Literal["auto", "tcp", "unix", "memfd"]
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a job is opened, and how its gradients and weights travel.
+
+    Attributes:
+        servers: addresses (``"host1:7070,host2:7070"`` or a sequence), a :class:`longshore.Server`, or None for a server
+            inside this process.
+        job: the job's name on its servers. With ``servers=`` it is how a new process finds the job again. By default a name
+            of its own.
+        rank, world_size: this worker among those whose gradients the servers sum. By default ``RANK`` and ``WORLD_SIZE``
+            of the environment, as torchrun and Slurm wrappers set them, else 0 and 1. A step applies the mean over ranks.
+        streaming: gradients leave as backward makes them, instead of in ``step``.
+        accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
+        accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
+        max_grad_norm: the largest global gradient norm; servers clip to it exactly. None does not clip.
+        missing_gradients: what a parameter without a gradient means in a step in which others have one. ``"error"`` refuses
+            the step, ``"zeros"`` takes zeros, as DeepSpeed does: moments and weights then decay.
+        nonfinite: what happens to a step whose gradient has inf or NaN. ``"skip"`` leaves everything as it is and warns,
+            ``"raise"`` does so and raises, ``"apply"`` uses it as torch does, and takes no norm.
+        gradient_dtype, image_dtype: the types of gradients and of weights on the wire. ``"auto"`` is the parameters' own
+            type, or fp32 where they differ.
+        delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
+        warmup_steps: how many steps are exact before the delay starts.
+        correction: what makes up for the delay: ``"look-ahead"``, ``"none"`` or ``"compensation=C"``.
+        tier: where servers keep the state.
+        state, master: the formats in which they keep moments and master weights.
+        seed: of stochastic rounding, where state is not fp32.
+        shard_elements: the size of a shard; by default it follows from the model's size.
+        transport: how payloads travel; ``"auto"`` is shared memory on one host and sockets elsewhere.
+        deadline: seconds that anything may take which a healthy job does at once.
+    """
+
+    servers: str | Sequence[str] | Server | None = None
+    job: str | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    streaming: bool = False
+    accumulate: int = 1
+    accumulate_on: str = "servers"
+    max_grad_norm: float | None = None
+    missing_gradients: str = "error"
+    nonfinite: str = "skip"
+    gradient_dtype: str = "auto"
+    image_dtype: str = "auto"
+    delay: int = 0
+    warmup_steps: int = 100
+    correction: str = "look-ahead"
+    tier: str = "memory"
+    state: str = "fp32"
+    master: str = "fp32"
+    seed: int = 0
+    shard_elements: int | None = None
+    transport: str = "auto"
+    deadline: float = 60.0
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "Options":
+        """Checks what was given.
+
+        Raises:
+            TypeError: for a name that is none of these.
+            InvalidError: for a value that cannot be used, or that contradicts another.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; options of the job are {', '.join(sorted(known))}")
+        options = cls(**given)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        choices = {
+            "accumulate_on": ("servers", "worker"),
+            "missing_gradients": ("error", "zeros"),
+            "nonfinite": ("skip", "raise", "apply"),
+            "gradient_dtype": ("auto", "fp32", "bf16", "fp16"),
+            "image_dtype": ("auto", "fp32", "bf16", "fp16"),
+        }
+        for field, allowed in choices.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise invalid(field, repr(value), "one of " + ", ".join(allowed), "choose one of them")
+        if self.accumulate < 1:
+            raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
+        if self.accumulate > 1 and not self.streaming:
+            raise invalid(
+                "accumulate",
+                self.accumulate,
+                "1 without streaming",
+                "leave it out: gradients add up in .grad until step, as in torch",
+            )
+        if self.nonfinite == "apply" and self.max_grad_norm is not None:
+            raise invalid("nonfinite", "'apply'", "'skip' or 'raise' with max_grad_norm", "a norm needs finite gradients")
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < float("inf"):
+            raise invalid("max_grad_norm", self.max_grad_norm, "finite and above 0", "use None for no clipping")
+        rank, world_size = self.place()
+        if not 0 <= rank < world_size:
+            raise invalid("rank", rank, f"in 0..{world_size}, the world size", "set RANK and WORLD_SIZE, or both arguments")
+        if world_size > 1 and (self.servers is None or isinstance(self.servers, Server)):
+            raise invalid(
+                "servers",
+                self.servers,
+                f"addresses that all {world_size} ranks share",
+                "start longshored and pass its address on every rank, or pass world_size=1 if each process trains alone",
+            )
+        if world_size > 1 and self.job is None:
+            raise invalid("job", None, "a name with several ranks", "pass the same job= on every rank")
+
+    def place(self) -> tuple[int, int]:
+        """Rank and world size."""
+        rank = int(os.environ.get("RANK", 0)) if self.rank is None else self.rank
+        world_size = int(os.environ.get("WORLD_SIZE", 1)) if self.world_size is None else self.world_size
+        return (0 if world_size == 1 and self.rank is None else rank), world_size
+
+    def server(self) -> Server | None:
+        """The server inside this process, if that is where the job is."""
+        if self.servers is None:
+            return _server.default()
+        return self.servers if isinstance(self.servers, Server) else None
+
+    def addresses(self) -> list[str] | None:
+        """The servers' addresses; None for the one inside this process."""
+        if self.servers is None:
+            return None
+        if isinstance(self.servers, Server):
+            return [self.servers.address]
+        if isinstance(self.servers, str):
+            return [address.strip() for address in self.servers.split(",") if address.strip()]
+        return list(self.servers)

@@ -1,0 +1,237 @@
+"""The parameters of a job: what torch's param groups hold, checked, named and numbered."""
+
+import gc
+import hashlib
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# How many shards a small model has, as in the trainer of the command line.
+_SMALL_MODEL_SHARDS = 16
+_BLOCK_ELEMENTS = 64 * 1024
+_DEFAULT_SHARD_ELEMENTS = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter of the job, at its place in the job's order."""
+
+    index: int
+    name: str
+    group: int
+    tensor: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    #: The type's name for the Rust half.
+    wire: str
+    elements: int
+
+
+def name_of(group: dict[str, Any], group_index: int, index: int) -> str:
+    """The model's name of a parameter, or its place where the optimizer was given no names."""
+    names = group.get("param_names")
+    return names[index] if names else f"group{group_index}.param{index}"
+
+
+def named(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """All parameters of the groups, with their names."""
+    for group_index, group in enumerate(groups):
+        for index, tensor in enumerate(group["params"]):
+            yield name_of(group, group_index, index), tensor
+
+
+def check_group(groups: list[dict[str, Any]], added: list[Any]) -> None:
+    """Refuses a group with a parameter of another one, or with one that no server could keep. torch says the first
+    without a name."""
+    known = {id(tensor): name for name, tensor in named(groups)}
+    for index, item in enumerate(added):
+        name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
+        if not isinstance(tensor, Tensor):
+            continue
+        if id(tensor) in known:
+            # torch's own words lead, since callers look for them.
+            raise invalid(
+                f"some parameters appear in more than one parameter group: {name}",
+                f"in a second group, as {known[id(tensor)]} before",
+                "in one",
+                "tied weights are one parameter: leave it out of one group",
+            )
+        if tensor.requires_grad:
+            check(str(name), tensor)
+
+
+def check(name: str, tensor: Tensor) -> None:
+    """Refuses a parameter that no server could keep."""
+    if tensor.is_complex():
+        raise invalid(
+            name,
+            tensor.dtype,
+            "real",
+            "servers keep real numbers: optimize torch.view_as_real of it, or leave it to another optimizer",
+        )
+    if tensor.layout is not torch.strided:
+        raise invalid(name, tensor.layout, "dense", "make it dense, or leave it to another optimizer")
+    if tensor.dtype not in DTYPES:
+        raise invalid(name, tensor.dtype, "fp32, bf16 or fp16", "convert the model, or leave it to another optimizer")
+
+
+def table(groups: list[dict[str, Any]]) -> list[Param]:
+    """The parameters that train, in the order of the groups. Frozen and empty ones are left to the framework.
+
+    Raises:
+        InvalidError: for two parameters over one memory, or where nothing trains.
+    """
+    params: list[Param] = []
+    seen: dict[tuple[int, int], str] = {}
+    names: set[str] = set()
+    for group_index, group in enumerate(groups):
+        for index, tensor in enumerate(group["params"]):
+            if not tensor.requires_grad or tensor.numel() == 0:
+                continue
+            name = name_of(group, group_index, index)
+            check(name, tensor)
+            memory = (tensor.data_ptr(), tensor.numel())
+            if memory in seen and tensor.device.type != "meta":
+                limit = f"memory of its own, and shares it with {seen[memory]}"
+                raise invalid(name, "tied", limit, "tie weights by assigning one Parameter to both modules")
+            if name in names:
+                raise invalid(name, "named twice", "a name of its own", "pass model.named_parameters()")
+            seen[memory] = name
+            names.add(name)
+            params.append(
+                Param(
+                    len(params), name, group_index, tensor, tensor.shape, tensor.dtype, DTYPES[tensor.dtype], tensor.numel()
+                )
+            )
+    if not params:
+        raise invalid("params", "all frozen or empty", "at least one that trains", "set requires_grad on what shall train")
+    return params
+
+
+def common_dtype(params: list[Param]) -> str:
+    """The type that all parameters have, or fp32."""
+    dtypes = {param.wire for param in params}
+    return dtypes.pop() if len(dtypes) == 1 else "fp32"
+
+
+def shard_elements(params: list[Param]) -> int:
+    """Enough shards for a small model to stream, and shards of the usual size for a large one."""
+    elements = sum(param.elements for param in params)
+    shard = math.ceil(elements / _SMALL_MODEL_SHARDS / _BLOCK_ELEMENTS) * _BLOCK_ELEMENTS
+    return min(max(shard, _BLOCK_ELEMENTS), _DEFAULT_SHARD_ELEMENTS)
+
+
+def fingerprint(rule: str, params: Iterable[Param]) -> str:
+    """Differs between models, and is the same in every process."""
+    digest = hashlib.sha256(rule.encode())
+    for param in params:
+        digest.update(f"{param.name}\0{tuple(param.shape)}\0{param.group}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def check_unchanged(params: list[Param], frozen: list[tuple[str, Tensor]]) -> None:
+    """Refuses to go on with a model that was changed under the optimizer."""
+    for param in params:
+        tensor = param.tensor
+        if tensor.shape != param.shape or tensor.dtype is not param.dtype:
+            raise invalid(
+                param.name,
+                f"{DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}",
+                f"{DTYPES[param.dtype]} {list(param.shape)}, as when the job was opened",
+                "build the optimizer after the model is whole, with another job for the changed model",
+                UsageError,
+            )
+    for name, tensor in frozen:
+        if tensor.grad is not None:
+            raise invalid(
+                name,
+                "trained now",
+                "frozen, as when the job was opened",
+                "unfreeze it before the first step, or build a new optimizer",
+                UsageError,
+            )
+
+
+def check_gradient(param: Param, gradient: Tensor) -> None:
+    """Refuses a gradient that is not the parameter's."""
+    if gradient.dtype is param.dtype and gradient.layout is torch.strided and gradient.shape == param.shape:
+        return
+    if gradient.layout is not torch.strided:
+        raise invalid(
+            f"{param.name}.grad",
+            str(gradient.layout),
+            "dense",
+            "use sparse=False in the embedding, or leave it to torch.optim.SparseAdam",
+            GradientError,
+        )
+    if gradient.dtype is not param.dtype:
+        remedy = "let backward make it, or convert it to the parameter's type"
+        raise invalid(f"{param.name}.grad", gradient.dtype, str(param.dtype), remedy, GradientError)
+    if gradient.shape != param.shape:
+        remedy = "let backward make it"
+        raise invalid(f"{param.name}.grad", list(gradient.shape), str(list(param.shape)), remedy, GradientError)
+
+
+def check_missing(missing: list[Param]) -> None:
+    """Refuses a step in which these have no gradient."""
+    if not missing:
+        return
+    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    raise invalid(
+        f"{missing[0].name}.grad",
+        f"None{others}",
+        "there, since other parameters have a gradient",
+        "pass missing_gradients='zeros' to take zeros, as DeepSpeed does; freeze it with requires_grad_(False); or leave it out "
+        "of the optimizer. Servers cannot leave single parameters out of a step, as torch does",
+        MissingGradientError,
+    )
+
+
+# Which open optimizer updates a parameter: two would overwrite each other's weights.
+_owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}
+
+
+def claim(params: list[Param], optimizer: Any) -> None:
+    """Notes that an optimizer updates these from now on.
+
+    Raises:
+        UsageError: where another one does.
+    """
+    if _claimed(params, optimizer) is not None:
+        gc.collect()  # an optimizer that is gone may still wait for this
+    other = _claimed(params, optimizer)
+    if other is not None:
+        raise invalid(
+            other.name,
+            "updated by two optimizers",
+            "updated by one",
+            "give each its own parameters, or close() the other one first",
+            UsageError,
+        )
+    for param in params:
+        _owners[id(param.tensor)] = (weakref.ref(param.tensor), weakref.ref(optimizer))
+
+
+def _claimed(params: list[Param], optimizer: Any) -> Param | None:
+    for param in params:
+        tensor, owner = _owners.get(id(param.tensor), (None, None))
+        if tensor is not None and owner is not None and tensor() is param.tensor:
+            holder = owner()
+            if holder is not None and holder is not optimizer:
+                return param
+    return None
+
+
+def release(tensors: Iterable[int]) -> None:
+    """Forgets the owners of these, by ``id``."""
+    for tensor in tensors:
+        _owners.pop(tensor, None)

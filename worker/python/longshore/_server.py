@@ -1,0 +1,76 @@
+"""Optimizer servers inside this process."""
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+
+from longshore import _longshore
+
+
+class Server:
+    """An optimizer server inside this process, on a free loopback port. It ends with this object.
+
+    Several optimizers may share one: pass it as ``servers=``.
+
+    Args:
+        memory: bytes that jobs may be admitted to; by default 80 % of what this process may use.
+        threads: update threads; by default one a core.
+        checkpoint_dir: where checkpoints go. Without it none can be written.
+        state_dirs: folders for the state of jobs with ``tier="nvme"``. It outlives the process.
+        resident: bytes of that state that stay in memory.
+        shm_dir: a folder of a tmpfs for the state of jobs with ``tier="shm"``. It outlives the process.
+
+    Raises:
+        LongshoreError: when it cannot start, with the reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: int | None = None,
+        threads: int | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        state_dirs: Sequence[str | os.PathLike[str]] = (),
+        resident: int = 0,
+        shm_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        #: Where checkpoints go.
+        self.checkpoint_dir = checkpoint_dir
+        self._inner = _longshore.Server(
+            memory=memory,
+            threads=threads,
+            checkpoint_dir=checkpoint_dir,
+            state_dirs=list(state_dirs),
+            resident=resident,
+            shm_dir=shm_dir,
+        )
+
+    @property
+    def address(self) -> str:
+        """What other processes of this host name in ``servers=``."""
+        address = self._inner.address
+        assert address is not None
+        return address
+
+    def __reduce__(self) -> object:
+        raise TypeError("a server cannot be copied or pickled: pass its address")
+
+
+_lock = threading.Lock()
+_default: tuple[int, Server] | None = None
+
+
+def default() -> Server:
+    """The server of optimizers that name none: one a process, started when it is first needed."""
+    global _default
+    with _lock:
+        if _default is None or _default[0] != os.getpid():
+            # After a fork the parent's server is not here. Its object is kept, since the child must not end it.
+            folder = tempfile.mkdtemp(prefix="longshore-")
+            # Checkpoints go there for a moment, when somebody asks for all state.
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            _default = (os.getpid(), Server(checkpoint_dir=folder))
+        return _default[1]

@@ -1,0 +1,59 @@
+"""What ``state_dict`` says of state that lives on servers: a small handle, of plain containers and one tensor."""
+
+from typing import Any
+
+from longshore.errors import StateError, invalid
+
+KEY = "longshore"
+_FORMAT = 1
+
+
+def handle(job: str, version: int, rule: str, fingerprint: str | None) -> dict[str, Any]:
+    """What names a version of a job. The fingerprint is of its parameters, once the job is open."""
+    return {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
+
+
+def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Refuses a state that is not the very one that the servers have.
+
+    Raises:
+        StateError: naming what differs, and what to do.
+    """
+    theirs = given.get(KEY)
+    if not isinstance(theirs, dict):
+        raise invalid(
+            "state_dict",
+            f"one with {', '.join(sorted(map(str, given)))}",
+            "one that an optimizer of longshore returned",
+            "start from the model's weights; moments of another optimizer are not taken over",
+            StateError,
+        )
+    if theirs.get("format") != _FORMAT:
+        remedy = "load it with the version of longshore that saved it"
+        raise invalid("state_dict['longshore']['format']", theirs.get("format"), str(_FORMAT), remedy, StateError)
+    if theirs["job"] != mine["job"]:
+        raise invalid(
+            "state_dict['longshore']['job']",
+            theirs["job"],
+            f"{mine['job']}, this optimizer's job",
+            f"build the optimizer with job={theirs['job']!r} and the servers that hold it. A job of a server inside a "
+            "process ends with that process, unless its tier is nvme or shm",
+            StateError,
+        )
+    for field in ("rule", "fingerprint"):
+        if None not in (theirs[field], mine[field]) and theirs[field] != mine[field]:
+            raise invalid(
+                f"state_dict['longshore']['{field}']",
+                theirs[field],
+                f"{mine[field]}, this optimizer's",
+                "build the optimizer with the parameters and groups that the job has",
+                StateError,
+            )
+    if theirs["version"] != mine["version"]:
+        raise invalid(
+            "state_dict['longshore']['version']",
+            theirs["version"],
+            f"{mine['version']}, which the servers have",
+            "go on from the servers' version, or bring the job back with `longshore restore` from a checkpoint of that version",
+            StateError,
+        )

@@ -1,0 +1,46 @@
+"""What goes into a step, and what becomes of it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of a step.
+
+    Attributes:
+        step: its number, counted from 1.
+        read: the version of the weights that its gradient was computed with.
+        skipped: whether nothing was updated, since the gradient was not finite.
+        grad_norm: the global gradient norm before clipping; 0 where the job takes none.
+        clip_coefficient: what gradients were multiplied by; 1 when they were not clipped.
+        overflow: the parameter and element that was not finite first.
+        wall_s: seconds from its first push to the return of its commit.
+        exposed_s: seconds of these in which this process waited.
+        pushed_bytes, pulled_bytes: payload on the wire.
+    """
+
+    step: int
+    read: int
+    skipped: bool
+    grad_norm: float
+    clip_coefficient: float
+    overflow: str | None
+    wall_s: float
+    exposed_s: float
+    pushed_bytes: int
+    pulled_bytes: int
+
+
+@dataclass(slots=True)
+class Hyper:
+    """Hyperparameters of a param group in one step. The fields are those of ``GivenHyper`` in settings.rs."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    lr_decay: float = 0.0

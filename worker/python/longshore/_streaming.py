@@ -1,0 +1,160 @@
+"""Streaming mode: each gradient leaves as backward makes it, while the rest of backward runs."""
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longshore import _params
+from longshore._host import Place
+from longshore._params import Param
+from longshore.errors import GradientError, UsageError, invalid
+
+if TYPE_CHECKING:
+    from longshore._connection import Connection
+    from longshore._optimizer import Optimizer
+
+
+class Stream:
+    """What has left of the step in hand. Its hooks hold the optimizer weakly, so that it ends with its last name."""
+
+    def __init__(self, optimizer: "Optimizer") -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._hooks: dict[int, Any] = {}
+        self._by_tensor: dict[int, Param] = {}
+        #: The parameters whose gradients of this micro-step were taken, and the micro-steps that are whole.
+        self._taken: set[int] = set()
+        self._micro_steps = 0
+        #: Gradients that a device is still copying to the host, oldest first.
+        self._copying: list[tuple[torch.Event, Place]] = []
+        self._is_checked = False
+        self.hook()
+
+    def hook(self) -> None:
+        """Watches the parameters that are not watched yet."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        stream = weakref.ref(self)
+
+        def left(tensor: Tensor) -> None:
+            found = stream()
+            if found is not None:
+                found._take(tensor)
+
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.requires_grad and id(tensor) not in self._hooks:
+                    self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(left)
+
+    def unhook(self) -> None:
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def _open(self) -> tuple["Optimizer", "Connection"]:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise UsageError("the optimizer is gone, and its parameters still train: keep it until training ends")
+        if not self._is_checked:
+            _refuse_ddp(optimizer)
+            self._is_checked = True
+        connection = optimizer._opened()
+        if not self._by_tensor:
+            self._by_tensor = {id(param.tensor): param for param in connection.params}
+        return optimizer, connection
+
+    @torch.no_grad()
+    def _take(self, tensor: Tensor) -> None:
+        """Sends the gradient that backward has just made, and frees it."""
+        optimizer, connection = self._open()
+        optimizer._check_whole(connection)
+        param = self._by_tensor.get(id(tensor))
+        gradient = tensor.grad
+        if gradient is None:
+            return
+        if param is None:
+            _params.check_unchanged([], optimizer._frozen)
+            return
+        if param.index in self._taken:
+            # Another backward has begun, and the one before left parameters out.
+            self._end_micro_step(optimizer, connection)
+        if self._micro_steps >= optimizer._options.accumulate:
+            raise invalid(
+                f"{param.name}.grad",
+                f"of backward pass {self._micro_steps + 1} of this step",
+                f"of one of {optimizer._options.accumulate}",
+                "pass accumulate= with the number of backward passes between two calls of step",
+                GradientError,
+            )
+        _params.check_unchanged([param], [])
+        place = optimizer._gradients.take(param, gradient)
+        self._taken.add(param.index)
+        if gradient.device.type == "cpu":
+            connection.job.push([place])
+        else:
+            copied = torch.accelerator.current_stream(gradient.device).record_event()
+            self._copying.append((copied, place))
+            self._push_copied(connection, wait=False)
+        tensor.grad = None
+        if not self._copying:
+            optimizer._gradients.release()
+        if len(self._taken) == len(connection.params):
+            self._end_micro_step(optimizer, connection)
+
+    def _push_copied(self, connection: "Connection", wait: bool) -> None:
+        """Sends what has arrived in the host's memory, or waits for all of it."""
+        arrived = 0
+        for event, _ in self._copying:
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                break
+            arrived += 1
+        if arrived:
+            connection.job.push([place for _, place in self._copying[:arrived]])
+            del self._copying[:arrived]
+
+    def _end_micro_step(self, optimizer: "Optimizer", connection: "Connection") -> None:
+        missing = [param for param in connection.params if param.index not in self._taken]
+        optimizer._check_missing(missing)
+        self._push_copied(connection, wait=True)
+        if missing:
+            connection.job.push_zeros([param.index for param in missing])
+        optimizer._gradients.release()
+        connection.job.end_micro_step()
+        self._taken.clear()
+        self._micro_steps += 1
+
+    def finish(self) -> bool:
+        """Ends the step's gradients. Returns whether there were any."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if not self._taken and not self._micro_steps:
+            return False
+        optimizer, connection = self._open()
+        if self._taken:
+            self._end_micro_step(optimizer, connection)
+        while self._micro_steps < optimizer._options.accumulate:
+            # The last step of an epoch may have fewer backward passes: zeros add nothing.
+            connection.job.push_zeros([param.index for param in connection.params])
+            connection.job.end_micro_step()
+            self._micro_steps += 1
+        self._micro_steps = 0
+        return True
+
+
+def _refuse_ddp(optimizer: "Optimizer") -> None:
+    """DistributedDataParallel reduces gradients after the hooks have run, so they would leave unreduced."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    mine = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    for found in gc.get_objects():
+        if isinstance(found, DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
+            raise UsageError(
+                "DistributedDataParallel reduces gradients after they have left: use streaming=False, or leave the model "
+                "unwrapped and let the servers sum (rank=, world_size=)"
+            )

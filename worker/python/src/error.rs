@@ -1,0 +1,102 @@
+//! Errors of the worker library as exceptions of `longshore.errors`, and waits that end with Ctrl-C.
+
+use std::cell::RefCell;
+
+use longshore_proto::Fault;
+use longshore_worker::{
+    Error, Interrupt, Result,
+    error::{CallFailed, ChunkRefused, Fenced, GradientError, Invalid, Outdated},
+};
+use pyo3::{prelude::*, types::PyDict};
+
+thread_local! {
+    /// What a signal's handler raised while this thread waited.
+    static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+}
+
+/// Lets Python handle signals while a call waits. Where a handler raises, as Ctrl-C's does, the wait ends.
+pub(crate) fn signals() -> Interrupt {
+    Interrupt::when(|| {
+        let Err(error) = Python::attach(|py| py.check_signals()) else { return false };
+        RAISED.with_borrow_mut(|raised| *raised = Some(error));
+        true
+    })
+}
+
+/// Runs `act` without the GIL.
+pub(crate) fn without_gil<T: Send>(py: Python<'_>, act: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    py.detach(act).map_err(|error| raise(py, &error))
+}
+
+/// The exception for a failure.
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    let raised = RAISED.with_borrow_mut(Option::take);
+    if let (Error::Interrupted(_), Some(raised)) = (error, raised) {
+        return raised;
+    }
+    exception(py, class(error), &error.to_string(), fault(error)).unwrap_or_else(|broken| broken)
+}
+
+/// An exception of a class of `longshore.errors`.
+pub(crate) fn exception(
+    py: Python<'_>,
+    class: &str,
+    message: &str,
+    fault: Option<&Fault>,
+) -> PyResult<PyErr> {
+    let fields = PyDict::new(py);
+    if let Some(fault) = fault {
+        fields.set_item("field", &fault.field)?;
+        fields.set_item("value", &fault.value)?;
+        fields.set_item("limit", &fault.limit)?;
+        fields.set_item("remedy", &fault.remedy)?;
+    }
+    let class = py.import("longshore.errors")?.getattr(class)?;
+    Ok(PyErr::from_value(class.call((message,), Some(&fields))?))
+}
+
+fn class(error: &Error) -> &'static str {
+    match error {
+        Error::Invalid(_) | Error::Device(_) => "InvalidError",
+        Error::Gradient(GradientError::Missing { .. }) => "MissingGradientError",
+        Error::Gradient(_) => "GradientError",
+        Error::Unreachable(_) => "UnreachableError",
+        Error::Call(_) | Error::Refused(_) | Error::MissingBlock(_) => "RefusedError",
+        Error::Fenced(_) => "FencedError",
+        Error::StateLost(_)
+        | Error::Outdated(_)
+        | Error::VersionsDiffer(_)
+        | Error::NotRestored(_)
+        | Error::StateKept(_)
+        | Error::NoCheckpoint(_)
+        | Error::OtherCheckpoints(_) => "StateError",
+        Error::TimedOut(_) => "WaitError",
+        Error::StillPaused(_) => "PausedError",
+        Error::Shortage(_) => "ShortageError",
+        Error::Misuse(_) | Error::Interrupted(_) => "UsageError",
+        Error::Environment(_) => "LongshoreError",
+    }
+}
+
+fn fault(error: &Error) -> Option<&Fault> {
+    match error {
+        Error::Invalid(Invalid(fault)) => Some(fault),
+        Error::Call(failed) => {
+            let CallFailed { fault, .. } = &**failed;
+            Some(fault)
+        }
+        Error::Refused(refused) => {
+            let ChunkRefused { fault, .. } = &**refused;
+            Some(fault)
+        }
+        Error::Fenced(fenced) => {
+            let Fenced { fault, .. } = &**fenced;
+            Some(fault)
+        }
+        Error::Outdated(outdated) => {
+            let Outdated { fault, .. } = &**outdated;
+            Some(fault)
+        }
+        _ => None,
+    }
+}

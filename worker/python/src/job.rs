@@ -1,0 +1,207 @@
+//! A rank's job, as Python sees it. Every call that may wait does so without the GIL, and ends with Ctrl-C.
+
+use std::{
+    process,
+    sync::{Mutex, PoisonError},
+};
+
+use longshore_proto::Hyper;
+use longshore_worker::{Error, Result, Session, error::Misuse};
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{
+    error::{exception, raise, signals, without_gil},
+    memory::HostTensor,
+    report,
+    settings::{GivenHyper, Settings, StepByStep},
+    training::Training,
+};
+
+enum Stage {
+    Connected(Box<Session>),
+    Training(Box<Training>),
+    Closed,
+}
+
+const NOT_STARTED: Misuse = Misuse("the job is not started here: call start first");
+const CLOSED: Misuse = Misuse("the optimizer was closed: build a new one");
+
+/// One rank of a job. It is private to the package.
+#[pyclass(frozen, module = "longshore._longshore")]
+pub(crate) struct Job {
+    stage: Mutex<Stage>,
+    settings: Settings,
+    steps: StepByStep,
+    /// The process that it belongs to: a fork has none of its threads.
+    process: u32,
+}
+
+impl Job {
+    /// Runs `act` on what the job is, without the GIL.
+    fn with<T: Send>(&self, py: Python<'_>, act: impl FnOnce(&mut Stage) -> Result<T> + Send) -> PyResult<T> {
+        if self.process != process::id() {
+            let message = "the optimizer was built in another process, and a fork has none of its connections: build it in \
+                           the process that trains, or start processes with the method spawn";
+            return Err(exception(py, "UsageError", message, None)?);
+        }
+        without_gil(py, || act(&mut self.stage.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    fn train<T: Send>(
+        &self,
+        py: Python<'_>,
+        act: impl FnOnce(&mut Training) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        self.with(py, |stage| match stage {
+            Stage::Training(training) => act(training),
+            Stage::Connected(_) => Err(NOT_STARTED.into()),
+            Stage::Closed => Err(CLOSED.into()),
+        })
+    }
+
+    fn session<T: Send>(
+        &self,
+        py: Python<'_>,
+        act: impl FnOnce(&Session) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        self.with(py, |stage| match stage {
+            Stage::Training(training) => act(training.session()),
+            Stage::Connected(session) => act(session),
+            Stage::Closed => Err(CLOSED.into()),
+        })
+    }
+}
+
+#[pymethods]
+impl Job {
+    /// Connects to the servers.
+    #[new]
+    fn new(py: Python<'_>, settings: Settings) -> PyResult<Job> {
+        let options = settings.options(signals()).map_err(|fault| raise(py, &fault.into()))?;
+        let steps = StepByStep::default();
+        // What contradicts itself is said before anything is opened.
+        let pipeline = settings.pipeline(&steps).map_err(|fault| raise(py, &fault.into()))?;
+        pipeline.validate(&options.spec).map_err(|fault| raise(py, &fault.into()))?;
+        let session = without_gil(py, || Session::connect(options))?;
+        let stage = Mutex::new(Stage::Connected(Box::new(session)));
+        Ok(Job { stage, settings, steps, process: process::id() })
+    }
+
+    /// The job's version on its servers; None where they have nothing of it.
+    fn find(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.session(py, |session| match session.describe() {
+            Ok(servers) => {
+                Ok(servers.iter().filter_map(|server| server.progress.as_ref()).map(|p| p.version).min())
+            }
+            Err(Error::StateLost(_)) => Ok(None),
+            Err(error) => Err(error),
+        })
+    }
+
+    /// Opens and joins the job, and fills it from the parameters, one tensor each, if it is new. Returns its version, and
+    /// how many steps up to it updated.
+    fn start(&self, py: Python<'_>, params: Vec<HostTensor>) -> PyResult<(u64, u64)> {
+        self.with(py, |stage| {
+            let Stage::Connected(_) = stage else { return Err(Misuse("the job is started already").into()) };
+            let Stage::Connected(mut session) = std::mem::replace(stage, Stage::Closed) else {
+                return Err(CLOSED.into());
+            };
+            let joined =
+                session.start(&|param| params.get(param).map_or_else(Vec::new, |tensor| tensor.to_f32()))?;
+            let options = self.settings.pipeline(&self.steps)?;
+            let training = Training::start(*session, &joined, options, self.steps.clone())?;
+            let version = training.version();
+            *stage = Stage::Training(Box::new(training));
+            Ok((version.0, joined.applied))
+        })
+    }
+
+    /// Sends gradients of the micro-step in hand, times `scale`.
+    #[pyo3(signature = (gradients, scale=1.0))]
+    fn push(&self, py: Python<'_>, gradients: Vec<HostTensor>, scale: f32) -> PyResult<()> {
+        self.train(py, |training| training.push(&gradients, scale))
+    }
+
+    /// Sends gradients of zeros of these parameters.
+    fn push_zeros(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<()> {
+        self.train(py, |training| training.push_zeros(&params))
+    }
+
+    fn end_micro_step(&self, py: Python<'_>) -> PyResult<()> {
+        self.train(py, Training::end_micro_step)
+    }
+
+    /// Ends the step. Returns its number.
+    fn commit(&self, py: Python<'_>, groups: Vec<GivenHyper>, trainer_state: Vec<u8>) -> PyResult<u64> {
+        let hypers: Vec<Hyper> = groups.into_iter().map(Hyper::from).collect();
+        self.train(py, |training| Ok(training.commit(hypers, trainer_state)?.0))
+    }
+
+    /// Waits for weights that were asked for, and writes them into the parameters. Returns their version; None where
+    /// nothing was to be read.
+    fn read_weights(&self, py: Python<'_>, params: Vec<HostTensor>) -> PyResult<Option<u64>> {
+        self.train(py, |training| Ok(training.read_weights(&params)?.map(|version| version.0)))
+    }
+
+    fn has_unread_weights(&self, py: Python<'_>) -> PyResult<bool> {
+        self.train(py, |training| Ok(training.has_unread_weights()))
+    }
+
+    /// Waits until every step is decided; after that the newest weights can be read. Returns the version.
+    fn drain(&self, py: Python<'_>) -> PyResult<u64> {
+        self.train(py, |training| Ok(training.drain()?.0))
+    }
+
+    /// What became of the steps since the last call.
+    fn outcomes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let outcomes = self.train(py, |training| Ok(training.outcomes()))?;
+        outcomes.iter().map(|outcome| report::of_outcome(py, outcome)).collect()
+    }
+
+    /// Where the job's parameters lie in the flat space: the first element of each, and the elements of a shard.
+    fn places(&self, py: Python<'_>) -> PyResult<(Vec<u64>, u64)> {
+        self.session(py, |session| {
+            let (spec, layout) = (session.spec(), session.layout());
+            let starts = (0..spec.params.len()).map(|param| layout.param_range(param).start).collect();
+            Ok((starts, spec.shard_elements))
+        })
+    }
+
+    /// The hash of all state, and its version.
+    fn state_hash(&self, py: Python<'_>) -> PyResult<(u64, String)> {
+        let hash = self.session(py, Session::state_hash)?;
+        Ok((hash.version.0, hash.hash))
+    }
+
+    /// Has the servers write a checkpoint. Returns its name and version.
+    fn checkpoint(&self, py: Python<'_>, name: &str) -> PyResult<(String, u64)> {
+        let checkpoint = self.session(py, |session| session.checkpoint_numbered(name))?;
+        Ok((checkpoint.name, checkpoint.version.0))
+    }
+
+    /// Waits until the last step is safe and gives the rank up; with `delete` the job is forgotten, too.
+    fn close(&self, py: Python<'_>, delete: bool) -> PyResult<()> {
+        self.with(py, |stage| {
+            let session = match std::mem::replace(stage, Stage::Closed) {
+                Stage::Closed => return Ok(()),
+                Stage::Connected(session) => *session,
+                Stage::Training(training) if delete => {
+                    training.session().delete_job()?;
+                    return Ok(());
+                }
+                Stage::Training(training) => training.close()?,
+            };
+            if delete { session.delete_job() } else { session.leave() }
+        })
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        if self.process != process::id() {
+            // This is a fork, which has none of the session's threads, and whose parent still trains.
+            let stage = self.stage.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget(std::mem::replace(stage, Stage::Closed));
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The Rust half of the Python package `longshore`: a rank's job over host memory, an embedded server, and both
+//! commands. What is here is private to that package, whose own classes check what users give them.
+
+mod commands;
+mod error;
+mod job;
+#[allow(unsafe_code, reason = "memory of tensors is known to Rust by its address alone")]
+mod memory;
+mod report;
+mod server;
+mod settings;
+mod training;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _longshore(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<job::Job>()?;
+    module.add_class::<server::Server>()?;
+    module.add_function(wrap_pyfunction!(commands::longshore, module)?)?;
+    module.add_function(wrap_pyfunction!(commands::longshored, module)?)?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))
+}

@@ -1,0 +1,135 @@
+//! Memory of tensors that Python holds, as slices: the one room of this crate with `unsafe`.
+
+use std::{ops::Range, slice};
+
+use longshore_proto::{Dtype, Fault};
+use longshore_worker::{Feed, Result, convert};
+use pyo3::{FromPyObject, prelude::*};
+
+use crate::error::raise;
+
+/// How many elements are converted at a time where neither side is f32: they stay in the L1 cache.
+const TILE: usize = 2048;
+
+/// The elements of a parameter or of its gradient, in the host's memory, end to end in the order of its shape.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostTensor {
+    /// Which of the job's parameters it belongs to.
+    pub(crate) param: usize,
+    address: usize,
+    elements: usize,
+    dtype: Dtype,
+}
+
+/// What Python says of a tensor: parameter, address, number of elements, name of the element type.
+type Given = (usize, usize, usize, String);
+
+impl<'py> FromPyObject<'_, 'py> for HostTensor {
+    type Error = PyErr;
+
+    fn extract(given: Borrowed<'_, 'py, PyAny>) -> PyResult<HostTensor> {
+        let (param, address, elements, dtype): Given = given.extract()?;
+        let fault = |fault: Fault| raise(given.py(), &fault.into());
+        let dtype: Dtype = dtype.parse().map_err(fault)?;
+        let width = dtype.bytes() as usize;
+        let is_sound = elements == 0 || address != 0 && address.is_multiple_of(width);
+        if !is_sound || elements > isize::MAX as usize / width {
+            let limit = format!("aligned memory of {elements} elements of {dtype}");
+            return Err(fault(Fault::invalid(
+                "tensor.address",
+                address,
+                limit,
+                "give a contiguous CPU tensor",
+            )));
+        }
+        // An empty tensor may have no memory at all.
+        let address = if elements == 0 { width } else { address };
+        Ok(HostTensor { param, address, elements, dtype })
+    }
+}
+
+impl HostTensor {
+    pub(crate) fn elements(&self) -> u64 {
+        self.elements as u64
+    }
+
+    fn bytes(&self) -> &[u8] {
+        let length = self.elements * self.dtype.bytes() as usize;
+        // SAFETY: the package alone makes these, of contiguous CPU tensors that its caller's frame holds until the call
+        // returns, and `extract` has checked alignment and length. Every bit pattern is a byte. Other Python threads run
+        // meanwhile, as they do beside torch's own loops: one that writes to a tensor in the middle of a step breaks
+        // torch's rules as well.
+        unsafe { slice::from_raw_parts(self.address as *const u8, length) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let length = self.elements * self.dtype.bytes() as usize;
+        // SAFETY: as in `bytes`; `read_weights` has the only copy that is written to while it runs.
+        unsafe { slice::from_raw_parts_mut(self.address as *mut u8, length) }
+    }
+
+    /// The elements, if they are f32.
+    fn values(&self) -> Option<&[f32]> {
+        // SAFETY: as in `bytes`; the address is aligned to the element, and every bit pattern is an f32.
+        let values = || unsafe { slice::from_raw_parts(self.address as *const f32, self.elements) };
+        (self.dtype == Dtype::F32).then(values)
+    }
+
+    fn values_mut(&mut self) -> Option<&mut [f32]> {
+        // SAFETY: as in `bytes_mut` and `values`.
+        let values = || unsafe { slice::from_raw_parts_mut(self.address as *mut f32, self.elements) };
+        (self.dtype == Dtype::F32).then(values)
+    }
+
+    /// All elements, as f32.
+    pub(crate) fn to_f32(self) -> Vec<f32> {
+        let mut values = vec![0.0; self.elements];
+        convert::to_f32(self.dtype, self.bytes(), &mut values);
+        values
+    }
+
+    /// Writes a range of the elements, times `scale`, in the wire's type. They are copied or converted once.
+    pub(crate) fn write_to(&self, range: Range<usize>, wire: Dtype, scale: f32, target: &mut [u8]) {
+        let width = self.dtype.bytes() as usize;
+        let source = &self.bytes()[range.start * width..range.end * width];
+        match self.values() {
+            _ if scale == 1.0 && wire == self.dtype => target.copy_from_slice(source),
+            Some(values) if scale == 1.0 => convert::from_f32(wire, &values[range], target),
+            _ => scaled(self.dtype, source, scale, wire, target),
+        }
+    }
+
+    /// Waits for the parameter's elements of a feed, which lie at `place`, and writes them here.
+    pub(crate) fn read_weights(mut self, feed: &Feed, place: Range<u64>) -> Result<()> {
+        if self.dtype == feed.dtype() {
+            return feed.read_raw(place, self.bytes_mut());
+        }
+        if let Some(values) = self.values_mut() {
+            return feed.read(place, values);
+        }
+        let (wire, dtype) = (feed.dtype(), self.dtype);
+        let (from, to) = (wire.bytes() as usize, dtype.bytes() as usize);
+        let target = self.bytes_mut();
+        feed.pieces(place, |at, bytes| {
+            let start = at as usize * to;
+            let end = start + bytes.len() / from * to;
+            // What is beyond the tensor's end is refused by `Job` before it comes here.
+            if let Some(target) = target.get_mut(start..end) {
+                scaled(wire, bytes, 1.0, dtype, target);
+            }
+        })
+    }
+}
+
+/// Converts by way of f32, times `scale`.
+fn scaled(from: Dtype, source: &[u8], scale: f32, to: Dtype, target: &mut [u8]) {
+    let mut tile = [0.0; TILE];
+    let pieces =
+        source.chunks(TILE * from.bytes() as usize).zip(target.chunks_mut(TILE * to.bytes() as usize));
+    for (source, target) in pieces {
+        let tile = &mut tile[..source.len() / from.bytes() as usize];
+        convert::to_f32(from, source, tile);
+        tile.iter_mut().for_each(|value| *value *= scale);
+        convert::from_f32(to, tile, target);
+    }
+}

@@ -1,0 +1,159 @@
+//! What Python says of a job and of the way to it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use longshore_proto::{Fault, Formats, Hyper, JobName, JobSpec, Param, Rank, Step};
+use longshore_worker::{
+    Accumulate, Interrupt, LossScaler, Options, PipelineOptions, Schedule, pipeline::Weights,
+};
+use pyo3::FromPyObject;
+
+/// `longshore._job.Settings`, field by field.
+#[derive(FromPyObject)]
+pub(crate) struct Settings {
+    servers: Vec<String>,
+    job: String,
+    /// Name, shape, group.
+    params: Vec<(String, Vec<u64>, u32)>,
+    groups: Vec<String>,
+    rule: String,
+    gradient_dtype: String,
+    image_dtype: String,
+    rank: u32,
+    world_size: u32,
+    /// How many gradients each rank gives a step; their sum counts.
+    micro_steps: u32,
+    accumulate_on_worker: bool,
+    delay: u32,
+    warmup_steps: u64,
+    correction: String,
+    clip: Option<f64>,
+    /// Gradients are used as they come.
+    unchecked: bool,
+    shard_elements: u64,
+    tier: String,
+    state: String,
+    master: String,
+    seed: u64,
+    transport: String,
+    deadline_s: f64,
+}
+
+/// What a param group's hyperparameters are for one step.
+#[derive(FromPyObject)]
+pub(crate) struct GivenHyper {
+    lr: f64,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    weight_decay: f64,
+    momentum: f64,
+    dampening: f64,
+    nesterov: bool,
+    lr_decay: f64,
+}
+
+impl From<GivenHyper> for Hyper {
+    fn from(given: GivenHyper) -> Hyper {
+        let GivenHyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay } =
+            given;
+        Hyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay }
+    }
+}
+
+/// What is said of steps as they come: hyperparameters when a step ends, and after which steps the pipeline drains.
+#[derive(Clone, Default)]
+pub(crate) struct StepByStep(Arc<Mutex<Said>>);
+
+#[derive(Default)]
+struct Said {
+    hypers: BTreeMap<Step, Vec<Hyper>>,
+    drained: BTreeSet<Step>,
+}
+
+/// Decisions are at most this many steps behind.
+const STEPS_KEPT: usize = 8;
+
+impl StepByStep {
+    pub(crate) fn set_hypers(&self, step: Step, hypers: Vec<Hyper>) {
+        let said = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        said.hypers.insert(step, hypers);
+        while said.hypers.len() > STEPS_KEPT {
+            said.hypers.pop_first();
+        }
+    }
+
+    fn hypers(&self, step: Step) -> Vec<Hyper> {
+        let said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        said.hypers.get(&step).cloned().unwrap_or_default()
+    }
+
+    pub(crate) fn drain_after(&self, step: Step) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).drained.insert(step);
+    }
+
+    fn drains_after(&self, step: Step) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).drained.contains(&step)
+    }
+}
+
+impl Settings {
+    pub(crate) fn options(&self, interrupt: Interrupt) -> Result<Options, Fault> {
+        let spec = JobSpec {
+            name: JobName::parse("job", &self.job)?,
+            params: self
+                .params
+                .iter()
+                .map(|(name, shape, group)| Param { name: name.clone(), shape: shape.clone(), group: *group })
+                .collect(),
+            groups: self.groups.clone(),
+            rule: self.rule.parse()?,
+            gradient_dtype: self.gradient_dtype.parse()?,
+            image_dtype: self.image_dtype.parse()?,
+            world_size: self.world_size,
+            micro_steps: if self.accumulate_on_worker { 1 } else { self.micro_steps },
+            max_delay: self.delay,
+            shard_elements: self.shard_elements,
+            tier: self.tier.parse()?,
+            formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
+            unchecked: self.unchecked,
+            partitions: Vec::new(),
+            worker_local: false,
+        };
+        let deadline = Duration::try_from_secs_f64(self.deadline_s)
+            .map_err(|_| Fault::invalid("deadline", self.deadline_s, "above 0 seconds", "give seconds"))?;
+        let transport = self.transport.parse()?;
+        Ok(Options {
+            deadline,
+            transport,
+            interrupt,
+            ..Options::new(self.servers.clone(), spec, Rank(self.rank))
+        })
+    }
+
+    pub(crate) fn pipeline(&self, steps: &StepByStep) -> Result<PipelineOptions, Fault> {
+        let (hypers, drains) = (steps.clone(), steps.clone());
+        // Servers divide by the number of gradients, and so does a worker that adds them up: in torch they add up.
+        let scaler = LossScaler::fixed(1.0 / f64::from(self.micro_steps.max(1)))?;
+        let schedule = match self.delay {
+            0 => Schedule::exact(),
+            _ => Schedule::delayed(self.warmup_steps).draining_when(move |step| drains.drains_after(step)),
+        };
+        let accumulate = match self.accumulate_on_worker {
+            true => Accumulate::OnWorker { micro_steps: self.micro_steps },
+            false => Accumulate::OnServers,
+        };
+        Ok(PipelineOptions {
+            schedule,
+            clip: self.clip,
+            correction: self.correction.parse()?,
+            accumulate,
+            weights: Weights::Whole,
+            ..PipelineOptions::new(scaler, move |step| hypers.hypers(step))
+        })
+    }
+}

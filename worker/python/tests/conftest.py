@@ -1,0 +1,47 @@
+"""One thread for torch, so that sums have one order; and servers of their own for tests that want some."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def servers() -> Iterator[str]:
+    """The address of a server that is a process of its own."""
+    with several(1) as addresses:
+        yield addresses
+
+
+@pytest.fixture
+def two_servers() -> Iterator[str]:
+    """The addresses of two. A model needs a shard for each."""
+    with several(2) as addresses:
+        yield addresses
+
+
+@contextlib.contextmanager
+def several(number: int) -> Iterator[str]:
+    started = [serve() for _ in range(number)]
+    try:
+        yield ",".join(address for _, address in started)
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.wait()
+
+
+def serve(*flags: str) -> tuple[subprocess.Popen[str], str]:
+    """Starts a server on a free port. Returns its process and its address."""
+    code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
+    command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--memory", "256MiB", "--threads", "1", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("longshored listening on "), line
+    return process, line.split()[-1]

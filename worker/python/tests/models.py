@@ -1,0 +1,117 @@
+"""Small models, made from a seed, with batches for them."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Mlp(nn.Module):
+    """Three layers on random vectors."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        first, second, last = nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.layers = nn.Sequential(first, nn.GELU(), nn.LayerNorm(width), second, nn.GELU(), last)
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(8, 16, generator=generator)
+        return functional.cross_entropy(self.layers(inputs).float(), inputs[:, :4].argmax(1))
+
+
+class Conv(nn.Module):
+    """Two convolutions with batch norm, one of them in channels-last memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias before a batch norm has rounding errors for a gradient, which Adam would scale up.
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(8, 5)
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(16, 3, 8, 8, generator=generator)
+        hidden = functional.gelu(self.norm(self.first(inputs)))
+        hidden = functional.gelu(self.second(hidden)).mean((2, 3))
+        return functional.cross_entropy(self.head(hidden), inputs[:, :, 0, 0].argmax(1))
+
+
+class Block(nn.Module):
+    """A layer of a Llama: RMS norm, rotary attention, gated MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, hidden: Tensor, turns: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        qkv = self.qkv(self.attention_norm(hidden)).view(batch, length, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(turn(query, turns), turn(key, turns), value, is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        inner = self.mlp_norm(hidden)
+        return hidden + self.down(functional.silu(self.gate(inner)) * self.up(inner))
+
+
+def turn(values: Tensor, turns: Tensor) -> Tensor:
+    """Rotary positions: pairs of elements are turned by angles that grow with the position."""
+    even, odd = values[..., 0::2], values[..., 1::2]
+    cos, sin = turns.cos().to(values.dtype), turns.sin().to(values.dtype)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+class Llama(nn.Module):
+    """A tiny Llama with tied embeddings."""
+
+    def __init__(self, words: int = 64, width: int = 32, heads: int = 4, depth: int = 2) -> None:
+        super().__init__()
+        self.words = words
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+        self.frequencies = 1.0 / 10_000 ** (torch.arange(0, width // heads, 2) / (width // heads))
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        start = torch.randint(self.words, (4, 1), generator=generator)
+        tokens = (start + 3 * torch.arange(17)) % self.words
+        turns = torch.outer(torch.arange(16), self.frequencies)
+        hidden = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            hidden = block(hidden, turns)
+        logits = self.head(self.norm(hidden)).float()
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+MODELS = {"mlp": Mlp, "conv": Conv, "llama": Llama}
+
+
+def pair(name: str, **arguments: int) -> tuple[nn.Module, nn.Module]:
+    """Two models of equal weights."""
+    torch.manual_seed(0)
+    first = MODELS[name](**arguments)
+    second = MODELS[name](**arguments)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+def distance(first: nn.Module, second: nn.Module) -> float:
+    """How far the weights of two models are apart, relative to their size: the largest over the parameters."""
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    apart = [((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-12)).item() for a, b in pairs]
+    return max(apart)
+
+
+def same_bits(first: nn.Module, second: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -1,0 +1,72 @@
+# shellcheck shell=bash
+# What tests/run does for the Python package: PyTorch, the package itself, and pytest.
+
+# Makes a Python that has PyTorch, outside of the clone, and sets `package_python`. Its folder is named after what is pinned, so
+# that clones with other pins get another one. The stamp, which is written last, says that it is whole.
+install_torch() {
+    local requirements=$root/worker/python/tests/requirements.txt base=${PYTHON:-python3} wanted folder
+    wanted=$("$base" - "$requirements" <<'PY'
+import hashlib, pathlib, sys
+text = pathlib.Path(sys.argv[1]).read_text() + sys.version + sys.executable
+print(hashlib.sha256(text.encode()).hexdigest()[:16])
+PY
+    )
+    folder=${LONGSHORE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/longshore}/python-$wanted
+    package_python=$folder/bin/python
+    mkdir -p "${folder%/*}"
+    (
+        if command -v flock >/dev/null; then
+            exec 9>"$folder.lock"
+            flock 9
+        fi
+        [[ -f $folder/stamp ]] && exit
+        printf 'tests/run: installing PyTorch into %s (4.5 GB)\n' "$folder"
+        rm -rf "$folder"
+        "$base" -m venv "$folder" || exit 1
+        "$package_python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: -r "$requirements" || exit 1
+        touch "$folder/stamp"
+    ) || fail "PyTorch could not be installed: see above, or leave the Python package out with LONGSHORE_SKIP_PACKAGE=1"
+}
+
+# Builds the package as `pip install ./worker/python` does, and installs it into the clone's cache.
+install_package() {
+    local package=$cache/python-package
+    rm -rf "$package"
+    # maturin is in the environment already. Without isolation it finds what cargo has built here.
+    PATH=${package_python%/*}:$PATH "$package_python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+        --target "$package" "$root/worker/python" || fail "the Python package could not be built"
+    export PYTHONPATH=$package
+}
+
+# Runs the package's tests and adds them to passed, failed and skipped. Arguments are pytest's.
+test_package() {
+    local base=${PYTHON:-python3} results=$cache/pytest.xml own_passed own_failed own_skipped reason=
+    [[ ${LONGSHORE_SKIP_PACKAGE:-} ]] && reason="LONGSHORE_SKIP_PACKAGE is set"
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || reason="it needs Python 3.11 or later, and $base is older"
+    if [[ $reason ]]; then
+        printf 'worker/python: the Python package: %s\n' "$reason" >>"$LONGSHORE_TEST_SKIPPED"
+        ((skipped += 1))
+        return
+    fi
+    install_torch
+    install_package
+    # From another folder, so that the installed package is tested and not its sources. The exit status also tells of errors
+    # outside of tests.
+    (cd "$cache" && "$package_python" -m pytest -o cache_dir="$cache/pytest" --junitxml="$results" "$root/worker/python/tests" "$@") ||
+        package_failed=1
+    read -r own_passed own_failed own_skipped < <(
+        "$package_python" - "$results" "$LONGSHORE_TEST_SKIPPED" <<'PY'
+import sys, xml.etree.ElementTree as tree
+cases = list(tree.parse(sys.argv[1]).iter("testcase"))
+failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+skipped = [case for case in cases if case.find("skipped") is not None]
+with open(sys.argv[2], "a") as log:
+    for case in skipped:
+        print(f"{case.get('classname')}::{case.get('name')}: {case.find('skipped').get('message')}", file=log)
+for case in failed:
+    print(f"tests/run: failed: {case.get('classname')}::{case.get('name')}", file=sys.stderr)
+print(len(cases) - len(failed) - len(skipped), len(failed), len(skipped))
+PY
+    )
+    ((passed += own_passed, failed += own_failed, skipped += own_skipped)) || true
+}

@@ -1,0 +1,158 @@
+"""Two hundred steps beside torch's own optimizers, with fp32 on the wire."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, distance, pair
+from torch import nn
+
+import longshore
+
+STEPS = 200
+CLOSE = 1e-6
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheduler: Any = None,
+    clip: float | None = None,
+    micro_steps: int = 1,
+) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro_step in range(micro_steps):
+            loss = model.loss(step * micro_steps + micro_step) / micro_steps
+            loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adamw(name: str) -> None:
+    ours, theirs = pair(name)
+    ours_losses = train(ours, longshore.AdamW(ours.named_parameters(), lr=1e-3))
+    theirs_losses = train(theirs, torch.optim.AdamW(theirs.named_parameters(), lr=1e-3))
+    assert theirs_losses[-1] < theirs_losses[0]
+    assert ours_losses == pytest.approx(theirs_losses, rel=1e-4)
+    assert distance(ours, theirs) < CLOSE
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, the others do not and learn faster."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [item for item in named if item[1].ndim > 1], "weight_decay": 0.1},
+        {"params": [item for item in named if item[1].ndim <= 1], "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.95)},
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_scheduler_clipping_and_accumulation(name: str) -> None:
+    ours, theirs = pair(name)
+
+    def run(model: nn.Module, kind: Callable[..., torch.optim.Optimizer]) -> None:
+        optimizer = kind(groups(model), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [2e-3, 4e-3], total_steps=STEPS)
+        train(model, optimizer, scheduler=scheduler, clip=0.5, micro_steps=3)
+
+    run(ours, longshore.AdamW)
+    run(theirs, torch.optim.AdamW)
+    assert distance(ours, theirs) < CLOSE
+
+
+RULES = {
+    "adam": (longshore.Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
+    "sgd": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2}),
+    "momentum": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3}),
+    "nesterov": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 1e-3, "weight_decay": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_other_rules(rule: str) -> None:
+    kind, reference, arguments = RULES[rule]
+    ours, theirs = pair("mlp")
+    train(ours, kind(ours.named_parameters(), **arguments))
+    train(theirs, reference(theirs.named_parameters(), foreach=False, **arguments))
+    assert distance(ours, theirs) < CLOSE
+
+
+def test_lion_follows_its_paper() -> None:
+    ours, theirs = pair("mlp")
+    optimizer = longshore.Lion(ours.named_parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    means = {parameter: torch.zeros_like(parameter) for parameter in theirs.parameters()}
+    for step in range(STEPS):
+        for model in (ours, theirs):
+            model.zero_grad()
+            model.loss(step).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, mean in means.items():
+                parameter.mul_(1 - 1e-3 * 0.1).sub_(1e-3 * (0.9 * mean + 0.1 * parameter.grad).sign())
+                mean.mul_(0.99).add_(0.01 * parameter.grad)
+    assert distance(ours, theirs) < CLOSE
+
+
+def test_clipping_on_the_servers_is_torchs() -> None:
+    ours, theirs = pair("llama")
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, max_grad_norm=0.5)
+    clipped = []
+    optimizer.register_step_post_hook(lambda *_: clipped.append(optimizer.last_report.clip_coefficient < 1))
+    train(ours, optimizer)
+    reference = torch.optim.AdamW(theirs.named_parameters(), lr=1e-3)
+    norms = []
+    for step in range(STEPS):
+        reference.zero_grad()
+        theirs.loss(step).backward()
+        norms.append(nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item())
+        reference.step()
+    assert optimizer.grad_norm == pytest.approx(norms[-1], rel=1e-5)
+    assert any(clipped)
+    assert clipped == [norm > 0.5 for norm in norms]
+    assert distance(ours, theirs) < CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_parameters_keep_fp32_masters(dtype: torch.dtype) -> None:
+    ours, _ = pair("mlp")
+    ours.to(dtype)
+    masters = [parameter.detach().float().clone().requires_grad_() for parameter in ours.parameters()]
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3)
+    reference = torch.optim.AdamW(masters, lr=1e-3)
+    for step in range(50):
+        ours.zero_grad()
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(dtype)
+        ours.layers(inputs).float().square().mean().backward()
+        for master, parameter in zip(masters, ours.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        reference.step()
+    rounded = [(master.to(dtype), parameter) for master, parameter in zip(masters, ours.parameters(), strict=True)]
+    same = sum((a == b).sum().item() for a, b in rounded) / sum(a.numel() for a, _ in rounded)
+    # fp32 masters that differ in the last bit may round to either side.
+    assert same > 0.999
+    assert all(parameter.dtype is dtype for parameter in ours.parameters())
+
+
+def test_fewer_bits_on_the_wire_train_as_well() -> None:
+    ours, theirs = pair("llama")
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, gradient_dtype="bf16", image_dtype="bf16")
+    ours_losses = train(ours, optimizer)
+    theirs_losses = train(theirs, torch.optim.AdamW(theirs.named_parameters(), lr=1e-3))
+    whole, _ = pair("llama")
+    wide = longshore.AdamW(whole.named_parameters(), lr=1e-3)
+    whole.loss(0).backward()
+    wide.step()
+    assert optimizer.last_report.pushed_bytes * 2 == wide.last_report.pushed_bytes
+    assert ours_losses[-1] == pytest.approx(theirs_losses[-1], rel=0.1)

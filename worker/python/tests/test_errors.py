@@ -1,0 +1,245 @@
+"""Each mistake gives an error that names the parameter and the remedy, and changes nothing."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import serve
+from models import pair, same_bits
+from torch import nn
+
+import longshore
+from longshore import errors
+
+
+def made(model: nn.Module, **options: object) -> longshore.AdamW:
+    optimizer = longshore.AdamW(model.named_parameters(), **options)
+    model.loss(0).backward()
+    return optimizer
+
+
+def test_a_missing_gradient_names_parameter_and_remedy_and_changes_nothing() -> None:
+    model, before = pair("mlp")
+    optimizer = made(model)
+    model.layers[2].bias.grad = None
+    with pytest.raises(errors.MissingGradientError, match=r"layers\.2\.bias\.grad is None.*missing_gradients='zeros'") as raised:
+        optimizer.step()
+    assert raised.value.field == "layers.2.bias.grad"
+    assert "requires_grad_" in raised.value.remedy
+    assert same_bits(model, before)
+    model.layers[2].bias.grad = torch.zeros_like(model.layers[2].bias)
+    optimizer.step()
+    assert optimizer.version == 1
+
+
+def test_a_model_that_was_changed_is_refused() -> None:
+    model, _ = pair("mlp")
+    optimizer = made(model)
+    optimizer.step()
+    model.to(torch.bfloat16)
+    optimizer.zero_grad()
+    model.layers(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum().backward()
+    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is bf16.*must be fp32.*another job"):
+        optimizer.step()
+
+
+def test_two_optimizers_over_one_parameter() -> None:
+    model, _ = pair("mlp")
+    first = made(model)
+    first.step()
+    second = longshore.SGD(model.named_parameters(), lr=0.1)
+    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is updated by two optimizers.*close\(\)"):
+        second.step()
+    first.close()
+    second.step()
+    assert second.version == 1
+
+
+def test_tied_weights_in_two_groups() -> None:
+    model, _ = pair("llama")
+    groups = [
+        {"params": [("embed.weight", model.embed.weight)]},
+        {"params": [("head.weight", model.head.weight)]},
+    ]
+    with pytest.raises(ValueError, match="more than one parameter group: head.weight.*embed.weight"):
+        longshore.AdamW(groups)
+    alias = nn.Parameter(model.embed.weight.data)
+    optimizer = longshore.AdamW([("embed.weight", model.embed.weight), ("head.weight", alias)])
+    alias.grad = model.embed.weight.grad = torch.zeros_like(alias)
+    with pytest.raises(errors.InvalidError, match=r"head\.weight is tied.*embed\.weight.*one Parameter"):
+        optimizer.step()
+
+
+def test_sparse_gradients() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = longshore.AdamW(embedding.named_parameters(prefix="words"))
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(errors.GradientError, match=r"words\.weight\.grad is torch\.sparse_coo.*SparseAdam"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_parameters_of_types_that_servers_do_not_keep(dtype: torch.dtype) -> None:
+    with pytest.raises(errors.InvalidError, match=f"wave is {dtype}.*"):
+        longshore.AdamW([("wave", nn.Parameter(torch.zeros(3, dtype=dtype)))])
+
+
+@pytest.mark.parametrize("options", [{"streaming": True}, {"max_grad_norm": 1.0}])
+def test_clipping_outside_where_it_would_do_nothing_or_count_twice(options: dict[str, object]) -> None:
+    model, _ = pair("mlp")
+    optimizer = made(model, **options)
+    with pytest.raises(errors.UsageError, match=r"clipping of layers\.0\.weight.*max_grad_norm=") as raised:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    # What is not an optimizer's any more may be clipped.
+    del optimizer, raised
+    gc.collect()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_non_finite_gradients_are_skipped_refused_or_applied() -> None:
+    for nonfinite in ("skip", "raise", "apply"):
+        model, before = pair("mlp")
+        optimizer = made(model, nonfinite=nonfinite)
+        model.layers[3].weight.grad[1, 0] = float("nan")
+        if nonfinite == "skip":
+            with pytest.warns(RuntimeWarning, match=r"step 1 was skipped.*layers\.3\.weight"):
+                optimizer.step()
+        elif nonfinite == "raise":
+            with pytest.raises(errors.LongshoreError, match=r"layers\.3\.weight"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert model.layers[3].weight[1, 0].isnan()
+            continue
+        assert same_bits(model, before)
+        assert optimizer.last_report.skipped
+        assert optimizer.state_dict()["state"][0]["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"amsgrad": True}, "amsgrad is True"),
+        ({"maximize": True}, "negate the loss"),
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+        ({"gradient_dtype": "fp8"}, "one of auto, fp32, bf16, fp16"),
+        ({"accumulate": 4}, "1 without streaming"),
+        ({"max_grad_norm": 0.0}, "use None for no clipping"),
+        ({"nonfinite": "apply", "max_grad_norm": 1.0}, "a norm needs finite"),
+        ({"world_size": 2, "rank": 0}, "addresses that all 2 ranks share"),
+        ({"world_size": 2, "rank": 2, "servers": "a:1", "job": "j"}, "rank is 2"),
+        ({"world_size": 2, "rank": 0, "servers": "a:1"}, "the same job="),
+    ],
+)
+def test_arguments_that_contradict_each_other_or_the_rules(arguments: dict[str, object], message: str) -> None:
+    model, _ = pair("mlp")
+    with pytest.raises(ValueError, match=message):
+        longshore.AdamW(model.named_parameters(), **arguments)
+
+
+def test_an_unknown_option_is_named() -> None:
+    model, _ = pair("mlp")
+    with pytest.raises(TypeError, match="'sever'.*servers"):
+        longshore.AdamW(model.named_parameters(), sever="localhost:7070")
+
+
+def test_a_server_that_was_never_there() -> None:
+    model, _ = pair("mlp")
+    with pytest.raises(errors.UnreachableError, match=r"127\.0\.0\.1:9.*longshore doctor"):
+        longshore.AdamW(model.named_parameters(), servers="127.0.0.1:9", deadline=0.5)
+
+
+def test_a_server_that_is_gone() -> None:
+    process, address = serve()
+    model, _ = pair("mlp")
+    optimizer = made(model, servers=address, job="gone", deadline=1.0, transport="tcp")
+    optimizer.step()
+    process.kill()
+    process.wait()
+    started = time.monotonic()
+    with pytest.raises(errors.LongshoreError, match=address):
+        optimizer.step()
+    assert time.monotonic() - started < 30
+
+
+def test_ranks_that_disagree_on_the_world_size(servers: str) -> None:
+    first, second = pair("mlp")
+    one = longshore.AdamW(first.named_parameters(), servers=servers, job="world", rank=0, world_size=2)
+    one.open()
+    with pytest.raises(errors.RefusedError, match=r"spec\.world_size is 3, but must be 2"):
+        longshore.AdamW(second.named_parameters(), servers=servers, job="world", rank=1, world_size=3).open()
+
+
+def test_ctrl_c_ends_a_wait(servers: str) -> None:
+    """Rank 0 of two waits for the other's gradients, which never come."""
+    model, _ = pair("mlp")
+    optimizer = made(model, servers=servers, job="waits", rank=0, world_size=2)
+    optimizer.open()
+    pressed = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    started = time.monotonic()
+    pressed.start()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert time.monotonic() - started < 10
+    with pytest.raises(errors.UsageError, match=r"interrupted.*flush\(\)"):
+        optimizer.step()
+
+
+def test_other_threads_run_while_it_waits(servers: str) -> None:
+    model, _ = pair("mlp")
+    optimizer = made(model, servers=servers, job="threads", rank=0, world_size=2, deadline=1.0)
+    optimizer.open()
+    counted = 0
+    done = threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not done.is_set():
+            counted += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = counted
+        with pytest.raises(errors.LongshoreError):
+            optimizer.step()
+        during = counted - before
+    finally:
+        done.set()
+        thread.join()
+    assert during > 10_000, "the GIL was held"
+
+
+def test_a_fork_is_refused_and_ends_without_harm() -> None:
+    model, _ = pair("mlp")
+    optimizer = made(model)
+    optimizer.step()
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.step()
+        except errors.UsageError as error:
+            del optimizer
+            os._exit(0 if "spawn" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    optimizer.step()
+    assert optimizer.version == 2
+
+
+def test_the_interpreter_ends_with_an_open_job() -> None:
+    code = (
+        "import torch, longshore; m = torch.nn.Linear(3, 3); o = longshore.AdamW(m.named_parameters(), streaming=True);"
+        "m(torch.ones(1, 3)).sum().backward(); o.step(); print(o.version)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "1\n"
+    assert done.stderr == ""

@@ -1,0 +1,279 @@
+"""What frameworks do with an optimizer of torch, beside stepping it."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import distance, pair, same_bits
+from torch import nn
+
+import longshore
+from longshore import errors
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    optimizer.zero_grad()
+    model.loss(number).backward()
+    optimizer.step()
+
+
+def test_hooks_groups_and_profiler_range() -> None:
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.param_groups[0]["param_names"][0] == "layers.0.weight"
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    with torch.profiler.profile() as profile:
+        step(model, optimizer)
+    assert seen == ["before", "after"]
+    assert "Optimizer.step#AdamW.step" in {event.name for event in profile.events()}
+    assert "lr: 0.01" in repr(optimizer)
+
+
+def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
+    ours, theirs = pair("mlp")
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model.loss(0)
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(5)]
+
+    assert run(ours, longshore.AdamW(ours.named_parameters())) == run(theirs, torch.optim.AdamW(theirs.parameters()))
+
+
+def test_schedulers_wrap_it_and_change_rates_between_steps() -> None:
+    ours, theirs = pair("mlp")
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        for number in range(10):
+            step(model, optimizer, number)
+            scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert run(ours, longshore.SGD(ours.named_parameters(), lr=0.1)) == run(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1))
+    assert distance(ours, theirs) < 1e-6
+
+
+def test_a_rate_may_be_a_tensor() -> None:
+    ours, theirs = pair("mlp")
+    step(ours, longshore.AdamW(ours.named_parameters(), lr=torch.tensor(0.01)))
+    step(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01))
+    assert distance(ours, theirs) < 1e-6
+
+
+def test_groups_may_be_added_before_the_first_step_and_not_after_it() -> None:
+    ours, theirs = pair("mlp")
+
+    def build(model: nn.Module, kind: Any) -> torch.optim.Optimizer:
+        named = list(model.named_parameters())
+        optimizer = kind(named[:2], lr=1e-2)
+        optimizer.add_param_group({"params": named[2:], "lr": 1e-3})
+        step(model, optimizer)
+        return optimizer
+
+    optimizer = build(ours, longshore.AdamW)
+    build(theirs, torch.optim.AdamW)
+    assert distance(ours, theirs) < 1e-6
+    with pytest.raises(errors.UsageError, match="after the job was opened.*new optimizer"):
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
+
+
+def test_no_gradient_at_all_is_no_step() -> None:
+    model, before = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters())
+    optimizer.step()
+    assert optimizer.version == 0
+    assert same_bits(model, before)
+    step(model, optimizer)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.version == 1
+
+
+def test_frozen_parameters_stay_and_cost_nothing() -> None:
+    ours, theirs = pair("mlp")
+    for model in (ours, theirs):
+        model.layers[0].requires_grad_(False)
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(theirs.named_parameters(), lr=1e-2)
+    for number in range(3):
+        step(ours, optimizer, number)
+        step(theirs, reference, number)
+    assert distance(ours, theirs) < 1e-6
+    ours.layers[0].requires_grad_(True)
+    optimizer.zero_grad()
+    ours.loss(3).backward()
+    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight.*frozen"):
+        optimizer.step()
+
+
+def test_zeros_may_stand_for_missing_gradients() -> None:
+    ours, theirs = pair("mlp")
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2, missing_gradients="zeros")
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for number in range(4):
+        for model, its in ((ours, optimizer), (theirs, reference)):
+            its.zero_grad()
+            model.loss(number).backward()
+            if number % 2:
+                bias = model.layers[0].bias
+                bias.grad = None if model is ours else torch.zeros_like(bias)
+            its.step()
+    assert distance(ours, theirs) < 1e-6
+
+
+def test_a_grad_scaler_leaves_unscaling_to_it() -> None:
+    ours, theirs = pair("mlp")
+    poisoned = 2
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, own_unscale: bool) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        for number in range(6):
+            optimizer.zero_grad()
+            scaler.scale(model.loss(number)).backward()
+            if number == poisoned:
+                model.layers[0].weight.grad[0, 0] = float("inf")
+            if own_unscale:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    for own_unscale in (False, True):
+        ours, theirs = pair("mlp")
+        optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2)
+        scales = {run(ours, optimizer, own_unscale), run(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), own_unscale)}
+        assert len(scales) == 1
+        assert optimizer.version == 5
+        assert distance(ours, theirs) < 1e-6
+
+
+def test_state_is_a_small_handle_of_plain_things() -> None:
+    model, _ = pair("llama")
+    optimizer = longshore.AdamW(model.named_parameters())
+    assert all(optimizer.state[parameter] for parameter in model.parameters()), "nobody must step to fill it"
+    step(model, optimizer)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    assert len(file.getvalue()) < 64 * 1024
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert loaded["longshore"]["job"] == optimizer.job
+    assert loaded["longshore"]["version"] == 1
+    assert loaded["state"][0]["step"] == 1
+    assert loaded["param_groups"][0]["params"] == list(range(len(list(model.parameters()))))
+    step(model, optimizer)
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+def test_loading_its_own_handle_changes_nothing_but_hyperparameters() -> None:
+    model, other = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2)
+    # What Accelerate does before the first step.
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(model, optimizer)
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 5.0
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    reference = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    step(other, reference)
+    step(model, optimizer, 1)
+    step(other, reference, 1)
+    assert distance(model, other) < 1e-6
+    with pytest.raises(errors.StateError, match="version.*is 1, but must be 2"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_state_of_another_optimizer_or_job_is_refused() -> None:
+    model, other = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters())
+    step(model, optimizer)
+    with pytest.raises(errors.StateError, match="another optimizer"):
+        optimizer.load_state_dict(torch.optim.AdamW(other.parameters()).state_dict())
+    stranger = longshore.AdamW(other.named_parameters())
+    step(other, stranger)
+    with pytest.raises(errors.StateError, match=f"{stranger.job}.*job={stranger.job!r}"):
+        optimizer.load_state_dict(stranger.state_dict())
+
+
+def test_it_is_not_copied_or_pickled() -> None:
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters())
+    for act in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled.*state_dict"):
+            act(optimizer)
+
+
+def test_weights_are_in_the_tensors_own_memory_and_autograd_knows() -> None:
+    model, _ = pair("mlp")
+    weight = model.layers[0].weight
+    address, version = weight.data_ptr(), weight._version
+    optimizer = longshore.AdamW(model.named_parameters())
+    stale = model.loss(0)
+    step(model, optimizer)
+    assert weight.data_ptr() == address
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
+def test_it_ends_with_its_last_name() -> None:
+    model, _ = pair("mlp")
+    for streaming in (False, True):
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=streaming)
+        step(model, optimizer)
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+    again = longshore.AdamW(model.named_parameters())
+    step(model, again)
+    assert again.version == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "arguments"),
+    [
+        (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-2}),
+        (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+        (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2}),
+    ],
+)
+def test_all_state_on_request_is_torchs_and_torch_goes_on_with_it(kind: Any, reference: Any, arguments: dict[str, Any]) -> None:
+    # Several shards, and parameters that lie across their borders.
+    ours, theirs = pair("mlp", width=500)
+    optimizer, plain = kind(ours.named_parameters(), **arguments), reference(theirs.named_parameters(), **arguments)
+    for number in range(5):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    full, expected = optimizer.state_dict(full=True), plain.state_dict()
+    for number, of in expected["state"].items():
+        for name, value in of.items():
+            if name != "step":
+                apart = (full["state"][number][name] - value).norm() / value.norm()
+                assert apart < 1e-6, (number, name)
+    for number, parameter in enumerate(ours.parameters()):
+        assert torch.equal(full["state"][number]["master"], parameter)
+    assert all(set(state) == {"step"} for state in optimizer.state.values())
+    optimizer.load_state_dict(full)
+    moved = reference(ours.named_parameters(), **arguments)
+    moved.load_state_dict({"state": full["state"], "param_groups": expected["param_groups"]})
+    optimizer.close()
+    step(ours, moved, 5)
+    step(theirs, plain, 5)
+    assert distance(ours, theirs) < 1e-6

@@ -1,0 +1,199 @@
+"""Streaming equals safe mode bit for bit, and a delayed run equals a plain delayed loop bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import MODELS, pair, same_bits
+from torch import nn
+
+import longshore
+from longshore import errors
+
+STEPS = 30
+
+
+def run(model: nn.Module, micro_steps: int = 1, **options: Any) -> longshore.AdamW:
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    for step in range(STEPS):
+        for micro_step in range(micro_steps):
+            (model.loss(step * micro_steps + micro_step) / micro_steps).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_streaming_equals_safe(name: str) -> None:
+    safe, streamed = pair(name)
+    run(safe, max_grad_norm=0.5)
+    optimizer = run(streamed, max_grad_norm=0.5, streaming=True)
+    assert same_bits(safe, streamed)
+    assert all(parameter.grad is None for parameter in streamed.parameters())
+    assert optimizer.version == STEPS
+
+
+@pytest.mark.parametrize("accumulate_on", ["servers", "worker"])
+def test_streaming_adds_up_backward_passes_as_torch_does(accumulate_on: str) -> None:
+    safe, streamed = pair("mlp")
+    run(safe, micro_steps=4)
+    run(streamed, micro_steps=4, streaming=True, accumulate=4, accumulate_on=accumulate_on)
+    # Torch adds to what is there; a worker divides by 4 at last. All are sums of the same four numbers in one order.
+    if accumulate_on == "servers":
+        assert same_bits(safe, streamed)
+    for ours, theirs in zip(streamed.parameters(), safe.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_last_step_with_fewer_backward_passes() -> None:
+    safe, streamed = pair("mlp")
+    models = ((safe, {}), (streamed, {"streaming": True, "accumulate": 4}))
+    for model, options in models:
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **options)
+        for passes in (4, 2):
+            for number in range(passes):
+                model.loss(number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_bits(safe, streamed)
+
+
+def test_more_backward_passes_than_were_said_are_refused() -> None:
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, accumulate=2)
+    model.loss(0).backward()
+    model.loss(1).backward()
+    with pytest.raises(errors.GradientError, match="backward pass 3 of this step.*accumulate="):
+        model.loss(2).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.version == 1
+
+
+def test_streaming_with_zeros_for_parameters_without_a_gradient() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(4, 4)
+            self.unused = nn.Linear(4, 4)
+
+        def loss(self, step: int) -> torch.Tensor:
+            return self.used(torch.full((2, 4), float(step + 1))).square().mean()
+
+    torch.manual_seed(0)
+    model = Half()
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, missing_gradients="zeros")
+    before = model.unused.weight.detach().clone()
+    for step in range(3):
+        model.loss(step).backward()
+        optimizer.step()
+    decayed = before
+    for _ in range(3):
+        decayed = decayed * torch.tensor(1 - 1e-3 * 1e-2)
+    assert torch.equal(model.unused.weight, decayed), "zeros decay the weight and do nothing else"
+    refused = longshore.AdamW(nn.Linear(4, 4).named_parameters(), streaming=True)
+    refused.param_groups[0]["params"][0].sum().backward()
+    with pytest.raises(errors.MissingGradientError, match=r"bias\.grad"):
+        refused.step()
+
+
+def test_a_grad_scaler_and_streaming_are_refused() -> None:
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model.loss(0)).backward()
+    with pytest.raises(errors.UsageError, match="bf16, or streaming=False"):
+        scaler.step(optimizer)
+
+
+def test_two_servers_give_the_bits_of_one(two_servers: str) -> None:
+    alone, apart = pair("mlp", width=400)
+    run(alone, max_grad_norm=1.0)
+    optimizer = run(apart, max_grad_norm=1.0, streaming=True, servers=two_servers, job="apart")
+    assert same_bits(alone, apart)
+    assert optimizer._connection.job.state_hash()[0] == STEPS
+
+
+class Delayed:
+    """docs/protocol.md in NumPy: AdamW in single fp32 operations, and images that look ahead."""
+
+    def __init__(self, values: np.ndarray, decay: float = 1e-2, eps: float = 1e-8) -> None:
+        self.master, self.mean, self.square = values.copy(), np.zeros_like(values), np.zeros_like(values)
+        self.decay, self.eps, self.beta1, self.beta2 = decay, eps, 0.9, 0.999
+
+    def step(self, gradient: np.ndarray, number: int, lr: float, ahead: bool) -> np.ndarray:
+        """Makes a step. Returns the image of its version."""
+        single = np.float32
+        root = 1 - power(self.beta2, number)
+        bias = 1 - power(self.beta1, number)
+        self.master = self.master * single(1 - lr * self.decay)
+        self.mean = self.mean + (gradient - self.mean) * single(1 - self.beta1)
+        self.square = self.square * single(self.beta2) + (single(1 - self.beta2) * gradient) * gradient
+        denominator = np.sqrt(self.square) * single(1 / np.sqrt(root)) + single(self.eps)
+        self.master = self.master - single(lr / bias) * (self.mean / denominator)
+        if not ahead:
+            return self.master.copy()
+        known = single(lr * self.beta1 / bias) * self.mean + single(lr * 2 * (1 - self.beta1)) * gradient
+        return self.master - (known / denominator + single(lr * self.beta1 * self.decay) * self.master)
+
+
+def power(base: float, exponent: int) -> float:
+    """By repeated squaring, from the lowest bit on."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def delayed_loop(model: nn.Module, warmup: int, drained: set[int], rate: Callable[[int], float]) -> None:
+    """Steps that compute with the weights of the step before last, once the first ones are over."""
+
+    def reads(step: int) -> int:
+        return step - 1 if step <= warmup or step - 1 in drained else max(step - 2, 0)
+
+    def write(images: list[np.ndarray]) -> None:
+        with torch.no_grad():
+            for parameter, image in zip(model.parameters(), images, strict=True):
+                parameter.copy_(torch.from_numpy(image))
+
+    rules = [Delayed(parameter.detach().numpy()) for parameter in model.parameters()]
+    images = {0: [rule.master.copy() for rule in rules]}
+    for step in range(1, STEPS + 1):
+        write(images[reads(step)])
+        model.zero_grad()
+        model.loss(step).backward()
+        # Whether the next step drains is known only once this one has been decided.
+        ahead = step + 1 > warmup
+        gradients = [parameter.grad.numpy() for parameter in model.parameters()]
+        images[step] = [
+            rule.step(gradient, step, rate(step), ahead) for rule, gradient in zip(rules, gradients, strict=True)
+        ]
+    write(images[reads(STEPS + 1)])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("drained", [set(), {13, 20}])
+def test_delay_equals_a_plain_delayed_loop(streaming: bool, drained: set[int]) -> None:
+    def rate(step: int) -> float:
+        return 1e-2 * 0.95 ** (step - 1)
+
+    ours, plain = pair("mlp")
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2, delay=1, warmup_steps=5, streaming=streaming)
+    for step in range(1, STEPS + 1):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.zero_grad()
+        ours.loss(step).backward()
+        optimizer.step()
+        if step in drained:
+            assert optimizer.flush() == step
+    delayed_loop(plain, 5, drained, rate)
+    assert same_bits(ours, plain)
+    assert optimizer.version == STEPS - 1
+    assert optimizer.flush() == STEPS

@@ -1,0 +1,23 @@
+//! How a caller ends a wait from outside: a language that handles signals between its own instructions, for example.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+/// How often a waiting call asks.
+pub(super) const PERIOD: Duration = Duration::from_millis(50);
+
+/// What a call that waits asks on its own thread, several times a second. The wait ends with
+/// [`Interrupted`](crate::error::Interrupted) when the answer is true. By default nothing is asked.
+#[derive(Clone, Default)]
+pub struct Interrupt(pub(super) Option<Arc<dyn Fn() -> bool + Send + Sync>>);
+
+impl Interrupt {
+    pub fn when(asks: impl Fn() -> bool + Send + Sync + 'static) -> Interrupt {
+        Interrupt(Some(Arc::new(asks)))
+    }
+}
+
+impl fmt::Debug for Interrupt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Interrupt(by a function)" } else { "Interrupt(never)" })
+    }
+}
