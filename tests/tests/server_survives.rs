@@ -122,6 +122,8 @@ const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
 /// Gradients are on the drives too, but for those that are lent.
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
+/// The second micro-step of a delayed step waits for the decision before, and so for a server that comes back.
+const NEWER: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "1"];
 const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
 
 #[test]
@@ -367,6 +369,11 @@ fn an_nvme_job_survives_kills_of_rank_one_with_a_server() {
 #[test]
 fn a_delayed_nvme_job_on_three_servers_survives_kills_of_rank_one_with_a_server() {
     survives_without(1, 3, DELAYED);
+}
+
+#[test]
+fn an_nvme_job_with_newer_weights_survives_kills_of_rank_one_with_a_server() {
+    survives_without(1, 3, NEWER);
 }
 
 /// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has
