@@ -139,7 +139,8 @@ impl Peer {
         sent
     }
 
-    /// Waits until the server has taken all that was sent before. Returns false when it ends the connection instead.
+    /// Waits until the server has taken all that was sent before, and answers its pings meanwhile: a peer that does not is
+    /// taken for dead. Returns false when the server ends the connection instead.
     pub fn is_alive(&mut self) -> bool {
         if self.send(&frame(PING, 0, 0, b"are you?")).is_err() {
             return false;
@@ -149,6 +150,11 @@ impl Peer {
             match self.next_frame() {
                 Ok(Some(frame)) if frame.kind == PING && frame.flags & ACK != 0 => return true,
                 Ok(Some(frame)) if frame.kind == GO_AWAY => return false,
+                Ok(Some(asked)) if asked.kind == PING => {
+                    if self.send(&frame(PING, ACK, 0, &asked.payload)).is_err() {
+                        return false;
+                    }
+                }
                 Ok(Some(_)) => {}
                 Ok(None) | Err(_) => return false,
             }

@@ -53,8 +53,12 @@ fn silent_connections_make_room_for_those_that_call() {
     let server = ServerOptions::new().args(["--max-connections", "64"]).allow(full).start();
     let mut worker = Peer::connect(server.address()).unwrap();
     assert!(worker.lists_jobs());
-    let silent: Vec<Peer> =
-        (0..many(300, 5000)).filter_map(|_| Peer::silent(server.address()).ok()).collect();
+    let mut silent = Vec::new();
+    for index in 0..many(300, 5000) {
+        silent.extend(Peer::silent(server.address()));
+        // Where the host is slow this loop takes longer than the server waits for an answer to its ping.
+        assert!(index % 50 > 0 || worker.is_alive(), "who has called goes after those that have not");
+    }
     let took = is_served(&server);
     assert!(took < Duration::from_secs(8), "{took:?}");
     assert!(worker.is_alive(), "who has called goes after those that have not");
