@@ -14,15 +14,12 @@ fn denominator(s: &Amended, second: f32) -> f32 {
 /// One rate from the sums of the squares of a group's denominators: sum i has the elements i, i + 16, i + 32 and i + 48.
 /// The vector loops call it, too.
 #[inline(always)]
-pub(in super::super) fn rate(s: &Amended, mut sums: [f32; LANES]) -> f32 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            sums[i] += sums[i + half];
-        }
-        half /= 2;
-    }
-    quiet(s.rate / (sums[0] * (1.0 / RATE_GROUP as f32)).sqrt())
+pub(in super::super) fn rate(s: &Amended, sums: [f32; LANES]) -> f32 {
+    // Without loops of variable length this stays in registers.
+    let eight: [f32; 8] = std::array::from_fn(|i| sums[i] + sums[i + 8]);
+    let four: [f32; 4] = std::array::from_fn(|i| eight[i] + eight[i + 4]);
+    let two: [f32; 2] = std::array::from_fn(|i| four[i] + four[i + 2]);
+    quiet(s.rate / ((two[0] + two[1]) * (1.0 / RATE_GROUP as f32)).sqrt())
 }
 
 fn group_rate(s: &Amended, second: &[f32]) -> f32 {
