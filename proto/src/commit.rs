@@ -80,9 +80,14 @@ impl Commit {
 impl Commit {
     /// The one factor, beside the rates, that the newest gradient is multiplied by in the amended image. None where this
     /// step makes none. It is formed in f64 and rounded once.
-    pub fn amend_multiplier(&self) -> Option<f32> {
+    pub fn amend_multiplier(&self, share: f64) -> Option<f32> {
         let gamma = self.amend.filter(|_| !self.skip)?;
-        Some((gamma * self.clip_coefficient / self.gradient_scale) as f32)
+        Some((gamma * self.clip_coefficient / (self.gradient_scale * share)) as f32)
+    }
+
+    /// Whether servers make amended images with this decision.
+    pub fn amends(&self) -> bool {
+        self.amend.is_some() && !self.skip
     }
 
     /// Whether the images of this version lack the newest gradient alone, so that the next step amends them.

@@ -143,7 +143,7 @@ impl JobSpec {
             let whole = [Partition::whole(self.world_size)];
             return Layout::new(&self.params, self.groups.len(), self.shard_elements, &whole);
         }
-        partition::check(&self.partitions, &self.params, self.world_size)?;
+        partition::check(&self.partitions, self.params.len(), self.world_size)?;
         Layout::new(&self.params, self.groups.len(), self.shard_elements, &self.partitions)
     }
 
@@ -165,8 +165,11 @@ impl JobSpec {
                 "leave worker_local out: exact steps lack nothing",
             );
         }
-        if self.world_size != 1 {
-            let limit = "1 (a rank holds its own gradient, and not the sum)";
+        if self.partitions.iter().any(|partition| partition.ranks.len() > 1)
+            || self.partitions.is_empty() && self.world_size != 1
+        {
+            let limit =
+                "1, or partitions of one contributor each (a rank holds its own gradient, and not the sum)";
             return refused("world_size", self.world_size.to_string(), limit, OTHER);
         }
         if self.micro_steps != 1 {

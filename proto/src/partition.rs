@@ -3,7 +3,6 @@
 use crate::{
     fault::Fault,
     ids::Rank,
-    layout::Param,
     limits::{MAX_CONTRIBUTORS, MAX_PARTITIONS},
 };
 
@@ -28,7 +27,7 @@ impl Partition {
 /// Checks a job's partitions: the first begins at parameter 0, each has a parameter and a contributor, and each rank
 /// contributes to one. A rank that contributed to none would prove by nothing that it has read its weights, and they
 /// would be overwritten under it.
-pub(crate) fn check(partitions: &[Partition], params: &[Param], world_size: u32) -> Result<(), Fault> {
+pub(crate) fn check(partitions: &[Partition], params: usize, world_size: u32) -> Result<(), Fault> {
     let field = |index: usize, name: &str| format!("spec.partitions[{index}].{name}");
     if partitions.len() > MAX_PARTITIONS {
         let limit = format!("at most {MAX_PARTITIONS}");
@@ -45,10 +44,10 @@ pub(crate) fn check(partitions: &[Partition], params: &[Param], world_size: u32)
     for (index, partition) in partitions.iter().enumerate() {
         let first = partition.first as usize;
         let right = if index == 0 { first == 0 } else { first >= next };
-        if !right || first >= params.len() {
+        if !right || first >= params {
             let limit = match index {
                 0 => "0".to_string(),
-                _ => format!("in {next}..{}, after the partition before", params.len()),
+                _ => format!("in {next}..{}, after the partition before", params),
             };
             let remedy = "list partitions in the order of their parameters, without gaps";
             return Err(Fault::invalid(field(index, "first"), first, limit, remedy));

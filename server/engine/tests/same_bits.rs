@@ -61,10 +61,16 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     spec.max_delay = delay;
     spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
     spec.unchecked = noise.one_in(4);
+    let splits = noise.one_in(2);
     if delay > 0 && rule.has_rates() && spec.formats.is_fp32() && noise.one_in(2) {
-        (spec.worker_local, spec.world_size, spec.micro_steps) = (true, 1, 1);
-    }
-    if noise.one_in(2) {
+        // A worker amends weights with its own gradient, so each partition has one contributor.
+        let ranks = if splits { spec.world_size.min(params as u32) } else { 1 };
+        (spec.worker_local, spec.world_size, spec.micro_steps) = (true, ranks, 1);
+        if splits {
+            let partition = |rank| Partition { first: rank, ranks: vec![Rank(rank)] };
+            spec.partitions = (0..ranks).map(partition).collect();
+        }
+    } else if splits {
         spec.partitions = random_partitions(noise, params, spec.world_size);
     }
     spec

@@ -116,7 +116,7 @@ impl Driver {
             },
         );
         self.gradients.committed(step);
-        self.shared.amends.note(step, own.commit.amend_multiplier());
+        self.shared.amends.note(&own.commit, self.cluster.spec());
         // This comes last: whoever waits for this version finds all the rest done.
         self.shared.board.post(step.version(), loss_scale);
         Ok(())

@@ -1,6 +1,6 @@
 //! The feeds of the step in hand and of the next step, whose weights are asked for as early as possible.
 
-use longshore_proto::Version;
+use longshore_proto::{Step, Version};
 
 use super::options::Weights;
 use crate::{
@@ -90,4 +90,17 @@ pub(super) fn has_room_ahead(session: &Session) -> bool {
     let spec = session.spec();
     let both = spec.image_dtype.bytes() + spec.gradient_dtype.bytes();
     session.cluster.options.host_budget.free() >= session.layout().elements() * both
+}
+
+/// Waits until no gradient is lent any more, so that its memory can be used again. If that fails, the memory is given up.
+pub(super) fn await_updates(session: &Session, version: Version) {
+    if !session.gradients.is_lending() {
+        return;
+    }
+    let whole = 0..session.layout().elements();
+    let pulled = session.pull(version, std::slice::from_ref(&whole), session.spec().image_dtype);
+    match pulled.and_then(|feed| feed.wait(whole.clone())) {
+        Ok(()) => session.gradients.updated(Step(version.0)),
+        Err(error) => tracing::debug!(%error, "gradients lent to servers are given up"),
+    }
 }

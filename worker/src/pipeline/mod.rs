@@ -1,6 +1,7 @@
 //! A worker's steps, one after the other. Each step's weights arrive, its gradient leaves and its decision is made in
 //! the background, as far as the schedule allows.
 
+mod amends;
 mod board;
 mod correction;
 mod driver;
@@ -31,13 +32,14 @@ use tokio::{
 use tracing::debug_span;
 
 use self::{
+    amends::Amends,
     board::Board,
     driver::{Driver, StepToDecide},
     envelope::MAX_TRAINER_BYTES,
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
     resume::Resume,
-    shared::{Amends, PipelineInner},
+    shared::PipelineInner,
     step::{Current, Meters},
     watch::Watcher,
 };
@@ -50,7 +52,7 @@ pub use self::{
 use crate::{
     cluster::Cluster,
     error::{Misuse, Result},
-    pull::{Feed, Missing, Reading},
+    pull::{Feed, Reading},
     push::{Accumulator, Assembler, Collector, Outbox, Sums},
     session::{Joined, Session},
 };
@@ -93,7 +95,7 @@ impl Pipeline {
     /// `Invalid` for options that contradict the job, or resume data of another program.
     pub fn new(session: Session, joined: &Joined, options: PipelineOptions) -> Result<Pipeline> {
         options.validate(session.spec())?;
-        let accumulator = accumulator(&session, &options)?;
+        let accumulator = options.accumulate.accumulator(&session)?;
         let resume = Resume::from(joined, &options)?;
         let (board, resumed) = (Board::new(resume.scales), Board::new([]));
         let (outcomes, amends) = (Outcomes::default(), Amends::default());
@@ -175,7 +177,12 @@ impl Pipeline {
         let before = Meters::read(&self.session);
         let loss_scale = self.await_decision(reads)?;
         self.feeds.take(&self.session, &self.options.weights, reads)?;
-        let missing = self.missing(step, reads)?;
+        let missing = amends::missing(
+            &self.session,
+            (&self.shared.board, &self.shared.amends),
+            self.joined,
+            (step, reads),
+        )?;
         self.feeds.amend(missing.clone());
         if has_room_ahead(&self.session) {
             self.open_ahead(Step(step.0 + 1))?;
@@ -199,22 +206,6 @@ impl Pipeline {
             before,
         });
         Ok(plan)
-    }
-
-    /// The step that the weights of `reads` lack, if the worker adds it: the one before `step`, once it is decided. A
-    /// process that joined after that step reads weights that a server has amended.
-    fn missing(&self, step: Step, reads: Version) -> Result<Option<Missing>> {
-        let before = Step(step.0 - 1);
-        let spec = self.session.spec();
-        if !spec.worker_local || reads.0 + 1 != before.0 || before <= self.joined {
-            return Ok(None);
-        }
-        self.await_decision(before.version())?;
-        let Some(multiplier) = self.shared.amends.of(before) else { return Ok(None) };
-        let missing = self.session.gradients.own.missing(before, spec.gradient_dtype, multiplier);
-        let lost =
-            Misuse("the gradient of the step before is not held: finish each step before the next begin");
-        missing.map(Some).ok_or_else(|| lost.into())
     }
 
     /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
@@ -382,25 +373,10 @@ impl Pipeline {
         let version = self.drain()?;
         let durable = driver::durable_everywhere(self.session.cluster.clone(), version);
         self.cluster().runtime.block_on(durable)?;
-        self.await_updates(version);
+        feeds::await_updates(&self.session, version);
         let Pipeline { tasks, session, .. } = self;
         drop(tasks);
         Ok(session)
-    }
-
-    /// Waits until no gradient is lent any more, so that its memory can be used again. If that fails, the memory is
-    /// given up.
-    fn await_updates(&self, version: Version) {
-        let whole = 0..self.session.layout().elements();
-        let order = std::slice::from_ref(&whole);
-        if !self.session.gradients.is_lending() {
-            return;
-        }
-        let pulled = self.session.pull(version, order, self.session.spec().image_dtype);
-        match pulled.and_then(|feed| feed.wait(whole.clone())) {
-            Ok(()) => self.session.gradients.updated(Step(version.0)),
-            Err(error) => tracing::debug!(%error, "gradients lent to servers are given up"),
-        }
     }
 
     /// The loss scale of the steps that read `version`, once it is decided.
@@ -415,13 +391,6 @@ impl Pipeline {
     fn current(&self) -> Result<&Current> {
         self.current.as_ref().ok_or_else(|| OUTSIDE.into())
     }
-}
-
-fn accumulator(session: &Session, options: &PipelineOptions) -> Result<Option<Arc<Mutex<Accumulator>>>> {
-    let Accumulate::OnWorker { micro_steps: micro_steps @ 2.. } = options.accumulate else { return Ok(None) };
-    let (budget, dtype) = (&session.cluster.options.host_budget, session.spec().gradient_dtype);
-    let accumulator = Accumulator::new(budget, session.layout(), dtype, micro_steps)?;
-    Ok(Some(Arc::new(Mutex::new(accumulator))))
 }
 
 const OUTSIDE: Misuse = Misuse("no step is under way: call begin first");

@@ -1,11 +1,15 @@
 //! How a run makes its steps: schedule, clipping, loss scale, hyperparameters, and which weights it wants when.
 
-use std::{fmt, ops::Range, sync::Arc};
+use std::{
+    fmt,
+    ops::Range,
+    sync::{Arc, Mutex},
+};
 
 use longshore_proto::{Correction, Fault, Hyper, JobSpec, Step, limits::MAX_MICRO_STEPS};
 
 use super::correction::DelayCorrection;
-use crate::{loss_scale::LossScaler, schedule::Schedule};
+use crate::{error::Result, loss_scale::LossScaler, push::Accumulator, schedule::Schedule, session::Session};
 
 /// The hyperparameters of a step, one for each param group. It is called on rank 0 only.
 pub type HyperOf = Arc<dyn Fn(Step) -> Vec<Hyper> + Send + Sync>;
@@ -32,6 +36,14 @@ pub enum Accumulate {
 }
 
 impl Accumulate {
+    /// Where the worker adds up the micro-steps of a step, if servers do not.
+    pub(super) fn accumulator(self, session: &Session) -> Result<Option<Arc<Mutex<Accumulator>>>> {
+        let Accumulate::OnWorker { micro_steps: micro_steps @ 2.. } = self else { return Ok(None) };
+        let (budget, dtype) = (&session.cluster.options.host_budget, session.spec().gradient_dtype);
+        let accumulator = Accumulator::new(budget, session.layout(), dtype, micro_steps)?;
+        Ok(Some(Arc::new(Mutex::new(accumulator))))
+    }
+
     /// How many micro-steps a step has here.
     pub(super) fn micro_steps(self, spec: &JobSpec) -> u32 {
         match self {
@@ -116,6 +128,13 @@ impl PipelineOptions {
         if self.schedule.delay() > 0 {
             self.correction.validate(spec)?;
             let micro_steps = self.accumulate.micro_steps(spec);
+            let pulls_all = !matches!(self.weights, Weights::Ranges(_));
+            if spec.worker_local && spec.world_size > 1 && pulls_all {
+                let remedy = "pull the ranges that the rank contributes to (Layout::contributed_by), and gather the others";
+                let limit =
+                    "the rank's own partitions where workers amend weights: it holds no other gradient";
+                return Err(Fault::invalid("pipeline.weights", "whole", limit, remedy));
+            }
             if matches!(self.correction, DelayCorrection::WorkerLocal(_))
                 && self.schedule.has_newer(micro_steps)
             {

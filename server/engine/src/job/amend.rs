@@ -35,11 +35,11 @@ impl Job {
     /// What the update of a decided step makes. It makes no amended image where the commit before is not known any more.
     /// That is so only after a crash in which the step after this one was decided too: its amended image takes the place
     /// of this one's.
-    pub(super) fn amending(&self, commit: &Commit, applied: u64) -> Amending {
+    pub(super) fn amending(&self, commit: &Commit, applied: u64, share: f64) -> Amending {
         if !self.spec.worker_local {
             return Amending::default();
         }
-        let before = commit.amend_multiplier().and_then(|multiplier| {
+        let before = commit.amend_multiplier(share).and_then(|multiplier| {
             let version = Version(commit.step.0 - 1);
             Some((self.amended(version)?, multiplier))
         });
@@ -103,8 +103,7 @@ impl Job {
 
     /// Whether the older image of a version, as a checkpoint has it, is the amended one.
     pub(super) fn is_amended(&self, record: &Record) -> bool {
-        let amends = |commit: &Commit| commit.amend_multiplier().is_some();
-        self.spec.worker_local && record.commit.as_ref().is_some_and(amends)
+        self.spec.worker_local && record.commit.as_ref().is_some_and(Commit::amends)
     }
 
     /// All owned shards.
@@ -114,7 +113,7 @@ impl Job {
 
     /// Whether a decided step made an amended image.
     pub(super) fn amends(machine: &Machine, step: Step) -> bool {
-        machine.decision(step).is_some_and(|(commit, _)| commit.amend_multiplier().is_some())
+        machine.decision(step).is_some_and(|(commit, _)| commit.amends())
     }
 
     /// Checks that the next commit goes on from the one before: it amends that one's images if and only if the worker

@@ -88,9 +88,9 @@ impl Job {
     }
 
     fn update_shards(&self, run: OwnedShards, commit: &Commit, applied: u64) -> Result<(), Fault> {
-        let multiplier =
-            commit.gradient_multiplier(self.spec.share(self.gradients.contributors(run.first())));
-        let amending = self.amending(commit, applied);
+        let share = self.spec.share(self.gradients.contributors(run.first()));
+        let multiplier = commit.gradient_multiplier(share);
+        let amending = self.amending(commit, applied, share);
         let scalars: Vec<Scalars> = commit
             .groups
             .iter()

@@ -141,10 +141,13 @@ impl Reference {
 
     /// What a worker makes of the image that it has.
     fn amend(&self, gamma: f64, gradient: &[f32], commit: &Commit) -> Vec<u8> {
-        let factor = (gamma * commit.clip_coefficient / commit.gradient_scale) as f32;
+        let factors = shares(&self.spec, |share| {
+            (gamma * commit.clip_coefficient / (commit.gradient_scale * share)) as f32
+        });
         let rates = self.rates.as_ref().expect("the version before has rates");
         let image = decode(&self.image, self.spec.image_dtype);
-        let amend = |(index, x): (usize, &f32)| quiet(x - rates[index / 64] * (gradient[index] * factor));
+        let amend =
+            |(index, x): (usize, &f32)| quiet(x - rates[index / 64] * (gradient[index] * factors[index]));
         encode(&image.iter().enumerate().map(amend).collect::<Vec<_>>(), self.spec.image_dtype)
     }
 
@@ -230,12 +233,16 @@ pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
 
 /// By flat element: what its summed gradient is multiplied by.
 pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
-    let mut multipliers = vec![0.0; flat_elements(spec)];
+    shares(spec, |share| (commit.clip_coefficient / (commit.gradient_scale * share)) as f32)
+}
+
+/// By flat element: what follows from the share of ranks that contribute to it.
+fn shares(spec: &JobSpec, of: impl Fn(f64) -> f32) -> Vec<f32> {
+    let mut found = vec![0.0; flat_elements(spec)];
     for (range, ranks) in partitions(spec) {
-        let share = ranks.len() as f64 / f64::from(spec.world_size);
-        multipliers[range].fill((commit.clip_coefficient / (commit.gradient_scale * share)) as f32);
+        found[range].fill(of(ranks.len() as f64 / f64::from(spec.world_size)));
     }
-    multipliers
+    found
 }
 
 /// The sum of squares of each block. Element i belongs to lane i % 32. A lane adds its sixteen squares of 512

@@ -223,7 +223,14 @@ fn local() -> JobSpec {
 #[test]
 fn a_job_whose_worker_could_not_amend_its_weights_is_refused() {
     assert!(local().validate().is_ok());
-    let refused: [(Change, &str, &[&str]); 7] = [
+    let of_one = JobSpec { world_size: 2, partitions: cut(&[(0, &[1]), (1, &[0])]), ..local() };
+    assert!(of_one.validate().is_ok());
+    let refused: [(Change, &str, &[&str]); 8] = [
+        (
+            |s| (s.world_size, s.partitions) = (2, cut(&[(0, &[0]), (1, &[0, 1])])),
+            "spec.world_size",
+            &["with worker_local", "one contributor each"],
+        ),
         (|s| s.max_delay = 0, "spec.max_delay", &["with worker_local", "exact steps lack nothing"]),
         (|s| s.world_size = 2, "spec.world_size", &["with worker_local", "a rank holds its own gradient"]),
         (

@@ -225,7 +225,7 @@ impl Copying {
     fn is_amended(&self, job: &Job) -> bool {
         let info = lock(&self.info);
         let commit = info.as_ref().and_then(|info| info.commit.as_ref());
-        job.spec.worker_local && commit.is_some_and(|commit| commit.amend_multiplier().is_some())
+        job.spec.worker_local && commit.is_some_and(Commit::amends)
     }
 
     fn left(&self, job: &Job, owned: OwnedShard) -> usize {

@@ -1,0 +1,65 @@
+//! The gradients that this worker amends weights with, and what they are multiplied by.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, PoisonError},
+};
+
+use longshore_proto::{Commit, Fault, FaultKind, JobSpec, ServerId, Step, Version, fault::READS};
+
+use super::board::Board;
+use crate::{
+    error::{Misuse, Result},
+    pull::Missing,
+    session::Session,
+};
+
+/// What the gradients of the last decided steps are multiplied by to amend weights. It is noted before a version is
+/// posted on the board.
+#[derive(Default)]
+pub(super) struct Amends(Mutex<BTreeMap<Step, Option<f32>>>);
+
+impl Amends {
+    /// How many steps are kept: the last decided one, and one for a trainer that is a step behind.
+    const KEPT: usize = 2;
+
+    pub(super) fn note(&self, commit: &Commit, spec: &JobSpec) {
+        // Where workers amend weights, each shard has one contributor.
+        let share = 1.0 / f64::from(spec.world_size);
+        let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        steps.insert(commit.step, commit.amend_multiplier(share));
+        while steps.len() > Amends::KEPT {
+            steps.pop_first();
+        }
+    }
+
+    /// None for a step whose commit was not heard of. Inside, None for a step that amends nothing.
+    pub(super) fn of(&self, step: Step) -> Option<Option<f32>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&step).copied()
+    }
+}
+
+/// The step that the weights of `reads` lack, if the worker adds it: the one before `step`, once it is decided. A process
+/// that joined after that step reads weights that a server has amended.
+pub(super) fn missing(
+    session: &Session,
+    (board, amends): (&Board, &Amends),
+    joined: Step,
+    (step, reads): (Step, Version),
+) -> Result<Option<Missing>> {
+    let (before, spec, cluster) = (Step(step.0 - 1), session.spec(), &*session.cluster);
+    if !spec.worker_local || reads.0 + 1 != before.0 || before <= joined {
+        return Ok(None);
+    }
+    cluster.runtime.block_on(board.wait(cluster, before.version()))?;
+    let Some(multiplier) = amends.of(before) else {
+        let limit = "a step whose commit this rank has heard of";
+        let remedy = "join again: a server has the amended weights";
+        let fault = Fault::new(FaultKind::Conflict, READS, before, limit, remedy);
+        return Err(cluster.explain(ServerId(0), "Watch", Some(before), fault));
+    };
+    let Some(multiplier) = multiplier else { return Ok(None) };
+    let missing = session.gradients.own.missing(before, spec.gradient_dtype, multiplier);
+    let lost = Misuse("the gradient of the step before is not held: finish each step before the next begin");
+    missing.map(Some).ok_or_else(|| lost.into())
+}
