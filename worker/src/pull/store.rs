@@ -14,11 +14,7 @@ use std::{
 };
 
 use longshore_memory::{Foreign, Source};
-use longshore_proto::{
-    Dtype, Fault, Layout, ShardId, Slice, Version,
-    checksum::Crc32,
-    limits::{CHUNK_BYTES, RATE_ELEMENTS},
-};
+use longshore_proto::{Dtype, Fault, Layout, ShardId, Slice, Version, checksum::Crc32, limits};
 use longshore_wire::sink::Read;
 
 use crate::{
@@ -152,11 +148,11 @@ impl Segment {
         if filling.rates.is_empty() && rates.is_empty() {
             return;
         }
-        let first = self.range.start / RATE_ELEMENTS;
-        filling.rates.resize((self.range.end.div_ceil(RATE_ELEMENTS) - first) as usize, 0.0);
+        let first = self.range.start / limits::RATE_ELEMENTS;
+        filling.rates.resize((self.range.end.div_ceil(limits::RATE_ELEMENTS) - first) as usize, 0.0);
         let (from, until) = (range.start.max(self.range.start), range.end.min(self.range.end));
-        for group in from / RATE_ELEMENTS..until.div_ceil(RATE_ELEMENTS) {
-            let rate = rates.get((group - range.start / RATE_ELEMENTS) as usize).copied();
+        for group in from / limits::RATE_ELEMENTS..until.div_ceil(limits::RATE_ELEMENTS) {
+            let rate = rates.get((group - range.start / limits::RATE_ELEMENTS) as usize).copied();
             filling.rates[(group - first) as usize] = rate.map_or(0.0, f32::from_le_bytes);
         }
     }
@@ -236,7 +232,7 @@ impl Store {
         pool: &BufferPool,
         in_place: impl Fn(ShardId) -> bool,
     ) -> Result<Store, Shortage> {
-        let step = CHUNK_BYTES as u64 / dtype.bytes();
+        let step = limits::CHUNK_BYTES as u64 / dtype.bytes();
         let mut segments = Vec::new();
         for (slice, range) in pieces {
             let mut start = range.start;
@@ -288,7 +284,7 @@ impl Store {
     pub(super) fn rates(&self, at: u64, elements: u64, rates: &[u8]) -> bool {
         let Some(range) = at.checked_add(elements).map(|end| at..end) else { return false };
         let Some(segments) = self.covering(&range) else { return false };
-        let groups = range.end.div_ceil(RATE_ELEMENTS) - range.start / RATE_ELEMENTS;
+        let groups = range.end.div_ceil(limits::RATE_ELEMENTS) - range.start / limits::RATE_ELEMENTS;
         let (rates, rest) = rates.as_chunks::<4>();
         if !rest.is_empty() || !(rates.is_empty() || rates.len() as u64 == groups) {
             return false;
