@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -178,6 +179,15 @@ def test_ranks_that_disagree_on_the_world_size(servers: str) -> None:
         longshore.AdamW(second.named_parameters(), servers=servers, job="world", rank=1, world_size=3).open()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and Python then leaves it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_wait(servers: str) -> None:
     """Rank 0 of two waits for the other's gradients, which never come."""
     model, _ = pair("mlp")
