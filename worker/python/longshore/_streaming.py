@@ -2,25 +2,40 @@
 
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from longshore import _params
-from longshore._host import Place
+from longshore._host import Gradients, Place
 from longshore._params import Param
 from longshore.errors import GradientError, UsageError, invalid
 
 if TYPE_CHECKING:
     from longshore._connection import Connection
-    from longshore._optimizer import Optimizer
+    from longshore._options import Options
+
+
+class Streamed(Protocol):
+    """What a stream needs of the optimizer that it belongs to."""
+
+    param_groups: list[dict[str, Any]]
+    _options: "Options"
+    _gradients: Gradients
+    _frozen: list[tuple[str, Tensor]]
+
+    def _opened(self) -> "Connection": ...
+
+    def _check_whole(self, connection: "Connection") -> None: ...
+
+    def _check_missing(self, missing: list[Param]) -> None: ...
 
 
 class Stream:
     """What has left of the step in hand. Its hooks hold the optimizer weakly, so that it ends with its last name."""
 
-    def __init__(self, optimizer: "Optimizer") -> None:
+    def __init__(self, optimizer: Streamed) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._hooks: dict[int, Any] = {}
         self._by_tensor: dict[int, Param] = {}
@@ -53,7 +68,7 @@ class Stream:
             handle.remove()
         self._hooks.clear()
 
-    def _open(self) -> tuple["Optimizer", "Connection"]:
+    def _open(self) -> tuple[Streamed, "Connection"]:
         optimizer = self._optimizer()
         if optimizer is None:
             raise UsageError("the optimizer is gone, and its parameters still train: keep it until training ends")
@@ -116,7 +131,7 @@ class Stream:
             connection.job.push([place for _, place in self._copying[:arrived]])
             del self._copying[:arrived]
 
-    def _end_micro_step(self, optimizer: "Optimizer", connection: "Connection") -> None:
+    def _end_micro_step(self, optimizer: Streamed, connection: "Connection") -> None:
         missing = [param for param in connection.params if param.index not in self._taken]
         optimizer._check_missing(missing)
         self._push_copied(connection, wait=True)
@@ -145,7 +160,7 @@ class Stream:
         return True
 
 
-def _refuse_ddp(optimizer: "Optimizer") -> None:
+def _refuse_ddp(optimizer: Streamed) -> None:
     """DistributedDataParallel reduces gradients after the hooks have run, so they would leave unreduced."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
