@@ -1,5 +1,5 @@
-//! Indices that one server gives to its shards, their contributors and gradient slots, as types of their own so that none is taken for
-//! another.
+//! Indices that one server gives to its shards, their contributors and gradient slots. They are types of their own, so that
+//! none is taken for another.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ pub struct GradientSlot(pub usize);
 pub struct Contributor(pub usize);
 
 impl Contributor {
-    /// The only one of a shard whose gradient is not summed.
+    /// The only contributor of a shard whose gradient is not summed.
     pub const LONE: Contributor = Contributor(0);
 
     /// A rank among a shard's contributors, which are in ascending order. It is None if the rank is not one of them.

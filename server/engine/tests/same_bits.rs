@@ -383,7 +383,7 @@ impl<'a> Traffic<'a> {
     fn check_pull(&self, shard: ShardId, version: u64, amended: bool) -> bool {
         let (job, run) = (&self.cluster.jobs[self.cluster.owner(shard)], self.run);
         let elements = self.cluster.layout.shard_len(shard);
-        // The slice begins and ends inside of groups.
+        // The slice begins and ends inside groups.
         let slice = Slice { shard, offset: 100, elements: elements - 150 };
         let Some(pulled) = job.copy_image(&slice, Version(version), amended).unwrap() else { return false };
         let size = run.spec.image_dtype.bytes() as usize;

@@ -18,10 +18,10 @@ pub(super) const BLOCK_RATES: usize = BLOCK / longshore_proto::limits::RATE_ELEM
 /// What an update makes beside the new state and image.
 #[derive(Default)]
 pub(super) struct Amending {
-    /// By param group, of the version before, and the factor of the gradient: if they are there, the update makes the
-    /// amended image.
+    /// The constants of the version before, by param group, and the factor of the gradient. If they are there, the update
+    /// makes the amended image.
     pub(super) before: Option<(Vec<Amended>, f32)>,
-    /// By param group, of the new version: if they are there, the update makes rates.
+    /// The constants of the new version, by param group. If they are there, the update makes rates.
     pub(super) after: Option<Vec<Amended>>,
 }
 
@@ -32,9 +32,9 @@ impl Amending {
 }
 
 impl Job {
-    /// What the update of a decided step makes. It makes no amended image where the commit before is not known any more.
-    /// That is so only after a crash in which the step after this one was decided too: its amended image takes the place
-    /// of this one's.
+    /// What the update of a decided step makes beside state and image. It makes no amended image where the commit before is
+    /// not known any more. A crash leads to that only if the step after this one was decided too. That step's amended image
+    /// then takes the place of this one's.
     pub(super) fn amending(&self, commit: &Commit, applied: u64, share: f64) -> Amending {
         if !self.spec.worker_local {
             return Amending::default();
@@ -46,8 +46,8 @@ impl Job {
         Amending { before, after: self.amended_of(commit, applied) }
     }
 
-    /// The constants of a version whose images the worker amends. They are None for any other version, and for one whose
-    /// commit is not known any more.
+    /// The constants of a version whose images the worker amends, by param group. None for any other version, and for one
+    /// whose commit is not known any more.
     fn amended(&self, version: Version) -> Option<Vec<Amended>> {
         let machine = self.protocol.machine();
         let (commit, applied) = machine.decision(Step(version.0))?;
@@ -75,8 +75,8 @@ impl Job {
         }
     }
 
-    /// Makes the rates of the owned shards whose state is that of a version which no update made here: a recovered one,
-    /// or a checkpoint's.
+    /// Makes the rates of a version that no update has made in this process: a recovered one, or a checkpoint's. The state
+    /// of `shards` is that of the version.
     pub(super) fn make_rates(
         &self,
         version: Version,
@@ -116,8 +116,8 @@ impl Job {
         machine.decision(step).is_some_and(|(commit, _)| commit.amends())
     }
 
-    /// Checks that the next commit goes on from the one before: it amends that one's images if and only if the worker
-    /// does, and if it skips, its images are that one's.
+    /// Checks that the next commit goes on from the one before. It has `amend` if and only if the worker amends that one's
+    /// images. If it skips, it repeats what belongs to them.
     pub(super) fn check_amends(&self, machine: &Machine, commit: &Commit) -> Result<(), Fault> {
         if !self.spec.worker_local || commit.step != machine.version().next_step() {
             return Ok(());

@@ -338,7 +338,7 @@ impl Job {
             self.images.found(owned, shard);
         }
         if let Some(Record { version, applied, commit, .. }) = kept.records.last() {
-            // Those of a shard with an unfinished update are made by it.
+            // The rates of a shard with an unfinished update are made by that update.
             let there = self.all().zip(&kept.shards).filter(|(_, shard)| shard.version == *version);
             self.make_rates(*version, *applied, commit.as_ref(), there.map(|(owned, _)| owned))?;
         }

@@ -36,6 +36,7 @@ struct Block<'a> {
 }
 
 /// How many elements are amended, updated and given rates at a time. Their state stays in the L1 or L2 cache meanwhile.
+/// `longshore bench update` cuts blocks alike.
 const TILE: usize = 4096;
 
 /// The most shards that are updated together, where the tier allows it. After each group the threads wait for each
@@ -67,7 +68,7 @@ impl Job {
                     None => self.images.carry(owned, step),
                 }
             }
-            // After a crash the rates to carry may not be there. The state is as it was then.
+            // After a crash the rates to carry may not be there. A skip leaves the state as it was, so they are made from it.
             let lacking = run.clone().filter(|&owned| !self.images.rates.are_of(owned, step.version()));
             self.make_rates(step.version(), applied, Some(&commit), lacking)?;
         } else {

@@ -59,7 +59,7 @@ pub fn update(
     dispatch!(isa, update(scalars, gradient, state, image, compensation))
 }
 
-/// The rates with which a version's images are amended: for each 64 elements one, from their second moments.
+/// The rates with which a version's images are amended: one for each 64 elements, made of their second moments.
 ///
 /// # Panics
 /// If `second` is not 64 times as long as `rates`, or this CPU does not have `isa`.
@@ -68,8 +68,8 @@ pub fn rates(isa: Isa, amended: &Amended, second: &[f32], rates: &mut [f32]) {
     dispatch!(isa, rates(amended, second, rates))
 }
 
-/// Makes the amended image: the image that a version had, which is made once more from its state, less the step that it
-/// lacks, which is `rate * (gradient * multiplier)`.
+/// Makes the amended image. The image that a version had is made once more from its state. Then the step that it lacks is
+/// subtracted, which is `rate * (gradient * multiplier)`.
 ///
 /// # Panics
 /// If lengths differ or are no multiple of 64, or this CPU does not have `isa`.

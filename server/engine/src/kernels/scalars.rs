@@ -69,8 +69,8 @@ impl Ahead {
 /// default job, and by how large a learning rate stays stable (docs/delay.md).
 const NEWEST: f64 = 2.0;
 
-/// The f32 constants of one param group in a version whose images the worker amends. These images, and the rates with
-/// which they are amended, follow from the version's state and from these.
+/// The f32 constants of one param group in a version whose images the worker amends. The images, and the rates with which
+/// they are amended, follow from the version's state and from these constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Amended {
     /// `lr' * beta1 / (1 - beta1^(t+1))`, the factor of the first moment.
@@ -80,7 +80,7 @@ pub struct Amended {
     /// `1 / sqrt(1 - beta2^t)`
     pub inverse_root_correction: f32,
     pub eps: f32,
-    /// `lr' * (1 - beta1) / (1 - beta1^(t+1))`, which a rate has above its root mean square.
+    /// `lr' * (1 - beta1) / (1 - beta1^(t+1))`. A rate is this over the root mean square of a group's denominators.
     pub rate: f32,
 }
 
@@ -90,7 +90,7 @@ impl Amended {
     pub fn new(rule: Rule, hyper: &Hyper, applied: u64, next_lr: f64) -> Option<Amended> {
         let weight = match rule {
             Rule::AdamW => next_lr * hyper.weight_decay,
-            // Its decay is a part of the gradient.
+            // Adam's decay is a part of its gradient.
             Rule::Adam => 0.0,
             Rule::Sgd | Rule::Lion | Rule::Adagrad => return None,
         };

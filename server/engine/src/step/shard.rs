@@ -243,12 +243,12 @@ impl StepSlot {
         }
     }
 
-    /// Whether a sum or an update still needs what a rank's buffer holds.
+    /// Whether a sum or an update still needs what a contributor's buffer holds.
     pub(super) fn holds(&self, contributor: Contributor) -> bool {
         self.complete || self.in_use(contributor) || !self.ranks[contributor.index()].stored.is_empty()
     }
 
-    /// Whether a chunk of this rank is being written, or the rank's buffer read, at this moment.
+    /// Whether a chunk of this contributor is being written, or its buffer read, at this moment.
     pub(super) fn in_use(&self, contributor: Contributor) -> bool {
         self.summing || !self.ranks[contributor.index()].writing.is_empty()
     }

@@ -16,9 +16,9 @@ use crate::{
 /// The kinds of a shard's gradients in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// One rank's contribution, in the wire's format.
+    /// One contributor's gradient, in the wire's format.
     Contribution(Contributor),
-    /// The sum of all ranks and micro-steps so far, in fp32.
+    /// The sum of all contributors and micro-steps so far, in fp32.
     Sum,
 }
 

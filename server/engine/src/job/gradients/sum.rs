@@ -100,7 +100,7 @@ impl Gradients {
         if summed == 0 {
             return Ok(self.lone_statistics(sums, meanwhile));
         }
-        // These shards are of several partitions, which happens once a step for each.
+        // Some of these shards are summed and some are not, so they belong to several partitions. They go one by one.
         meanwhile();
         let mut formed = Vec::with_capacity(sums.len());
         for sum in sums.chunks(1) {

@@ -9,8 +9,8 @@ use longshore_proto::{JobSpec, Step, Version, limits::RATE_ELEMENTS};
 
 use crate::ids::OwnedShard;
 
-/// The rates of the owned shards. They are few, so that they are always in DRAM. The next process of this server makes
-/// those of its version again from the state.
+/// The rates of the owned shards. They are few, so they stay in DRAM. The next process of this server makes those of its
+/// version again from the state.
 pub(in crate::job) struct Rates {
     /// By owned shard, then by version parity. It is empty in a job without rates.
     shards: Vec<[RwLock<RatesOf>; 2]>,
@@ -18,7 +18,7 @@ pub(in crate::job) struct Rates {
 
 /// The rates of one shard at one version.
 pub(in crate::job) struct RatesOf {
-    /// None while no valid ones are there.
+    /// The version that the values belong to. None while they are not valid.
     version: Option<Version>,
     /// One for each group of elements of the shard.
     values: Vec<f32>,
@@ -30,7 +30,7 @@ pub(in crate::job) fn need(spec: &JobSpec, elements: u64) -> u64 {
 }
 
 impl RatesOf {
-    /// The values to be made, which are no valid ones until [`RatesOf::set`].
+    /// The values, which are to be made. They are not valid until [`RatesOf::set`].
     pub(in crate::job) fn overwrite(&mut self) -> &mut [f32] {
         self.version = None;
         &mut self.values

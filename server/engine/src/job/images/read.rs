@@ -18,13 +18,14 @@ pub enum ImageRead {
 /// Where a slice of an image lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImagePlace {
-    /// In the shared file, at so many bytes from its start, as is its version stamp.
+    /// In the shared file. The slice and its version stamp lie so many bytes from the file's start.
     At { at: u64, stamp: u64, rates: Vec<u8> },
     /// Not in the shared file.
     Elsewhere,
 }
 
-/// Bytes of an image, their checksum, and the rates with which they are to be amended. There are none where nothing is.
+/// Bytes of an image, their checksum, and the rates with which they are to be amended. There are no rates where nothing is
+/// to be amended.
 pub struct Pulled<T> {
     pub bytes: T,
     pub crc32: u32,
@@ -174,15 +175,15 @@ impl Job {
     }
 
     /// Which weights a pull of a version gets, once it may get them. A worker that does not hold the gradient of the
-    /// step after asks for the `amended` image. Any other worker gets it where this process does not know the version's
-    /// rates any more, which says that nothing is to be amended.
+    /// step after asks for the `amended` image. Any other worker gets it too where this process does not know the version's
+    /// rates any more. It comes without rates, so no worker amends it again.
     fn source(
         &self,
         slice: &Slice,
         version: Version,
         amended: bool,
     ) -> Result<Option<(OwnedShard, Source)>, Fault> {
-        let waits_for = Version(version.0 + u64::from(amended && self.spec.worker_local));
+        let waits_for = Version(version.0.saturating_add(u64::from(amended && self.spec.worker_local)));
         let Some(owned) = self.ready(slice, waits_for)? else { return Ok(None) };
         if !self.spec.worker_local {
             return Ok(Some((owned, Source::Image { rates: Vec::new() })));
@@ -200,7 +201,7 @@ impl Job {
         Ok(match rates {
             Some(rates) => Some((owned, Source::Image { rates })),
             None if after => Some((owned, Source::Amended)),
-            // An update that a crash has interrupted will soon have made the amended image.
+            // A crash has interrupted the next update. Once that is done, the amended image is there.
             None if local => None,
             None => Some((owned, Source::Image { rates: Vec::new() })),
         })

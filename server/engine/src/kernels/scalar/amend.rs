@@ -5,7 +5,7 @@ use super::super::{Amended, Gradient, ImageMut, Kept, isa::LANES, slices::RATE_G
 use super::convert::{Bf16, F16, F32, Format, quiet};
 use crate::memory::{Element, Source};
 
-/// What the image lacks of an element's step is divided by this.
+/// An element's step is divided by this.
 #[inline(always)]
 fn denominator(s: &Amended, second: f32) -> f32 {
     second.sqrt() * s.inverse_root_correction + s.eps
@@ -79,7 +79,7 @@ fn amend_group<I: Format>(
     }
 }
 
-/// What a worker does with the image that it has: it subtracts the step that the image lacks.
+/// Subtracts the step that the image lacks. A worker does this with the image that it has.
 fn subtract<G: Format<Bits: Element>, I: Format>(
     rate: f32,
     multiplier: f32,

@@ -12,7 +12,7 @@ fn constants(rule: Rule, hyper: &Hyper, applied: u64, lr: f64) -> Amended {
     Amended::new(rule, hyper, applied, lr).unwrap()
 }
 
-/// The gradient, the image and how many groups of both.
+/// A gradient, and an image to be made, of so many groups.
 fn arrays(groups: usize, kinds: [Kind; 2], noise: &mut Noise, wild: bool) -> (Array, Array) {
     let gradient = Array::noisy(kinds[0], groups * GROUP, noise, wild);
     (gradient, Array::blank(kinds[1], groups * GROUP, noise))

@@ -154,7 +154,7 @@ fn low_bits_have_not_changed() {
     assert!(found.iter().all(|&hash| hash == GOLDEN), "{found:#018x?}");
 }
 
-/// The constant is of these rules. A further one would change what is drawn.
+/// The rules that the constant was made with. A further rule would change what is drawn.
 const RULES: [Rule; 5] = [Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::Lion, Rule::Adagrad];
 const GOLDEN: u64 = 0xbf46_e743_d23a_9311;
 

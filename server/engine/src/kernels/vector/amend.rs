@@ -91,7 +91,7 @@ unsafe fn amend_from<V: Lanes, G: LanesFormat>(
     }
 }
 
-/// All slices have one length, a multiple of a group. Only where the image is aligned does it go past the caches.
+/// All slices have one length, a multiple of a group. An image that is aligned is written past the caches.
 #[inline(always)]
 unsafe fn amend_loop<V: Lanes, G: LanesFormat, I: LanesFormat>(
     s: &Amended,

@@ -122,7 +122,8 @@ pub(super) trait LanesFormat: Format {
     unsafe fn load_two<V: Lanes>(from: *const Self::Bits) -> [V; 2] {
         [Self::load(from), Self::load(from.add(LANES))]
     }
-    /// What is read back of lanes that were stored. They must have gone through [`quiet`](Lanes::quiet).
+    /// Rounds lanes to this format: what a load would give after a store. They must have gone through
+    /// [`quiet`](Lanes::quiet).
     unsafe fn round<V: Lanes>(lanes: V) -> V;
 
     unsafe fn store<V: Lanes>(lanes: V, to: *mut Self::Bits);

@@ -32,9 +32,10 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// image slots  [slot 0: shard, ...] [1] [2]                                      delayed jobs, and where images spill
 /// ```
 ///
-/// A shard's state is its master weights, then its first, then its second moments, each a sequence of blocks
-/// ([`Shape`]), then padding to a whole sector. A block's checksum is of its master weights, first and second moments and amended image in that order, as they lie there. Checksums lie outside the slots they are of, so that a write
-/// that was lost, or went elsewhere, shows; a table's own checksum lies in the record.
+/// A shard's state is its master weights, its first moments, its second moments and its amended image, each a sequence of
+/// blocks ([`Shape`]), then padding to a whole sector. What the job does not have takes no bytes. A block's checksum is of
+/// its part of all of these, in this order. Checksums lie outside the slots they belong to, so that a write that was lost, or
+/// went elsewhere, shows; a table's own checksum lies in the record.
 ///
 /// **Why this order.** A step that updates writes, in order: all shards' state (and images) into the slots that the last
 /// durable version does not use; their tables; a flush of every file; the record, in each file twice; a flush. Until the record is there the last
