@@ -19,7 +19,8 @@ pub struct Commit {
     /// It is 1 when the gradient is not clipped.
     pub clip_coefficient: f64,
     pub correction: Correction,
-    /// The gamma of the amended image, which this step makes of the image of the step before.
+    /// The gamma of the amended image, which this step makes of the image of the step before. None where this step makes
+    /// no amended image.
     #[serde(default)]
     pub amend: Option<f64>,
     pub groups: Vec<Hyper>,
@@ -78,8 +79,8 @@ impl Commit {
 }
 
 impl Commit {
-    /// The one factor, beside the rates, that the newest gradient is multiplied by in the amended image. None where this
-    /// step makes none. It is formed in f64 and rounded once.
+    /// The one factor, beside the rates, that the newest gradient is multiplied by in the amended image, formed in f64 and
+    /// rounded once. None where this step makes no amended image.
     pub fn amend_multiplier(&self, share: f64) -> Option<f32> {
         let gamma = self.amend.filter(|_| !self.skip)?;
         Some((gamma * self.clip_coefficient / (self.gradient_scale * share)) as f32)
@@ -171,7 +172,7 @@ impl Correction {
             Correction::WorkerLocal(_) if !spec.worker_local => {
                 invalid(field, "given".into(), "none for a job opened without worker_local".into())
             }
-            Correction::LookAhead(lr) | Correction::WorkerLocal(lr) => match check_rates(lr, spec) {
+            Correction::LookAhead(lr) | Correction::WorkerLocal(lr) => match check_learning_rates(lr, spec) {
                 Ok(()) => Ok(()),
                 Err((part, value, limit)) => invalid(&format!("{field}{part}"), value, limit),
             },
@@ -181,7 +182,7 @@ impl Correction {
 }
 
 /// Checks the learning rates of the next step. An error is the part of the field, its value and its limit.
-fn check_rates(lr: &[f64], spec: &JobSpec) -> Result<(), (String, String, String)> {
+fn check_learning_rates(lr: &[f64], spec: &JobSpec) -> Result<(), (String, String, String)> {
     if lr.len() != spec.groups.len() {
         let limit = format!("{}, the job's number of param groups", spec.groups.len());
         return Err((String::new(), format!("{} learning rates", lr.len()), limit));

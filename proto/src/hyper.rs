@@ -33,9 +33,9 @@ impl Rule {
         matches!(self, Rule::AdamW | Rule::Adam | Rule::Sgd)
     }
 
-    /// Whether a step is, but for what is known of it, the gradient times one number an element, so that a worker can make
-    /// it of its gradient and the rates of groups of elements ([`Correction::WorkerLocal`](crate::Correction)). SGD has
-    /// one rate for all, so that it could be added.
+    /// Whether a worker can make the part of a step that is not known before, of its gradient and the rates of groups of
+    /// elements ([`Correction::WorkerLocal`](crate::Correction)). For that, the gradient must enter the step by one factor
+    /// an element. SGD has one factor for all elements, and could be added here.
     pub fn has_rates(self) -> bool {
         matches!(self, Rule::AdamW | Rule::Adam)
     }

@@ -147,8 +147,8 @@ impl JobSpec {
         Layout::new(&self.params, self.groups.len(), self.shard_elements, &self.partitions)
     }
 
-    /// What a worker amends its weights with must be all of the gradient, and what the servers amend them with must
-    /// follow from the state to the bit.
+    /// A worker that amends weights must hold the whole gradient of them. A server must be able to make an image again from
+    /// the state, to the bit.
     fn check_worker_local(&self) -> Result<(), Fault> {
         if !self.worker_local {
             return Ok(());
@@ -169,7 +169,7 @@ impl JobSpec {
             || self.partitions.is_empty() && self.world_size != 1
         {
             let limit =
-                "1, or partitions of one contributor each (a rank holds its own gradient, and not the sum)";
+                "1, or partitions of one contributor each (a rank holds its own gradient and not the sum)";
             return refused("world_size", self.world_size.to_string(), limit, OTHER);
         }
         if self.micro_steps != 1 {
@@ -183,7 +183,7 @@ impl JobSpec {
         }
         if !self.rule.has_rates() {
             let limit =
-                "adamw or adam (of these rules the step follows from the gradient by one number a group)";
+                "adamw or adam (their steps follow from the gradient by one number a group of elements)";
             return refused("rule", self.rule.to_string(), limit, OTHER);
         }
         if !self.formats.is_fp32() {
@@ -197,23 +197,23 @@ impl JobSpec {
         Ok(())
     }
 
-    /// The parameters that partitions begin at, but for parameter 0. They decide where parameters lie.
+    /// The parameters at which partitions begin, without parameter 0. They decide where parameters lie.
     pub fn partition_starts(&self) -> Vec<u32> {
         self.partitions.iter().skip(1).map(|partition| partition.first).collect()
     }
 
-    /// How many contributions a step has from all ranks together. A commit's gradient scale has this factor. For a shard
-    /// to which fewer ranks contribute, [`JobSpec::share`] of it counts.
+    /// How many contributions a step has from all ranks together. A commit's gradient scale has this factor. A shard to
+    /// which fewer ranks contribute is divided by [`JobSpec::share`] of that scale.
     pub fn contributions(&self) -> u64 {
         u64::from(self.world_size) * u64::from(self.micro_steps)
     }
 
-    /// The contributors of a shard as a part of all ranks: 1 where all of them contribute.
+    /// Which part of all ranks contributes to a shard: 1 where all of them do.
     pub fn share(&self, contributors: &[Rank]) -> f64 {
         contributors.len() as f64 / f64::from(self.world_size)
     }
 
-    /// The blocks of each partition, in order, with the share that counts for them.
+    /// The blocks of each partition, in order, with their [`JobSpec::share`].
     pub fn block_shares(&self, layout: &Layout) -> Vec<(Range<usize>, f64)> {
         let blocks = layout.partitions().map(|(range, contributors)| {
             let blocks = range.start / BLOCK_ELEMENTS..range.end / BLOCK_ELEMENTS;

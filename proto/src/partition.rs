@@ -25,8 +25,8 @@ impl Partition {
 }
 
 /// Checks a job's partitions: the first begins at parameter 0, each has a parameter and a contributor, and each rank
-/// contributes to one. A rank that contributed to none would prove by nothing that it has read its weights, and they
-/// would be overwritten under it.
+/// contributes to one at least. By its contribution a rank proves that it has read its weights. Those of a rank without
+/// any would be overwritten under it.
 pub(crate) fn check(partitions: &[Partition], params: usize, world_size: u32) -> Result<(), Fault> {
     let field = |index: usize, name: &str| format!("spec.partitions[{index}].{name}");
     if partitions.len() > MAX_PARTITIONS {

@@ -313,7 +313,7 @@ fn correction_from_wire(
             Err(Fault::invalid("commit.worker_local", "given", "none beside look_ahead", REMEDY))
         }
         (c, None, None) => Ok(Correction::Compensation(c)),
-        (c, ..) => Err(Fault::invalid("commit.compensation", c, "0 where images look ahead", REMEDY)),
+        (c, ..) => Err(Fault::invalid("commit.compensation", c, "0 beside another correction", REMEDY)),
     }
 }
 
