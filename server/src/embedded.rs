@@ -13,7 +13,7 @@ use crate::{
 /// found by the next run's server, which may have another port.
 pub struct Embedded {
     address: SocketAddr,
-    /// Declared before the runtime is given up, so that nothing serves any more by then.
+    /// It is dropped before the runtime is given up, so that nothing serves any more by then.
     server: Option<Server>,
     runtime: Option<Runtime>,
 }

@@ -10,8 +10,8 @@ use crate::{
     log,
 };
 
-/// Runs it with these arguments, the program's name first, until it is told to stop. Returns its exit code: 0 after a
-/// drain, 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
+/// Runs the program with these arguments, its name first, until it is told to stop. Returns its exit code: 0 after a drain,
+/// 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let flags = match Flags::try_parse_from(arguments) {
         Ok(flags) => flags,

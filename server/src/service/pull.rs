@@ -68,7 +68,7 @@ struct Pull {
     wait: Duration,
     /// Only say where slices lie in the images' memory, which the reader has mapped.
     in_place: bool,
-    /// The reader does not hold the gradient of the step after, and wants the amended image.
+    /// The reader wants the amended image, since it does not hold the gradient of the step after.
     amended: bool,
     /// For payloads that are copies.
     room: Room,
@@ -137,7 +137,7 @@ impl Pull {
         }
     }
 
-    /// Says where a slice lies. None if it must be sent.
+    /// Says where a slice lies. None if its bytes must be sent instead.
     async fn place(&self, slice: Slice) -> Result<Option<Piece>, Fault> {
         let check = || self.handle.job.place_image(&slice, self.version, self.amended);
         let ImagePlace::At { at, stamp, rates } = self.once_ready(slice, check).await? else {
@@ -193,8 +193,8 @@ impl Pull {
         Ok(frame::encode_with(&head, self.owned(bytes, room)))
     }
 
-    /// Whether reading the weights may take a drive's time, and memory. The amended image lies with the state, which a
-    /// tier may keep on drives.
+    /// Whether reading the weights may take a drive's time, and memory for what is read. The amended image lies with the
+    /// state, which a tier may keep on drives.
     fn reads_drives(&self) -> bool {
         let job = &self.handle.job;
         self.amended || job.spills_images() || job.spec().worker_local && job.spill().is_some()
