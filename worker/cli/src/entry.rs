@@ -6,8 +6,8 @@ use clap::Parser;
 
 use crate::commands::{Cli, check_environment};
 
-/// Runs it with these arguments, the program's name first. Returns its exit code: 0 done, 1 an error that the last line
-/// on stderr explains, 2 wrong arguments.
+/// Runs the program with these arguments, its name first. Returns its exit code: 0 when it is done, 1 for an error that the
+/// last line on stderr explains, 2 for wrong arguments.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let parsed = Cli::try_parse_from(arguments);
     // Help is given whatever the environment is. But a flag that is missing may be a variable that was mistyped.

@@ -89,7 +89,7 @@ impl Case {
                             let images = [
                                 Some(Images::Plain),
                                 rule.can_look_ahead().then_some(Images::Ahead),
-                                // The two images of fp32 have no room.
+                                // The arrays have no room for two fp32 images.
                                 (rule.has_rates() && formats.is_fp32() && wire != Dtype::F32)
                                     .then_some(Images::Amended),
                             ];

@@ -100,8 +100,8 @@ pub(super) struct Args {
     /// The first micro-step of a delayed step that computes with the newest weights, counted from 0 [default: none does]
     #[arg(long, help_heading = "Offloading")]
     newer_from: Option<u32>,
-    /// What makes up for the delay: look-ahead, worker-local (for one rank), worker-local=GAMMA, compensation=C with C up to
-    /// 1, or none
+    /// What makes up for the delay: look-ahead, look-ahead-by-this-rate, worker-local (for one rank), worker-local=GAMMA,
+    /// compensation=C with C up to 1, or none
     #[arg(long, default_value_t, help_heading = "Offloading")]
     correction: DelayCorrection,
     /// Gradients on the wire: bf16, f16 or f32
