@@ -1,5 +1,5 @@
-//! Amends weights with the gradient that this worker holds: the step that they lack, as far as the worker can know it.
-//! Servers do the same for a process that joins, operation for operation (docs/protocol.md).
+//! Amends weights: subtracts the step that they lack, made of the gradient that this worker holds. Servers do the same for a
+//! process that joins, operation for operation (docs/protocol.md).
 
 use longshore_proto::{Dtype, limits::RATE_ELEMENTS};
 
@@ -30,7 +30,7 @@ pub fn amend(
     let (mut wide, mut missing) = ([0.0; TILE], [0.0; TILE]);
     let mut at = 0;
     while at < count {
-        // A tile ends with a group, so that only the first one may begin inside of a group.
+        // A tile ends with a group, so that only the first tile may begin inside a group.
         let end = count.min(at + TILE - (first + at) % GROUP);
         let bytes = &mut weights[at * bytes_of..end * bytes_of];
         let (wide, missing) = (&mut wide[..end - at], &mut missing[..end - at]);
@@ -48,7 +48,7 @@ pub fn amend(
     }
 }
 
-/// Has no branch, so that it becomes vector code.
+/// Amends weights of one group. The loop has no branch, so that it becomes vector code.
 fn amend_group(weights: &mut [f32], gradient: &[f32], rate: f32, multiplier: f32) {
     for (weight, g) in weights.iter_mut().zip(gradient) {
         let amended = *weight - rate * (*g * multiplier);

@@ -28,9 +28,9 @@ pub struct Decision {
 /// The guard of torch.nn.utils.clip_grad_norm_ against dividing by zero.
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// Decides a step. `blocks` are all blocks in global order, and `shares` the share of all ranks that contribute to
-/// them, by runs of blocks ([`JobSpec::block_shares`]). `clip` is the largest norm, and `gradient_scale` is loss scale x
-/// world size x micro-steps.
+/// Decides a step. `blocks` are all blocks in global order. `shares` says for each run of blocks which part of all ranks
+/// contributes to it ([`JobSpec::block_shares`]). `clip` is the largest norm, and `gradient_scale` is loss scale x world
+/// size x micro-steps.
 pub fn decide(
     blocks: &[BlockStats],
     shares: &[(Range<usize>, f64)],
@@ -40,7 +40,7 @@ pub fn decide(
     let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
         stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
     });
-    // A mean over fewer ranks is larger by the share, and its square by the share's square.
+    // A sum over fewer ranks is divided by the share to count as a mean, and a sum of squares by the share's square.
     let squares = shares.iter().flat_map(|(range, share)| {
         blocks[range.clone()].iter().map(move |stats| stats.sum_squares / (share * share))
     });
@@ -84,7 +84,8 @@ mod tests {
 
     #[test]
     fn a_partition_counts_as_the_mean_of_its_contributors() {
-        // Four ranks with a scale of 2 each: their sum has a gradient of 3, or one rank's has 4.
+        // Four ranks with a loss scale of 2. All contribute to the first block, whose mean is 3. One contributes to the
+        // second, and its gradient is 4.
         let blocks = [stats((3.0f64 * 8.0).powi(2)), stats((4.0f64 * 2.0).powi(2))];
         let decision = decide(&blocks, &[(0..1, 1.0), (1..2, 0.25)], Some(2.5), 8.0);
         assert_eq!((decision.norm, decision.clip_coefficient), (5.0, 2.5 / (5.0 + 1e-6)));

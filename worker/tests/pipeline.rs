@@ -250,7 +250,7 @@ fn two_ranks_two_micro_steps_two_servers() {
     }
 }
 
-/// The parameter with which each rank's partition begins, where ranks hold reduced gradients of their partitions.
+/// The first parameter of each rank's partition. Ranks hold reduced gradients of their partitions.
 const PARTITIONS: [u32; 4] = [0, 1, 2, 3];
 
 /// A partitioned job with these contributors. The outcomes are of rank 0.
@@ -286,7 +286,7 @@ fn train_partitions(
                 }
                 let mut values = vec![0.0; size as usize];
                 weights.read(layout.param_range(param), &mut values)?;
-                // The noise of a partition's own rank, whoever pushes it.
+                // The gradient has the noise of the partition's own rank, whoever pushes it.
                 let owner = PARTITIONS.iter().rposition(|&first| first as usize <= param).unwrap() as u32;
                 backward(&values, owner, plan.step, 0, plan.loss_scale, &mut gradient);
                 assembler.put(param, &gradient)?;

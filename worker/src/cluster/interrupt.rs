@@ -1,11 +1,12 @@
-//! How a caller ends a wait from outside: a language that handles signals between its own instructions, for example.
+//! How a caller ends a wait from outside. A caller in Python needs this: Python handles signals only between its own
+//! instructions.
 
 use std::{fmt, sync::Arc, time::Duration};
 
 /// How often a waiting call asks.
 pub(super) const PERIOD: Duration = Duration::from_millis(50);
 
-/// What a call that waits asks on its own thread, several times a second. The wait ends with
+/// A question that a waiting call asks on its own thread, twenty times a second. The wait ends with
 /// [`Interrupted`](crate::error::Interrupted) when the answer is true. By default nothing is asked.
 #[derive(Clone, Default)]
 pub struct Interrupt(pub(super) Option<Arc<dyn Fn() -> bool + Send + Sync>>);

@@ -66,7 +66,7 @@ impl Runtime {
             if let Ok(done) = self.handle.block_on(turn) {
                 return done;
             }
-            // Not inside the runtime, since the caller's code may call this library again.
+            // It is asked outside the runtime, since the caller's code may call this library again.
             if asks() {
                 return Err(Interrupted.into());
             }
@@ -103,7 +103,7 @@ impl Runtime {
     }
 }
 
-/// A task in the background. It ends when nobody can await it any more.
+/// A task in the background. It is aborted when this is dropped, since nobody can await it then.
 pub(crate) struct Task<T>(JoinHandle<T>);
 
 impl<T> Future for Task<T> {
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// The caller's code may block on the same runtime: it is not asked inside of it.
+    /// The caller's code may block on the same runtime, so it is asked outside of it.
     #[test]
     fn a_caller_who_asks_for_an_end_ends_the_wait_and_not_what_comes_in_time() {
         static ASKED: AtomicU32 = AtomicU32::new(0);

@@ -14,8 +14,8 @@ use crate::{
     session::Session,
 };
 
-/// What the gradients of the last decided steps are multiplied by to amend weights. It is noted before a version is
-/// posted on the board.
+/// What the gradients of the last decided steps are multiplied by to amend weights. A step's factor is noted before its
+/// version is posted on the board.
 #[derive(Default)]
 pub(super) struct Amends(Mutex<BTreeMap<Step, Option<f32>>>);
 
@@ -33,7 +33,7 @@ impl Amends {
         }
     }
 
-    /// None for a step whose commit was not heard of. Inside, None for a step that amends nothing.
+    /// A step's factor. The outer None says that its commit was not heard of, the inner one that it amends nothing.
     pub(super) fn of(&self, step: Step) -> Option<Option<f32>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&step).copied()
     }

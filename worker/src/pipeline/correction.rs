@@ -13,9 +13,9 @@ pub enum DelayCorrection {
     LookAhead,
     /// Does as `LookAhead` does, with this step's learning rate, for callers who do not know the next one.
     LookAheadByThisRate,
-    /// Images are ahead by all of the next step but its gradient. The worker adds that, times gamma, as it reads the
-    /// weights: it holds the gradient before the servers' answer comes. It is for jobs opened with
-    /// [`JobSpec::worker_local`], which says what they must be. The step before must be decided before a step begins.
+    /// Images are ahead by all of the next step but its gradient. The worker adds that part, times this gamma, as it reads
+    /// the weights: it holds the gradient before the servers' answer comes. A step then begins only once the step before is
+    /// decided. This is for jobs opened with [`JobSpec::worker_local`], which says what they must be.
     WorkerLocal(f64),
     /// A number c in (0, 1]: images are ahead by the last displacement, times c.
     Compensation(f64),
@@ -30,7 +30,8 @@ const COMPENSATION: &str = "compensation=";
 const NONE: &str = "none";
 
 impl DelayCorrection {
-    /// The gamma of amended weights. It is 1 for other corrections, which leave what was begun to its end.
+    /// The gamma of amended weights. It is 1 for any other correction: the first step with it may still have to amend what
+    /// an earlier process left to amend.
     pub(super) fn gamma(self) -> f64 {
         if let DelayCorrection::WorkerLocal(gamma) = self { gamma } else { 1.0 }
     }

@@ -10,8 +10,8 @@ use crate::{
 };
 
 pub(super) struct Feeds {
-    /// In a job whose worker amends its weights: the version that this rank joined at. It holds no gradient of the steps
-    /// up to there.
+    /// In a job whose worker amends its weights: the version that this rank joined at. The rank holds no gradient of the
+    /// steps up to there. In any other job this is version 0.
     joined: Version,
     now: Option<Feed>,
     next: Option<Feed>,
@@ -27,7 +27,7 @@ impl Feeds {
         if version < self.joined { Reading::amended(version) } else { Reading::new(version) }
     }
 
-    /// Has the feed of the step in hand amend its weights.
+    /// Has readers of the step in hand see its weights with the step that they lack.
     pub(super) fn amend(&mut self, missing: Option<Missing>) {
         self.now = self.now.take().map(|feed| feed.amended(missing));
     }

@@ -28,7 +28,7 @@ const COPIED_BYTES: usize = 16 * 1024;
 #[derive(Clone)]
 pub struct Feed {
     handle: Arc<Handle>,
-    /// The step that the weights lack, which readers see them with.
+    /// The step that the weights lack. Readers see the weights with it.
     missing: Option<Missing>,
 }
 
@@ -77,7 +77,7 @@ impl Feed {
         Feed { missing, ..self }
     }
 
-    /// Whether weights are amended as they are read. The same version read otherwise has other bits.
+    /// Whether weights are amended as they are read. The same version, read without that, has other bits.
     pub fn amends(&self) -> bool {
         self.missing.is_some()
     }
@@ -159,7 +159,11 @@ impl Feed {
                 });
             });
             if !whole {
-                return Err(Misuse("weights cannot be amended: their gradient is not whole").into());
+                const NOT_OWN: Misuse = Misuse(
+                    "weights cannot be amended without this rank's gradient of them: pull only the rank's own partitions \
+                     (Layout::contributed_by)",
+                );
+                return Err(NOT_OWN.into());
             }
         }
         Ok(())

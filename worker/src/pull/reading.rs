@@ -22,8 +22,8 @@ impl Reading {
         Reading { version, decided_by: Arc::default(), amended: false }
     }
 
-    /// Reads a version as the step after it has amended it, if that step did. It is for a process that has joined since,
-    /// and so does not hold that step's gradient.
+    /// Reads a version as the step after it has amended it, if that step did so. A process that has joined since needs this,
+    /// for it does not hold that step's gradient.
     pub(crate) fn amended(version: Version) -> Reading {
         Reading { amended: true, ..Reading::new(version) }
     }

@@ -37,8 +37,8 @@ struct Filling {
     body: Body,
     /// How many bytes were received so far, from the start.
     filled: usize,
-    /// A rate for each group of elements that the segment has a part of; 0 where nothing is to be amended. It is empty
-    /// if nothing is in all of the segment.
+    /// A rate for each group of elements that the segment has a part of; 0 where nothing is to be amended. It is empty if
+    /// nothing in the segment is to be amended.
     rates: Vec<f32>,
 }
 

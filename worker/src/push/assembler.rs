@@ -188,8 +188,8 @@ impl Collector {
         Ok(complete.map(|open| (key, payload(open.buffer))))
     }
 
-    /// Fails unless every parameter of the rank's partitions was put. If all were put, every chunk has left: padding is never as long as a
-    /// chunk, so each chunk holds an element of some parameter.
+    /// Fails unless every parameter of the rank's partitions was put. If all were put, every chunk has left: padding is never
+    /// as long as a chunk, so each chunk holds an element of some parameter.
     pub(crate) fn finish(&self, spec: &JobSpec) -> Result<(), GradientError> {
         match self.awaited.iter().position(|&awaited| awaited == Some(true)) {
             Some(first) => {

@@ -71,9 +71,9 @@ fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> 
 
 /// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
 ///
-/// A server on which the version changes meanwhile is joined again, by a new incarnation, with all others. So each of
-/// them says of this process that it joined after the step that made the version was decided, and has no gradient of
-/// it. Rank 0 reads that where a server lacks the step: it takes the step back instead of waiting for the gradient.
+/// If the version changes on a server meanwhile, all servers are joined again by a new incarnation. So each of them says
+/// that this process joined after that version's step was decided, and so has no gradient of the step. Where a server lacks
+/// the step, rank 0 reads this, and takes the step back instead of waiting for the gradient.
 async fn align(
     cluster: &Cluster,
     rank: &RankState,

@@ -129,7 +129,7 @@ impl Session {
         Feed::open(&self.pulls, Reading::new(version), order, dtype)
     }
 
-    /// Does what [`Session::pull`] does, in the job's own type, for a step.
+    /// Pulls what a step computes with, in the job's own type.
     pub(crate) fn pull_as(&self, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
         self.cluster.waits.check()?;
         Feed::open(&self.pulls, reading, order, self.spec().image_dtype)
