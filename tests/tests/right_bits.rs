@@ -84,8 +84,8 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
     }
 }
 
-/// The worker adds the newest step itself: with every type on the wire, at stage 3, with micro-steps that it adds up, and
-/// through overflows, which amend nothing.
+/// The worker adds the newest step itself. It does so with every type on the wire, at stage 3, with micro-steps that it adds
+/// up, and through overflows, which amend nothing.
 #[test]
 fn weights_that_the_worker_amends_have_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
@@ -198,7 +198,7 @@ fn a_gpt_has_the_bits_of_a_plain_loop() {
     check(&cluster, &model, &Scenario { delay, world: 2, ..Scenario::exact(9) }, "gpt-delayed");
 }
 
-/// What a server makes of a version's state, with `gradient`: the amended image as f32, and the rates.
+/// What a server makes of a version's state and of `gradient`: the rates, and the amended image, which goes to `image`.
 fn served(
     isa: Isa,
     amended: &Amended,
@@ -248,7 +248,7 @@ proptest! {
             let rates = served(isa, &amended, &state, &zeros, &mut plain, dtype);
             served(isa, &amended, &state, &gradient, &mut expected, dtype);
             let wire: Vec<u8> = gradient.iter().flat_map(|g| g.to_le_bytes()).collect();
-            // A part that begins and ends inside of groups.
+            // The part begins and ends inside groups.
             let size = dtype.bytes() as usize;
             let (from, to) = (cut.min(count - 1), count - cut / 2);
             amend((dtype, &mut plain[from * size..to * size]), (from, &rates), (Dtype::F32, &wire[from * 4..to * 4]), 0.7);

@@ -85,7 +85,7 @@ fn a_delayed_job_has_the_same_bits_on_any_servers() {
     compare(&setups, &newer);
 }
 
-/// What the worker amends, and with what, lies in the server's memory or comes through a socket, with stage 3 too.
+/// The weights and their rates lie in the server's memory or come through a socket, at stage 3 too.
 #[test]
 fn a_job_whose_worker_amends_its_weights_has_the_same_bits_on_any_servers() {
     const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];

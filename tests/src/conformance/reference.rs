@@ -243,7 +243,7 @@ impl<'a> Reference<'a> {
         self.images.push(encode(&emitted, self.plan.image));
     }
 
-    /// The next step's size, beside its gradient's or its moment's own factor.
+    /// The factor that the next step's gradient and first moment share.
     fn scale_of_next(&self, hyper: &Hyper, lr: f64) -> f64 {
         lr / (1.0 - hyper.beta1.powi(self.applied as i32 + 1))
     }
