@@ -30,7 +30,7 @@ pub enum Weights {
 pub enum Accumulate {
     /// On the servers: each micro-step's gradient is a contribution, as many as the job's `micro_steps`.
     OnServers,
-    /// On each worker, in 4 bytes a parameter of host memory. One contribution leaves: the mean over the micro-steps,
+    /// On each worker, in 4 bytes of host memory for each parameter that the rank contributes to. One contribution leaves: the mean over the micro-steps,
     /// rounded to the wire's type. The job's own `micro_steps` is 1 then.
     OnWorker { micro_steps: u32 },
 }
@@ -40,7 +40,7 @@ impl Accumulate {
     pub(super) fn accumulator(self, session: &Session) -> Result<Option<Arc<Mutex<Accumulator>>>> {
         let Accumulate::OnWorker { micro_steps: micro_steps @ 2.. } = self else { return Ok(None) };
         let (budget, dtype) = (&session.cluster.options.host_budget, session.spec().gradient_dtype);
-        let accumulator = Accumulator::new(budget, session.layout(), dtype, micro_steps)?;
+        let accumulator = Accumulator::new(budget, (session.layout(), session.rank()), dtype, micro_steps)?;
         Ok(Some(Arc::new(Mutex::new(accumulator))))
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use longshore_proto::{Dtype, Layout};
+use longshore_proto::{Dtype, Layout, Rank};
 
 use crate::{
     convert,
@@ -19,6 +19,8 @@ const TILE: usize = 16 * 1024;
 pub(crate) struct Accumulator {
     dtype: Dtype,
     micro_steps: u32,
+    /// The flat ranges that the rank contributes to, in order. Their sums lie end to end.
+    ranges: Vec<Range<u64>>,
     sums: Vec<f32>,
     /// One tile as it came, and its values.
     wire: Vec<u8>,
@@ -28,18 +30,20 @@ pub(crate) struct Accumulator {
 
 impl Accumulator {
     /// # Errors
-    /// `Shortage` when the host's budget has no room for 4 bytes an element.
+    /// `Shortage` when the host's budget has no room for 4 bytes an element of the partitions that `rank` contributes to.
     pub(crate) fn new(
         budget: &Budget,
-        layout: &Layout,
+        (layout, rank): (&Layout, Rank),
         dtype: Dtype,
         micro_steps: u32,
     ) -> Result<Accumulator, Shortage> {
-        let elements = layout.elements();
+        let ranges: Vec<Range<u64>> = layout.contributed_by(rank).collect();
+        let elements: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         let lease = budget.reserve(SUMS, elements * 4)?;
         Ok(Accumulator {
             dtype,
             micro_steps,
+            ranges,
             sums: vec![0.0; elements as usize],
             wire: vec![0; TILE * dtype.bytes() as usize],
             values: vec![0.0; TILE],
@@ -51,15 +55,29 @@ impl Accumulator {
         micro_step + 1 == self.micro_steps
     }
 
-    /// Adds a parameter that lies at `place` of the flat space. `write` gives a range of its elements in the wire's type.
+    /// Where the sums of a flat range are. The rank contributes to it, which the caller has checked.
+    fn place(&self, flat: Range<u64>) -> Range<usize> {
+        let mut before = 0;
+        for range in &self.ranges {
+            if range.contains(&flat.start) {
+                let start = before + (flat.start - range.start);
+                return start as usize..(start + (flat.end - flat.start)) as usize;
+            }
+            before += range.end - range.start;
+        }
+        unreachable!("element {} is of no partition of this rank", flat.start)
+    }
+
+    /// Adds a parameter that lies at `flat` in the flat space. `write` gives a range of its elements in the wire's type.
     pub(crate) fn add(
         &mut self,
         micro_step: u32,
-        place: Range<u64>,
+        flat: Range<u64>,
         write: &mut dyn FnMut(Range<usize>, &mut [u8]),
     ) {
         let width = self.dtype.bytes() as usize;
-        let sums = &mut self.sums[place.start as usize..place.end as usize];
+        let place = self.place(flat);
+        let sums = &mut self.sums[place];
         let mut start = 0;
         for sums in sums.chunks_mut(TILE) {
             let range = start..start + sums.len();
@@ -79,7 +97,7 @@ impl Accumulator {
     pub(crate) fn finish(&mut self, first: u64, wire: &mut [u8]) {
         let width = self.dtype.bytes() as usize;
         let share = 1.0 / self.micro_steps as f32;
-        let sums = &self.sums[first as usize..first as usize + wire.len() / width];
+        let sums = &self.sums[self.place(first..first + (wire.len() / width) as u64)];
         for (sums, wire) in sums.chunks(TILE).zip(wire.chunks_mut(TILE * width)) {
             let values = &mut self.values[..sums.len()];
             convert::to_f32(self.dtype, wire, values);
@@ -104,55 +122,72 @@ fn mean(values: &mut [f32], sums: &[f32], share: f32) {
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{JobName, JobSpec, Param, Rule, TierKind, limits::BLOCK_ELEMENTS};
+    use longshore_proto::{JobName, JobSpec, Param, Partition, Rule, TierKind, limits::BLOCK_ELEMENTS};
 
     use super::*;
 
-    #[test]
-    fn three_micro_steps_leave_as_their_mean() {
-        let spec = JobSpec {
+    /// Rank 0 contributes to the second and the fourth parameter.
+    fn spec() -> JobSpec {
+        let params = [("a", 100), ("b", 40_000), ("c", 100), ("d", 500)];
+        let param =
+            |(name, elements): (&str, u64)| Param { name: name.into(), shape: vec![elements], group: 0 };
+        JobSpec {
             name: JobName::parse("name", "test").unwrap(),
-            params: vec![Param { name: "p".into(), shape: vec![40_000], group: 0 }],
+            params: params.map(param).into(),
             groups: vec!["all".into()],
             rule: Rule::AdamW,
             gradient_dtype: Dtype::F16,
             image_dtype: Dtype::F16,
-            world_size: 1,
+            world_size: 2,
             micro_steps: 1,
             max_delay: 0,
             shard_elements: BLOCK_ELEMENTS,
             tier: TierKind::Memory,
             formats: Default::default(),
             unchecked: false,
-            partitions: Vec::new(),
+            partitions: (0..4).map(|first| Partition { first, ranks: vec![Rank((first + 1) % 2)] }).collect(),
             worker_local: false,
-        };
-        let layout = spec.validate().unwrap();
+        }
+    }
+
+    fn gradient(micro_step: u32, at: u64) -> half::f16 {
+        half::f16::from_f32((at as f32 - 70_000.0) * 0.17 + micro_step as f32)
+    }
+
+    fn of_range(micro_step: u32, range: Range<u64>) -> Vec<u8> {
+        range.flat_map(|at| gradient(micro_step, at).to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn three_micro_steps_leave_as_their_mean() {
+        let layout = spec().validate().unwrap();
         let budget = Budget::unlimited("test");
-        let mut accumulator = Accumulator::new(&budget, &layout, Dtype::F16, 3).unwrap();
-        assert_eq!(budget.used(), layout.elements() * 4);
-        let gradient = |micro_step: u32, element: usize| {
-            half::f16::from_f32((element as f32 - 7_000.0) * 0.37 + micro_step as f32)
-        };
+        let mut accumulator = Accumulator::new(&budget, (&layout, Rank(0)), Dtype::F16, 3).unwrap();
+        let own: u64 = layout.contributed_by(Rank(0)).map(|range| range.end - range.start).sum();
+        assert_eq!(budget.used(), own * 4);
+        assert!(own < layout.elements(), "the other rank's partitions take no room");
+        let places = [1, 3].map(|param| layout.param_range(param));
         // Twice, so that nothing of the first step is left in the second.
         for _ in 0..2 {
             for micro_step in 0..2 {
                 assert!(!accumulator.is_last(micro_step));
-                accumulator.add(micro_step, 0..40_000, &mut |range, wire| {
-                    for (element, bytes) in range.zip(wire.as_chunks_mut::<2>().0) {
-                        *bytes = gradient(micro_step, element).to_le_bytes();
-                    }
-                });
+                for place in places.clone() {
+                    accumulator.add(micro_step, place.clone(), &mut |range, wire| {
+                        let flat = place.start + range.start as u64..place.start + range.end as u64;
+                        wire.copy_from_slice(&of_range(micro_step, flat));
+                    });
+                }
             }
             assert!(accumulator.is_last(2));
-            for (first, elements) in [(30_000, 10_000), (0, 30_000)] {
-                let last = (first..first + elements).flat_map(|element| gradient(2, element).to_le_bytes());
-                let mut wire: Vec<u8> = last.collect();
-                accumulator.finish(first as u64, &mut wire);
-                for (element, bytes) in (first..).zip(wire.as_chunks::<2>().0) {
-                    let [a, b, c] = [0, 1, 2].map(|micro_step| gradient(micro_step, element).to_f32());
+            let [first, second] = places.clone();
+            let cut = first.start + 30_000;
+            for flat in [cut..first.end, second, first.start..cut] {
+                let mut wire = of_range(2, flat.clone());
+                accumulator.finish(flat.start, &mut wire);
+                for (at, bytes) in flat.zip(wire.as_chunks::<2>().0) {
+                    let [a, b, c] = [0, 1, 2].map(|micro_step| gradient(micro_step, at).to_f32());
                     let expected = half::f16::from_f32((a + b + c) * (1.0f32 / 3.0));
-                    assert_eq!(half::f16::from_le_bytes(*bytes), expected, "element {element}");
+                    assert_eq!(half::f16::from_le_bytes(*bytes), expected, "element {at}");
                 }
             }
         }
