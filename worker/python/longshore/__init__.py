@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from longshore import errors
 from longshore._longshore import __version__
 from longshore._server import Server
+from longshore.progress import Progress
 
 if TYPE_CHECKING:
     from longshore.engine import Engine, initialize
@@ -22,6 +23,7 @@ __all__ = [
     "AdamW",
     "Engine",
     "Lion",
+    "Progress",
     "SGD",
     "Server",
     "StepReport",

@@ -49,7 +49,8 @@ class Options:
         job: the job's name on its servers. With ``servers=`` it is how a new process finds the job again. By default a name
             of its own.
         rank, world_size: this worker among those whose gradients the servers sum. By default ``RANK`` and ``WORLD_SIZE``
-            of the environment, as torchrun and Slurm wrappers set them, else 0 and 1. A step applies the mean over ranks.
+            of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else 0
+            and 1. A step applies the mean over ranks.
         streaming: gradients leave as backward makes them, instead of in ``step``.
         accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
         accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
@@ -150,8 +151,9 @@ class Options:
 
     def place(self) -> tuple[int, int]:
         """Rank and world size."""
-        rank = int(os.environ.get("RANK", 0)) if self.rank is None else self.rank
-        world_size = int(os.environ.get("WORLD_SIZE", 1)) if self.world_size is None else self.world_size
+        rank_name, world_size_name = _launcher()
+        rank = _of_environment(rank_name, 0) if self.rank is None else self.rank
+        world_size = _of_environment(world_size_name, 1) if self.world_size is None else self.world_size
         return (0 if world_size == 1 and self.rank is None else rank), world_size
 
     def server(self) -> Server | None:
@@ -169,3 +171,21 @@ class Options:
         if isinstance(self.servers, str):
             return [address.strip() for address in self.servers.split(",") if address.strip()]
         return list(self.servers)
+
+
+def _launcher() -> tuple[str, str]:
+    """The variables in which the program that started this process says its rank and the world size."""
+    # sbatch sets SLURM_NTASKS for the one process of a script, too. Only srun sets this one, for each of its processes.
+    if "WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        return "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+    return "RANK", "WORLD_SIZE"
+
+
+def _of_environment(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise invalid(name, repr(text), "a whole number", f"set {name} right, or pass rank= and world_size=") from None
