@@ -9,6 +9,7 @@ mod bench;
 pub mod commands;
 mod entry;
 mod export;
+mod plan;
 mod servers;
 mod sizes;
 pub mod train;

@@ -1,4 +1,9 @@
-//! `longshore plan`: what a job will take of its servers, by the arithmetic they admit jobs with.
+//! `longshore plan`: what a job will take of its servers, by the arithmetic they admit jobs with; of its GPUs; and how long
+//! its steps will be.
+
+mod gpus;
+
+use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
 use longshore_engine::{
@@ -14,18 +19,22 @@ use serde_json::json;
 
 use super::train::preset;
 use crate::{
+    plan::{Model, Tensor, Transformer},
     sizes::{human, parse_count},
-    train::gpt::Gpt,
+    train::gpt::{Gpt, VOCABULARY},
 };
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Parameters, as in 7B
-    #[arg(long, value_name = "N", value_parser = parse_count, required_unless_present = "preset")]
+    /// Parameters, as in 7B: a transformer whose width is 128 times its layers
+    #[arg(long, value_name = "N", value_parser = parse_count, required_unless_present_any = ["preset", "model"])]
     params: Option<u64>,
     /// A model of `longshore train`, instead of --params
     #[arg(long, value_name = "NAME", conflicts_with = "params")]
     preset: Option<String>,
+    /// A Hugging Face model, instead of --params: its folder, its config.json, its safetensors or their index
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["params", "preset"])]
+    model: Option<PathBuf>,
     /// Servers that share it
     #[arg(long, default_value_t = 1, value_name = "N")]
     servers: u32,
@@ -80,6 +89,8 @@ pub(super) struct Args {
     /// What each server's drives may be written with, as in 600TB: how many days that is
     #[arg(long, value_name = "SIZE", requires = "step_s")]
     drive_endurance: Option<ByteSize>,
+    #[command(flatten)]
+    gpus: gpus::Args,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -94,6 +105,7 @@ struct Requirements {
     /// The bytes written a day.
     daily: Option<f64>,
     endurance_days: Option<f64>,
+    gpus: gpus::Plan,
     short: Vec<String>,
 }
 
@@ -123,14 +135,30 @@ impl Args {
         Ok(())
     }
 
-    fn spec(&self) -> anyhow::Result<JobSpec> {
-        let elements = match &self.preset {
-            Some(name) => {
-                let model = Gpt::new(preset(name)?)?;
-                model.params().iter().map(|param| param.elements() as u64).sum()
-            }
-            None => self.params.context("--params or --preset is needed")?,
-        };
+    fn model(&self) -> anyhow::Result<Model> {
+        if let Some(path) = &self.model {
+            return crate::plan::read(path);
+        }
+        if let Some(name) = &self.preset {
+            let config = preset(name)?;
+            let shapes = Gpt::new(config)?
+                .params()
+                .iter()
+                .map(|param| {
+                    let shape: Vec<u64> = param.shape.iter().map(|&size| size as u64).collect();
+                    Tensor::new(param.name.clone(), &shape)
+                })
+                .collect();
+            let (layers, width) = (config.layers as u64, config.width as u64);
+            let transformer = Transformer { layers, width, vocabulary: VOCABULARY as u64, experts: (1, 1) };
+            return Ok(Model { tensors: shapes, transformer: Some(transformer) });
+        }
+        Ok(Model::of_about(self.params.context("--params, --preset or --model is needed")?, gpus::VOCABULARY))
+    }
+
+    fn spec(&self, model: &Model) -> anyhow::Result<JobSpec> {
+        // Of --params the number counts, and not that of the transformer which comes nearest.
+        let elements = self.params.unwrap_or_else(|| model.elements());
         // Tensors are cut where shards are: how parameters are divided into tensors changes nothing.
         let cut = self.shard_elements;
         // This is checked before they are listed.
@@ -177,7 +205,8 @@ impl Args {
 impl Requirements {
     fn of(args: &Args) -> anyhow::Result<Requirements> {
         args.check()?;
-        let spec = args.spec()?;
+        let model = args.model()?;
+        let spec = args.spec(&model)?;
         let layout = spec.validate()?;
         // Opening the job checks this too.
         ensure!(
@@ -204,7 +233,10 @@ impl Requirements {
                 ));
             }
         }
+        let on_drives = gpus::OnDrives { written: need.written as f64 / elements.max(1) as f64 };
+        let gpus = gpus::Plan::of(&args.gpus, &model, &spec, args.servers, on_drives)?;
         Ok(Requirements {
+            gpus,
             parameters: spec.params.iter().map(|param| param.shape[0]).sum(),
             wire: elements * args.dtype.bytes(),
             endurance_days: rated.map(|(daily, rated)| rated.0 as f64 / daily),
@@ -235,9 +267,14 @@ impl Requirements {
             say!("          {:>10}   {what}", human(bytes));
         }
         say!("  wire    {:>10}   a step to each rank, and from it for each micro-step", human(self.wire));
-        if need.disk == 0 {
-            return;
+        if need.disk > 0 {
+            self.print_drives(args);
         }
+        self.gpus.print();
+    }
+
+    fn print_drives(&self, args: &Args) {
+        let Requirements { need, .. } = self;
         say!("  drives  {:>10}   reserved in {} folder(s)", human(need.disk), args.state_dirs);
         say!("          {:>10}   written a step", human(need.written));
         if let Some(daily) = self.daily {
@@ -258,7 +295,7 @@ impl Requirements {
             "wire_bytes_per_step": self.wire, "disk_bytes": need.disk,
             "disk_written_bytes_per_step": need.written,
             "disk_written_bytes_per_day": self.daily, "drive_endurance_days": self.endurance_days,
-            "short": self.short,
+            "gpus": self.gpus.json(), "short": self.short,
         })
     }
 }

@@ -1,0 +1,200 @@
+//! The GPUs' side of a plan: what a step takes of a GPU's memory, how long it lasts, and what binds it.
+
+use anyhow::ensure;
+use longshore_engine::kernels::bytes_per_parameter;
+use longshore_proto::{Dtype, Formats, JobSpec};
+use serde_json::{Value, json};
+
+use crate::{
+    plan::{HardwareArgs, Model, Peak, Run, Stage, Step, Unit, Workload, enough_servers, largest},
+    sizes::human,
+};
+
+/// GPT-2's, for models of which only the number of parameters is known.
+pub(super) const VOCABULARY: u64 = 50_257;
+/// The most servers that a plan looks at.
+const MOST_SERVERS: u32 = 4096;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Sequences of a micro-step of each GPU
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    sequences: u32,
+    /// Tokens of a sequence
+    #[arg(long, default_value_t = 2048, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    context: u32,
+    /// Keep all activations, instead of computing a block's inside again in backward
+    #[arg(long)]
+    keep_activations: bool,
+    #[command(flatten)]
+    hardware: HardwareArgs,
+}
+
+/// What an update moves to and from drives.
+pub(super) struct OnDrives {
+    /// Bytes an element. As many were read before.
+    pub(super) written: f64,
+}
+
+/// A stage on a GPU.
+struct Of {
+    stage: Stage,
+    peak: Peak,
+    /// The largest transformer that fits.
+    largest: Option<u64>,
+    /// One step, and the fewest servers that do not slow it down.
+    step: Option<(Step, u32)>,
+}
+
+pub(super) struct Plan {
+    gpus: u32,
+    memory: Option<u64>,
+    stages: [Of; 2],
+}
+
+impl Plan {
+    pub(super) fn of(
+        args: &Args,
+        model: &Model,
+        spec: &JobSpec,
+        servers: u32,
+        drives: OnDrives,
+    ) -> anyhow::Result<Plan> {
+        let hardware = args.hardware.with_file()?;
+        let work = Workload {
+            sequences: args.sequences.into(),
+            context: args.context.into(),
+            checkpointing: !args.keep_activations,
+            versions: 1 + u64::from(spec.max_delay),
+        };
+        let memory = hardware.gpu_memory.map(|size| size.0);
+        let speeds = hardware.speeds(drives.written > 0.0)?;
+        ensure!(
+            speeds.is_none() || model.transformer.is_some(),
+            "--gpu-tflops is given, but nothing says how much this model computes: put its config.json beside it"
+        );
+        let vocabulary = model.transformer.map_or(VOCABULARY, |transformer| transformer.vocabulary);
+        let stages = [Stage::Two, Stage::Three].map(|stage| {
+            let step = speeds.map(|speeds| {
+                let units = units(model, spec, &work, speeds.gpu_flops);
+                let run = run(units, spec, servers, stage, hardware.has_fabric(), &drives);
+                (run.step(&speeds), enough_servers(&run, &speeds, MOST_SERVERS).0)
+            });
+            Of {
+                stage,
+                peak: Peak::of(model, &work, stage),
+                largest: memory.map(|memory| largest(memory, vocabulary, &work, stage)),
+                step,
+            }
+        });
+        Ok(Plan { gpus: spec.world_size, memory, stages })
+    }
+
+    pub(super) fn print(&self) {
+        say!("each of {} GPU(s), in 16 bits:", self.gpus);
+        for of in &self.stages {
+            self.print_stage(of);
+        }
+    }
+
+    fn print_stage(&self, of: &Of) {
+        let fits = match self.memory {
+            Some(memory) if of.peak.total() > memory => format!("; does not fit {}", human(memory)),
+            Some(memory) => format!("; fits {}", human(memory)),
+            None => String::new(),
+        };
+        say!("  stage {} {:>10}   at its peak{fits}", number(of.stage), human(of.peak.total()));
+        say!("          {:>10}   weights", human(of.peak.weights));
+        say!("          {:>10}   gradients on their way", human(of.peak.gradients));
+        match of.peak.activations {
+            Some(bytes) => say!("          {:>10}   activations, about", human(bytes)),
+            None => say!("          {:>10}   activations: the model's sizes are not known", "?"),
+        }
+        if let Some(elements) = of.largest {
+            say!("          {:>9.1}B   parameters are the most that fit", elements as f64 / 1e9);
+        }
+        let Some((step, enough)) = &of.step else { return };
+        say!(
+            "          {:>8.3} s   a step, of which exposed {:.3} s; what binds is {}, for {:.3} s",
+            step.wall_s,
+            step.exposed_s(),
+            step.binding.says(),
+            step.binding_s
+        );
+        say!(
+            "          {enough:>10}   server(s) are enough: more make a step shorter by less than a hundredth"
+        );
+    }
+
+    pub(super) fn json(&self) -> Value {
+        let stage = |of: &Of| {
+            let step = of.step.as_ref();
+            json!({
+                "stage": number(of.stage), "peak_bytes": of.peak.total(), "weight_bytes": of.peak.weights,
+                "gradient_bytes": of.peak.gradients, "activation_bytes": of.peak.activations,
+                "fits": self.memory.map(|memory| of.peak.total() <= memory), "largest_parameters": of.largest,
+                "step_s": step.map(|(step, _)| step.wall_s), "exposed_s": step.map(|(step, _)| step.exposed_s()),
+                "binding": step.map(|(step, _)| step.binding), "binding_s": step.map(|(step, _)| step.binding_s),
+                "enough_servers": step.map(|(_, enough)| enough),
+            })
+        };
+        json!({"gpus": self.gpus, "stages": self.stages.iter().map(stage).collect::<Vec<_>>()})
+    }
+}
+
+fn number(stage: Stage) -> u32 {
+    match stage {
+        Stage::Two => 2,
+        Stage::Three => 3,
+    }
+}
+
+/// The units' sizes and times. A token takes 2 operations for each element in forward and 4 in backward (Kaplan et al., 2020), and 2
+/// more where backward computes the forward pass again.
+fn units(model: &Model, spec: &JobSpec, work: &Workload, flops: f64) -> Vec<Unit> {
+    let wanted: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
+    // The transformer of --params only comes near that number.
+    let scale = wanted as f64 / model.elements() as f64;
+    let tokens = (work.sequences * work.context) as f64;
+    let active = model.active() as f64 / model.elements() as f64;
+    let backward = if work.checkpointing { 6.0 } else { 4.0 };
+    let unit = |elements: u64| {
+        let elements = elements as f64 * scale;
+        let second = elements * active * tokens / flops;
+        Unit { elements, forward_s: 2.0 * second, backward_s: backward * second }
+    };
+    model.unit_elements().into_iter().map(unit).collect()
+}
+
+fn run(
+    units: Vec<Unit>,
+    spec: &JobSpec,
+    servers: u32,
+    stage: Stage,
+    has_fabric: bool,
+    drives: &OnDrives,
+) -> Run {
+    let sliced = has_fabric && spec.world_size > 1;
+    // Sums are fp32.
+    let sums = (spec.world_size > 1 && !sliced) || spec.micro_steps > 1;
+    let gradient = if sums { Dtype::F32.bytes() } else { spec.gradient_dtype.bytes() };
+    let Formats { master, state, .. } = spec.formats;
+    Run {
+        units,
+        gpus: spec.world_size.into(),
+        servers: servers.into(),
+        stage,
+        delayed: spec.max_delay > 0,
+        sliced,
+        micro_steps: spec.micro_steps,
+        width: spec.gradient_dtype.bytes() as f64,
+        update_bytes: bytes_per_parameter(
+            spec.rule,
+            master,
+            state,
+            gradient as usize,
+            spec.image_dtype.bytes() as usize,
+        ),
+        drive_bytes: 2.0 * drives.written,
+    }
+}

@@ -1,0 +1,137 @@
+//! The most device memory that a rank's step takes, by what takes it.
+
+use super::Model;
+
+/// What a rank computes at a time, and how.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Workload {
+    /// Of one micro-step.
+    pub(crate) sequences: u64,
+    /// Tokens of a sequence.
+    pub(crate) context: u64,
+    /// Backward computes a block's inside again from its input, instead of keeping it.
+    pub(crate) checkpointing: bool,
+    /// How many versions of the weights a device holds at stage 2: two in a delayed job.
+    pub(crate) versions: u64,
+}
+
+/// Which weights a device holds, by ZeRO's names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// All.
+    Two,
+    /// Those of the unit in use and of the next one.
+    Three,
+}
+
+/// Bytes by component at the moment when they are most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Peak {
+    pub(crate) weights: u64,
+    /// A unit's gradients leave while the next unit's are made.
+    pub(crate) gradients: u64,
+    /// None where the model's sizes are not known.
+    pub(crate) activations: Option<u64>,
+}
+
+/// Bytes of 16-bit weights and gradients.
+const WIDTH: u64 = 2;
+/// Bytes of a block's activations for each token and element of its width, in 16 bits and with fused attention: Korthikanti et
+/// al. (2022), equation 1, without the attention matrix, which fused kernels do not keep.
+const INSIDE: u64 = 34;
+/// Logits and their gradient, both in fp32.
+const LOGITS: u64 = 8;
+
+impl Peak {
+    pub(crate) fn of(model: &Model, work: &Workload, stage: Stage) -> Peak {
+        let units = model.unit_elements();
+        let largest = units.iter().copied().max().unwrap_or(0);
+        let neighbours = units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(largest);
+        let weights = match stage {
+            Stage::Two => model.elements() * WIDTH * work.versions,
+            Stage::Three => neighbours * WIDTH,
+        };
+        Peak { weights, gradients: neighbours * WIDTH, activations: activations(model, work) }
+    }
+
+    pub(crate) fn total(&self) -> u64 {
+        self.weights + self.gradients + self.activations.unwrap_or(0)
+    }
+}
+
+/// The inputs of all blocks and the inside of one, or the insides of all; and beside them, at the end of forward, the
+/// logits.
+fn activations(model: &Model, work: &Workload) -> Option<u64> {
+    let sizes = model.transformer?;
+    let tokens = work.sequences * work.context;
+    let input = tokens * sizes.width * WIDTH;
+    // A token goes through several experts, each with an inside of its own.
+    let inside = tokens * sizes.width * INSIDE * sizes.experts.0;
+    let logits = tokens * sizes.vocabulary * LOGITS;
+    Some(match work.checkpointing {
+        true => input * sizes.layers + inside.max(logits),
+        false => inside * sizes.layers + logits,
+    })
+}
+
+/// The largest transformer that a device's memory takes at a stage, in elements. Its width is 128 times its layers, as
+/// about that of GPT-3's family, and the rest as in `model`.
+pub(crate) fn largest(device: u64, vocabulary: u64, work: &Workload, stage: Stage) -> u64 {
+    let fits =
+        |layers: u64| Peak::of(&Model::transformer_of(layers, vocabulary), work, stage).total() <= device;
+    let mut largest = 0;
+    // Ten thousand layers of width 1.28 M are 2e17 elements.
+    let mut step = 8192;
+    while step > 0 {
+        if fits(largest + step) {
+            largest += step;
+        }
+        step /= 2;
+    }
+    if largest == 0 { 0 } else { Model::transformer_of(largest, vocabulary).elements() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WORK: Workload = Workload { sequences: 2, context: 1024, checkpointing: true, versions: 1 };
+
+    #[test]
+    fn stage_two_holds_the_model_and_stage_three_two_units() {
+        let model = Model::transformer_of(8, 1000);
+        let units = model.unit_elements();
+        let two = Peak::of(&model, &WORK, Stage::Two);
+        assert_eq!(two.weights, 2 * model.elements());
+        assert_eq!(
+            Peak::of(&model, &Workload { versions: 2, ..WORK }, Stage::Two).weights,
+            4 * model.elements()
+        );
+        let three = Peak::of(&model, &WORK, Stage::Three);
+        assert_eq!(three.weights, 2 * (units[1] + units[2]).max(units[0] + units[1]));
+        assert_eq!(three.activations, two.activations);
+    }
+
+    #[test]
+    fn checkpointing_keeps_inputs_and_the_inside_of_one_block() {
+        let model = Model::transformer_of(8, 1000);
+        let (tokens, width) = (2048, 1024);
+        let kept = Peak::of(&model, &WORK, Stage::Two).activations;
+        assert_eq!(kept, Some(8 * tokens * width * 2 + tokens * width * 34));
+        let all = Peak::of(&model, &Workload { checkpointing: false, ..WORK }, Stage::Two).activations;
+        assert_eq!(all, Some(8 * tokens * width * 34 + tokens * 1000 * 8));
+    }
+
+    #[test]
+    fn the_largest_model_fits_and_the_next_does_not() {
+        for stage in [Stage::Two, Stage::Three] {
+            let device = 8 << 30;
+            let found = largest(device, 50_257, &WORK, stage);
+            let layers =
+                (1..).find(|&layers| Model::transformer_of(layers, 50_257).elements() == found).unwrap();
+            let total = |layers| Peak::of(&Model::transformer_of(layers, 50_257), &WORK, stage).total();
+            assert!(total(layers) <= device && device < total(layers + 1), "{stage:?}: {layers} layers");
+        }
+        assert_eq!(largest(1 << 20, 50_257, &WORK, Stage::Three), 0);
+    }
+}

@@ -1,0 +1,14 @@
+//! What a model takes of a GPU, and how long its steps last, from numbers alone. What it takes of servers is the engine's
+//! own arithmetic (`commands/plan.rs`).
+
+mod device;
+mod hardware;
+mod hugging_face;
+mod model;
+mod schedule;
+
+pub(crate) use device::{Peak, Stage, Workload, largest};
+pub(crate) use hardware::HardwareArgs;
+pub(crate) use hugging_face::read;
+pub(crate) use model::{Model, Tensor, Transformer};
+pub(crate) use schedule::{Run, Step, Unit, enough_servers};

@@ -1,0 +1,133 @@
+//! A model as a plan knows it: its tensors in forward order, the units that are acquired together, and what is known of
+//! its activations.
+
+use std::ops::Range;
+
+/// A tensor's name and shape.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Tensor {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<u64>,
+}
+
+impl Tensor {
+    pub(crate) fn new(name: impl Into<String>, shape: &[u64]) -> Tensor {
+        Tensor { name: name.into(), shape: shape.to_vec() }
+    }
+
+    pub(crate) fn elements(&self) -> u64 {
+        self.shape.iter().fold(1, |elements, &size| elements.saturating_mul(size))
+    }
+}
+
+/// The sizes of a transformer, which decide what its activations take and what its steps compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Transformer {
+    pub(crate) layers: u64,
+    pub(crate) width: u64,
+    pub(crate) vocabulary: u64,
+    /// Of the experts of a layer, how many a token goes through, and how many there are: (1, 1) in a dense model.
+    pub(crate) experts: (u64, u64),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Model {
+    pub(crate) tensors: Vec<Tensor>,
+    /// None where only the tensors are known.
+    pub(crate) transformer: Option<Transformer>,
+}
+
+impl Model {
+    /// A transformer of GPT's kind with so many layers, whose width is 128 times as many, about as in GPT-3's family.
+    pub(crate) fn transformer_of(layers: u64, vocabulary: u64) -> Model {
+        let width = 128 * layers;
+        let mut tensors = vec![Tensor::new("embedding.weight", &[vocabulary, width])];
+        for layer in 0..layers {
+            // Four products of attention and two of the MLP: 12 * width^2 elements.
+            for (name, outputs) in [("attention.in", 3), ("attention.out", 1), ("mlp.in", 4), ("mlp.out", 4)]
+            {
+                tensors.push(Tensor::new(format!("blocks.{layer}.{name}.weight"), &[outputs * width, width]));
+            }
+        }
+        let transformer = Transformer { layers, width, vocabulary, experts: (1, 1) };
+        Model { tensors, transformer: Some(transformer) }
+    }
+
+    /// The transformer of that kind which comes nearest to a number of elements.
+    pub(crate) fn of_about(elements: u64, vocabulary: u64) -> Model {
+        let distance =
+            |layers: &u64| Model::transformer_of(*layers, vocabulary).elements().abs_diff(elements);
+        let cube_root = (elements as f64 / (12.0 * 128.0 * 128.0)).cbrt() as u64;
+        let near = cube_root.saturating_sub(8).max(1)..=cube_root + 1;
+        let layers = near.min_by_key(distance).unwrap_or(1);
+        Model::transformer_of(layers, vocabulary)
+    }
+
+    pub(crate) fn elements(&self) -> u64 {
+        self.tensors.iter().map(Tensor::elements).sum()
+    }
+
+    /// The elements that a token's forward pass multiplies by: all but the experts that it does not go through.
+    pub(crate) fn active(&self) -> u64 {
+        let (through, all) = self.transformer.map_or((1, 1), |transformer| transformer.experts);
+        let elements = |tensor: &Tensor| match tensor.name.contains(".experts.") {
+            true => tensor.elements() * through / all,
+            false => tensor.elements(),
+        };
+        self.tensors.iter().map(elements).sum()
+    }
+
+    /// The parameters that are acquired and released together: those of one block, and each other run of tensors.
+    pub(crate) fn units(&self) -> Vec<Range<usize>> {
+        let mut units: Vec<Range<usize>> = Vec::new();
+        for index in 0..self.tensors.len() {
+            match units.last_mut() {
+                Some(unit) if block(&self.tensors[unit.start].name) == block(&self.tensors[index].name) => {
+                    unit.end = index + 1;
+                }
+                _ => units.push(index..index + 1),
+            }
+        }
+        units
+    }
+
+    pub(crate) fn unit_elements(&self) -> Vec<u64> {
+        let elements = |unit: Range<usize>| self.tensors[unit].iter().map(Tensor::elements).sum();
+        self.units().into_iter().map(elements).collect()
+    }
+}
+
+/// A tensor's block: its name up to the first part that is a number, as in `model.layers.7`.
+fn block(name: &str) -> Option<&str> {
+    let mut end = 0;
+    for part in name.split('.') {
+        end += part.len();
+        if part.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Some(&name[..end]);
+        }
+        end += 1;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_blocks_and_what_lies_between_them() {
+        let names = [
+            "wte.weight",
+            "wpe.weight",
+            "h.0.a.weight",
+            "h.0.b.weight",
+            "h.1.a.weight",
+            "h.10.a.weight",
+            "ln_f.weight",
+        ];
+        let tensors = names.iter().map(|name| Tensor::new(*name, &[2, 3])).collect();
+        let model = Model { tensors, transformer: None };
+        assert_eq!(model.units(), [0..2, 2..4, 4..5, 5..6, 6..7]);
+        assert_eq!(model.unit_elements(), [12, 12, 6, 6, 6]);
+    }
+}
