@@ -4,8 +4,8 @@
 Usage: docs/delay.py [--out FOLDER] [--jobs N] [--only NAME]... [--table-only]
 
 Each run is one `longshore train --json`, with its server in the same process. What it printed is kept in FOLDER (default:
-.cache/delay, which is no training data since it is hidden), and a run that is there already is not made again, so that
-this can be stopped and continued. On two free cores the runs of the small model take about 20 minutes, and those of the
+.cache/delay), and a run that is there already is not made again, so that this can be stopped and continued. All runs
+train on one text: the repository as it was committed when the first run was made, which FOLDER keeps, too. On two free cores the runs of the small model take about 20 minutes, and those of the
 default job two and a half hours.
 """
 
@@ -48,12 +48,24 @@ def path_of(out, setting, mode, seed):
     return out / f"{setting}.{mode}.{seed}.jsonl".replace(" ", "_").replace("'", "")
 
 
-def run(binary, out, setting, mode, seed):
+def text_of(out):
+    """The folder that runs train on."""
+    text = out / "text"
+    if not text.exists():
+        part = out / "text.part"
+        part.mkdir(exist_ok=True)
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+        subprocess.run(["tar", "-x", "-C", part], input=archive.stdout, check=True)
+        part.rename(text)
+    return text
+
+
+def run(binary, out, text, setting, mode, seed):
     path = path_of(out, setting, mode, seed)
     if path.exists():
         return
-    flags = [*SETTINGS[setting], *MODES[mode], "--seed", str(seed), "--json", "--sample-bytes", "0"]
-    done = subprocess.run([binary, "train", *flags], cwd=ROOT, capture_output=True, text=True, check=False)
+    flags = [*SETTINGS[setting], *MODES[mode], "--seed", str(seed), "--json", "--sample-bytes", "0", "--data", str(text)]
+    done = subprocess.run([binary, "train", *flags], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{setting}, {mode}, seed {seed}: {done.stderr}")
     part = path.with_suffix(".part")
@@ -157,9 +169,10 @@ def main():
         if not arguments.binary:
             subprocess.run(["cargo", "build", "--release", "--locked", "--bin", "longshore"], cwd=ROOT, check=True)
         binary = arguments.binary or str(ROOT / "target/release/longshore")
+        text = text_of(arguments.out.resolve())
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
             runs = [(setting, mode, seed) for setting in wanted for seed in SEEDS for mode in MODES]
-            for _ in pool.map(lambda of: run(binary, arguments.out, *of), runs):
+            for _ in pool.map(lambda of: run(binary, arguments.out, text, *of), runs):
                 pass
     for setting in SETTINGS:
         table(arguments.out, setting)
