@@ -15,6 +15,7 @@ use longshore_proto::{
     limits::{DEFAULT_SHARD_ELEMENTS, MAX_SHARDS},
 };
 use longshore_server::config::{ByteSize, Durability, Spill};
+use longshore_worker::DelayCorrection;
 use serde_json::json;
 
 use super::train::preset;
@@ -47,6 +48,9 @@ pub(super) struct Args {
     /// 0: exact. 1: each step computes with the weights of the step before last
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
     delay: u32,
+    /// As `longshore train --correction`: worker-local takes more of the servers
+    #[arg(long, default_value = "look-ahead", value_name = "CORRECTION")]
+    correction: DelayCorrection,
     /// Elements of a shard
     #[arg(long, default_value_t = DEFAULT_SHARD_ELEMENTS, value_name = "N")]
     shard_elements: u64,
@@ -185,7 +189,7 @@ impl Args {
             formats: Formats { state: self.state, master: self.master, seed: 0 },
             unchecked: false,
             partitions: Vec::new(),
-            worker_local: false,
+            worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
         })
     }
 
