@@ -1,7 +1,8 @@
 //! A rank's job, as Python sees it. Every call that may wait does so without the GIL, and ends with Ctrl-C.
 
 use std::{
-    process,
+    cell::RefCell,
+    process, ptr,
     sync::{Mutex, PoisonError},
 };
 
@@ -26,6 +27,34 @@ enum Stage {
 const NOT_STARTED: Misuse = Misuse("the job is not started here: call start first");
 const CLOSED: Misuse = Misuse("the optimizer was closed: build a new one");
 
+thread_local! {
+    /// The jobs in whose calls this thread is.
+    static CALLED: RefCell<Vec<*const Job>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A call of a job by this thread, until it is dropped. A signal's handler runs on the thread that waits, and would wait for
+/// ever for the call that it is in.
+struct Call;
+
+impl Call {
+    /// None if this thread is in a call of the job already.
+    fn of(job: &Job) -> Option<Call> {
+        CALLED.with_borrow_mut(|called| {
+            let job = ptr::from_ref(job);
+            (!called.contains(&job)).then(|| {
+                called.push(job);
+                Call
+            })
+        })
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        CALLED.with_borrow_mut(Vec::pop);
+    }
+}
+
 /// One rank of a job. It is private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct Job {
@@ -44,6 +73,11 @@ impl Job {
                            the process that trains, or start processes with the method spawn";
             return Err(exception(py, "UsageError", message, None)?);
         }
+        let Some(_call) = Call::of(self) else {
+            let message = "a signal's handler called the optimizer in the middle of one of its calls, which goes on only after \
+                           the handler: set a flag there, and look at it after step";
+            return Err(exception(py, "UsageError", message, None)?);
+        };
         without_gil(py, || act(&mut self.stage.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 

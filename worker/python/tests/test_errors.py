@@ -203,6 +203,20 @@ def test_ctrl_c_ends_a_wait(servers: str) -> None:
         optimizer.step()
 
 
+def test_a_signal_handler_that_calls_the_optimizer_in_a_wait_gets_an_error(servers: str) -> None:
+    """The wait goes on only after the handler, which would wait for it."""
+    model, _ = pair("mlp")
+    optimizer = made(model, servers=servers, job="handler", rank=0, world_size=2)
+    optimizer.open()
+    before = signal.signal(signal.SIGUSR1, lambda *_: optimizer.flush())
+    try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(errors.UsageError, match="set a flag there"):
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_other_threads_run_while_it_waits(servers: str) -> None:
     model, _ = pair("mlp")
     optimizer = made(model, servers=servers, job="threads", rank=0, world_size=2, deadline=1.0)
