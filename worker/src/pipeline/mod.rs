@@ -308,12 +308,13 @@ impl Pipeline {
         let next = self.options.schedule.reads(Step(step.0 + 1));
         self.feeds.keep_only(next);
         self.session.gradients.own.forget_before(step);
-        self.open_ahead(Step(step.0 + 1))?;
-        if next == step.version() {
-            self.await_decision(next)?;
-        }
+        let ended = self.open_ahead(Step(step.0 + 1)).and_then(|()| match next == step.version() {
+            true => self.await_decision(next).map(drop),
+            false => Ok(()),
+        });
+        // Where the wait was interrupted, too: the step is decided in any case, and then it has an outcome.
         self.shared.outcomes.made(step, current.made(&self.session, started.elapsed()));
-        Ok(())
+        ended
     }
 
     fn check_finished(&self, trainer_bytes: usize) -> Result<()> {
