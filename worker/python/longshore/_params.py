@@ -161,6 +161,18 @@ def check_unchanged(params: list[Param], frozen: list[tuple[str, Tensor]]) -> No
             )
 
 
+def check_has_no_graph(param: Param, gradient: Tensor) -> None:
+    """Refuses a gradient that a later backward still needs: it would be a part of the step, and leaves before that."""
+    if gradient.requires_grad:
+        raise invalid(
+            f"{param.name}.grad",
+            "made with create_graph=True",
+            "made by the last backward in streaming mode",
+            "take forces and other derivatives by torch.autograd.grad, which accumulates into no parameter, or pass streaming=False",
+            GradientError,
+        )
+
+
 def check_gradient(param: Param, gradient: Tensor) -> None:
     """Refuses a gradient that is not the parameter's."""
     if gradient.dtype is param.dtype and gradient.layout is torch.strided and gradient.shape == param.shape:

@@ -104,6 +104,7 @@ class Stream:
                 GradientError,
             )
         _params.check_unchanged([param], [])
+        _params.check_has_no_graph(param, gradient)
         place = optimizer._gradients.take(param, gradient)
         self._taken.add(param.index)
         if gradient.device.type == "cpu":

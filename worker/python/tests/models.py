@@ -1,8 +1,26 @@
 """Small models, made from a seed, with batches for them."""
 
+import importlib.util
+import pathlib
+import sys
+from types import ModuleType
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+def example(name: str) -> ModuleType:
+    """A program of examples/, as a module."""
+    path = pathlib.Path(__file__).parent.parent / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+molecules = example("molecules")
 
 
 class Mlp(nn.Module):
@@ -94,7 +112,17 @@ class Llama(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-MODELS = {"mlp": Mlp, "conv": Conv, "llama": Llama}
+class Graph(molecules.SchNet):
+    """A graph network whose loss has forces in it, so that backward goes through a derivative."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16)
+
+    def loss(self, step: int) -> Tensor:
+        return super().loss(molecules.molecules(step, count=4))
+
+
+MODELS = {"mlp": Mlp, "conv": Conv, "llama": Llama, "graph": Graph}
 
 
 def pair(name: str, **arguments: int) -> tuple[nn.Module, nn.Module]:

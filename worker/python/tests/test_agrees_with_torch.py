@@ -56,17 +56,21 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_groups_scheduler_clipping_and_accumulation(name: str) -> None:
+def test_groups_scheduler_clipping_and_accumulation(name: str, streaming: bool) -> None:
     ours, theirs = pair(name)
 
-    def run(model: nn.Module, kind: Callable[..., torch.optim.Optimizer]) -> None:
-        optimizer = kind(groups(model), lr=1e-3)
+    def run(model: nn.Module, kind: Callable[..., torch.optim.Optimizer], clip: float | None, **options: Any) -> None:
+        optimizer = kind(groups(model), lr=1e-3, **options)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [2e-3, 4e-3], total_steps=STEPS)
-        train(model, optimizer, scheduler=scheduler, clip=0.5, micro_steps=3)
+        train(model, optimizer, scheduler=scheduler, clip=clip, micro_steps=3)
 
-    run(ours, longshore.AdamW)
-    run(theirs, torch.optim.AdamW)
+    if streaming:
+        run(ours, longshore.AdamW, None, streaming=True, accumulate=3, max_grad_norm=0.5)
+    else:
+        run(ours, longshore.AdamW, 0.5)
+    run(theirs, torch.optim.AdamW, 0.5)
     assert distance(ours, theirs) < CLOSE
 
 

@@ -178,13 +178,14 @@ def delayed_loop(model: nn.Module, warmup: int, drained: set[int], rate: Callabl
     write(images[reads(STEPS + 1)])
 
 
+@pytest.mark.parametrize("name", ["mlp", "graph"])
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("drained", [set(), {13, 20}])
-def test_delay_equals_a_plain_delayed_loop(streaming: bool, drained: set[int]) -> None:
+def test_delay_equals_a_plain_delayed_loop(name: str, streaming: bool, drained: set[int]) -> None:
     def rate(step: int) -> float:
         return 1e-2 * 0.95 ** (step - 1)
 
-    ours, plain = pair("mlp")
+    ours, plain = pair(name)
     optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2, delay=1, warmup_steps=5, streaming=streaming)
     for step in range(1, STEPS + 1):
         optimizer.param_groups[0]["lr"] = rate(step)
