@@ -2,7 +2,8 @@
 
 >>> optimizer = longshore.AdamW(model.named_parameters(), lr=3e-4)  # doctest: +SKIP
 
-Without ``servers=`` a server runs inside this process. PyTorch is imported with the first optimizer that is named.
+Without ``servers=`` a server runs inside this process. PyTorch is imported with the first optimizer that is named, and NumPy with
+:class:`Client`, which needs no framework.
 """
 
 import importlib
@@ -14,14 +15,18 @@ from longshore._server import Server
 from longshore.progress import Progress
 
 if TYPE_CHECKING:
+    from longshore._step import Hyper, StepReport
+    from longshore.client import Client
     from longshore.engine import Engine, initialize
-    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, StepReport
+    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion
 
 __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Client",
     "Engine",
+    "Hyper",
     "Lion",
     "Progress",
     "SGD",
@@ -32,7 +37,8 @@ __all__ = [
     "initialize",
 ]
 
-_FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD", "StepReport"}
+_FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD"}
+_FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
 
 
@@ -45,6 +51,14 @@ def __getattr__(name: str) -> object:
         from longshore import engine
 
         return getattr(engine, name)
+    if name in _FROM_STEP:
+        from longshore import _step
+
+        return getattr(_step, name)
+    if name == "Client":
+        from longshore.client import Client
+
+        return Client
     if name == "huggingface":
         return importlib.import_module("longshore.huggingface")
     raise AttributeError(f"module 'longshore' has no attribute {name!r}")

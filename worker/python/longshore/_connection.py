@@ -1,89 +1,15 @@
 """An optimizer's job on its servers: opened when it is first needed, and closed with the optimizer."""
 
-import os
-import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from longshore import _full, _longshore, _server
+from longshore import _full, _longshore
 from longshore._host import Weights
+from longshore._job import settings
 from longshore._options import Options
-from longshore._params import Param, common_dtype, fingerprint, shard_elements
-
-
-@dataclass
-class Settings:
-    """What the Rust half needs to know of a job. The fields are those of ``Settings`` in settings.rs."""
-
-    servers: list[str]
-    job: str
-    params: list[tuple[str, list[int], int]]
-    groups: list[str]
-    rule: str
-    gradient_dtype: str
-    image_dtype: str
-    rank: int
-    world_size: int
-    micro_steps: int
-    accumulate_on_worker: bool
-    delay: int
-    warmup_steps: int
-    correction: str
-    clip: float | None
-    unchecked: bool
-    shard_elements: int
-    tier: str
-    state: str
-    master: str
-    seed: int
-    transport: str
-    deadline_s: float
-
-
-#: What users name without knowing the next learning rate: schedulers step after the optimizer.
-_CORRECTIONS = {"look-ahead": "look-ahead-by-this-rate"}
-
-
-def new_job_name() -> str:
-    """A name that no other optimizer has."""
-    return f"torch-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def settings(options: Options, job: str, rule: str, params: list[Param], groups: int) -> Settings:
-    addresses = options.addresses()
-    if addresses is None:
-        addresses = [_server.default().address]
-    rank, world_size = options.place()
-    dtype = common_dtype(params)
-    return Settings(
-        servers=addresses,
-        job=job,
-        params=[(param.name, list(param.shape), param.group) for param in params],
-        groups=[f"group{index}" for index in range(groups)],
-        rule=rule,
-        gradient_dtype=dtype if options.gradient_dtype == "auto" else options.gradient_dtype,
-        image_dtype=dtype if options.image_dtype == "auto" else options.image_dtype,
-        rank=rank,
-        world_size=world_size,
-        micro_steps=options.accumulate,
-        accumulate_on_worker=options.accumulate_on == "worker" and options.accumulate > 1,
-        delay=options.delay,
-        warmup_steps=options.warmup_steps,
-        correction=_CORRECTIONS.get(options.correction, options.correction),
-        clip=options.max_grad_norm,
-        unchecked=options.nonfinite == "apply",
-        shard_elements=options.shard_elements or shard_elements(params),
-        tier=options.tier,
-        state=options.state,
-        master=options.master,
-        seed=options.seed,
-        transport=options.transport,
-        deadline_s=options.deadline,
-    )
+from longshore._params import Param, fingerprint
 
 
 class Connection:

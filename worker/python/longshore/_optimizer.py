@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from longshore import _clip, _connection, _params, _state
+from longshore import _clip, _job, _params, _state
 from longshore._connection import Connection
 from longshore._host import Gradients
 from longshore._options import Options
@@ -34,7 +34,7 @@ class Optimizer(torch.optim.Optimizer):
     rule: ClassVar[str]
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         self._options = Options.of(options)
-        self._job_name = self._options.job or _connection.new_job_name()
+        self._job_name = self._options.job or _job.new_job_name("torch")
         self._process = os.getpid()
         self._connection: Connection | None = None
         self._stream: Stream | None = None
@@ -272,10 +272,7 @@ class Optimizer(torch.optim.Optimizer):
             if not report.skipped:
                 self._applied += 1
                 continue
-            message = (
-                f"step {report.step} was skipped, and nothing is lost: the gradient is not finite, first in {report.overflow}. "
-                "Look at the data of this step, lower the learning rate, or pass nonfinite='apply' to use it as torch does"
-            )
+            message = report.why_skipped()
             if self._options.nonfinite == "raise":
                 raise LongshoreError(message, field="gradient", value="not finite")
             warnings.warn(message, RuntimeWarning, stacklevel=4)

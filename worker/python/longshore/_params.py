@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,11 +13,6 @@ from torch import Tensor
 from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-# How many shards a small model has, as in the trainer of the command line.
-_SMALL_MODEL_SHARDS = 16
-_BLOCK_ELEMENTS = 64 * 1024
-_DEFAULT_SHARD_ELEMENTS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +109,6 @@ def table(groups: list[dict[str, Any]]) -> list[Param]:
     if not params:
         raise invalid("params", "all frozen or empty", "at least one that trains", "set requires_grad on what shall train")
     return params
-
-
-def common_dtype(params: list[Param]) -> str:
-    """The type that all parameters have, or fp32."""
-    dtypes = {param.wire for param in params}
-    return dtypes.pop() if len(dtypes) == 1 else "fp32"
-
-
-def shard_elements(params: list[Param]) -> int:
-    """Enough shards for a small model to stream, and shards of the usual size for a large one."""
-    elements = sum(param.elements for param in params)
-    shard = math.ceil(elements / _SMALL_MODEL_SHARDS / _BLOCK_ELEMENTS) * _BLOCK_ELEMENTS
-    return min(max(shard, _BLOCK_ELEMENTS), _DEFAULT_SHARD_ELEMENTS)
 
 
 def fingerprint(rule: str, params: Iterable[Param]) -> str:

@@ -30,10 +30,27 @@ class StepReport:
     pushed_bytes: int
     pulled_bytes: int
 
+    def why_skipped(self) -> str:
+        """What to say of a step that was skipped."""
+        return (
+            f"step {self.step} was skipped, and nothing is lost: the gradient is not finite, first in {self.overflow}. "
+            "Look at the data of this step, lower the learning rate, or pass nonfinite='apply' to use it as it is"
+        )
+
 
 @dataclass(slots=True)
 class Hyper:
-    """Hyperparameters of a param group in one step. The fields are those of ``GivenHyper`` in settings.rs."""
+    """Hyperparameters of a param group in one step. A rule ignores those that it does not have.
+
+    Attributes:
+        lr: the learning rate.
+        beta1, beta2, eps: of AdamW, Adam and Lion; Adagrad has ``eps`` too.
+        weight_decay: decoupled with AdamW and Lion, otherwise a part of the gradient.
+        momentum, dampening, nesterov: of SGD.
+        lr_decay: of Adagrad.
+    """
+
+    # The fields are those of `GivenHyper` in settings.rs.
 
     lr: float
     beta1: float = 0.9

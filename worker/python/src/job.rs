@@ -6,7 +6,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use longshore_proto::Hyper;
+use longshore_proto::{Hyper, Version};
 use longshore_worker::{Error, Result, Session, error::Misuse};
 use pyo3::{prelude::*, types::PyDict};
 
@@ -179,6 +179,11 @@ impl Job {
 
     fn has_unread_weights(&self, py: Python<'_>) -> PyResult<bool> {
         self.train(py, |training| Ok(training.has_unread_weights()))
+    }
+
+    /// Writes the weights of a version that was read before into the parameters.
+    fn pull(&self, py: Python<'_>, version: u64, params: Vec<HostTensor>) -> PyResult<()> {
+        self.train(py, |training| training.pull(Version(version), &params))
     }
 
     /// Waits until every step is decided; after that the newest weights can be read. Returns the version.

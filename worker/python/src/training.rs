@@ -165,6 +165,14 @@ impl Training {
         Ok(Some(feed.version()))
     }
 
+    /// Writes the weights of a version that was read before into tensors, which it asks the servers for again.
+    pub(crate) fn pull(&self, version: Version, targets: &[HostTensor]) -> Result<()> {
+        let order: Vec<Range<u64>> =
+            targets.iter().map(|target| self.place(target)).collect::<Result<_>>()?;
+        let feed = self.session().pull(version, &order, self.spec().image_dtype)?;
+        targets.iter().zip(order).try_for_each(|(target, place)| target.read_weights(&feed, place))
+    }
+
     fn place(&self, tensor: &HostTensor) -> Result<Range<u64>> {
         let fault = |value: u64, limit: String| {
             Err(Fault::invalid("tensor", value, limit, "name the parameters in the job's order").into())
