@@ -223,6 +223,13 @@ impl Layout {
         self.placed[index].range.contains(&element).then_some(index)
     }
 
+    /// The parameters that have elements in a range of the flat space.
+    pub fn params_in(&self, range: Range<u64>) -> Range<usize> {
+        let first = self.placed.partition_point(|placed| placed.range.end <= range.start);
+        let end = self.placed.partition_point(|placed| placed.range.start < range.end);
+        first..end.max(first)
+    }
+
     /// A block, cut where the param group changes, as (elements inside the block, group). A gap takes the group
     /// before it.
     pub fn block_groups(&self, block: BlockId) -> Vec<(Range<usize>, u32)> {

@@ -29,4 +29,4 @@ pub use layout::{Layout, Param, Slice};
 pub use partition::Partition;
 pub use placement::Placement;
 pub use properties::{JobProperties, Lifetime};
-pub use state::{Formats, MasterFormat, StateFormat};
+pub use state::{Formats, MasterFormat, StateArray, StateFormat};

@@ -2,7 +2,49 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::{fault::Fault, limits::QUANTIZATION_ELEMENTS};
+use crate::{fault::Fault, hyper::Rule, limits::QUANTIZATION_ELEMENTS};
+
+/// One of the arrays that a shard's state consists of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum StateArray {
+    Master,
+    /// The first moments; also what another rule keeps in its first state slot.
+    First,
+    Second,
+}
+
+impl StateArray {
+    pub const ALL: [StateArray; 3] = [StateArray::Master, StateArray::First, StateArray::Second];
+
+    /// The arrays that a rule has.
+    pub fn of(rule: Rule) -> &'static [StateArray] {
+        &StateArray::ALL[..=rule.state_slots()]
+    }
+
+    /// Its place among [`StateArray::ALL`].
+    pub fn index(self) -> usize {
+        self as usize
+    }
+
+    /// Whether a rule keeps sums of squares there, which have no sign.
+    pub fn is_squares(self, rule: Rule) -> bool {
+        self == StateArray::Second || (rule, self) == (Rule::Adagrad, StateArray::First)
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            StateArray::Master => "master weights",
+            StateArray::First => "first moments",
+            StateArray::Second => "second moments",
+        }
+    }
+}
+
+impl fmt::Display for StateArray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
 
 /// How a moment is kept: Adam's two, momentum, or sums of squares.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]

@@ -84,6 +84,7 @@ async fn train_on(server: &Server, tier: v1::Tier) -> Client {
         chunk: 0,
         crc32: crc32(payload),
         payload: payload.to_vec().into(),
+        ..Default::default()
     };
     tensors.upload(tokio_stream::iter([upload(&ones)])).await.unwrap();
     Client { training, tensors, offer }

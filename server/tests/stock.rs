@@ -80,6 +80,7 @@ impl Stock {
                 chunk: chunk as u32,
                 crc32: crc32(payload),
                 payload: payload.to_vec().into(),
+                ..Default::default()
             })
             .collect();
         tensors.upload(tokio_stream::iter(chunks)).await.unwrap();

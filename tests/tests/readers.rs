@@ -64,7 +64,7 @@ fn step(pipeline: &mut Pipeline, gradient: &[f32]) {
 
 fn export(raw: &Raw, version: u64) -> Result<Streaming<v1::ExportResponse>, Fault> {
     let (job, dtype) = (JOB.to_string(), dtype_to_wire(Dtype::F32));
-    let request = v1::ExportRequest { job, version, dtype, deadline_ms: 600_000 };
+    let request = v1::ExportRequest { job, version, dtype, deadline_ms: 600_000, state: false };
     raw.call(raw.admin.clone().export(request))
 }
 

@@ -30,6 +30,7 @@ pub mod convert;
 pub mod decide;
 pub mod device;
 pub mod error;
+pub mod export;
 pub mod loss_scale;
 mod memfd;
 mod meter;
@@ -49,4 +50,4 @@ pub use pipeline::{Accumulate, DelayCorrection, Pipeline, PipelineOptions, StepI
 pub use pull::Feed;
 pub use push::Assembler;
 pub use schedule::Schedule;
-pub use session::{GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};
+pub use session::{Filling, GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};

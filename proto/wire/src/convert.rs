@@ -15,7 +15,7 @@ use longshore_proto::{
     limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
     partition::Partition,
     placement::Placement,
-    state::{Formats, MasterFormat, StateFormat},
+    state::{Formats, MasterFormat, StateArray, StateFormat},
 };
 
 use super::v1;
@@ -72,6 +72,23 @@ pub fn dtype_to_wire(dtype: Dtype) -> i32 {
         Dtype::F32 => v1::Dtype::F32,
         Dtype::F16 => v1::Dtype::F16,
         Dtype::Bf16 => v1::Dtype::Bf16,
+    }) as i32
+}
+
+pub fn array_from_wire(field: &str, value: i32) -> Result<StateArray, Fault> {
+    match v1::StateArray::try_from(value) {
+        Ok(v1::StateArray::Master) => Ok(StateArray::Master),
+        Ok(v1::StateArray::First) => Ok(StateArray::First),
+        Ok(v1::StateArray::Second) => Ok(StateArray::Second),
+        Err(_) => Err(unknown(field, value)),
+    }
+}
+
+pub fn array_to_wire(array: StateArray) -> i32 {
+    (match array {
+        StateArray::Master => v1::StateArray::Master,
+        StateArray::First => v1::StateArray::First,
+        StateArray::Second => v1::StateArray::Second,
     }) as i32
 }
 

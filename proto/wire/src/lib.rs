@@ -11,8 +11,8 @@ pub mod sink;
 mod status;
 
 pub use convert::{
-    Wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire, hyper_from_wire, incarnation_from_wire,
-    parse_name,
+    Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
+    hyper_from_wire, incarnation_from_wire, parse_name,
 };
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 

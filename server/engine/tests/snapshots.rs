@@ -23,7 +23,7 @@ use common::{
 };
 use longshore_engine::{
     admission::{Budget, Need},
-    job::{Job, Piece, Snapshot, SnapshotInfo, Stored},
+    job::{Exported, Job, Piece, Snapshot, SnapshotInfo, Stored},
     kernels::Isa,
     step::Work,
     tier::Storage,
@@ -244,7 +244,7 @@ fn steps_beside_a_held_reader(tier: TierKind, storage: &Storage) {
     let mut cluster = started_on(&spec, storage, 1 << 32, &initial);
     let job = Arc::clone(&cluster.jobs[0]);
     let (mut reader, entered, go) = Held::new();
-    let export = job.begin_export(None, Dtype::F32).unwrap();
+    let export = job.begin_export(None, Exported::Weights(Dtype::F32)).unwrap();
     let (info, reader) = thread::scope(|scope| {
         let reading = scope.spawn(move || (export.run(soon(), |piece| reader.take(piece)), reader));
         entered.recv_timeout(SOME_TIME).unwrap();
@@ -308,7 +308,7 @@ fn step_beside_a_stuck_reader(
 fn a_reader_too_slow_for_the_memory_there_is_is_told_so_and_training_goes_on() {
     let (spec, need) = tight();
     let run = lone(spec, 1);
-    let export = |job: &Arc<Job>| job.begin_export(None, Dtype::F32).unwrap();
+    let export = |job: &Arc<Job>| job.begin_export(None, Exported::Weights(Dtype::F32)).unwrap();
     let checkpoint = |job: &Arc<Job>| job.begin_checkpoint(None).unwrap().0;
     let slow = [
         ("export.reader", step_beside_a_stuck_reader(need, &run, export)),
@@ -359,7 +359,7 @@ fn a_snapshot_keeps_no_job_and_ends_with_it() {
     let (spec, initial, ..) = lone(small(0), 0);
     let cluster = Cluster::started(&spec, 1, &initial);
     let job = Arc::clone(&cluster.jobs[0]);
-    let early = || job.begin_export(Some(Version(1000)), Dtype::Bf16).unwrap();
+    let early = || job.begin_export(Some(Version(1000)), Exported::Weights(Dtype::Bf16)).unwrap();
     let (waiting, kept) = (early(), early());
     let ended = waiting.ended();
     let closed = Fault::new(FaultKind::NotFound, "job", "deleted", "open", "open it");
@@ -380,7 +380,7 @@ fn a_snapshot_keeps_no_job_and_ends_with_it() {
 fn as_many_exports_as_are_allowed_and_no_more_are_begun() {
     let (spec, initial, ..) = lone(small(0), 0);
     let cluster = Cluster::started(&spec, 1, &initial);
-    let begin = || cluster.jobs[0].begin_export(None, Dtype::Bf16);
+    let begin = || cluster.jobs[0].begin_export(None, Exported::Weights(Dtype::Bf16));
     let mut running: Vec<_> = (0..MAX_EXPORTS_AT_ONCE).map(|_| begin().unwrap()).collect();
     let fault = begin().err().unwrap();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, "exports"), "{fault}");
@@ -422,9 +422,9 @@ fn a_snapshot_of_a_version_to_come_waits_for_it() {
         info
     });
     assert_eq!((info.version.0, info.applied, info.commit.unwrap().step.0), (2, 2, 2));
-    let late = job.begin_export(Some(Version(2)), Dtype::F32).err().unwrap();
+    let late = job.begin_export(Some(Version(2)), Exported::Weights(Dtype::F32)).err().unwrap();
     assert_eq!((late.field.as_str(), late.value.as_str()), ("version", "2"));
-    let never = job.begin_export(Some(Version(4)), Dtype::F32).unwrap();
+    let never = job.begin_export(Some(Version(4)), Exported::Weights(Dtype::F32)).unwrap();
     assert_eq!(never.run(Instant::now(), |_| Ok(())).unwrap_err().kind, FaultKind::Deadline);
 }
 
@@ -447,7 +447,11 @@ fn an_export_is_the_rounded_master_weights() {
                 assert_eq!(before, None, "exported twice");
                 Ok(())
             };
-            cluster.jobs[0].begin_export(Some(Version(1)), dtype).unwrap().run(soon(), keep).unwrap();
+            cluster.jobs[0]
+                .begin_export(Some(Version(1)), Exported::Weights(dtype))
+                .unwrap()
+                .run(soon(), keep)
+                .unwrap();
             let bytes: Vec<u8> = parts.into_values().flatten().collect();
             assert!(bytes == encode(&reference.weights(), dtype), "{formats:?} as {dtype}");
         }

@@ -1,6 +1,7 @@
-//! Weights for readers that are no workers: one version of them, rounded as asked, while training goes on.
+//! Weights for readers that are no workers: one version of them, rounded as asked, or all state, while training goes on.
 
 use std::{
+    ops::Range,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
@@ -8,13 +9,13 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_engine::job::{Ended, Piece, Snapshot, SnapshotInfo};
+use longshore_engine::job::{Ended, Exported, Piece, Snapshot, SnapshotInfo};
 use longshore_proto::{
-    Dtype, Fault, FaultKind, Version,
+    Dtype, Fault, FaultKind, StateArray, Version,
     checksum::crc32,
     limits::{BLOCK_ELEMENTS, CHUNK_BYTES},
 };
-use longshore_wire::{self as wire, dtype_from_wire, v1};
+use longshore_wire::{self as wire, array_to_wire, dtype_from_wire, v1};
 use tokio::{
     runtime::Handle,
     sync::{mpsc, oneshot},
@@ -60,21 +61,22 @@ impl Stream for Messages {
 /// Starts an export. What goes wrong after this is the stream's last message.
 pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<Messages, Fault> {
     let handle = services.jobs.get(&request.job)?;
-    let dtype = dtype_from_wire("export.dtype", request.dtype)?;
+    let exported = exported(&request)?;
     let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
     let version = (request.version > 0).then_some(Version(request.version));
-    let snapshot = handle.job.begin_export(version, dtype)?;
+    let snapshot = handle.job.begin_export(version, exported)?;
     let (sender, parts) = mpsc::channel(MESSAGES_AHEAD);
     let (end, last) = oneshot::channel();
     tokio::spawn(async move {
         let reader = sender.clone();
         let exported = tokio::select! {
-            exported = export(handle, snapshot, dtype, deadline, sender) => exported,
+            exported = export(handle, snapshot, exported, deadline, sender) => exported,
             // This drops all that the export holds; one that is being sent ends by itself.
             () = reader.closed() => return,
         };
         let message = |info: SnapshotInfo| v1::ExportResponse {
             version: info.version.0,
+            applied: info.applied,
             end: true,
             ..Default::default()
         };
@@ -84,11 +86,22 @@ pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<M
     Ok(Messages { parts, last: Some(last) })
 }
 
+fn exported(request: &v1::ExportRequest) -> Result<Exported, Fault> {
+    match (request.state, dtype_from_wire("export.dtype", request.dtype)?) {
+        (false, dtype) => Ok(Exported::Weights(dtype)),
+        (true, Dtype::F32) => Ok(Exported::State),
+        (true, dtype) => {
+            let remedy = "ask for fp32, and round what you get";
+            Err(Fault::invalid("export.dtype", dtype, "fp32 with all state", remedy))
+        }
+    }
+}
+
 /// Waits for the version without a thread, then sends it from one of its own.
 async fn export(
     handle: Arc<JobHandle>,
     snapshot: Snapshot,
-    dtype: Dtype,
+    exported: Exported,
     deadline: Instant,
     sender: mpsc::Sender<v1::ExportResponse>,
 ) -> Result<SnapshotInfo, Fault> {
@@ -100,31 +113,48 @@ async fn export(
         Fault::new(FaultKind::Deadline, "snapshot", value, "there in time", remedy)
     };
     handle.until(deadline, reached, late).await?;
+    let arrays = exported.arrays(&handle.job);
     // From here on only the snapshot refers to the job, and it does not keep it alive.
     drop(handle);
     let (runtime, ended) = (Handle::current(), snapshot.ended());
     let info = blocking(move || {
         snapshot.run(deadline.into_std(), |piece| {
-            messages(piece, dtype).try_for_each(|message| send(&runtime, &sender, &ended, message))
+            messages(piece, arrays, exported.dtype())
+                .try_for_each(|message| send(&runtime, &sender, &ended, message))
         })
     });
     let info = info.await?;
     let took = from.elapsed().as_secs_f64();
-    tracing::info!(job = %name, %version, %dtype, took, "exported");
+    tracing::info!(job = %name, %version, ?exported, took, "exported");
     Ok(info)
 }
 
-fn messages(piece: &Piece, dtype: Dtype) -> impl Iterator<Item = v1::ExportResponse> {
-    let elements = CHUNK_BYTES as u64 / dtype.bytes();
-    let start = piece.first as u64 * BLOCK_ELEMENTS;
-    piece.bytes().chunks(CHUNK_BYTES).zip(0..).map(move |(bytes, index)| v1::ExportResponse {
-        version: 0,
-        end: false,
-        shard: piece.shard.0,
-        offset: start + index * elements,
-        crc32: crc32(bytes),
-        payload: Bytes::copy_from_slice(bytes),
-    })
+/// What a piece has of each array, in messages of whole blocks.
+fn messages<'a>(
+    piece: &'a Piece,
+    arrays: &'static [StateArray],
+    dtype: Dtype,
+) -> impl Iterator<Item = v1::ExportResponse> + 'a {
+    let block_bytes = BLOCK_ELEMENTS as usize * dtype.bytes() as usize;
+    let most = CHUNK_BYTES / block_bytes;
+    let blocks: Vec<&[u8]> = piece.blocks().collect();
+    let count = blocks.len();
+    let runs = (0..count).step_by(most).map(move |first| first..count.min(first + most));
+    let message = move |run: Range<usize>, index: usize| {
+        let of_array = index * block_bytes..(index + 1) * block_bytes;
+        let parts: Vec<&[u8]> = blocks[run.clone()].iter().map(|block| &block[of_array.clone()]).collect();
+        let payload = Bytes::from(parts.concat());
+        v1::ExportResponse {
+            shard: piece.shard.0,
+            offset: (piece.first + run.start) as u64 * BLOCK_ELEMENTS,
+            crc32: crc32(&payload),
+            array: array_to_wire(arrays[index]),
+            payload,
+            ..Default::default()
+        }
+    };
+    runs.flat_map(move |run| (0..arrays.len()).map(move |index| (run.clone(), index)))
+        .map(move |(run, index)| message(run, index))
 }
 
 /// Runs on the export's own thread.

@@ -1,5 +1,6 @@
-//! Initial weights in.
+//! Initial weights in, and optimizer state with them.
 
+use longshore_engine::job::UploadChunk;
 use longshore_proto::{ChunkId, Fault, FaultKind, ShardId, checksum::crc32};
 use longshore_wire::{self as wire, v1};
 use tonic::{Status, Streaming};
@@ -28,11 +29,14 @@ async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fa
         return Err(Fault::new(FaultKind::Corrupt, "upload.crc32", value, limit, "send the chunk again"));
     }
     let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+    let part = UploadChunk {
+        shard: ShardId(request.shard),
+        array: wire::array_from_wire("array", request.array)?,
+        chunk: ChunkId(request.chunk),
+        applied: request.applied,
+        crc32: request.crc32,
+    };
     let handle = services.jobs.get(&request.job)?;
     // The last chunk also makes the first image of every shard.
-    blocking(move || {
-        let shard = ShardId(request.shard);
-        handle.job.upload(incarnation, shard, ChunkId(request.chunk), request.crc32, &request.payload)
-    })
-    .await
+    blocking(move || handle.job.upload_chunk(incarnation, part, &request.payload)).await
 }

@@ -284,6 +284,7 @@ fn loaded(cluster: &Cluster, spec: &JobSpec, layout: &Layout) -> Raw {
         chunk: 0,
         crc32: crc32(&payload),
         payload: payload.clone(),
+        ..Default::default()
     };
     let early = server.push(chunk(spec, layout, 0, At { step: 1, rank: 0, incarnation: Incarnation(7) }));
     assert_fault(early, Precondition, "job.phase", "loading", "training");

@@ -1,15 +1,14 @@
 """An optimizer's job on its servers: opened when it is first needed, and closed with the optimizer."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from torch import Tensor
 
 from longshore import _full, _longshore
+from longshore._filling import Filling
 from longshore._host import Weights
 from longshore._job import settings
 from longshore._options import Options
 from longshore._params import Param, fingerprint
+from longshore.errors import StateError, invalid
 
 
 class Connection:
@@ -32,24 +31,38 @@ class Connection:
         """The job's version on its servers, if they have it."""
         return self.job.find()
 
-    def start(self) -> int:
-        """Opens and joins the job. A new job gets these parameters' weights; else they get the job's.
+    def start(self, filling: Filling | None = None, *, found: bool = False) -> int:
+        """Opens and joins the job. A new job gets what fills it, or else these parameters' weights; if it is not new they
+        get the job's.
+
+        Args:
+            filling: what rank 0 fills a new job with.
+            found: the job was there before.
 
         Returns:
-            How many steps of the job have updated.
+            How many updates the job's weights have behind them.
         """
         places, held = self.weights.values()
-        _, applied = self.job.start(places)
+        version, applied = self.job.start(places, filling.source(self.params) if filling else None, found)
         del held
+        wanted = filling.applied if filling else None
+        if wanted is not None and (version, applied) != (0, wanted):
+            raise invalid(
+                "job",
+                f"{self.name}, at version {version} after {applied} updates",
+                f"new, to be filled with a state after {wanted}",
+                "name another job=, or go on from this one without loading a state",
+                StateError,
+            )
         self.read()
         return applied
 
-    def full_state(self, rule: str, folder: Path) -> Iterator[tuple[Param, dict[str, Tensor]]]:
-        """The state of each parameter, from a checkpoint that is written for this under ``folder``."""
-        version = self.job.drain()
-        name, _ = self.job.checkpoint(f"state-dict-{version:08}")
-        starts, shard_elements = self.job.places()
-        yield from _full.of_params(folder / self.name / name, rule, self.params, starts, shard_elements)
+    def full_state(self, rule: str) -> tuple[int, list[dict[str, Tensor]]]:
+        """How many updates made the newest version, and all state of each parameter."""
+        self.job.drain()
+        states = _full.allocate(rule, self.params)
+        _, applied = self.job.export_state(list(_full.arrays(rule, self.params, states)))
+        return applied, states
 
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""

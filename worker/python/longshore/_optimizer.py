@@ -2,27 +2,27 @@
 
 import contextlib
 import os
-import shutil
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from longshore import _clip, _job, _params, _state
+from longshore import _clip, _job, _params
 from longshore._connection import Connection
+from longshore._filling import Filling
 from longshore._host import Gradients
 from longshore._options import Options
 from longshore._params import Param
+from longshore._stateful import Stateful
 from longshore._step import Hyper, StepReport
 from longshore._streaming import Stream
-from longshore.errors import LongshoreError, StateError, UsageError, invalid
+from longshore.errors import LongshoreError, UsageError, invalid
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Stateful):
     """An optimizer whose master weights and state live on optimizer servers.
 
     It is used as any other of torch: hooks, param groups, schedulers, closures, accumulation in ``.grad`` and
@@ -37,6 +37,8 @@ class Optimizer(torch.optim.Optimizer):
         self._job_name = self._options.job or _job.new_job_name("torch")
         self._process = os.getpid()
         self._connection: Connection | None = None
+        #: What a new job is filled with instead of the parameters' weights.
+        self._filling: Filling | None = None
         self._stream: Stream | None = None
         self._gradients = Gradients()
         self._applied = torch.zeros(())
@@ -119,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
     def _join_if_there(self) -> None:
         connection = self._new_connection()
         if connection.find() is not None:
-            self._start(connection)
+            self._start(connection, found=True)
 
     def _opened(self) -> Connection:
         if self._process != os.getpid():
@@ -129,10 +131,14 @@ class Optimizer(torch.optim.Optimizer):
             )
         return self._connection or self._start(self._new_connection())
 
-    def _start(self, connection: Connection) -> Connection:
+    def _start(self, connection: Connection, *, found: bool = False) -> Connection:
         _params.claim(connection.params, self)
-        self._applied.fill_(connection.start())
-        self._connection = connection
+        try:
+            self._applied.fill_(connection.start(self._filling, found=found))
+        except BaseException:
+            _params.release(id(param.tensor) for param in connection.params)
+            raise
+        self._connection, self._filling = connection, None
         trained = {id(param.tensor) for param in connection.params}
         self._frozen = [
             (name, tensor)
@@ -305,71 +311,6 @@ class Optimizer(torch.optim.Optimizer):
         connection = self._opened()
         connection.job.drain()
         return connection.job.checkpoint(name)[0]
-
-    # State
-
-    def state_dict(
-        self, *, full: bool = False, checkpoint_dir: str | os.PathLike[str] | None = None
-    ) -> dict[str, Any]:
-        """A handle of the state on the servers: small, of tensors and plain containers alone.
-
-        It has what torch's has, with ``step`` as each parameter's only state, and under ``"longshore"`` the job and version.
-
-        Args:
-            full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
-                same name loads it, too. It takes 12 bytes a parameter of this process.
-            checkpoint_dir: the servers' folder for checkpoints as this process sees it, which ``full`` needs where they are other
-                processes. They write a checkpoint there, which stays.
-
-        Raises:
-            StateError: if that folder is not known, or the state is not kept in fp32.
-        """
-        state = super().state_dict()
-        fingerprint = self._connection.fingerprint if self._connection else None
-        state[_state.KEY] = _state.handle(self._job_name, self.version, self.rule, fingerprint)
-        if full:
-            # What torch has packed is this object's own: a full state is another one.
-            state["state"] = self._full_state(checkpoint_dir)
-        return state
-
-    def _full_state(self, checkpoint_dir: str | os.PathLike[str] | None) -> dict[int, dict[str, Any]]:
-        connection = self._opened()
-        server = self._options.server()
-        folder = checkpoint_dir or (server.checkpoint_dir if server else None)
-        if folder is None:
-            raise invalid(
-                "checkpoint_dir",
-                None,
-                "the servers' folder for checkpoints",
-                "pass it to state_dict as this process sees it, and to longshored or longshore.Server when they start",
-                StateError,
-            )
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        found = {}
-        for param, state in connection.full_state(self.rule, Path(folder)):
-            found[places[id(param.tensor)]] = {"step": self._applied.clone(), **state}
-        if self._options.servers is None:
-            shutil.rmtree(Path(folder) / self._job_name, ignore_errors=True)
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes hyperparameters from a handle of this very state; the state itself is on the servers already.
-
-        Raises:
-            StateError: for a state of another optimizer, job or version.
-        """
-        fingerprint = self._connection.fingerprint if self._connection else None
-        _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, fingerprint))
-        # The servers have the rest already.
-        steps = {key: {"step": of["step"]} if "step" in of else {} for key, of in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": steps})
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                loaded = self.state[tensor].get("step", self._applied)
-                if isinstance(loaded, Tensor) and loaded is not self._applied:
-                    self._applied.copy_(loaded)
-                self.state[tensor] = {"step": self._applied}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

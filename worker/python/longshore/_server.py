@@ -70,7 +70,6 @@ def default() -> Server:
         if _default is None or _default[0] != os.getpid():
             # After a fork the parent's server is not here. Its object is kept, since the child must not end it.
             folder = tempfile.mkdtemp(prefix="longshore-")
-            # Checkpoints go there for a moment, when somebody asks for all state.
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             _default = (os.getpid(), Server(checkpoint_dir=folder))
         return _default[1]

@@ -13,6 +13,24 @@ def handle(job: str, version: int, rule: str, fingerprint: str | None) -> dict[s
     return {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
 
 
+def is_of_job(given: dict[str, Any], job: str) -> bool:
+    """Whether it is a handle of this job, or all state of it."""
+    theirs = given.get(KEY)
+    return isinstance(theirs, dict) and theirs.get("job") == job
+
+
+def refuse_to_fill(job: str, version: int) -> Exception:
+    """The error for a state that was given to a job that has its own."""
+    return invalid(
+        "state_dict",
+        f"one of another optimizer, and job {job} is at version {version}",
+        "given to a new job, before its first step",
+        "load it right after the optimizer is built, with a job= that the servers do not have; or go on from the servers' state "
+        "without loading one",
+        StateError,
+    )
+
+
 def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
     """Refuses a state that is not the very one that the servers have.
 
@@ -25,7 +43,7 @@ def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
             "state_dict",
             f"one with {', '.join(sorted(map(str, given)))}",
             "one that an optimizer of longshore returned",
-            "start from the model's weights; moments of another optimizer are not taken over",
+            "load the state of another optimizer right after building this one, before its first step",
             StateError,
         )
     if theirs.get("format") != _FORMAT:

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use longshore_proto::Fault;
 use longshore_worker::{
     Error, Interrupt, Result,
-    error::{CallFailed, ChunkRefused, Fenced, GradientError, Invalid, Outdated},
+    error::{CallFailed, ChunkRefused, Fenced, GradientError, Interrupted, Invalid, Outdated},
 };
 use pyo3::{prelude::*, types::PyDict};
 
@@ -21,6 +21,12 @@ pub(crate) fn signals() -> Interrupt {
         RAISED.with_borrow_mut(|raised| *raised = Some(error));
         true
     })
+}
+
+/// Ends a wait with what Python raised in a callback, which [`raise`] brings back.
+pub(crate) fn raised(error: PyErr) -> Error {
+    RAISED.with_borrow_mut(|raised| *raised = Some(error));
+    Interrupted.into()
 }
 
 /// Runs `act` without the GIL.
@@ -69,7 +75,8 @@ fn class(error: &Error) -> &'static str {
         | Error::NotRestored(_)
         | Error::StateKept(_)
         | Error::NoCheckpoint(_)
-        | Error::OtherCheckpoints(_) => "StateError",
+        | Error::OtherCheckpoints(_)
+        | Error::OtherFilling(_) => "StateError",
         Error::TimedOut(_) => "WaitError",
         Error::StillPaused(_) => "PausedError",
         Error::Shortage(_) => "ShortageError",

@@ -6,12 +6,16 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use longshore_proto::{Hyper, Version};
-use longshore_worker::{Error, Result, Session, error::Misuse};
+use longshore_proto::{Dtype, Fault, Hyper, Version};
+use longshore_worker::{
+    Error, Filling, Result, Session, error::Misuse, export::Contents, session::is_loading,
+};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     error::{exception, raise, signals, without_gil},
+    export::export,
+    filling::{Read, Weights},
     memory::HostTensor,
     report,
     settings::{GivenHyper, Settings, StepByStep},
@@ -121,29 +125,45 @@ impl Job {
         Ok(Job { stage, settings, steps, process: process::id() })
     }
 
-    /// The job's version on its servers; None where they have nothing of it.
+    /// The job's version on its servers; None where they have nothing of it. To rank 0, which fills it, that is None also
+    /// where a server still lacks a part.
     fn find(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.session(py, |session| match session.describe() {
             Ok(servers) => {
-                Ok(servers.iter().filter_map(|server| server.progress.as_ref()).map(|p| p.version).min())
+                let lacks = session.rank().0 == 0 && servers.iter().any(is_loading);
+                let versions =
+                    servers.iter().filter_map(|server| server.progress.as_ref()).map(|p| p.version);
+                Ok(versions.min().filter(|_| !lacks))
             }
             Err(Error::StateLost(_)) => Ok(None),
             Err(error) => Err(error),
         })
     }
 
-    /// Opens and joins the job, and fills it from the parameters, one tensor each, if it is new. Returns its version, and
-    /// how many steps up to it updated.
-    fn start(&self, py: Python<'_>, params: Vec<HostTensor>) -> PyResult<(u64, u64)> {
-        self.with(py, |stage| {
+    /// Opens and joins the job. If it is new it is filled: from the parameters, one tensor each; or from tensors that are
+    /// read one by one, which are the number of updates that made them (none for weights alone) and a callable from an
+    /// array's number and a parameter's to a tensor. `found` says that the job was there before. Returns its version, and
+    /// how many updates made that.
+    #[pyo3(signature = (params, filling=None, found=false))]
+    fn start(
+        &self,
+        py: Python<'_>,
+        params: Vec<HostTensor>,
+        filling: Option<(Option<u64>, Py<PyAny>)>,
+        found: bool,
+    ) -> PyResult<(u64, u64)> {
+        let filling: Box<dyn Filling + Send> = match filling {
+            None => Box::new(Weights(params)),
+            Some((applied, source)) => Box::new(Read::new(applied, source)),
+        };
+        self.with(py, move |stage| {
             let Stage::Connected(_) = stage else { return Err(Misuse("the job is started already").into()) };
             let Stage::Connected(mut session) = std::mem::replace(stage, Stage::Closed) else {
                 return Err(CLOSED.into());
             };
-            let joined =
-                session.start(&|param| params.get(param).map_or_else(Vec::new, |tensor| tensor.to_f32()))?;
+            let joined = session.start_from(&*filling)?;
             let options = self.settings.pipeline(&self.steps)?;
-            let training = Training::start(*session, &joined, options, self.steps.clone())?;
+            let training = Training::start(*session, &joined, found, options, self.steps.clone())?;
             let version = training.version();
             *stage = Stage::Training(Box::new(training));
             Ok((version.0, joined.applied))
@@ -197,13 +217,16 @@ impl Job {
         outcomes.iter().map(|outcome| report::of_outcome(py, outcome)).collect()
     }
 
-    /// Where the job's parameters lie in the flat space: the first element of each, and the elements of a shard.
-    fn places(&self, py: Python<'_>) -> PyResult<(Vec<u64>, u64)> {
-        self.session(py, |session| {
-            let (spec, layout) = (session.spec(), session.layout());
-            let starts = (0..spec.params.len()).map(|param| layout.param_range(param).start).collect();
-            Ok((starts, spec.shard_elements))
-        })
+    /// Writes the newest version's weights into tensors of one type, one for each parameter. Returns the version, and
+    /// how many updates made it.
+    fn export_weights(&self, py: Python<'_>, dtype: &str, targets: Vec<HostTensor>) -> PyResult<(u64, u64)> {
+        let dtype: Dtype = dtype.parse().map_err(|fault: Fault| raise(py, &fault.into()))?;
+        self.session(py, |session| export(session, Contents::Weights(dtype), &[targets]))
+    }
+
+    /// Does what `export_weights` does with all state: tensors for each array that the rule has.
+    fn export_state(&self, py: Python<'_>, targets: Vec<Vec<HostTensor>>) -> PyResult<(u64, u64)> {
+        self.session(py, |session| export(session, Contents::State(session.spec().rule), &targets))
     }
 
     /// The hash of all state, and its version.

@@ -3,6 +3,8 @@
 
 mod commands;
 mod error;
+mod export;
+mod filling;
 mod job;
 #[allow(unsafe_code, reason = "memory of tensors is known to Rust by its address alone")]
 mod memory;

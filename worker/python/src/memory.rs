@@ -81,13 +81,6 @@ impl HostTensor {
         (self.dtype == Dtype::F32).then(values)
     }
 
-    /// All elements, as f32.
-    pub(crate) fn to_f32(self) -> Vec<f32> {
-        let mut values = vec![0.0; self.elements];
-        convert::to_f32(self.dtype, self.bytes(), &mut values);
-        values
-    }
-
     /// Writes a range of the elements, times `scale`, in the wire's type. They are copied or converted once.
     pub(crate) fn write_to(&self, range: Range<usize>, wire: Dtype, scale: f32, target: &mut [u8]) {
         let width = self.dtype.bytes() as usize;
@@ -96,6 +89,21 @@ impl HostTensor {
             _ if scale == 1.0 && wire == self.dtype => target.copy_from_slice(source),
             Some(values) if scale == 1.0 => convert::from_f32(wire, &values[range], target),
             _ => scaled(self.dtype, source, scale, wire, target),
+        }
+    }
+
+    /// Takes elements from `at` on, in the wire's type. What is beyond the tensor's end is left out.
+    pub(crate) fn write_from(&self, at: usize, wire: Dtype, source: &[u8]) {
+        let (from, to) = (wire.bytes() as usize, self.dtype.bytes() as usize);
+        let elements = (source.len() / from).min(self.elements.saturating_sub(at));
+        let (address, source) = (self.address + at * to, &source[..elements * from]);
+        // SAFETY: as in `bytes`; the range lies in the tensor, and two threads never write the same element, since each
+        // comes once from one server.
+        let target = unsafe { slice::from_raw_parts_mut(address as *mut u8, elements * to) };
+        if wire == self.dtype {
+            target.copy_from_slice(source);
+        } else {
+            scaled(wire, source, 1.0, self.dtype, target);
         }
     }
 

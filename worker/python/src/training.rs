@@ -33,16 +33,17 @@ const BROKEN: Misuse = Misuse(
 
 impl Training {
     /// Goes on from where the rank joined. If its tensors may hold other weights than those that the next step
-    /// computes with, these are asked for.
+    /// computes with, these are asked for: all but those of the rank that filled a new job from them.
     pub(crate) fn start(
         session: Session,
         joined: &Joined,
+        found: bool,
         options: PipelineOptions,
         steps: StepByStep,
     ) -> Result<Training> {
         let params = session.spec().params.len();
         let places = (0..params).map(|param| session.layout().param_range(param)).collect();
-        let holds_weights = joined.version == Version(0) && session.rank().0 == 0;
+        let holds_weights = !found && joined.version == Version(0) && session.rank().0 == 0;
         let pipeline = Pipeline::new(session, joined, options)?;
         let mut training = Training {
             pipeline,

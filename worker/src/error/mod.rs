@@ -14,7 +14,7 @@ use longshore_proto::{Fault, JobName};
 pub use self::{
     call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable},
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
-    state::{NoCheckpoint, OtherCheckpoints, StateKept, StateLost, VersionsDiffer},
+    state::{NoCheckpoint, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer},
     wait::{Interrupted, StillPaused, TimedOut},
 };
 
@@ -47,6 +47,8 @@ pub enum Error {
     NoCheckpoint(#[from] NoCheckpoint),
     #[error(transparent)]
     OtherCheckpoints(#[from] OtherCheckpoints),
+    #[error(transparent)]
+    OtherFilling(#[from] OtherFilling),
     #[error(transparent)]
     TimedOut(Box<TimedOut>),
     #[error(transparent)]

@@ -66,6 +66,31 @@ pub struct VersionsDiffer {
     pub waited: Duration,
 }
 
+/// A server is full of another state than this process fills the others with: an earlier process began with that one.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "server {server} holds job {job} as it was filled {}, and this process fills it {}: load the state again that the job \
+     was begun with, or delete the job to start over", With(*.found), With(*.given)
+)]
+pub struct OtherFilling {
+    pub server: String,
+    pub job: JobName,
+    /// How many updates its state counts; 0 for weights alone.
+    pub found: u64,
+    pub given: u64,
+}
+
+struct With(u64);
+
+impl fmt::Display for With {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => f.write_str("with weights alone"),
+            applied => write!(f, "with the state after {applied} updates"),
+        }
+    }
+}
+
 /// Going back to a checkpoint would delete state that servers hold, and nobody has said that it may.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(

@@ -3,6 +3,8 @@
 mod admin;
 mod checkpoint;
 mod checkpoints;
+mod export;
+mod filling;
 mod go_back;
 mod join;
 mod open;
@@ -18,14 +20,17 @@ use std::{ops::Range, sync::Arc, time::Duration};
 use longshore_proto::{Dtype, JobSpec, Layout, Placement, Rank, Version};
 use longshore_wire::v1;
 
+use self::filling::ByParam;
 pub(crate) use self::resume::resume_on;
 pub use self::{
     admin::StateHash,
     checkpoint::is_taken,
     checkpoints::{Checkpoint, checkpoint_name, common, numbered},
+    export::ExportedVersion,
+    filling::Filling,
     go_back::GoBack,
     join::Joined,
-    open::Opened,
+    open::{Opened, is_loading},
     probe::Probe,
     resume::paused_at,
     version::{TRIES, has_passed, lead},
@@ -34,6 +39,7 @@ pub use crate::cluster::{Interrupt, Options, Transport, endpoint, whole, with_so
 use crate::{
     cluster::Cluster,
     error::Result,
+    export::{Contents, Sink},
     pull::{Feed, Pulls, Reading},
     push::{Gradients, start_lanes},
     rank::RankState,
@@ -90,7 +96,15 @@ impl Session {
     /// returns all elements of parameter i and is called once each, in order (again for parameters whose server had
     /// to be retried); one parameter is held at a time.
     pub fn upload(&self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
-        upload::upload(&self.cluster, &self.rank, weights)
+        self.fill(&ByParam::new(self.spec(), self.layout(), weights))
+    }
+
+    /// Does what `upload` does with weights, or with the state of an optimizer.
+    ///
+    /// # Errors
+    /// `OtherFilling` where a server is full of something else; `Call` where it began to be filled with something else.
+    pub fn fill(&self, filling: &dyn Filling) -> Result<()> {
+        upload::upload(&self.cluster, &self.rank, filling)
     }
 
     /// Waits until every server trains: rank 0 has opened the job, and uploaded or restored. Bound by `slow_deadline`.
@@ -103,15 +117,26 @@ impl Session {
     /// and the others wait for that. A restore that was begun and cut off is brought to its end. To start from a
     /// checkpoint, rank 0 calls `open` and `restore` before this.
     pub fn start(&mut self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<Joined> {
+        self.start_by(|session| session.upload(weights))
+    }
+
+    /// Does what `start` does, where there may be optimizer state as well as weights.
+    pub fn start_from(&mut self, filling: &dyn Filling) -> Result<Joined> {
+        self.start_by(|session| session.fill(filling))
+    }
+
+    fn start_by(&mut self, fill: impl FnOnce(&Session) -> Result<()>) -> Result<Joined> {
         if self.cluster.options.rank == Rank(0) {
             let opened = self.open()?;
             if let Opened::Restoring { checkpoint } = &opened {
                 self.restore(checkpoint)?;
             }
-            let joined = self.join()?;
+            let mut joined = self.join()?;
             if opened.is_fresh() {
-                self.upload(weights)?;
+                fill(self)?;
                 self.wait_training()?;
+                // What the job was filled with may count updates.
+                joined.applied = self.block_on(open::applied(&self.cluster))?;
             }
             return Ok(joined);
         }
@@ -133,6 +158,12 @@ impl Session {
     pub(crate) fn pull_as(&self, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
         self.cluster.waits.check()?;
         Feed::open(&self.pulls, reading, order, self.spec().image_dtype)
+    }
+
+    /// Hands one version's weights or all of its state to `sink`, from all servers at once: the newest version, or one to
+    /// come where training goes on.
+    pub fn export(&self, contents: Contents, sink: &Sink<'_>) -> Result<ExportedVersion> {
+        self.block_on(export::export(&self.cluster, contents, sink))
     }
 
     /// Where the job stands, server by server.

@@ -5,7 +5,7 @@ use std::time::Instant;
 use longshore_proto::{FaultKind, Rank, ServerId, ShardId, Version};
 use longshore_wire::{
     Wire,
-    v1::{JobProgress, OpenJobRequest, Phase},
+    v1::{DescribeResponse, JobProgress, OpenJobRequest, Phase},
 };
 
 use crate::{
@@ -52,6 +52,17 @@ pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
 
 pub(super) async fn open_everywhere(cluster: &Cluster) -> Result<ByServer<JobProgress>> {
     cluster.on_all(|server| open_on(cluster, server)).await
+}
+
+/// Whether a server's part of the job is not whole yet.
+pub fn is_loading(answer: &DescribeResponse) -> bool {
+    answer.progress.as_ref().is_some_and(|progress| progress.phase() == Phase::Loading)
+}
+
+/// How many updates the job goes on from.
+pub(super) async fn applied(cluster: &Cluster) -> Result<u64> {
+    let answers = cluster.describe_all(false, cluster.options.deadline).await?;
+    Ok(answers.values().filter_map(|answer| Some(answer.progress.as_ref()?.applied)).min().unwrap_or(0))
 }
 
 /// Where the job stands on a server; None where it is not open.

@@ -1,50 +1,45 @@
-//! The initial weights, streamed to their owners. The flat space is walked once, with one parameter in memory at a
-//! time.
+//! What a new job is filled with, streamed to its owners. The flat space is walked once, shard by shard.
 
 use std::{
     collections::BTreeSet,
-    ops::Range,
     time::{Duration, Instant},
 };
 
 use bytes::Bytes;
-use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, ServerId, ShardId, checksum::crc32};
+use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, ServerId, ShardId, StateArray, checksum::crc32};
 use longshore_wire::{
-    fault_from_status,
-    v1::{DescribeResponse, Phase, UploadRequest, UploadResponse},
+    array_to_wire, fault_from_status,
+    v1::{DescribeResponse, JobProgress, Phase, UploadRequest, UploadResponse},
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::open::open_on;
+use super::{filling::Filling, open::open_on};
 use crate::{
     cluster::{Backoff, ByServer, Cluster, Task},
-    convert,
-    error::{Error, GradientError, Result, TimedOut},
+    error::{Error, OtherFilling, Result, TimedOut},
     rank::RankState,
 };
 
 /// How many chunks are under way to one server: enough to keep it busy while the next parameter is made.
 const QUEUE_CHUNKS: usize = 8;
 
-type Weights<'a> = &'a dyn Fn(usize) -> Vec<f32>;
-
 /// Streams what is missing until nothing is. Before each walk every server is asked what it misses, and made ready to
 /// take it: one that restarted has forgotten who had joined, and with the `memory` tier the job too.
-pub(super) fn upload(cluster: &Cluster, rank: &RankState, weights: Weights<'_>) -> Result<()> {
+pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
     let mut backoff = Backoff::new();
     loop {
-        let missing = cluster.runtime.block_on(missing_shards(cluster, rank))?;
+        let missing = cluster.runtime.block_on(missing_shards(cluster, rank, filling.applied()))?;
         let Some(&first) = missing.first() else { return Ok(()) };
-        let Some((server, fault)) = pass(cluster, rank, weights, &missing, end)? else { continue };
+        let Some((server, fault)) = pass(cluster, rank, filling, &missing, end)? else { continue };
         let address = cluster.address(server);
         tracing::debug!(server = address, %fault, "an upload broke, looking for what is missing");
         if !cluster.runtime.block_on(async { Ok(backoff.pause(end).await) })? {
             return Err(TimedOut {
-                what: "the upload of the initial weights",
+                what: "the upload of what the job is filled with",
                 server: Some(address.into()),
                 job: cluster.job().clone(),
                 step: None,
@@ -58,7 +53,11 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, weights: Weights<'_>) 
     }
 }
 
-async fn missing_shards(cluster: &Cluster, rank: &RankState) -> Result<BTreeSet<ShardId>> {
+async fn missing_shards(
+    cluster: &Cluster,
+    rank: &RankState,
+    applied: Option<u64>,
+) -> Result<BTreeSet<ShardId>> {
     let deadline = cluster.options.deadline;
     let answers = cluster.on_each(|server| cluster.describe(server, false, deadline)).await;
     let trained = answers
@@ -76,9 +75,29 @@ async fn missing_shards(cluster: &Cluster, rank: &RankState) -> Result<BTreeSet<
             }
             other => other?,
         };
+        check_alike(cluster, server, answer.progress.as_ref(), applied)?;
         missing.extend(missing_on(cluster, rank, server, answer).await?);
     }
     Ok(missing)
+}
+
+/// Checks that a server which is full, and trains, was filled with what this process fills the others with.
+fn check_alike(
+    cluster: &Cluster,
+    server: ServerId,
+    progress: Option<&JobProgress>,
+    applied: Option<u64>,
+) -> Result<()> {
+    match progress {
+        Some(progress) if progress.phase() != Phase::Loading && progress.version == 0 => {}
+        _ => return Ok(()),
+    }
+    let found = progress.map_or(0, |progress| progress.applied);
+    if found == applied.unwrap_or(0) {
+        return Ok(());
+    }
+    let (server, job) = (cluster.address(server).into(), cluster.job().clone());
+    Err(OtherFilling { server, job, found, given: applied.unwrap_or(0) }.into())
 }
 
 /// What one server misses, once this rank has joined there.
@@ -104,23 +123,30 @@ async fn missing_on(
 fn pass(
     cluster: &Cluster,
     rank: &RankState,
-    weights: Weights<'_>,
+    filling: &dyn Filling,
     missing: &BTreeSet<ShardId>,
     end: Instant,
 ) -> Result<Option<(ServerId, Fault)>> {
     let mut streams: ByServer<Option<Stream>> = cluster.servers().map(|_| None).collect();
-    let mut walk = Walk { cluster, weights, param: 0, values: None };
+    let applied = filling.applied();
+    let arrays = match applied {
+        None => &[StateArray::Master][..],
+        Some(_) => StateArray::of(cluster.spec().rule),
+    };
     let mut failed = None;
     'shards: for &shard in missing {
         let server = cluster.owner(shard);
-        for chunk in (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
-            let payload = walk.chunk(shard, chunk)?;
+        let chunks = || (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId);
+        for (array, chunk) in arrays.iter().flat_map(|&array| chunks().map(move |chunk| (array, chunk))) {
+            let payload = read(cluster, filling, array, shard, chunk)?;
             let request = UploadRequest {
                 job: cluster.job().to_string(),
                 incarnation: rank.incarnation().0,
                 shard: shard.0,
                 chunk: chunk.0,
                 crc32: crc32(&payload),
+                array: array_to_wire(array),
+                applied,
                 payload,
             };
             let stream = streams[server].get_or_insert_with(|| Stream::open(cluster, server));
@@ -184,58 +210,24 @@ impl Stream {
     }
 }
 
-/// Cuts chunks out of the flat space in ascending order, holding the values of one parameter.
-struct Walk<'a> {
-    cluster: &'a Cluster,
-    weights: Weights<'a>,
-    /// The first parameter that may still overlap.
-    param: usize,
-    values: Option<(usize, Vec<f32>)>,
-}
-
-impl Walk<'_> {
-    /// A chunk as fp32, with zeros as padding.
-    fn chunk(&mut self, shard: ShardId, chunk: ChunkId) -> Result<Bytes> {
-        let cluster = self.cluster;
-        let bytes = cluster.layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);
-        let start = cluster.layout.shard_range(shard).start + bytes.start / 4;
-        let flat = start..start + (bytes.end - bytes.start) / 4;
-        let mut payload = vec![0; (bytes.end - bytes.start) as usize];
-        while self.param < cluster.spec().params.len() {
-            let range = cluster.layout.param_range(self.param);
-            if range.start >= flat.end {
-                break;
-            }
-            if range.end > flat.start {
-                self.fill(range.clone(), flat.clone(), &mut payload)?;
-            }
-            if range.end > flat.end {
-                break;
-            }
-            self.param += 1;
-        }
-        Ok(payload.into())
+/// A chunk as fp32, with zeros as padding.
+fn read(
+    cluster: &Cluster,
+    filling: &dyn Filling,
+    array: StateArray,
+    shard: ShardId,
+    chunk: ChunkId,
+) -> Result<Bytes> {
+    let layout = &cluster.layout;
+    let bytes = layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);
+    let start = layout.shard_range(shard).start + bytes.start / 4;
+    let flat = start..start + (bytes.end - bytes.start) / 4;
+    let mut payload = vec![0; (bytes.end - bytes.start) as usize];
+    for param in layout.params_in(flat.clone()) {
+        let range = layout.param_range(param);
+        let (from, to) = (range.start.max(flat.start), range.end.min(flat.end));
+        let target = 4 * (from - flat.start) as usize..4 * (to - flat.start) as usize;
+        filling.write(array, param, from - range.start, &mut payload[target])?;
     }
-
-    fn fill(&mut self, range: Range<u64>, flat: Range<u64>, payload: &mut [u8]) -> Result<()> {
-        let values = match self.values.take() {
-            Some((param, values)) if param == self.param => values,
-            _ => self.load(range.end - range.start)?,
-        };
-        let overlap = range.start.max(flat.start)..range.end.min(flat.end);
-        let source = &values[(overlap.start - range.start) as usize..(overlap.end - range.start) as usize];
-        let target = 4 * (overlap.start - flat.start) as usize..4 * (overlap.end - flat.start) as usize;
-        convert::from_f32(Dtype::F32, source, &mut payload[target]);
-        self.values = Some((self.param, values));
-        Ok(())
-    }
-
-    fn load(&self, expected: u64) -> Result<Vec<f32>> {
-        let values = (self.weights)(self.param);
-        if values.len() as u64 == expected {
-            return Ok(values);
-        }
-        let name = format!("{} (its initial weights)", self.cluster.spec().params[self.param].name);
-        Err(Error::Gradient(GradientError::Length { name, given: values.len() as u64, expected }))
-    }
+    Ok(payload.into())
 }

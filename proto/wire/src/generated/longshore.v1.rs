@@ -371,6 +371,38 @@ impl MasterFormat {
         }
     }
 }
+/// The arrays of a shard's state. Which moments there are follows from the rule: adamw and adam have both; sgd (momentum), lion and
+/// adagrad (sums of squares) have the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum StateArray {
+    /// the master weights
+    Master = 0,
+    First = 1,
+    Second = 2,
+}
+impl StateArray {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Master => "STATE_ARRAY_MASTER",
+            Self::First => "STATE_ARRAY_FIRST",
+            Self::Second => "STATE_ARRAY_SECOND",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "STATE_ARRAY_MASTER" => Some(Self::Master),
+            "STATE_ARRAY_FIRST" => Some(Self::First),
+            "STATE_ARRAY_SECOND" => Some(Self::Second),
+            _ => None,
+        }
+    }
+}
 /// One chunk of one rank's gradient for one shard. Chunk k holds bytes \[k MiB, (k+1) MiB) of the shard's gradient in
 /// the job's gradient dtype; all but the last are full.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -548,7 +580,7 @@ pub struct ImagePlace {
     #[prost(uint64, tag = "3")]
     pub stamp: u64,
 }
-/// Chunk k holds fp32 elements \[k * 262144, (k+1) * 262144) of the shard.
+/// Chunk k holds fp32 elements \[k * 262144, (k+1) * 262144) of one array of the shard.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct UploadRequest {
     #[prost(string, tag = "1")]
@@ -562,6 +594,13 @@ pub struct UploadRequest {
     pub chunk: u32,
     #[prost(fixed32, tag = "5")]
     pub crc32: u32,
+    #[prost(enumeration = "StateArray", tag = "6")]
+    pub array: i32,
+    /// Absent: the job is filled with weights alone. There: it is filled with every array that its rule has, and goes on as after
+    /// so many updates, at least 1, from version 0. The first chunk that a server takes settles which, and all others say the same.
+    /// Moments are rounded to nearest if the job keeps them in fewer bits. Sums of squares are not below 0.
+    #[prost(uint64, optional, tag = "7")]
+    pub applied: ::core::option::Option<u64>,
     #[prost(bytes = "bytes", tag = "15")]
     pub payload: ::prost::bytes::Bytes,
 }
@@ -714,7 +753,8 @@ pub mod tensors_client {
             req.extensions_mut().insert(GrpcMethod::new("longshore.v1.Tensors", "Pull"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// The initial fp32 weights, while the job is in PHASE_LOADING: all of them finite, and padding 0.
+        /// The initial fp32 weights, while the job is in PHASE_LOADING, and the moments of an optimizer that has trained them: all of
+        /// them finite, and padding 0.
         pub async fn upload(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::UploadRequest>,
@@ -778,7 +818,8 @@ pub mod tensors_server {
             &self,
             request: tonic::Request<super::PullRequest>,
         ) -> std::result::Result<tonic::Response<Self::PullStream>, tonic::Status>;
-        /// The initial fp32 weights, while the job is in PHASE_LOADING: all of them finite, and padding 0.
+        /// The initial fp32 weights, while the job is in PHASE_LOADING, and the moments of an optimizer that has trained them: all of
+        /// them finite, and padding 0.
         async fn upload(
             &self,
             request: tonic::Request<tonic::Streaming<super::UploadRequest>>,
@@ -1140,7 +1181,7 @@ pub struct JobProgress {
     /// decided steps
     #[prost(uint64, tag = "2")]
     pub version: u64,
-    /// decided steps that updated
+    /// decided steps that updated, and updates before version 0
     #[prost(uint64, tag = "3")]
     pub applied: u64,
     #[prost(message, optional, tag = "4")]
@@ -2473,8 +2514,11 @@ pub struct ExportRequest {
     /// longest wait for the version; 0 takes the server's default
     #[prost(uint64, tag = "4")]
     pub deadline_ms: u64,
+    /// the moments too; `dtype` is DTYPE_F32 then, in which every format is exact
+    #[prost(bool, tag = "5")]
+    pub state: bool,
 }
-/// Shards come in any order, each from its start on. A stream that ends without `end` has an error, and what came is of no use.
+/// Shards come in any order, each array of a shard from its start on. A stream that ends without `end` has an error, and what came is of no use.
 /// A reader that takes nothing for 10 s is cut off (DEADLINE). So is a reader whom training has overtaken while the server had no
 /// memory to copy the version to (EXHAUSTED, export.reader). A job may have four exports under way; a fifth is refused
 /// (EXHAUSTED, exports).
@@ -2493,6 +2537,11 @@ pub struct ExportResponse {
     pub offset: u64,
     #[prost(fixed32, tag = "5")]
     pub crc32: u32,
+    #[prost(enumeration = "StateArray", tag = "6")]
+    pub array: i32,
+    /// with `end`: how many steps updated, up to that version
+    #[prost(uint64, tag = "7")]
+    pub applied: u64,
     /// little-endian, at most 1 MiB
     #[prost(bytes = "bytes", tag = "15")]
     pub payload: ::prost::bytes::Bytes,
@@ -2882,7 +2931,7 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "Restore"));
             self.inner.unary(req, path, codec).await
         }
-        /// This server's weights of one version, rounded from the master weights, while training goes on.
+        /// This server's weights of one version, rounded from the master weights, while training goes on; or all of its state.
         pub async fn export(
             &mut self,
             request: impl tonic::IntoRequest<super::ExportRequest>,
@@ -3091,7 +3140,7 @@ pub mod admin_server {
             >
             + std::marker::Send
             + 'static;
-        /// This server's weights of one version, rounded from the master weights, while training goes on.
+        /// This server's weights of one version, rounded from the master weights, while training goes on; or all of its state.
         async fn export(
             &self,
             request: tonic::Request<super::ExportRequest>,

@@ -1,21 +1,23 @@
-//! A job's first weights, uploaded by rank 0 or read from a checkpoint.
+//! A job's first state: how far it has come, a checkpoint's shards, and the start with what is there.
 
-use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, Layout, ShardId, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, Layout, Rule, ShardId, StateArray, Version};
 
-use super::{Job, compute::BLOCK, images::image_blocks, padding::check_padding};
+use super::{Job, compute::BLOCK, images::image_blocks};
 use crate::{
     ids::{OwnedShard, OwnedShards},
-    kernels::{ImageMut, MasterMut, cast},
+    kernels::cast,
     lock,
     record::Record,
     step::Refusal,
     tier::{Interrupted, StateMut},
 };
 
-/// How far the first weights have come.
+/// How far the first state has come.
 pub(super) struct Load {
-    /// By owned shard, then by chunk: the checksum of an uploaded chunk.
-    pub(super) checksums: Vec<Vec<Option<u32>>>,
+    /// By owned shard, then by array and chunk: the checksum of an uploaded chunk.
+    pub(super) checksums: Vec<[Vec<Option<u32>>; 3]>,
+    /// What is uploaded, once a chunk of it is stored.
+    pub(super) uploaded: Option<Uploaded>,
     pub(super) source: Source,
     /// The checkpoint that is being loaded or is held, or that the job has started from.
     pub(super) origin: Option<CheckpointId>,
@@ -23,6 +25,37 @@ pub(super) struct Load {
     pub(super) shards: u32,
     /// The load under way must end before it reads its next shard.
     pub(super) cancelled: bool,
+}
+
+/// What rank 0 fills the job with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Uploaded {
+    Weights,
+    /// Weights and the moments of an optimizer that has updated them so many times.
+    State {
+        applied: u64,
+    },
+}
+
+impl Uploaded {
+    pub(super) fn of(applied: Option<u64>) -> Uploaded {
+        applied.map_or(Uploaded::Weights, |applied| Uploaded::State { applied })
+    }
+
+    /// How many updates the job goes on from.
+    pub(super) fn applied(self) -> u64 {
+        match self {
+            Uploaded::Weights => 0,
+            Uploaded::State { applied } => applied,
+        }
+    }
+
+    fn arrays(self, rule: Rule) -> &'static [StateArray] {
+        match self {
+            Uploaded::Weights => &[StateArray::Master],
+            Uploaded::State { .. } => StateArray::of(rule),
+        }
+    }
 }
 
 /// Where the weights come from. It changes only under the lock of [`Load`]. So an upload never writes into a shard that
@@ -66,9 +99,11 @@ pub struct LoadedShard<'a> {
 
 impl Load {
     pub(super) fn new(layout: &Layout, owned: &[ShardId]) -> Load {
-        let chunks = |&shard: &ShardId| vec![None; layout.chunks(shard, Dtype::F32) as usize];
+        let chunks =
+            |&shard: &ShardId| StateArray::ALL.map(|_| vec![None; layout.chunks(shard, Dtype::F32) as usize]);
         Load {
             checksums: owned.iter().map(chunks).collect(),
+            uploaded: None,
             source: Source::Upload,
             origin: None,
             shards: 0,
@@ -91,11 +126,12 @@ impl Load {
         }
         self.source = Source::Restore;
         (self.origin, self.shards, self.cancelled) = (Some(origin), 0, false);
-        self.checksums.iter_mut().for_each(|checksums| checksums.fill(None));
+        self.checksums.iter_mut().flatten().for_each(|checksums| checksums.fill(None));
+        self.uploaded = None;
         Ok(())
     }
 
-    fn check_upload(&self, version: Version) -> Result<(), Fault> {
+    pub(super) fn check_upload(&self, version: Version) -> Result<(), Fault> {
         match self.source {
             Source::Upload => Ok(()),
             Source::Complete => Err(Refusal::NotLoading { version }.into()),
@@ -107,11 +143,14 @@ impl Load {
         }
     }
 
-    pub(super) fn missing(&self, owned: &[ShardId]) -> Vec<ShardId> {
+    pub(super) fn missing(&self, owned: &[ShardId], rule: Rule) -> Vec<ShardId> {
         match self.source {
             Source::Upload => {
-                let shards = owned.iter().zip(&self.checksums);
-                let missing = shards.filter(|(_, checksums)| checksums.iter().any(Option::is_none));
+                let arrays = self.uploaded.unwrap_or(Uploaded::Weights).arrays(rule);
+                let lacks = |checksums: &[Vec<Option<u32>>; 3]| {
+                    arrays.iter().any(|array| checksums[array.index()].iter().any(Option::is_none))
+                };
+                let missing = owned.iter().zip(&self.checksums).filter(|(_, checksums)| lacks(checksums));
                 missing.map(|(&shard, _)| shard).collect()
             }
             Source::Restore => owned.iter().copied().skip(self.shards as usize).collect(),
@@ -120,89 +159,12 @@ impl Load {
     }
 
     pub(super) fn finish(&mut self) {
-        self.checksums.iter_mut().for_each(Vec::clear);
+        self.checksums.iter_mut().flatten().for_each(Vec::clear);
         self.source = Source::Complete;
     }
 }
 
 impl Job {
-    /// Stores a chunk of fp32 initial weights. With the last one the job starts at version 0.
-    pub fn upload(
-        &self,
-        incarnation: Incarnation,
-        shard: ShardId,
-        chunk: ChunkId,
-        crc32: u32,
-        payload: &[u8],
-    ) -> Result<(), Fault> {
-        let owned = {
-            let machine = self.protocol.machine();
-            machine.check_loading()?;
-            machine.check_rank_zero(incarnation)?;
-            machine.owned_index(shard)?
-        };
-        let chunks = self.layout.chunks(shard, Dtype::F32);
-        let Some(range) = self.layout.chunk_bytes(shard, chunk, Dtype::F32) else {
-            return Err(Refusal::UnknownChunk { shard, chunk, chunks }.into());
-        };
-        if payload.len() as u64 != range.end - range.start {
-            let limit = format!("{} bytes", range.end - range.start);
-            let remedy = "chunks are 1 MiB, the last one of a shard what is left";
-            return Err(Fault::invalid("payload", format!("{} bytes", payload.len()), limit, remedy));
-        }
-        let mut load = lock(&self.load);
-        load.check_upload(Version(0))?;
-        match load.checksums[owned.index()].get(chunk.0 as usize).copied().flatten() {
-            Some(earlier) if earlier == crc32 => return Ok(()),
-            Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
-            None => {}
-        }
-        self.check_weights(shard, range.start, payload)?;
-        self.tier.state.load(owned, &mut |mut state| {
-            self.store_weights(&mut state, range.start as usize / size_of::<f32>(), payload);
-        })?;
-        load.checksums[owned.index()][chunk.0 as usize] = Some(crc32);
-        if load.missing(&self.owned).is_empty() {
-            load.finish();
-            drop(load);
-            self.make_images(Version(0), StoredImages::None)?;
-            return self.start(&Record::new(Version(0), 0, None));
-        }
-        Ok(())
-    }
-
-    /// Checks that uploaded weights, from byte `at` of their shard, are numbers, and that padding is 0.
-    fn check_weights(&self, shard: ShardId, at: u64, payload: &[u8]) -> Result<(), Fault> {
-        let first = self.layout.shard_range(shard).start + at / size_of::<f32>() as u64;
-        check_padding(&self.layout, first, payload, Dtype::F32)?;
-        let weights = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
-        match weights.enumerate().find(|(_, weight)| !weight.is_finite()) {
-            Some((index, weight)) => {
-                let value = format!("{weight} at element {} of the flat space", first + index as u64);
-                let remedy =
-                    "initial weights that are not numbers spoil the model: look at how they were made";
-                Err(Fault::invalid("payload", value, "finite", remedy))
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Puts fp32 weights at element `at` of a shard. They are rounded to nearest if the master weights have fewer bits.
-    fn store_weights(&self, state: &mut StateMut<'_>, at: usize, payload: &[u8]) {
-        let elements = at..at + payload.len() / size_of::<f32>();
-        match state.master() {
-            MasterMut::F32(master) => {
-                bytemuck::cast_slice_mut::<f32, u8>(&mut master[elements]).copy_from_slice(payload);
-            }
-            MasterMut::Bf16(master) => {
-                // A payload may lie at any alignment in its message.
-                let weights = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
-                let weights: Vec<f32> = weights.collect();
-                cast(self.compute.isa(), &weights, ImageMut::Bf16(&mut master[elements]));
-            }
-        }
-    }
-
     pub(super) fn load_shards(
         &self,
         record: &Record,

@@ -16,6 +16,7 @@ mod protocol;
 mod snapshots;
 mod space;
 mod update;
+mod upload;
 
 use std::{
     collections::VecDeque,
@@ -35,7 +36,8 @@ pub use images::{ImageBytes, ImagePlace, ImageRead, Pulled};
 pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::kept_buffers;
 pub use protocol::Observer;
-pub use snapshots::{BlockCopy, Captured, CopiedBlock, Ended, Piece, Snapshot, SnapshotInfo};
+pub use snapshots::{BlockCopy, Captured, CopiedBlock, Ended, Exported, Piece, Snapshot, SnapshotInfo};
+pub use upload::UploadChunk;
 
 use self::{
     gradients::{Gradients, take_sums},
@@ -153,7 +155,7 @@ impl Job {
 
     pub fn progress(&self) -> Progress {
         let mut progress = self.protocol.machine().progress();
-        progress.missing = lock(&self.load).missing(&self.owned);
+        progress.missing = lock(&self.load).missing(&self.owned, self.spec.rule);
         progress.restoring = self.restoring(&progress.phase);
         progress
     }

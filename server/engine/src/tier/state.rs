@@ -1,9 +1,11 @@
 //! A shard's state as a tier holds it: arrays of bytes, block after block. They are the master weights, the moments, and
 //! where the worker amends weights the amended image, which belongs to the same version.
 
-use longshore_proto::{Formats, JobSpec, MasterFormat, Rule, StateFormat, limits::BLOCK_ELEMENTS};
+use longshore_proto::{
+    Formats, JobSpec, MasterFormat, Rule, StateArray, StateFormat, limits::BLOCK_ELEMENTS,
+};
 
-use crate::kernels::{Gradient, Isa, MasterMut, MomentMut, State, StateLow, widen};
+use crate::kernels::{Code, Gradient, Isa, MasterMut, Moment, MomentMut, State, StateLow, decode, widen};
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// How many arrays there are: master weights, first and second moments, amended image.
@@ -211,6 +213,37 @@ impl<'a> StateRef<'a> {
     pub fn second(&self) -> &'a [f32] {
         assert!(self.shape.formats.is_fp32(), "state of {:?} taken for fp32", self.shape.formats);
         bytemuck::cast_slice(self.arrays[2])
+    }
+
+    /// Hands one block of an array that the rule has to `with`, as f32.
+    pub fn with_array<R>(
+        &self,
+        isa: Isa,
+        rule: Rule,
+        array: StateArray,
+        block: usize,
+        with: impl FnOnce(&[f32]) -> R,
+    ) -> R {
+        let slot = match array {
+            StateArray::Master => return self.with_master(isa, block, with),
+            StateArray::First => 0,
+            StateArray::Second => 1,
+        };
+        let bytes = self.block(block).arrays[array.index()];
+        if self.shape.formats.state == StateFormat::F32 {
+            return with(bytemuck::cast_slice(bytes));
+        }
+        let mut wide = vec![0.0; BLOCK];
+        let moment = match self.shape.formats.state {
+            StateFormat::F32 => Moment::F32(bytemuck::cast_slice(bytes)),
+            StateFormat::Bf16 => Moment::Bf16(bytemuck::cast_slice(bytes)),
+            StateFormat::Block8 => {
+                let (codes, scales) = bytes.split_at(BLOCK);
+                Moment::Block8 { codes, scales: bytemuck::cast_slice(scales) }
+            }
+        };
+        decode(isa, Code::of(rule, slot), moment, &mut wide);
+        with(&wide)
     }
 
     /// Hands the master weights of one block to `with`, as f32.

@@ -9,7 +9,7 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
-    job::{Admitted, Compute, ImageRead, Job, Lent, Piece, Stored},
+    job::{Admitted, Compute, Exported, ImageRead, Job, Lent, Piece, Stored, UploadChunk},
     kernels::Isa,
     memory::Source,
     step::Work,
@@ -17,7 +17,7 @@ use longshore_engine::{
 };
 use longshore_proto::{
     ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Incarnation, JobSpec, Layout, MicroStep,
-    Placement, Rank, ServerId, ShardId, Slice, Step, TierKind, Version,
+    Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, TierKind, Version,
     checksum::{crc32, state_hash},
 };
 
@@ -132,6 +132,55 @@ impl Cluster {
                 job.upload(self.incarnations[0], shard, chunk, crc32(payload), payload).unwrap();
             }
         }
+    }
+
+    /// Fills the job with arrays of the whole flat space that so many updates have made.
+    pub(crate) fn upload_state(&self, state: &[Vec<f32>], applied: u64) {
+        for (&array, values) in StateArray::of(self.spec.rule).iter().zip(state) {
+            let bytes = super::encode(values, Dtype::F32);
+            for shard in (0..self.layout.shards()).map(ShardId) {
+                self.upload_array(array, &bytes, shard, applied).unwrap();
+            }
+        }
+    }
+
+    /// Uploads a shard's part of an array of the whole flat space.
+    pub(crate) fn upload_array(
+        &self,
+        array: StateArray,
+        bytes: &[u8],
+        shard: ShardId,
+        applied: u64,
+    ) -> Result<(), Fault> {
+        for chunk in (0..self.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
+            let payload = self.payload(bytes, shard, chunk, Dtype::F32);
+            let part = UploadChunk { shard, array, chunk, applied: Some(applied), crc32: crc32(payload) };
+            self.jobs[self.owner(shard)].upload_chunk(self.incarnations[0], part, payload)?;
+        }
+        Ok(())
+    }
+
+    /// Every array of the whole flat space that the rule has, in fp32, and how many updates made them.
+    pub(crate) fn exported(&self) -> (Vec<Vec<f32>>, u64) {
+        let arrays = StateArray::of(self.spec.rule).len();
+        let mut shards: BTreeMap<ShardId, Vec<Vec<f32>>> = BTreeMap::new();
+        let mut applied = None;
+        for job in &self.jobs {
+            let keep = |piece: &Piece| {
+                let of_shard = shards.entry(piece.shard).or_insert_with(|| vec![Vec::new(); arrays]);
+                for block in piece.blocks() {
+                    for (array, bytes) in of_shard.iter_mut().zip(block.chunks(block.len() / arrays)) {
+                        array.extend_from_slice(bytemuck::cast_slice(bytes));
+                    }
+                }
+                Ok(())
+            };
+            let info = job.begin_export(None, Exported::State).unwrap().run(soon(), keep).unwrap();
+            assert_eq!(*applied.get_or_insert(info.applied), info.applied);
+        }
+        let of_array =
+            |array: usize| shards.values().flat_map(|shard| shard[array].iter().copied()).collect();
+        ((0..arrays).map(of_array).collect(), applied.unwrap())
     }
 
     fn payload<'a>(&self, flat: &'a [u8], shard: ShardId, chunk: ChunkId, dtype: Dtype) -> &'a [u8] {

@@ -1,9 +1,9 @@
-//! Initial weights that must not be taken.
+//! Initial weights and state that must not be taken.
 
 use std::thread;
 
-use longshore_engine::kernels::Isa;
-use longshore_proto::{ChunkId, FaultKind, Incarnation, Rank, ShardId, checksum::crc32};
+use longshore_engine::{job::UploadChunk, kernels::Isa};
+use longshore_proto::{ChunkId, FaultKind, Incarnation, Rank, Rule, ShardId, StateArray, checksum::crc32};
 
 use super::{Cluster, Expected, Reference, check, commit, common, encode_f32, gradient, small, weights};
 
@@ -54,6 +54,79 @@ fn bad_uploads_are_refused_and_change_nothing() {
     assert_eq!(cluster.hash(), Reference::new(&spec, &initial).hash());
     let fault = upload(first).unwrap_err();
     check(&fault, (Precondition, "job.phase", &["training at version 0", "before the first step"]));
+}
+
+/// The rule, the array, `applied`, the first element.
+type StateCase = (Rule, StateArray, Option<u64>, f32, Expected);
+
+const STATE_CASES: &[StateCase] = &[
+    (
+        Rule::Lion,
+        StateArray::Second,
+        Some(3),
+        1.0,
+        (Invalid, "array", &["second moments", "an array of lion"]),
+    ),
+    (
+        Rule::AdamW,
+        StateArray::First,
+        None,
+        1.0,
+        (Invalid, "array", &["first moments", "`applied` is absent"]),
+    ),
+    (Rule::AdamW, StateArray::Master, Some(0), 1.0, (Invalid, "applied", &["at least 1", "weights alone"])),
+    (
+        Rule::AdamW,
+        StateArray::First,
+        Some(3),
+        f32::NAN,
+        (Invalid, "payload", &["NaN at element 0", "first moments"]),
+    ),
+    (
+        Rule::AdamW,
+        StateArray::Second,
+        Some(3),
+        -1.0,
+        (Invalid, "payload", &["-1 at element 0", "not below 0"]),
+    ),
+    (Rule::Adagrad, StateArray::First, Some(3), -1.0, (Invalid, "payload", &["not below 0"])),
+];
+
+#[test]
+fn bad_state_is_refused_and_changes_nothing() {
+    for &(rule, array, applied, first, expected) in STATE_CASES {
+        let spec = longshore_proto::JobSpec { rule, ..small() };
+        let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+        cluster.join(0);
+        let mut payload = vec![0; 1 << 20];
+        payload[..4].copy_from_slice(&first.to_le_bytes());
+        let (shard, chunk, crc32) = (ShardId(0), ChunkId(0), crc32(&payload));
+        let part = UploadChunk { shard, array, chunk, applied, crc32 };
+        check(&cluster.jobs[0].upload_chunk(Incarnation(1), part, &payload).unwrap_err(), expected);
+        let initial = weights(&spec, 1);
+        cluster.upload(&initial);
+        assert_eq!(cluster.hash(), Reference::new(&spec, &initial).hash());
+    }
+}
+
+#[test]
+fn one_job_is_not_filled_from_two_states() {
+    let spec = small();
+    let initial = weights(&spec, 1);
+    let bytes = encode_f32(&initial);
+    let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+    cluster.join(0);
+    cluster.upload_array(StateArray::Master, &bytes, ShardId(0), 7).unwrap();
+    let fault = cluster.upload_array(StateArray::Master, &bytes, ShardId(0), 8).unwrap_err();
+    check(&fault, (Conflict, "applied", &["is 8", "be 7, as in the chunks before", "delete the job"]));
+    let part = &bytes[..1 << 20];
+    let fault =
+        cluster.jobs[0].upload(Incarnation(1), ShardId(0), ChunkId(0), crc32(part), part).unwrap_err();
+    check(&fault, (Conflict, "applied", &["absent (weights alone)", "be 7"]));
+    // A shard lacks its moments still.
+    assert_eq!(cluster.jobs[0].progress().missing, vec![ShardId(0), ShardId(2)]);
+    cluster.upload_state(&[initial.clone(), initial.clone(), vec![0.0; initial.len()]], 7);
+    assert_eq!(cluster.jobs[0].progress().applied, 7);
 }
 
 /// Late copies of chunks meet the end of loading: they are acknowledged or refused, and never reach weights in training.

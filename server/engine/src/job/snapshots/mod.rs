@@ -11,12 +11,13 @@ use std::sync::{Arc, Mutex};
 
 use longshore_proto::{Fault, FaultKind, Step};
 
-use self::{purpose::Purpose, snapshot::Copying};
 pub use self::{
+    export::Exported,
     snapshot::{Captured, Ended, Snapshot, SnapshotInfo},
     staging::Piece,
     whole_state::{BlockCopy, CopiedBlock},
 };
+use self::{purpose::Purpose, snapshot::Copying};
 use super::Job;
 use crate::{
     ids::OwnedShard,

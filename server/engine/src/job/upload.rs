@@ -1,0 +1,177 @@
+//! A job's first state as rank 0 uploads it: weights alone, or what an optimizer had made of them too.
+
+use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, ShardId, StateArray, Version};
+
+use super::{
+    Job,
+    compute::BLOCK,
+    load::{Load, StoredImages, Uploaded},
+    padding::check_padding,
+};
+use crate::{
+    kernels::{Code, ImageMut, MasterMut, cast, encode},
+    lock,
+    record::Record,
+    step::Refusal,
+    tier::StateMut,
+};
+
+/// One chunk of what a job is filled with.
+#[derive(Clone, Copy, Debug)]
+pub struct UploadChunk {
+    pub shard: ShardId,
+    pub array: StateArray,
+    pub chunk: ChunkId,
+    /// None where the job is filled with weights alone. Otherwise how many updates made the state.
+    pub applied: Option<u64>,
+    pub crc32: u32,
+}
+
+impl Job {
+    /// Stores a chunk of fp32 initial weights of a job that is filled with weights alone.
+    pub fn upload(
+        &self,
+        incarnation: Incarnation,
+        shard: ShardId,
+        chunk: ChunkId,
+        crc32: u32,
+        payload: &[u8],
+    ) -> Result<(), Fault> {
+        let part = UploadChunk { shard, array: StateArray::Master, chunk, applied: None, crc32 };
+        self.upload_chunk(incarnation, part, payload)
+    }
+
+    /// Stores a chunk of fp32 initial state. With the last one the job starts at version 0.
+    pub fn upload_chunk(
+        &self,
+        incarnation: Incarnation,
+        part: UploadChunk,
+        payload: &[u8],
+    ) -> Result<(), Fault> {
+        let UploadChunk { shard, array, chunk, applied, crc32 } = part;
+        let owned = {
+            let machine = self.protocol.machine();
+            machine.check_loading()?;
+            machine.check_rank_zero(incarnation)?;
+            machine.owned_index(shard)?
+        };
+        self.check_array(array, applied)?;
+        let chunks = self.layout.chunks(shard, Dtype::F32);
+        let Some(range) = self.layout.chunk_bytes(shard, chunk, Dtype::F32) else {
+            return Err(Refusal::UnknownChunk { shard, chunk, chunks }.into());
+        };
+        if payload.len() as u64 != range.end - range.start {
+            let limit = format!("{} bytes", range.end - range.start);
+            let remedy = "chunks are 1 MiB, the last one of a shard what is left";
+            return Err(Fault::invalid("payload", format!("{} bytes", payload.len()), limit, remedy));
+        }
+        let uploaded = Uploaded::of(applied);
+        let mut load = lock(&self.load);
+        load.check_upload(Version(0))?;
+        check_same_upload(&load, uploaded)?;
+        match load.checksums[owned.index()][array.index()].get(chunk.0 as usize).copied().flatten() {
+            Some(earlier) if earlier == crc32 => return Ok(()),
+            Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
+            None => {}
+        }
+        self.check_values(shard, array, range.start, payload)?;
+        self.tier.state.load(owned, &mut |state| {
+            self.store_values(state, array, range.start as usize / (BLOCK * size_of::<f32>()), payload);
+        })?;
+        load.checksums[owned.index()][array.index()][chunk.0 as usize] = Some(crc32);
+        load.uploaded = Some(uploaded);
+        if load.missing(&self.owned, self.spec.rule).is_empty() {
+            load.finish();
+            drop(load);
+            self.make_images(Version(0), StoredImages::None)?;
+            return self.start(&Record::new(Version(0), uploaded.applied(), None));
+        }
+        Ok(())
+    }
+
+    /// Checks that the job has such an array, and is filled with state if it is one of moments.
+    fn check_array(&self, array: StateArray, applied: Option<u64>) -> Result<(), Fault> {
+        let rule = self.spec.rule;
+        if !StateArray::of(rule).contains(&array) {
+            let remedy = "leave it out, or open the job with the rule that the state is of";
+            return Err(Fault::invalid("array", array, format!("an array of {}", rule.name()), remedy));
+        }
+        if applied == Some(0) {
+            let remedy =
+                "count the updates that made the state; leave it absent to fill the job with weights alone";
+            return Err(Fault::invalid("applied", 0, "at least 1", remedy));
+        }
+        if applied.is_none() && array != StateArray::Master {
+            let limit = "master weights where `applied` is absent";
+            return Err(Fault::invalid(
+                "array",
+                array,
+                limit,
+                "say in every chunk how many updates made the state",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks that values, from byte `at` of their shard's array, are numbers that can stand there, and that padding is 0.
+    fn check_values(&self, shard: ShardId, array: StateArray, at: u64, payload: &[u8]) -> Result<(), Fault> {
+        let first = self.layout.shard_range(shard).start + at / size_of::<f32>() as u64;
+        check_padding(&self.layout, first, payload, Dtype::F32)?;
+        let squares = array.is_squares(self.spec.rule);
+        let wrong = |value: f32| !value.is_finite() || squares && value < 0.0;
+        let values = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+        let Some((index, value)) = values.enumerate().find(|(_, value)| wrong(*value)) else { return Ok(()) };
+        let element = first + index as u64;
+        let (value, limit, remedy) = match array {
+            StateArray::Master => (
+                format!("{value} at element {element} of the flat space"),
+                "finite",
+                "initial weights that are not numbers spoil the model: look at how they were made",
+            ),
+            _ => (
+                format!("{value} at element {element} of the flat space ({array})"),
+                if squares { "finite, and not below 0" } else { "finite" },
+                "a state with such a value spoils the model: take an earlier checkpoint, or start from its weights alone",
+            ),
+        };
+        Err(Fault::invalid("payload", value, limit, remedy))
+    }
+
+    /// Puts fp32 values at block `first` of a shard's array. They are rounded to nearest if the job keeps fewer bits.
+    fn store_values(&self, state: StateMut<'_>, array: StateArray, first: usize, payload: &[u8]) {
+        let (isa, rule) = (self.compute.isa(), self.spec.rule);
+        let mut values = vec![0.0; BLOCK];
+        for (mut block, bytes) in
+            state.blocks().skip(first).zip(payload.chunks_exact(BLOCK * size_of::<f32>()))
+        {
+            // A payload may lie at any alignment in its message.
+            bytemuck::cast_slice_mut::<f32, u8>(&mut values).copy_from_slice(bytes);
+            let low = block.low();
+            match (array, low.master) {
+                (StateArray::Master, MasterMut::F32(master)) => master.copy_from_slice(&values),
+                (StateArray::Master, MasterMut::Bf16(master)) => cast(isa, &values, ImageMut::Bf16(master)),
+                (StateArray::First, _) => encode(isa, Code::of(rule, 0), &values, low.first),
+                (StateArray::Second, _) => encode(isa, Code::of(rule, 1), &values, low.second),
+            }
+        }
+    }
+}
+
+/// Checks that a chunk belongs to what the chunks before it began: a job that started from parts of two states would
+/// be neither.
+fn check_same_upload(load: &Load, uploaded: Uploaded) -> Result<(), Fault> {
+    let said = |uploaded| match uploaded {
+        Uploaded::Weights => "absent (weights alone)".to_string(),
+        Uploaded::State { applied } => applied.to_string(),
+    };
+    match load.uploaded {
+        Some(earlier) if earlier != uploaded => Err(Fault::new(
+            FaultKind::Conflict,
+            "applied",
+            said(uploaded),
+            format!("{}, as in the chunks before", said(earlier)),
+            "go on with the state that the upload began with, or delete the job to start over with another",
+        )),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,159 @@
+"""What a new job is filled with beside its parameters' own weights: tensors of another optimizer or of files, each checked
+before anything is changed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore._full import NAMES
+from longshore._host import Place
+from longshore._params import DTYPES, Param
+from longshore.errors import StateError, invalid
+
+#: The array of master weights; those behind it are the rule's moments.
+MASTER = 0
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Tensors for a new job, read one by one as they are sent.
+
+    Attributes:
+        applied: how many updates made the state; None where there are weights alone.
+        read: the tensor of an array (0 is the master weights) and a parameter, of its shape.
+        check: refuses tensors that do not fit these parameters.
+    """
+
+    applied: int | None
+    read: Callable[[int, Param], Tensor]
+    check: Callable[[list[Param]], None]
+
+    def source(self, params: list[Param]) -> tuple[int | None, Callable[[int, int], tuple[Place, Tensor]]]:
+        """What the Rust half asks for a tensor: its place, and what holds its memory."""
+        self.check(params)
+
+        def place(array: int, index: int) -> tuple[Place, Tensor]:
+            param = params[index]
+            memory = self.read(array, param).detach().to("cpu").contiguous()
+            return (index, memory.data_ptr(), param.elements, DTYPES[memory.dtype]), memory
+
+        return self.applied, place
+
+
+def check_tensor(name: str, found: Any, shape: torch.Size, where: str) -> None:
+    """Refuses what cannot be a parameter's weights or moments.
+
+    Raises:
+        StateError: naming the tensor.
+    """
+    limit = f"a tensor of {list(shape)}"
+    if not isinstance(found, Tensor):
+        value = "absent" if found is None else type(found).__name__
+        remedy = f"{where} lacks it: take one of this model, or start from its weights alone"
+        raise invalid(name, value, limit, remedy, StateError)
+    if found.dtype not in DTYPES or found.layout is not torch.strided:
+        limit = "dense, of fp32, bf16 or fp16"
+        raise invalid(name, f"{found.dtype}, {found.layout}", limit, "convert it with .float() or .to_dense()", StateError)
+    if found.shape != shape:
+        raise invalid(name, f"of {list(found.shape)}", f"of {list(shape)}, as the parameter", f"{where} is of another model", StateError)
+    if found.device.type == "meta":
+        raise invalid(name, "on the meta device", "somewhere with memory", "load the tensors, not their shapes alone", StateError)
+
+
+def steps_of(named: Mapping[str, Any], where: str) -> int:
+    """The one step count of all parameters."""
+    counts: dict[str, int] = {}
+    for name, given in named.items():
+        count = float(given)
+        if count != int(count) or count < 0:
+            raise invalid(f"{name}.step", count, "a whole number", f"look at how {where} was made", StateError)
+        counts[name] = int(count)
+    first = next(iter(counts))
+    for name, count in counts.items():
+        if count != counts[first]:
+            limit = f"{counts[first]}, as that of {first}"
+            remedy = (
+                "servers count the updates of a job, not of each parameter: leave the parameters that were updated less often to "
+                "another optimizer, or start from the weights alone"
+            )
+            raise invalid(f"{name}.step", count, limit, remedy, StateError)
+    return counts[first]
+
+
+def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str) -> Filling | None:
+    """The state of a torch optimizer, or all of one of this package. None where it was saved before the first update.
+
+    Args:
+        state_dict: what ``state_dict`` returned, checked by :func:`check_groups`.
+        tensors: by its number in the state: this optimizer's parameter.
+        names: and its name.
+        rule: this optimizer's.
+
+    Raises:
+        StateError: naming the tensor that is missing, is not known, or does not fit.
+    """
+    where = "state_dict"
+    moments = NAMES[rule]
+    states = state_dict["state"]
+    trained = {number: tensor for number, tensor in tensors.items() if tensor.requires_grad and tensor.numel()}
+    for number, state in states.items():
+        name = names[number]
+        for key, value in state.items():
+            if key not in (*moments, "step", "master") and value is not None:
+                limit = f"one of {', '.join(moments)}"
+                remedy = f"{rule} has no such state: load it into an optimizer of the class that saved it (amsgrad is not here)"
+                raise invalid(f"{name}.{key}", "there", limit, remedy, StateError)
+        if number not in trained and tensors[number].numel() and any(key in state for key in moments):
+            remedy = "set requires_grad on it, or take it out of the state"
+            raise invalid(f"{name}.{moments[0]}", "there", "absent, since the parameter is frozen", remedy, StateError)
+    steps = {names[number]: state["step"] for number, state in states.items() if number in trained and "step" in state}
+    # Momentum has no step count in torch: it goes on as after any update.
+    applied = steps_of(steps, where) if steps else 1
+    if applied == 0 or not any(state.get(key) is not None for state in states.values() for key in moments):
+        return None
+    by_tensor = {id(tensor): states.get(number, {}) for number, tensor in trained.items()}
+    with_master = any("master" in state for state in by_tensor.values())
+
+    def check(params: list[Param]) -> None:
+        for param in params:
+            state = by_tensor.get(id(param.tensor), {})
+            for key in (*moments, "master") if with_master else moments:
+                check_tensor(f"{param.name}.{key}", state.get(key), param.shape, where)
+            if steps and "step" not in state:
+                raise invalid(f"{param.name}.step", "absent", str(applied), "take a state in which every parameter has it", StateError)
+
+    def read(array: int, param: Param) -> Tensor:
+        state = by_tensor[id(param.tensor)]
+        if array == MASTER:
+            return state.get("master", param.tensor)
+        return state[moments[array - 1]]
+
+    return Filling(applied, read, check)
+
+
+def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], rule: str) -> None:
+    """Refuses a state of other param groups, as torch does, but by name.
+
+    Raises:
+        StateError: naming the group and the parameter.
+    """
+    saved = state_dict["param_groups"]
+    remedy = "build the optimizer with the param groups that the state was saved with"
+    if len(saved) != len(groups):
+        raise invalid("param_groups", f"{len(saved)} in the state", str(len(groups)), remedy, StateError)
+    for index, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
+        decoupled = theirs.get("decoupled_weight_decay", rule == "adamw")
+        if rule in ("adam", "adamw") and decoupled != (rule == "adamw"):
+            kind = "AdamW" if decoupled else "Adam"
+            field = f"param_groups[{index}]['decoupled_weight_decay']"
+            raise invalid(field, decoupled, f"{not decoupled} in {rule}", f"use longshore.{kind}", StateError)
+        their_names, my_names = theirs.get("param_names"), mine.get("param_names")
+        for theirs_, mine_ in zip(their_names or (), my_names or (), strict=False):
+            if theirs_ != mine_:
+                raise invalid(f"param_groups[{index}]", theirs_, f"{mine_}, as in this optimizer", remedy, StateError)
+        if len(theirs["params"]) != len(mine["params"]):
+            value = f"of {len(theirs['params'])} parameters"
+            raise invalid(f"param_groups[{index}]", value, f"of {len(mine['params'])}", remedy, StateError)

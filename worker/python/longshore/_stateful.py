@@ -1,0 +1,132 @@
+"""What an optimizer says of its state, and what it goes on from."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from longshore import _filling, _params, _state
+from longshore._connection import Connection
+from longshore._filling import Filling
+from longshore._full import NAMES
+
+
+class Stateful(torch.optim.Optimizer):
+    """``state_dict`` and ``load_state_dict`` of an optimizer whose state lives on servers."""
+
+    rule: ClassVar[str]
+    _job_name: str
+    _connection: Connection | None
+    #: What a new job is filled with instead of the parameters' weights.
+    _filling: Filling | None
+    #: How many updates the weights have behind them.
+    _applied: Tensor
+
+    @property
+    def version(self) -> int:
+        raise NotImplementedError
+
+    def _opened(self) -> Connection:
+        raise NotImplementedError
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """A handle of the state on the servers: small, of tensors and plain containers alone.
+
+        It has what torch's has, with ``step`` as each parameter's only state, and under ``"longshore"`` the job and version.
+
+        Args:
+            full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
+                same name loads it, and so does an optimizer of this package whose job is new. It takes 12 bytes a parameter of
+                this process; :mod:`longshore.checkpoint` writes files without that.
+        """
+        state = super().state_dict()
+        fingerprint = self._connection.fingerprint if self._connection else None
+        state[_state.KEY] = _state.handle(self._job_name, self.version, self.rule, fingerprint)
+        if full:
+            # What torch has packed is this object's own: a full state is another one.
+            state["state"] = self._full_state()
+        return state
+
+    def _full_state(self) -> dict[int, dict[str, Any]]:
+        connection = self._opened()
+        places = {id(tensor): place for place, tensor in enumerate(self._tensors())}
+        applied, states = connection.full_state(self.rule)
+        step = torch.tensor(float(applied))
+        return {
+            places[id(param.tensor)]: {"step": step.clone(), **state}
+            for param, state in zip(connection.params, states, strict=True)
+        }
+
+    def _tensors(self) -> list[Tensor]:
+        """All parameters, in the order in which a state numbers them."""
+        return [tensor for group in self.param_groups for tensor in group["params"]]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state.
+
+        A handle of this very state: hyperparameters are taken from it, and the state itself is on the servers already. The state
+        of torch's optimizer of the same name, or all state of one of this package: the job must be new. It is filled when it is
+        opened, which is in the first step, with the parameters' weights of that time (with the state's ``master`` weights, where
+        it has them, which the parameters get at once). Until then the tensors are referred to, not copied: those of
+        ``torch.load(path, mmap=True)`` are read from the file when they are sent.
+
+        Raises:
+            StateError: for a state of another model, job or version, naming the tensor that is missing, is not known or does
+                not fit. Nothing has changed then.
+        """
+        if not _state.is_of_job(state_dict, self._job_name) or (self._connection is None and self._has_moments(state_dict)):
+            return self._load_foreign(state_dict)
+        fingerprint = self._connection.fingerprint if self._connection else None
+        _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, fingerprint))
+        self._take_hyperparameters(state_dict)
+
+    def _has_moments(self, state_dict: dict[str, Any]) -> bool:
+        return any(key in state for state in state_dict["state"].values() for key in NAMES[self.rule])
+
+    def _load_foreign(self, state_dict: dict[str, Any]) -> None:
+        """Has the new job filled with this when it is opened."""
+        if _state.KEY in state_dict and not self._has_moments(state_dict):
+            return _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, None))
+        _filling.check_groups(state_dict, self.param_groups, self.rule)
+        for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            self._check_hyper({**mine, **{key: value for key, value in saved.items() if key in mine}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        tensors = dict(zip(numbers, self._tensors(), strict=True))
+        names = dict(zip(numbers, (name for name, _ in _params.named(self.param_groups)), strict=True))
+        filling = _filling.of_torch(state_dict, tensors, names, self.rule)
+        if self._connection is not None:
+            applied = filling.applied if filling else 0
+            # A process that was killed after the job was filled comes here again.
+            if self.version != 0 or applied != int(self._applied):
+                raise _state.refuse_to_fill(self._job_name, self.version)
+        elif filling is not None:
+            self._fill_with(filling)
+        self._take_hyperparameters(state_dict)
+
+    def _fill_with(self, filling: Filling) -> None:
+        """Has a new job filled with this, and gives the parameters its weights."""
+        if self._connection is not None:
+            raise _state.refuse_to_fill(self._job_name, self.version)
+        params = _params.table(self.param_groups)
+        filling.check(params)
+        self._filling = filling
+        self._applied.fill_(filling.applied or 0)
+        with torch.no_grad():
+            for param in params:
+                weights = filling.read(_filling.MASTER, param)
+                if weights is not param.tensor:
+                    param.tensor.copy_(weights)
+
+    def _take_hyperparameters(self, state_dict: dict[str, Any]) -> None:
+        # The servers have the rest, or get it when the job is opened.
+        steps = {key: {"step": of["step"]} if "step" in of else {} for key, of in state_dict["state"].items()}
+        super().load_state_dict({"state": steps, "param_groups": state_dict["param_groups"]})
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                loaded = self.state[tensor].get("step", self._applied)
+                if isinstance(loaded, Tensor) and loaded is not self._applied:
+                    self._applied.copy_(loaded)
+                self.state[tensor] = {"step": self._applied}

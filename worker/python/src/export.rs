@@ -1,0 +1,48 @@
+//! A version of the job's weights or state, written into tensors as it comes from the servers.
+
+use longshore_proto::{Fault, StateArray};
+use longshore_worker::{Result, Session, export::Contents};
+
+use crate::memory::HostTensor;
+
+/// Writes the newest version. `targets` are a tensor of each parameter, in the job's order, for each array. Returns the
+/// version, and how many updates made it.
+pub(crate) fn export(
+    session: &Session,
+    contents: Contents,
+    targets: &[Vec<HostTensor>],
+) -> Result<(u64, u64)> {
+    let layout = session.layout();
+    check(session, contents, targets)?;
+    let dtype = contents.dtype();
+    let write = |array: StateArray, at: u64, bytes: &[u8]| {
+        let end = at + bytes.len() as u64 / dtype.bytes();
+        for param in layout.params_in(at..end) {
+            let place = layout.param_range(param);
+            let (from, to) = (place.start.max(at), place.end.min(end));
+            let values = &bytes[((from - at) * dtype.bytes()) as usize..((to - at) * dtype.bytes()) as usize];
+            targets[array.index()][param].write_from((from - place.start) as usize, dtype, values);
+        }
+        Ok(())
+    };
+    let exported = session.export(contents, &write)?;
+    Ok((exported.version.0, exported.applied))
+}
+
+fn check(session: &Session, contents: Contents, targets: &[Vec<HostTensor>]) -> Result<()> {
+    let (layout, params) = (session.layout(), session.spec().params.len());
+    let arrays = contents.arrays().len();
+    let remedy = "name the parameters in the job's order, for each of its arrays";
+    if targets.len() != arrays || targets.iter().any(|tensors| tensors.len() != params) {
+        let limit = format!("{params} for each of {arrays} arrays");
+        return Err(Fault::invalid("targets", targets.len(), limit, remedy).into());
+    }
+    for (param, tensor) in targets.iter().flat_map(|tensors| tensors.iter().enumerate()) {
+        let place = layout.param_range(param);
+        if tensor.param != param || tensor.elements() != place.end - place.start {
+            let limit = format!("{} elements of parameter {param}", place.end - place.start);
+            return Err(Fault::invalid("targets", tensor.elements(), limit, remedy).into());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,85 @@
+//! What a new job is filled with, as Python hands it over: the parameters' weights, or tensors of a checkpoint one by one.
+
+use std::cell::RefCell;
+
+use longshore_proto::{Dtype, Fault, StateArray};
+use longshore_worker::{Filling, Result};
+use pyo3::{Py, PyAny, Python, types::PyAnyMethods};
+
+use crate::{error::raised, memory::HostTensor};
+
+/// The weights alone, one tensor for each parameter.
+pub(crate) struct Weights(pub(crate) Vec<HostTensor>);
+
+/// Tensors that Python reads when they are asked for. One of each array is held at a time.
+pub(crate) struct Read {
+    applied: Option<u64>,
+    /// Called with an array's number and a parameter's. It returns the place of a tensor, and what holds its memory.
+    source: Py<PyAny>,
+    held: RefCell<[Option<Held>; 3]>,
+}
+
+struct Held {
+    tensor: HostTensor,
+    _holder: Py<PyAny>,
+}
+
+impl Read {
+    pub(crate) fn new(applied: Option<u64>, source: Py<PyAny>) -> Read {
+        Read { applied, source, held: RefCell::default() }
+    }
+
+    fn fetch(&self, array: StateArray, param: usize) -> Result<Held> {
+        Python::attach(|py| {
+            let given = self.source.bind(py).call1((array.index(), param));
+            given.and_then(|given| given.extract::<(HostTensor, Py<PyAny>)>()).map_err(raised)
+        })
+        .map(|(tensor, holder)| Held { tensor, _holder: holder })
+    }
+}
+
+impl Filling for Weights {
+    fn applied(&self) -> Option<u64> {
+        None
+    }
+
+    fn write(&self, _: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()> {
+        match self.0.get(param) {
+            Some(tensor) => write(tensor, at, target),
+            None => {
+                Err(Fault::invalid("params", self.0.len(), "all of the job's", "name every parameter").into())
+            }
+        }
+    }
+}
+
+impl Filling for Read {
+    fn applied(&self) -> Option<u64> {
+        self.applied
+    }
+
+    fn write(&self, array: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()> {
+        let mut held = self.held.borrow_mut();
+        let held = &mut held[array.index()];
+        if held.as_ref().is_none_or(|held| held.tensor.param != param) {
+            // The memory of the tensor before is given back first.
+            Python::attach(|_| *held = None);
+            *held = Some(self.fetch(array, param)?);
+        }
+        match held {
+            Some(held) => write(&held.tensor, at, target),
+            None => Ok(()),
+        }
+    }
+}
+
+fn write(tensor: &HostTensor, at: u64, target: &mut [u8]) -> Result<()> {
+    let range = at as usize..at as usize + target.len() / size_of::<f32>();
+    if range.end as u64 > tensor.elements() {
+        let limit = format!("at least {}", range.end);
+        let remedy = "give a tensor of the parameter's shape";
+        return Err(Fault::invalid("tensor.elements", tensor.elements(), limit, remedy).into());
+    }
+    tensor.write_to(range, Dtype::F32, 1.0, target);
+    Ok(())
+}

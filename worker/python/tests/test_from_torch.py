@@ -1,0 +1,331 @@
+"""A job that goes on from an optimizer of torch, and torch that goes on from a job: the state is the same to the bit."""
+
+import copy
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import serve
+from models import distance, pair
+from torch import nn
+
+import longshore
+from longshore import errors
+from longshore._filling import Filling
+
+KINDS = [
+    (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    (longshore.Adam, torch.optim.Adam, {"lr": 1e-2}),
+    (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
+    (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
+]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    optimizer.zero_grad()
+    model.loss(number).backward()
+    optimizer.step()
+
+
+def trained(kind: Callable[..., torch.optim.Optimizer], width: int = 300, **arguments: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """A model that torch has trained for 5 steps, another one with its weights, and the optimizer."""
+    ours, theirs = pair("mlp", width=width)
+    optimizer = kind(theirs.named_parameters(), **arguments)
+    for number in range(5):
+        step(theirs, optimizer, number)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs, optimizer
+
+
+def check_same_state(full: dict[str, Any], expected: dict[str, Any]) -> None:
+    for number, state in expected["state"].items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(full["state"][number][name], value), (number, name)
+
+
+@pytest.mark.parametrize(("kind", "reference", "arguments"), KINDS)
+def test_torchs_state_comes_and_goes_to_the_bit(kind: Any, reference: Any, arguments: dict[str, Any]) -> None:
+    ours, theirs, plain = trained(reference, **arguments)
+    optimizer = kind(ours.named_parameters(), lr=1.0)
+    optimizer.load_state_dict(plain.state_dict())
+    full = optimizer.state_dict(full=True)
+    check_same_state(full, plain.state_dict())
+    for number in range(5, 40):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
+    full = optimizer.state_dict(full=True)
+    moved = reference(ours.named_parameters(), lr=1.0)
+    moved.load_state_dict({"state": full["state"], "param_groups": plain.state_dict()["param_groups"]})
+    check_same_state(full, moved.state_dict())
+    optimizer.close()
+    for number in range(40, 50):
+        step(ours, moved, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
+
+
+def test_it_comes_from_a_file_that_is_mapped(tmp_path: Path) -> None:
+    ours, _, plain = trained(torch.optim.AdamW)
+    torch.save(plain.state_dict(), tmp_path / "adamw.pt")
+    optimizer = longshore.AdamW(ours.named_parameters())
+    optimizer.load_state_dict(torch.load(tmp_path / "adamw.pt", weights_only=True, mmap=True))
+    check_same_state(optimizer.state_dict(full=True), plain.state_dict())
+
+
+def test_two_servers_with_drives_take_it_and_keep_it(tmp_path: Path) -> None:
+    ours, theirs, plain = trained(torch.optim.AdamW, width=500)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    started = [serve("--state-dir", str(folder)) for folder in folders]
+    try:
+        servers = ",".join(address for _, address in started)
+        options = {"servers": servers, "job": "moved", "tier": "nvme", "shard_elements": 65536}
+        optimizer = longshore.AdamW(ours.named_parameters(), lr=1.0, **options)
+        optimizer.load_state_dict(plain.state_dict())
+        optimizer.open()
+        check_same_state(optimizer.state_dict(full=True), plain.state_dict())
+        optimizer.close()
+        # A process that starts before the first step finds it as it was filled, and may say so again.
+        again = longshore.AdamW(ours.named_parameters(), lr=1.0, **options)
+        again.load_state_dict(plain.state_dict())
+        for number in range(5, 15):
+            step(ours, again, number)
+            step(theirs, plain, number)
+        assert distance(ours, theirs) < 1e-6
+        assert (again.version, again.state_dict()["state"][0]["step"]) == (10, 15)
+        with pytest.raises(errors.StateError, match=r"job moved is at version 10.*new job"):
+            again.load_state_dict(plain.state_dict())
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.wait()
+
+
+def test_all_state_moves_to_another_job_with_its_master_weights() -> None:
+    ours, other = pair("mlp", width=300)
+    for model in (ours, other):
+        model.to(torch.bfloat16)
+    loss = lambda model, number: nn.functional.mse_loss(  # noqa: E731
+        model.layers(torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).bfloat16()).float(), torch.ones(8, 4)
+    )
+
+    def advance(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss(model, number).backward()
+        optimizer.step()
+
+    first = longshore.AdamW(ours.named_parameters(), lr=1e-3)
+    for number in range(5):
+        advance(ours, first, number)
+    full = first.state_dict(full=True)
+    assert any((state["master"].bfloat16().float() != state["master"]).any() for state in full["state"].values())
+    second = longshore.AdamW(other.named_parameters(), lr=1.0)
+    second.load_state_dict(full)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
+    for number in range(5, 10):
+        advance(ours, first, number)
+        advance(other, second, number)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
+    check_same_state(second.state_dict(full=True), first.state_dict(full=True))
+
+
+CHILD = """
+import os, re, signal, subprocess, sys, time
+sys.path.insert(0, {tests!r})
+import torch, longshore
+from models import Mlp
+from longshore._filling import Filling
+
+model = Mlp(500)
+model.load_state_dict(torch.load({folder!r} + "/model.pt", weights_only=True))
+optimizer = longshore.AdamW(
+    model.named_parameters(), servers={servers!r}, job="half", shard_elements=65536, transport="tcp"
+)
+optimizer.load_state_dict(torch.load({folder!r} + "/adamw.pt", weights_only=True, mmap=True))
+whole = optimizer._filling
+status = [sys.executable, "-m", "longshore", "status", "--servers", {servers!r}, "--job", "half", "--json"]
+
+def missing():
+    said = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+    return sum(int(shards) for shards in re.findall('"missing_shards":([0-9]+)', said))
+
+def read(array, param):
+    if (array, param.index) == (2, 7):  # the last parameter's second moments
+        end = time.monotonic() + 60
+        while missing() > 4:  # of five shards
+            assert time.monotonic() < end
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole.read(array, param)
+
+optimizer._filling = Filling(whole.applied, read, whole.check)
+optimizer.open()
+"""
+
+
+def test_a_process_that_is_killed_in_the_middle_of_filling_is_followed_by_another(tmp_path: Path, two_servers: str) -> None:
+    ours, theirs, plain = trained(torch.optim.AdamW, width=500)
+    torch.save(plain.state_dict(), tmp_path / "adamw.pt")
+    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    code = CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path), servers=two_servers)
+    child = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    options = {"servers": two_servers, "job": "half", "shard_elements": 65536}
+    # Whoever comes without the state must not finish the job with zeros for moments.
+    forgetful = longshore.AdamW(ours.named_parameters(), **options)
+    with pytest.raises(errors.LongshoreError, match=r"delete the job"):
+        forgetful.open()
+    optimizer = longshore.AdamW(ours.named_parameters(), **options)
+    optimizer.load_state_dict(plain.state_dict())
+    check_same_state(optimizer.state_dict(full=True), plain.state_dict())
+    for number in range(5, 15):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_a_server_that_is_killed_in_the_middle_of_filling_is_filled_again(two_servers: str) -> None:
+    ours, theirs, plain = trained(torch.optim.AdamW, width=300)
+    first, listen = two_servers.split(",")[0], f"127.0.0.1:{free_port()}"
+    code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, "--listen", listen, "--memory", "256MiB", "--threads", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("longshored listening on ")
+        return process
+
+    processes = [start()]
+    try:
+        optimizer = longshore.AdamW(ours.named_parameters(), servers=f"{first},{listen}", job="again", shard_elements=65536)
+        optimizer.load_state_dict(plain.state_dict())
+        whole = optimizer._filling
+        assert whole is not None
+
+        def read(array: int, param: Any) -> torch.Tensor:
+            if (array, param.index) == (2, 4) and len(processes) == 1:
+                processes[0].kill()
+                processes[0].wait()
+                processes.append(start())
+            return whole.read(array, param)
+
+        optimizer._filling = Filling(whole.applied, read, whole.check)
+        optimizer.open()
+        assert len(processes) == 2
+        check_same_state(optimizer.state_dict(full=True), plain.state_dict())
+        for number in range(5, 10):
+            step(ours, optimizer, number)
+            step(theirs, plain, number)
+        assert distance(ours, theirs) < 1e-6
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_what_python_raises_while_it_reads_is_raised() -> None:
+    ours, _, plain = trained(torch.optim.AdamW)
+    optimizer = longshore.AdamW(ours.named_parameters())
+    optimizer.load_state_dict(plain.state_dict())
+    whole = optimizer._filling
+    assert whole is not None
+
+    def read(array: int, param: Any) -> torch.Tensor:
+        raise OSError("the file is gone")
+
+    optimizer._filling = Filling(whole.applied, read, whole.check)
+    with pytest.raises(OSError, match="the file is gone"):
+        optimizer.open()
+
+
+
+
+SPOILED = {
+    "missing moment": (lambda s: s["state"][2].pop("exp_avg_sq"), r"layers\.2\.weight\.exp_avg_sq is absent, but must be a tensor"),
+    "missing parameter": (lambda s: s["state"].pop(3), r"layers\.2\.bias\.exp_avg is absent"),
+    "extra": (lambda s: s["state"][0].update(max_exp_avg_sq=torch.zeros(3)), r"layers\.0\.weight\.max_exp_avg_sq.*amsgrad"),
+    "shape": (lambda s: s["state"][1].update(exp_avg=torch.zeros(7)), r"layers\.0\.bias\.exp_avg is of \[7\], but must be of \[300\]"),
+    "type": (
+        lambda s: s["state"][1].update(exp_avg=s["state"][1]["exp_avg"].long()),
+        r"layers\.0\.bias\.exp_avg is torch\.int64.*float",
+    ),
+    "no tensor": (lambda s: s["state"][1].update(exp_avg=[1.0]), r"layers\.0\.bias\.exp_avg is list, but must be a tensor"),
+    "meta": (lambda s: s["state"][1].update(exp_avg=torch.zeros(300, device="meta")), r"layers\.0\.bias\.exp_avg.*meta"),
+    "step": (lambda s: s["state"][1].update(step=torch.tensor(3.0)), r"layers\.0\.bias\.step is 3, but must be 5"),
+    "half a step": (lambda s: s["state"][1].update(step=2.5), r"layers\.0\.bias\.step is 2\.5, but must be a whole number"),
+    "groups": (lambda s: s["param_groups"].append(s["param_groups"][0]), r"param_groups is 2 in the state, but must be 1"),
+    "names": (
+        lambda s: s["param_groups"][0]["param_names"].__setitem__(1, "elsewhere"),
+        r"param_groups\[0\] is elsewhere, but must be layers\.0\.bias",
+    ),
+    "group": (lambda s: s["param_groups"][0]["params"].pop(), r"param_groups\[0\] is of 7 parameters, but must be of 8"),
+    "rule": (
+        lambda s: s["param_groups"][0].update(decoupled_weight_decay=False),
+        r"decoupled_weight_decay.*use longshore\.Adam",
+    ),
+    "hyperparameter": (lambda s: s["param_groups"][0].update(amsgrad=True), r"amsgrad is True"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(what: str) -> None:
+    ours, theirs, plain = trained(torch.optim.AdamW)
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=0.5)
+    before = [parameter.clone() for parameter in ours.parameters()]
+    state = copy.deepcopy(plain.state_dict())
+    change, message = SPOILED[what]
+    change(state)
+    with pytest.raises(errors.LongshoreError, match=message) as raised:
+        optimizer.load_state_dict(state)
+    assert raised.value.remedy
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer._filling is None
+    assert all(torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True))
+    optimizer.load_state_dict(plain.state_dict())
+    check_same_state(optimizer.state_dict(full=True), plain.state_dict())
+
+
+def test_values_that_servers_refuse_are_named_by_them() -> None:
+    ours, _, plain = trained(torch.optim.AdamW)
+    state = plain.state_dict()
+    state["state"][0]["exp_avg_sq"][1, 2] = -1.0
+    optimizer = longshore.AdamW(ours.named_parameters())
+    optimizer.load_state_dict(state)
+    with pytest.raises(errors.RefusedError, match=re.escape("-1 at element 18 of the flat space (second moments)")):
+        optimizer.open()
+
+
+def test_frozen_parameters_have_no_state() -> None:
+    ours, theirs = pair("mlp")
+    for model in (ours, theirs):
+        model.layers[0].requires_grad_(False)
+    plain = torch.optim.AdamW(theirs.named_parameters(), lr=1e-2)
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2)
+    step(theirs, plain)
+    ours.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    for number in range(1, 5):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
+    ours.layers[2].requires_grad_(False)
+    other = longshore.AdamW(ours.named_parameters(), lr=1e-2)
+    with pytest.raises(errors.StateError, match=r"layers\.2\.weight\.exp_avg.*frozen"):
+        other.load_state_dict(plain.state_dict())

@@ -1,0 +1,166 @@
+//! One server's part of an export, checked as it comes: a version's weights, or all of its state.
+
+use std::time::Duration;
+
+use longshore_proto::{
+    Dtype, Fault, FaultKind, Layout, Rule, ShardId, StateArray, Version, checksum::crc32, limits::CHUNK_BYTES,
+};
+use longshore_wire::{
+    array_from_wire, dtype_to_wire, fault_from_status,
+    v1::{self, admin_client::AdminClient},
+};
+use tonic::transport::Channel;
+
+/// How much longer than its own deadline a server may be silent.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Contents {
+    /// The master weights, rounded to this format.
+    Weights(Dtype),
+    /// Every array that the rule has, in fp32.
+    State(Rule),
+}
+
+impl Contents {
+    pub fn dtype(self) -> Dtype {
+        match self {
+            Contents::Weights(dtype) => dtype,
+            Contents::State(_) => Dtype::F32,
+        }
+    }
+
+    pub fn arrays(self) -> &'static [StateArray] {
+        match self {
+            Contents::Weights(_) => &[StateArray::Master],
+            Contents::State(rule) => StateArray::of(rule),
+        }
+    }
+}
+
+/// One version of a job.
+pub struct Export<'a> {
+    pub job: &'a str,
+    pub version: Version,
+    pub contents: Contents,
+    pub layout: &'a Layout,
+    /// Longest wait for a version that the server can give.
+    pub deadline: Duration,
+}
+
+/// Takes little-endian elements of an array, from this element of the flat space on.
+pub type Sink<'a> = dyn Fn(StateArray, u64, &[u8]) -> Result<(), Fault> + Sync + 'a;
+
+/// How many elements of each array of a shard were received. They come from its start on.
+type Received = [u64; 3];
+
+impl Export<'_> {
+    /// Hands all that a server has to `sink`. Returns how many updates made the version.
+    pub async fn receive(
+        &self,
+        address: &str,
+        mut admin: AdminClient<Channel>,
+        owned: &[ShardId],
+        sink: &Sink<'_>,
+    ) -> Result<u64, Fault> {
+        let patience = self.deadline + GRACE;
+        let silent = || {
+            let limit = format!("a message within {} s", patience.as_secs());
+            let value = format!("{address}, silent");
+            Fault::new(FaultKind::Deadline, "export", value, limit, "look at that server's log")
+        };
+        let refused = |status: tonic::Status| fault_from_status(&status, address);
+        let request = v1::ExportRequest {
+            job: self.job.to_string(),
+            version: self.version.0,
+            dtype: dtype_to_wire(self.contents.dtype()),
+            deadline_ms: self.deadline.as_millis() as u64,
+            state: matches!(self.contents, Contents::State(_)),
+        };
+        let answer = tokio::time::timeout(patience, admin.export(request)).await.map_err(|_| silent())?;
+        let mut stream = answer.map_err(refused)?.into_inner();
+        let mut received = vec![Received::default(); owned.len()];
+        loop {
+            let message = tokio::time::timeout(patience, stream.message()).await;
+            let Some(message) = message.map_err(|_| silent())?.map_err(refused)? else {
+                let remedy = "export to a faster disk, or look at that server's log";
+                let value = format!("{address}, which ended early");
+                return Err(Fault::new(FaultKind::Unavailable, "export", value, "whole", remedy));
+            };
+            if message.end {
+                self.check_end(address, &message, owned, &received)?;
+                return Ok(message.applied);
+            }
+            self.take(address, &message, owned, &mut received, sink)?;
+        }
+    }
+
+    fn take(
+        &self,
+        address: &str,
+        message: &v1::ExportResponse,
+        owned: &[ShardId],
+        received: &mut [Received],
+        sink: &Sink<'_>,
+    ) -> Result<(), Fault> {
+        let shard = ShardId(message.shard);
+        let Ok(index) = owned.binary_search(&shard) else {
+            return Err(broken(address, shard.to_string(), "a shard of this server"));
+        };
+        let array = array_from_wire("export.array", message.array)?;
+        if !self.contents.arrays().contains(&array) {
+            return Err(broken(address, array.to_string(), "an array that was asked for"));
+        }
+        let received = &mut received[index][array.index()];
+        let size = self.contents.dtype().bytes();
+        let elements = message.payload.len() as u64 / size;
+        let room = self.layout.shard_len(shard) - *received;
+        let fits = !message.payload.is_empty()
+            && message.payload.len() <= CHUNK_BYTES
+            && (message.payload.len() as u64).is_multiple_of(size)
+            && message.offset == *received
+            && elements <= room;
+        if !fits {
+            let value = format!("{} bytes at {} of {shard}", message.payload.len(), message.offset);
+            let limit = format!("at most {room} elements at {received}");
+            return Err(broken(address, value, limit));
+        }
+        let found = crc32(&message.payload);
+        if found != message.crc32 {
+            let value = format!("checksum {found:08x} of {shard} at {}", message.offset);
+            return Err(broken(address, value, format!("{:08x}, as was sent", message.crc32)));
+        }
+        *received += elements;
+        sink(array, self.layout.shard_range(shard).start + message.offset, &message.payload)
+    }
+
+    fn check_end(
+        &self,
+        address: &str,
+        message: &v1::ExportResponse,
+        owned: &[ShardId],
+        received: &[Received],
+    ) -> Result<(), Fault> {
+        if message.version != self.version.0 {
+            // Asked for version 0, a server gives its current one.
+            let remedy = "export again: training has begun meanwhile";
+            let (version, asked) = (message.version, self.version);
+            return Err(Fault::new(FaultKind::Precondition, "version", version, asked, remedy));
+        }
+        for (&shard, received) in owned.iter().zip(received) {
+            let whole = self.layout.shard_len(shard);
+            let lacking = self.contents.arrays().iter().find(|array| received[array.index()] != whole);
+            if let Some(array) = lacking {
+                let value = format!("{} elements of {shard} ({array})", received[array.index()]);
+                return Err(broken(address, value, whole));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn broken(address: &str, value: String, limit: impl std::fmt::Display) -> Fault {
+    let remedy = "run the server's version of longshore, and name the servers in the job's order";
+    Fault::new(FaultKind::Corrupt, "export", format!("{value} from {address}"), limit, remedy)
+}

@@ -1,0 +1,64 @@
+//! An export from all servers of a job at once, as one rank asks for it.
+
+use longshore_proto::{Fault, FaultKind, Version};
+
+use super::version::{TRIES, has_passed, lead};
+use crate::{
+    cluster::Cluster,
+    error::{Error, Result},
+    export::{Contents, Export, Sink},
+};
+
+/// Which version was exported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExportedVersion {
+    pub version: Version,
+    /// How many updates made it.
+    pub applied: u64,
+}
+
+/// Hands one version to `sink`: the newest, or one that is still to come where training goes on. What a first try has
+/// handed over, a second one hands over again.
+pub(super) async fn export(
+    cluster: &Cluster,
+    contents: Contents,
+    sink: &Sink<'_>,
+) -> Result<ExportedVersion> {
+    let mut tried = 0;
+    loop {
+        let answers = cluster.describe_all(false, cluster.options.deadline).await?;
+        let versions = answers.values().filter_map(|answer| Some(answer.progress.as_ref()?.version));
+        let version = Version(versions.max().unwrap_or(0) + lead(tried));
+        match receive(cluster, contents, version, sink).await {
+            Err(Error::Call(failed)) if has_passed(&failed.fault) && tried < TRIES => tried += 1,
+            other => return other,
+        }
+    }
+}
+
+async fn receive(
+    cluster: &Cluster,
+    contents: Contents,
+    version: Version,
+    sink: &Sink<'_>,
+) -> Result<ExportedVersion> {
+    let (layout, deadline) = (&cluster.layout, cluster.options.deadline);
+    let export = Export { job: cluster.job().as_str(), version, contents, layout, deadline };
+    let from_server = |server| {
+        let (export, owned) = (&export, cluster.placement.owned(server));
+        async move {
+            let admin = cluster.peer(server).admin();
+            let received = export.receive(cluster.address(server), admin, &owned, sink).await;
+            received.map_err(|fault| cluster.explain(server, "Export", None, fault))
+        }
+    };
+    let applied = cluster.on_all(from_server).await?.into_vec();
+    match applied.iter().find(|&&other| other != applied[0]) {
+        None => Ok(ExportedVersion { version, applied: applied.first().copied().unwrap_or(0) }),
+        Some(other) => {
+            let remedy = "the servers were filled with different states: delete the job and fill it again";
+            let value = format!("{} and {other}", applied[0]);
+            Err(Fault::new(FaultKind::Conflict, "applied", value, "the same on every server", remedy).into())
+        }
+    }
+}
