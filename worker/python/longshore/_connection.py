@@ -4,10 +4,10 @@ from torch import Tensor
 
 from longshore import _full, _longshore
 from longshore._filling import Filling
-from longshore._host import Weights
 from longshore._job import settings
 from longshore._options import Options
 from longshore._params import Param, fingerprint
+from longshore._weights import Weights, is_compiling
 from longshore.errors import StateError, invalid
 
 
@@ -22,8 +22,9 @@ class Connection:
         self.world_size = settings_.world_size
         self.fingerprint = fingerprint(rule, params)
         self.job = _longshore.Job(settings_)
-        self.weights = Weights(params)
-        #: The version that the parameters hold, and whether a step that was begun has not brought them all.
+        self.weights = Weights(params, self.job)
+        self._is_layerwise = options.streaming and options.layerwise
+        #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
         self.version = 0
         self.is_torn = False
 
@@ -60,6 +61,7 @@ class Connection:
     def full_state(self, rule: str) -> tuple[int, list[dict[str, Tensor]]]:
         """How many updates made the newest version, and all state of each parameter."""
         self.job.drain()
+        self.read()
         states = _full.allocate(rule, self.params)
         _, applied = self.job.export_state(list(_full.arrays(rule, self.params, states)))
         return applied, states
@@ -67,8 +69,17 @@ class Connection:
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""
         self.is_torn = True
-        if self.job.has_unread_weights():
-            version = self.job.read_weights(self.weights.targets())
-            self.weights.written()
-            self.version = self.version if version is None else version
+        version = self.job.unread_weights()
+        self.weights.read()
+        self.version = self.version if version is None else version
+        self.is_torn = False
+
+    def expect(self) -> None:
+        """Lets each parameter get the weights that were asked for: before its first use, or now."""
+        version = self.job.unread_weights()
+        if version is None or not self._is_layerwise or is_compiling():
+            self.read()
+            return
+        self.weights.expect()
+        self.version = version
         self.is_torn = False

@@ -1,12 +1,16 @@
-"""Tensors as host memory: addresses for the Rust half, and copies for tensors that have none.
+"""Gradients as host memory: addresses for the Rust half, and copies of gradients that have none.
 
-A tensor of the CPU whose elements lie end to end is used where it is. Others, such as those of an accelerator, are
-copied by way of page-locked memory, in the order of the device's current stream.
+A gradient of the CPU whose elements lie end to end is read where it is. One of an accelerator is copied into page-locked
+memory on a stream of our own, behind the work that makes it.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from longshore import _device
 from longshore._params import Param, check_gradient
 
 #: Parameter, address, elements, type: what the Rust half takes.
@@ -15,104 +19,80 @@ Place = tuple[int, int, int, str]
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's own memory can be used."""
-    return tensor.is_cpu and tensor.is_contiguous()
+    return tensor.is_contiguous() and not _device.accelerator.has(tensor)
 
 
-def _staging(param: Param, like: Tensor) -> Tensor:
-    """Host memory for a tensor that has none of use."""
-    locked = like.device.type != "cpu"
-    return torch.empty(param.shape, dtype=like.dtype, device="cpu", pin_memory=locked)
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A gradient on its way: where it can be read, once its copy is done, and what keeps its memory until then."""
+
+    place: Place
+    held: tuple[Tensor, ...]
+    copied: Any = None
+
+    def wait(self) -> None:
+        """Blocks until it can be read, without the GIL."""
+        if self.copied is not None:
+            _device.accelerator.wait(self.copied)
 
 
 class Gradients:
-    """Gradients of one step as host memory. Who takes one keeps it in ``.grad`` until it was read."""
+    """Gradients of one step as host memory."""
 
     def __init__(self) -> None:
         self._staged: dict[int, Tensor] = {}
-        #: What a device is still copying from, and the devices.
-        self._held: list[Tensor] = []
-        self._copying: set[torch.device] = set()
+        self._streams: dict[torch.device, Any] = {}
+        #: What was taken by :meth:`take` and may still be copied.
+        self._leaving: list[Leaving] = []
 
     def take(self, param: Param, gradient: Tensor) -> Place:
-        """Checks a gradient, and starts copying it if it has to be. Call :meth:`wait` before its memory is read."""
-        check_gradient(param, gradient)
-        if not is_plain(gradient):
-            gradient = self._copy(param, gradient)
-        return (param.index, gradient.data_ptr(), param.elements, param.wire)
+        """Checks a gradient, and starts copying it if it has to be. Call :meth:`wait` before its memory is read, and
+        :meth:`release` when it was."""
+        if is_plain(gradient):
+            check_gradient(param, gradient)
+            return (param.index, gradient.data_ptr(), param.elements, param.wire)
+        leaving = self.start(param, gradient)
+        if leaving.copied is not None:
+            self._leaving.append(leaving)
+        return leaving.place
 
-    def _copy(self, param: Param, gradient: Tensor) -> Tensor:
+    def start(self, param: Param, gradient: Tensor) -> Leaving:
+        """Checks a gradient, and starts copying it if it has to be. What was started before for this parameter must have
+        been read."""
+        check_gradient(param, gradient)
+        if is_plain(gradient):
+            return Leaving((param.index, gradient.data_ptr(), param.elements, param.wire), (gradient,))
+        staged = self._staging(param, gradient)
+        place = (param.index, staged.data_ptr(), param.elements, param.wire)
+        if not _device.accelerator.has(gradient):
+            staged.copy_(gradient)
+            return Leaving(place, (staged,))
+        stream = self._stream(gradient.device)
+        made = _device.accelerator.record(_device.accelerator.current_stream(gradient.device))
+        _device.accelerator.let_wait(stream, made)
+        _device.accelerator.copy(staged, gradient, stream)
+        return Leaving(place, (staged, gradient), _device.accelerator.record(stream))
+
+    def _staging(self, param: Param, gradient: Tensor) -> Tensor:
         staged = self._staged.get(param.index)
         if staged is None or staged.dtype is not gradient.dtype:
-            staged = self._staged[param.index] = _staging(param, gradient)
-        if gradient.device.type == "cpu":
-            return staged.copy_(gradient)
-        staged.copy_(gradient, non_blocking=True)
-        self._held.append(gradient)
-        self._copying.add(gradient.device)
+            if _device.accelerator.has(gradient):
+                staged = _device.accelerator.locked(param.shape, gradient.dtype)
+            else:
+                staged = torch.empty(param.shape, dtype=gradient.dtype)
+            self._staged[param.index] = staged
         return staged
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = _device.accelerator.new_stream(device)
+        return self._streams[device]
 
     def wait(self) -> None:
-        """Waits for copies that go on behind a device's stream."""
-        if not self._copying:
-            return
-        for device in self._copying:
-            torch.accelerator.current_stream(device).synchronize()
-        self._copying.clear()
+        """Waits for the copies of what was taken."""
+        for leaving in self._leaving:
+            leaving.wait()
 
     def release(self) -> None:
-        self._held.clear()
-
-
-class Weights:
-    """The parameters of a job as host memory that weights are written to."""
-
-    def __init__(self, params: list[Param]) -> None:
-        self._params = params
-        self._staged: dict[int, Tensor] = {}
-        #: Copies to a device that may still read the staging memory.
-        self._reading: list[torch.Event] = []
-
-    def values(self) -> tuple[list[Place], list[Tensor]]:
-        """The weights as they are now, and what holds their memory."""
-        held, places = [], []
-        for param in self._params:
-            memory = param.tensor.detach()
-            if not is_plain(memory):
-                memory = memory.to("cpu").contiguous()
-            held.append(memory)
-            places.append((param.index, memory.data_ptr(), param.elements, param.wire))
-        return places, held
-
-    def targets(self) -> list[Place]:
-        """Where new weights go. Call :meth:`written` after they are there."""
-        for event in self._reading:
-            event.synchronize()
-        self._reading.clear()
-        return [
-            (param.index, self._target(param).data_ptr(), param.elements, param.wire)
-            if param.index in self._staged or not is_plain(param.tensor)
-            else (param.index, param.tensor.data_ptr(), param.elements, param.wire)
-            for param in self._params
-        ]
-
-    def _target(self, param: Param) -> Tensor:
-        """Host memory for a parameter that has none of use."""
-        staged = self._staged.get(param.index)
-        if staged is None:
-            staged = self._staged[param.index] = _staging(param, param.tensor)
-        return staged
-
-    def written(self) -> None:
-        """Copies what was staged, and tells autograd that the parameters have changed."""
-        devices = set()
-        with torch.no_grad():
-            for index, staged in self._staged.items():
-                tensor = self._params[index].tensor
-                tensor.copy_(staged, non_blocking=True)
-                if tensor.device.type != "cpu":
-                    devices.add(tensor.device)
-        for device in devices:
-            self._reading.append(torch.accelerator.current_stream(device).record_event())
-        torch.autograd.graph.increment_version(
-            [param.tensor for param in self._params if param.index not in self._staged]
-        )
+        """What was taken has been read."""
+        self._leaving.clear()

@@ -146,7 +146,7 @@ class Optimizer(Stateful):
             if id(tensor) not in trained and tensor.numel()
         ]
         embedded = self._options.servers is None
-        self._finalizer = weakref.finalize(self, _closed, connection.job, embedded, list(trained))
+        self._finalizer = weakref.finalize(self, _closed, connection, embedded, list(trained))
         # At the interpreter's end the process ends the job of a server inside it, and any other job goes on.
         self._finalizer.atexit = False
         return connection
@@ -160,6 +160,7 @@ class Optimizer(Stateful):
             _clip.release(tensors)
             if self._stream is not None:
                 self._stream.unhook()
+            self._connection.weights.settle()
             self._connection.job.close(self._options.servers is None)
 
     # Steps
@@ -168,8 +169,9 @@ class Optimizer(Stateful):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step, and returns when the parameters hold the next step's weights.
 
-        In streaming mode the gradients have left already; otherwise those in ``.grad`` leave now and stay as they are. If
-        no parameter has a gradient, nothing happens, as in torch.
+        In streaming mode the gradients have left already, and a parameter's weights are waited for when it is used;
+        otherwise gradients in ``.grad`` leave now and stay as they are. If no parameter has a gradient, nothing happens,
+        as in torch.
 
         Args:
             closure: computes the loss again, with gradients, and returns it.
@@ -269,7 +271,7 @@ class Optimizer(Stateful):
         connection = self._opened()
         connection.is_torn = True
         connection.job.commit([self._hyper(group) for group in self.param_groups], b"")
-        connection.read()
+        connection.expect()
         self._report(connection)
 
     def _report(self, connection: Connection) -> None:
@@ -309,7 +311,7 @@ class Optimizer(Stateful):
             RefusedError: if a server has no folder for checkpoints, or no room.
         """
         connection = self._opened()
-        connection.job.drain()
+        self.flush()
         return connection.job.checkpoint(name)[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -324,11 +326,12 @@ class Optimizer(Stateful):
             _clip.guard(self, _params.named(self.param_groups), why)
 
 
-def _closed(job: Any, embedded: bool, tensors: list[int]) -> None:
+def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
     """Ends the job of an optimizer that is gone. Nobody else can reach a job of the server in this process."""
     _params.release(tensors)
     _clip.release(tensors)
+    connection.weights.abandon()
     if embedded:
         # In a fork the job is the parent's; and a server that has failed has forgotten it anyway.
         with contextlib.suppress(LongshoreError):
-            job.close(True)
+            connection.job.close(True)

@@ -20,6 +20,7 @@ class JobOptions(TypedDict, total=False):
     rank: int | None
     world_size: int | None
     streaming: bool
+    layerwise: bool
     accumulate: int
     accumulate_on: Literal["servers", "worker"]
     max_grad_norm: float | None
@@ -52,6 +53,8 @@ class Options:
             of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else 0
             and 1. A step applies the mean over ranks.
         streaming: gradients leave as backward makes them, instead of in ``step``.
+        layerwise: in streaming mode, each parameter gets its new weights when it is first used after a step, so that the
+            next forward starts while the last weights arrive. False has ``step`` wait for all of them.
         accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
         accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
         max_grad_norm: the largest global gradient norm; servers clip to it exactly. None does not clip.
@@ -63,7 +66,8 @@ class Options:
             type, or fp32 where they differ.
         delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
         warmup_steps: how many steps are exact before the delay starts.
-        correction: what makes up for the delay: ``"look-ahead"``, ``"none"`` or ``"compensation=C"``.
+        correction: what makes up for the delay: ``"look-ahead"``, ``"worker-local"`` (one rank that holds the whole gradient;
+            ``"worker-local=GAMMA"`` takes that step times GAMMA), ``"none"`` or ``"compensation=C"``.
         tier: where servers keep the state.
         state, master: the formats in which they keep moments and master weights.
         seed: of stochastic rounding, where state is not fp32.
@@ -77,6 +81,7 @@ class Options:
     rank: int | None = None
     world_size: int | None = None
     streaming: bool = False
+    layerwise: bool = True
     accumulate: int = 1
     accumulate_on: str = "servers"
     max_grad_norm: float | None = None

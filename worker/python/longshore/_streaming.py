@@ -1,5 +1,6 @@
 """Streaming mode: each gradient leaves as backward makes it, while the rest of backward runs."""
 
+import functools
 import gc
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -7,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from longshore import _params
-from longshore._host import Gradients, Place
+from longshore import _device, _params
+from longshore._host import Gradients
 from longshore._params import Param
+from longshore._pusher import Pusher
 from longshore.errors import GradientError, UsageError, invalid
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ class Stream:
         #: The parameters whose gradients of this micro-step were taken, and the micro-steps that are whole.
         self._taken: set[int] = set()
         self._micro_steps = 0
-        #: Gradients that a device is still copying to the host, oldest first.
-        self._copying: list[tuple[torch.Event, Place]] = []
+        #: What pushes gradients that a device has to copy first.
+        self._pusher: Pusher | None = None
         self._is_checked = False
         self.hook()
 
@@ -64,6 +66,8 @@ class Stream:
                     self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(left)
 
     def unhook(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -78,6 +82,8 @@ class Stream:
         connection = optimizer._opened()
         if not self._by_tensor:
             self._by_tensor = {id(param.tensor): param for param in connection.params}
+            if any(_device.accelerator.has(param.tensor) for param in connection.params):
+                self._pusher = Pusher(connection.job)
         return optimizer, connection
 
     @torch.no_grad()
@@ -105,41 +111,27 @@ class Stream:
             )
         _params.check_unchanged([param], [])
         _params.check_has_no_graph(param, gradient)
-        place = optimizer._gradients.take(param, gradient)
-        self._taken.add(param.index)
-        if gradient.device.type == "cpu":
+        _check_read(connection, param)
+        if self._pusher is None:
+            place = optimizer._gradients.take(param, gradient)
             connection.job.push([place])
-        else:
-            copied = torch.accelerator.current_stream(gradient.device).record_event()
-            self._copying.append((copied, place))
-            self._push_copied(connection, wait=False)
-        tensor.grad = None
-        if not self._copying:
             optimizer._gradients.release()
+        else:
+            self._pusher.wait_for(param.index)
+            self._pusher.push(optimizer._gradients.start(param, gradient))
+        self._taken.add(param.index)
+        tensor.grad = None
         if len(self._taken) == len(connection.params):
             self._end_micro_step(optimizer, connection)
-
-    def _push_copied(self, connection: "Connection", wait: bool) -> None:
-        """Sends what has arrived in the host's memory, or waits for all of it."""
-        arrived = 0
-        for event, _ in self._copying:
-            if wait:
-                event.synchronize()
-            elif not event.query():
-                break
-            arrived += 1
-        if arrived:
-            connection.job.push([place for _, place in self._copying[:arrived]])
-            del self._copying[:arrived]
 
     def _end_micro_step(self, optimizer: Streamed, connection: "Connection") -> None:
         missing = [param for param in connection.params if param.index not in self._taken]
         optimizer._check_missing(missing)
-        self._push_copied(connection, wait=True)
-        if missing:
-            connection.job.push_zeros([param.index for param in missing])
-        optimizer._gradients.release()
-        connection.job.end_micro_step()
+        absent = [param.index for param in missing]
+        if self._pusher is None:
+            _end(connection.job, absent)
+        else:
+            self._pusher.then(functools.partial(_end, connection.job, absent))
         self._taken.clear()
         self._micro_steps += 1
 
@@ -154,11 +146,38 @@ class Stream:
             self._end_micro_step(optimizer, connection)
         while self._micro_steps < optimizer._options.accumulate:
             # The last step of an epoch may have fewer backward passes: zeros add nothing.
-            connection.job.push_zeros([param.index for param in connection.params])
-            connection.job.end_micro_step()
-            self._micro_steps += 1
+            self._end_micro_step_of_zeros(connection)
+        if self._pusher is not None:
+            self._pusher.wait()
         self._micro_steps = 0
         return True
+
+    def _end_micro_step_of_zeros(self, connection: "Connection") -> None:
+        everything = [param.index for param in connection.params]
+        if self._pusher is None:
+            _end(connection.job, everything)
+        else:
+            self._pusher.then(functools.partial(_end, connection.job, everything))
+        self._micro_steps += 1
+
+
+def _end(job: Any, absent: list[int]) -> None:
+    """Ends a micro-step, in which these parameters have no gradient."""
+    if absent:
+        job.push_zeros(absent)
+    job.end_micro_step()
+
+
+def _check_read(connection: "Connection", param: Param) -> None:
+    """Refuses a gradient that was computed with older weights than its step's."""
+    if connection.weights.is_awaited(param):
+        raise invalid(
+            f"{param.name}.grad",
+            "computed with the weights of the step before",
+            "computed with the newest, which had not been read",
+            "something reads this parameter past torch's functions: pass layerwise=False, or call flush() before it",
+            UsageError,
+        )
 
 
 def _refuse_ddp(optimizer: Streamed) -> None:

@@ -191,14 +191,15 @@ impl Job {
         self.train(py, |training| Ok(training.commit(hypers, trainer_state)?.0))
     }
 
-    /// Waits for weights that were asked for, and writes them into the parameters. Returns their version; None where
-    /// nothing was to be read.
+    /// Waits for the weights of these parameters that were asked for, and writes them there. Returns their version; None
+    /// where nothing was to be read.
     fn read_weights(&self, py: Python<'_>, params: Vec<HostTensor>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.read_weights(&params)?.map(|version| version.0)))
     }
 
-    fn has_unread_weights(&self, py: Python<'_>) -> PyResult<bool> {
-        self.train(py, |training| Ok(training.has_unread_weights()))
+    /// The version of the weights that were asked for and were not read for all parameters; None where all were.
+    fn unread_weights(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.train(py, |training| Ok(training.unread().map(|version| version.0)))
     }
 
     /// Writes the weights of a version that was read before into the parameters.

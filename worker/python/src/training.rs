@@ -1,6 +1,6 @@
 //! A rank's steps over memory that Python names: gradients are copied from there once, and weights to there.
 
-use std::ops::Range;
+use std::{collections::BTreeSet, ops::Range};
 
 use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Step, Version};
 use longshore_worker::{
@@ -20,10 +20,18 @@ pub(crate) struct Training {
     assembler: Option<Assembler>,
     /// How many micro-steps of the step in hand are whole.
     micro_steps: u32,
-    /// Weights that were asked for and are not in the tensors yet.
-    unread: Option<Feed>,
+    /// Weights that are not in all tensors yet.
+    unread: Option<Unread>,
     /// A wait was interrupted while gradients were leaving, so nobody knows which of them have left.
     is_broken: bool,
+}
+
+/// Weights of one version, and the parameters whose tensors do not have them.
+struct Unread {
+    version: Version,
+    /// None until somebody reads: those that this worker amends are known once the step before is decided.
+    feed: Option<Feed>,
+    left: BTreeSet<usize>,
 }
 
 const BROKEN: Misuse = Misuse(
@@ -57,7 +65,8 @@ impl Training {
         };
         if !holds_weights {
             training.begin()?;
-            training.unread = Some(training.pipeline.weights()?);
+            let feed = training.pipeline.weights()?;
+            training.ask(feed.version(), Some(feed));
         }
         Ok(training)
     }
@@ -149,20 +158,40 @@ impl Training {
         if self.pipeline.last_step() == step {
             // Though the wait for its decision may have been interrupted, the step has ended.
             self.begun = None;
-            self.unread = self.pipeline.upcoming();
+            self.ask_for_next();
         }
         finished.map(|()| step)
     }
 
-    /// Writes the weights that were asked for into the tensors. Returns their version, or none where there are no other
-    /// weights than the tensors have.
+    /// Notes which weights the next step computes with, if they are others than those of the step before.
+    fn ask_for_next(&mut self) {
+        let upcoming = self.pipeline.upcoming();
+        let amended = self.pipeline.next_amends().then(|| self.pipeline.next_reads());
+        match (amended, upcoming) {
+            (Some(version), _) => self.ask(version, None),
+            (None, Some(feed)) => self.ask(feed.version(), Some(feed)),
+            (None, None) => {}
+        }
+    }
+
+    fn ask(&mut self, version: Version, feed: Option<Feed>) {
+        let left = (0..self.places.len()).collect();
+        self.unread = Some(Unread { version, feed, left });
+    }
+
+    /// Waits for the weights of these parameters that were asked for, and writes them into the tensors. Returns their
+    /// version, or none where the tensors have them already.
     pub(crate) fn read_weights(&mut self, targets: &[HostTensor]) -> Result<Option<Version>> {
-        let Some(feed) = self.unread.clone() else { return Ok(None) };
+        let Some(feed) = self.unread_feed()? else { return Ok(None) };
         for target in targets {
             let place = self.place(target)?;
             target.read_weights(&feed, place)?;
+            if let Some(unread) = &mut self.unread {
+                unread.left.remove(&target.param);
+            }
         }
-        self.unread = None;
+        // With the last one the feed's memory goes back.
+        self.unread.take_if(|unread| unread.left.is_empty());
         Ok(Some(feed.version()))
     }
 
@@ -172,6 +201,24 @@ impl Training {
             targets.iter().map(|target| self.place(target)).collect::<Result<_>>()?;
         let feed = self.session().pull(version, &order, self.spec().image_dtype)?;
         targets.iter().zip(order).try_for_each(|(target, place)| target.read_weights(&feed, place))
+    }
+
+    /// The weights that are not in all tensors yet. Where this worker amends them, this waits for the decision that says
+    /// how.
+    fn unread_feed(&mut self) -> Result<Option<Feed>> {
+        let Some(unread) = &mut self.unread else { return Ok(None) };
+        if unread.feed.is_none() {
+            unread.feed = match self.begun {
+                Some(_) => Some(self.pipeline.weights()?),
+                None => self.pipeline.next_weights()?,
+            };
+        }
+        if unread.feed.is_none() {
+            // The step before has amended nothing, so the tensors have these weights.
+            self.unread = None;
+            return Ok(None);
+        }
+        Ok(unread.feed.clone())
     }
 
     fn place(&self, tensor: &HostTensor) -> Result<Range<u64>> {
@@ -194,13 +241,15 @@ impl Training {
             self.steps.drain_after(step);
             let whole = 0..self.session().layout().elements();
             let dtype: Dtype = self.spec().image_dtype;
-            self.unread = Some(self.session().pull(version, std::slice::from_ref(&whole), dtype)?);
+            let feed = self.session().pull(version, std::slice::from_ref(&whole), dtype)?;
+            self.ask(version, Some(feed));
         }
         Ok(version)
     }
 
-    pub(crate) fn has_unread_weights(&self) -> bool {
-        self.unread.is_some()
+    /// The version of the weights that are not in all tensors yet.
+    pub(crate) fn unread(&self) -> Option<Version> {
+        self.unread.as_ref().map(|unread| unread.version)
     }
 
     pub(crate) fn outcomes(&mut self) -> Vec<StepOutcome> {

@@ -1,6 +1,7 @@
 //! A worker's steps, one after the other. Each step's weights arrive, its gradient leaves and its decision is made in
 //! the background, as far as the schedule allows.
 
+mod ahead;
 mod amends;
 mod board;
 mod correction;
@@ -231,12 +232,6 @@ impl Pipeline {
             .now()
             .cloned()
             .ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
-    }
-
-    /// The weights of the next step, once they have been asked for. That is done in [`Pipeline::finish`]. In a delayed
-    /// job it is done in [`Pipeline::begin`] already, if the host's memory has room for them.
-    pub fn upcoming(&self) -> Option<Feed> {
-        self.feeds.next().cloned()
     }
 
     /// Pulls some flat ranges of the version that the micro-step in hand computes with, as a stage 3 layer does.

@@ -1,0 +1,58 @@
+"""What the package asks of an accelerator: streams, events, page-locked memory, and copies that go on in the background.
+
+Nothing else in the package names any of it. Tests put an accelerator of their own in its place.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Accelerator:
+    """The accelerator of ``torch.accelerator``. Streams and events are torch's."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in the accelerator's memory."""
+        return tensor.device.type != "cpu"
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream that this thread's work on the device goes to."""
+        return torch.accelerator.current_stream(device)
+
+    def new_stream(self, device: torch.device) -> Any:
+        """A stream of our own, which is in no order with any other."""
+        return torch.Stream(device=device)
+
+    def record(self, stream: Any) -> Any:
+        """An event that is done once all that was given to the stream so far is done."""
+        return stream.record_event()
+
+    def let_wait(self, stream: Any, event: Any) -> None:
+        """Lets what is given to the stream from now on wait for the event. The host does not wait."""
+        stream.wait_event(event)
+
+    def wait(self, event: Any) -> None:
+        """Blocks until the event is done, without the GIL."""
+        event.synchronize()
+
+    def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device can copy to and from in the background."""
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        """Gives a copy to the stream. Both ends must stay until an event after it is done."""
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            target.copy_(source, non_blocking=True)
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in the host's memory, which is whole when this returns."""
+        return tensor.to("cpu")
+
+
+accelerator = Accelerator()

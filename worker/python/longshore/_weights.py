@@ -1,0 +1,212 @@
+"""Weights that arrive: written into the parameters at once, or each before its first use."""
+
+import contextlib
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longshore import _awaited, _device
+from longshore._host import Place, is_plain
+from longshore._params import Param
+from longshore.errors import LongshoreError
+
+if TYPE_CHECKING:
+    from longshore._longshore import Job
+
+#: Weights arrive in chunks of this size, so parameters that share one are read together.
+GROUP_BYTES = 1024 * 1024
+
+
+class Weights:
+    """The parameters of a job, as what weights are written to."""
+
+    def __init__(self, params: list[Param], job: "Job") -> None:
+        self._params = params
+        self._job = job
+        self._staged: dict[int, Tensor] = {}
+        #: By parameter: the copy to the device that reads its staging memory.
+        self._copies: dict[int, Any] = {}
+        #: By device: the stream of these copies, and what the device had to do when the weights were asked for.
+        self._streams: dict[torch.device, Any] = {}
+        self._before: dict[torch.device, tuple[Any, Any]] = {}
+        #: Parameters that have not been read, and by parameter what reads those of its group.
+        self._awaited: set[int] = set()
+        self._readers = {param.index: _Reader(self, group) for group in _groups(params) for param in group}
+        #: Two threads may use parameters at a time.
+        self._lock = threading.RLock()
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        """The weights as they are now, and what holds their memory."""
+        held, places = [], []
+        for param in self._params:
+            memory = param.tensor.detach()
+            if _device.accelerator.has(memory):
+                memory = _device.accelerator.to_host(memory)
+            memory = memory.contiguous()
+            held.append(memory)
+            places.append((param.index, memory.data_ptr(), param.elements, param.wire))
+        return places, held
+
+    def is_awaited(self, param: Param) -> bool:
+        """Whether the parameter does not have the newest weights. No gradient can come of it then, unless something
+        reached its memory past torch's functions."""
+        return param.index in self._awaited
+
+    def expect(self) -> None:
+        """New weights come, for all parameters. Those whose use cannot be noticed are read at once."""
+        with self._lock:
+            self._note_what_came_before()
+            at_once = []
+            for param in self._params:
+                if param.index in self._awaited:
+                    continue
+                if not _awaited.can_await(param.tensor):
+                    at_once.append(param)
+                    continue
+                self._awaited.add(param.index)
+                _awaited.begin(param.tensor, self._readers[param.index])
+            if at_once:
+                self._read(at_once)
+
+    def read(self) -> None:
+        """Waits for new weights, and writes them into all parameters that do not have them."""
+        with self._lock:
+            if self._job.unread_weights() is not None:
+                self._note_what_came_before()
+                self._read(self._params)
+            self.forget()
+
+    def settle(self) -> None:
+        """Reads what is still awaited, if anything is."""
+        with self._lock:
+            if self._awaited:
+                self.read()
+
+    def abandon(self) -> None:
+        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
+        with contextlib.suppress(LongshoreError):
+            self.settle()
+        self.forget()
+
+    def read_group(self, group: list[Param]) -> None:
+        """Waits for the new weights of those parameters of a group that do not have them, and writes them."""
+        with self._lock:
+            left = [param for param in group if param.index in self._awaited]
+            if left:
+                self._read(left)
+
+    def forget(self) -> None:
+        """Lets the parameters be as they are."""
+        with self._lock:
+            for index in list(self._awaited):
+                self._arrived(self._params[index])
+
+    def _arrived(self, param: Param) -> None:
+        if param.index in self._awaited:
+            self._awaited.remove(param.index)
+            _awaited.end(param.tensor)
+
+    @torch.no_grad()
+    def _read(self, params: list[Param]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            staged: list[Param] = []
+            plain: list[Tensor] = []
+            places: list[Place] = []
+            for param in params:
+                memory = param.tensor
+                if is_plain(memory):
+                    plain.append(memory)
+                else:
+                    self._free(param)
+                    staged.append(param)
+                    memory = self._staged[param.index]
+                places.append((param.index, memory.data_ptr(), param.elements, param.wire))
+            if self._job.read_weights(places) is not None:
+                self._copy(staged)
+                # Autograd learns that they have changed.
+                torch.autograd.graph.increment_version(plain)
+            for param in params if self._awaited else []:
+                self._arrived(param)
+
+    def _free(self, param: Param) -> None:
+        """Sees to it that a parameter has staging memory that no copy reads any more."""
+        copy = self._copies.pop(param.index, None)
+        if copy is not None:
+            _device.accelerator.wait(copy)
+        if param.index not in self._staged:
+            if _device.accelerator.has(param.tensor):
+                self._staged[param.index] = _device.accelerator.locked(param.shape, param.dtype)
+            else:
+                self._staged[param.index] = torch.empty(param.shape, dtype=param.dtype)
+
+    def _note_what_came_before(self) -> None:
+        """Work that the devices have got by now may read the older weights."""
+        has = _device.accelerator.has
+        for device in {param.tensor.device for param in self._params if has(param.tensor)}:
+            stream = _device.accelerator.current_stream(device)
+            self._before[device] = (stream, _device.accelerator.record(stream))
+
+    def _copy(self, staged: list[Param]) -> None:
+        """Copies staged weights into parameters, and lets what comes next on the devices wait for that."""
+        devices: set[torch.device] = set()
+        for param in staged:
+            source, tensor = self._staged[param.index], param.tensor
+            if not _device.accelerator.has(tensor):
+                tensor.copy_(source)
+                continue
+            stream = self._stream(tensor.device)
+            if tensor.device not in devices:
+                devices.add(tensor.device)
+                _device.accelerator.let_wait(stream, self._before[tensor.device][1])
+            _device.accelerator.copy(tensor, source, stream)
+            self._copies[param.index] = _device.accelerator.record(stream)
+        for device in devices:
+            self._show(device)
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = _device.accelerator.new_stream(device)
+        return self._streams[device]
+
+    def _show(self, device: torch.device) -> None:
+        """Lets the stream that uses the weights now wait for their copies, and the one that called ``step``."""
+        copied = _device.accelerator.record(self._streams[device])
+        current = _device.accelerator.current_stream(device)
+        asked = self._before[device][0]
+        for stream in [current] if current == asked else [current, asked]:
+            _device.accelerator.let_wait(stream, copied)
+
+
+class _Reader:
+    """Reads a group's weights when one of its parameters is used."""
+
+    __slots__ = ("_group", "_weights")
+
+    def __init__(self, weights: Weights, group: list[Param]) -> None:
+        self._weights, self._group = weights, group
+
+    def __call__(self) -> None:
+        self._weights.read_group(self._group)
+
+
+def _groups(params: list[Param]) -> list[list[Param]]:
+    """Parameters that follow each other and fit into a chunk."""
+    groups: list[list[Param]] = []
+    room = 0
+    for param in params:
+        taken = param.elements * param.dtype.itemsize
+        if not groups or taken > room:
+            groups.append([])
+            room = GROUP_BYTES
+        groups[-1].append(param)
+        room -= taken
+    return groups
+
+
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` has made code in this process: that reads parameters past torch's functions."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

@@ -1,0 +1,359 @@
+"""A simulated accelerator: whatever is given to one of its streams is done late, on another thread, in an order that is
+legal and drawn from a seed. Memory that was not written yet, or was freed, holds NaN.
+
+An operation may begin once the one before it on its stream is done, and those that its stream was told to wait for. Nothing
+else orders it, so it is put off until somebody waits for it. Then what must come before it is done too, and of the rest
+nothing, some, or all: before it, as far as that is legal, and after it. Freed memory is used again by the stream that it was allocated for, as torch's
+caching allocators do it: what comes next on that stream may write to it.
+"""
+
+import collections
+import ctypes
+import functools
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+NUMPY = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.int64: np.dtype(np.int64)}
+
+
+class Operation:
+    """Something that a stream does, after others."""
+
+    def __init__(self, act: Callable[[], None], after: list["Operation"]) -> None:
+        self.act: Callable[[], None] | None = act
+        self.after = after
+
+
+class Stream:
+    """Operations one after the other."""
+
+    def __init__(self) -> None:
+        self.last: Operation | None = None
+        self.waits: list[Operation] = []
+
+
+class Block(np.ndarray):
+    """Memory that tells when its last tensor is gone."""
+
+
+class Simulated:
+    """Has the methods of ``longshore._device.Accelerator``, and those that a model on it needs.
+
+    Args:
+        seed: of the order.
+        ignored: a call ``"function.method"`` that does nothing: the wait that a function of the package asks for.
+    """
+
+    def __init__(self, seed: int, ignored: str | None = None) -> None:
+        self.random = random.Random(seed)
+        #: How far the rest has come when something is waited for: always the same, or by turns.
+        kinds = ["late", "first", "everything"]
+        self.ways = [kinds[seed % 4]] if seed % 4 < len(kinds) else [*kinds, "some"]
+        self.ignored = ignored
+        self.main = Stream()
+        self.pending: list[Operation] = []
+        #: Addresses of the device's memory: each is kept for ever, so that a late operation finds it.
+        self.blocks: dict[int, np.ndarray] = {}
+        self.freed: collections.deque[tuple[int, Stream]] = collections.deque()
+        self.lock = threading.RLock()
+        self.running = threading.Event()
+        self.running.set()
+        # One thread for torch there as well, so that sums have one order.
+        self.thread = ThreadPoolExecutor(1, "accelerator", lambda: torch.set_num_threads(1))
+        self.local = threading.local()
+
+    # Memory
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the device, which nothing was written to."""
+        count = max(1, int(np.prod(shape)))
+        memory = np.empty(count, NUMPY[dtype])
+        fill_with_nan(memory)
+        address = memory.ctypes.data
+        with self.lock:
+            self.blocks[address] = memory
+        block = memory.view(Block)
+        weakref.finalize(block, self._freed, address, self.current_stream(torch.device("cpu"))).atexit = False
+        tensor = torch.from_numpy(block)
+        return (tensor.view(dtype) if dtype is torch.bfloat16 else tensor)[: int(np.prod(shape))].view(tuple(shape))
+
+    def _freed(self, address: int, stream: Stream) -> None:
+        # This may run in the middle of anything.
+        self.freed.append((address, stream))
+
+    def _use_again(self) -> None:
+        """Lets the streams of freed memory write to it."""
+        while self.freed:
+            address, stream = self.freed.popleft()
+            self._append(stream, functools.partial(fill_with_nan, self.blocks[address]))
+
+    def has(self, tensor: Tensor) -> bool:
+        return self._address(tensor) in self.blocks
+
+    @staticmethod
+    def _address(tensor: Tensor) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.data_ptr()
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """The tensor's memory, for an operation: it does not keep it."""
+        address = tensor.data_ptr()
+        count = tensor.numel() * tensor.element_size()
+        raw = np.frombuffer((ctypes.c_char * count).from_address(address), NUMPY[tensor.dtype])
+        made = torch.from_numpy(raw)
+        return (made.view(tensor.dtype) if tensor.dtype is torch.bfloat16 else made).view(tensor.shape)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        made = self.empty(tensor.shape, tensor.dtype)
+        target, source = self.alias(made), tensor.clone()
+        self.give(self.current_stream(tensor.device), lambda: target.copy_(source))
+        return made
+
+    # What the package asks for
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return getattr(self.local, "stream", self.main)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """What this thread gives to the device in the block goes to a stream."""
+        before, self.local.stream = self.current_stream(torch.device("cpu")), stream
+        try:
+            yield
+        finally:
+            self.local.stream = before
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return Stream()
+
+    def record(self, stream: Stream) -> list[Operation]:
+        with self.lock:
+            # What the stream was told to wait for comes before what is recorded now.
+            return stream.waits + ([] if stream.last is None else [stream.last])
+
+    def let_wait(self, stream: Stream, event: list[Operation]) -> None:
+        if not self._is_ignored():
+            with self.lock:
+                stream.waits.extend(event)
+
+    def wait(self, event: list[Operation]) -> None:
+        if self._is_ignored():
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self.running.wait()
+        self.thread.submit(self._do, event).result()
+
+    def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory. It is not kept for its copies: torch's allocator would, but only for those that it knows of."""
+        memory = torch.empty(shape, dtype=dtype)
+        if dtype.is_floating_point:
+            memory.fill_(float("nan"))
+        return memory
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        to, of = self.alias(target), self.alias(source)
+        self.give(stream, lambda: to.copy_(of))
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        self.synchronize()
+        return self.alias(tensor).clone()
+
+    def _is_ignored(self) -> bool:
+        frame = sys._getframe(1)
+        caller = frame.f_back
+        assert caller is not None
+        return self.ignored == f"{caller.f_code.co_name}.{frame.f_code.co_name}"
+
+    # Doing it
+
+    def give(self, stream: Stream, act: Callable[[], None]) -> None:
+        """Has a stream do something, later."""
+        with self.lock:
+            self._use_again()
+            self._append(stream, act)
+
+    def _append(self, stream: Stream, act: Callable[[], None]) -> None:
+        after = stream.waits + ([stream.last] if stream.last is not None else [])
+        stream.waits = []
+        stream.last = Operation(act, [operation for operation in after if operation.act is not None])
+        self.pending.append(stream.last)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In the block no other thread than the main one gets anything done: the device is that slow."""
+        self.running.clear()
+        try:
+            yield
+        finally:
+            self.running.set()
+
+    def synchronize(self) -> None:
+        with self.lock:
+            everything = list(self.pending)
+        self.thread.submit(self._do, everything).result()
+
+    def _do(self, wanted: list[Operation]) -> None:
+        """Does what is wanted and what must come before it; and of the rest nothing, some or all that can come first, or
+        everything that was given so far."""
+        with self.lock:
+            self._use_again()
+            way = self.random.choice(self.ways)
+            needed = needs(wanted)
+            after_wanted = dependents(self.pending, wanted)
+            if way != "late":
+                others = [o for o in self.pending if o not in needed and o not in after_wanted]
+                if way == "some":
+                    others = [o for o in others if self.random.random() < 0.5]
+                self._all(needs(others))
+            self._all(needed)
+            if way == "everything":
+                self._all(list(self.pending))
+
+    def _all(self, operations: list[Operation]) -> None:
+        """Does operations in a random legal order."""
+        left = [operation for operation in operations if operation.act is not None]
+        while left:
+            ready = [o for o in left if all(before.act is None for before in o.after)]
+            chosen = self.random.choice(ready)
+            left.remove(chosen)
+            act, chosen.act, chosen.after = chosen.act, None, []
+            assert act is not None
+            with torch.no_grad():
+                act()
+            self.pending.remove(chosen)
+
+
+def needs(wanted: list[Operation]) -> list[Operation]:
+    """These and all that must come before them, as far as they are not done."""
+    found: dict[int, Operation] = {}
+    stack = list(wanted)
+    while stack:
+        operation = stack.pop()
+        if operation.act is not None and id(operation) not in found:
+            found[id(operation)] = operation
+            stack.extend(operation.after)
+    return list(found.values())
+
+
+def dependents(pending: list[Operation], wanted: list[Operation]) -> list[Operation]:
+    """Those that come after one of the wanted ones."""
+    marked = {id(operation) for operation in wanted}
+    found = []
+    for operation in pending:  # in the order in which they were given
+        if id(operation) in marked or any(id(before) in marked for before in operation.after):
+            marked.add(id(operation))
+            found.append(operation)
+    return found
+
+
+def fill_with_nan(memory: np.ndarray) -> None:
+    if memory.dtype == np.float32:
+        memory.fill(np.nan)
+    else:
+        memory.fill(0x7FC0 if memory.dtype == np.int16 else -1)
+
+
+class Immediate(Simulated):
+    """Does everything at once, so that the host may read its memory: what the others are compared with."""
+
+    def give(self, stream: Stream, act: Callable[[], None]) -> None:
+        self.thread.submit(torch.no_grad()(act)).result()
+
+    def _use_again(self) -> None:
+        pass
+
+
+class Linear(torch.autograd.Function):
+    """``x @ w.T + b`` on the simulated device. Results are there once their stream has come so far."""
+
+    @staticmethod
+    def forward(ctx: Any, device: Simulated, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = device.empty((x.shape[0], w.shape[0]), w.dtype)
+        out, of, by, plus = (device.alias(tensor) for tensor in (y, x, w, b))
+        device.give(device.current_stream(w.device), lambda: out.copy_(of @ by.T + plus))
+        ctx.device = device
+        ctx.save_for_backward(x, w)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        device, (x, w) = ctx.device, ctx.saved_tensors
+        gx, gw = device.empty(x.shape, x.dtype), device.empty(w.shape, w.dtype)
+        gb = device.empty((w.shape[0],), w.dtype)
+        to_x, to_w, to_b, of, by, g = (device.alias(tensor) for tensor in (gx, gw, gb, x, w, gradient))
+
+        def act() -> None:
+            to_w.copy_(g.T @ of)
+            to_b.copy_(g.sum(0))
+            to_x.copy_(g @ by)
+
+        device.give(device.current_stream(w.device), act)
+        return None, gx, gw, gb
+
+
+class Loss(torch.autograd.Function):
+    """The mean of squares of ``tanh`` less the target, on the simulated device."""
+
+    @staticmethod
+    def forward(ctx: Any, device: Simulated, y: Tensor, target: Tensor) -> Tensor:
+        loss = device.empty((1,), y.dtype)
+        out, of, goal = (device.alias(tensor) for tensor in (loss, y, target))
+        device.give(device.current_stream(y.device), lambda: out.copy_((of.tanh() - goal).square().mean()))
+        ctx.device = device
+        ctx.save_for_backward(y, target)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        device, (y, target) = ctx.device, ctx.saved_tensors
+        gy = device.empty(y.shape, y.dtype)
+        out, of, goal = (device.alias(tensor) for tensor in (gy, y, target))
+        scale = 2 / y.numel()
+        device.give(
+            device.current_stream(y.device),
+            lambda: out.copy_((of.tanh() - goal) * (1 - of.tanh().square()) * scale),
+        )
+        return None, gy, None
+
+
+class Layers(nn.Module):
+    """Linear layers on the simulated device, and one that is used in evaluations alone."""
+
+    def __init__(self, device: Simulated, width: int = 24, depth: int = 3) -> None:
+        super().__init__()
+        self.device = device
+        generator = torch.Generator().manual_seed(0)
+
+        def made(*shape: int) -> nn.Parameter:
+            return nn.Parameter(device.to_device(torch.randn(*shape, generator=generator) * 0.3))
+
+        self.weights = nn.ParameterList(made(width, width) for _ in range(depth))
+        self.biases = nn.ParameterList(made(width) for _ in range(depth))
+        self.head = nn.Parameter(device.to_device(torch.randn(width, width, generator=generator)))
+        self.head_bias = made(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = Linear.apply(self.device, x, weight, bias)
+        return x
+
+    def batch(self, step: int, outputs: bool = False) -> Tensor:
+        generator = torch.Generator().manual_seed(2 * step + outputs)
+        return self.device.to_device(torch.randn(6, self.weights[0].shape[0], generator=generator).tanh())
+
+    def loss(self, step: int) -> Tensor:
+        return Loss.apply(self.device, self(self.batch(step)), self.batch(step, outputs=True))
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        return Linear.apply(self.device, self(self.batch(step)), self.head, self.head_bias)

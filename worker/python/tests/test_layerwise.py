@@ -1,0 +1,288 @@
+"""In streaming mode ``step`` returns before the weights are there, and whatever uses a parameter gets its newest weights."""
+
+import copy
+import ctypes
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import pair, same_bits
+from torch import Tensor, nn
+
+import longshore
+from longshore import _awaited, _weights, errors
+
+
+class Watched:
+    """A job that writes down whose weights are read."""
+
+    def __init__(self, job: Any, names: list[str]) -> None:
+        self._job, self._names = job, names
+        self.seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+    def read_weights(self, places: Any) -> int | None:
+        self.seen.extend(self._names[place[0]] for place in places)
+        return self._job.read_weights(places)
+
+
+def streaming(model: nn.Module, steps: int = 2, **options: Any) -> longshore.AdamW:
+    """An optimizer after some steps. Its model has not been used since the last one."""
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+    for step in range(steps):
+        model.loss(step).backward()
+        optimizer.step()
+    return optimizer
+
+
+def awaited(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if isinstance(parameter, _awaited._Awaited)]
+
+
+def test_a_layer_is_read_before_it_runs_and_after_the_layer_before_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair("mlp")
+    monkeypatch.setattr(_weights, "GROUP_BYTES", 0)
+    optimizer = streaming(model)
+    connection = optimizer._connection
+    assert connection is not None
+    watched = Watched(connection.job, [param.name for param in connection.params])
+    connection.weights._job = watched
+    for name, module in model.layers.named_children():
+        module.register_forward_hook(lambda *_, name=name: watched.seen.append(f"ran {name}"))
+    assert awaited(model) == [name for name, _ in model.named_parameters()]
+    loss = model.loss(2)
+    assert watched.seen == [
+        *("layers.0.weight", "layers.0.bias", "ran 0", "ran 1", "layers.2.weight", "layers.2.bias", "ran 2"),
+        *("layers.3.weight", "layers.3.bias", "ran 3", "ran 4", "layers.5.weight", "layers.5.bias", "ran 5"),
+    ]
+    assert not awaited(model)
+    loss.backward()
+    optimizer.step()
+    assert type(model.layers[0].weight) is _awaited.AwaitedParameter
+
+
+def saved(model: nn.Module) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return list(torch.load(file).values())
+
+
+def of_memory(model: nn.Module) -> list[Tensor]:
+    """As an extension in C reads them, by their addresses."""
+    found = []
+    for parameter in model.parameters():
+        memory = (ctypes.c_float * parameter.numel()).from_address(parameter.data_ptr())
+        found.append(torch.frombuffer(memory, dtype=torch.float32).clone().view(parameter.shape))
+    return found
+
+
+USES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "state_dict, kept": lambda model: [value + 0 for value in model.state_dict(keep_vars=True).values()],
+    "torch.save": saved,
+    "data": lambda model: [parameter.data.clone() for parameter in model.parameters()],
+    "numpy": lambda model: [torch.from_numpy(parameter.detach().numpy().copy()) for parameter in model.parameters()],
+    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
+    "pickle": lambda model: list(pickle.loads(pickle.dumps(model)).parameters()),
+    "to": lambda model: [parameter.to(torch.float64).float() for parameter in model.parameters()],
+    "a list": lambda model: list(torch._foreach_mul(list(model.parameters()), 1.0)),
+    "a flat vector": lambda model: [
+        part.view(parameter.shape)
+        for part, parameter in zip(
+            nn.utils.parameters_to_vector(model.parameters()).split([p.numel() for p in model.parameters()]),
+            model.parameters(),
+            strict=True,
+        )
+    ],
+    "an average": lambda model: list(torch.optim.swa_utils.AveragedModel(model).module.parameters()),
+    "an address": of_memory,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_what_reads_weights_outside_of_a_forward_gets_the_newest(name: str, use: str) -> None:
+    ours, safe = pair(name)
+    if use == "state_dict" or use == "torch.save" or use == "state_dict, kept":
+        safe_values = list(safe.state_dict().values())
+    else:
+        safe_values = list(safe.parameters())
+    optimizer = longshore.AdamW(safe.named_parameters(), lr=1e-2)
+    for step in range(2):
+        optimizer.zero_grad()
+        safe.loss(step).backward()
+        optimizer.step()
+    streamed = streaming(ours)
+    assert awaited(ours)
+    found = USES[use](ours)
+    assert streamed.version == 2
+    assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(found, safe_values, strict=True))
+
+
+def test_parameters_are_looked_at_without_waiting() -> None:
+    model, _ = pair("mlp")
+    optimizer = streaming(model)
+    before = awaited(model)
+    assert before
+    for parameter in model.parameters():
+        assert parameter.shape == parameter.size() and parameter.numel() and parameter.dtype is torch.float32
+        assert parameter.device.type == "cpu" and parameter.requires_grad and parameter.is_leaf and parameter.grad is None
+        assert isinstance(parameter, nn.Parameter) and hash(parameter) == id(parameter)
+    model.zero_grad()
+    assert sum(parameter.numel() for parameter in model.parameters())
+    optimizer.zero_grad()
+    assert awaited(model) == before
+
+
+class Attention(nn.Module):
+    """Its output layer never runs: torch reads that layer's weight. And one weight is used twice, first by its parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8, bias=False)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+
+    def loss(self, step: int) -> Tensor:
+        values = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step))
+        mixed = nn.functional.linear(values, self.embed.weight.t())
+        hidden, _ = self.attention(mixed, mixed, mixed)
+        return (self.recurrent(self.embed(hidden))[0] - values).square().mean()
+
+
+def test_weights_that_another_module_uses() -> None:
+    torch.manual_seed(0)
+    safe = Attention()
+    streamed = copy.deepcopy(safe)
+    for model, options in ((safe, {}), (streamed, {"streaming": True})):
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **options)
+        for step in range(10):
+            if step % 2:
+                named = dict(model.named_parameters())
+                torch.func.functional_call(model.embed, {"weight": named["embed.weight"]}, torch.ones(8)).detach()
+            model.loss(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_bits(safe, streamed)
+
+
+def test_a_parameter_that_was_not_used_for_steps_gets_the_newest() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def loss(self, step: int) -> Tensor:
+            return self.used(torch.full((2, 4), float(step + 1))).square().mean()
+
+    torch.manual_seed(0)
+    safe = Half()
+    streamed = copy.deepcopy(safe)
+    safe_optimizer = longshore.AdamW(safe.named_parameters(), lr=1e-2, missing_gradients="zeros")
+    optimizer = streaming(streamed, steps=0, missing_gradients="zeros")
+    for step in range(4):
+        for model, ours in ((safe, safe_optimizer), (streamed, optimizer)):
+            model.loss(step).backward()
+            ours.step()
+            ours.zero_grad()
+        assert awaited(streamed) == ["used.weight", "used.bias", "rare.weight", "rare.bias"]
+    assert optimizer.version == 4
+    assert same_bits(safe, streamed)
+
+
+class PastTorch(torch.autograd.Function):
+    """Reads a weight as an extension may that torch does not know of: by memory that it has from before."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: list[Tensor], weight: Tensor) -> Tensor:
+        ctx.memory = memory
+        return memory[0].sum().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient.expand_as(ctx.memory[0]).clone()
+
+
+def test_a_gradient_of_older_weights_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    memory = [weight.data]
+    optimizer = longshore.SGD([("weight", weight)], lr=1.0, streaming=True)
+    PastTorch.apply(memory, weight).backward()
+    optimizer.step()
+    with pytest.raises(errors.UsageError, match=r"weight\.grad is computed with the weights of the step before.*layerwise=False"):
+        PastTorch.apply(memory, weight).backward()
+    weight.grad = None
+    whole = nn.Parameter(torch.ones(4))
+    memory = [whole.data]
+    optimizer = longshore.SGD([("weight", whole)], lr=1.0, streaming=True, layerwise=False)
+    for _ in range(3):
+        PastTorch.apply(memory, whole).backward()
+        optimizer.step()
+    assert memory[0].tolist() == [-2.0] * 4
+
+
+@pytest.mark.parametrize("end", ["close", "del", "flush"])
+def test_a_model_that_outlives_its_optimizer_has_the_newest_weights(end: str) -> None:
+    safe, ours = pair("mlp")
+    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
+    for step in range(2):
+        safe.loss(step).backward()
+        whole.step()
+        whole.zero_grad()
+    optimizer = streaming(ours)
+    if end == "close":
+        optimizer.close()
+    elif end == "flush":
+        assert optimizer.flush() == 2
+    del optimizer
+    assert not awaited(ours)
+    assert same_bits(safe, ours)
+
+
+def test_threads_that_use_a_parameter_at_the_same_time() -> None:
+    safe, ours = pair("mlp", width=256)
+    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
+    for step in range(2):
+        safe.loss(step).backward()
+        whole.step()
+        whole.zero_grad()
+    optimizer = streaming(ours)
+    start, found = threading.Barrier(4), []
+
+    def use() -> None:
+        start.wait(30)
+        found.append([parameter.detach().clone() for parameter in ours.parameters()])
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 4 and optimizer.version == 2
+    assert all(torch.equal(a, b) for copies in found for a, b in zip(copies, safe.parameters(), strict=True))
+
+
+def test_compiled_code_gets_the_newest_weights() -> None:
+    safe, ours = pair("mlp")
+    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
+    optimizer = streaming(ours, steps=0)
+    for step in range(6):
+        safe.loss(step).backward()
+        whole.step()
+        whole.zero_grad()
+        if step == 2:
+            assert awaited(ours)
+            ours.layers.compile(backend="eager")
+        ours.loss(step).backward()
+        optimizer.step()
+    assert not awaited(ours), "compiled code reads parameters past torch's functions"
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert same_bits(safe, ours)

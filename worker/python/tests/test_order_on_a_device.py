@@ -1,0 +1,144 @@
+"""Whatever touches a device's memory is right under any legal order of asynchronous work, and each wait is needed for it."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerator import Immediate, Layers, Simulated
+from torch import Tensor
+
+import longshore
+from longshore import _device, _host, _pusher, _weights
+
+STEPS = 5
+SEEDS = 8
+
+
+@contextlib.contextmanager
+def on(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the block the package takes the simulated accelerator for its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_device, "accelerator", device)
+        patch.setattr(_weights, "GROUP_BYTES", 0)  # each parameter alone
+        yield
+        gc.collect()
+
+
+def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: Any) -> list[Tensor]:
+    """Trains, with an evaluation before each step that nobody waits for. Returns weights and evaluations."""
+    model = Layers(device)
+    optimizer = longshore.AdamW(
+        model.named_parameters(), lr=1e-2, weight_decay=0.1, missing_gradients="zeros", accumulate=passes, **options
+    )
+    held = device.held if is_held else contextlib.nullcontext
+    other = device.new_stream(torch.device("cpu"))
+    results = []
+    for step in range(STEPS):
+        # Both streams read the weights. The caller orders them as torch would ask for: what one writes, the other waits for.
+        device.let_wait(other, device.record(device.main))
+        with device.on(other), torch.no_grad():
+            results.append(model(model.batch(step)))
+        with held():
+            for number in range(passes):
+                model.loss(step * passes + number).backward()
+            results.append(model.evaluate(step))
+        device.let_wait(device.main, device.record(other))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    device.synchronize()
+    results.extend(model.parameters())
+    with torch.no_grad():
+        found = [device.alias(result).clone() for result in results]
+    optimizer.close()
+    return found
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "streaming": {"streaming": True},
+    "two passes": {"streaming": True, "passes": 2, "is_held": False},
+    "whole": {"streaming": True, "layerwise": False},
+    "safe": {},
+    "delayed": {"streaming": True, "delay": 1, "warmup_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Tensor]]:
+    """What each mode gives where the host has the memory and nothing is late."""
+    return {mode: train(Immediate(0), **{**options, "is_held": False}) for mode, options in MODES.items()}
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("mode", MODES)
+def test_any_legal_order_gives_the_same_bits(
+    mode: str, seed: int, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(result.isfinite().all() for result in expected[mode])
+    device = Simulated(seed)
+    with on(device, monkeypatch):
+        assert same(train(device, **MODES[mode]), expected[mode]), f"seed {seed}"
+
+
+def drop_gradients(patch: pytest.MonkeyPatch) -> None:
+    """A gradient goes back to its allocator while it is still copied."""
+    init = _host.Leaving.__init__
+
+    def forgetful(self: Any, place: Any, held: Any, copied: Any = None) -> None:
+        init(self, place, held[:1], copied)
+
+    patch.setattr(_host.Leaving, "__init__", forgetful)
+
+
+def overwrite_staging(patch: pytest.MonkeyPatch) -> None:
+    """The next pass copies into memory that the pass before has not been pushed from."""
+    patch.setattr(_pusher.Pusher, "wait_for", lambda self, param: None)
+
+
+def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
+    """Only the stream that uses weights first waits for them, and not the one that called ``step``."""
+
+    def show(self: Any, device: torch.device) -> None:
+        accelerator = _device.accelerator
+        accelerator.let_wait(accelerator.current_stream(device), accelerator.record(self._streams[device]))
+
+    patch.setattr(_weights.Weights, "_show", show)
+
+
+#: What is left out, and the mode in which that shows.
+WITHOUT = {
+    "the copy out waits for the gradient": ("start.let_wait", "streaming"),
+    "the push waits for the copy out": ("wait.wait", "streaming"),
+    "the push waits for the copy out, in step": ("wait.wait", "safe"),
+    "the copy in waits for those who read older weights": ("_copy.let_wait", "streaming"),
+    "those who read weights wait for the copy in": ("_show.let_wait", "streaming"),
+    "staging memory waits for the copy in before": ("_free.wait", "streaming"),
+    "the gradient is kept until it is copied": (drop_gradients, "streaming"),
+    "staging memory is kept until it is pushed": (overwrite_staging, "two passes"),
+    "the stream of step waits, too": (show_first_user_only, "streaming"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:step")  # a gradient of memory that nobody wrote is not finite
+@pytest.mark.parametrize("left_out", WITHOUT)
+def test_each_wait_is_needed(
+    left_out: str, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, mode = WITHOUT[left_out]
+    wrong = 0
+    for seed in range(SEEDS):
+        device = Simulated(seed, ignored=what if isinstance(what, str) else None)
+        with on(device, monkeypatch), monkeypatch.context() as patch:
+            if not isinstance(what, str):
+                what(patch)
+            # A host that waits for nothing can run ahead of the device by both passes.
+            wrong += not same(train(device, **{**MODES[mode], "is_held": True}), expected[mode])
+    print(f"without {left_out}: {wrong} of {SEEDS} seeds are wrong")
+    assert wrong > 0

@@ -1,0 +1,34 @@
+//! What the next step will compute with, before it begins.
+
+use longshore_proto::{Step, Version};
+
+use super::{Pipeline, amends};
+use crate::{error::Result, pull::Feed};
+
+impl Pipeline {
+    /// The weights of the next step, once they have been asked for. That is done in [`Pipeline::finish`]. In a delayed
+    /// job it is done in [`Pipeline::begin`] already, if the host's memory has room for them.
+    pub fn upcoming(&self) -> Option<Feed> {
+        self.feeds.next().cloned()
+    }
+
+    /// The version that the next step computes with, at least at first.
+    pub fn next_reads(&self) -> Version {
+        self.options.schedule.reads(Step(self.last.0 + 1))
+    }
+
+    /// Whether this worker may amend the weights of the next step.
+    pub fn next_amends(&self) -> bool {
+        let last = self.last.version();
+        self.session.spec().worker_local && self.next_reads() < last
+    }
+
+    /// Does what [`Pipeline::upcoming`] does, with the weights as [`Pipeline::begin`] will have them: where this worker
+    /// amends them, it waits until the step before is decided. It is None where they are those of the step before.
+    pub fn next_weights(&self) -> Result<Option<Feed>> {
+        let (step, reads) = (Step(self.last.0 + 1), self.next_reads());
+        let ways = (&self.shared.board, &self.shared.amends);
+        let missing = amends::missing(&self.session, ways, self.joined, (step, reads))?;
+        Ok(self.feeds.ahead(reads, missing))
+    }
+}
