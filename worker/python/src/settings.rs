@@ -75,6 +75,9 @@ struct Said {
     drained: BTreeSet<Step>,
 }
 
+/// The corrections for which a job is opened with images that its workers amend.
+const WORKER_LOCAL: &str = "worker-local";
+
 /// Decisions are at most this many steps behind.
 const STEPS_KEPT: usize = 8;
 
@@ -87,9 +90,10 @@ impl StepByStep {
         }
     }
 
+    /// Those of the step; those of the step before it, where schedulers have not said any yet.
     fn hypers(&self, step: Step) -> Vec<Hyper> {
         let said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        said.hypers.get(&step).cloned().unwrap_or_default()
+        said.hypers.range(..=step).next_back().map(|(_, hypers)| hypers.clone()).unwrap_or_default()
     }
 
     pub(crate) fn drain_after(&self, step: Step) {
@@ -122,7 +126,7 @@ impl Settings {
             formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
             unchecked: self.unchecked,
             partitions: Vec::new(),
-            worker_local: false,
+            worker_local: self.delay > 0 && self.correction.starts_with(WORKER_LOCAL),
         };
         let deadline = Duration::try_from_secs_f64(self.deadline_s)
             .map_err(|_| Fault::invalid("deadline", self.deadline_s, "above 0 seconds", "give seconds"))?;
