@@ -19,6 +19,7 @@ from longshore.errors import UsageError, invalid
 _guarded: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any], str, str]] = {}
 
 STREAMING = "its gradient leaves as backward makes it"
+SCALED = "its gradient carries the loss scale, which the servers take off"
 SERVERS = "its optimizer clips on the servers, since it has max_grad_norm"
 
 

@@ -1,47 +1,60 @@
-"""The part of DeepSpeed's configuration that an engine uses. What is not used is refused with its path."""
+"""DeepSpeed's configuration as an engine uses it. Every key is used, named in a warning, or refused with its path."""
 
+import difflib
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longshore import optim
-from longshore._options import Options
+import torch
+
+from longshore import _config_keys, _server, optim, schedules
+from longshore._options import LossScale, Options
 from longshore.errors import invalid
 
-_RULES: dict[str, type[optim.Optimizer]] = {
-    "adamw": optim.AdamW,
-    "adam": optim.AdamW,
-    "sgd": optim.SGD,
-    "lion": optim.Lion,
-    "adagrad": optim.Adagrad,
+#: DeepSpeed's names of the rules that are here, with its defaults where torch has others.
+_RULES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
+    "adam": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
+    "sgd": (optim.SGD, {}),
+    "lion": (optim.Lion, {"lr": 1e-3}),
+    "adagrad": (optim.Adagrad, {}),
 }
-
-#: Keys that say how DeepSpeed itself works and change no number, with what holds here.
-_MEANINGLESS = {
-    "zero_optimization.overlap_comm": "gradients always leave while backward runs",
-    "zero_optimization.contiguous_gradients": "gradients are put together in host memory",
-    "zero_optimization.reduce_scatter": "servers add gradients up",
-    "zero_optimization.reduce_bucket_size": "each gradient leaves when it is made",
-    "zero_optimization.allgather_partitions": "weights come from servers",
-    "zero_optimization.allgather_bucket_size": "weights come from servers",
-    "zero_optimization.offload_optimizer.pin_memory": "memory is page-locked where that helps",
-    "steps_per_print": "read engine.optimizer.last_report",
-    "wall_clock_breakdown": "read engine.optimizer.last_report",
-    "zero_allow_untested_optimizer": "all optimizers of this package are tested",
-}
+_OTHER_RULES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "muon")
+_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
+_OPAQUE = ("optimizer.params", "scheduler.params", "longshore")
+_AUTOCAST = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What an engine is built with."""
+    """What an engine is built with.
 
+    Attributes:
+        batch: examples a step; micro_batch: of these, in one backward pass of one rank; micro_steps: backward passes a step.
+        is_managed: whether the engine counts the micro-steps; else every call of ``step`` ends one.
+        clip: the largest global gradient norm. is_clip_given: whether the configuration said so.
+        dtype: what the model is cast to. casts_inputs: whether its inputs are, too. autocast: of forward.
+        optimizer_type, optimizer_params, scheduler_type, scheduler_params: as given.
+        job: options of the job.
+    """
+
+    batch: int
     micro_batch: int
     micro_steps: int
+    is_managed: bool
     clip: float | None
-    is_bf16: bool
+    is_clip_given: bool
+    drops_last: bool
+    stage: int
+    dtype: torch.dtype | None
+    casts_inputs: bool
+    autocast: torch.dtype | None
     optimizer_type: str | None
     optimizer_params: dict[str, Any]
+    scheduler_type: str | None
+    scheduler_params: dict[str, Any]
     job: dict[str, Any]
 
     @classmethod
@@ -52,52 +65,81 @@ class Config:
             InvalidError: for a key that is unknown or misplaced, a value that cannot be used, or a contradiction.
         """
         keys = _Keys(given)
-        micro_steps = keys.take("gradient_accumulation_steps", int)
-        micro_batch = keys.take("train_micro_batch_size_per_gpu", int)
-        batch = keys.take("train_batch_size", int)
-        job = keys.take("longshore", dict) or {}
-        world_size = Options.of({key: job[key] for key in ("rank", "world_size", "servers", "job") if key in job}).place()[1]
-        micro_batch, micro_steps = _batch(batch, micro_batch, micro_steps, world_size)
-        clip = keys.take("gradient_clipping", float) or None
-        is_bf16 = bool(keys.take("bf16.enabled", bool))
-        if keys.take("fp16.enabled", bool):
-            raise invalid("fp16.enabled", True, "false", "train in bf16, or use longshore.AdamW with torch's GradScaler")
-        keys.drop("fp16")
+        # Before anything else, since what is beside it means something else in stage 3.
+        stage = _stage(keys)
+        keys.check()
+        job = dict(keys.take("longshore", dict) or {})
+        batch, micro_batch, micro_steps = _batch(keys, _world_size(job))
+        clip = keys.take("gradient_clipping", float)
+        dtype = _precision(keys, job)
+        _offload(keys, job)
+        wire = keys.take("communication_data_type", str, _DTYPES)
+        if wire is not None:
+            job.setdefault("gradient_dtype", _DTYPES[wire])
+        autocast = keys.take("torch_autocast.dtype", str, _AUTOCAST) or "bfloat16"
         optimizer_type = keys.take("optimizer.type", str)
         optimizer_params = dict(keys.take("optimizer.params", dict) or {})
-        if optimizer_type is not None and optimizer_type.lower() not in _RULES:
-            raise invalid("optimizer.type", optimizer_type, "one of " + ", ".join(_RULES), "choose one of them")
-        stage = keys.take("zero_optimization.stage", int) or 0
-        if stage not in (0, 1, 2):
-            raise invalid("zero_optimization.stage", stage, "0, 1 or 2", "use stage 2: weights stay on the device")
-        device = keys.take("zero_optimization.offload_optimizer.device", str)
-        if device not in (None, "none", "cpu", "nvme"):
-            limit = "none, cpu or nvme"
-            raise invalid("zero_optimization.offload_optimizer.device", device, limit, "choose one of them")
-        if device == "nvme":
-            # The folders are the servers' own: longshored --state-dir.
-            if keys.take("zero_optimization.offload_optimizer.nvme_path", str):
-                raise invalid(
-                    "zero_optimization.offload_optimizer.nvme_path",
-                    "given",
-                    "left out",
-                    "folders are the servers' own: longshored --state-dir, or longshore.Server(state_dirs=...)",
-                )
-            job.setdefault("tier", "nvme")
-        keys.check_rest()
-        return cls(micro_batch, micro_steps, clip, is_bf16, optimizer_type, optimizer_params, job)
+        scheduler_type = keys.take("scheduler.type", str, schedules.__all__)
+        return cls(
+            batch=batch,
+            micro_batch=micro_batch,
+            micro_steps=micro_steps,
+            is_managed=keys.take("managed_gradient_accumulation", bool) is not False,
+            clip=(1.0 if clip is None else clip) or None,
+            is_clip_given=clip is not None,
+            drops_last=bool(keys.take("dataloader_drop_last", bool)),
+            stage=stage,
+            dtype=dtype,
+            casts_inputs=dtype is torch.float16 and bool(keys.take("fp16.auto_cast", bool)),
+            autocast=_AUTOCAST[autocast] if keys.take("torch_autocast.enabled", bool) else None,
+            optimizer_type=optimizer_type,
+            optimizer_params=optimizer_params,
+            scheduler_type=scheduler_type,
+            scheduler_params=dict(keys.take("scheduler.params", dict) or {}),
+            job=job,
+        )
 
-    def optimizer(self, params: Any) -> optim.Optimizer:
-        """The optimizer that the configuration names."""
+    def rule(self) -> tuple[type[optim.Optimizer], dict[str, Any]]:
+        """The optimizer's class and arguments.
+
+        Raises:
+            InvalidError: naming the key under ``optimizer``.
+        """
         if self.optimizer_type is None:
             raise invalid("optimizer", None, "in the config or passed", "name optimizer.type, or pass optimizer=")
-        kind = _RULES[self.optimizer_type.lower()]
-        arguments = dict(self.optimizer_params)
-        if self.optimizer_type.lower() == "adam" and not arguments.pop("adam_w_mode", True):
+        named = self.optimizer_type.lower()
+        if named not in _RULES:
+            why = "the servers do not have that rule" if named in _OTHER_RULES else "correct the name"
+            raise invalid("optimizer.type", self.optimizer_type, "one of " + ", ".join(_RULES), f"{why}: choose one of these")
+        kind, defaults = _RULES[named]
+        arguments = {**defaults, **self.optimizer_params}
+        if named == "adam" and not arguments.pop("adam_w_mode", True):
             kind = optim.Adam
-        arguments.pop("torch_adam", None)
+        for name in ("adam_w_mode", "torch_adam"):
+            arguments.pop(name, None)
+        if arguments.pop("bias_correction", True) is False:
+            raise invalid("optimizer.params.bias_correction", False, "True", "leave it out: servers always correct the bias")
+        if "max_grad_norm" in arguments:
+            remedy = "write gradient_clipping at the top of the config"
+            raise invalid("optimizer.params.max_grad_norm", arguments["max_grad_norm"], "left out", remedy)
+        known = [name for name in inspect.signature(kind).parameters if name not in ("params", "options")]
+        for name, value in arguments.items():
+            if name not in known:
+                raise invalid(f"optimizer.params.{name}", repr(value), "one of " + ", ".join(known), _near(name, known))
+            if value == "auto":
+                raise _auto(f"optimizer.params.{name}")
         if "betas" in arguments:
             arguments["betas"] = tuple(arguments["betas"])
+        return kind, arguments
+
+    def optimizer(self, params: Any) -> optim.Optimizer:
+        """The optimizer that the configuration names, which streams."""
+        kind, arguments = self.rule()
+        if not self.is_clip_given:
+            message = (
+                "gradient_clipping is left out: 1.0 is used, DeepSpeed's default since 0.19, before which it was 0. Write it to be sure"
+            )
+            warnings.warn(message, UserWarning, stacklevel=3)
         job = {
             "streaming": True,
             "accumulate": self.micro_steps,
@@ -107,65 +149,189 @@ class Config:
         }
         return kind(params, **arguments, **job)
 
+    def scheduler(self, optimizer: optim.Optimizer) -> Any:
+        """The scheduler that the configuration names; None if it names none."""
+        if self.scheduler_type is None:
+            return None
+        kind = getattr(schedules, self.scheduler_type)
+        known = [name for name in inspect.signature(kind).parameters if name != "optimizer"]
+        for name, value in self.scheduler_params.items():
+            if name not in known:
+                raise invalid(f"scheduler.params.{name}", repr(value), "one of " + ", ".join(known), _near(name, known))
+            if value == "auto":
+                raise _auto(f"scheduler.params.{name}")
+        signature = inspect.signature(kind)
+        for name, parameter in signature.parameters.items():
+            if parameter.default is parameter.empty and name not in ("optimizer", *self.scheduler_params):
+                raise invalid(f"scheduler.params.{name}", None, f"given for {self.scheduler_type}", "write the number")
+        return kind(optimizer, **self.scheduler_params)
 
-def _batch(batch: int | None, micro_batch: int | None, micro_steps: int | None, world_size: int) -> tuple[int, int]:
-    """Micro-batch and micro-steps, of which one may follow from the others."""
-    if batch is not None and micro_batch is not None and micro_steps is None:
+
+def _stage(keys: "_Keys") -> int:
+    stage = keys.take("zero_optimization.stage", int) or 0
+    if stage == 3:
+        remedy = (
+            "stage 3 is not here yet: use stage 2 with offload_optimizer, which keeps the 16-bit weights on the device, and take "
+            "offload_param and the stage3_ keys out"
+        )
+        raise invalid("zero_optimization.stage", 3, "0, 1 or 2", remedy)
+    if stage not in (0, 1, 2):
+        raise invalid("zero_optimization.stage", stage, "0, 1 or 2", "use stage 2: weights stay on the device")
+    return stage
+
+
+def _world_size(job: dict[str, Any]) -> int:
+    return Options.of({key: job[key] for key in ("rank", "world_size", "servers", "job") if key in job}).place()[1]
+
+
+def _batch(keys: "_Keys", world_size: int) -> tuple[int, int, int]:
+    """Batch, micro-batch and micro-steps, of which one may follow from the others."""
+    batch = keys.take("train_batch_size", int)
+    micro_batch = keys.take("train_micro_batch_size_per_gpu", int)
+    micro_steps = keys.take("gradient_accumulation_steps", int)
+    if batch is not None and micro_batch and micro_steps is None:
         micro_steps = batch // (micro_batch * world_size)
     micro_steps = 1 if micro_steps is None else micro_steps
     if micro_batch is None:
-        micro_batch = 1 if batch is None else batch // (micro_steps * world_size)
+        micro_batch = 1 if batch is None else batch // (micro_steps * world_size or 1)
     for path, value in (("train_micro_batch_size_per_gpu", micro_batch), ("gradient_accumulation_steps", micro_steps)):
         if value < 1:
             raise invalid(path, value, "at least 1", "make the batch sizes divide each other")
     product = micro_batch * micro_steps * world_size
     if batch is not None and batch != product:
         limit = f"{product}: micro-batch {micro_batch} x {micro_steps} micro-steps x {world_size} ranks"
-        raise invalid("train_batch_size", batch, limit, "leave one of the three out")
-    return micro_batch, micro_steps
+        raise invalid("train_batch_size", batch, limit, "leave one of the three out, or start another number of ranks")
+    return product, micro_batch, micro_steps
+
+
+def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
+    """The model's type; loss scale and the formats of the state go to the job's options."""
+    is_bf16, is_fp16 = keys.take("bf16.enabled", bool), keys.take("fp16.enabled", bool)
+    if is_bf16 and is_fp16:
+        raise invalid("fp16.enabled", True, "False where bf16.enabled is True", "choose one of the two: bf16 needs no loss scale")
+    if is_bf16:
+        if keys.take("bf16.bf16_master_weights_and_grads", bool):
+            job.setdefault("master", "bf16")
+        if keys.take("bf16.bf16_optimizer_states", bool):
+            job.setdefault("state", "bf16")
+        return torch.bfloat16
+    if not is_fp16:
+        return None
+    fixed = keys.take("fp16.loss_scale", float) or 0.0
+    given = {
+        "window": keys.take("fp16.loss_scale_window", int),
+        "hysteresis": keys.take("fp16.hysteresis", int),
+        "consecutive_hysteresis": keys.take("fp16.consecutive_hysteresis", bool),
+        "min": keys.take("fp16.min_loss_scale", float),
+        "initial": fixed or 2.0 ** (16 if (power := keys.take("fp16.initial_scale_power", int)) is None else power),
+    }
+    job.setdefault("loss_scale", LossScale(dynamic=not fixed, **{name: value for name, value in given.items() if value is not None}))
+    return torch.float16
+
+
+def _offload(keys: "_Keys", job: dict[str, Any]) -> None:
+    """Where the servers keep the state."""
+    lead = "zero_optimization.offload_optimizer."
+    device = keys.take(lead + "device", str, ("none", "cpu", "nvme"))
+    folder = keys.take(lead + "nvme_path", str)
+    if device == "none":
+        _warn(lead + "device", "servers hold the optimizer's state in any case")
+    if folder is not None and device != "nvme":
+        raise invalid(lead + "nvme_path", repr(folder), f"left out with device {device or 'none'}", 'write "device": "nvme", or take it out')
+    if device != "nvme":
+        return
+    job.setdefault("tier", "nvme")
+    if job.get("servers") is not None:
+        if folder is not None:
+            _warn(lead + "nvme_path", "the servers keep state in their own folders: longshored --state-dir")
+        return
+    if folder is None:
+        limit, remedy = "given for the server inside the process", "name a folder of a drive, or longshore.servers"
+        raise invalid(lead + "nvme_path", None, limit, remedy)
+    job["servers"] = _server.passing(folder)
+
+
+def _auto(path: str) -> Exception:
+    remedy = "write the value, or read the config with longshore.huggingface.deepspeed(config, args), which fills it as the Trainer does"
+    return invalid(path, "'auto'", "a value: only the Hugging Face Trainer fills it", remedy)
+
+
+def _warn(path: str, what: str) -> None:
+    warnings.warn(f"{path} changes nothing here: {what}", UserWarning, stacklevel=6)
+
+
+def _near(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else "take it out"
 
 
 class _Keys:
-    """The keys of a configuration, as they are used up."""
+    """The keys of a configuration, flattened to paths."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._left = _flat(given)
+        if not isinstance(given, Mapping):
+            raise invalid("config", type(given).__name__, "a dict of sections and keys", "pass DeepSpeed's JSON, or a dict like it")
+        self._given: dict[str, Any] = {}
+        for path, value in _flat(given).items():
+            alias = path.replace("bfloat16.", "bf16.", 1) if path.startswith("bfloat16.") else path
+            if alias in self._given:
+                raise invalid(path, repr(value), "given once", f"take it or {alias} out")
+            self._given[alias] = value
 
-    def take(self, path: str, kind: type) -> Any:
-        """The value at a path, which is used now; None where it is not given."""
-        nested = {key[len(path) + 1 :]: self._left.pop(key) for key in [*self._left] if key.startswith(path + ".")}
-        if nested and kind is dict:
-            return nested
-        value = self._left.pop(path, None)
+    def take(self, path: str, kind: type, choices: Any = None) -> Any:
+        """The value at a path; None where it is not given."""
+        value = self._given.get(path)
         if value is None:
             return None
-        numbers = (int, float) if kind is float else (kind,)
         if value == "auto":
-            raise invalid(path, "'auto'", f"a value ({kind.__name__})", "nothing fills it here: write the number")
+            raise _auto(path)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        numbers = (int, float) if kind is float else (kind,)
         if not isinstance(value, numbers) or isinstance(value, bool) is not (kind is bool):
             raise invalid(path, repr(value), f"of type {kind.__name__}", "correct it")
+        if choices is not None and value not in choices:
+            raise invalid(path, repr(value), "one of " + ", ".join(choices), "choose one of them")
         return value
 
-    def drop(self, path: str) -> None:
-        """Gives up a section that is switched off."""
-        for key in [*self._left]:
-            if key.startswith(path + "."):
-                del self._left[key]
+    def check(self) -> None:
+        """Warns of keys that change nothing, and refuses those that cannot be followed."""
+        for path, value in self._given.items():
+            key = _config_keys.find(path)
+            if key is None:
+                self._refuse(path, value)
+            elif key.act == "no effect" and not (key.path.endswith(".*") and key.asks_for_nothing(value)):
+                _warn(path, key.what)
+            elif key.act == "refused" and not key.asks_for_nothing(value):
+                if path.endswith(".enabled") or not key.path.endswith(".*") or self._is_on(path):
+                    raise invalid(f"config key {path}", repr(value), "left out", key.what)
 
-    def check_rest(self) -> None:
-        for path, value in self._left.items():
-            if path in _MEANINGLESS:
-                warnings.warn(f"{path} changes nothing here: {_MEANINGLESS[path]}", UserWarning, stacklevel=5)
-                continue
-            remedy = "take it out: docs/pytorch.md lists what is used"
-            raise invalid(f"config key {path}", repr(value), "one that is used here", remedy)
+    def _is_on(self, path: str) -> bool:
+        """Whether the section of a key is not switched off."""
+        return self._given.get(path.rsplit(".", 1)[0] + ".enabled", True) is not False
+
+    def _refuse(self, path: str, value: Any) -> None:
+        if value is None or value == {}:
+            if _config_keys.is_section(path):
+                return
+        elif _config_keys.is_section(path):
+            raise invalid(f"config key {path}", repr(value), "a section with keys of its own", f'write "{path}": {{...}}')
+        place = _config_keys.place_of(path)
+        name = path.rsplit(".", 1)[-1]
+        if place is None and name in inspect.signature(optim.AdamW).parameters:
+            place = f"optimizer.params.{name}"
+        if place is not None:
+            raise invalid(f"config key {path}", repr(value), f"at {place}", f"move it there: as {path} DeepSpeed would ignore it")
+        close = difflib.get_close_matches(path, _config_keys.KEYS, 1, 0.8)
+        remedy = f"did you mean {close[0]}?" if close else "take it out: docs/migrate.md lists what is used"
+        raise invalid(f"config key {path}", repr(value), "one of DeepSpeed's", remedy)
 
 
 def _flat(given: Mapping[str, Any], lead: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in given.items():
-        if isinstance(value, Mapping) and lead + key != "optimizer.params":
+        if isinstance(value, Mapping) and value and lead + str(key) not in _OPAQUE:
             flat |= _flat(value, f"{lead}{key}.")
         else:
-            flat[lead + key] = value
+            flat[f"{lead}{key}"] = value
     return flat

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from longshore import _server
-from longshore._options import Options
+from longshore._options import LossScale, Options
 
 # How many shards a small model has, as in the trainer of the command line.
 _SMALL_MODEL_SHARDS = 16
@@ -54,6 +54,7 @@ class Settings:
     correction: str
     clip: float | None
     unchecked: bool
+    loss_scale: LossScale | None
     shard_elements: int
     tier: str
     state: str
@@ -95,6 +96,7 @@ def settings(options: Options, job: str, rule: str, params: Sequence[JobParam], 
         correction=_CORRECTIONS.get(options.correction, options.correction),
         clip=options.max_grad_norm,
         unchecked=options.nonfinite == "apply",
+        loss_scale=options.loss_scale,
         shard_elements=options.shard_elements or shard_elements(params),
         tier=options.tier,
         state=options.state,

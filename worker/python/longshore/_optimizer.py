@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from longshore import _clip, _job, _params
+from longshore._back import Back
 from longshore._connection import Connection
 from longshore._filling import Filling
 from longshore._host import Gradients
 from longshore._options import Options
 from longshore._params import Param
+from longshore._scaling import Scaling
 from longshore._stateful import Stateful
 from longshore._step import Hyper, StepReport
 from longshore._streaming import Stream
-from longshore.errors import LongshoreError, UsageError, invalid
+from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
+
+#: What of a job may be otherwise where it is brought back from a checkpoint: how many gradients make a step, and how it is kept.
+_LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier", "spec.unchecked")
 
 
-class Optimizer(Stateful):
+class Optimizer(Back, Scaling, Stateful):
     """An optimizer whose master weights and state live on optimizer servers.
 
     It is used as any other of torch: hooks, param groups, schedulers, closures, accumulation in ``.grad`` and
@@ -32,6 +37,7 @@ class Optimizer(Stateful):
 
     #: The servers' name of the update rule.
     rule: ClassVar[str]
+
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         self._options = Options.of(options)
         self._job_name = self._options.job or _job.new_job_name("torch")
@@ -44,6 +50,9 @@ class Optimizer(Stateful):
         self._applied = torch.zeros(())
         #: What became of the newest decided step; None before the first.
         self.last_report: StepReport | None = None
+        #: Called at each commit: what rank 0's process keeps with it, at most 1 MiB, for :attr:`resumed`.
+        self.resume_data: Callable[[], bytes] | None = None
+        self._checkpointed: tuple[int, str] | None = None
         super().__init__(params, defaults)
         if self._options.servers is not None:
             self._join_if_there()
@@ -120,8 +129,15 @@ class Optimizer(Stateful):
 
     def _join_if_there(self) -> None:
         connection = self._new_connection()
-        if connection.find() is not None:
+        if connection.find() is None:
+            return
+        try:
             self._start(connection, found=True)
+        except RefusedError as error:
+            if error.field not in _LEFT_OPEN:
+                raise
+            # A state that is loaded before the first step may bring the job back with this. Otherwise that step raises.
+            _params.release([id(param.tensor) for param in connection.params])
 
     def _opened(self) -> Connection:
         if self._process != os.getpid():
@@ -238,39 +254,11 @@ class Optimizer(Stateful):
                 "the last step was interrupted, so this gradient is not of the newest weights: call flush() and compute it again"
             )
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """What ``GradScaler`` asks before it leaves unscaling to this class."""
-        if self._options.streaming:
-            raise UsageError("gradients leave before GradScaler can look at them: use bf16, or streaming=False")
-        return True
-
-    def _unscale(self) -> float | None:
-        """What gradients must be multiplied by, for a ``GradScaler``; None if it found inf or NaN."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is None and found_inf is None:
-            return 1.0
-        connection = self._opened()
-        if connection.world_size > 1:
-            raise UsageError(
-                "each rank's GradScaler would find its own overflows, and scales would drift apart: train in bf16 with several "
-                "ranks whose gradients the servers sum"
-            )
-        if connection.gradient_dtype == "fp16":
-            raise invalid(
-                "gradient_dtype",
-                "fp16",
-                "fp32 or bf16 with a GradScaler",
-                "gradients leave unscaled, and small ones would vanish in fp16",
-            )
-        if found_inf is not None and found_inf.item():
-            return None
-        return 1.0 if scale is None else 1.0 / float(scale)
-
     def _commit(self) -> None:
         connection = self._opened()
         connection.is_torn = True
-        connection.job.commit([self._hyper(group) for group in self.param_groups], b"")
+        kept = self.resume_data() if self.resume_data is not None else b""
+        connection.job.commit([self._hyper(group) for group in self.param_groups], kept)
         connection.expect()
         self._report(connection)
 
@@ -280,6 +268,8 @@ class Optimizer(Stateful):
             if not report.skipped:
                 self._applied += 1
                 continue
+            if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
+                continue  # this is how the scale is found
             message = report.why_skipped()
             if self._options.nonfinite == "raise":
                 raise LongshoreError(message, field="gradient", value="not finite")
@@ -312,7 +302,9 @@ class Optimizer(Stateful):
         """
         connection = self._opened()
         self.flush()
-        return connection.job.checkpoint(name)[0]
+        kept, version = connection.job.checkpoint(name)
+        self._checkpointed = (version, kept)
+        return kept
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -321,8 +313,9 @@ class Optimizer(Stateful):
         )
 
     def _guard_clipping(self) -> None:
-        why = _clip.STREAMING if self._options.streaming else _clip.SERVERS
-        if self._options.streaming or self._options.max_grad_norm is not None:
+        options = self._options
+        why = _clip.STREAMING if options.streaming else _clip.SCALED if options.loss_scale else _clip.SERVERS
+        if options.streaming or options.loss_scale or options.max_grad_norm is not None:
             _clip.guard(self, _params.named(self.param_groups), why)
 
 

@@ -12,6 +12,26 @@ from longshore.errors import invalid
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """What the losses of an fp16 model are multiplied by, as DeepSpeed's section ``fp16`` says it. Servers take it off again.
+
+    Attributes:
+        initial: the first scale, or the only one.
+        dynamic: whether it halves after an overflow, whose step is skipped, and doubles after clean steps.
+        window: how many clean steps come before it doubles.
+        hysteresis: how many overflows come before it halves; consecutive_hysteresis: whether a clean step refills these.
+        min: the floor. An overflow there pauses the job, since a smaller scale would not help.
+    """
+
+    initial: float = 65536.0
+    dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min: float = 1.0
+
+
 class JobOptions(TypedDict, total=False):
     """Keyword arguments that every optimizer of this package takes. :class:`Options` says what they mean."""
 
@@ -26,6 +46,7 @@ class JobOptions(TypedDict, total=False):
     max_grad_norm: float | None
     missing_gradients: Literal["error", "zeros"]
     nonfinite: Literal["skip", "raise", "apply"]
+    loss_scale: LossScale | None
     gradient_dtype: Dtype
     image_dtype: Dtype
     delay: int
@@ -62,6 +83,7 @@ class Options:
             the step, ``"zeros"`` takes zeros, as DeepSpeed does: moments and weights then decay.
         nonfinite: what happens to a step whose gradient has inf or NaN. ``"skip"`` leaves everything as it is and warns,
             ``"raise"`` does so and raises, ``"apply"`` uses it as torch does, and takes no norm.
+        loss_scale: what losses are multiplied by, for fp16: ``(loss * optimizer.loss_scale).backward()``. None multiplies nothing.
         gradient_dtype, image_dtype: the types of gradients and of weights on the wire. ``"auto"`` is the parameters' own
             type, or fp32 where they differ.
         delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
@@ -87,6 +109,7 @@ class Options:
     max_grad_norm: float | None = None
     missing_gradients: str = "error"
     nonfinite: str = "skip"
+    loss_scale: LossScale | None = None
     gradient_dtype: str = "auto"
     image_dtype: str = "auto"
     delay: int = 0
@@ -137,6 +160,8 @@ class Options:
                 "1 without streaming",
                 "leave it out: gradients add up in .grad until step, as in torch",
             )
+        if self.nonfinite != "skip" and self.loss_scale is not None:
+            raise invalid("nonfinite", repr(self.nonfinite), "'skip' with loss_scale", "a scale is found by skipping what overflows")
         if self.nonfinite == "apply" and self.max_grad_norm is not None:
             raise invalid("nonfinite", "'apply'", "'skip' or 'raise' with max_grad_norm", "a norm needs finite gradients")
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < float("inf"):

@@ -39,6 +39,8 @@ class Server:
     ) -> None:
         #: Where checkpoints go.
         self.checkpoint_dir = checkpoint_dir
+        #: Whether its folders end with this process.
+        self.is_passing = False
         self._inner = _longshore.Server(
             memory=memory,
             threads=threads,
@@ -69,7 +71,25 @@ def default() -> Server:
     with _lock:
         if _default is None or _default[0] != os.getpid():
             # After a fork the parent's server is not here. Its object is kept, since the child must not end it.
-            folder = tempfile.mkdtemp(prefix="longshore-")
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            _default = (os.getpid(), Server(checkpoint_dir=folder))
+            # Checkpoints go there for a moment, when somebody asks for all state.
+            _default = (os.getpid(), Server(checkpoint_dir=_passing_folder()))
+            _default[1].is_passing = True
         return _default[1]
+
+
+def passing(drive: str | os.PathLike[str]) -> Server:
+    """A server that keeps state in a folder of a drive, as long as this process lives."""
+    os.makedirs(drive, exist_ok=True)
+    folder = _passing_folder(drive)
+    places = [os.path.join(folder, name) for name in ("state", "checkpoints")]
+    for place in places:
+        os.mkdir(place)
+    server = Server(state_dirs=places[:1], checkpoint_dir=places[1])
+    server.is_passing = True
+    return server
+
+
+def _passing_folder(within: str | os.PathLike[str] | None = None) -> str:
+    folder = tempfile.mkdtemp(prefix="longshore-", dir=within)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

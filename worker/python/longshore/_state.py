@@ -72,6 +72,7 @@ def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
             "state_dict['longshore']['version']",
             theirs["version"],
             f"{mine['version']}, which the servers have",
-            "go on from the servers' version, or bring the job back with `longshore restore` from a checkpoint of that version",
+            "go on from the servers' version, or load a state of whose version the servers have a checkpoint: "
+            "optimizer.checkpoint() writes one where a server has a folder for them (--checkpoint-dir)",
             StateError,
         )

@@ -21,12 +21,17 @@ class Stateful(torch.optim.Optimizer):
     _filling: Filling | None
     #: How many updates the weights have behind them.
     _applied: Tensor
+    #: A version and the checkpoint that the servers have of it.
+    _checkpointed: tuple[int, str] | None
 
     @property
     def version(self) -> int:
         raise NotImplementedError
 
     def _opened(self) -> Connection:
+        raise NotImplementedError
+
+    def _go_back(self, state_dict: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
@@ -45,6 +50,8 @@ class Stateful(torch.optim.Optimizer):
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
         state[_state.KEY] = _state.handle(self._job_name, self.version, self.rule, fingerprint)
+        if self._checkpointed is not None and self._checkpointed[0] == self.version:
+            state[_state.KEY]["checkpoint"] = self._checkpointed[1]
         if full:
             # What torch has packed is this object's own: a full state is another one.
             state["state"] = self._full_state()
@@ -67,8 +74,11 @@ class Stateful(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state.
 
-        A handle of this very state: hyperparameters are taken from it, and the state itself is on the servers already. The state
-        of torch's optimizer of the same name, or all state of one of this package: the job must be new. It is filled when it is
+        A handle of this job: hyperparameters are taken from it, and the state itself is on the servers already. Where they are at
+        another version and have a checkpoint of that one, they go back to it, and what they have is given up. The world size may
+        be another one then. All ranks must load it.
+
+        The state of torch's optimizer of the same name, or all state of one of this package: the job must be new. It is filled when it is
         opened, which is in the first step, with the parameters' weights of that time (with the state's ``master`` weights, where
         it has them, which the parameters get at once). Until then the tensors are referred to, not copied: those of
         ``torch.load(path, mmap=True)`` are read from the file when they are sent.
@@ -79,6 +89,7 @@ class Stateful(torch.optim.Optimizer):
         """
         if not _state.is_of_job(state_dict, self._job_name) or (self._connection is None and self._has_moments(state_dict)):
             return self._load_foreign(state_dict)
+        self._go_back(state_dict)
         fingerprint = self._connection.fingerprint if self._connection else None
         _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, fingerprint))
         self._take_hyperparameters(state_dict)

@@ -13,6 +13,7 @@ class StepReport:
         skipped: whether nothing was updated, since the gradient was not finite.
         grad_norm: the global gradient norm before clipping; 0 where the job takes none.
         clip_coefficient: what gradients were multiplied by; 1 when they were not clipped.
+        loss_scale: what the step's loss was multiplied by; 1 without the option ``loss_scale``.
         overflow: the parameter and element that was not finite first.
         wall_s: seconds from its first push to the return of its commit.
         exposed_s: seconds of these in which this process waited.
@@ -24,6 +25,7 @@ class StepReport:
     skipped: bool
     grad_norm: float
     clip_coefficient: float
+    loss_scale: float
     overflow: str | None
     wall_s: float
     exposed_s: float

@@ -3,51 +3,66 @@
 Gradients leave as backward makes them, servers add up the micro-steps and clip, as ZeRO-2 with offloading does.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longshore import optim
+from longshore import _engine_files, optim
 from longshore._config import Config
-from longshore.errors import StateError, UsageError, invalid
+from longshore.errors import InvalidError, UsageError, invalid
 
 
 class Engine(nn.Module):
     """A model that trains against optimizer servers.
 
     Attributes:
-        module: the model.
+        module: the model. What the engine itself does not have is looked up there.
         optimizer: its :class:`longshore.optim.Optimizer`.
-        lr_scheduler: stepped with every optimizer step, if there is one.
-        global_steps: optimizer steps so far; micro_steps: backward passes so far.
+        lr_scheduler: stepped with every optimizer step that was not skipped, if there is one.
+        global_steps: optimizer steps so far; micro_steps: backward passes so far; skipped_steps: steps that overflowed.
+        global_samples: examples so far, of all ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, lr_scheduler: Any, micro_steps: int) -> None:
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, lr_scheduler: Any, config: Config) -> None:
         super().__init__()
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.global_steps = optimizer.version
         self.micro_steps = 0
-        self._accumulate = micro_steps
-        self._before_boundary = 0
+        self.skipped_steps = 0
+        self.global_samples = 0
+        self._config = config
+        #: Backward passes of the step in hand, and calls of step() for it.
+        self._passes = self._calls = 0
+        self._forced_boundary: bool | None = None
+        self._was_applied = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # A step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        return self.module(*args, **kwargs)
+        if self._config.casts_inputs:
+            args, kwargs = _cast(args), _cast(kwargs)
+        with self._autocast():
+            return self.module(*args, **kwargs)
 
-    def gradient_accumulation_steps(self) -> int:
-        """How many backward passes a step has."""
-        return self._accumulate
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the backward pass in hand, or the one just done, is a step's last one."""
-        return self._before_boundary >= self._accumulate - 1
+    def _autocast(self) -> Any:
+        if self._config.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._config.autocast)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Computes gradients, which leave as they are made.
@@ -58,23 +73,90 @@ class Engine(nn.Module):
         Returns:
             The loss.
         """
-        if self._before_boundary == self._accumulate:
-            raise UsageError("the step's backward passes are done: call step() after each backward()")
-        (loss / self._accumulate if scale_wrt_gas else loss).backward(retain_graph=retain_graph)
-        self.micro_steps += 1
-        self._before_boundary += 1
+        self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
         return loss
 
-    def step(self) -> None:
-        """Makes the optimizer's step after the last backward pass of a step, and nothing after the others."""
-        if self._before_boundary < self._accumulate:
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """The loss for a ``backward()`` of its own: times the loss scale, and divided by the accumulation steps.
+
+        Raises:
+            UsageError: if the step's backward passes are done.
+        """
+        if self._passes == self._config.micro_steps:
+            raise UsageError("the step's backward passes are done: call step() after each backward()")
+        self.micro_steps += 1
+        self._passes += 1
+        scale = self.optimizer.loss_scale
+        scaled = loss if scale == 1.0 else loss.float() * scale
+        return scaled / self._config.micro_steps if scale_wrt_gas else scaled
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Makes the optimizer's step after the last backward pass of a step, and nothing after the others.
+
+        Raises:
+            UsageError: if no backward pass came before.
+        """
+        if self._passes == self._calls:
+            raise UsageError("no backward pass came before step(): call engine.backward(loss), or engine.scale(loss).backward()")
+        self._was_applied = False
+        if not self.is_gradient_accumulation_boundary():
+            self._calls += 1
             return
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._before_boundary = 0
+        self._passes = self._calls = 0
         self.global_steps += 1
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self.global_samples += self.train_batch_size()
+        report = self.optimizer.last_report
+        self._was_applied = report is None or not report.skipped
+        if not self._was_applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step()`` ends a step."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return not self._config.is_managed or self._calls + 1 >= self._config.micro_steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the next ``step()`` ends a step, in place of the count. A step may have fewer backward passes, not more."""
+        self._forced_boundary = is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` updated the weights."""
+        return self._was_applied
+
+    def no_sync(self) -> Any:
+        """As in DeepSpeed with ZeRO-2: refused, since gradients leave in each backward pass."""
+        raise UsageError("gradients leave in each backward pass, and servers add them up: leave no_sync() out")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left to clear after a step; what has left for the servers cannot be taken back."""
+        self.module.zero_grad(set_to_none)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refused: the job's accumulation steps are fixed."""
+        raise invalid("train_batch_size", train_batch_size, str(self.train_batch_size()), "set it in the config, for a new job", UsageError)
+
+    # What callers ask
+
+    def train_batch_size(self) -> int:
+        """Examples a step, of all ranks."""
+        return self._config.batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Examples of one backward pass of one rank."""
+        return self._config.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """How many backward passes a step has."""
+        return self._config.micro_steps
+
+    def gradient_clipping(self) -> float:
+        """The largest global gradient norm; 0 for no clipping."""
+        return self.optimizer.max_grad_norm or 0.0
 
     def get_global_grad_norm(self) -> float | None:
         """The global gradient norm of the last step, before clipping; None before the first."""
@@ -84,110 +166,173 @@ class Engine(nn.Module):
         """The learning rate of each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each param group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def get_type(self) -> str | None:
+        """The optimizer's type in the config."""
+        return self._config.optimizer_type
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self.optimizer.loss_scale
+
+    cur_scale = property(loss_scale)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether that changes with overflows."""
+        return self.fp16_enabled() and self._config.job["loss_scale"].dynamic
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model was cast to fp16."""
+        return self._config.dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model was cast to bf16."""
+        return self._config.dtype is torch.bfloat16
+
+    def zero_optimization_stage(self) -> int:
+        """The stage of the config."""
+        return self._config.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether that is above 0."""
+        return self._config.stage > 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def global_rank(self) -> int:
+        return self.optimizer.rank[0]
+
+    @property
+    def world_size(self) -> int:
+        return self.optimizer.rank[1]
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    # Files
+
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Has the servers write a checkpoint of their state, and writes what is this side's: buffers, scheduler, counters and
-        ``client_state`` (tensors and plain containers).
+        """Has the servers write a checkpoint of their state, and writes what is this side's: frozen parameters, buffers, scheduler,
+        counters and ``client_state`` (tensors and plain containers). All ranks call it.
 
         Raises:
             RefusedError: if a server has no folder for checkpoints (``checkpoint_dir``), or no room.
         """
-        name = tag or f"global_step{self.global_steps}"
-        version = self.optimizer.flush()
-        kept = self.optimizer.checkpoint(name)
-        parameters = {name for name, _ in self.module.named_parameters()}
-        state = {
-            "optimizer": self.optimizer.state_dict(),
-            "checkpoint": kept,
-            "version": version,
-            "buffers": {key: value for key, value in self.module.state_dict().items() if key not in parameters},
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-            "global_steps": self.global_steps,
-            "micro_steps": self.micro_steps,
-            "client_state": dict(client_state or {}),
-        }
-        folder = Path(save_dir) / name
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(state, folder / "engine.pt")
-        if save_latest:
-            (Path(save_dir) / "latest").write_text(name)
+        _engine_files.save(self, Path(save_dir), tag or f"global_step{self.global_steps}", client_state, save_latest, exclude_frozen_parameters)
         return True
 
-    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
-        """Goes on from what :meth:`save_checkpoint` wrote. The weights and the optimizer's state are on the servers.
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Goes back to what :meth:`save_checkpoint` wrote. If the servers are at another version, or have nothing of the job, they
+        restore their checkpoint of it. All ranks call it.
 
         Returns:
             The path, and the ``client_state``; None and an empty one if there is no checkpoint.
 
         Raises:
-            StateError: if the servers are at another version than the checkpoint, naming both and what to do.
+            StateError: if the servers have no checkpoint of that version, naming both versions and what to do.
+            InvalidError: for weights without the optimizer's state, which servers keep together.
         """
-        latest = Path(load_dir) / "latest"
-        if tag is None and not latest.exists():
-            return None, {}
-        name = tag or latest.read_text().strip()
-        path = Path(load_dir) / name / "engine.pt"
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        self.optimizer.open()
-        if state["version"] != self.optimizer.version:
+        if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise invalid(
-                "checkpoint.version",
-                state["version"],
-                f"{self.optimizer.version}, which the servers have",
-                f"`longshore restore --job {self.optimizer.job} --name {state['checkpoint']}` brings them back to it; without it, "
-                "do not load and go on from the servers' version",
-                StateError,
+                "load_checkpoint",
+                "asked for the module alone",
+                "asked for module and optimizer: servers keep both together",
+                "load what save_16bit_model wrote into the model, and start a new job from it",
+                InvalidError,
             )
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.module.load_state_dict(state["buffers"], strict=False)
-        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        self.global_steps, self.micro_steps = state["global_steps"], state["micro_steps"]
-        return str(path), state["client_state"]
+        return _engine_files.load(self, Path(load_dir), tag, load_module_strict, load_lr_scheduler_states)
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """Writes the model's ``state_dict`` with its newest weights, those in fp32 as bf16."""
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the model's ``state_dict`` with its newest weights, those in fp32 as bf16. Rank 0 writes."""
         self.optimizer.flush()
+        if not self.optimizer.is_first_rank:
+            return True
         folder = Path(save_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        left_out = _engine_files.frozen(self.module) if exclude_frozen_parameters else set()
         weights = {
             key: value.to(torch.bfloat16) if value.dtype is torch.float32 else value
             for key, value in self.module.state_dict().items()
+            if key not in left_out
         }
         torch.save(weights, folder / save_filename)
         return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict`` with its newest weights."""
+        self.optimizer.flush()
+        return self.module.state_dict()
 
     def destroy(self) -> None:
         """Ends the optimizer's job here, as :meth:`longshore.optim.Optimizer.close` says."""
         self.optimizer.close()
 
 
+def _cast(values: Any) -> Any:
+    """Inputs with every floating-point tensor in fp16."""
+    cast = lambda value: value.half() if isinstance(value, Tensor) and value.is_floating_point() else value  # noqa: E731
+    return torch.utils._pytree.tree_map(cast, values)
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: optim.Optimizer | None = None,
+    optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer] | None = None,
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Any = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, optim.Optimizer, Any, Any]:
     """Builds an engine as ``deepspeed.initialize`` does.
 
     Args:
         args: its ``deepspeed_config`` is the config, if there is no ``config``.
         model: the model, on its device.
-        optimizer: an optimizer of this package, where the config names none.
+        optimizer: an optimizer of this package, or a function that makes one, where the config names none.
         model_parameters: what to train; by default ``model.named_parameters()``.
-        training_data: a dataset; the loader that is returned makes micro-batches of it.
+        training_data: a dataset; the loader that is returned makes micro-batches of it, each rank's own.
         lr_scheduler: a scheduler of torch, or a function that makes one from the optimizer.
-        config: a dict or a JSON file in DeepSpeed's format. Every key is used, or refused with its path.
-            ``"longshore": {"servers": ..., "job": ...}`` has the options of :class:`longshore._options.Options`.
+        distributed_port, dist_init_required: mean nothing here: ranks meet on the servers.
+        mpu, mesh_param: refused.
+        config, config_params: a dict or a JSON file in DeepSpeed's format. Every key is used, named in a warning, or refused with its
+            path. ``"longshore": {"servers": ..., "job": ...}`` has the options of :class:`longshore._options.Options`.
 
     Returns:
         Engine, optimizer, data loader (or None), scheduler (or None).
@@ -197,20 +342,58 @@ def initialize(
     """
     if model is None:
         raise invalid("model", None, "given", "pass model=")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise invalid(name, type(value).__name__, "None", "model parallelism is the framework's: use DTensor parameters")
+    config = config if config is not None else config_params
     config = getattr(args, "deepspeed_config", None) if config is None else config
     if config is None:
         raise invalid("config", None, "given", "pass config=, a dict or the path of a JSON file")
     settings = Config.of(config if isinstance(config, Mapping) else json.loads(Path(config).read_text()))
-    if settings.is_bf16:
-        model.to(torch.bfloat16)
-    if optimizer is None:
-        params = model_parameters if model_parameters is not None else model.named_parameters()
-        optimizer = settings.optimizer(params)
-    elif settings.optimizer_type is not None:
-        raise invalid("optimizer", type(optimizer).__name__, "given once", "pass optimizer= or name one in the config")
-    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-        lr_scheduler = lr_scheduler(optimizer)
-    loader = None
-    if training_data is not None:
-        loader = torch.utils.data.DataLoader(training_data, settings.micro_batch, shuffle=True, collate_fn=collate_fn)
-    return Engine(model, optimizer, lr_scheduler, settings.micro_steps), optimizer, loader, lr_scheduler
+    if settings.dtype is not None:
+        model.to(settings.dtype)
+    params = model_parameters if model_parameters is not None else model.named_parameters()
+    optimizer = _optimizer(optimizer, params, settings)
+    lr_scheduler = _scheduler(lr_scheduler, optimizer, settings)
+    loader = None if training_data is None else _loader(training_data, optimizer, collate_fn, settings)
+    return Engine(model, optimizer, lr_scheduler, settings), optimizer, loader, lr_scheduler
+
+
+def _optimizer(given: Any, params: Any, settings: Config) -> optim.Optimizer:
+    if given is None:
+        return settings.optimizer(params)
+    if settings.optimizer_type is not None:
+        raise invalid("optimizer", type(given).__name__, "given once", "pass optimizer= or name one in the config")
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    if not isinstance(optimizer, optim.Optimizer):
+        remedy = "pass longshore's of the same name, or name optimizer.type in the config"
+        raise invalid("optimizer", type(optimizer).__name__, "an optimizer of longshore", remedy)
+    if settings.is_clip_given and settings.clip != optimizer.max_grad_norm:
+        limit = f"{optimizer.max_grad_norm}, the max_grad_norm of the optimizer that was passed"
+        raise invalid("gradient_clipping", settings.clip, limit, "leave it out of the config, or give the optimizer the same")
+    streams, accumulate = optimizer.accumulates
+    if streams and accumulate != settings.micro_steps:
+        limit = f"{accumulate}, the accumulate= of the optimizer that was passed"
+        raise invalid("gradient_accumulation_steps", settings.micro_steps, limit, "give the optimizer the same")
+    return optimizer
+
+
+def _scheduler(given: Any, optimizer: optim.Optimizer, settings: Config) -> Any:
+    if given is None:
+        return settings.scheduler(optimizer)
+    if settings.scheduler_type is not None:
+        raise invalid("scheduler", type(given).__name__, "given once", "pass lr_scheduler= or name one in the config")
+    return given if hasattr(given, "step") else given(optimizer)
+
+
+def _loader(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:
+    rank, world_size = optimizer.rank
+    sampler = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
+    return torch.utils.data.DataLoader(
+        data,
+        settings.micro_batch,
+        shuffle=sampler is None,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.drops_last,
+    )

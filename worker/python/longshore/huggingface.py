@@ -1,31 +1,93 @@
-"""A callback for the Hugging Face Trainer."""
+"""For the Hugging Face Trainer: a callback, and going on where the servers are."""
 
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
+from longshore import _auto, _rng
+from longshore._config import Config
 from longshore._optimizer import Optimizer
+from longshore._saving import Saving
+from longshore._trainer_data import BEHIND, TrainerData
+from longshore.errors import UsageError
 
 
 class Callback(TrainerCallback):
-    """Sees to it that evaluations and saves have the newest weights, and logs what the servers did.
+    """Sees to it that evaluations and saves have the newest weights, has the servers write a checkpoint where the Trainer saves,
+    logs what the servers did, and keeps with each step what :func:`newest` goes on from.
+
+    Evaluations leave the random generators as they were, so that a run which is resumed has the dropout of one that was not.
 
     Args:
-        checkpoint: whether the servers write a checkpoint whenever the Trainer saves. They need a folder for it.
+        checkpoint: whether the servers write a checkpoint whenever the Trainer saves, so that ``resume_from_checkpoint`` can go
+            back to it. They need a folder for it (``--checkpoint-dir``). None warns where they have none, True raises.
     """
 
-    def __init__(self, *, checkpoint: bool = False) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, *, checkpoint: bool | None = None) -> None:
+        self._saving = Saving(checkpoint)
+        self._generators: dict[str, Any] | None = None
+        self._resumed: bytes | None = None
+        self._saved_logs = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer, scheduler = _ours(kwargs), kwargs.get("lr_scheduler")
+        if optimizer is None:
+            return
+        optimizer.open()
+        self._check_resumed(optimizer, state)
+        if scheduler is not None and getattr(scheduler, BEHIND, False):
+            # The commit was made before the scheduler's own step.
+            delattr(scheduler, BEHIND)
+            scheduler.step()
+        self._saved_logs = len(state.log_history)
+        optimizer.resume_data = lambda: TrainerData.of(state, scheduler, self._saved_logs).encode()
+
+    def _check_resumed(self, optimizer: Optimizer, state: Any) -> None:
+        """Refuses to train the first steps again with the weights of later ones."""
+        found, self._resumed = optimizer.resumed, self._resumed
+        if not found or found == self._resumed:
+            return
+        self._resumed = found
+        step = TrainerData.decode(found).global_step
+        if step != state.global_step:
+            raise UsageError(
+                f"job {optimizer.job} is at step {step} on its servers, and the Trainer starts at step {state.global_step}: pass "
+                "resume_from_checkpoint=longshore.huggingface.newest(trainer) to train(), which goes on there; True, which goes "
+                "back to the last save; or give the optimizer another job="
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = _ours(kwargs)
-        if optimizer is not None and (control.should_evaluate or control.should_save or control.should_training_stop):
+        if optimizer is None:
+            return
+        if control.should_evaluate or control.should_training_stop:
             optimizer.flush()
+        if control.should_evaluate:
+            self._generators = _rng.take()
+        if control.should_save:
+            self._saving.save(optimizer, state.global_step)
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._generators is not None:
+            _rng.put(self._generators)
+            self._generators = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = _ours(kwargs)
-        if optimizer is not None and self._checkpoint:
-            optimizer.checkpoint(f"step-{state.global_step:08}")
+        if optimizer is not None:
+            # A save that on_step_end did not know of, as of the best model.
+            self._saving.save(optimizer, state.global_step)
+            self._saved_logs = len(state.log_history)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         optimizer = _ours(kwargs)
@@ -34,10 +96,70 @@ class Callback(TrainerCallback):
         report = optimizer.last_report
         logs["exposed_ms"] = round(report.exposed_s * 1e3, 3)
         logs["server_grad_norm"] = report.grad_norm
+        logs["loss_scale"] = report.loss_scale
+
+
+def newest(trainer: Trainer) -> str | None:
+    """The folder to resume from, at the last step that the servers decided: ``trainer.train(resume_from_checkpoint=newest(trainer))``.
+
+    Where the servers are further than what the Trainer saved last, as after a crash between two saves, a folder of the
+    Trainer's form is written under its ``output_dir``, from what :class:`Callback` kept with that step. All ranks call it.
+
+    Returns:
+        The folder, which may be the Trainer's last one; None where there is nothing to resume from.
+    """
+    output = Path(trainer.args.output_dir)
+    last = get_last_checkpoint(str(output)) if output.is_dir() else None
+    optimizer = _unwrapped(trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer())
+    kept = optimizer.resumed if optimizer is not None else None
+    if optimizer is None or not kept:
+        return last
+    data = TrainerData.decode(kept)
+    if last is not None and int(last.rsplit("-", 1)[1]) >= data.global_step:
+        return last
+    folder = output / f"checkpoint-{data.global_step}"
+    partial = output / f"partial-{data.global_step}"
+    if trainer.args.should_save:
+        shutil.rmtree(partial, ignore_errors=True)
+        trainer.save_model(str(partial), _internal_call=True)
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+        data.write(partial, Path(last) if last is not None else None, trainer.args.world_size)
+        os.replace(partial, folder)
+    trainer.accelerator.wait_for_everyone()
+    return str(folder)
+
+
+def deepspeed(
+    config: Mapping[str, Any] | str | os.PathLike[str], args: TrainingArguments, model: torch.nn.Module
+) -> tuple[Optimizer, Any]:
+    """What a DeepSpeed configuration says, for ``Trainer(..., optimizers=deepspeed(config, args, model))``.
+
+    ``"auto"`` is filled from the arguments, as the Trainer fills it for DeepSpeed, and any other value must agree with them. The
+    Trainer casts, accumulates and clips as the arguments say, and takes the scheduler if the configuration names one.
+
+    Returns:
+        The optimizer, and the scheduler or None.
+
+    Raises:
+        InvalidError: naming the config path, its value, what the arguments say, and the remedy.
+    """
+    given = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    settings = Config.of(_auto.filled(given, args))
+    if settings.optimizer_type is None:
+        given = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+        settings = dataclasses.replace(settings, optimizer_type="AdamW", optimizer_params=_auto.filled({"optimizer": given}, args)["optimizer"]["params"])
+    kind, arguments = settings.rule()
+    # The Trainer has its own scaler.
+    job = {name: value for name, value in settings.job.items() if name != "loss_scale"}
+    optimizer = kind(model.named_parameters(), **arguments, **{"missing_gradients": "zeros", **job})
+    return optimizer, settings.scheduler(optimizer)
 
 
 def _ours(kwargs: dict[str, Any]) -> Optimizer | None:
+    return _unwrapped(kwargs.get("optimizer"))
+
+
+def _unwrapped(optimizer: Any) -> Optimizer | None:
     """The optimizer of this package, which Accelerate may have wrapped."""
-    optimizer = kwargs.get("optimizer")
     optimizer = getattr(optimizer, "optimizer", optimizer)
     return optimizer if isinstance(optimizer, Optimizer) else None

@@ -1,6 +1,7 @@
 //! A rank's job, as Python sees it. Every call that may wait does so without the GIL, and ends with Ctrl-C.
 
 use std::{
+    borrow::Cow,
     cell::RefCell,
     process, ptr,
     sync::{Mutex, PoisonError},
@@ -8,7 +9,7 @@ use std::{
 
 use longshore_proto::{Dtype, Fault, Hyper, Version};
 use longshore_worker::{
-    Error, Filling, Result, Session, error::Misuse, export::Contents, session::is_loading,
+    Error, Filling, GoBack, Result, Session, error::Misuse, export::Contents, session::is_loading,
 };
 use pyo3::{prelude::*, types::PyDict};
 
@@ -140,6 +141,36 @@ impl Job {
         })
     }
 
+    /// Fills the job from a checkpoint, and gives up what its servers have of it. Rank 0 calls it before `start`. Returns the
+    /// version.
+    fn go_back(&self, py: Python<'_>, checkpoint: String) -> PyResult<u64> {
+        self.with(py, |stage| match stage {
+            Stage::Connected(session) => {
+                let how = GoBack { checkpoint: Some(checkpoint), discard_state: true };
+                Ok(session.go_back(&how)?.version.0)
+            }
+            _ => Err(Misuse("the job is started already").into()),
+        })
+    }
+
+    /// The name and version of each checkpoint that can be restored, in the order in which they were sealed.
+    fn checkpoints(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
+        let listed = self.session(py, Session::list_checkpoints)?;
+        let whole = listed.into_iter().filter(|checkpoint| checkpoint.damage.is_none());
+        Ok(whole.map(|checkpoint| (checkpoint.name, checkpoint.version.0)).collect())
+    }
+
+    /// What the trainer gave with the commit of the version that the job was joined at; None in a fresh job.
+    fn resumed(&self, py: Python<'_>) -> PyResult<Option<Cow<'static, [u8]>>> {
+        Ok(self.train(py, |training| Ok(training.resumed()))?.map(Cow::Owned))
+    }
+
+    /// What the losses of the step in hand are multiplied by.
+    fn loss_scale(&self, py: Python<'_>) -> PyResult<f64> {
+        let factor = self.settings.scale_factor();
+        self.train(py, |training| Ok(training.loss_scale()? * factor))
+    }
+
     /// Opens and joins the job. If it is new it is filled: from the parameters, one tensor each; or from tensors that are
     /// read one by one, which are the number of updates that made them (none for weights alone) and a callable from an
     /// array's number and a parameter's to a tensor. `found` says that the job was there before. Returns its version, and
@@ -215,7 +246,8 @@ impl Job {
     /// What became of the steps since the last call.
     fn outcomes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let outcomes = self.train(py, |training| Ok(training.outcomes()))?;
-        outcomes.iter().map(|outcome| report::of_outcome(py, outcome)).collect()
+        let factor = self.settings.scale_factor();
+        outcomes.iter().map(|outcome| report::of_outcome(py, outcome, factor)).collect()
     }
 
     /// Writes the newest version's weights into tensors of one type, one for each parameter. Returns the version, and

@@ -8,7 +8,8 @@ use std::{
 
 use longshore_proto::{Fault, Formats, Hyper, JobName, JobSpec, Param, Rank, Step};
 use longshore_worker::{
-    Accumulate, Interrupt, LossScaler, Options, PipelineOptions, Schedule, pipeline::Weights,
+    Accumulate, Interrupt, LossScaler, LossScalerOptions, Options, PipelineOptions, Schedule,
+    pipeline::Weights,
 };
 use pyo3::FromPyObject;
 
@@ -34,6 +35,8 @@ pub(crate) struct Settings {
     clip: Option<f64>,
     /// Gradients are used as they come.
     unchecked: bool,
+    /// What losses are multiplied by; None where they are not.
+    loss_scale: Option<GivenScaler>,
     shard_elements: u64,
     tier: String,
     state: String,
@@ -41,6 +44,17 @@ pub(crate) struct Settings {
     seed: u64,
     transport: String,
     deadline_s: f64,
+}
+
+/// `longshore._options.LossScale`, field by field.
+#[derive(FromPyObject)]
+pub(crate) struct GivenScaler {
+    dynamic: bool,
+    initial: f64,
+    window: u64,
+    hysteresis: u32,
+    consecutive_hysteresis: bool,
+    min: f64,
 }
 
 /// What a param group's hyperparameters are for one step.
@@ -139,10 +153,30 @@ impl Settings {
         })
     }
 
+    /// How much larger a loss is than the scaler says. Servers divide by the number of gradients, and so does a worker
+    /// that adds them up: in torch they add up.
+    pub(crate) fn scale_factor(&self) -> f64 {
+        f64::from(self.micro_steps.max(1))
+    }
+
+    fn scaler(&self) -> Result<LossScaler, Fault> {
+        let factor = self.scale_factor();
+        match &self.loss_scale {
+            None => LossScaler::fixed(1.0 / factor),
+            Some(given) if !given.dynamic => LossScaler::fixed(given.initial / factor),
+            Some(given) => LossScaler::dynamic(LossScalerOptions {
+                initial: given.initial / factor,
+                window: given.window,
+                hysteresis: given.hysteresis,
+                consecutive_hysteresis: given.consecutive_hysteresis,
+                min: given.min / factor,
+            }),
+        }
+    }
+
     pub(crate) fn pipeline(&self, steps: &StepByStep) -> Result<PipelineOptions, Fault> {
         let (hypers, drains) = (steps.clone(), steps.clone());
-        // Servers divide by the number of gradients, and so does a worker that adds them up: in torch they add up.
-        let scaler = LossScaler::fixed(1.0 / f64::from(self.micro_steps.max(1)))?;
+        let scaler = self.scaler()?;
         let schedule = match self.delay {
             0 => Schedule::exact(),
             _ => Schedule::delayed(self.warmup_steps).draining_when(move |step| drains.drains_after(step)),

@@ -16,6 +16,8 @@ pub(crate) struct Training {
     /// Where each parameter lies in the flat space.
     places: Vec<Range<u64>>,
     begun: Option<Step>,
+    /// The loss scale of the step that was begun last.
+    loss_scale: f64,
     /// What takes the gradients of the micro-step in hand.
     assembler: Option<Assembler>,
     /// How many micro-steps of the step in hand are whole.
@@ -58,6 +60,7 @@ impl Training {
             steps,
             places,
             begun: None,
+            loss_scale: 1.0,
             assembler: None,
             micro_steps: 0,
             unread: None,
@@ -83,11 +86,22 @@ impl Training {
         match self.begun {
             Some(step) => Ok(step),
             None => {
-                let step = self.pipeline.begin()?.step;
-                self.micro_steps = 0;
-                Ok(*self.begun.insert(step))
+                let inputs = self.pipeline.begin()?;
+                (self.micro_steps, self.loss_scale) = (0, inputs.loss_scale);
+                Ok(*self.begun.insert(inputs.step))
             }
         }
+    }
+
+    /// The loss scale of the step in hand, which it begins.
+    pub(crate) fn loss_scale(&mut self) -> Result<f64> {
+        self.begin()?;
+        Ok(self.loss_scale)
+    }
+
+    /// The trainer's own bytes in the commit of the version that it joined at.
+    pub(crate) fn resumed(&self) -> Option<Vec<u8>> {
+        self.pipeline.resumed().map(<[u8]>::to_vec)
     }
 
     /// Sends gradients of the micro-step in hand, times `scale`.

@@ -5,8 +5,11 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{FaultKind, JobName, ServerId, Version};
-use longshore_wire::v1::{JobProgress, Phase};
+use longshore_proto::{FaultKind, JobName, JobSpec, ServerId, Version};
+use longshore_wire::{
+    Wire,
+    v1::{JobProgress, Phase, RestoreResponse},
+};
 
 use super::{
     admin::delete_job_on,
@@ -89,9 +92,10 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
     let holders = there.holders();
     // A restore was cut off, or a part was lost at the checkpoint's very version: nothing has to be given up.
     if holders.iter().all(|&server| there.version(server) == checkpoint.version) {
-        open_everywhere(cluster).await?;
-        match restore(cluster, name).await {
-            Err(error) if !holders.is_empty() && is_other_state(&error) => {}
+        match open_and_restore(cluster, name).await {
+            Err(error)
+                if !holders.is_empty()
+                    && (is_other_state(&error) || is_other_spec(cluster, &known, &error)) => {}
             other => return other.map(|_| checkpoint),
         }
     }
@@ -99,7 +103,12 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
     if !gone && !discard {
         return Err(kept(cluster, &checkpoint, there));
     }
-    open_everywhere(cluster).await?;
+    match open_everywhere(cluster).await {
+        // The job that is given up may have another spec where a checkpoint leaves that open. The servers
+        // compare the checkpoint with it as it is open.
+        Err(error) if !holders.is_empty() && is_other_spec(cluster, &known, &error) => {}
+        other => drop(other?),
+    }
     verify_checkpoint(cluster, name).await?;
     for &server in &holders {
         let (server, version) = (cluster.address(server), there.version(server));
@@ -109,6 +118,11 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
     open_again(cluster).await?;
     restore(cluster, name).await?;
     Ok(checkpoint)
+}
+
+async fn open_and_restore(cluster: &Cluster, name: &str) -> Result<Version> {
+    open_everywhere(cluster).await?;
+    restore(cluster, name).await
 }
 
 /// Opens the job again. The memory and folders of a deleted job are free once its last call has ended.
@@ -177,6 +191,25 @@ fn is_unreadable(error: &Error) -> bool {
         Error::OtherCheckpoints(_) => true,
         _ => false,
     }
+}
+
+/// Whether a server has the job open with another spec, and the checkpoint of that one may fill this one: it leaves open how
+/// many gradients make a step, and how the job is stored.
+fn is_other_spec(cluster: &Cluster, known: &RestoreResponse, error: &Error) -> bool {
+    let (Error::Call(failed), Ok(open)) = (error, JobSpec::from_wire(known.spec.clone())) else {
+        return false;
+    };
+    let ours = cluster.spec();
+    let of_open = JobSpec {
+        world_size: ours.world_size,
+        micro_steps: ours.micro_steps,
+        partitions: ours.partitions.clone(),
+        shard_elements: ours.shard_elements,
+        tier: ours.tier,
+        unchecked: ours.unchecked,
+        ..open
+    };
+    failed.fault.kind == FaultKind::Conflict && of_open.same_as(ours).is_ok()
 }
 
 /// Whether a server has state, and it is not the checkpoint's.

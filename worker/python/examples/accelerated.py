@@ -1,0 +1,88 @@
+"""A small model trained with Accelerate, its optimizer on servers.
+
+    python accelerated.py OUTPUT_DIR [SERVERS [JOB]]
+
+It saves every four steps. Started again, it goes on from the last save.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from torch import nn
+
+import longshore
+import longshore.accelerate
+
+STEPS, SAVE_STEPS = 12, 4
+
+
+def data() -> torch.utils.data.TensorDataset:
+    """Vectors, to be sorted into four classes."""
+    inputs = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
+
+
+def model() -> nn.Module:
+    """With dropout, so that what random numbers a run draws can be seen in its losses."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 4))
+
+
+def main(output: str, servers: str | None = None, job: str | None = None) -> dict[int, float]:
+    """Trains, and returns the loss of each step."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = model()
+    optimizer = longshore.AdamW(network.named_parameters(), lr=1e-2, servers=servers, job=job)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    # With a generator of its own an iterator draws nothing from the one that dropout uses, so that a resumed run has the same.
+    loader = torch.utils.data.DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(0))
+    network, optimizer, loader, schedule = accelerator.prepare(network, optimizer, loader, schedule)
+    longshore.accelerate.attach(accelerator)
+
+    step, losses = resumed(accelerator, Path(output))
+    for inputs, labels in skip_first_batches(loader, 2 * step):
+        with accelerator.accumulate(network):
+            if len(losses) == step:
+                print(f"step {step}", flush=True)
+            loss = nn.functional.cross_entropy(network(inputs), labels)
+            accelerator.backward(loss)
+            losses.setdefault(step + 1, loss.item())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            step += 1
+            print(f"loss {step} {losses[step]!r}", flush=True)
+            if step % SAVE_STEPS == 0:
+                save(accelerator, Path(output), step, losses)
+            if step == STEPS:
+                break
+    return losses
+
+
+def save(accelerator: Accelerator, output: Path, step: int, losses: dict[int, float]) -> None:
+    """Writes a folder that is whole as soon as it has its name."""
+    partial = output / "partial"
+    accelerator.save_state(str(partial))
+    (partial / "losses.json").write_text(json.dumps(losses))
+    os.replace(partial, output / f"step-{step:04}")
+
+
+def resumed(accelerator: Accelerator, output: Path) -> tuple[int, dict[int, float]]:
+    """Loads the last save, if there is one. Returns its step, and the losses up to it."""
+    saves = sorted(output.glob("step-*"))
+    if not saves:
+        return 0, {}
+    accelerator.load_state(str(saves[-1]))
+    losses = json.loads((saves[-1] / "losses.json").read_text())
+    return int(saves[-1].name[5:]), {int(step): loss for step, loss in losses.items()}
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:]))

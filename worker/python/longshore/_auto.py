@@ -1,0 +1,59 @@
+"""``"auto"`` in a DeepSpeed configuration, filled from the Trainer's arguments as the Trainer does for DeepSpeed."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from longshore.errors import invalid
+
+#: Sizes that DeepSpeed works with and nothing here does: an "auto" of them is left out.
+_SIZES = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+def filled(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """The configuration without ``"auto"``.
+
+    Raises:
+        InvalidError: for a value that contradicts the arguments, or an ``"auto"`` that they do not fill.
+    """
+    found = {key: copy.deepcopy(value) if isinstance(value, (dict, list)) and key != "longshore" else value for key, value in config.items()}
+    for path, (value, argument) in _values(args).items():
+        section, _, key = path.rpartition(".")
+        inside: Any = found
+        for part in section.split(".") if section else ():
+            inside = inside.get(part) if isinstance(inside, dict) else None
+        if not isinstance(inside, dict) or inside.get(key) is None:
+            continue
+        if inside[key] == "auto":
+            if value is None:
+                raise invalid(path, "'auto'", f"a value where TrainingArguments.{argument} is not set", "write the number, or set it")
+            inside[key] = value
+        elif argument is not None and inside[key] != value:
+            limit = f"{value}, as TrainingArguments.{argument} says"
+            raise invalid(path, inside[key], limit, "make them equal, or write 'auto'")
+    zero = found.get("zero_optimization")
+    if isinstance(zero, dict):
+        found["zero_optimization"] = {key: value for key, value in zero.items() if not (key in _SIZES and value == "auto")}
+    return found
+
+
+def _values(args: Any) -> dict[str, tuple[Any, str | None]]:
+    """Of each path: its value, and the argument that it must agree with."""
+    steps = args.max_steps if args.max_steps > 0 else None
+    batch = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": (args.per_device_train_batch_size, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": (args.gradient_accumulation_steps, "gradient_accumulation_steps"),
+        "train_batch_size": (batch, "per_device_train_batch_size"),
+        "gradient_clipping": (args.max_grad_norm, "max_grad_norm"),
+        "optimizer.params.lr": (args.learning_rate, "learning_rate"),
+        "optimizer.params.betas": ([args.adam_beta1, args.adam_beta2], "adam_beta1"),
+        "optimizer.params.eps": (args.adam_epsilon, "adam_epsilon"),
+        "optimizer.params.weight_decay": (args.weight_decay, "weight_decay"),
+        "scheduler.params.warmup_min_lr": (0, None),
+        "scheduler.params.warmup_max_lr": (args.learning_rate, "learning_rate"),
+        "scheduler.params.total_num_steps": (steps, "max_steps"),
+        "scheduler.params.warmup_num_steps": (max(1, args.get_warmup_steps(steps)) if steps else None, "warmup_steps"),
+        "fp16.enabled": (bool(args.fp16 or args.fp16_full_eval), "fp16"),
+        "bf16.enabled": (bool(args.bf16 or args.bf16_full_eval), "bf16"),
+    }

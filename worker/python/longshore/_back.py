@@ -1,0 +1,153 @@
+"""Back to a version that a handle names, from a checkpoint that the servers wrote of it."""
+
+import contextlib
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longshore import _params, _state
+from longshore._connection import Connection
+from longshore._options import Options
+from longshore._streaming import Stream
+from longshore.errors import LongshoreError, WaitError
+
+#: How long a rank waits between two looks at what rank 0 does.
+_LOOK_S = 0.05
+
+
+class Back:
+    """The part of an optimizer that goes back to a checkpoint."""
+
+    _options: Options
+    _job_name: str
+    _connection: Connection | None
+    _stream: Stream | None
+    _finalizer: Any
+    _checkpointed: tuple[int, str] | None
+    version: int
+
+    def _new_connection(self) -> Connection:
+        raise NotImplementedError
+
+    def _start(self, connection: Connection, *, found: bool = False) -> Connection:
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """This worker among the job's, and how many these are."""
+        return self._options.place()
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is rank 0, which decides steps and asks for checkpoints."""
+        return self.rank[0] == 0
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What servers clip to."""
+        return self._options.max_grad_norm
+
+    @property
+    def accumulates(self) -> tuple[bool, int]:
+        """Whether gradients leave as backward makes them, and of how many backward passes a step is made then."""
+        return self._options.streaming, self._options.accumulate
+
+    @property
+    def passing_checkpoints(self) -> Path | None:
+        """The folder of checkpoints of a server that ends with this process; None where the job's servers are others."""
+        server = self._options.server()
+        return Path(server.checkpoint_dir) if server is not None and server.is_passing and server.checkpoint_dir else None
+
+    def adopt(self, job: str) -> None:
+        """Takes the name of a job whose server ended with its process, to go back to a checkpoint of it. The job in hand ends."""
+        if job == self._job_name:
+            return
+        if self._connection is not None:
+            self._finalizer.detach()
+            tensors = [id(param.tensor) for param in self._connection.params]
+            _params.release(tensors)
+            self._connection.job.close(True)
+            self._connection = None
+        self._job_name = job
+
+    @property
+    def resumed(self) -> bytes | None:
+        """What :attr:`resume_data` gave with the commit of the version that this optimizer has joined at; None in a new job."""
+        return self._connection.job.resumed() if self._connection else None
+
+    def _go_back(self, state_dict: dict[str, Any]) -> None:
+        wanted = _wanted(state_dict, self._job_name, self.version)
+        if wanted is None:
+            return
+        connection, old = self._new_connection(), self._connection
+        name = _find(connection, *wanted)
+        if name is None:
+            return  # the check that follows says so
+        if old is not None:
+            self._finalizer.detach()
+        _go(connection, old, self._options.place()[0], wanted[0], name, self._options.deadline)
+        tensors = [id(param.tensor) for param in connection.params]
+        _params.release(tensors)
+        self._start(connection, found=True)
+        self._checkpointed = (wanted[0], name)
+        if self._stream is not None:
+            self._stream.unhook()
+            self._stream = Stream(self)
+
+
+def _wanted(state_dict: dict[str, Any], job: str, version: int) -> tuple[int, str | None] | None:
+    """The version of this job that a handle names, and its checkpoint if the handle names one; None where the servers are there
+    already, and where the handle is of another job."""
+    handle = state_dict.get(_state.KEY)
+    if not isinstance(handle, dict) or handle.get("job") != job:
+        return None
+    named = handle.get("version")
+    return None if not isinstance(named, int) or named == version else (named, handle.get("checkpoint"))
+
+
+def _find(connection: Connection, version: int, name: str | None) -> str | None:
+    """The checkpoint of a version: the one that is named, or the one that was written last."""
+    there = [found for found, of in connection.job.checkpoints() if of == version]
+    return name if name in there else there[-1] if there else None
+
+
+def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str, deadline: float) -> None:
+    """Fills the job from a checkpoint, and gives up what its servers have of it. All ranks must come here."""
+    job = connection.name
+    if old is not None:
+        warnings.warn(
+            f"job {job} goes back from version {old.version} to {version}, as the state that is loaded says: the steps between are "
+            f"given up. Checkpoint {name} stays",
+            UserWarning,
+            stacklevel=4,
+        )
+        # The job that it holds may be gone already.
+        with contextlib.suppress(LongshoreError):
+            old.job.close(False)
+    _meet(connection)
+    if rank == 0:
+        connection.job.go_back(name)
+    _meet(connection)
+    if rank != 0:
+        _await(connection, version, deadline)
+
+
+def _meet(connection: Connection) -> None:
+    """Waits for the other ranks, where torch.distributed knows them."""
+    if connection.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def _await(connection: Connection, version: int, deadline: float) -> None:
+    """Waits until rank 0 has brought the job back."""
+    end = time.monotonic() + deadline
+    while connection.job.find() != version:
+        if time.monotonic() > end:
+            raise WaitError(
+                f"rank 0 has not brought job {connection.name} back to version {version} in {deadline:.0f} s: load the state on all "
+                "ranks, or raise deadline="
+            )
+        time.sleep(_LOOK_S)

@@ -1,0 +1,109 @@
+"""What an engine writes beside the servers' checkpoint, and how it goes back to both."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from longshore.errors import StateError, invalid
+
+if TYPE_CHECKING:
+    from longshore.engine import Engine
+
+_STATE = "engine.pt"
+#: Where the checkpoint of a server lies that ends with its process.
+_SERVERS = "servers"
+
+
+def save(
+    engine: "Engine", folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
+) -> None:
+    """Writes a tag's folder; rank 0 does."""
+    optimizer = engine.optimizer
+    version = optimizer.flush()
+    if not optimizer.is_first_rank:
+        return
+    kept = optimizer.checkpoint(tag)
+    parameters = {name for name, _ in engine.module.named_parameters()}
+    left_out = parameters if leaves_frozen else parameters - frozen(engine.module)
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "checkpoint": kept,
+        "version": version,
+        "module": {key: value for key, value in engine.module.state_dict().items() if key not in left_out},
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "client_state": dict(client_state or {}),
+    }
+    (folder / tag).mkdir(parents=True, exist_ok=True)
+    place = optimizer.passing_checkpoints
+    if place is not None:
+        _copy(place / optimizer.job / kept, folder / tag / _SERVERS)
+    torch.save(state, folder / tag / _STATE)
+    if is_latest:
+        (folder / "latest").write_text(tag)
+
+
+_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+
+
+def load(
+    engine: "Engine", folder: Path, tag: str | None, is_strict: bool, loads_scheduler: bool
+) -> tuple[str | None, dict[str, Any]]:
+    """Goes back to a tag, or to the latest one.
+
+    Raises:
+        StateError: for a tag that is not there, or of which the servers have no checkpoint.
+    """
+    if tag is None:
+        if not (folder / "latest").exists():
+            return None, {}
+        tag = (folder / "latest").read_text().strip()
+    path = folder / tag / _STATE
+    if not path.exists():
+        there = ", ".join(sorted(found.parent.name for found in folder.glob(f"*/{_STATE}"))) or "none"
+        raise invalid("tag", tag, f"one of those in {folder}: {there}", "name one of these, or leave tag out for the latest", StateError)
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    optimizer = engine.optimizer
+    place = optimizer.passing_checkpoints
+    if place is not None and (folder / tag / _SERVERS).exists():
+        job = state["optimizer"]["longshore"]["job"]
+        optimizer.adopt(job)
+        _copy(folder / tag / _SERVERS, place / job / state["checkpoint"])
+    optimizer.load_state_dict(state["optimizer"])
+    _load_rest(engine.module, state["module"], is_strict)
+    if loads_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    for name in _COUNTERS:
+        setattr(engine, name, state["counters"][name])
+    return str(path), state["client_state"]
+
+
+def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None:
+    """Loads what servers do not have."""
+    unexpected = module.load_state_dict(kept, strict=False).unexpected_keys
+    if unexpected and is_strict:
+        limit, remedy = "a name of the model", "load it into the model that it was saved from, or pass load_module_strict=False"
+        raise invalid("checkpoint.module", unexpected[0], limit, remedy, StateError)
+
+
+def frozen(module: nn.Module) -> set[str]:
+    """The names of parameters that do not train."""
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a folder, by links where both are on one drive. Checkpoints are not written to again."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:
+            shutil.copyfile(one, other)
+
+    if not target.exists():
+        shutil.copytree(source, target, copy_function=link)

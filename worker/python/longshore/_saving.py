@@ -1,0 +1,37 @@
+"""What every framework's adapter does where the framework saves."""
+
+import warnings
+
+from longshore._optimizer import Optimizer
+from longshore.errors import RefusedError
+
+
+class Saving:
+    """Has the servers write a checkpoint for each save.
+
+    Args:
+        checkpoint: None warns once where the servers have no folder for checkpoints, True raises, False asks for none.
+    """
+
+    def __init__(self, checkpoint: bool | None) -> None:
+        self._checkpoint = checkpoint
+
+    def save(self, optimizer: Optimizer, step: int) -> None:
+        """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
+        A server that ends with this process writes none, unless it was asked for: nobody could go back to it.
+
+        Raises:
+            RefusedError: if checkpoints were asked for and a server cannot write one.
+        """
+        optimizer.flush()
+        is_lost = optimizer.passing_checkpoints is not None and self._checkpoint is None
+        if self._checkpoint is False or not optimizer.is_first_rank or is_lost:
+            return
+        try:
+            optimizer.checkpoint(f"step-{step:08}")
+        except RefusedError as error:
+            if self._checkpoint:
+                raise
+            self._checkpoint = False
+            message = f"the servers write no checkpoints, so nothing can go back to this save: {error}"
+            warnings.warn(message, UserWarning, stacklevel=3)

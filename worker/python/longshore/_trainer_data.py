@@ -1,0 +1,97 @@
+"""What the Trainer needs to go on after a step, as it rides on the step's commit."""
+
+import dataclasses
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from longshore import _rng
+from longshore.errors import StateError, invalid
+
+_FORMAT = 1
+_STATE = "trainer_state.json"
+#: So many log entries ride on a commit. The others are in what the Trainer saved.
+_LOGS_KEPT = 200
+#: An attribute of a scheduler that was loaded as it was before its own step.
+BEHIND = "_longshore_behind"
+
+
+@dataclass(frozen=True)
+class TrainerData:
+    """The Trainer's state, its scheduler's and its generators', as they are when a step's commit is made.
+
+    Attributes:
+        state: the fields of ``TrainerState`` after the step, with the log entries since the last save.
+        scheduler: the scheduler's state before its own step; None without one. is_behind: whether that step is to be made.
+        generators: as :func:`longshore._rng.take` returns them.
+    """
+
+    state: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    is_behind: bool
+    generators: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: Any, scheduler: Any, saved_logs: int) -> "TrainerData":
+        """Of a Trainer that is about to make a step."""
+        logs = state.log_history[saved_logs:][-_LOGS_KEPT:]
+        fields = {
+            field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "log_history"
+        }
+        after = {**fields, "global_step": state.global_step + 1, "log_history": logs}
+        kept = None if scheduler is None else scheduler.state_dict()
+        return cls(after, kept, not isinstance(scheduler, ReduceLROnPlateau), _rng.take())
+
+    @property
+    def global_step(self) -> int:
+        return self.state["global_step"]
+
+    def encode(self) -> bytes:
+        kept = {
+            "format": _FORMAT,
+            "state": json.dumps(self.state),
+            "scheduler": self.scheduler,
+            "is_behind": self.is_behind,
+            "generators": self.generators,
+        }
+        buffer = io.BytesIO()
+        torch.save(kept, buffer)
+        return buffer.getvalue()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "TrainerData":
+        """Reads what another process kept. It may hold plain containers and tensors alone.
+
+        Raises:
+            StateError: for the data of another program.
+        """
+        try:
+            kept = torch.load(io.BytesIO(data), weights_only=True)
+            if kept["format"] != _FORMAT:
+                raise ValueError(f"format {kept['format']}")
+            return cls(json.loads(kept["state"]), kept["scheduler"], kept["is_behind"], kept["generators"])
+        except Exception as error:
+            raise invalid(
+                "the job's resume data",
+                f"{len(data)} bytes that cannot be read ({error})",
+                f"those of longshore.huggingface.Callback in format {_FORMAT}",
+                "resume with the program that trained the job, or give the optimizer another job=",
+                StateError,
+            ) from error
+
+    def write(self, folder: Path, before: Path | None, world_size: int) -> None:
+        """Writes the Trainer's files, but for model and optimizer. ``before`` is the folder that it saved last."""
+        earlier = json.loads((before / _STATE).read_text())["log_history"] if before is not None else []
+        state = {**self.state, "log_history": earlier + self.state["log_history"]}
+        (folder / _STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+        if self.scheduler is not None:
+            behind = {BEHIND: True} if self.is_behind else {}
+            torch.save({**self.scheduler, **behind}, folder / "scheduler.pt")
+        generators = dict(self.generators)
+        generators["numpy"] = _rng.of_numpy(generators["numpy"])
+        torch.save(generators, folder / ("rng_state.pth" if world_size <= 1 else "rng_state_0.pth"))

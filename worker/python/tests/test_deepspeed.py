@@ -1,0 +1,334 @@
+"""DeepSpeed's shape and its configuration: used, named in a warning, or refused with the path."""
+
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from models import distance, pair, same_bits
+
+import longshore
+from longshore import _config_keys, errors, schedules
+from longshore._config import Config
+
+DOCUMENT = pathlib.Path(__file__).parent.parent.parent.parent / "docs" / "migrate.md"
+CONFIG = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99]}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def train(engine: longshore.Engine, model: torch.nn.Module, steps: range) -> list[float]:
+    losses = []
+    for micro_step in range(2 * steps.start, 2 * steps.stop):
+        loss = model.loss(micro_step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_engine_trains_as_a_plain_loop_does(tmp_path: pathlib.Path) -> None:
+    ours, theirs = pair("mlp")
+    engine, optimizer, loader, _ = longshore.initialize(model=ours, config=CONFIG, training_data=list(range(12)))
+    assert (engine.gradient_accumulation_steps(), engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (2, 8, 4)
+    assert (engine.gradient_clipping(), engine.zero_optimization_stage(), engine.get_lr(), loader.batch_size) == (0.5, 2, [1e-2], 4)
+    assert engine.layers is ours.layers
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(10):
+        for micro_step in (0, 1):
+            assert engine.is_gradient_accumulation_boundary() is (micro_step == 1)
+            if micro_step:
+                engine.backward(ours.loss(2 * step + micro_step))
+            else:
+                engine.scale(ours.loss(2 * step + micro_step)).backward()
+            engine.step()
+            assert engine.was_step_applied() is (micro_step == 1)
+            (theirs.loss(2 * step + micro_step) / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item()
+        reference.step()
+        reference.zero_grad()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps) == (10, 20, 80, 0)
+    assert distance(ours, theirs) < 1e-5
+    engine.save_16bit_model(tmp_path / "half")
+    half = torch.load(tmp_path / "half" / "pytorch_model.bin", weights_only=True)
+    assert half["layers.0.weight"].dtype is torch.bfloat16
+    with pytest.raises(errors.UsageError, match=r"no backward pass.*engine\.backward"):
+        engine.step()
+    engine.destroy()
+
+
+def test_the_engine_goes_back_to_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    model, _ = pair("mlp")
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
+    engine, optimizer, _, _ = longshore.initialize(model=model, config={**CONFIG, "scheduler": scheduler})
+    train(engine, model, range(3))
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    undisturbed = train(engine, model, range(3, 7))
+    with pytest.warns(UserWarning, match="goes back from version 7 to 3"):
+        path, client = engine.load_checkpoint(tmp_path)
+    assert path is not None and client == {"epoch": 3}
+    assert (engine.global_steps, engine.global_samples, optimizer.version) == (3, 24, 3)
+    assert train(engine, model, range(3, 7)) == undisturbed
+    with pytest.raises(errors.StateError, match="tag is global_step9, but must be one of those.*global_step3"):
+        engine.load_checkpoint(tmp_path, tag="global_step9")
+    assert engine.load_checkpoint(tmp_path / "empty") == (None, {})
+    with pytest.raises(errors.InvalidError, match="save_16bit_model"):
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+
+
+def test_another_process_goes_on_from_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    """Its server has ended with it."""
+    code = f"""
+import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import torch; torch.set_num_threads(1)
+from test_deepspeed import *
+model, _ = pair("mlp")
+engine = longshore.initialize(model=model, config=CONFIG)[0]
+train(engine, model, range(3))
+engine.save_checkpoint({str(tmp_path)!r})
+print(json.dumps(train(engine, model, range(3, 6))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    model, _ = pair("mlp")
+    engine = longshore.initialize(model=model, config=CONFIG)[0]
+    train(engine, model, range(1))
+    engine.load_checkpoint(tmp_path)
+    assert train(engine, model, range(3, 6)) == json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_stage_2_with_offloading_runs(device: str, tmp_path: pathlib.Path) -> None:
+    offload = {"device": device, "pin_memory": True, "buffer_count": 4, "fast_init": False}
+    if device == "nvme":
+        offload["nvme_path"] = str(tmp_path)
+    config = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    model, other = pair("mlp")
+    with pytest.warns(UserWarning, match=r"offload_optimizer\.fast_init changes nothing here"):
+        engine, _, _, _ = longshore.initialize(model=model, config=config)
+    train(engine, model, range(3))
+    # The tier changes no bit.
+    reference = longshore.initialize(model=other, config=CONFIG)[0]
+    train(reference, other, range(3))
+    assert same_bits(model, other)
+    assert bool([*tmp_path.rglob("*")]) is (device == "nvme")
+
+
+def test_stage_3_is_refused() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    with pytest.raises(errors.InvalidError, match=r"zero_optimization\.stage is 3.*stage 3 is not here yet: use stage 2"):
+        longshore.initialize(model=pair("mlp")[0], config={**CONFIG, "zero_optimization": zero})
+
+
+def test_fp16_scales_its_losses_as_deepspeed_does() -> None:
+    model, before = pair("mlp")
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 4}
+    engine, optimizer, _, _ = longshore.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 1, "fp16": fp16})
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale()
+    before.half()
+    model_loss = lambda step: torch.nn.functional.cross_entropy(  # noqa: E731
+        engine(torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).half()).float(), torch.arange(8) % 4
+    )
+    engine.module = model.layers
+    scale, clean, first = 2.0**24, 0, None
+    for step in range(30):
+        assert engine.loss_scale() == scale
+        engine.backward(model_loss(step))
+        engine.step()
+        assert optimizer.last_report.loss_scale == scale
+        if engine.was_step_applied():
+            first = step if first is None else first
+            assert not same_bits(model, before)
+            clean += 1
+            # It doubles when the window has passed since the last overflow.
+            if clean > 1 and (clean - 1) % 4 == 0:
+                scale *= 2
+        else:
+            if first is None:
+                assert same_bits(model, before)
+            scale, clean = max(scale / 2, 1.0), 0
+    assert first is not None and first > 0
+    assert engine.skipped_steps + optimizer.state_dict()["state"][0]["step"].item() == 30
+    assert engine.global_steps == 30
+    with pytest.raises(errors.UsageError, match="carries the loss scale|leaves as backward"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradient_clippin": 1.0}, "config key gradient_clippin is 1.0.*did you mean gradient_clipping"),
+        ({"offload_optimizer": {"device": "cpu"}}, r"offload_optimizer\.device.*at zero_optimization\.offload_optimizer\.device"),
+        ({"overlap_comm": True}, r"overlap_comm.*at zero_optimization\.overlap_comm"),
+        ({"zenflow": {"topk_ratio": 0.1}}, r"zenflow\.topk_ratio.*at zero_optimization\.zenflow\.topk_ratio"),
+        ({"lr": 1e-3}, r"config key lr.*at optimizer\.params\.lr"),
+        ({"bf16": True}, "bf16 is True, but must be a section"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, r"fp16\.enabled is True, but must be False where bf16\.enabled"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, r"bfloat16\.enabled.*given once"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param\.device.*stage 3 is not here yet"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, r"nvme_path is '/x', but must be left out"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, r"nvme_path is None.*longshore\.servers"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, r"device is 'gpu', but must be one of none, cpu, nvme"),
+        ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size is 8, but must be 6: micro-batch 3 x 2 micro-steps x 1 ranks"),
+        ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto'.*huggingface.deepspeed"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, r"optimizer\.params\.lr is 'auto'"),
+        ({"optimizer": {"type": "Lamb"}}, r"optimizer\.type is Lamb.*one of adamw"),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, r"optimizer\.params\.learning_rate.*one of lr"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, r"optimizer\.params\.max_grad_norm.*gradient_clipping"),
+        ({"scheduler": {"type": "Cosine"}}, r"scheduler\.type is 'Cosine', but must be one of LRRangeTest"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, r"scheduler\.params\.total_num_steps is None, but must be given"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, r"scheduler\.params\.warmup is 1, but must be one of"),
+        ({"longshore": {"rank": 0, "world_size": 2, "servers": "a:1", "job": "j"}}, "train_batch_size is 8, but must be|make the batch"),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed_is_refused_by_its_path(change: dict[str, object], message: str) -> None:
+    model, _ = pair("mlp")
+    config = {key: value for key, value in CONFIG.items() if key != "zero_optimization"} | change
+    if "longshore" in change:
+        config["train_micro_batch_size_per_gpu"] = 4
+    with pytest.raises(errors.InvalidError, match=message):
+        longshore.initialize(model=model, config=config)
+
+
+SAMPLES = {"longshore": {}, "optimizer.params": {}, "scheduler.params": {}, "optimizer.type": "Adam", "scheduler.type": "OneCycle"}
+SAMPLES |= {"communication_data_type": "bf16", "torch_autocast.dtype": "bfloat16", "zero_optimization.offload_optimizer.device": "cpu"}
+BOOLEANS = ("enabled", "managed_gradient_accumulation", "drop_last", "_grads", "_states", "consecutive_hysteresis", "auto_cast")
+
+
+@pytest.mark.parametrize("path", [*_config_keys.KEYS])
+def test_no_key_is_silently_ignored(path: str, tmp_path: pathlib.Path) -> None:
+    key = _config_keys.KEYS[path]
+    given = path.replace(".*", ".some_key")
+    value = SAMPLES.get(path, path.endswith(BOOLEANS) or 2)
+    if path.endswith("nvme_path") and key.act == "used":
+        pytest.skip("test_stage_2_with_offloading_runs has it")
+    config: object = value
+    for part in reversed(given.split(".")):
+        config = {part: config}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if key.act == "refused":
+            with pytest.raises(errors.InvalidError, match=re.escape(given)) as raised:
+                Config.of(config)
+            assert raised.value.remedy == key.what
+            return
+        Config.of(config)
+    named = [str(warning.message) for warning in said if str(warning.message).startswith(given + " changes nothing here")]
+    assert len(named) == (key.act == "no effect")
+
+
+def test_the_document_has_the_table() -> None:
+    shown = DOCUMENT.read_text().split("### Every key")[1].split("\n## ")[0].splitlines()
+    lines = [f"| `{path}` | {act} | {what} |" for path, act, what in _config_keys.rows()]
+    assert [line for line in shown if line.startswith("| `")] == lines
+
+
+def rates(scheduler: object, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 0.25, 0.5, 0.75, 1, 1]),
+        ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4}, [0, 0, 0.5, math.log(3) / math.log(4), 1, 1, 1]),
+        ("WarmupDecayLR", {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"}, [0, 0, 0.5, 1, 0.75, 0.5, 0.25]),
+        ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_type": "linear", "cos_min_ratio": 0.0},
+         [0, 0, 0.5, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 + math.cos(3 * math.pi / 4)) / 2, 0]),
+        ("LRRangeTest", {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2}, [1, 1.5, 2, 2.5, 3, 3.5, 4]),
+        ("LRRangeTest", {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2, "lr_range_test_staircase": True}, [1, 1, 2, 2, 3, 3, 4]),
+        ("OneCycle", {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2, "decay_step_size": 1, "decay_lr_rate": 1.0},
+         [1, 2, 3, 2, 1, 0.5, 1 / 3]),
+    ],
+)  # fmt: skip
+def test_schedules_have_deepspeeds_rates(kind: str, arguments: dict[str, object], expected: list[float]) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = getattr(schedules, kind)(optimizer, **arguments)
+    found = rates(scheduler, 7)
+    if kind == "OneCycle":
+        # After the cycle's last step DeepSpeed computes one more as if it began again.
+        found, expected = found[:4], expected[:4]
+    assert found == pytest.approx(expected)
+    # A scheduler that is loaded goes on.
+    kept = scheduler.state_dict()
+    again = getattr(schedules, kind)(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0), **arguments)
+    again.load_state_dict(kept)
+    again.step()
+    scheduler.step()
+    assert again.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_onecycle_turns_the_momentum_the_other_way() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = schedules.OneCycle(optimizer, 1.0, 3.0, cycle_first_step_size=2)
+    found = []
+    for _ in range(4):
+        found.append(optimizer.param_groups[0]["betas"][0])
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx([0.8, 0.85, 0.8, 0.85])
+
+
+def test_a_skipped_step_does_not_move_the_schedule() -> None:
+    model, _ = pair("mlp")
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
+    config = {**CONFIG, "gradient_accumulation_steps": 1, "scheduler": scheduler}
+    engine, _, _, made = longshore.initialize(model=model, config=config)
+    for step in range(3):
+        engine.backward(model.loss(step) * (float("inf") if step == 1 else 1.0))
+        if step == 1:
+            with pytest.warns(RuntimeWarning, match="step 2 was skipped"):
+                engine.step()
+        else:
+            engine.step()
+    assert (made.last_epoch, engine.skipped_steps, engine.global_steps) == (2, 1, 3)
+
+
+@pytest.mark.parametrize("change", [{}, {"gradient_clipping": 0.7}, {"optimizer": {"type": "AdamW", "params": {"lr": 1}}}])
+def test_auto_is_filled_as_the_trainer_fills_it(change: dict[str, object], tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from longshore import huggingface
+
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
+        **change,
+    }
+    args = transformers.TrainingArguments(
+        str(tmp_path), learning_rate=3e-3, max_steps=20, warmup_steps=4, weight_decay=0.1, max_grad_norm=0.5, use_cpu=True, report_to=[]
+    )
+    model, _ = pair("mlp")
+    if change:
+        with pytest.raises(errors.InvalidError, match="as TrainingArguments.(max_grad_norm|learning_rate) says.*'auto'"):
+            huggingface.deepspeed(auto, args, model)
+        return
+    optimizer, scheduler = huggingface.deepspeed(auto, args, model)
+    group = optimizer.param_groups[0]
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.999), 1e-8)
+    assert rates_of(scheduler, 8)[5] == pytest.approx(3e-3)
+    assert auto["train_batch_size"] == "auto"
+
+
+def rates_of(scheduler: schedules.WarmupLR, steps: int) -> list[float]:
+    return [scheduler._rate(step, 0) for step in range(steps)]
