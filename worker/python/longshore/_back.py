@@ -78,9 +78,17 @@ class Back:
         """What :attr:`resume_data` gave with the commit of the version that this optimizer has joined at; None in a new job."""
         return self._connection.job.resumed() if self._connection else None
 
+    def flush(self) -> int:
+        raise NotImplementedError
+
     def _go_back(self, state_dict: dict[str, Any]) -> None:
         wanted = _wanted(state_dict, self._job_name, self.version)
         if wanted is None:
+            return
+        if self._connection is not None and self._connection.joined == wanted[0]:
+            # The servers are there, but a delayed step would read the version before. The handle was saved after a flush, and
+            # the step that followed would have read this one.
+            self.flush()
             return
         connection, old = self._new_connection(), self._connection
         name = _find(connection, *wanted)
@@ -92,6 +100,8 @@ class Back:
         tensors = [id(param.tensor) for param in connection.params]
         _params.release(tensors)
         self._start(connection, found=True)
+        if self.version != wanted[0]:
+            self.flush()  # a checkpoint is written after a flush, too
         self._checkpointed = (wanted[0], name)
         if self._stream is not None:
             self._stream.unhook()

@@ -27,6 +27,8 @@ class Connection:
         #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
         self.version = 0
         self.is_torn = False
+        #: The servers' newest version when the job was opened here, until a step is made.
+        self.joined: int | None = None
 
     def find(self) -> int | None:
         """The job's version on its servers, if they have it."""
@@ -55,6 +57,7 @@ class Connection:
                 "name another job=, or go on from this one without loading a state",
                 StateError,
             )
+        self.joined = version
         self.read()
         return applied
 

@@ -257,23 +257,24 @@ class Optimizer(Back, Scaling, Stateful):
     def _commit(self) -> None:
         connection = self._opened()
         connection.is_torn = True
+        connection.joined = None
         kept = self.resume_data() if self.resume_data is not None else b""
         connection.job.commit([self._hyper(group) for group in self.param_groups], kept)
         connection.expect()
         self._report(connection)
 
     def _report(self, connection: Connection) -> None:
-        for fields in connection.job.outcomes():
-            report = self.last_report = StepReport(**fields)
-            if not report.skipped:
-                self._applied += 1
-                continue
-            if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
-                continue  # this is how the scale is found
-            message = report.why_skipped()
-            if self._options.nonfinite == "raise":
-                raise LongshoreError(message, field="gradient", value="not finite")
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        reports = [StepReport(**fields) for fields in connection.job.outcomes()]
+        if reports:
+            self.last_report = reports[-1]
+        skipped = [report for report in reports if report.skipped]
+        self._applied += len(reports) - len(skipped)
+        if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
+            return  # this is how the scale is found
+        if skipped and self._options.nonfinite == "raise":
+            raise LongshoreError(skipped[0].why_skipped(), field="gradient", value="not finite")
+        for report in skipped:
+            warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
 
     def flush(self) -> int:
         """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longshore import _awaited, _device
 from longshore._host import Place, is_plain
-from longshore._params import Param
+from longshore._params import Param, check_unchanged
 from longshore.errors import LongshoreError
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ class Weights:
     @torch.no_grad()
     def _read(self, params: list[Param]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
+            # Weights are written by address: a tensor that has become smaller would not hold them.
+            check_unchanged(params, [])
             staged: list[Param] = []
             plain: list[Tensor] = []
             places: list[Place] = []

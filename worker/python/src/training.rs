@@ -1,10 +1,15 @@
 //! A rank's steps over memory that Python names: gradients are copied from there once, and weights to there.
 
-use std::{collections::BTreeSet, ops::Range};
+use std::{
+    collections::BTreeSet,
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Step, Version};
 use longshore_worker::{
     Assembler, Error, Feed, Joined, Pipeline, PipelineOptions, Result, Session, StepOutcome, error::Misuse,
+    export::Contents,
 };
 
 use crate::{memory::HostTensor, settings::StepByStep};
@@ -24,6 +29,8 @@ pub(crate) struct Training {
     micro_steps: u32,
     /// Weights that are not in all tensors yet.
     unread: Option<Unread>,
+    /// The version whose master weights the next step computes with, because its images are corrected and it was drained.
+    drained: Option<Version>,
     /// A wait was interrupted while gradients were leaving, so nobody knows which of them have left.
     is_broken: bool,
 }
@@ -31,9 +38,19 @@ pub(crate) struct Training {
 /// Weights of one version, and the parameters whose tensors do not have them.
 struct Unread {
     version: Version,
-    /// None until somebody reads: those that this worker amends are known once the step before is decided.
-    feed: Option<Feed>,
+    from: From,
     left: BTreeSet<usize>,
+}
+
+/// Where weights come from.
+#[derive(Clone)]
+enum From {
+    /// Nobody has read yet. Those that this worker amends are known once the step before is decided.
+    Later,
+    /// The version's images.
+    Images(Feed),
+    /// The master weights, rounded to the images' type: all of the flat space.
+    Master(Arc<Vec<u8>>),
 }
 
 const BROKEN: Misuse = Misuse(
@@ -64,12 +81,13 @@ impl Training {
             assembler: None,
             micro_steps: 0,
             unread: None,
+            drained: None,
             is_broken: false,
         };
         if !holds_weights {
-            training.begin()?;
-            let feed = training.pipeline.weights()?;
-            training.ask(feed.version(), Some(feed));
+            // The step does not begin yet, so that the caller can still drain and have it compute with the newest weights.
+            let feed = training.pipeline.ask_for_next()?;
+            training.ask(feed.version(), From::Images(feed));
         }
         Ok(training)
     }
@@ -182,57 +200,92 @@ impl Training {
         let upcoming = self.pipeline.upcoming();
         let amended = self.pipeline.next_amends().then(|| self.pipeline.next_reads());
         match (amended, upcoming) {
-            (Some(version), _) => self.ask(version, None),
-            (None, Some(feed)) => self.ask(feed.version(), Some(feed)),
+            (Some(version), _) => self.ask(version, From::Later),
+            (None, Some(feed)) => self.ask(feed.version(), From::Images(feed)),
             (None, None) => {}
         }
     }
 
-    fn ask(&mut self, version: Version, feed: Option<Feed>) {
+    fn ask(&mut self, version: Version, from: From) {
         let left = (0..self.places.len()).collect();
-        self.unread = Some(Unread { version, feed, left });
+        self.unread = Some(Unread { version, from, left });
     }
 
     /// Waits for the weights of these parameters that were asked for, and writes them into the tensors. Returns their
     /// version, or none where the tensors have them already.
     pub(crate) fn read_weights(&mut self, targets: &[HostTensor]) -> Result<Option<Version>> {
-        let Some(feed) = self.unread_feed()? else { return Ok(None) };
+        let Some((version, from)) = self.unread_weights()? else { return Ok(None) };
         for target in targets {
-            let place = self.place(target)?;
-            target.read_weights(&feed, place)?;
+            self.write(&from, target)?;
             if let Some(unread) = &mut self.unread {
                 unread.left.remove(&target.param);
             }
         }
-        // With the last one the feed's memory goes back.
+        // With the last one their memory goes back.
         self.unread.take_if(|unread| unread.left.is_empty());
-        Ok(Some(feed.version()))
+        Ok(Some(version))
     }
 
     /// Writes the weights of a version that was read before into tensors, which it asks the servers for again.
     pub(crate) fn pull(&self, version: Version, targets: &[HostTensor]) -> Result<()> {
-        let order: Vec<Range<u64>> =
-            targets.iter().map(|target| self.place(target)).collect::<Result<_>>()?;
-        let feed = self.session().pull(version, &order, self.spec().image_dtype)?;
-        targets.iter().zip(order).try_for_each(|(target, place)| target.read_weights(&feed, place))
+        let from = if self.drained == Some(version) {
+            From::Master(self.master(version)?)
+        } else {
+            let order: Vec<Range<u64>> =
+                targets.iter().map(|target| self.place(target)).collect::<Result<_>>()?;
+            From::Images(self.session().pull(version, &order, self.spec().image_dtype)?)
+        };
+        targets.iter().try_for_each(|target| self.write(&from, target))
+    }
+
+    fn write(&self, from: &From, target: &HostTensor) -> Result<()> {
+        let place = self.place(target)?;
+        match from {
+            From::Later => Ok(()),
+            From::Images(feed) => target.read_weights(feed, place),
+            From::Master(weights) => {
+                let dtype = self.spec().image_dtype;
+                let bytes = place.start * dtype.bytes()..place.end * dtype.bytes();
+                target.write_from(0, dtype, &weights[bytes.start as usize..bytes.end as usize]);
+                Ok(())
+            }
+        }
     }
 
     /// The weights that are not in all tensors yet. Where this worker amends them, this waits for the decision that says
     /// how.
-    fn unread_feed(&mut self) -> Result<Option<Feed>> {
+    fn unread_weights(&mut self) -> Result<Option<(Version, From)>> {
         let Some(unread) = &mut self.unread else { return Ok(None) };
-        if unread.feed.is_none() {
-            unread.feed = match self.begun {
+        if let From::Later = unread.from {
+            let feed = match self.begun {
                 Some(_) => Some(self.pipeline.weights()?),
                 None => self.pipeline.next_weights()?,
             };
+            let Some(feed) = feed else {
+                // The step before has amended nothing, so the tensors have these weights.
+                self.unread = None;
+                return Ok(None);
+            };
+            unread.from = From::Images(feed);
         }
-        if unread.feed.is_none() {
-            // The step before has amended nothing, so the tensors have these weights.
-            self.unread = None;
-            return Ok(None);
+        Ok(Some((unread.version, unread.from.clone())))
+    }
+
+    /// The master weights of the newest version, which must be this one, rounded to the images' type.
+    fn master(&self, version: Version) -> Result<Arc<Vec<u8>>> {
+        let (dtype, elements) = (self.spec().image_dtype, self.session().layout().elements());
+        let weights = Mutex::new(vec![0; (elements * dtype.bytes()) as usize]);
+        let exported = self.session().export(Contents::Weights(dtype), &|_, at, bytes: &[u8]| {
+            let start = (at * dtype.bytes()) as usize;
+            let mut weights = weights.lock().unwrap_or_else(PoisonError::into_inner);
+            weights[start..start + bytes.len()].copy_from_slice(bytes);
+            Ok(())
+        })?;
+        if exported.version != version {
+            let remedy = "call flush on all ranks after the same step";
+            return Err(Fault::invalid("flush.version", exported.version, version, remedy).into());
         }
-        Ok(unread.feed.clone())
+        Ok(Arc::new(weights.into_inner().unwrap_or_else(PoisonError::into_inner)))
     }
 
     fn place(&self, tensor: &HostTensor) -> Result<Range<u64>> {
@@ -247,16 +300,25 @@ impl Training {
     }
 
     /// Waits until every step is decided, and asks for the newest weights. The next step computes with them, also in a
-    /// delayed job.
+    /// delayed job. They are the master weights: images that make up for the delay are for delayed steps alone.
     pub(crate) fn drain(&mut self) -> Result<Version> {
         let version = self.pipeline.drain()?;
         let step = self.pipeline.last_step();
-        if self.begun.is_none() && self.spec().max_delay > 0 && step > Step(0) {
+        if self.begun.is_none()
+            && self.spec().max_delay > 0
+            && step > Step(0)
+            && self.drained != Some(version)
+        {
+            let from = if self.pipeline.images_are_corrected() {
+                From::Master(self.master(version)?)
+            } else {
+                let whole = 0..self.session().layout().elements();
+                let dtype: Dtype = self.spec().image_dtype;
+                From::Images(self.session().pull(version, std::slice::from_ref(&whole), dtype)?)
+            };
             self.steps.drain_after(step);
-            let whole = 0..self.session().layout().elements();
-            let dtype: Dtype = self.spec().image_dtype;
-            let feed = self.session().pull(version, std::slice::from_ref(&whole), dtype)?;
-            self.ask(version, Some(feed));
+            self.drained = matches!(from, From::Master(_)).then_some(version);
+            self.ask(version, from);
         }
         Ok(version)
     }

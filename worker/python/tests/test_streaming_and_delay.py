@@ -119,7 +119,7 @@ def test_two_servers_give_the_bits_of_one(two_servers: str) -> None:
 
 
 class Delayed:
-    """docs/protocol.md in NumPy: AdamW in single fp32 operations, and images that look ahead."""
+    """docs/protocol.md in NumPy: AdamW in single fp32 operations, and images that look ahead for delayed steps."""
 
     def __init__(self, values: np.ndarray, decay: float = 1e-2, eps: float = 1e-8) -> None:
         self.master, self.mean, self.square = values.copy(), np.zeros_like(values), np.zeros_like(values)
@@ -166,7 +166,8 @@ def delayed_loop(model: nn.Module, warmup: int, drained: set[int], rate: Callabl
     rules = [Delayed(parameter.detach().numpy()) for parameter in model.parameters()]
     images = {0: [rule.master.copy() for rule in rules]}
     for step in range(1, STEPS + 1):
-        write(images[reads(step)])
+        # What flush() gets are the master weights, and the next step computes with them.
+        write([rule.master for rule in rules] if step - 1 in drained else images[reads(step)])
         model.zero_grad()
         model.loss(step).backward()
         # Whether the next step drains is known only once this one has been decided.
@@ -198,3 +199,45 @@ def test_delay_equals_a_plain_delayed_loop(name: str, streaming: bool, drained: 
     assert same_bits(ours, plain)
     assert optimizer.version == STEPS - 1
     assert optimizer.flush() == STEPS
+
+
+@pytest.mark.parametrize("correction", ["look-ahead", "worker-local"])
+def test_a_delayed_run_goes_on_where_it_was_flushed(servers: str, correction: str) -> None:
+    """The step after a flush computes with the newest weights, in another process as well."""
+    options = {"lr": 1e-2, "delay": 1, "warmup_steps": 2, "correction": correction}
+    ours, undisturbed = pair("mlp")
+
+    def train(model: nn.Module, optimizer: longshore.AdamW, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            optimizer.step()
+
+    alone = longshore.AdamW(undisturbed.named_parameters(), **options)
+    train(undisturbed, alone, range(6))
+    assert alone.flush() == 6
+    train(undisturbed, alone, range(6, 12))
+
+    first = longshore.AdamW(ours.named_parameters(), servers=servers, job="flushed", **options)
+    train(ours, first, range(6))
+    assert first.flush() == 6
+    saved = first.state_dict()
+    first.close()
+    second = longshore.AdamW(ours.named_parameters(), servers=servers, job="flushed", **options)
+    second.load_state_dict(saved)
+    assert second.version == 6
+    train(ours, second, range(6, 12))
+    assert same_bits(ours, undisturbed)
+
+
+def test_weights_are_not_written_over_a_model_that_was_converted() -> None:
+    """They go to addresses, and the converted tensors are half as long."""
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+    model.bfloat16()
+    with pytest.raises(errors.UsageError, match=r"bf16.*as when the job was opened"):
+        optimizer.flush()

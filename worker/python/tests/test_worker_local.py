@@ -43,6 +43,8 @@ def plain_loop(model: nn.Module, drained: set[int], lr: float, gamma: float) -> 
         return step - 1 if step <= WARMUP or step - 1 in drained else max(step - 2, 0)
 
     def weights(step: int) -> list[np.ndarray]:
+        if step - 1 in drained:
+            return [rule.master for rule in rules]
         version = reads(step)
         if version == step - 1 or rates.get(version) is None:
             return images[version]

@@ -3,7 +3,10 @@
 use longshore_proto::{Step, Version};
 
 use super::{Pipeline, amends};
-use crate::{error::Result, pull::Feed};
+use crate::{
+    error::{Misuse, Result},
+    pull::Feed,
+};
 
 impl Pipeline {
     /// The weights of the next step, once they have been asked for. That is done in [`Pipeline::finish`]. In a delayed
@@ -15,6 +18,23 @@ impl Pipeline {
     /// The version that the next step computes with, at least at first.
     pub fn next_reads(&self) -> Version {
         self.options.schedule.reads(Step(self.last.0 + 1))
+    }
+
+    /// Asks for the weights of the next step, if nothing has asked for them yet, and returns them as they arrive. A process
+    /// that joined calls it before its first step.
+    ///
+    /// # Errors
+    /// `Misuse` with `Weights::OnDemand`; a dead server.
+    pub fn ask_for_next(&mut self) -> Result<Feed> {
+        let reads = self.next_reads();
+        self.feeds.open_ahead(&self.session, &self.options.weights, reads)?;
+        self.upcoming().ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
+    }
+
+    /// Whether the images of the last step's version differ from the master weights: they make up for the delay of the
+    /// steps that read them.
+    pub fn images_are_corrected(&self) -> bool {
+        self.options.corrects(self.last)
     }
 
     /// Whether this worker may amend the weights of the next step.

@@ -152,12 +152,18 @@ impl PipelineOptions {
         Ok(())
     }
 
+    /// Whether the images of the version that a step makes are corrected: if delayed steps read them.
+    pub(super) fn corrects(&self, step: Step) -> bool {
+        let is_delayed = self.schedule.reads(Step(step.0 + 1)) != step.version();
+        is_delayed && !matches!(self.correction, DelayCorrection::None)
+    }
+
     /// The correction of the images that `step` makes. There is none if the next step is exact and so reads them.
     pub(super) fn correction_of(&self, step: Step) -> Correction {
-        let next = Step(step.0 + 1);
-        if self.schedule.reads(next) == step.version() {
+        if !self.corrects(step) {
             return Correction::None;
         }
+        let next = Step(step.0 + 1);
         let rates = |step| (self.hyper)(step).iter().map(|hyper| hyper.lr).collect();
         match self.correction {
             DelayCorrection::None => Correction::None,
