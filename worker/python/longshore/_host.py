@@ -79,7 +79,7 @@ class Gradients:
             if _device.accelerator.has(gradient):
                 staged = _device.accelerator.locked(param.shape, gradient.dtype)
             else:
-                staged = torch.empty(param.shape, dtype=gradient.dtype)
+                staged = torch.empty(param.shape, dtype=gradient.dtype, device="cpu")
             self._staged[param.index] = staged
         return staged
 

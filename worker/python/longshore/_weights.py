@@ -142,7 +142,7 @@ class Weights:
             if _device.accelerator.has(param.tensor):
                 self._staged[param.index] = _device.accelerator.locked(param.shape, param.dtype)
             else:
-                self._staged[param.index] = torch.empty(param.shape, dtype=param.dtype)
+                self._staged[param.index] = torch.empty(param.shape, dtype=param.dtype, device="cpu")
 
     def _note_what_came_before(self) -> None:
         """Work that the devices have got by now may read the older weights."""

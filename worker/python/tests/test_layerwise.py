@@ -17,6 +17,17 @@ import longshore
 from longshore import _awaited, _weights, errors
 
 
+@torch.inference_mode()
+def inferred(model: nn.Module) -> list[Tensor]:
+    return [(parameter + 0).clone() for parameter in model.parameters()]
+
+
+def on_another_device(model: nn.Module) -> list[Tensor]:
+    """While new tensors go elsewhere by default."""
+    with torch.device("meta"):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
 class Watched:
     """A job that writes down whose weights are read."""
 
@@ -71,7 +82,11 @@ def saved(model: nn.Module) -> list[Tensor]:
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    return list(torch.load(file).values())
+    return parameters_of(model, torch.load(file))
+
+
+def parameters_of(model: nn.Module, state: dict[str, Tensor]) -> list[Tensor]:
+    return [state[name] for name, _ in model.named_parameters()]
 
 
 def of_memory(model: nn.Module) -> list[Tensor]:
@@ -84,8 +99,8 @@ def of_memory(model: nn.Module) -> list[Tensor]:
 
 
 USES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
-    "state_dict": lambda model: list(model.state_dict().values()),
-    "state_dict, kept": lambda model: [value + 0 for value in model.state_dict(keep_vars=True).values()],
+    "state_dict": lambda model: parameters_of(model, model.state_dict()),
+    "state_dict, kept": lambda model: [value + 0 for value in parameters_of(model, model.state_dict(keep_vars=True))],
     "torch.save": saved,
     "data": lambda model: [parameter.data.clone() for parameter in model.parameters()],
     "numpy": lambda model: [torch.from_numpy(parameter.detach().numpy().copy()) for parameter in model.parameters()],
@@ -103,17 +118,18 @@ USES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     ],
     "an average": lambda model: list(torch.optim.swa_utils.AveragedModel(model).module.parameters()),
     "an address": of_memory,
+    "inference": inferred,
+    "another default device": on_another_device,
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+#: These ask for elements end to end, and one of the conv net's weights has them in another order.
+END_TO_END = {"a flat vector", "an address"}
+
+
+@pytest.mark.parametrize(("name", "use"), [*(("mlp", use) for use in USES), *(("conv", use) for use in USES if use not in END_TO_END)])
 def test_what_reads_weights_outside_of_a_forward_gets_the_newest(name: str, use: str) -> None:
     ours, safe = pair(name)
-    if use == "state_dict" or use == "torch.save" or use == "state_dict, kept":
-        safe_values = list(safe.state_dict().values())
-    else:
-        safe_values = list(safe.parameters())
     optimizer = longshore.AdamW(safe.named_parameters(), lr=1e-2)
     for step in range(2):
         optimizer.zero_grad()
@@ -123,7 +139,7 @@ def test_what_reads_weights_outside_of_a_forward_gets_the_newest(name: str, use:
     assert awaited(ours)
     found = USES[use](ours)
     assert streamed.version == 2
-    assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(found, safe_values, strict=True))
+    assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(found, safe.parameters(), strict=True))
 
 
 def test_parameters_are_looked_at_without_waiting() -> None:
@@ -226,6 +242,36 @@ def test_a_gradient_of_older_weights_is_refused() -> None:
         PastTorch.apply(memory, whole).backward()
         optimizer.step()
     assert memory[0].tolist() == [-2.0] * 4
+
+
+def test_a_wait_that_fails_in_a_forward_can_be_made_again() -> None:
+    safe, ours = pair("mlp")
+    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
+    for step in range(3):
+        safe.loss(step).backward()
+        whole.step()
+        whole.zero_grad()
+    optimizer = streaming(ours)
+    connection = optimizer._connection
+    assert connection is not None
+
+    class Late(Watched):
+        failures = 2
+
+        def read_weights(self, places: Any) -> int | None:
+            if self.failures:
+                self.failures -= 1
+                raise errors.WaitError("the server is late")
+            return super().read_weights(places)
+
+    connection.weights._job = Late(connection.job, [param.name for param in connection.params])
+    for _ in range(2):
+        with pytest.raises(errors.WaitError, match="late"):
+            ours.loss(2)
+        assert len(awaited(ours)) == len(connection.params)
+    ours.loss(2).backward()
+    optimizer.step()
+    assert same_bits(safe, ours)
 
 
 @pytest.mark.parametrize("end", ["close", "del", "flush"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerator import Immediate, Layers, Simulated
 from torch import Tensor
 
 import longshore
-from longshore import _device, _host, _pusher, _weights
+from longshore import _device, _host, _params, _pusher, _weights, errors
 
 STEPS = 5
 SEEDS = 8
@@ -85,6 +86,58 @@ def test_any_legal_order_gives_the_same_bits(
     device = Simulated(seed)
     with on(device, monkeypatch):
         assert same(train(device, **MODES[mode]), expected[mode]), f"seed {seed}"
+
+
+class Watchful(Simulated):
+    """Counts how often the thread that trains waits."""
+
+    waits = 0
+
+    def wait(self, event: Any) -> None:
+        self.waits += threading.current_thread() is threading.main_thread()
+        super().wait(event)
+
+
+def test_backward_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Watchful(0)
+    with on(device, monkeypatch):
+        model = Layers(device)
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=True, missing_gradients="zeros")
+        for step in range(3):
+            loss = model.loss(step)
+            waits = device.waits
+            with device.held():  # so that no copy ends before backward does
+                loss.backward()
+            assert device.waits == waits
+            optimizer.step()
+        assert optimizer.version == 3
+        optimizer.close()
+
+
+def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        """A job that takes no gradient."""
+
+        def push(self, places: Any) -> None:
+            raise errors.GradientError("no room", field="gradient")
+
+        def end_micro_step(self) -> None:
+            raise AssertionError("it goes on after a failure")
+
+    device = Simulated(0)
+    with on(device, monkeypatch):
+        gradient = device.to_device(torch.ones(4))
+        param = _params.table([{"params": [torch.nn.Parameter(gradient)]}])[0]
+        pusher = _pusher.Pusher(Refusing())
+        pusher.push(_host.Gradients().start(param, gradient))
+        pusher.then(Refusing().end_micro_step)
+        with pytest.raises(errors.GradientError, match="no room"):
+            pusher.wait()
+        done = threading.Event()
+        pusher.then(done.set)
+        pusher.wait()
+        assert done.is_set()
+        pusher.close()
 
 
 def drop_gradients(patch: pytest.MonkeyPatch) -> None:
