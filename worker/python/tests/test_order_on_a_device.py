@@ -64,6 +64,7 @@ MODES: dict[str, dict[str, Any]] = {
     "whole": {"streaming": True, "layerwise": False},
     "safe": {},
     "delayed": {"streaming": True, "delay": 1, "warmup_steps": 2},
+    "worker-local": {"streaming": True, "delay": 1, "warmup_steps": 1, "correction": "worker-local"},
 }
 
 
