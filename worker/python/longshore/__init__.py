@@ -2,8 +2,8 @@
 
 >>> optimizer = longshore.AdamW(model.named_parameters(), lr=3e-4)  # doctest: +SKIP
 
-Without ``servers=`` a server runs inside this process. PyTorch is imported with the first optimizer that is named, and NumPy with
-:class:`Client`, which needs no framework.
+Without ``servers=`` a server runs inside this process. PyTorch is imported with the first optimizer that is named, NumPy with
+:class:`Client`, which needs no framework, and JAX with ``longshore.jax``.
 """
 
 import importlib
@@ -59,6 +59,6 @@ def __getattr__(name: str) -> object:
         from longshore.client import Client
 
         return Client
-    if name == "huggingface":
-        return importlib.import_module("longshore.huggingface")
+    if name in {"huggingface", "jax"}:
+        return importlib.import_module(f"longshore.{name}")
     raise AttributeError(f"module 'longshore' has no attribute {name!r}")

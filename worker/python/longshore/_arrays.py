@@ -122,7 +122,8 @@ def _as_numpy(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as why:
-        raise invalid(name, type(value).__name__, "an array in the host's memory", f"copy it to the host first ({why})") from why
+        remedy = f"copy it to the host first ({why})"
+        raise invalid(name, type(value).__name__, "an array in the host's memory", remedy) from why
 
 
 def _of_numpy(name: str, array: np.ndarray[Any, Any], given: Any) -> HostArray:
@@ -203,4 +204,5 @@ def check_like(name: str, given: HostArray, shape: tuple[int, ...]) -> None:
         GradientError: naming it.
     """
     if given.shape != shape:
-        raise invalid(name, list(given.shape), f"{list(shape)}, as when the job was opened", "give the parameter's own", GradientError)
+        limit = f"{list(shape)}, as when the job was opened"
+        raise invalid(name, list(given.shape), limit, "give the parameter's own", GradientError)

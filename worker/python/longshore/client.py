@@ -48,7 +48,8 @@ class Client:
         rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"`` or ``"adagrad"``.
         groups: names of parameters that have hyperparameters of their own, for each group after the first. The first
             group, 0, has all others.
-        **options: of the job; see :class:`longshore._options.Options`. ``accumulate`` is the number of times that each parameter is
+        **options: of the job; see :class:`longshore._options.Options`. ``accumulate`` is the number of times that each
+        parameter is
             pushed in a step. ``streaming`` means nothing here, since each push leaves at once.
 
     Raises:
@@ -265,7 +266,7 @@ class Client:
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"a client cannot be copied or pickled: its state is job {self._name} on its servers, of which there is one")
+        raise TypeError(f"a client cannot be copied or pickled: its state is job {self._name} on its servers")
 
     def _param(self, name: str) -> _Param:
         try:
@@ -278,7 +279,8 @@ class Client:
     def _each(self, hyper: Hyper | Sequence[Hyper]) -> list[Hyper]:
         hypers = [hyper] * self._groups if isinstance(hyper, Hyper) else list(hyper)
         if len(hypers) != self._groups:
-            raise invalid("hyper", f"{len(hypers)} of them", f"{self._groups}, one for each group", "group 0 has the other parameters")
+            limit = f"{self._groups}, one for each group"
+            raise invalid("hyper", f"{len(hypers)} of them", limit, "group 0 has the other parameters")
         return hypers
 
     def _report(self) -> None:
