@@ -1,24 +1,26 @@
-"""``python -m longshore.bench``: what an optimizer step takes here, beside torch's own.
+"""``python -m longshore.bench``: what steps take here, beside torch's and DeepSpeed's.
 
-``peers`` takes whole steps by turns in one run, on equal parameters: 16-bit gradients in, 16-bit weights out, clipping on.
+``peers`` takes whole optimizer steps and whole training steps by turns in one run. What is not installed is left out, and said.
 ``overhead`` takes apart what Python adds to a step.
 """
 
 import argparse
 import math
+import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import longshore
+from longshore._peers import BASE, Ways, optimizer_steps, server, training_steps
 
 _LARGEST = 4 * 1024 * 1024
+#: Rounds that are not counted: the first ones open jobs and allocate.
+_WARMUP = 2
 
 
 def _parameters(elements: int, tensors: int | None, dtype: torch.dtype) -> list[tuple[str, nn.Parameter]]:
@@ -33,69 +35,69 @@ def _parameters(elements: int, tensors: int | None, dtype: torch.dtype) -> list[
     return made
 
 
-class _Torch:
-    """torch's fused AdamW on fp32 masters, with the casts that 16-bit weights and gradients need."""
-
-    def __init__(self, params: list[tuple[str, nn.Parameter]]) -> None:
-        self._params = [parameter for _, parameter in params]
-        self._masters = [parameter.detach().float() for parameter in self._params]
-        self._gradients = [torch.empty_like(master) for master in self._masters]
-        for master, gradient in zip(self._masters, self._gradients, strict=True):
-            master.grad = gradient
-        self._optimizer = torch.optim.AdamW(self._masters, lr=1e-4, fused=True)
-
-    def step(self) -> None:
-        gradients: list[Tensor] = [parameter.grad for parameter in self._params if parameter.grad is not None]
-        torch._foreach_copy_(self._gradients, gradients)
-        nn.utils.clip_grad_norm_(self._masters, 1.0)
-        self._optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self._params, self._masters)
-
-
-def _serve() -> tuple[subprocess.Popen[str], str]:
-    code = "import sys; from longshore.__main__ import serve; sys.exit(serve())"
-    command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().split()[-1]
-
-
 def _timed(act: Callable[[], Any]) -> float:
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
 
 
-def peers(elements: int, rounds: int) -> None:
-    """Prints the median time of a whole step for each way, and the median of its rounds' ratios to torch's."""
-    process, address = _serve()
-    try:
-        ways: dict[str, Any] = {"torch fused, with casts": _Torch(_parameters(elements, None, torch.bfloat16))}
-        for name, options in {
-            "longshore, in this process": {},
-            "longshore, shared memory": {"servers": address, "job": "memfd", "transport": "memfd"},
-            "longshore, TCP": {"servers": address, "job": "tcp", "transport": "tcp"},
-        }.items():
-            params = _parameters(elements, None, torch.bfloat16)
-            ways[name] = longshore.AdamW(params, lr=1e-4, max_grad_norm=1.0, **options)
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(rounds + 2):
-            for name, way in ways.items():
-                taken = _timed(way.step)
-                if number >= 2:  # the first ones open jobs and allocate
-                    times[name].append(taken)
-    finally:
-        process.kill()
-        process.wait()
-    base = times["torch fused, with casts"]
-    print(f"{elements / 1e6:.0f} M parameters, {rounds} rounds by turns, torch on {torch.get_num_threads()} threads")
-    print(f"{'way':28} {'ms a step':>10} {'min..max':>15} {'times as fast':>14}")
+def _by_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way's steps. Each round takes one of all, in another order, so that what disturbs the host disturbs all."""
+    order = list(ways)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(_WARMUP + rounds):
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            taken = _timed(ways[name])
+            if number >= _WARMUP:
+                times[name].append(taken)
+    return times
+
+
+def _print_table(ways: Ways, times: dict[str, list[float]]) -> None:
+    base = times.get(BASE)
+    print(f"{'':34} {'ms a step':>10} {'min..max':>16} {'times ours':>11}")
     for name, taken in times.items():
         milliseconds = sorted(value * 1e3 for value in taken)
-        ratio = statistics.median(b / t for b, t in zip(base, taken, strict=True))
         span = f"{milliseconds[0]:.1f}..{milliseconds[-1]:.1f}"
-        print(f"{name:28} {statistics.median(milliseconds):10.1f} {span:>15} {ratio:14.2f}")
+        ratio = f"{statistics.median(t / b for t, b in zip(taken, base, strict=True)):.2f}" if base else ""
+        loss = ways.loss(name)
+        last = "" if loss is None else f"   loss {loss:.3f}"
+        print(f"{name:34} {statistics.median(milliseconds):10.1f} {span:>16} {ratio:>11}{last}")
+    for name, why in ways.missing.items():
+        print(f"{name:34} not measured: {why}")
+
+
+def _conditions(rounds: int) -> str:
+    load = os.getloadavg()[0]
+    return f"{rounds} rounds by turns, torch on {torch.get_num_threads()} threads, {os.cpu_count()} cores, load {load:.1f}"
+
+
+def peers(elements: int, training_elements: int, batch: int, length: int, rounds: int, wanted: str) -> dict[str, list[float]]:
+    """Prints the median times of whole optimizer steps and of whole training steps by each way, and the median over the rounds of
+    how many times ours by shared memory each takes. With 0 elements a part is left out.
+
+    Returns:
+        Seconds by part and way, as in ``"training: longshore, TCP"``.
+    """
+    torch.set_num_threads(os.cpu_count() or 1)
+    found = {}
+    for part, size in (("step", elements), ("training", training_elements)):
+        if not size:
+            continue
+        with server() as address:
+            if part == "step":
+                print(f"\nOptimizer step, {size / 1e6:.0f} M parameters, 16-bit gradients in, 16-bit weights out, clipping")
+                ways = optimizer_steps(size, wanted, address)
+            else:
+                print(f"\nTraining step of a GPT, {size / 1e6:.0f} M parameters, batch {batch} of {length} tokens, bf16, clipping")
+                ways = training_steps(size, batch, length, wanted, address)
+            print(_conditions(rounds))
+            times = _by_turns(ways.steps, rounds)
+            _print_table(ways, times)
+            found.update({f"{part}: {name}": taken for name, taken in times.items()})
+            # Their memory goes back before the next part.
+            del ways
+    return found
 
 
 class _Clocked:
@@ -142,14 +144,23 @@ def overhead(tensors: int = 400, rounds: int = 50) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m longshore.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    whole = commands.add_parser("peers", help="whole optimizer steps beside torch's")
-    whole.add_argument("--elements", type=float, default=50e6, help="parameters (default 50e6); each takes about 100 bytes here")
+    whole = commands.add_parser("peers", help="whole steps beside torch's and DeepSpeed's")
+    whole.add_argument("--elements", type=float, default=50e6, help="parameters of the optimizer step (default 50e6; 0: none)")
+    whole.add_argument("--training", type=float, default=25e6, help="parameters of the training step (default 25e6; 0: none)")
+    whole.add_argument("--batch", type=int, default=8, help="sequences of a training step (default 8)")
+    whole.add_argument("--length", type=int, default=16, help="tokens of each (default 16)")
     whole.add_argument("--rounds", type=int, default=9)
+    whole.add_argument(
+        "--ways",
+        default="longshore,torch,deepspeed",
+        help="words of the ways' names. Each of ours takes 24 bytes a parameter, of torch and DeepSpeed 16",
+    )
     part = commands.add_parser("overhead", help="Python's share of a step")
     part.add_argument("--tensors", type=int, default=400)
     given = parser.parse_args()
     if given.command == "peers":
-        peers(int(given.elements), given.rounds)
+        sizes = int(given.elements), int(given.training)
+        peers(*sizes, given.batch, given.length, given.rounds, given.ways)
     else:
         overhead(given.tensors)
 

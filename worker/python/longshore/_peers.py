@@ -1,0 +1,242 @@
+"""Whole steps by us and by others, on equal bytes: what ``python -m longshore.bench peers`` takes by turns."""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longshore.optim import AdamW
+
+#: How our ways reach their server.
+OURS: dict[str, dict[str, Any]] = {
+    "longshore, in this process": {},
+    "longshore, shared memory": {"transport": "memfd"},
+    "longshore, TCP": {"transport": "tcp"},
+}
+#: The way that others are compared with.
+BASE = "longshore, shared memory"
+LR, CLIP = 1e-4, 1.0
+
+
+@dataclass
+class Ways:
+    """Steps that can be timed, and those that cannot be with the reason."""
+
+    steps: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def loss(self, name: str) -> float | None:
+        """A training way's newest loss: ways that train alike have about the same."""
+        return getattr(getattr(self.steps[name], "__self__", None), "loss", None)
+
+    def add(self, name: str, wanted: str, make: Callable[[], Callable[[], Any]]) -> None:
+        """Makes a way whose name has one of the words that are wanted. What is not installed, or does not build, is left out."""
+        if not any(word in name.lower() for word in wanted.lower().split(",")):
+            return
+        try:
+            self.steps[name] = make()
+        except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as why:
+            if "longshore" in name:
+                raise
+            self.missing[name] = str(why).strip().splitlines()[0][:160] if str(why).strip() else type(why).__name__
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """A server in a process of its own. Gives its address."""
+    code = "import sys; from longshore.__main__ import serve; sys.exit(serve())"
+    command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ours(params: list[tuple[str, nn.Parameter]], name: str, job: str, address: str, **options: Any) -> AdamW:
+    reach = OURS[name]
+    place = {"servers": address, "job": f"{job}-{reach['transport']}"} if reach else {}
+    return AdamW(params, lr=LR, max_grad_norm=CLIP, **place, **reach, **options)
+
+
+# Optimizer steps
+
+
+def optimizer_steps(elements: int, wanted: str, address: str) -> Ways:
+    """Whole optimizer steps: 16-bit gradients in, clipping, 16-bit weights out. All read the same gradients and write to the same
+    memory, so that each way takes no more of its own than it needs."""
+    tensors = -(-elements // (4 * 1024 * 1024))
+    generator = torch.Generator().manual_seed(0)
+
+    def values(scale: float) -> Tensor:
+        return (torch.randn(elements // tensors, generator=generator) * scale).bfloat16()
+
+    weights = [values(0.02) for _ in range(tensors)]
+    gradients = [values(0.01) for _ in range(tensors)]
+
+    def params() -> list[tuple[str, nn.Parameter]]:
+        made = [(f"layer{index}", nn.Parameter(weight)) for index, weight in enumerate(weights)]
+        for (_, parameter), gradient in zip(made, gradients, strict=True):
+            parameter.grad = gradient
+        return made
+
+    ways = Ways()
+    for name in OURS:
+        ways.add(name, wanted, lambda name=name: ours(params(), name, "step", address).step)
+    ways.add("torch fused, with casts", wanted, lambda: WithCasts(params(), torch_fused).step)
+    ways.add("DeepSpeed CPUAdam, with casts", wanted, lambda: WithCasts(params(), deepspeed_adam).step)
+    return ways
+
+
+class WithCasts:
+    """An optimizer of fp32 masters, with the casts that 16-bit weights and gradients need."""
+
+    def __init__(self, params: list[tuple[str, nn.Parameter]], make: Callable[[list[Tensor]], Any]) -> None:
+        self._params = [parameter for _, parameter in params]
+        self._masters = [parameter.detach().float() for parameter in self._params]
+        self._gradients = [torch.empty_like(master) for master in self._masters]
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = gradient
+        self._optimizer = make(self._masters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self._gradients, [parameter.grad for parameter in self._params if parameter.grad is not None])
+        nn.utils.clip_grad_norm_(self._masters, CLIP, foreach=True)
+        self._optimizer.step()
+        torch._foreach_copy_(self._params, self._masters)
+
+
+def torch_fused(masters: list[Tensor]) -> Any:
+    return torch.optim.AdamW(masters, lr=LR, fused=True)
+
+
+def deepspeed_adam(masters: list[Tensor]) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(masters, lr=LR, weight_decay=1e-2, adamw_mode=True)
+
+
+# Training steps
+
+
+class Gpt(nn.Module):
+    """A small GPT whose loss is of the tokens it is given."""
+
+    def __init__(self, width: int, depth: int, words: int, length: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
+        layer = {"nhead": width // 64, "dim_feedforward": 4 * width, "dropout": 0.0, "activation": "gelu"}
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, batch_first=True, norm_first=True, **layer) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("future", torch.full((length, length), float("-inf")).triu(1), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens[:, :-1]) + self.places.weight
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=self.future.to(hidden.dtype), is_causal=True)
+        logits = self.head(self.norm(hidden)).float()
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def model_of(elements: int, length: int) -> Gpt:
+    """A model of about so many parameters, four fifths of them in six layers, but no fewer than 400 thousand."""
+    torch.manual_seed(0)
+    depth = 6
+    width = 64 * max(1, int((0.8 * elements / (12 * depth)) ** 0.5 / 64))
+    words = max((elements - 12 * depth * width * width) // width, 256)
+    return Gpt(width, depth, words, length).bfloat16()
+
+
+class Training:
+    """Forward, backward and step of one way, on batches that are the same for all."""
+
+    def __init__(self, model: Gpt, batch: int, length: int, finish: Callable[[Tensor], None]) -> None:
+        self._model = model
+        self._finish = finish
+        self._generator = torch.Generator().manual_seed(0)
+        self._shape = (batch, length + 1)
+        self._words = model.words.num_embeddings
+        self.loss = float("nan")
+
+    def step(self) -> None:
+        tokens = torch.randint(self._words, self._shape, generator=self._generator)
+        loss = self._model(tokens)
+        self._finish(loss)
+        self.loss = loss.item()
+
+
+def training_steps(elements: int, batch: int, length: int, wanted: str, address: str) -> Ways:
+    """Whole training steps of a small GPT in bf16, with clipping."""
+    ways = Ways()
+
+    def with_ours(name: str) -> Callable[[], Any]:
+        model = model_of(elements, length)
+        optimizer = ours(list(model.named_parameters()), name, "training", address, streaming=True)
+
+        def finish(loss: Tensor) -> None:
+            loss.backward()
+            optimizer.step()
+
+        return Training(model, batch, length, finish).step
+
+    def with_casts(make: Callable[[list[Tensor]], Any]) -> Callable[[], Any]:
+        model = model_of(elements, length)
+        optimizer = WithCasts(list(model.named_parameters()), make)
+
+        def finish(loss: Tensor) -> None:
+            loss.backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        return Training(model, batch, length, finish).step
+
+    for name in OURS:
+        ways.add(name, wanted, lambda name=name: with_ours(name))
+    ways.add("torch fused, with casts", wanted, lambda: with_casts(torch_fused))
+    ways.add("DeepSpeed CPUAdam, with casts", wanted, lambda: with_casts(deepspeed_adam))
+    ways.add("DeepSpeed engine, ZeRO-2 offload", wanted, lambda: deepspeed_engine(elements, batch, length))
+    return ways
+
+
+def deepspeed_engine(elements: int, batch: int, length: int) -> Callable[[], Any]:
+    """DeepSpeed's own engine on its CPU accelerator, with the optimizer offloaded."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    model = model_of(elements, length)
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 1e-2}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def finish(loss: Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    training = Training(model, batch, length, finish)
+    training._model = engine
+    return training.step

@@ -1,0 +1,61 @@
+"""The ways that the benchmark compares do the same work."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from longshore import _peers, bench
+
+ROUNDS = 2
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The benchmark takes all; other tests want sums in one order."""
+    yield
+    torch.set_num_threads(1)
+
+
+def params() -> list[tuple[str, nn.Parameter]]:
+    made = []
+    generator = torch.Generator().manual_seed(0)
+    for index in range(3):
+        parameter = nn.Parameter((torch.randn(5000, generator=generator) * 0.02).bfloat16())
+        parameter.grad = torch.randn(5000, generator=generator).bfloat16()
+        made.append((f"layer{index}", parameter))
+    return made
+
+
+def test_a_step_of_torch_with_casts_is_ours(servers: str) -> None:
+    mine, others, before = params(), params(), params()
+    step = _peers.ours(mine, _peers.BASE, "alike", servers).step
+    other = _peers.WithCasts(others, _peers.torch_fused).step
+    for _ in range(5):
+        step()
+        other()
+    for (name, ours), (_, theirs), (_, start) in zip(mine, others, before, strict=True):
+        # fp32 masters that differ in the last bit may round to either side.
+        assert (ours == theirs).float().mean() > 0.999, name
+        assert not torch.equal(ours, start)
+
+
+def test_peers_take_turns_and_train_alike(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    times = bench.peers(300_000, 500_000, 2, 8, ROUNDS, "longshore,torch,deepspeed")
+    ways = [*_peers.OURS, "torch fused, with casts"]
+    assert list(times) == [f"{part}: {name}" for part in ("step", "training") for name in ways]
+    assert all(len(taken) == ROUNDS and min(taken) > 0 for taken in times.values())
+    printed = capsys.readouterr().out
+    assert printed.count("not measured: ") == 3, "what is not installed is said, and nothing else stops"
+    assert "load" in printed
+    losses = [float(line.split()[-1]) for line in printed.splitlines() if " loss " in line]
+    assert len(losses) == len(ways)
+    assert losses == pytest.approx([losses[0]] * len(ways), rel=1e-2)
+
+
+def test_a_part_and_a_way_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(bench.peers(100_000, 0, 2, 8, 1, "torch fused")) == ["step: torch fused, with casts"]
+    assert "Training step" not in capsys.readouterr().out
