@@ -75,6 +75,9 @@ pub struct Pipeline {
     /// The last step finished here.
     last: Step,
     current: Option<Current>,
+    /// What the meters showed when the last step was finished. What moves after that counts for the next step, also where
+    /// its weights are read before it begins.
+    meters: Meters,
     feeds: Feeds,
     /// Where this rank adds up the micro-steps of a step, if servers do not.
     accumulator: Option<Arc<Mutex<Accumulator>>>,
@@ -144,6 +147,7 @@ impl Pipeline {
         let (current, feeds) =
             (None, Feeds::new(if session.spec().worker_local { joined } else { Version(0) }));
         let joined = last;
+        let meters = Meters::read(&session);
         Ok(Pipeline {
             tasks,
             session,
@@ -154,6 +158,7 @@ impl Pipeline {
             joined,
             last,
             current,
+            meters,
             feeds,
             accumulator,
         })
@@ -205,6 +210,7 @@ impl Pipeline {
             trainer,
             finished_at,
             before,
+            moved_before: self.meters,
         });
         Ok(plan)
     }
@@ -308,7 +314,9 @@ impl Pipeline {
             false => Ok(()),
         });
         // Where the wait was interrupted, too: the step is decided in any case, and then it has an outcome.
-        self.shared.outcomes.made(step, current.made(&self.session, started.elapsed()));
+        let meters = Meters::read(&self.session);
+        self.shared.outcomes.made(step, current.made(meters, started.elapsed()));
+        self.meters = meters;
         ended
     }
 

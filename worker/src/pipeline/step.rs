@@ -46,6 +46,8 @@ pub(super) struct Current {
     pub(super) trainer: Option<oneshot::Sender<Vec<u8>>>,
     pub(super) finished_at: watch::Sender<Option<Instant>>,
     pub(super) before: Meters,
+    /// What the meters showed at the end of the step before.
+    pub(super) moved_before: Meters,
 }
 
 /// What the meters of pulls and of pushes show.
@@ -82,9 +84,11 @@ impl Current {
     }
 
     /// The trainer's half of the step's outcome. `commit` is the time in `finish`.
-    pub(super) fn made(&self, session: &Session, commit: Duration) -> Made {
-        let (before, after) = (self.before, Meters::read(session));
-        let (pulls, pushes) = (after.pulls.since(before.pulls), after.pushes.since(before.pushes));
+    pub(super) fn made(&self, meters: Meters, commit: Duration) -> Made {
+        let (pulls, pushes) =
+            (meters.pulls.since(self.before.pulls), meters.pushes.since(self.before.pushes));
+        let (pulled, pushed) =
+            (meters.pulls.since(self.moved_before.pulls), meters.pushes.since(self.moved_before.pushes));
         let timing = Timing {
             wall: self.started.elapsed(),
             begin: self.begin,
@@ -92,8 +96,8 @@ impl Current {
             push: pushes.held_up,
             commit,
             exposed: self.begin + pulls.held_up + pushes.held_up + commit,
-            pushed_bytes: pushes.bytes,
-            pulled_bytes: pulls.bytes,
+            pushed_bytes: pushed.bytes,
+            pulled_bytes: pulled.bytes,
         };
         Made { read: self.plan.reads, loss_scale: self.plan.loss_scale, timing }
     }
