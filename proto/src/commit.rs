@@ -5,6 +5,7 @@ use crate::{
     hyper::Hyper,
     ids::{Incarnation, Step},
     job::JobSpec,
+    left_out::{self, LeftOut},
     limits::{MAX_DELAY, MAX_GAMMA, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
 };
 
@@ -24,6 +25,9 @@ pub struct Commit {
     #[serde(default)]
     pub amend: Option<f64>,
     pub groups: Vec<Hyper>,
+    /// The parameters that this or any earlier step left out, in ascending order.
+    #[serde(default)]
+    pub left_out: Vec<LeftOut>,
     /// The global gradient norm before clipping, for status only.
     pub norm: f64,
     /// The loss scaler's value for steps that read this version.
@@ -68,6 +72,7 @@ impl Commit {
             let remedy = "send one entry for each group, in the order of JobSpec.groups";
             return Err(Fault::invalid("commit.groups", self.groups.len(), limit, remedy));
         }
+        left_out::check(&self.left_out, spec.params.len(), spec.leave_out || self.skip)?;
         if self.trainer_state.len() > MAX_TRAINER_STATE_BYTES {
             let limit = format!("at most {MAX_TRAINER_STATE_BYTES} bytes");
             let remedy = "keep tensors out of the trainer's state";
@@ -225,6 +230,7 @@ mod tests {
             unchecked: false,
             partitions: Vec::new(),
             worker_local: false,
+            leave_out: false,
         }
     }
 

@@ -9,8 +9,8 @@ use crate::{
     ids::Rank,
     layout::{Layout, Param},
     limits::{
-        BLOCK_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS,
-        MAX_WORLD_SIZE,
+        BLOCK_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES, MAX_LEAVE_OUT_PARAMS, MAX_MICRO_STEPS,
+        MAX_SHARD_ELEMENTS, MAX_WORLD_SIZE,
     },
     partition::{self, Partition},
     state::{Formats, StateFormat},
@@ -113,6 +113,9 @@ pub struct JobSpec {
     /// image beside the state.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub worker_local: bool,
+    /// A parameter that got no gradient is left out of the step. Its gradient is -0 in every element.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leave_out: bool,
 }
 
 impl JobSpec {
@@ -139,6 +142,7 @@ impl JobSpec {
             return Err(Fault::invalid("spec.shard_elements", self.shard_elements, limit, "round it up"));
         }
         self.check_worker_local()?;
+        self.check_leave_out()?;
         if self.partitions.is_empty() {
             let whole = [Partition::whole(self.world_size)];
             return Layout::new(&self.params, self.groups.len(), self.shard_elements, &whole);
@@ -193,6 +197,39 @@ impl JobSpec {
                 _ => ("state_format", self.formats.state.to_string()),
             };
             return refused(field, value, limit, OTHER);
+        }
+        Ok(())
+    }
+
+    /// What a job may not be together with `leave_out`.
+    fn check_leave_out(&self) -> Result<(), Fault> {
+        if !self.leave_out {
+            return Ok(());
+        }
+        let refused = |field: &str, value: String, limit: &str| {
+            let remedy = "open the job without leave_out: zeros then count as the gradient of a parameter that got none";
+            Err(Fault::invalid(format!("spec.{field}"), value, format!("{limit} with leave_out"), remedy))
+        };
+        if self.params.len() > MAX_LEAVE_OUT_PARAMS {
+            return refused(
+                "params",
+                self.params.len().to_string(),
+                &format!("at most {MAX_LEAVE_OUT_PARAMS}"),
+            );
+        }
+        if self.formats.state == StateFormat::Block8 {
+            return refused(
+                "state_format",
+                self.formats.state.to_string(),
+                "f32 or bf16 (parameters share 8-bit scales)",
+            );
+        }
+        if self.worker_local {
+            return refused(
+                "worker_local",
+                "true".into(),
+                "false (a worker would amend weights that no step changes)",
+            );
         }
         Ok(())
     }
@@ -273,6 +310,7 @@ impl JobSpec {
             ("master_format", self.formats.master.to_string(), other.formats.master.to_string()),
             ("unchecked", self.unchecked.to_string(), other.unchecked.to_string()),
             ("worker_local", self.worker_local.to_string(), other.worker_local.to_string()),
+            ("leave_out", self.leave_out.to_string(), other.leave_out.to_string()),
             ("rounding_seed", self.formats.seed.to_string(), other.formats.seed.to_string()),
         ];
         for (field, ours, theirs) in fields {

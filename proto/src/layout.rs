@@ -230,6 +230,34 @@ impl Layout {
         first..end.max(first)
     }
 
+    pub fn param_group(&self, param: usize) -> u32 {
+        self.placed[param].group
+    }
+
+    /// The parameters that begin in a flat range.
+    pub fn params_from(&self, range: Range<u64>) -> Range<usize> {
+        let before = |element: u64| self.placed.partition_point(|placed| placed.range.start < element);
+        before(range.start)..before(range.end)
+    }
+
+    /// A block, cut where a parameter begins, as (elements inside the block, parameter). A gap takes the parameter
+    /// before it.
+    pub fn block_params(&self, block: BlockId) -> Vec<(Range<usize>, usize)> {
+        let start = u64::from(block.0) * BLOCK_ELEMENTS;
+        let begin = self.params_from(start + 1..start + BLOCK_ELEMENTS);
+        // A parameter begins at element 0, so there is one before.
+        let first = begin.start - 1;
+        let at = |param: usize| self.placed[param].range.start.saturating_sub(start) as usize;
+        let ends = begin.clone().map(at).chain([BLOCK_ELEMENTS as usize]);
+        let mut from = 0;
+        let cut = |(param, end): (usize, usize)| {
+            let range = from..end;
+            from = end;
+            (range, param)
+        };
+        (first..begin.end).zip(ends).map(cut).collect()
+    }
+
     /// A block, cut where the param group changes, as (elements inside the block, group). A gap takes the group
     /// before it.
     pub fn block_groups(&self, block: BlockId) -> Vec<(Range<usize>, u32)> {

@@ -103,6 +103,31 @@ proptest! {
             }
         }
     }
+
+    #[test]
+    fn blocks_are_cut_where_parameters_begin(
+        sizes in prop::collection::vec((1u64..90_000, 0u32..3), 1..20),
+        firsts in prop::collection::btree_set(1usize..20, 0..4),
+    ) {
+        let partitions = partitions(&firsts, sizes.len());
+        let layout = Layout::new(&params(&sizes), 3, BLOCK_ELEMENTS, &partitions).unwrap();
+        let starts: Vec<u64> = (0..sizes.len()).map(|param| layout.param_range(param).start).collect();
+        for block in 0..u64::from(layout.blocks()) {
+            let here = block * BLOCK_ELEMENTS..(block + 1) * BLOCK_ELEMENTS;
+            let begin: Vec<usize> = (0..sizes.len()).filter(|&param| here.contains(&starts[param])).collect();
+            prop_assert_eq!(layout.params_from(here.clone()).collect::<Vec<_>>(), begin);
+            let cuts = layout.block_params(BlockId(block as u32));
+            prop_assert_eq!((cuts[0].0.start, cuts[cuts.len() - 1].0.end), (0, BLOCK_ELEMENTS as usize));
+            prop_assert!(cuts.windows(2).all(|pair| pair[0].0.end == pair[1].0.start && pair[0].1 < pair[1].1));
+            for (range, param) in cuts {
+                prop_assert_eq!(layout.param_group(param), sizes[param].1);
+                for element in [range.start, range.end - 1] {
+                    let flat = here.start + element as u64;
+                    prop_assert_eq!(starts.iter().rposition(|&start| start <= flat), Some(param));
+                }
+            }
+        }
+    }
 }
 
 #[test]

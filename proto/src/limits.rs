@@ -98,6 +98,9 @@ pub const MAX_JOB_NAME_BYTES: usize = 128;
 pub const MAX_PARAM_NAME_BYTES: usize = 512;
 pub const MAX_PARAM_DIMENSIONS: usize = 8;
 pub const MAX_PARAMS: usize = 1 << 20;
+/// The most parameters of a job that leaves out those without a gradient: as many as a large mixture of experts has. Each
+/// takes 20 bytes of a decided version's record once it was left out, and all fit beside the largest trainer state.
+pub const MAX_LEAVE_OUT_PARAMS: usize = 1 << 16;
 pub const MAX_GROUPS: usize = 1024;
 pub const MAX_WORLD_SIZE: u32 = 4096;
 /// As many as ranks, so that each can have one of its own.

@@ -67,6 +67,7 @@ fn spec() -> JobSpec {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 

@@ -49,6 +49,7 @@ fn spec(tier: TierKind) -> JobSpec {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 

@@ -39,6 +39,7 @@ fn spec(tier: TierKind) -> JobSpec {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 

@@ -125,6 +125,7 @@ fn spec(world_size: u32, micro_steps: u32, max_delay: u32, dtype: Dtype) -> JobS
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 

@@ -51,6 +51,7 @@ fn spec(job: &str) -> JobSpec {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 

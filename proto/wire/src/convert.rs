@@ -12,6 +12,7 @@ use longshore_proto::{
     ids::{ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step, Version},
     job::{JobName, JobSpec, TierKind},
     layout::Param,
+    left_out::LeftOut,
     limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
     partition::Partition,
     placement::Placement,
@@ -185,6 +186,7 @@ impl Wire for JobSpec {
             unchecked: spec.unchecked,
             partitions: spec.partitions.into_iter().map(partition_from_wire).collect(),
             worker_local: spec.worker_local,
+            leave_out: spec.leave_out,
         })
     }
 
@@ -208,6 +210,7 @@ impl Wire for JobSpec {
             unchecked: self.unchecked,
             partitions: self.partitions.iter().map(partition_to_wire).collect(),
             worker_local: self.worker_local,
+            leave_out: self.leave_out,
         }
     }
 }
@@ -282,6 +285,7 @@ impl Wire for Commit {
             clip_coefficient: commit.clip_coefficient,
             correction,
             amend: commit.amend.map(|amend| amend.gamma),
+            left_out: commit.left_out.into_iter().map(left_out_from_wire).collect(),
             groups: commit.groups.into_iter().map(hyper_from_wire).collect(),
             norm: commit.norm,
             loss_scale: commit.loss_scale,
@@ -306,6 +310,7 @@ impl Wire for Commit {
             look_ahead,
             worker_local,
             amend: self.amend.map(|gamma| v1::Amend { gamma }),
+            left_out: self.left_out.iter().map(left_out_to_wire).collect(),
             groups: self.groups.iter().map(hyper_to_wire).collect(),
             norm: self.norm,
             loss_scale: self.loss_scale,
@@ -314,6 +319,14 @@ impl Wire for Commit {
             pause_reason: self.pause_reason.clone(),
         }
     }
+}
+
+fn left_out_from_wire(left_out: v1::LeftOut) -> LeftOut {
+    LeftOut { param: left_out.param, steps: left_out.steps, now: left_out.now }
+}
+
+fn left_out_to_wire(left_out: &LeftOut) -> v1::LeftOut {
+    v1::LeftOut { param: left_out.param, steps: left_out.steps, now: left_out.now }
 }
 
 fn correction_from_wire(

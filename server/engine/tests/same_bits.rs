@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+
 use common::{
     BLOCK, Noise,
     cluster::{Cluster, compute},
@@ -17,8 +19,8 @@ use longshore_engine::{
     tier::{Spill, Storage},
 };
 use longshore_proto::{
-    Commit, ContributionChunk, Correction, Dtype, Formats, Hyper, JobSpec, MasterFormat, Partition, Rank,
-    Rule, ShardId, Slice, StateFormat, Step, TierKind, Version,
+    Commit, ContributionChunk, Correction, Dtype, Formats, Hyper, JobSpec, LeftOut, MasterFormat, Partition,
+    Rank, Rule, ShardId, Slice, StateFormat, Step, TierKind, Version,
 };
 use proptest::prelude::*;
 
@@ -73,6 +75,7 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     } else if splits {
         spec.partitions = random_partitions(noise, params, spec.world_size);
     }
+    spec.leave_out = !spec.worker_local && spec.formats.state != StateFormat::Block8 && noise.one_in(2);
     spec
 }
 
@@ -103,6 +106,24 @@ fn random_hyper(noise: &mut Noise) -> Hyper {
         dampening: noise.pick(&[0.0, 0.5]),
         nesterov: noise.one_in(2),
         lr_decay: noise.pick(&[0.0, 0.01]),
+    }
+}
+
+/// What somebody sends who has no gradient for these parameters.
+fn leave_out(spec: &JobSpec, contribution: &mut [u8], params: &[usize]) {
+    let width = spec.gradient_dtype.bytes() as usize;
+    let nothing = encode(&[-0.0], spec.gradient_dtype);
+    for range in param_ranges(spec).iter().filter(|_| spec.leave_out) {
+        let first = &mut contribution[range.start * width..(range.start + 1) * width];
+        if first == nothing {
+            // A gradient that begins so does not say so.
+            first.fill(0);
+        }
+    }
+    for &param in params {
+        let range = &param_ranges(spec)[param];
+        let nothing = encode(&vec![-0.0; range.len()], spec.gradient_dtype);
+        contribution[range.start * width..range.end * width].copy_from_slice(&nothing);
     }
 }
 
@@ -142,6 +163,7 @@ impl Run {
         if noise.one_in(2) {
             spec.partitions = random_partitions(&mut noise, 10, spec.world_size);
         }
+        spec.leave_out = spec.formats.state != StateFormat::Block8 && noise.one_in(2);
         Run::of(spec, noise, steps, true)
     }
 
@@ -154,12 +176,21 @@ impl Run {
         let clips = noise.one_in(2);
         for step in 1..=steps {
             let bad = noise.one_in(5).then(|| noise.below(spec.contributions() as usize));
-            let of_step: Vec<_> = (0..spec.contributions() as usize)
+            let mut of_step: Vec<_> = (0..spec.contributions() as usize)
                 .map(|index| contribution(&mut noise, &spec, bad == Some(index)))
                 .collect();
+            // Some parameters get nothing from anybody, and some nothing from some.
+            let params = if spec.leave_out { spec.params.len() } else { 0 };
+            let without: Vec<usize> = (0..params).filter(|_| noise.one_in(3)).collect();
+            for contribution in &mut of_step {
+                let more: Vec<usize> = (0..params).filter(|_| noise.one_in(4)).collect();
+                leave_out(&spec, contribution, &[&without[..], &more[..]].concat());
+            }
+            let without = nobodys(&spec, &sum(&spec, &of_step));
             let of_blocks = block_squares(&sum(&spec, &of_step));
             let loss_scale = scale_of(&spec, &commits, step);
-            let commit = decide(&mut noise, &spec, commits.last(), loss_scale, &of_blocks, clips);
+            let mut commit = decide(&mut noise, &spec, commits.last(), loss_scale, &of_blocks, clips);
+            commit.left_out = count(commits.last(), &without, commit.skip);
             assert_eq!(commit.step.0, step);
             end.step(&of_step, &commit);
             images.push(end.image.clone());
@@ -171,6 +202,27 @@ impl Run {
         }
         Run { spec, initial, gradients, commits, squares, images, rates, amended, end, many_shards }
     }
+}
+
+/// The parameters whose gradient is nothing, in ascending order.
+fn nobodys(spec: &JobSpec, sum: &[f32]) -> Vec<u32> {
+    let nothing = |range: &std::ops::Range<usize>| sum[range.clone()].iter().all(|x| x.to_bits() == 1 << 31);
+    let ranges = param_ranges(spec);
+    (0..).zip(&ranges).filter(|(_, range)| spec.leave_out && nothing(range)).map(|(param, _)| param).collect()
+}
+
+/// Counts the steps that each parameter has missed.
+fn count(before: Option<&Commit>, without: &[u32], skip: bool) -> Vec<LeftOut> {
+    let mut counts: BTreeMap<u32, (u64, bool)> = before
+        .iter()
+        .flat_map(|before| &before.left_out)
+        .map(|left_out| (left_out.param, (left_out.steps, skip && left_out.now)))
+        .collect();
+    for &param in without.iter().filter(|_| !skip) {
+        let (steps, now) = counts.entry(param).or_default();
+        (*steps, *now) = (*steps + 1, true);
+    }
+    counts.into_iter().map(|(param, (steps, now))| LeftOut { param, steps, now }).collect()
 }
 
 /// The loss scale of a step's gradients, which is the one of the version that was decided when they were made.
@@ -207,6 +259,7 @@ fn decide(
         clip_coefficient,
         correction,
         amend: None,
+        left_out: Vec::new(),
         groups: spec.groups.iter().map(|_| random_hyper(noise)).collect(),
         norm,
         loss_scale: noise.pick(&[1.0, 1024.0, 3.0]),
@@ -432,6 +485,11 @@ impl<'a> Traffic<'a> {
             })
             .collect();
         assert_eq!(bits(&squares), bits(&expected));
+        let commit = &self.run.commits[self.decided as usize];
+        if !commit.skip {
+            let now = commit.left_out.iter().filter(|left_out| left_out.now).map(|left_out| left_out.param);
+            assert_eq!(self.cluster.left_out(self.decided + 1), now.collect::<Vec<_>>());
+        }
         let duplicates = self.cluster.commit(&self.run.commits[self.decided as usize]).unwrap();
         assert!(duplicates.iter().all(|duplicate| !duplicate));
         self.decided += 1;

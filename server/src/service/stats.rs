@@ -47,5 +47,6 @@ async fn shard_stats(
         first_nonfinite: statistics.first_nonfinite,
     });
     let origin = handle.job.origin(shard, step)?.0;
-    Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin })
+    let left_out = handle.job.left_out(shard, step)?;
+    Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin, left_out })
 }

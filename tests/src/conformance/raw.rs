@@ -196,6 +196,7 @@ pub fn decision(spec: &JobSpec, step: u64) -> Commit {
         clip_coefficient: 1.0,
         correction: Correction::None,
         amend: None,
+        left_out: Vec::new(),
         groups: vec![Hyper::default(); spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

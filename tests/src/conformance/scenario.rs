@@ -103,6 +103,7 @@ impl Scenario {
             formats: Default::default(),
             unchecked: false,
             partitions: Vec::new(),
+            leave_out: false,
             worker_local: matches!(
                 self.delay,
                 Some(Delay { correction: DelayCorrection::WorkerLocal(_), .. })

@@ -61,13 +61,14 @@ class Connection:
         self.read()
         return applied
 
-    def full_state(self, rule: str) -> tuple[int, list[dict[str, Tensor]]]:
-        """How many updates made the newest version, and all state of each parameter."""
+    def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
+        """How many updates made each parameter of the newest version, and all state of each."""
         self.job.drain()
         self.read()
         states = _full.allocate(rule, self.params)
         _, applied = self.job.export_state(list(_full.arrays(rule, self.params, states)))
-        return applied, states
+        left_out = dict(self.job.left_out())
+        return [applied - left_out.get(param.index, 0) for param in self.params], states
 
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""

@@ -55,6 +55,7 @@ class Settings:
     clip: float | None
     unchecked: bool
     loss_scale: LossScale | None
+    leave_out: bool
     shard_elements: int
     tier: str
     state: str
@@ -97,6 +98,7 @@ def settings(options: Options, job: str, rule: str, params: Sequence[JobParam], 
         clip=options.max_grad_norm,
         unchecked=options.nonfinite == "apply",
         loss_scale=options.loss_scale,
+        leave_out=options.on_missing() == "skip",
         shard_elements=options.shard_elements or shard_elements(params),
         tier=options.tier,
         state=options.state,

@@ -186,8 +186,8 @@ class Optimizer(Back, Scaling, Stateful):
         """Makes one step, and returns when the parameters hold the next step's weights.
 
         In streaming mode the gradients have left already, and a parameter's weights are waited for when it is used;
-        otherwise gradients in ``.grad`` leave now and stay as they are. If no parameter has a gradient, nothing happens,
-        as in torch.
+        otherwise gradients in ``.grad`` leave now and stay as they are. If no parameter has a gradient, nothing happens, as in
+        torch; with several ranks another one may have some, and the step is made unless ``missing_gradients="error"``.
 
         Args:
             closure: computes the loss again, with gradients, and returns it.
@@ -196,7 +196,7 @@ class Optimizer(Back, Scaling, Stateful):
             What the closure returned.
 
         Raises:
-            MissingGradientError: if some parameters have a gradient and others do not, and ``missing_gradients`` is not set.
+            MissingGradientError: if some parameters have a gradient and others do not, with ``missing_gradients="error"``.
             GradientError: for a gradient of another type, shape or layout.
             LongshoreError: any other of :mod:`longshore.errors`.
         """
@@ -219,7 +219,7 @@ class Optimizer(Back, Scaling, Stateful):
         scale = self._unscale()
         if scale is None:
             return False
-        if self._connection is None and not any(
+        if self._connection is None and not self._options.may_differ() and not any(
             tensor.grad is not None for group in self.param_groups for tensor in group["params"]
         ):
             return False
@@ -233,7 +233,7 @@ class Optimizer(Back, Scaling, Stateful):
                 missing.append(param)
             else:
                 present.append(self._gradients.take(param, gradient))
-        if not present:
+        if not present and not self._options.may_differ():
             return False
         self._check_missing(missing)
         self._gradients.wait()
@@ -245,7 +245,7 @@ class Optimizer(Back, Scaling, Stateful):
         return True
 
     def _check_missing(self, missing: list[Param]) -> None:
-        if self._options.missing_gradients == "error":
+        if self._options.on_missing() == "error":
             _params.check_missing(missing)
 
     def _check_whole(self, connection: Connection) -> None:

@@ -44,7 +44,7 @@ class JobOptions(TypedDict, total=False):
     accumulate: int
     accumulate_on: Literal["servers", "worker"]
     max_grad_norm: float | None
-    missing_gradients: Literal["error", "zeros"]
+    missing_gradients: Literal["skip", "zeros", "error"] | None
     nonfinite: Literal["skip", "raise", "apply"]
     loss_scale: LossScale | None
     gradient_dtype: Dtype
@@ -79,8 +79,10 @@ class Options:
         accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
         accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
         max_grad_norm: the largest global gradient norm; servers clip to it exactly. None does not clip.
-        missing_gradients: what a parameter without a gradient means in a step in which others have one. ``"error"`` refuses
-            the step, ``"zeros"`` takes zeros, as DeepSpeed does: moments and weights then decay.
+        missing_gradients: what a parameter means that got no gradient in a step, from any rank and any backward pass. ``"skip"``
+            leaves it out of the step, as torch does: its weight, its moments and its step count stay. ``"zeros"`` takes zeros, as
+            DeepSpeed does: moments and weights then decay. ``"error"`` refuses a step in which others have a gradient. By default
+            it is ``"skip"``, and ``"error"`` with ``state="block8"`` and ``correction="worker-local"``, which cannot skip.
         nonfinite: what happens to a step whose gradient has inf or NaN. ``"skip"`` leaves everything as it is and warns,
             ``"raise"`` does so and raises, ``"apply"`` uses it as torch does, and takes no norm.
         loss_scale: what losses are multiplied by, for fp16: ``(loss * optimizer.loss_scale).backward()``. None multiplies nothing.
@@ -107,7 +109,7 @@ class Options:
     accumulate: int = 1
     accumulate_on: str = "servers"
     max_grad_norm: float | None = None
-    missing_gradients: str = "error"
+    missing_gradients: str | None = None
     nonfinite: str = "skip"
     loss_scale: LossScale | None = None
     gradient_dtype: str = "auto"
@@ -142,7 +144,7 @@ class Options:
     def _check(self) -> None:
         choices = {
             "accumulate_on": ("servers", "worker"),
-            "missing_gradients": ("error", "zeros"),
+            "missing_gradients": (None, "skip", "zeros", "error"),
             "nonfinite": ("skip", "raise", "apply"),
             "gradient_dtype": ("auto", "fp32", "bf16", "fp16"),
             "image_dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -150,7 +152,7 @@ class Options:
         for field, allowed in choices.items():
             value = getattr(self, field)
             if value not in allowed:
-                raise invalid(field, repr(value), "one of " + ", ".join(allowed), "choose one of them")
+                raise invalid(field, repr(value), "one of " + ", ".join(filter(None, allowed)), "choose one of them")
         if self.accumulate < 1:
             raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
         if self.accumulate > 1 and not self.streaming:
@@ -178,6 +180,15 @@ class Options:
             )
         if world_size > 1 and self.job is None:
             raise invalid("job", None, "a name with several ranks", "pass the same job= on every rank")
+
+    def on_missing(self) -> str:
+        """What a parameter without a gradient means."""
+        cannot_skip = self.state == "block8" or self.correction.startswith("worker-local")
+        return self.missing_gradients or ("error" if cannot_skip else "skip")
+
+    def may_differ(self) -> bool:
+        """Whether another rank may have gradients in a step in which this one has none."""
+        return self.place()[1] > 1 and self.on_missing() != "error"
 
     def place(self) -> tuple[int, int]:
         """Rank and world size."""

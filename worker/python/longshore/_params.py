@@ -183,8 +183,8 @@ def check_missing(missing: list[Param]) -> None:
         f"{missing[0].name}.grad",
         f"None{others}",
         "there, since other parameters have a gradient",
-        "pass missing_gradients='zeros' to take zeros, as DeepSpeed does; freeze it with requires_grad_(False); or leave it out "
-        "of the optimizer. Servers cannot leave single parameters out of a step, as torch does",
+        "pass missing_gradients='skip' to leave it out of the step, as torch does, or 'zeros' to take zeros, as DeepSpeed does; "
+        "freeze it with requires_grad_(False); or leave it out of the optimizer",
         MissingGradientError,
     )
 

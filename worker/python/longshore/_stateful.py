@@ -60,11 +60,10 @@ class Stateful(torch.optim.Optimizer):
     def _full_state(self) -> dict[int, dict[str, Any]]:
         connection = self._opened()
         places = {id(tensor): place for place, tensor in enumerate(self._tensors())}
-        applied, states = connection.full_state(self.rule)
-        step = torch.tensor(float(applied))
+        steps, states = connection.full_state(self.rule)
         return {
-            places[id(param.tensor)]: {"step": step.clone(), **state}
-            for param, state in zip(connection.params, states, strict=True)
+            places[id(param.tensor)]: {"step": torch.tensor(float(step)), **state}
+            for param, step, state in zip(connection.params, steps, states, strict=True)
         }
 
     def _tensors(self) -> list[Tensor]:
@@ -138,6 +137,7 @@ class Stateful(torch.optim.Optimizer):
         for group in self.param_groups:
             for tensor in group["params"]:
                 loaded = self.state[tensor].get("step", self._applied)
-                if isinstance(loaded, Tensor) and loaded is not self._applied:
+                # In a full state a parameter that steps left out has a smaller count than the job.
+                if isinstance(loaded, Tensor) and loaded > self._applied:
                     self._applied.copy_(loaded)
                 self.state[tensor] = {"step": self._applied}

@@ -139,13 +139,14 @@ class Stream:
         """Ends the step's gradients. Returns whether there were any."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        if not self._taken and not self._micro_steps:
+        if not self._taken and not self._micro_steps and not optimizer._options.may_differ():
             return False
         optimizer, connection = self._open()
+        optimizer._check_whole(connection)
         if self._taken:
             self._end_micro_step(optimizer, connection)
         while self._micro_steps < optimizer._options.accumulate:
-            # The last step of an epoch may have fewer backward passes: zeros add nothing.
+            # The last step of an epoch may have fewer backward passes, and a rank may have none: this adds nothing.
             self._end_micro_step_of_zeros(connection)
         if self._pusher is not None:
             self._pusher.wait()

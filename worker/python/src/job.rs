@@ -153,6 +153,14 @@ impl Job {
         })
     }
 
+    /// The parameters that steps have left out, and how many steps of those that updated.
+    fn left_out(&self, py: Python<'_>) -> PyResult<Vec<(u32, u64)>> {
+        let described = self.session(py, Session::describe)?;
+        let commit = described.into_iter().find_map(|server| server.progress?.last_commit);
+        let left_out = commit.into_iter().flat_map(|commit| commit.left_out);
+        Ok(left_out.map(|param| (param.param, param.steps)).collect())
+    }
+
     /// The name and version of each checkpoint that can be restored, in the order in which they were sealed.
     fn checkpoints(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
         let listed = self.session(py, Session::list_checkpoints)?;
@@ -207,7 +215,7 @@ impl Job {
         self.train(py, |training| training.push(&gradients, scale))
     }
 
-    /// Sends gradients of zeros of these parameters.
+    /// Says that these parameters got no gradient in the micro-step in hand.
     fn push_zeros(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<()> {
         self.train(py, |training| training.push_zeros(&params))
     }

@@ -37,6 +37,8 @@ pub(crate) struct Settings {
     unchecked: bool,
     /// What losses are multiplied by; None where they are not.
     loss_scale: Option<GivenScaler>,
+    /// Parameters without a gradient are left out of the step.
+    leave_out: bool,
     shard_elements: u64,
     tier: String,
     state: String,
@@ -141,6 +143,7 @@ impl Settings {
             unchecked: self.unchecked,
             partitions: Vec::new(),
             worker_local: self.delay > 0 && self.correction.starts_with(WORKER_LOCAL),
+            leave_out: self.leave_out,
         };
         let deadline = Duration::try_from_secs_f64(self.deadline_s)
             .map_err(|_| Fault::invalid("deadline", self.deadline_s, "above 0 seconds", "give seconds"))?;

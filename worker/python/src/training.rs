@@ -133,12 +133,9 @@ impl Training {
         )
     }
 
-    /// Sends gradients of zeros.
+    /// Says that these parameters got no gradient. Zeros leave for them, in a job that leaves parameters out -0.
     pub(crate) fn push_zeros(&mut self, params: &[usize]) -> Result<()> {
-        let places = &self.places;
-        let elements = |&param: &usize| (param, places.get(param).map_or(0, |place| place.end - place.start));
-        let given: Vec<(usize, u64)> = params.iter().map(elements).collect();
-        self.put_all(given.into_iter(), |_, _, target| target.fill(0))
+        params.iter().try_for_each(|&param| self.put(|assembler| assembler.put_nothing(param)))
     }
 
     fn put_all(
@@ -146,6 +143,14 @@ impl Training {
         given: impl Iterator<Item = (usize, u64)>,
         write: impl Fn(usize, Range<usize>, &mut [u8]),
     ) -> Result<()> {
+        for (at, (param, elements)) in given.enumerate() {
+            let mut write = |range: Range<usize>, target: &mut [u8]| write(at, range, target);
+            self.put(|assembler| assembler.put_with(param, elements, &mut write))?;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, put: impl FnOnce(&mut Assembler) -> Result<()>) -> Result<()> {
         if self.is_broken {
             return Err(BROKEN.into());
         }
@@ -154,14 +159,11 @@ impl Training {
             Some(assembler) => assembler,
             None => self.assembler.insert(self.pipeline.assembler(self.micro_steps)?),
         };
-        for (at, (param, elements)) in given.enumerate() {
-            let put = assembler.put_with(param, elements, &mut |range, target| write(at, range, target));
-            if let Err(Error::Interrupted(_)) = put {
-                self.is_broken = true;
-            }
-            put?;
+        let put = put(assembler);
+        if let Err(Error::Interrupted(_)) = put {
+            self.is_broken = true;
         }
-        Ok(())
+        put
     }
 
     /// Ends the micro-step in hand, to which every parameter has given its gradient.

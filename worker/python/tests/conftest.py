@@ -36,10 +36,10 @@ def several(number: int) -> Iterator[str]:
             process.wait()
 
 
-def serve(*flags: str) -> tuple[subprocess.Popen[str], str]:
-    """Starts a server on a free port. Returns its process and its address."""
+def serve(*flags: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+    """Starts a server, on a free port unless told which. Returns its process and its address."""
     code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
-    command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--memory", "256MiB", "--threads", "1", *flags]
+    command = [sys.executable, "-c", code, "--listen", listen, "--memory", "256MiB", "--threads", "1", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

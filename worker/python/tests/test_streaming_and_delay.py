@@ -95,7 +95,7 @@ def test_streaming_with_zeros_for_parameters_without_a_gradient() -> None:
     for _ in range(3):
         decayed = decayed * torch.tensor(1 - 1e-3 * 1e-2)
     assert torch.equal(model.unused.weight, decayed), "zeros decay the weight and do nothing else"
-    refused = longshore.AdamW(nn.Linear(4, 4).named_parameters(), streaming=True)
+    refused = longshore.AdamW(nn.Linear(4, 4).named_parameters(), streaming=True, missing_gradients="error")
     refused.param_groups[0]["params"][0].sum().backward()
     with pytest.raises(errors.MissingGradientError, match=r"bias\.grad"):
         refused.step()

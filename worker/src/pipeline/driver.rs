@@ -7,7 +7,8 @@ use std::{
 };
 
 use longshore_proto::{
-    Commit, Correction, FaultKind, Hyper, ServerId, Step, Version, limits::MAX_PAUSE_REASON_BYTES,
+    Commit, Correction, FaultKind, Hyper, LeftOut, ServerId, Step, Version, left_out::advance,
+    limits::MAX_PAUSE_REASON_BYTES,
 };
 use tokio::sync::{mpsc, oneshot};
 
@@ -38,6 +39,22 @@ pub(super) struct StepToDecide {
     pub(super) finished: oneshot::Receiver<Vec<u8>>,
 }
 
+/// What a commit is made from, of the one before.
+pub(super) struct Last {
+    /// A step that is skipped has the image of the step before, and so its correction and its hyperparameters.
+    correction: Correction,
+    groups: Vec<Hyper>,
+    /// The parameters that steps so far have left out.
+    left_out: Vec<LeftOut>,
+}
+
+impl From<&Commit> for Last {
+    fn from(commit: &Commit) -> Last {
+        let Commit { correction, groups, left_out, .. } = commit;
+        Last { correction: correction.clone(), groups: groups.clone(), left_out: left_out.clone() }
+    }
+}
+
 pub(super) struct Driver {
     pub(super) cluster: Arc<Cluster>,
     pub(super) rank: Arc<RankState>,
@@ -46,8 +63,7 @@ pub(super) struct Driver {
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
-    /// The correction and the hyperparameters of the last commit: a step that is skipped has its image.
-    pub(super) last: Option<(Correction, Vec<Hyper>)>,
+    pub(super) last: Option<Last>,
     /// A task that ends when the last commit is durable on every server. The next commit waits for it. So after a crash
     /// of any server there is a version that all hold, and at most one step to be sent again.
     pub(super) durable: Option<Task<Result<()>>>,
@@ -77,7 +93,7 @@ impl Driver {
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
-        let Collected { blocks, origins } =
+        let Collected { blocks, left_out, origins } =
             self.patiently("the contributions of all ranks", step, work.stats).await?;
         let gradient_scale = work.loss_scale * self.cluster.spec().contributions() as f64;
         let shares = self.cluster.spec().block_shares(&self.cluster.layout);
@@ -86,6 +102,8 @@ impl Driver {
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));
         let mut commit = self.commit(step, gradient_scale, &decision, trainer);
+        let before = self.last.as_ref().map_or(&[][..], |last| &last.left_out);
+        commit.left_out = advance(before, &left_out, decision.skip);
         if event == Event::AtFloor {
             commit.pause_reason =
                 at_floor(step, commit.loss_scale, overflow.as_deref().unwrap_or("the gradient's norm"));
@@ -96,7 +114,7 @@ impl Driver {
         tracing::debug!(target: "stage", step = step.0, "decided");
         let own = Arc::new(OwnCommit { commit, origins });
         self.rank.commits.remember(own.clone());
-        self.last = Some((own.commit.correction.clone(), own.commit.groups.clone()));
+        self.last = Some(Last::from(&own.commit));
         self.cluster.on_all(|server| self.send(server, &own)).await?;
         let durable = durable_everywhere(self.cluster.clone(), step.version());
         self.durable = Some(self.cluster.runtime.spawn_joined(durable));
@@ -171,6 +189,7 @@ impl Driver {
             clip_coefficient: decision.clip_coefficient,
             correction: self.options.correction_of(step),
             amend: None,
+            left_out: Vec::new(),
             groups: (self.options.hyper)(step),
             // JSON has no infinity. That the norm was not finite is told by `skip`.
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
@@ -180,10 +199,12 @@ impl Driver {
             pause_reason: String::new(),
         };
         match &self.last {
-            Some((local @ Correction::WorkerLocal(_), groups)) if decision.skip => {
+            Some(Last { correction: local @ Correction::WorkerLocal(_), groups, .. }) if decision.skip => {
                 (commit.correction, commit.groups) = (local.clone(), groups.clone());
             }
-            Some((Correction::WorkerLocal(_), _)) => commit.amend = Some(self.options.correction.gamma()),
+            Some(Last { correction: Correction::WorkerLocal(_), .. }) => {
+                commit.amend = Some(self.options.correction.gamma())
+            }
             _ if decision.skip && commit.is_worker_local() => commit.correction = Correction::None,
             _ => {}
         }

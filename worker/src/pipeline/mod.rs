@@ -35,7 +35,7 @@ use tracing::debug_span;
 use self::{
     amends::Amends,
     board::Board,
-    driver::{Driver, StepToDecide},
+    driver::{Driver, Last, StepToDecide},
     envelope::MAX_TRAINER_BYTES,
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
@@ -110,8 +110,7 @@ impl Pipeline {
             cluster.waits.paused(reason);
         }
         let last = Step(joined.version.0);
-        let joined_commit =
-            joined.last_commit.as_ref().map(|commit| (commit.correction.clone(), commit.groups.clone()));
+        let joined_commit = joined.last_commit.as_ref().map(Last::from);
         let decided = joined.last_commit.iter().map(|commit| (commit.step, commit.decided_by)).collect();
         let (joined, floor) = (joined.version, resume.floor);
         let watcher = Watcher {

@@ -54,6 +54,7 @@ mod tests {
             clip_coefficient: 1.0,
             correction: Correction::None,
             amend: None,
+            left_out: Vec::new(),
             groups: Vec::new(),
             norm: 0.0,
             loss_scale,

@@ -23,6 +23,8 @@ pub(super) type Finished = watch::Receiver<Option<Instant>>;
 pub(super) struct Collected {
     /// Every block's statistics, in the order of the flat space.
     pub(super) blocks: Vec<BlockStats>,
+    /// The parameters that nobody gave a gradient, in ascending order.
+    pub(super) left_out: Vec<u32>,
     /// For each server, the origin of the gradients that they were taken of.
     pub(super) origins: ByServer<Origin>,
 }
@@ -40,16 +42,22 @@ pub(super) async fn collect(
     let origin =
         |of_server: &ServerStatistics| of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
     let origins = statistics.values().map(|of_server| origin(of_server).unwrap_or_default()).collect();
-    for ShardStatistics { shard, blocks: stats, .. } in statistics.into_vec().into_iter().flatten() {
+    let mut left_out = Vec::new();
+    for ShardStatistics { shard, blocks: stats, left_out: of_shard, .. } in
+        statistics.into_vec().into_iter().flatten()
+    {
+        left_out.extend(of_shard);
         let range = cluster.layout.shard_blocks(shard);
         blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
     }
-    Ok(Collected { blocks, origins })
+    left_out.sort_unstable();
+    Ok(Collected { blocks, left_out, origins })
 }
 
 struct ShardStatistics {
     shard: ShardId,
     blocks: Vec<BlockStats>,
+    left_out: Vec<u32>,
     origin: Origin,
 }
 
@@ -124,8 +132,9 @@ async fn stream(
         let shard = ShardId(stats.shard);
         let known = statistics.iter().any(|known| known.shard == shard);
         if !known {
-            let origin = Origin(stats.origin);
-            statistics.push(ShardStatistics { shard, blocks: blocks(cluster, owned, stats)?, origin });
+            let (origin, left_out) = (Origin(stats.origin), stats.left_out.clone());
+            let blocks = blocks(cluster, owned, stats)?;
+            statistics.push(ShardStatistics { shard, blocks, left_out, origin });
         }
     }
     Ok(())

@@ -92,6 +92,11 @@ impl Accumulator {
         }
     }
 
+    /// Whether nothing was added so far that would change a sum.
+    pub(crate) fn is_nothing_at(&self, element: u64) -> bool {
+        self.sums[element as usize].to_bits() == (-0.0f32).to_bits()
+    }
+
     /// Turns elements of the last micro-step, which begin at element `first` of the flat space, into the mean over all
     /// micro-steps.
     pub(crate) fn finish(&mut self, first: u64, wire: &mut [u8]) {
@@ -147,6 +152,7 @@ mod tests {
             unchecked: false,
             partitions: (0..4).map(|first| Partition { first, ranks: vec![Rank((first + 1) % 2)] }).collect(),
             worker_local: false,
+            leave_out: false,
         }
     }
 

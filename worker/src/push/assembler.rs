@@ -8,12 +8,12 @@ use std::{
 };
 
 use longshore_proto::{
-    ChunkId, JobSpec, Layout, MicroStep, Rank, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
+    ChunkId, JobSpec, Layout, MicroStep, Param, Rank, ShardId, Step, checksum::crc32, limits::CHUNK_BYTES,
 };
 
 use tracing::debug_span;
 
-use super::{Accumulator, ChunkKey, Gradients, Payload, Way, outbox::Outbox};
+use super::{Accumulator, ChunkKey, Gradients, Payload, Way, nothing, outbox::Outbox};
 use crate::{
     convert,
     device::{BufferPool, PooledBuffer},
@@ -275,6 +275,37 @@ impl Assembler {
         elements: u64,
         write: &mut dyn FnMut(Range<usize>, &mut [u8]),
     ) -> Result<()> {
+        let JobSpec { gradient_dtype: dtype, leave_out, .. } = *self.outbox.gradients().cluster.spec();
+        self.put_bytes(param, elements, &mut |range: Range<usize>, target: &mut [u8]| {
+            let begins = range.start == 0;
+            write(range, target);
+            if leave_out && begins {
+                nothing::deny(dtype, target);
+            }
+        })
+    }
+
+    /// Says that parameter `param` got no gradient in this micro-step. A job that leaves such parameters out does so in a
+    /// step in which no rank and no micro-step has one for it. In any other job zeros count.
+    ///
+    /// # Errors
+    /// Those of [`Assembler::put`].
+    pub fn put_nothing(&mut self, param: usize) -> Result<()> {
+        let cluster = &self.outbox.gradients().cluster;
+        let JobSpec { gradient_dtype: dtype, leave_out, .. } = *cluster.spec();
+        let elements = cluster.spec().params.get(param).and_then(Param::elements).unwrap_or(0);
+        self.put_bytes(param, elements, &mut |_, target: &mut [u8]| match leave_out {
+            true => nothing::fill(dtype, target),
+            false => target.fill(0),
+        })
+    }
+
+    fn put_bytes(
+        &mut self,
+        param: usize,
+        elements: u64,
+        write: &mut dyn FnMut(Range<usize>, &mut [u8]),
+    ) -> Result<()> {
         let _stage = debug_span!(target: "stage", "push", param).entered();
         self.outbox.check()?;
         self.take_back();
@@ -285,17 +316,25 @@ impl Assembler {
         let Some(Sums { accumulator, micro_step }) = sums else {
             return collector.put(&plan, param, elements, write, send);
         };
+        collector.check(&plan, param, elements)?;
+        let (dtype, place) = (plan.spec.gradient_dtype, plan.layout.param_range(param));
         let mut sums = accumulator.lock().unwrap_or_else(PoisonError::into_inner);
         if sums.is_last(*micro_step) {
             let mut write = |range: Range<usize>, target: &mut [u8]| {
-                let first = plan.layout.param_range(param).start + range.start as u64;
+                let begins = plan.spec.leave_out && range.start == 0;
+                let first = place.start + range.start as u64;
                 write(range, target);
+                let nothing = begins && sums.is_nothing_at(first) && nothing::is_at(dtype, target);
                 sums.finish(first, target);
+                if begins && !nothing {
+                    // A mean may vanish.
+                    nothing::deny(dtype, target);
+                }
             };
             return collector.put(&plan, param, elements, &mut write, send);
         }
         collector.accept(&plan, param, elements)?;
-        sums.add(*micro_step, plan.layout.param_range(param), write);
+        sums.add(*micro_step, place, write);
         Ok(())
     }
 

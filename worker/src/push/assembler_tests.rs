@@ -30,6 +30,7 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 

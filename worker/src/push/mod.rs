@@ -6,6 +6,7 @@ mod assembler;
 mod gradients;
 mod ids;
 mod lane;
+mod nothing;
 mod outbox;
 mod queues;
 mod refusal;

@@ -77,6 +77,11 @@ pub struct JobSpec {
     /// contribution a step, adam or adamw, and fp32 state. It costs one more image beside the state.
     #[prost(bool, tag = "17")]
     pub worker_local: bool,
+    /// A parameter to which no rank and no micro-step of a step gave a gradient is left out of the step: its state stays as it is, and
+    /// the step does not count for it. Its gradient is sent as -0 in every element (docs/protocol.md, "Parameters without a gradient").
+    /// Needs moments of fp32 or bf16, no worker_local, and at most 65,536 parameters.
+    #[prost(bool, tag = "18")]
+    pub leave_out: bool,
 }
 /// A run of parameters whose gradients come from the same ranks. It begins at a block, and no shard has parameters of two
 /// partitions. A shard's gradient is the mean of its contributors' gradients.
@@ -199,6 +204,23 @@ pub struct Commit {
     /// crash, until Admin.Resume. Once that has ended the pause, servers tell of the commit without it.
     #[prost(string, tag = "12")]
     pub pause_reason: ::prost::alloc::string::String,
+    /// Every parameter that any applied step so far has left out, in ascending order. It follows from that of the commit before: a
+    /// commit that applies adds 1 to `steps` of each that it leaves out, and a commit that skips repeats all of it.
+    #[prost(message, repeated, tag = "16")]
+    pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
+}
+/// A parameter that steps of a job with leave_out were made without.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LeftOut {
+    /// index into JobSpec.params
+    #[prost(uint32, tag = "1")]
+    pub param: u32,
+    /// the applied steps without it, this one included. Its t is `applied` less this; at least 1
+    #[prost(uint64, tag = "2")]
+    pub steps: u64,
+    /// this step leaves it out
+    #[prost(bool, tag = "3")]
+    pub now: bool,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1250,6 +1272,9 @@ pub struct ShardStats {
     /// modulo 2^64. 0 is unknown, and then the sum is unknown (0) too.
     #[prost(fixed64, tag = "3")]
     pub origin: u64,
+    /// In a job with leave_out: the parameters that begin in this shard and got no gradient in this step, ascending.
+    #[prost(uint32, repeated, tag = "4")]
+    pub left_out: ::prost::alloc::vec::Vec<u32>,
 }
 /// Statistics of one block of 65536 elements, taken of the summed gradient, which is still scaled.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]

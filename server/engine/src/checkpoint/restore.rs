@@ -63,6 +63,7 @@ impl Source {
         check_commit(&manifest).map_err(unfit)?;
         let images = if job.max_delay == 0 { StoredImages::None } else { manifest.images };
         check_same_model(&manifest.spec, job, images)?;
+        check_left_out(&manifest, job)?;
         let mut readers = Vec::with_capacity(manifest.parts.len());
         let mut owners = vec![0; layout.shards() as usize];
         for (index, part) in manifest.parts.iter().enumerate() {
@@ -200,7 +201,26 @@ fn check_commit(manifest: &Manifest) -> Result<(), Fault> {
     if commit.step.version() != manifest.version {
         return Err(Fault::invalid("commit.step", commit.step, manifest.version, "name the last commit"));
     }
+    if let Some(left_out) = commit.left_out.iter().find(|left_out| left_out.steps > manifest.applied) {
+        let limit = format!("at most {}, the steps applied", manifest.applied);
+        return Err(Fault::invalid(
+            "commit.left_out.steps",
+            left_out.steps,
+            limit,
+            "count the steps left out",
+        ));
+    }
     commit.validate(&manifest.spec)
+}
+
+/// A job whose worker amends its weights has one t for all parameters.
+fn check_left_out(manifest: &Manifest, job: &JobSpec) -> Result<(), Fault> {
+    if manifest.commit.as_ref().is_none_or(|commit| commit.left_out.is_empty()) || !job.worker_local {
+        return Ok(());
+    }
+    let limit = "false, as steps of the checkpoint's job left parameters out";
+    let remedy = "open the job with another correction of the delay";
+    Err(Fault::invalid("spec.worker_local", "true", limit, remedy))
 }
 
 /// The first field in which the job is another model than the checkpoint's.

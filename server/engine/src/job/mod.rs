@@ -8,6 +8,7 @@ mod compute;
 mod gradients;
 mod hold;
 mod images;
+mod left_out;
 mod load;
 mod need;
 mod open;

@@ -171,7 +171,8 @@ impl Buffers {
                 accumulators.push(shape.accumulates.then(|| Mutex::new(region)));
             }
             let statistics = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
-            buffers.gradients.push(ShardGradients { contributions, accumulators, statistics });
+            let left_out = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
+            buffers.gradients.push(ShardGradients { contributions, accumulators, statistics, left_out });
         }
         Ok(buffers)
     }

@@ -13,10 +13,11 @@ use super::{
     compute::BLOCK,
     gradients::cast,
     images::{image_blocks, image_of},
+    left_out::{Aside, Constants},
 };
 use crate::{
     ids::{Contributor, OwnedShard, OwnedShards},
-    kernels::{Gradient, ImageMut, Random, Scalars, amend, rates, update, update_low},
+    kernels::{self, Gradient, ImageMut, Random, Scalars, amend, rates, update, update_low},
     lock,
     memory::Region,
     step::Work,
@@ -92,19 +93,15 @@ impl Job {
         let share = self.spec.share(self.gradients.contributors(run.first()));
         let multiplier = commit.gradient_multiplier(share);
         let amending = self.amending(commit, applied, share);
-        let scalars: Vec<Scalars> = commit
-            .groups
-            .iter()
-            .enumerate()
-            .map(|(group, hyper)| {
-                let scalars = Scalars::new(self.spec.rule, hyper, applied, multiplier);
-                match (&commit.correction, &amending.after) {
-                    (Correction::LookAhead(lr), _) => scalars.looking_ahead(hyper, applied, lr[group]),
-                    (Correction::WorkerLocal(_), Some(after)) => scalars.amended_by_worker(&after[group]),
-                    _ => scalars,
-                }
-            })
-            .collect();
+        let constants = Constants::new(commit, &self.layout, applied, |group, t| {
+            let hyper = &commit.groups[group];
+            let scalars = Scalars::new(self.spec.rule, hyper, t, multiplier);
+            match (&commit.correction, &amending.after) {
+                (Correction::LookAhead(lr), _) => scalars.looking_ahead(hyper, t, lr[group]),
+                (Correction::WorkerLocal(_), Some(after)) => scalars.amended_by_worker(&after[group]),
+                _ => scalars,
+            }
+        });
         let compensation = commit.correction.compensation() as f32;
         let fetched = run.clone().map(|owned| self.gradients.fetch_gradient(owned, commit.step));
         let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
@@ -131,7 +128,7 @@ impl Job {
             let block = |mut block: Block<'_>| {
                 let index = block.index;
                 if let Turn::Go(number) = guard.begin(index, block.state.as_ref()) {
-                    self.update_block(&mut block, &scalars, &amending, applied, compensation);
+                    self.update_block(&mut block, &constants, &amending, applied, compensation);
                     guard.end(index, number, block.state.as_ref(), block.image.bytes());
                 } else if let Some(after) = &amending.after {
                     self.rates_of_block(block.id.0, after, block.state.as_ref(), block.rates);
@@ -176,35 +173,55 @@ impl Job {
         blocks.collect()
     }
 
-    /// Updates one block. A block is cut once more where the param group changes.
+    /// Updates one block. A block is cut once more where the constants change. What the step leaves out keeps its state,
+    /// and its image is that of its master weights: no step of it is expected, so that nothing corrects for a delay.
     fn update_block(
         &self,
         block: &mut Block<'_>,
-        scalars: &[Scalars],
+        constants: &Constants,
         amending: &Amending,
+        applied: u64,
+        compensation: f32,
+    ) {
+        if !self.spec.formats.is_fp32() {
+            return self.update_low_block(block, constants, applied, compensation);
+        }
+        if !amending.is_nothing() {
+            return self.update_amending(block, constants.groups(), amending);
+        }
+        let Block { id, gradient, state, image, .. } = block;
+        let isa = self.compute.isa();
+        let mut state = state.f32();
+        for (range, scalars) in constants.of_block(&self.layout, *id) {
+            let (gradient, state) = (gradient.slice(range.clone()), state.slice(range.clone()));
+            match scalars {
+                Some(scalars) => update(isa, scalars, gradient, state, image.slice(range), compensation),
+                None => kernels::cast(isa, state.master, image.slice(range)),
+            }
+        }
+    }
+
+    /// Updates one block whose state has fewer bits. Its kernels take whole blocks, so what the step leaves out is put
+    /// aside meanwhile.
+    fn update_low_block(
+        &self,
+        block: &mut Block<'_>,
+        constants: &Constants,
         applied: u64,
         compensation: f32,
     ) {
         let Block { id, gradient, state, image, .. } = block;
         let isa = self.compute.isa();
-        let groups = self.layout.block_groups(*id);
-        if !self.spec.formats.is_fp32() {
-            let segments: Vec<_> =
-                groups.into_iter().map(|(range, group)| (range, &scalars[group as usize])).collect();
-            let first_element = u64::from(id.0) * BLOCK_ELEMENTS;
-            let random = Random { seed: self.spec.formats.seed, step: applied, first_element };
-            let image = image.slice(0..BLOCK);
-            return update_low(isa, &segments, *gradient, state.low(), image, compensation, random);
-        }
-        if !amending.is_nothing() {
-            return self.update_amending(block, scalars, amending);
-        }
-        let mut state = state.f32();
-        for (range, group) in groups {
-            let scalars = &scalars[group as usize];
-            let (gradient, state) = (gradient.slice(range.clone()), state.slice(range.clone()));
-            update(isa, scalars, gradient, state, image.slice(range), compensation);
-        }
+        let runs = constants.of_block(&self.layout, *id);
+        let left_out = runs.iter().filter(|(_, scalars)| scalars.is_none()).map(|(range, _)| range.clone());
+        let aside = Aside::take(state, left_out.collect());
+        let segments: Vec<_> =
+            runs.into_iter().map(|(range, scalars)| (range, scalars.unwrap_or(constants.any()))).collect();
+        let first_element = u64::from(id.0) * BLOCK_ELEMENTS;
+        let random = Random { seed: self.spec.formats.seed, step: applied, first_element };
+        let whole = image.slice(0..BLOCK);
+        update_low(isa, &segments, *gradient, state.low(), whole, compensation, random);
+        aside.put_back(isa, state, image);
     }
 
     /// Updates a block in tiles. Before the update a tile gets its part of the amended image, which is made of the state

@@ -1,7 +1,7 @@
 //! The last commit as JSON, bit for bit. JSON has no NaN (the norm of a step that overflowed) and serde_json rounds
 //! most but not all decimals back to the same f64, while a resumed run needs the loss scale it was stopped with.
 
-use longshore_proto::{Commit, Correction, Hyper, Incarnation, Step};
+use longshore_proto::{Commit, Correction, Hyper, Incarnation, LeftOut, Step};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 use super::Standing;
@@ -39,6 +39,9 @@ struct CommitRecord {
     /// Only commits that amend the image before have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     amend: Option<Exact>,
+    /// Parameter, steps, and 1 if this step leaves it out. Only commits of jobs that leave parameters out have it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    left_out: Vec<(u32, u64, u8)>,
     norm: Exact,
     loss_scale: Exact,
     groups: Vec<HyperRecord>,
@@ -128,6 +131,11 @@ pub(crate) mod commit {
             clip_coefficient: record.clip_coefficient.0,
             correction: correction(record.compensation, record.look_ahead, record.worker_local),
             amend: record.amend.map(|Exact(gamma)| gamma),
+            left_out: record
+                .left_out
+                .into_iter()
+                .map(|(param, steps, now)| LeftOut { param, steps, now: now != 0 })
+                .collect(),
             groups: record.groups.into_iter().map(Hyper::from).collect(),
             norm: record.norm.0,
             loss_scale: record.loss_scale.0,
@@ -172,6 +180,7 @@ fn record(commit: &Commit) -> CommitRecord {
         clip_coefficient,
         correction,
         amend,
+        left_out,
         groups,
         norm,
         loss_scale,
@@ -194,6 +203,10 @@ fn record(commit: &Commit) -> CommitRecord {
             Correction::None | Correction::Compensation(_) | Correction::LookAhead(_) => None,
         },
         amend: amend.map(Exact),
+        left_out: left_out
+            .iter()
+            .map(|&LeftOut { param, steps, now }| (param, steps, u8::from(now)))
+            .collect(),
         norm: Exact(*norm),
         loss_scale: Exact(*loss_scale),
         groups: groups.iter().map(HyperRecord::from).collect(),
@@ -279,6 +292,7 @@ mod tests {
                     Correction::LookAhead(vec![0.1, lr])
                 },
                 amend: local.then_some(lr),
+                left_out: vec![LeftOut { param: 3, steps: bits[0], now: local }],
                 groups: vec![Hyper { lr, ..Hyper::default() }],
                 norm,
                 loss_scale,
@@ -300,6 +314,7 @@ mod tests {
             };
             prop_assert!(same(back.groups[0].lr, lr) && same(rates[1], lr));
             prop_assert!(back.amend.is_some() == local && back.amend.is_none_or(|gamma| same(gamma, lr)));
+            prop_assert_eq!(back.left_out, [LeftOut { param: 3, steps: bits[0], now: local }]);
             prop_assert_eq!(back.trainer_state, state);
             prop_assert_eq!(back.pause_reason, "overflowed \"hot\"");
             prop_assert!(standing.paused.as_deref() == Some("why") && same(standing.loss_scale.unwrap(), loss_scale));

@@ -51,10 +51,7 @@ impl Machine {
             let missing = self.waiting_for().unwrap_or_else(|| format!("the sum of {}", shard.shard));
             return Err(Refusal::CommitIncomplete { step, missing });
         }
-        let found = self.shards.iter().map(|shard| shard.origin(step)).reduce(Origin::and);
-        if let Some(found) = found.filter(|found| found.differs(origin)) {
-            return Err(Refusal::OtherOrigin { step, origin, found });
-        }
+        self.check_origin(step, origin)?;
         self.check_gradient(&commit)?;
         self.version = step.version();
         self.applied += u64::from(!commit.skip);
@@ -69,6 +66,15 @@ impl Machine {
             self.pauses += 1;
         }
         Ok(self.next_update(OwnedShard(0), step))
+    }
+
+    /// Checks that a decision was made from the contributions that are here.
+    pub fn check_origin(&self, step: Step, origin: Origin) -> Result<(), Refusal> {
+        let found = self.shards.iter().map(|shard| shard.origin(step)).reduce(Origin::and);
+        match found.filter(|found| found.differs(origin)) {
+            Some(found) => Err(Refusal::OtherOrigin { step, origin, found }),
+            None => Ok(()),
+        }
     }
 
     /// Checks that a decision fits the gradient that it is about.
@@ -121,6 +127,8 @@ fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
         Some("correction")
     } else if earlier.amend != later.amend {
         Some("amend")
+    } else if earlier.left_out != later.left_out {
+        Some("left_out")
     } else if earlier.groups != later.groups {
         Some("groups")
     } else if bits(earlier.loss_scale) != bits(later.loss_scale) {

@@ -44,6 +44,7 @@ pub struct Opened {
 }
 
 /// What an earlier process left.
+#[expect(clippy::large_enum_variant, reason = "there is one a job, when it is opened")]
 pub enum Recovered {
     Nothing,
     /// One version is there. All of it must be read, and adopted, before the next step.

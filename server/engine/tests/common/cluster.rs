@@ -343,6 +343,13 @@ impl Cluster {
         Some(squares)
     }
 
+    /// The parameters that the servers have no gradient for, in a step that is complete.
+    pub(crate) fn left_out(&self, step: u64) -> Vec<u32> {
+        let shards = (0..self.layout.shards()).map(ShardId);
+        let of_shard = |shard| self.jobs[self.owner(shard)].left_out(shard, Step(step)).unwrap();
+        shards.flat_map(of_shard).collect()
+    }
+
     pub(crate) fn hash(&self) -> String {
         let mut blocks = Vec::new();
         let mut at = None;

@@ -58,19 +58,23 @@ impl Low {
         &mut self,
         spec: &JobSpec,
         groups: &[u32],
-        applied: u64,
+        (applied, times): (u64, &[Option<u64>]),
         gradient: &[f32],
         commit: &Commit,
     ) -> Vec<u8> {
+        let before = self.clone();
         let multipliers = multipliers(spec, commit);
         let scalars = |element: usize| {
             let (group, multiplier) = (groups[element] as usize, multipliers[element]);
-            let scalars = Scalars::new(spec.rule, &commit.groups[group], applied, multiplier);
+            let t = times[element].unwrap_or(applied);
+            let scalars = Scalars::new(spec.rule, &commit.groups[group], t, multiplier);
             let ahead = commit.correction.look_ahead().get(group);
-            ahead.map_or(scalars, |lr| scalars.looking_ahead(&commit.groups[group], applied, *lr))
+            ahead.map_or(scalars, |lr| scalars.looking_ahead(&commit.groups[group], t, *lr))
         };
         let elements: Vec<usize> = (0..groups.len()).collect();
-        let alike = |a: &usize, b: &usize| groups[*a] == groups[*b] && multipliers[*a] == multipliers[*b];
+        let alike = |&a: &usize, &b: &usize| {
+            groups[a] == groups[b] && multipliers[a] == multipliers[b] && times[a] == times[b]
+        };
         let runs = elements.chunk_by(alike).map(|run| (run[0]..run[0] + run.len(), scalars(run[0])));
         let runs: Vec<(Range<usize>, Scalars)> = runs.collect();
         let segments: Vec<_> = runs.iter().map(|(range, scalars)| (range.clone(), scalars)).collect();
@@ -95,10 +99,21 @@ impl Low {
         let state = StateLow { master, first, second };
         let compensation = commit.correction.compensation() as f32;
         update_low(Isa::Scalar, &segments, Gradient::f32(gradient), state, image, compensation, random);
-        match spec.image_dtype {
+        let mut image = match spec.image_dtype {
             Dtype::F32 => encode(&wide, Dtype::F32),
             Dtype::F16 | Dtype::Bf16 => narrow.iter().flat_map(|bits| bits.to_le_bytes()).collect(),
+        };
+        if times.contains(&None) {
+            let (plain, width) =
+                (encode(&before.master(), spec.image_dtype), spec.image_dtype.bytes() as usize);
+            for element in (0..times.len()).filter(|&element| times[element].is_none()) {
+                self.master.restore(&before.master, element);
+                self.moments.iter_mut().zip(&before.moments).for_each(|(one, was)| one.restore(was, element));
+                let place = element * width..(element + 1) * width;
+                image[place.clone()].copy_from_slice(&plain[place]);
+            }
         }
+        image
     }
 
     pub(crate) fn hash(&self, block: usize) -> [u8; 32] {
@@ -111,6 +126,16 @@ impl Low {
 }
 
 impl Array {
+    /// Gives an element the bits that it had.
+    fn restore(&mut self, before: &Array, element: usize) {
+        match (self, before) {
+            (Array::Empty, Array::Empty) => {}
+            (Array::F32(x), Array::F32(was)) => x[element] = was[element],
+            (Array::Bf16(x), Array::Bf16(was)) => x[element] = was[element],
+            _ => unreachable!("8-bit moments have no element of their own"),
+        }
+    }
+
     /// A block's bytes. With 8 bits an element they are the codes and then the scales.
     fn block(&self, block: usize) -> Vec<u8> {
         let range = block * BLOCK..(block + 1) * BLOCK;

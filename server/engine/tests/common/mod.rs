@@ -72,6 +72,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 
@@ -84,6 +85,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
         clip_coefficient: 1.0,
         correction: Correction::None,
         amend: None,
+        left_out: Vec::new(),
         groups: vec![Hyper { weight_decay: 0.01, ..Hyper::default() }; spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

@@ -45,8 +45,9 @@ pub(crate) fn flat_elements(spec: &JobSpec) -> usize {
 #[derive(Clone)]
 pub(crate) struct Reference {
     spec: JobSpec,
-    /// By flat element: its param group.
+    /// By flat element: its param group, and its parameter. Padding goes with the parameter before it.
     group: Vec<u32>,
+    param: Vec<u32>,
     pub(crate) version: u64,
     pub(crate) applied: u64,
     pub(crate) master: Vec<f32>,
@@ -66,9 +67,11 @@ impl Reference {
     pub(crate) fn new(spec: &JobSpec, initial: &[f32]) -> Reference {
         let slot = |index: usize| vec![0.0; if index < spec.rule.state_slots() { initial.len() } else { 0 }];
         let mut group = vec![spec.params.last().unwrap().group; initial.len()];
+        let mut of = vec![0; initial.len()];
         let starts = param_ranges(spec).into_iter().map(|range| range.start);
-        for (param, start) in spec.params.iter().zip(starts) {
+        for ((index, param), start) in (0..).zip(&spec.params).zip(starts) {
             group[start..].fill(param.group);
+            of[start..].fill(index);
         }
         let fp32 = spec.formats.state == StateFormat::F32 && spec.formats.master == MasterFormat::F32;
         let low = (!fp32).then(|| Low::new(spec, initial));
@@ -78,6 +81,7 @@ impl Reference {
         };
         Reference {
             group,
+            param: of,
             version: 0,
             applied: 0,
             master: initial.to_vec(),
@@ -103,16 +107,22 @@ impl Reference {
         }
         self.applied += 1;
         if let Some(low) = &mut self.low {
-            self.image = low.step(&self.spec, &self.group, self.applied, &gradient, commit);
+            let t = times(commit, self.applied, &self.param);
+            self.image = low.step(&self.spec, &self.group, (self.applied, &t), &gradient, commit);
             return;
         }
         let multiplier = multipliers(&self.spec, commit);
         let mut emitted = vec![0.0; self.master.len()];
+        let times = times(commit, self.applied, &self.param);
         for (index, &raw) in gradient.iter().enumerate() {
             let (hyper, multiplier) = (&commit.groups[self.group[index] as usize], multiplier[index]);
             let old = self.master[index];
+            let Some(t) = times[index] else {
+                emitted[index] = quiet(old);
+                continue;
+            };
             let (mut a, mut b) = (at(&self.first, index), at(&self.second, index));
-            let new = update(self.spec.rule, hyper, self.applied, raw * multiplier, old, &mut a, &mut b);
+            let new = update(self.spec.rule, hyper, t, raw * multiplier, old, &mut a, &mut b);
             self.master[index] = quiet(new);
             set(&mut self.first, index, a);
             set(&mut self.second, index, b);
@@ -121,7 +131,7 @@ impl Reference {
                 Correction::Compensation(c) => new - *c as f32 * (old - new),
                 Correction::LookAhead(lr) => {
                     let lr = lr[self.group[index] as usize];
-                    new - ahead(self.spec.rule, hyper, lr, self.applied, raw * multiplier, (old, new), (a, b))
+                    new - ahead(self.spec.rule, hyper, lr, t, raw * multiplier, (old, new), (a, b))
                 }
                 Correction::WorkerLocal(lr) => {
                     let lr = lr[self.group[index] as usize];
@@ -194,6 +204,16 @@ impl Reference {
             .collect();
         state_hash(Version(self.version), self.applied, &hashes)
     }
+}
+
+/// By flat element: its own t, or None if the step leaves it out.
+fn times(commit: &Commit, applied: u64, params: &[u32]) -> Vec<Option<u64>> {
+    let of = |param: &u32| match commit.left_out.iter().find(|left_out| left_out.param == *param) {
+        Some(left_out) if left_out.now => None,
+        Some(left_out) => Some(applied - left_out.steps),
+        None => Some(applied),
+    };
+    params.iter().map(of).collect()
 }
 
 fn at(slot: &[f32], index: usize) -> f32 {

@@ -275,6 +275,7 @@ fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
 fn commits_amend_what_the_one_before_left_to_amend() {
     let spec = longshore_proto::JobSpec {
         worker_local: true,
+        leave_out: false,
         world_size: 1,
         micro_steps: 1,
         max_delay: 1,

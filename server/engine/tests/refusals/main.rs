@@ -4,12 +4,19 @@
 mod common;
 
 mod commits;
+mod left_out;
 mod opening;
 mod pulls;
 mod pushes;
 mod uploads;
 
-use common::{BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
+use common::{
+    BLOCK,
+    cluster::Cluster,
+    commit, gradient,
+    reference::{self, Reference},
+    spec, weights,
+};
 use longshore_proto::{Fault, FaultKind, JobSpec};
 
 /// The kind, the field, and words that the message must contain.

@@ -38,6 +38,7 @@ fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     })
 }
 

@@ -190,6 +190,7 @@ impl Args {
             unchecked: false,
             partitions: Vec::new(),
             worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
+            leave_out: false,
         })
     }
 

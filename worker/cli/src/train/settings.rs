@@ -139,6 +139,7 @@ impl Settings {
             unchecked: self.unchecked,
             partitions: Vec::new(),
             worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
+            leave_out: false,
         }
     }
 

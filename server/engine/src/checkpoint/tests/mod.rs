@@ -14,8 +14,8 @@ use std::{
 
 use longshore_proto::{
     ChunkId, Commit, Contribution, ContributionChunk, Correction, Dtype, Fault, Hyper, Incarnation, JobName,
-    JobSpec, Layout, MicroStep, Param, Placement, Rank, Rule, ServerId, ShardId, Slice, Step, TierKind,
-    Version,
+    JobSpec, Layout, LeftOut, MicroStep, Param, Placement, Rank, Rule, ServerId, ShardId, Slice, Step,
+    TierKind, Version,
     checksum::{crc32, state_hash},
     limits::BLOCK_ELEMENTS,
 };
@@ -50,6 +50,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
         unchecked: false,
         partitions: Vec::new(),
         worker_local: false,
+        leave_out: false,
     }
 }
 
@@ -118,7 +119,12 @@ impl Cluster {
     /// Runs a step with another step's gradients.
     fn step_with(&self, step: u64, gradients: u64) {
         self.chunks(Dtype::Bf16, |job, shard, chunk, elements| {
-            let of_param = |element| self.layout.param_at(element).map_or(0.0, |_| value(element, gradients));
+            let leave_out = job.spec().leave_out;
+            let of_param = |element| match self.layout.param_at(element) {
+                Some(param) if leave_out && !is_given(param as u32, gradients) => -0.0,
+                Some(_) => value(element, gradients),
+                None => 0.0,
+            };
             let bits = |element| half::bf16::from_f32(of_param(element)).to_le_bytes();
             let payload: Vec<u8> = elements.flat_map(bits).collect();
             let contribution =
@@ -212,6 +218,7 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
         // The image then is not the rounded master weights, and must come from the checkpoint.
         correction: [Correction::None, Correction::Compensation(0.5)][spec.max_delay as usize].clone(),
         amend: None,
+        left_out: if spec.leave_out { left_out(step) } else { Vec::new() },
         groups: vec![Hyper { weight_decay: 0.1, ..Hyper::default() }, Hyper::default()],
         norm: if skip { f64::NAN } else { 0.1 * step as f64 },
         loss_scale: loss_scale(step + 1),
@@ -219,6 +226,21 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
         decided_by: RANK,
         pause_reason: String::new(),
     }
+}
+
+/// Whether a parameter gets a gradient, in a job that leaves out those that get none.
+fn is_given(param: u32, step: u64) -> bool {
+    !(param == 1 && step % 2 == 1 || param == 2 && step % 5 == 4)
+}
+
+fn left_out(step: u64) -> Vec<LeftOut> {
+    let applied: Vec<u64> = (1..=step).filter(|step| !step.is_multiple_of(3)).collect();
+    let of = |param| {
+        let missed = |step: &&u64| !is_given(param, **step);
+        let (steps, now) = (applied.iter().filter(missed).count() as u64, applied.last().filter(missed));
+        (steps > 0).then_some(LeftOut { param, steps, now: now.is_some() })
+    };
+    (0..3).filter_map(of).collect()
 }
 
 /// A loss scale that decimals cannot hold, for all steps but the first.

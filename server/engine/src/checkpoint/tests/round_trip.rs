@@ -52,6 +52,35 @@ fn every_rule_and_image_dtype_returns() {
     }
 }
 
+/// How many steps each parameter has missed comes back with the last commit.
+#[test]
+fn parameters_that_steps_left_out_go_on_with_their_own_counts() {
+    let (_root, store) = store();
+    for max_delay in [0, 1] {
+        let spec = |blocks| JobSpec { leave_out: true, ..spec(blocks, max_delay) };
+        let name = format!("left-out-{max_delay}");
+        let saved = Cluster::trained(&spec(2), 2, 4);
+        saved.save(&store, &name);
+        let restored = Cluster::open(&spec(1), 3);
+        let info = restored.restore(&store, &name).unwrap().remove(0);
+        assert_eq!(info.commit.unwrap().left_out, left_out(4));
+        let plain = Cluster::open(&JobSpec { leave_out: false, ..spec(1) }, 1);
+        plain.restore(&store, &name).unwrap();
+        assert_eq!(plain.state_hash(), saved.state_hash());
+        for step in 5..=9 {
+            saved.step(step);
+            restored.step(step);
+            assert_eq!(restored.state_hash(), saved.state_hash(), "{name}, step {step}");
+            let version = Version(step);
+            assert_eq!(
+                restored.image(version).unwrap(),
+                saved.image(version).unwrap(),
+                "{name}, step {step}"
+            );
+        }
+    }
+}
+
 /// State and images go from memory to drives that keep both, and back.
 #[test]
 fn images_on_drives_are_saved_and_restored() {

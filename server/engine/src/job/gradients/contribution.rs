@@ -29,11 +29,13 @@ pub(in crate::job) struct Contribution {
     statistics: Vec<Option<Statistics>>,
     /// The checksums of the chunks that went to the drives.
     sums: Vec<u32>,
+    /// By chunk on the drives: the parameters that begin in it and have no gradient.
+    left_out: Vec<Vec<u32>>,
 }
 
 impl Contribution {
     pub(in crate::job) fn new(region: Region) -> Contribution {
-        Contribution { region, lent: None, statistics: Vec::new(), sums: Vec::new() }
+        Contribution { region, lent: None, statistics: Vec::new(), sums: Vec::new(), left_out: Vec::new() }
     }
 
     /// Lets go of what was lent, and gives the job's own memory to copy into.
@@ -53,8 +55,16 @@ impl Contribution {
     }
 
     /// Notes that a chunk is on the drives, and lets go of what was lent.
-    pub(super) fn arrived(&mut self, chunk: usize, crc32: u32, statistics: &[(usize, Statistics)]) {
+    pub(super) fn arrived(
+        &mut self,
+        chunk: usize,
+        crc32: u32,
+        statistics: &[(usize, Statistics)],
+        left_out: Vec<u32>,
+    ) {
         self.lent = None;
+        self.left_out.resize(self.left_out.len().max(chunk + 1), Vec::new());
+        self.left_out[chunk] = left_out;
         self.sums.resize(self.sums.len().max(chunk + 1), 0);
         self.sums[chunk] = crc32;
         for &(block, statistics) in statistics {
@@ -66,6 +76,11 @@ impl Contribution {
     /// The CRC-32 of each chunk on the drives.
     pub(super) fn sums(&self) -> &[u32] {
         &self.sums
+    }
+
+    /// The parameters without a gradient, of what is on the drives.
+    pub(super) fn left_out(&self) -> Vec<u32> {
+        self.left_out.concat()
     }
 
     pub(super) fn is_lent(&self) -> bool {

@@ -1,6 +1,7 @@
 //! A job's gradients: contributions, their sums and their statistics, whether in DRAM, lent, or on drives.
 
 mod contribution;
+mod left_out;
 mod receive;
 pub(super) mod spilled;
 mod sum;
@@ -47,6 +48,8 @@ pub(super) struct ShardGradients {
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
     pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,
+    /// The parameters that begin in the shard and have no gradient, once the step is complete.
+    pub(super) left_out: Vec<Mutex<Vec<u32>>>,
 }
 
 impl Gradients {

@@ -16,7 +16,7 @@ use tracing::{debug_span, span::EnteredSpan};
 
 use super::{
     super::{Job, compute::BLOCK, padding::check_padding},
-    contribution::{LENT_ALIGNMENT, Lent, statistics_within},
+    contribution::{LENT_ALIGNMENT, Lent, cast, statistics_within},
     spilled::Staged,
 };
 use crate::{
@@ -208,7 +208,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         self.finished = true;
         self.job.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
         if let (Some(spilled), Some(staged)) = (&self.job.gradients.spilled, self.staged.take()) {
-            spilled.store(self.ticket, staged, self.sum.value());
+            let left_out = self.left_out(&staged);
+            spilled.store(self.ticket, staged, self.sum.value(), left_out);
             return Ok(None);
         }
         let work = self.job.protocol.machine().stored(self.ticket);
@@ -218,6 +219,18 @@ impl<J: Deref<Target = Job>> Writing<J> {
 }
 
 impl<J: Deref<Target = Job>> Writing<J> {
+    /// The parameters of a chunk in DRAM that have no gradient. A sum is looked at once it is whole.
+    fn left_out(&self, staged: &Staged) -> Vec<u32> {
+        let Ticket { owned, chunk, .. } = self.ticket;
+        let gradients = &self.job.gradients;
+        if gradients.accumulates(owned) {
+            return Vec::new();
+        }
+        let bytes = &staged.region.bytes()[..chunk.bytes as usize];
+        let first = staged.start / chunk.dtype.bytes() as usize;
+        gradients.left_out_of(owned, first, cast(bytes.into(), chunk.dtype))
+    }
+
     fn check_arrived_padding(&self) -> Result<(), Fault> {
         let Ticket { owned, slot, contributor, chunk } = self.ticket;
         let start = chunk.chunk.0 as usize * CHUNK_BYTES;

@@ -61,6 +61,7 @@ struct Arrived {
     ticket: Ticket,
     crc32: u32,
     statistics: Vec<(usize, Statistics)>,
+    left_out: Vec<u32>,
     result: Result<(), Fault>,
 }
 
@@ -156,8 +157,9 @@ impl SpilledGradients {
         lock(&self.desk.free).push(staged.region);
     }
 
-    /// Sends a whole chunk to the drives. It counts once it is collected.
-    pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32) {
+    /// Sends a whole chunk to the drives. It counts once it is collected. `left_out` are the parameters that begin in it
+    /// and have no gradient.
+    pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32, left_out: Vec<u32>) {
         let Staged { region, start, statistics } = staged;
         let bytes = ticket.chunk.bytes as usize;
         let kind = Kind::Contribution(ticket.contributor);
@@ -165,7 +167,7 @@ impl SpilledGradients {
         let desk = Arc::clone(&self.desk);
         let moved = move |region, result| {
             lock(&desk.free).push(region);
-            lock(&desk.arrived).push_back(Arrived { ticket, crc32, statistics, result });
+            lock(&desk.arrived).push_back(Arrived { ticket, crc32, statistics, left_out, result });
             if let Some(arrival) = desk.arrival.get() {
                 arrival();
             }
@@ -198,10 +200,10 @@ impl Job {
     pub fn collect(&self) -> Result<Option<Work>, Fault> {
         let Some(spilled) = &self.gradients.spilled else { return Ok(None) };
         let Some(arrived) = lock(&spilled.desk.arrived).pop_front() else { return Ok(None) };
-        let Arrived { ticket, crc32, statistics, result } = arrived;
+        let Arrived { ticket, crc32, statistics, left_out, result } = arrived;
         result.map_err(|fault| self.fail(fault))?;
         let contribution = self.gradients.contribution(ticket.owned, ticket.slot, ticket.contributor);
-        lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &statistics);
+        lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &statistics, left_out);
         let work = self.protocol.machine().stored(ticket);
         self.notify();
         Ok(work)
@@ -256,6 +258,10 @@ impl Gradients {
             }
             contribution.give_back();
             scratch.parts.extend(arrived);
+        }
+        if self.is_last(micro_step) {
+            let found = self.left_out_of(owned, 0, Gradient::f32(&region.f32()[..elements]));
+            self.set_left_out(owned, slot, found);
         }
         scratch.sums[owned.index()][slot.index()] =
             region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();

@@ -65,6 +65,7 @@ impl Job {
             if self.gradients.is_last(micro_step) {
                 nonfinite = first_nonfinite(&statistics);
                 self.gradients.set_statistics(owned, slot, statistics);
+                self.gradients.find_left_out(owned, slot);
                 if let Some(kept) = &self.tier.kept {
                     kept.complete(owned, step);
                 }
@@ -121,7 +122,7 @@ impl Gradients {
         }
     }
 
-    fn is_last(&self, micro_step: MicroStep) -> bool {
+    pub(super) fn is_last(&self, micro_step: MicroStep) -> bool {
         micro_step.0 + 1 == self.spec.micro_steps
     }
 
@@ -142,6 +143,7 @@ impl Gradients {
                 self.compute.blocks(blocks, |block| statistics(self.compute.isa(), Gradient::f32(block)))
             }
         };
+        self.find_left_out(owned, slot);
         let nonfinite = first_nonfinite(&formed);
         *lock(&buffers.statistics[slot.index()]) = formed;
         nonfinite

@@ -146,6 +146,7 @@ fn step(
         clip_coefficient: 1.0,
         correction: Correction::None,
         amend: None,
+        left_out: Vec::new(),
         groups: vec![Default::default(); spec.groups.len()],
         norm: 0.0,
         loss_scale: 1.0,

@@ -91,6 +91,7 @@ impl Args {
             tier: self.tier,
             unchecked: self.unchecked,
             worker_local: false,
+            leave_out: false,
             ..job("bench-step", params.collect())?
         })
     }

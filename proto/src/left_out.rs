@@ -1,0 +1,95 @@
+//! Parameters that steps leave out because nobody gave them a gradient, and how many steps each has missed.
+
+use std::iter::Peekable;
+
+use crate::fault::Fault;
+
+/// A parameter that steps were made without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct LeftOut {
+    /// Its index among the job's parameters.
+    pub param: u32,
+    /// The applied steps without it, the commit's own included. Its t is the job's `applied` less this.
+    pub steps: u64,
+    /// The commit's own step leaves it out.
+    pub now: bool,
+}
+
+/// What a commit's `left_out` must be. `before` is that of the commit before, and `without` the parameters that got no
+/// gradient, both in ascending order. A step that overflowed changes nothing, so it repeats what was.
+pub fn advance(before: &[LeftOut], without: &[u32], skip: bool) -> Vec<LeftOut> {
+    if skip {
+        return before.to_vec();
+    }
+    let (mut known, mut without) = (before.iter().peekable(), without.iter().copied().peekable());
+    let mut advanced = Vec::with_capacity(before.len());
+    while let Some(param) = next(&mut known, &mut without) {
+        let steps = known.next_if(|known| known.param == param).map_or(0, |known| known.steps);
+        let now = without.next_if_eq(&param).is_some();
+        advanced.push(LeftOut { param, steps: steps + u64::from(now), now });
+    }
+    advanced
+}
+
+/// The smaller of the two next parameters.
+fn next<'a>(
+    known: &mut Peekable<impl Iterator<Item = &'a LeftOut>>,
+    without: &mut Peekable<impl Iterator<Item = u32>>,
+) -> Option<u32> {
+    match (known.peek().map(|known| known.param), without.peek().copied()) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
+    }
+}
+
+/// The parameters that a commit leaves out, in ascending order.
+pub fn now(left_out: &[LeftOut]) -> impl Iterator<Item = u32> {
+    left_out.iter().filter(|left_out| left_out.now).map(|left_out| left_out.param)
+}
+
+/// Checks a commit's list by itself, for a job with so many parameters. Whether it follows from the commit before, its
+/// server checks. `may` says whether the commit's step may leave anything out.
+pub(crate) fn check(left_out: &[LeftOut], params: usize, may: bool) -> Result<(), Fault> {
+    const REMEDY: &str = "make it from the commit before and from Training.Stats";
+    let refused = |index: usize, name: &str, value: u64, limit: String| {
+        Err(Fault::invalid(format!("commit.left_out[{index}].{name}"), value, limit, REMEDY))
+    };
+    for (index, &LeftOut { param, steps, now }) in left_out.iter().enumerate() {
+        let least = index.checked_sub(1).map_or(0, |before| u64::from(left_out[before].param) + 1);
+        if !(least..params as u64).contains(&param.into()) {
+            return refused(
+                index,
+                "param",
+                param.into(),
+                format!("in {least}..{}, in ascending order", params),
+            );
+        }
+        if steps == 0 {
+            return refused(index, "steps", steps, "at least 1".into());
+        }
+        if now && !may {
+            return refused(index, "now", 1, "false for a job opened without leave_out".into());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn left(param: u32, steps: u64, now: bool) -> LeftOut {
+        LeftOut { param, steps, now }
+    }
+
+    #[test]
+    fn counts_follow_from_those_before() {
+        let first = advance(&[], &[1, 4], false);
+        assert_eq!(first, [left(1, 1, true), left(4, 1, true)]);
+        let second = advance(&first, &[0, 4], false);
+        assert_eq!(second, [left(0, 1, true), left(1, 1, false), left(4, 2, true)]);
+        assert_eq!(advance(&second, &[2], true), second, "a step that overflowed");
+        assert_eq!(now(&second).collect::<Vec<_>>(), [0, 4]);
+        assert_eq!(advance(&second, &[], false), [left(0, 1, false), left(1, 1, false), left(4, 2, false)]);
+    }
+}

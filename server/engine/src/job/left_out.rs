@@ -1,0 +1,168 @@
+//! Parameters that steps leave out: what the others are updated with, and whether a commit's list of them is right.
+
+use std::{collections::BTreeMap, ops::Range};
+
+use longshore_proto::{
+    BlockId, Commit, Fault, FaultKind, Incarnation, Layout, Origin, Step,
+    left_out::{advance, now},
+};
+
+use super::{Job, compute::BLOCK};
+use crate::{
+    ids::OwnedShards,
+    kernels::{self, ImageMut, Isa, Scalars},
+    step::Machine,
+    tier::StateMut,
+};
+
+const FIELD: &str = "commit.left_out";
+
+/// The constants of a step, for each parameter.
+pub(super) struct Constants {
+    /// By param group.
+    groups: Vec<Scalars>,
+    /// By parameter, for those that any step has left out: the t of its update, or None if this step leaves it out.
+    own: BTreeMap<usize, Option<u64>>,
+    /// By param group and t, for those parameters.
+    by_t: BTreeMap<(usize, u64), Scalars>,
+}
+
+impl Constants {
+    /// `scalars` makes the constants of a param group for a t. `applied` is the job's t.
+    pub(super) fn new(
+        commit: &Commit,
+        layout: &Layout,
+        applied: u64,
+        scalars: impl Fn(usize, u64) -> Scalars,
+    ) -> Constants {
+        let groups = (0..commit.groups.len()).map(|group| scalars(group, applied)).collect();
+        let (mut own, mut by_t) = (BTreeMap::new(), BTreeMap::new());
+        for left_out in &commit.left_out {
+            let (param, t) = (left_out.param as usize, applied.saturating_sub(left_out.steps));
+            own.insert(param, (!left_out.now).then_some(t));
+            if !left_out.now {
+                let group = layout.param_group(param) as usize;
+                by_t.entry((group, t)).or_insert_with(|| scalars(group, t));
+            }
+        }
+        Constants { groups, own, by_t }
+    }
+
+    /// A block, cut where the constants change. They are None for what the step leaves out.
+    pub(super) fn of_block(&self, layout: &Layout, block: BlockId) -> Vec<(Range<usize>, Option<&Scalars>)> {
+        if self.own.is_empty() {
+            let groups = layout.block_groups(block).into_iter();
+            return groups.map(|(range, group)| (range, Some(&self.groups[group as usize]))).collect();
+        }
+        let mut runs: Vec<(Range<usize>, Option<&Scalars>)> = Vec::new();
+        for (range, param) in layout.block_params(block) {
+            let group = layout.param_group(param) as usize;
+            let scalars = match self.own.get(&param) {
+                None => Some(&self.groups[group]),
+                Some(t) => t.map(|t| &self.by_t[&(group, t)]),
+            };
+            let address = |scalars: Option<&Scalars>| scalars.map_or(std::ptr::null(), std::ptr::from_ref);
+            match runs.last_mut() {
+                Some((run, before)) if address(*before) == address(scalars) => run.end = range.end,
+                _ => runs.push((range, scalars)),
+            }
+        }
+        runs
+    }
+
+    /// By param group. In a job whose worker amends weights no parameter has other ones.
+    pub(super) fn groups(&self) -> &[Scalars] {
+        &self.groups
+    }
+
+    /// Constants of this step's rule, for elements whose results are not kept.
+    pub(super) fn any(&self) -> &Scalars {
+        &self.groups[0]
+    }
+}
+
+/// The state of what a step leaves out of one block, while all of the block is updated.
+pub(super) struct Aside {
+    ranges: Vec<Range<usize>>,
+    /// By range, then by array.
+    bytes: Vec<Vec<Vec<u8>>>,
+}
+
+impl Aside {
+    /// Copies the state of these ranges of elements. An element has whole bytes in each array.
+    pub(super) fn take(state: &StateMut<'_>, ranges: Vec<Range<usize>>) -> Aside {
+        let part = |array: &[u8], range: &Range<usize>| array[bytes_of(array.len(), range)].to_vec();
+        let of_range = |range| state.as_ref().arrays.iter().map(|array| part(array, range)).collect();
+        let bytes = ranges.iter().map(of_range).collect();
+        Aside { ranges, bytes }
+    }
+
+    /// Puts the state back, and makes its image of the master weights as they are.
+    pub(super) fn put_back(self, isa: Isa, state: &mut StateMut<'_>, image: &mut ImageMut<'_>) {
+        for (range, saved) in self.ranges.iter().zip(self.bytes) {
+            for (array, saved) in state.arrays.iter_mut().zip(saved) {
+                let place = bytes_of(array.len(), range);
+                array[place].copy_from_slice(&saved);
+            }
+            let image = image.slice(range.clone());
+            state.as_ref().with_master(isa, 0, |master| kernels::cast(isa, &master[range.clone()], image));
+        }
+    }
+}
+
+/// Where elements of a block lie in one of its arrays, which has so many bytes.
+fn bytes_of(array: usize, range: &Range<usize>) -> Range<usize> {
+    let width = array / BLOCK;
+    range.start * width..range.end * width
+}
+
+impl Job {
+    /// Refuses a decision whose parameters left out do not follow from those of the decision before, or are not those
+    /// that have no gradient here. Which contributions a decision was made from is compared elsewhere, and so is whether
+    /// they are all here.
+    pub(super) fn check_left_out(
+        &self,
+        machine: &Machine,
+        incarnation: Incarnation,
+        commit: &Commit,
+        origin: Origin,
+    ) -> Result<(), Fault> {
+        let next = machine.version().next_step();
+        if commit.step != next {
+            return Ok(());
+        }
+        let before = machine.decision(Step(machine.version().0)).map(|(before, _)| &*before.left_out);
+        let without: Vec<u32> = now(&commit.left_out).collect();
+        let due = advance(before.unwrap_or_default(), &without, commit.skip);
+        if due != commit.left_out {
+            machine.check_rank_zero(incarnation)?;
+            let value = format!("{} parameters", commit.left_out.len());
+            let limit = format!("the {} that follow from the commit before", due.len());
+            let remedy = "make the commit from the one before, which Describe has as last_commit";
+            return Err(Fault::invalid(FIELD, value, limit, remedy));
+        }
+        if !self.spec.leave_out || commit.skip || machine.check_origin(next, origin).is_err() {
+            return Ok(());
+        }
+        let slot = self.gradients.slot(next);
+        for owned in OwnedShards::all(self.owned.len()).filter(|&owned| machine.is_complete(owned, next)) {
+            let params = self.layout.params_from(self.layout.shard_range(self.owned[owned.index()]));
+            let here = self.gradients.left_out(owned, slot);
+            let differs = |param: &u32| here.contains(param) != without.binary_search(param).is_ok();
+            if let Some(param) = (params.start as u32..params.end as u32).find(differs) {
+                machine.check_rank_zero(incarnation)?;
+                return Err(other(&self.spec.params[param as usize].name, here.contains(&param)));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn other(name: &str, is_nothing: bool) -> Fault {
+    let (value, limit) = match is_nothing {
+        true => (format!("without {name:?}"), "with it: nobody gave it a gradient"),
+        false => (format!("with {name:?}"), "without it: it got a gradient"),
+    };
+    let remedy = "leave out what ShardStats.left_out names, from all servers";
+    Fault::new(FaultKind::Conflict, FIELD, value, limit, remedy)
+}

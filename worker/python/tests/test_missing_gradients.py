@@ -1,0 +1,204 @@
+"""Parameters that get a gradient now and then are left out of the other steps, as torch leaves them out."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import serve
+from models import distance, same_bits
+from torch import Tensor, nn
+from torch.nn import functional
+
+import longshore
+
+STEPS = 200
+CLOSE = 1e-6
+
+
+class Experts(nn.Module):
+    """Each batch goes through some of the experts, or through none. The bias of the last one never gets a gradient."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.width = width
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
+        self.head = nn.Linear(width, 4)
+
+    def loss(self, batch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(batch)
+        hidden = torch.randn(8, self.width, generator=generator)
+        inputs = hidden
+        for expert in self.experts[:-1]:
+            if torch.rand((), generator=generator) < 0.3:
+                hidden = hidden + functional.gelu(expert(hidden))
+        if batch % 7 == 0:
+            hidden = hidden + functional.linear(hidden, self.experts[-1].weight)
+        return functional.cross_entropy(self.head(hidden), inputs[:, :4].argmax(1))
+
+
+def pair(width: int = 16) -> tuple[Experts, Experts]:
+    torch.manual_seed(0)
+    first, second = Experts(width), Experts(width)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+def train(model: Experts, optimizer: torch.optim.Optimizer, steps: range = range(STEPS), micro_steps: int = 1) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for micro_step in range(micro_steps):
+            (model.loss(step * micro_steps + micro_step) / micro_steps).backward()
+        optimizer.step()
+
+
+RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "adamw": (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+    "adam": (longshore.Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
+    "momentum": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3}),
+    "adagrad": (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_parameter_without_a_gradient_is_left_out(rule: str, streaming: bool) -> None:
+    kind, reference, arguments = RULES[rule]
+    ours, theirs = pair()
+    never = ours.experts[-1].bias.detach().clone()
+    train(ours, kind(ours.named_parameters(), streaming=streaming, **arguments))
+    train(theirs, reference(theirs.parameters(), **arguments))
+    assert distance(ours, theirs) < CLOSE
+    assert torch.equal(ours.experts[-1].bias, never), "it does not even decay"
+
+
+@pytest.mark.parametrize("where", ["servers", "worker"])
+def test_a_gradient_of_any_backward_pass_counts(where: str) -> None:
+    ours, theirs = pair()
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, streaming=True, accumulate=3, accumulate_on=where)
+    train(ours, optimizer, micro_steps=3)
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), micro_steps=3)
+    assert distance(ours, theirs) < CLOSE
+
+
+def test_safe_and_streaming_mode_have_the_same_bits_also_with_a_delay() -> None:
+    models = []
+    for streaming in (False, True):
+        model, _ = pair()
+        optimizer = longshore.AdamW(
+            model.named_parameters(), lr=1e-3, streaming=streaming, delay=1, warmup_steps=10, max_grad_norm=0.5
+        )
+        train(model, optimizer, range(60))
+        optimizer.flush()
+        models.append(model)
+    assert same_bits(*models)
+
+
+def test_the_servers_norm_is_that_of_the_gradients_there_are() -> None:
+    ours, theirs = pair()
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, max_grad_norm=0.5)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    for step in range(20):
+        optimizer.zero_grad()
+        ours.loss(step).backward()
+        optimizer.step()
+        reference.zero_grad()
+        theirs.loss(step).backward()
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        reference.step()
+        assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert distance(ours, theirs) < CLOSE
+
+
+def test_a_full_state_has_each_parameters_own_count() -> None:
+    ours, theirs = pair()
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    train(ours, optimizer, range(1, 12))
+    train(theirs, reference, range(1, 12))
+    full, expected = optimizer.state_dict(full=True)["state"], reference.state_dict()["state"]
+    counts = [full[index]["step"].item() for index in range(len(full))]
+    assert counts == [expected[index]["step"].item() if index in expected else 0 for index in range(len(full))]
+    assert len(set(counts)) > 2, "otherwise this shows nothing"
+
+
+RANK = """
+import sys, torch, longshore
+sys.path.insert(0, {tests!r})
+from test_missing_gradients import pair
+torch.set_num_threads(1)
+model, _ = pair(128)  # an expert lies on both servers
+optimizer = longshore.AdamW(model.named_parameters(), lr=1e-3, servers={servers!r}, job="union", streaming={streaming})
+optimizer.open()
+for step in range(200):
+    optimizer.zero_grad()
+    if (step + {rank}) % 5:  # now and then a rank has no gradient at all
+        model.loss(2 * step + {rank}).backward()
+    optimizer.step()
+torch.save(model.state_dict(), {out!r})
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_ranks_leave_out_what_neither_has(two_servers: str, tmp_path: pathlib.Path, streaming: bool) -> None:
+    ranks = []
+    for rank in (0, 1):
+        out, tests = str(tmp_path / f"{rank}.pt"), str(pathlib.Path(__file__).parent)
+        code = RANK.format(tests=tests, rank=rank, servers=two_servers, out=out, streaming=streaming)
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=environment))
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    weights = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    trained, reference = pair(128)
+    trained.load_state_dict(weights[0])
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in (0, 1):
+            if (step + rank) % 5:
+                # Gradients that are there add up, and their mean counts a rank without one as zeros.
+                (reference.loss(2 * step + rank) / 2).backward()
+        optimizer.step()
+    assert distance(trained, reference) < CLOSE
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield path
+
+
+@pytest.mark.parametrize("tier", ["shm", "nvme"])
+def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str, tmp_path: pathlib.Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = {"shm": ("--shm-dir", tmpfs), "nvme": ("--state-dir", str(tmp_path))}[tier]
+    process, _ = serve(*flags, listen=address)
+    try:
+        model, undisturbed = pair()
+        options = {"lr": 1e-3, "servers": address, "job": "counts", "tier": tier}
+        optimizer = longshore.AdamW(model.named_parameters(), **options)
+        train(model, optimizer, range(60))
+        process.kill()
+        process.wait()
+        process, _ = serve(*flags, listen=address)
+        train(model, optimizer, range(60, 120))
+        optimizer.close()
+        # Another process knows neither weights nor counts.
+        other = Experts()
+        again = longshore.AdamW(other.named_parameters(), **options)
+        train(other, again, range(120, STEPS))
+        again.close()
+    finally:
+        process.kill()
+        process.wait()
+    train(undisturbed, longshore.AdamW(undisturbed.named_parameters(), lr=1e-3))
+    assert same_bits(other, undisturbed)
