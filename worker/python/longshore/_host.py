@@ -47,13 +47,14 @@ class Gradients:
 
     def take(self, param: Param, gradient: Tensor) -> Place:
         """Checks a gradient, and starts copying it if it has to be. Call :meth:`wait` before its memory is read, and
-        :meth:`release` when it was."""
+        :meth:`release` when it was. What this thread gives to the device from now on comes after the copy."""
         if is_plain(gradient):
             check_gradient(param, gradient)
             return (param.index, gradient.data_ptr(), param.elements, param.wire)
         leaving = self.start(param, gradient)
         if leaving.copied is not None:
             self._leaving.append(leaving)
+            _device.accelerator.let_wait(_device.accelerator.current_stream(gradient.device), leaving.copied)
         return leaving.place
 
     def start(self, param: Param, gradient: Tensor) -> Leaving:

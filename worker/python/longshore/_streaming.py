@@ -127,13 +127,8 @@ class Stream:
     def _end_micro_step(self, optimizer: Streamed, connection: "Connection") -> None:
         missing = [param for param in connection.params if param.index not in self._taken]
         optimizer._check_missing(missing)
-        absent = [param.index for param in missing]
-        if self._pusher is None:
-            _end(connection.job, absent)
-        else:
-            self._pusher.then(functools.partial(_end, connection.job, absent))
+        self._end_pass(connection, missing)
         self._taken.clear()
-        self._micro_steps += 1
 
     def finish(self) -> bool:
         """Ends the step's gradients. Returns whether there were any."""
@@ -147,18 +142,19 @@ class Stream:
             self._end_micro_step(optimizer, connection)
         while self._micro_steps < optimizer._options.accumulate:
             # The last step of an epoch may have fewer backward passes, and a rank may have none: this adds nothing.
-            self._end_micro_step_of_zeros(connection)
+            self._end_pass(connection, connection.params)
         if self._pusher is not None:
             self._pusher.wait()
         self._micro_steps = 0
         return True
 
-    def _end_micro_step_of_zeros(self, connection: "Connection") -> None:
-        everything = [param.index for param in connection.params]
+    def _end_pass(self, connection: "Connection", missing: list[Param]) -> None:
+        """Ends a micro-step, in which these parameters have no gradient, once all of it has been pushed."""
+        end = functools.partial(_end, connection.job, [param.index for param in missing])
         if self._pusher is None:
-            _end(connection.job, everything)
+            end()
         else:
-            self._pusher.then(functools.partial(_end, connection.job, everything))
+            self._pusher.then(end)
         self._micro_steps += 1
 
 
