@@ -144,6 +144,7 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.02)
         self.register_buffer("future", torch.full((length, length), float("-inf")).triu(1), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
