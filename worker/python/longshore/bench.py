@@ -79,7 +79,6 @@ def peers(elements: int, training_elements: int, batch: int, length: int, rounds
     Returns:
         Seconds by part and way, as in ``"training: longshore, TCP"``.
     """
-    torch.set_num_threads(os.cpu_count() or 1)
     found = {}
     for part, size in (("step", elements), ("training", training_elements)):
         if not size:
@@ -148,8 +147,9 @@ def main() -> None:
     whole.add_argument("--elements", type=float, default=50e6, help="parameters of the optimizer step (default 50e6; 0: none)")
     whole.add_argument("--training", type=float, default=25e6, help="parameters of the training step (default 25e6; 0: none)")
     whole.add_argument("--batch", type=int, default=8, help="sequences of a training step (default 8)")
-    whole.add_argument("--length", type=int, default=16, help="tokens of each (default 16)")
+    whole.add_argument("--length", type=int, default=8, help="tokens of each (default 8)")
     whole.add_argument("--rounds", type=int, default=9)
+    whole.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch's threads (default: one a core)")
     whole.add_argument(
         "--ways",
         default="longshore,torch,deepspeed",
@@ -159,6 +159,7 @@ def main() -> None:
     part.add_argument("--tensors", type=int, default=400)
     given = parser.parse_args()
     if given.command == "peers":
+        torch.set_num_threads(given.threads)
         sizes = int(given.elements), int(given.training)
         peers(*sizes, given.batch, given.length, given.rounds, given.ways)
     else:

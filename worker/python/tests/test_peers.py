@@ -1,7 +1,6 @@
 """The ways that the benchmark compares do the same work."""
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,13 +9,6 @@ from torch import nn
 from longshore import _peers, bench
 
 ROUNDS = 2
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """The benchmark takes all; other tests want sums in one order."""
-    yield
-    torch.set_num_threads(1)
 
 
 def params() -> list[tuple[str, nn.Parameter]]:
