@@ -15,6 +15,7 @@ from longshore._server import Server
 from longshore.progress import Progress
 
 if TYPE_CHECKING:
+    from longshore._options import LossScale
     from longshore._step import Hyper, StepReport
     from longshore.client import Client
     from longshore.engine import Engine, initialize
@@ -28,6 +29,7 @@ __all__ = [
     "Engine",
     "Hyper",
     "Lion",
+    "LossScale",
     "Progress",
     "SGD",
     "Server",
@@ -40,6 +42,7 @@ __all__ = [
 _FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD"}
 _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
+_MODULES = {"accelerate", "axolotl", "huggingface", "jax", "lightning", "schedules"}
 
 
 def __getattr__(name: str) -> object:
@@ -59,6 +62,10 @@ def __getattr__(name: str) -> object:
         from longshore.client import Client
 
         return Client
-    if name in {"huggingface", "jax"}:
+    if name == "LossScale":
+        from longshore._options import LossScale
+
+        return LossScale
+    if name in _MODULES:
         return importlib.import_module(f"longshore.{name}")
     raise AttributeError(f"module 'longshore' has no attribute {name!r}")

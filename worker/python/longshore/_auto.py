@@ -16,7 +16,10 @@ def filled(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
     Raises:
         InvalidError: for a value that contradicts the arguments, or an ``"auto"`` that they do not fill.
     """
-    found = {key: copy.deepcopy(value) if isinstance(value, (dict, list)) and key != "longshore" else value for key, value in config.items()}
+    found = {
+        key: copy.deepcopy(value) if isinstance(value, (dict, list)) and key != "longshore" else value
+        for key, value in config.items()
+    }
     for path, (value, argument) in _values(args).items():
         section, _, key = path.rpartition(".")
         inside: Any = found
@@ -26,7 +29,9 @@ def filled(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
             continue
         if inside[key] == "auto":
             if value is None:
-                raise invalid(path, "'auto'", f"a value where TrainingArguments.{argument} is not set", "write the number, or set it")
+                raise invalid(
+                    path, "'auto'", f"a value where TrainingArguments.{argument} is not set", "write the number, or set it"
+                )
             inside[key] = value
         elif argument is not None and inside[key] != value:
             limit = f"{value}, as TrainingArguments.{argument} says"

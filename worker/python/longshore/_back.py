@@ -1,7 +1,6 @@
 """Back to a version that a handle names, from a checkpoint that the servers wrote of it."""
 
 import contextlib
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ from longshore import _params, _state
 from longshore._connection import Connection
 from longshore._options import Options
 from longshore._streaming import Stream
-from longshore.errors import LongshoreError, WaitError
-
-#: How long a rank waits between two looks at what rank 0 does.
-_LOOK_S = 0.05
+from longshore.errors import LongshoreError, RefusedError, StateError, invalid
 
 
 class Back:
@@ -27,6 +23,7 @@ class Back:
     _stream: Stream | None
     _finalizer: Any
     _checkpointed: tuple[int, str] | None
+    _is_refused: bool
     version: int
 
     def _new_connection(self) -> Connection:
@@ -61,6 +58,11 @@ class Back:
         server = self._options.server()
         return Path(server.checkpoint_dir) if server is not None and server.is_passing and server.checkpoint_dir else None
 
+    @property
+    def waits_for_state(self) -> bool:
+        """Whether the servers have the job for another world size, say, so that only a state that is loaded can open it."""
+        return self._is_refused and self._connection is None
+
     def adopt(self, job: str) -> None:
         """Takes the name of a job whose server ended with its process, to go back to a checkpoint of it. The job in hand ends."""
         if job == self._job_name:
@@ -94,9 +96,9 @@ class Back:
         name = _find(connection, *wanted)
         if name is None:
             return  # the check that follows says so
+        _go(connection, old, self._options.place()[0], wanted[0], name)
         if old is not None:
             self._finalizer.detach()
-        _go(connection, old, self._options.place()[0], wanted[0], name, self._options.deadline)
         tensors = [id(param.tensor) for param in connection.params]
         _params.release(tensors)
         self._start(connection, found=True)
@@ -120,12 +122,19 @@ def _wanted(state_dict: dict[str, Any], job: str, version: int) -> tuple[int, st
 
 def _find(connection: Connection, version: int, name: str | None) -> str | None:
     """The checkpoint of a version: the one that is named, or the one that was written last."""
-    there = [found for found, of in connection.job.checkpoints() if of == version]
+    try:
+        listed = connection.job.checkpoints()
+    except RefusedError as error:
+        if error.field != "checkpoint_dir":
+            raise
+        return None  # a server without a folder for checkpoints has none
+    there = [found for found, of in listed if of == version]
     return name if name in there else there[-1] if there else None
 
 
-def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str, deadline: float) -> None:
+def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str) -> None:
     """Fills the job from a checkpoint, and gives up what its servers have of it. All ranks must come here."""
+    _check_meeting(connection, version)
     job = connection.name
     if old is not None:
         warnings.warn(
@@ -141,23 +150,23 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
     if rank == 0:
         connection.job.go_back(name)
     _meet(connection)
-    if rank != 0:
-        _await(connection, version, deadline)
 
 
 def _meet(connection: Connection) -> None:
-    """Waits for the other ranks, where torch.distributed knows them."""
-    if connection.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
+    """Waits for the other ranks."""
+    if connection.world_size > 1:
         torch.distributed.barrier()
 
 
-def _await(connection: Connection, version: int, deadline: float) -> None:
-    """Waits until rank 0 has brought the job back."""
-    end = time.monotonic() + deadline
-    while connection.job.find() != version:
-        if time.monotonic() > end:
-            raise WaitError(
-                f"rank 0 has not brought job {connection.name} back to version {version} in {deadline:.0f} s: load the state on all "
-                "ranks, or raise deadline="
-            )
-        time.sleep(_LOOK_S)
+def _check_meeting(connection: Connection, version: int) -> None:
+    """Refuses to go back with several ranks that cannot wait for each other: one may be reading what another gives up."""
+    if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    raise invalid(
+        "state_dict['longshore']['version']",
+        version,
+        "the servers' version, where ranks cannot wait for each other",
+        "initialise torch.distributed (gloo is enough) and load on all ranks, or run `longshore restore --discard-state` while no "
+        "rank runs",
+        StateError,
+    )

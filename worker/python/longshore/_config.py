@@ -137,7 +137,8 @@ class Config:
         kind, arguments = self.rule()
         if not self.is_clip_given:
             message = (
-                "gradient_clipping is left out: 1.0 is used, DeepSpeed's default since 0.19, before which it was 0. Write it to be sure"
+                "gradient_clipping is left out: 1.0 is used, DeepSpeed's default since 0.19, before which it was 0. "
+                "Write it to be sure"
             )
             warnings.warn(message, UserWarning, stacklevel=3)
         job = {
@@ -208,7 +209,9 @@ def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
     """The model's type; loss scale and the formats of the state go to the job's options."""
     is_bf16, is_fp16 = keys.take("bf16.enabled", bool), keys.take("fp16.enabled", bool)
     if is_bf16 and is_fp16:
-        raise invalid("fp16.enabled", True, "False where bf16.enabled is True", "choose one of the two: bf16 needs no loss scale")
+        raise invalid(
+            "fp16.enabled", True, "False where bf16.enabled is True", "choose one of the two: bf16 needs no loss scale"
+        )
     if is_bf16:
         if keys.take("bf16.bf16_master_weights_and_grads", bool):
             job.setdefault("master", "bf16")
@@ -225,7 +228,9 @@ def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
         "min": keys.take("fp16.min_loss_scale", float),
         "initial": fixed or 2.0 ** (16 if (power := keys.take("fp16.initial_scale_power", int)) is None else power),
     }
-    job.setdefault("loss_scale", LossScale(dynamic=not fixed, **{name: value for name, value in given.items() if value is not None}))
+    job.setdefault(
+        "loss_scale", LossScale(dynamic=not fixed, **{name: value for name, value in given.items() if value is not None})
+    )
     return torch.float16
 
 
@@ -237,7 +242,12 @@ def _offload(keys: "_Keys", job: dict[str, Any]) -> None:
     if device == "none":
         _warn(lead + "device", "servers hold the optimizer's state in any case")
     if folder is not None and device != "nvme":
-        raise invalid(lead + "nvme_path", repr(folder), f"left out with device {device or 'none'}", 'write "device": "nvme", or take it out')
+        raise invalid(
+            lead + "nvme_path",
+            repr(folder),
+            f"left out with device {device or 'none'}",
+            'write "device": "nvme", or take it out',
+        )
     if device != "nvme":
         return
     job.setdefault("tier", "nvme")
@@ -270,7 +280,9 @@ class _Keys:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         if not isinstance(given, Mapping):
-            raise invalid("config", type(given).__name__, "a dict of sections and keys", "pass DeepSpeed's JSON, or a dict like it")
+            raise invalid(
+                "config", type(given).__name__, "a dict of sections and keys", "pass DeepSpeed's JSON, or a dict like it"
+            )
         self._given: dict[str, Any] = {}
         for path, value in _flat(given).items():
             alias = path.replace("bfloat16.", "bf16.", 1) if path.startswith("bfloat16.") else path
@@ -303,7 +315,8 @@ class _Keys:
             elif key.act == "no effect" and not (key.path.endswith(".*") and key.asks_for_nothing(value)):
                 _warn(path, key.what)
             elif key.act == "refused" and not key.asks_for_nothing(value):
-                if path.endswith(".enabled") or not key.path.endswith(".*") or self._is_on(path):
+                is_alone = path.endswith(".enabled") or not key.path.endswith(".*")
+                if is_alone or self._is_on(path):
                     raise invalid(f"config key {path}", repr(value), "left out", key.what)
 
     def _is_on(self, path: str) -> bool:
@@ -321,7 +334,9 @@ class _Keys:
         if place is None and name in inspect.signature(optim.AdamW).parameters:
             place = f"optimizer.params.{name}"
         if place is not None:
-            raise invalid(f"config key {path}", repr(value), f"at {place}", f"move it there: as {path} DeepSpeed would ignore it")
+            raise invalid(
+                f"config key {path}", repr(value), f"at {place}", f"move it there: as {path} DeepSpeed would ignore it"
+            )
         close = difflib.get_close_matches(path, _config_keys.KEYS, 1, 0.8)
         remedy = f"did you mean {close[0]}?" if close else "take it out: docs/migrate.md lists what is used"
         raise invalid(f"config key {path}", repr(value), "one of DeepSpeed's", remedy)

@@ -50,7 +50,11 @@ KEYS: dict[str, Key] = {
         Key("longshore", "used", "options of the job: servers, job, tier, delay, ..."),
         Key("optimizer.type", "used", "AdamW, Adam, SGD, Lion or Adagrad; others are refused"),
         Key("optimizer.params", "used", "with DeepSpeed's defaults: lr 1e-3, weight_decay 0"),
-        Key("scheduler.type", "used", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, with DeepSpeed's rates"),
+        Key(
+            "scheduler.type",
+            "used",
+            "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, with DeepSpeed's rates",
+        ),
         Key("scheduler.params", "used", "as in DeepSpeed"),
         Key("bf16.enabled", "used", "the model is cast to bf16; the fp32 master weights are the servers'"),
         Key("bf16.bf16_master_weights_and_grads", "used", '`master="bf16"`, rounded stochastically'),
@@ -70,8 +74,10 @@ KEYS: dict[str, Key] = {
         Key("torch_autocast.dtype", "used", "its type, bfloat16 by default"),
         Key("torch_autocast.lower_precision_safe_modules", "refused", "use torch.autocast in the modules themselves"),
         Key(_ZERO + "stage", "used", "0, 1 and 2 are one here: servers hold the state, and the device the weights"),
-        Key(_OFFLOAD + "device", "used", 'cpu: tier `memory`. nvme: tier `nvme`. none: as cpu, with a warning'),
-        Key(_OFFLOAD + "nvme_path", "used", "the drive of the server inside the process; servers elsewhere have `--state-dir`"),
+        Key(_OFFLOAD + "device", "used", "cpu: tier `memory`. nvme: tier `nvme`. none: as cpu, with a warning"),
+        Key(
+            _OFFLOAD + "nvme_path", "used", "the drive of the server inside the process; servers elsewhere have `--state-dir`"
+        ),
         Key(_OFFLOAD + "ratio", "refused", "all state is on servers: leave it at 1.0", nothing=1.0),
         Key(_OFFLOAD + "super_offload", "refused", '"longshore": {"delay": 1} hides the update'),
         *_of(_OFFLOAD, "no effect", "memory is page-locked where that helps", "pin_memory"),
@@ -84,7 +90,12 @@ KEYS: dict[str, Key] = {
         *_of(_ZERO, "no effect", "each gradient leaves when it is made", "reduce_bucket_size"),
         *_of(_ZERO, "no effect", "weights come from servers", "allgather_partitions", "allgather_bucket_size"),
         *_of(_ZERO, "no effect", "shards have `shard_elements`", "sub_group_size"),
-        *_of(_ZERO, "no effect", "a model that is loaded gives the job its weights when the job is new", "load_from_fp32_weights"),
+        *_of(
+            _ZERO,
+            "no effect",
+            "a model that is loaded gives the job its weights when the job is new",
+            "load_from_fp32_weights",
+        ),
         *_of(_ZERO, "no effect", "every checkpoint fits every number of servers and ranks", "elastic_checkpoint"),
         *_of(_ZERO, "no effect", "a parameter without a gradient counts as zeros", "ignore_unused_parameters"),
         *_of(_ZERO, "no effect", "there is one implementation", "legacy_stage1"),
@@ -134,7 +145,9 @@ KEYS: dict[str, Key] = {
         Key("sparse_gradients", "refused", "gradients are dense: use sparse=False in the embedding"),
         Key("zero_allow_untested_optimizer", "no effect", "all optimizers of this package are tested"),
         Key("zero_force_ds_cpu_optimizer", "no effect", "the servers' optimizer is always the one that runs"),
-        *_of("", "no effect", "read engine.optimizer.last_report", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"),
+        *_of(
+            "", "no effect", "read engine.optimizer.last_report", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"
+        ),
         Key("dump_state", "no effect", "`longshore status` shows the job"),
         Key("optimizer.legacy_fusion", "no effect", "there is one implementation"),
         Key("activation_checkpointing.*", "no effect", "it configures DeepSpeed's own function: use torch.utils.checkpoint"),

@@ -66,7 +66,9 @@ def load(
     path = folder / tag / _STATE
     if not path.exists():
         there = ", ".join(sorted(found.parent.name for found in folder.glob(f"*/{_STATE}"))) or "none"
-        raise invalid("tag", tag, f"one of those in {folder}: {there}", "name one of these, or leave tag out for the latest", StateError)
+        raise invalid(
+            "tag", tag, f"one of those in {folder}: {there}", "name one of these, or leave tag out for the latest", StateError
+        )
     state = torch.load(path, weights_only=True, map_location="cpu")
     optimizer = engine.optimizer
     place = optimizer.passing_checkpoints
@@ -87,7 +89,10 @@ def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None
     """Loads what servers do not have."""
     unexpected = module.load_state_dict(kept, strict=False).unexpected_keys
     if unexpected and is_strict:
-        limit, remedy = "a name of the model", "load it into the model that it was saved from, or pass load_module_strict=False"
+        limit, remedy = (
+            "a name of the model",
+            "load it into the model that it was saved from, or pass load_module_strict=False",
+        )
         raise invalid("checkpoint.module", unexpected[0], limit, remedy, StateError)
 
 

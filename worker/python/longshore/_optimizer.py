@@ -53,6 +53,7 @@ class Optimizer(Back, Scaling, Stateful):
         #: Called at each commit: what rank 0's process keeps with it, at most 1 MiB, for :attr:`resumed`.
         self.resume_data: Callable[[], bytes] | None = None
         self._checkpointed: tuple[int, str] | None = None
+        self._is_refused = False
         super().__init__(params, defaults)
         if self._options.servers is not None:
             self._join_if_there()
@@ -137,6 +138,7 @@ class Optimizer(Back, Scaling, Stateful):
             if error.field not in _LEFT_OPEN:
                 raise
             # A state that is loaded before the first step may bring the job back with this. Otherwise that step raises.
+            self._is_refused = True
             _params.release([id(param.tensor) for param in connection.params])
 
     def _opened(self) -> Connection:

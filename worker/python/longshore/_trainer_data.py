@@ -40,9 +40,7 @@ class TrainerData:
     def of(cls, state: Any, scheduler: Any, saved_logs: int) -> "TrainerData":
         """Of a Trainer that is about to make a step."""
         logs = state.log_history[saved_logs:][-_LOGS_KEPT:]
-        fields = {
-            field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "log_history"
-        }
+        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "log_history"}
         after = {**fields, "global_step": state.global_step + 1, "log_history": logs}
         kept = None if scheduler is None else scheduler.state_dict()
         return cls(after, kept, not isinstance(scheduler, ReduceLROnPlateau), _rng.take())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore import _engine_files, optim
+from longshore import _engine_files, _engine_parts, optim
 from longshore._config import Config
 from longshore.errors import InvalidError, UsageError, invalid
 
@@ -97,7 +97,9 @@ class Engine(nn.Module):
             UsageError: if no backward pass came before.
         """
         if self._passes == self._calls:
-            raise UsageError("no backward pass came before step(): call engine.backward(loss), or engine.scale(loss).backward()")
+            raise UsageError(
+                "no backward pass came before step(): call engine.backward(loss), or engine.scale(loss).backward()"
+            )
         self._was_applied = False
         if not self.is_gradient_accumulation_boundary():
             self._calls += 1
@@ -138,7 +140,13 @@ class Engine(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Refused: the job's accumulation steps are fixed."""
-        raise invalid("train_batch_size", train_batch_size, str(self.train_batch_size()), "set it in the config, for a new job", UsageError)
+        raise invalid(
+            "train_batch_size",
+            train_batch_size,
+            str(self.train_batch_size()),
+            "set it in the config, for a new job",
+            UsageError,
+        )
 
     # What callers ask
 
@@ -233,7 +241,14 @@ class Engine(nn.Module):
         Raises:
             RefusedError: if a server has no folder for checkpoints (``checkpoint_dir``), or no room.
         """
-        _engine_files.save(self, Path(save_dir), tag or f"global_step{self.global_steps}", client_state, save_latest, exclude_frozen_parameters)
+        _engine_files.save(
+            self,
+            Path(save_dir),
+            tag or f"global_step{self.global_steps}",
+            client_state,
+            save_latest,
+            exclude_frozen_parameters,
+        )
         return True
 
     def load_checkpoint(
@@ -353,47 +368,10 @@ def initialize(
     if settings.dtype is not None:
         model.to(settings.dtype)
     params = model_parameters if model_parameters is not None else model.named_parameters()
-    optimizer = _optimizer(optimizer, params, settings)
-    lr_scheduler = _scheduler(lr_scheduler, optimizer, settings)
-    loader = None if training_data is None else _loader(training_data, optimizer, collate_fn, settings)
+    optimizer = _engine_parts.optimizer(optimizer, params, settings)
+    if not optimizer.waits_for_state:
+        # Now, since the first forward must have the job's weights.
+        optimizer.open()
+    lr_scheduler = _engine_parts.scheduler(lr_scheduler, optimizer, settings)
+    loader = None if training_data is None else _engine_parts.loader(training_data, optimizer, collate_fn, settings)
     return Engine(model, optimizer, lr_scheduler, settings), optimizer, loader, lr_scheduler
-
-
-def _optimizer(given: Any, params: Any, settings: Config) -> optim.Optimizer:
-    if given is None:
-        return settings.optimizer(params)
-    if settings.optimizer_type is not None:
-        raise invalid("optimizer", type(given).__name__, "given once", "pass optimizer= or name one in the config")
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
-    if not isinstance(optimizer, optim.Optimizer):
-        remedy = "pass longshore's of the same name, or name optimizer.type in the config"
-        raise invalid("optimizer", type(optimizer).__name__, "an optimizer of longshore", remedy)
-    if settings.is_clip_given and settings.clip != optimizer.max_grad_norm:
-        limit = f"{optimizer.max_grad_norm}, the max_grad_norm of the optimizer that was passed"
-        raise invalid("gradient_clipping", settings.clip, limit, "leave it out of the config, or give the optimizer the same")
-    streams, accumulate = optimizer.accumulates
-    if streams and accumulate != settings.micro_steps:
-        limit = f"{accumulate}, the accumulate= of the optimizer that was passed"
-        raise invalid("gradient_accumulation_steps", settings.micro_steps, limit, "give the optimizer the same")
-    return optimizer
-
-
-def _scheduler(given: Any, optimizer: optim.Optimizer, settings: Config) -> Any:
-    if given is None:
-        return settings.scheduler(optimizer)
-    if settings.scheduler_type is not None:
-        raise invalid("scheduler", type(given).__name__, "given once", "pass lr_scheduler= or name one in the config")
-    return given if hasattr(given, "step") else given(optimizer)
-
-
-def _loader(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:
-    rank, world_size = optimizer.rank
-    sampler = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
-    return torch.utils.data.DataLoader(
-        data,
-        settings.micro_batch,
-        shuffle=sampler is None,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=settings.drops_last,
-    )

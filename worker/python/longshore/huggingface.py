@@ -147,7 +147,9 @@ def deepspeed(
     settings = Config.of(_auto.filled(given, args))
     if settings.optimizer_type is None:
         given = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-        settings = dataclasses.replace(settings, optimizer_type="AdamW", optimizer_params=_auto.filled({"optimizer": given}, args)["optimizer"]["params"])
+        settings = dataclasses.replace(
+            settings, optimizer_type="AdamW", optimizer_params=_auto.filled({"optimizer": given}, args)["optimizer"]["params"]
+        )
     kind, arguments = settings.rule()
     # The Trainer has its own scaler.
     job = {name: value for name, value in settings.job.items() if name != "loss_scale"}

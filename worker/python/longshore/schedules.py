@@ -145,7 +145,11 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
     ) -> None:
         self._least = _of_groups("lr_range_test_min_lr", lr_range_test_min_lr, len(optimizer.param_groups))
-        self.step_size, self.step_rate, self.is_staircase = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
+        self.step_size, self.step_rate, self.is_staircase = (
+            lr_range_test_step_size,
+            lr_range_test_step_rate,
+            lr_range_test_staircase,
+        )
         super().__init__(optimizer)
 
     def _rate(self, steps: int, group: int) -> float:

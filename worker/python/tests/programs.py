@@ -14,9 +14,9 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
-def needs(package: str) -> None:
+def needs(package: str, install: str) -> None:
     """Skips the test where a package is missing that is too large to be installed for all."""
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}, beside worker/python/tests/requirements.txt")
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install --no-deps {install}, and run it again")
 
 
 def load(name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -10,7 +11,9 @@ import warnings
 
 import pytest
 import torch
+from conftest import serve
 from models import distance, pair, same_bits
+from programs import ranks
 
 import longshore
 from longshore import _config_keys, errors, schedules
@@ -39,8 +42,17 @@ def train(engine: longshore.Engine, model: torch.nn.Module, steps: range) -> lis
 def test_the_engine_trains_as_a_plain_loop_does(tmp_path: pathlib.Path) -> None:
     ours, theirs = pair("mlp")
     engine, optimizer, loader, _ = longshore.initialize(model=ours, config=CONFIG, training_data=list(range(12)))
-    assert (engine.gradient_accumulation_steps(), engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (2, 8, 4)
-    assert (engine.gradient_clipping(), engine.zero_optimization_stage(), engine.get_lr(), loader.batch_size) == (0.5, 2, [1e-2], 4)
+    assert (engine.gradient_accumulation_steps(), engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (
+        2,
+        8,
+        4,
+    )
+    assert (engine.gradient_clipping(), engine.zero_optimization_stage(), engine.get_lr(), loader.batch_size) == (
+        0.5,
+        2,
+        [1e-2],
+        4,
+    )
     assert engine.layers is ours.layers
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(10):
@@ -106,6 +118,64 @@ print(json.dumps(train(engine, model, range(3, 6))))
     assert train(engine, model, range(3, 6)) == json.loads(done.stdout)
 
 
+RANK = """
+import sys; sys.path.insert(0, {tests!r})
+import torch; torch.set_num_threads(1)
+from test_deepspeed import *
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+model, _ = pair("mlp")
+config = {{**CONFIG, "train_batch_size": 16, "longshore": {{"servers": {servers!r}, "job": "ranks"}}}}
+engine = longshore.initialize(model=model, config=config)[0]
+train(engine, model, range(2))
+engine.save_checkpoint({folder!r})
+undisturbed = train(engine, model, range(2, 5))
+engine.load_checkpoint({folder!r})
+assert train(engine, model, range(2, 5)) == undisturbed
+if rank == 0:
+    print(json.dumps(undisturbed))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_go_back_and_go_on_as_one(tmp_path: pathlib.Path) -> None:
+    """Both ranks have the same data, so that one rank alone has the same losses."""
+    process, servers = serve("--checkpoint-dir", str(tmp_path))
+    code = RANK.format(tests=str(pathlib.Path(__file__).parent), servers=servers, folder=str(tmp_path / "engine"))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, **rank}
+        )
+        for rank in ranks(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in started]
+    assert [rank.returncode for rank in started] == [0, 0]
+    model, _ = pair("mlp")
+    alone = longshore.initialize(model=model, config={**CONFIG, "longshore": {"servers": servers, "job": "ranks"}})[0]
+    alone.load_checkpoint(tmp_path / "engine")
+    assert (alone.global_steps, alone.optimizer.version) == (2, 2)
+    assert train(alone, model, range(2, 5)) == json.loads(said[0])
+    process.kill()
+    process.wait()
+
+
+def test_ranks_that_cannot_wait_for_each_other_do_not_go_back(tmp_path: pathlib.Path) -> None:
+    process, servers = serve("--checkpoint-dir", str(tmp_path))
+    model, other = pair("mlp")
+    alone = longshore.AdamW(model.named_parameters(), servers=servers, job="meet")
+    alone.open()
+    model.loss(0).backward()
+    alone.step()
+    alone.checkpoint("first")
+    state = alone.state_dict()
+    alone.close()
+    rank = longshore.AdamW(other.named_parameters(), servers=servers, job="meet", rank=0, world_size=2)
+    with pytest.raises(errors.StateError, match=r"ranks cannot wait for each other.*gloo is enough.*longshore restore"):
+        rank.load_state_dict(state)
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_stage_2_with_offloading_runs(device: str, tmp_path: pathlib.Path) -> None:
     offload = {"device": device, "pin_memory": True, "buffer_count": 4, "fast_init": False}
@@ -132,7 +202,9 @@ def test_stage_3_is_refused() -> None:
 def test_fp16_scales_its_losses_as_deepspeed_does() -> None:
     model, before = pair("mlp")
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 4}
-    engine, optimizer, _, _ = longshore.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 1, "fp16": fp16})
+    engine, optimizer, _, _ = longshore.initialize(
+        model=model, config={**CONFIG, "gradient_accumulation_steps": 1, "fp16": fp16}
+    )
     assert engine.fp16_enabled() and engine.dynamic_loss_scale()
     before.half()
     model_loss = lambda step: torch.nn.functional.cross_entropy(  # noqa: E731
@@ -167,27 +239,48 @@ def test_fp16_scales_its_losses_as_deepspeed_does() -> None:
     ("change", "message"),
     [
         ({"gradient_clippin": 1.0}, "config key gradient_clippin is 1.0.*did you mean gradient_clipping"),
-        ({"offload_optimizer": {"device": "cpu"}}, r"offload_optimizer\.device.*at zero_optimization\.offload_optimizer\.device"),
+        (
+            {"offload_optimizer": {"device": "cpu"}},
+            r"offload_optimizer\.device.*at zero_optimization\.offload_optimizer\.device",
+        ),
         ({"overlap_comm": True}, r"overlap_comm.*at zero_optimization\.overlap_comm"),
         ({"zenflow": {"topk_ratio": 0.1}}, r"zenflow\.topk_ratio.*at zero_optimization\.zenflow\.topk_ratio"),
         ({"lr": 1e-3}, r"config key lr.*at optimizer\.params\.lr"),
         ({"bf16": True}, "bf16 is True, but must be a section"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, r"fp16\.enabled is True, but must be False where bf16\.enabled"),
+        (
+            {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+            r"fp16\.enabled is True, but must be False where bf16\.enabled",
+        ),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, r"bfloat16\.enabled.*given once"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param\.device.*stage 3 is not here yet"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, r"nvme_path is '/x', but must be left out"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}},
+            r"nvme_path is '/x', but must be left out",
+        ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, r"nvme_path is None.*longshore\.servers"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, r"device is 'gpu', but must be one of none, cpu, nvme"),
-        ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size is 8, but must be 6: micro-batch 3 x 2 micro-steps x 1 ranks"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
+            r"device is 'gpu', but must be one of none, cpu, nvme",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 3},
+            "train_batch_size is 8, but must be 6: micro-batch 3 x 2 micro-steps x 1 ranks",
+        ),
         ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto'.*huggingface.deepspeed"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, r"optimizer\.params\.lr is 'auto'"),
         ({"optimizer": {"type": "Lamb"}}, r"optimizer\.type is Lamb.*one of adamw"),
         ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, r"optimizer\.params\.learning_rate.*one of lr"),
-        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, r"optimizer\.params\.max_grad_norm.*gradient_clipping"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
+            r"optimizer\.params\.max_grad_norm.*gradient_clipping",
+        ),
         ({"scheduler": {"type": "Cosine"}}, r"scheduler\.type is 'Cosine', but must be one of LRRangeTest"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, r"scheduler\.params\.total_num_steps is None, but must be given"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, r"scheduler\.params\.warmup is 1, but must be one of"),
-        ({"longshore": {"rank": 0, "world_size": 2, "servers": "a:1", "job": "j"}}, "train_batch_size is 8, but must be|make the batch"),
+        (
+            {"longshore": {"rank": 0, "world_size": 2, "servers": "a:1", "job": "j"}},
+            "train_batch_size is 8, but must be|make the batch",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_followed_is_refused_by_its_path(change: dict[str, object], message: str) -> None:
@@ -199,9 +292,27 @@ def test_a_configuration_that_cannot_be_followed_is_refused_by_its_path(change: 
         longshore.initialize(model=model, config=config)
 
 
-SAMPLES = {"longshore": {}, "optimizer.params": {}, "scheduler.params": {}, "optimizer.type": "Adam", "scheduler.type": "OneCycle"}
-SAMPLES |= {"communication_data_type": "bf16", "torch_autocast.dtype": "bfloat16", "zero_optimization.offload_optimizer.device": "cpu"}
-BOOLEANS = ("enabled", "managed_gradient_accumulation", "drop_last", "_grads", "_states", "consecutive_hysteresis", "auto_cast")
+SAMPLES = {
+    "longshore": {},
+    "optimizer.params": {},
+    "scheduler.params": {},
+    "optimizer.type": "Adam",
+    "scheduler.type": "OneCycle",
+}
+SAMPLES |= {
+    "communication_data_type": "bf16",
+    "torch_autocast.dtype": "bfloat16",
+    "zero_optimization.offload_optimizer.device": "cpu",
+}
+BOOLEANS = (
+    "enabled",
+    "managed_gradient_accumulation",
+    "drop_last",
+    "_grads",
+    "_states",
+    "consecutive_hysteresis",
+    "auto_cast",
+)
 
 
 @pytest.mark.parametrize("path", [*_config_keys.KEYS])
@@ -311,12 +422,27 @@ def test_auto_is_filled_as_the_trainer_fills_it(change: dict[str, object], tmp_p
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": "auto",
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
+        },
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
         **change,
     }
     args = transformers.TrainingArguments(
-        str(tmp_path), learning_rate=3e-3, max_steps=20, warmup_steps=4, weight_decay=0.1, max_grad_norm=0.5, use_cpu=True, report_to=[]
+        str(tmp_path),
+        learning_rate=3e-3,
+        max_steps=20,
+        warmup_steps=4,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        use_cpu=True,
+        report_to=[],
     )
     model, _ = pair("mlp")
     if change:

@@ -171,6 +171,61 @@ def test_a_server_that_is_gone() -> None:
     assert time.monotonic() - started < 30
 
 
+def test_a_server_that_is_killed_within_a_step() -> None:
+    process, address = serve()
+    model, _ = pair("mlp")
+    options = {"servers": address, "job": "killed", "deadline": 1.0, "transport": "tcp", "streaming": True}
+    optimizer = longshore.AdamW(model.named_parameters(), **options)
+    model.loss(0).backward()
+    optimizer.step()
+
+    def kill(gradient: torch.Tensor) -> None:
+        process.kill()
+        process.wait()
+
+    # The last layers' gradients have left by then, and the first ones' have not.
+    model.layers[3].weight.register_hook(kill)
+    started = time.monotonic()
+    with pytest.raises(errors.LongshoreError, match=address):
+        model.loss(1).backward()
+        optimizer.step()
+    assert time.monotonic() - started < 30
+
+
+def test_a_state_of_another_job(servers: str) -> None:
+    first, second = pair("mlp")
+    other = longshore.AdamW(first.named_parameters(), servers=servers, job="other")
+    other.open()
+    optimizer = longshore.AdamW(second.named_parameters(), servers=servers, job="mine")
+    with pytest.raises(errors.StateError, match=r"\['job'\] is other, but must be mine.*build the optimizer with job='other'"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+def test_a_state_of_a_version_of_which_there_is_no_checkpoint(servers: str) -> None:
+    model, _ = pair("mlp")
+    optimizer = made(model, servers=servers, job="versions")
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.step()
+    with pytest.raises(errors.StateError, match=r"\['version'\] is 1, but must be 2.*--checkpoint-dir"):
+        optimizer.load_state_dict(state)
+    assert optimizer.version == 2
+    optimizer.step()
+
+
+def test_a_loss_scale_beside_what_would_scale_again() -> None:
+    model, _ = pair("mlp")
+    with pytest.raises(errors.InvalidError, match="nonfinite is 'raise', but must be 'skip' with loss_scale"):
+        made(model, loss_scale=longshore.LossScale(), nonfinite="raise")
+    optimizer = made(model, loss_scale=longshore.LossScale(initial=8.0))
+    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight.*carries the loss scale.*max_grad_norm="):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model.loss(0)).backward()
+    with pytest.raises(errors.UsageError, match="both scale the loss: use one"):
+        scaler.step(optimizer)
+
+
 def test_ranks_that_disagree_on_the_world_size(servers: str) -> None:
     first, second = pair("mlp")
     one = longshore.AdamW(first.named_parameters(), servers=servers, job="world", rank=0, world_size=2)

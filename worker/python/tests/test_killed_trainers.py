@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import serve
-from programs import kill_at, load, needs, random_step, ranks, start
+from programs import kill_at, load, random_step, ranks, start
 
 from longshore import errors
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install -r worker/python/tests/requirements.txt")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install -r worker/python/tests/requirements.txt"
+)
 
 STEPS = 12
 ARGUMENTS = {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 3, "save_steps": 4}
@@ -89,7 +91,7 @@ def test_accelerate_goes_on_from_its_last_save(tmp_path: pathlib.Path, servers: 
 
 @pytest.mark.parametrize("strategy", ["auto", "longshore"])
 def test_lightning_goes_on_from_its_last_save(tmp_path: pathlib.Path, servers: str, strategy: str) -> None:
-    needs("lightning")
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install -r worker/python/tests/requirements.txt")
     main = load("lit")["main"]
     undisturbed = main(str(tmp_path / "plain"), servers, "plain", strategy=strategy)
     assert [*undisturbed] == [*range(2 * STEPS)]
