@@ -235,6 +235,28 @@ def test_fp16_scales_its_losses_as_deepspeed_does() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+@pytest.mark.parametrize("options", [{}, {"streaming": True, "accumulate": 2}])
+def test_a_loss_scale_in_a_plain_loop_changes_no_bit(options: dict[str, object]) -> None:
+    """It is a power of two, and nothing overflows."""
+    ours, theirs = pair("mlp")
+    scaled = longshore.AdamW(
+        ours.named_parameters(), loss_scale=longshore.LossScale(initial=256.0, window=2), max_grad_norm=0.5, **options
+    )
+    plain = longshore.AdamW(theirs.named_parameters(), max_grad_norm=0.5, **options)
+    scales = set()
+    for step in range(6):
+        for model, optimizer in ((ours, scaled), (theirs, plain)):
+            optimizer.zero_grad()
+            for micro_step in range(int(options.get("accumulate", 1))):
+                (model.loss(2 * step + micro_step) * optimizer.loss_scale).backward()
+            optimizer.step()
+        scales.add(scaled.last_report.loss_scale)
+        assert scaled.grad_norm == plain.grad_norm
+    assert same_bits(ours, theirs)
+    assert scales == {256.0, 512.0, 1024.0}
+    assert plain.last_report.loss_scale == 1.0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from models import distance, pair
+from programs import load
 
 import longshore
 
@@ -52,8 +53,7 @@ def test_the_line_with_servers_finds_the_job_again(servers: str) -> None:
 
 def test_the_trainer_example(tmp_path: pathlib.Path, servers: str, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    names: dict[str, object] = {"__name__": "example"}
-    exec((PACKAGE / "examples" / "trainer.py").read_text(), names)
+    names = load("trainer")
     embedded = names["main"](str(tmp_path / "embedded"))
     assert capfd.readouterr().out.count("exposed_ms") == len(embedded) == 4
     assert [*embedded.values()] == sorted(embedded.values(), reverse=True)
@@ -62,6 +62,21 @@ def test_the_trainer_example(tmp_path: pathlib.Path, servers: str, capfd: pytest
         assert names["main"](str(tmp_path / "servers"), servers) == embedded
     saved = torch.load(tmp_path / "servers" / "checkpoint-20" / "optimizer.pt", weights_only=True)
     assert saved["longshore"]["version"] == 20
+
+
+def test_the_readmes_lines_for_the_trainer(tmp_path: pathlib.Path, servers: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    readme = (PACKAGE.parent.parent / "README.md").read_text()
+    lines = re.search(r"```python\n(import longshore\ntrainer = .*?)```", readme, re.DOTALL)
+    assert lines is not None
+    assert len(lines[1].splitlines()) == 3
+    names = load("trainer")
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")
+    names |= {"Trainer": transformers.Trainer, "model": names["tiny_llama"](), "args": args, "dataset": names["Counting"]()}
+    exec(lines[1].replace("host1:7070", servers), names)
+    names["trainer"].train()
+    assert names["trainer"].optimizer.optimizer.version == 3
+    assert names["trainer"].optimizer.optimizer.job == "my-run"
 
 
 def test_the_module_is_the_command() -> None:
