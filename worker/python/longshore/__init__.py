@@ -42,7 +42,7 @@ __all__ = [
 _FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD"}
 _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
-_MODULES = {"accelerate", "axolotl", "huggingface", "jax", "lightning", "schedules"}
+_MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "jax", "lightning", "schedules"}
 
 
 def __getattr__(name: str) -> object:

@@ -63,12 +63,20 @@ class Connection:
 
     def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
         """How many updates made each parameter of the newest version, and all state of each."""
+        states = _full.allocate(rule, self.params)
+        return self.export_state(rule, states), states
+
+    def export_state(self, rule: str, states: list[dict[str, Tensor]]) -> list[int]:
+        """Writes the newest version into contiguous tensors, by parameter and torch's names. What they do not name is left out.
+
+        Returns:
+            How many updates made each parameter.
+        """
         self.job.drain()
         self.read()
-        states = _full.allocate(rule, self.params)
         _, applied = self.job.export_state(list(_full.arrays(rule, self.params, states)))
         left_out = dict(self.job.left_out())
-        return [applied - left_out.get(param.index, 0) for param in self.params], states
+        return [applied - left_out.get(param.index, 0) for param in self.params]
 
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""

@@ -43,8 +43,8 @@ class Filling:
         return self.applied, place
 
 
-def check_tensor(name: str, found: Any, shape: torch.Size, where: str) -> None:
-    """Refuses what cannot be a parameter's weights or moments.
+def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
+    """Refuses what cannot be a parameter's weights or moments. One that is only ``described`` has no memory.
 
     Raises:
         StateError: naming the tensor.
@@ -59,7 +59,7 @@ def check_tensor(name: str, found: Any, shape: torch.Size, where: str) -> None:
         raise invalid(name, f"{found.dtype}, {found.layout}", limit, "convert it with .float() or .to_dense()", StateError)
     if found.shape != shape:
         raise invalid(name, f"of {list(found.shape)}", f"of {list(shape)}, as the parameter", f"{where} is of another model", StateError)
-    if found.device.type == "meta":
+    if found.device.type == "meta" and not described:
         raise invalid(name, "on the meta device", "somewhere with memory", "load the tensors, not their shapes alone", StateError)
 
 

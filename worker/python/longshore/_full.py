@@ -33,6 +33,6 @@ def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
 
 
 def arrays(rule: str, params: list[Param], states: list[dict[str, Tensor]]) -> Iterator[list[Place]]:
-    """The targets of all arrays, in the servers' order."""
+    """The targets of all arrays, in the servers' order; none of those that no state has."""
     for name in ("master", *NAMES[rule]):
-        yield targets(params, [state[name] for state in states])
+        yield targets(params, [state[name] for state in states]) if name in states[0] else []

@@ -5,8 +5,8 @@ use longshore_worker::{Result, Session, export::Contents};
 
 use crate::memory::HostTensor;
 
-/// Writes the newest version. `targets` are a tensor of each parameter, in the job's order, for each array. Returns the
-/// version, and how many updates made it.
+/// Writes the newest version. `targets` are a tensor of each parameter, in the job's order, for each array; none for an
+/// array that is not wanted. Returns the version, and how many updates made it.
 pub(crate) fn export(
     session: &Session,
     contents: Contents,
@@ -16,12 +16,16 @@ pub(crate) fn export(
     check(session, contents, targets)?;
     let dtype = contents.dtype();
     let write = |array: StateArray, at: u64, bytes: &[u8]| {
+        let targets = &targets[array.index()];
+        if targets.is_empty() {
+            return Ok(());
+        }
         let end = at + bytes.len() as u64 / dtype.bytes();
         for param in layout.params_in(at..end) {
             let place = layout.param_range(param);
             let (from, to) = (place.start.max(at), place.end.min(end));
             let values = &bytes[((from - at) * dtype.bytes()) as usize..((to - at) * dtype.bytes()) as usize];
-            targets[array.index()][param].write_from((from - place.start) as usize, dtype, values);
+            targets[param].write_from((from - place.start) as usize, dtype, values);
         }
         Ok(())
     };
@@ -33,7 +37,7 @@ fn check(session: &Session, contents: Contents, targets: &[Vec<HostTensor>]) -> 
     let (layout, params) = (session.layout(), session.spec().params.len());
     let arrays = contents.arrays().len();
     let remedy = "name the parameters in the job's order, for each of its arrays";
-    if targets.len() != arrays || targets.iter().any(|tensors| tensors.len() != params) {
+    if targets.len() != arrays || targets.iter().any(|tensors| ![0, params].contains(&tensors.len())) {
         let limit = format!("{params} for each of {arrays} arrays");
         return Err(Fault::invalid("targets", targets.len(), limit, remedy).into());
     }

@@ -265,7 +265,8 @@ impl Job {
         self.session(py, |session| export(session, Contents::Weights(dtype), &[targets]))
     }
 
-    /// Does what `export_weights` does with all state: tensors for each array that the rule has.
+    /// Does what `export_weights` does with all state: tensors for each array that the rule has, or none where it is not
+    /// wanted.
     fn export_state(&self, py: Python<'_>, targets: Vec<Vec<HostTensor>>) -> PyResult<(u64, u64)> {
         self.session(py, |session| export(session, Contents::State(session.spec().rule), &targets))
     }

@@ -1,0 +1,275 @@
+"""From checkpoints of others into a new job, and back into files of others, without holding a whole model.
+
+>>> checkpoint.load_deepspeed(optimizer, "out/universal")  # doctest: +SKIP
+>>> checkpoint.save_safetensors(optimizer, "out/model")  # doctest: +SKIP
+
+What loads is called right after the optimizer is built, before its first step: then the parameters get the weights, and the servers
+all the state when the job is opened, tensor by tensor from the files. What saves may be called at any time between steps; with
+several ranks one of them calls it.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longshore import _files, _filling, _full, _safetensors
+from longshore._filling import Filling
+from longshore._optimizer import Optimizer
+from longshore._params import Param
+from longshore.errors import StateError, invalid
+
+__all__ = ["load_deepspeed", "load_safetensors", "save_deepspeed", "save_safetensors", "save_torch"]
+
+_FP32 = "fp32"
+_STEP = "step"
+#: The DeepSpeed release that the layout was introduced with, which its loaders ask for.
+_DEEPSPEED = "0.14.0"
+
+
+def load_safetensors(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
+    """Fills a new job with weights from Hugging Face's safetensors: a file, or a folder with one or with an index of several.
+
+    The fp32 master weights get the files' values, so that fp32 files lose nothing where the model is in bf16. The parameters get
+    them too. Tensors of the files that are no trained parameter are left alone: load these into the model.
+
+    Raises:
+        StateError: naming the tensor that is missing, or of another shape or type; or where the job has begun.
+    """
+    files = _safetensors.Files(Path(path))
+
+    def read(array: int, param: Param) -> Tensor:
+        return files.tensor(param.name)
+
+    def check(params: list[Param]) -> None:
+        for param in params:
+            files.check(param.name, param.shape)
+
+    optimizer._fill_with(Filling(None, read, check))
+
+
+def load_deepspeed(
+    optimizer: Optimizer, folder: str | os.PathLike[str], *, tag: str | None = None, step: int | None = None
+) -> None:
+    """Fills a new job from a DeepSpeed universal checkpoint: fp32 weights, both moments and the step count.
+
+    ``ds_to_universal.py`` of DeepSpeed makes one of a ZeRO checkpoint of any stage. Hyperparameters stay this optimizer's.
+
+    Args:
+        optimizer: an AdamW or Adam whose parameters have the names of the model that DeepSpeed trained.
+        folder: the checkpoint, which has a folder ``zero``; or the folder above it.
+        tag: which checkpoint of the folder above; by default the one that ``latest_universal`` names.
+        step: the step count, where the files have none, as those of ZeRO-3.
+
+    Raises:
+        StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
+    """
+    if optimizer.rule not in ("adamw", "adam"):
+        raise invalid("optimizer", optimizer.rule, "adamw or adam", "DeepSpeed's universal checkpoints have Adam's moments", StateError)
+    zero = _zero_folder(Path(folder), tag)
+    keys = (_FP32, *_full.NAMES[optimizer.rule])
+
+    def read(array: int, param: Param) -> Any:
+        found = _universal_tensor(zero / param.name / f"{keys[array]}.pt")
+        # ZeRO-3's are flat.
+        flat = isinstance(found, Tensor) and found.ndim == 1 and found.numel() == param.elements
+        return found.view(param.shape) if flat else found
+
+    def check(params: list[Param]) -> None:
+        known = {param.name for param in params}
+        for name in sorted(entry.name for entry in zero.iterdir() if entry.is_dir()):
+            if name not in known:
+                remedy = "give the optimizer this parameter too, or take its folder out"
+                raise invalid(name, f"in {zero}", "a parameter of this optimizer", remedy, StateError)
+        for param in params:
+            for array, key in enumerate(keys):
+                _check_file(zero / param.name / f"{key}.pt", f"{param.name}.{key}")
+                _filling.check_tensor(f"{param.name}.{key}", read(array, param), param.shape, str(zero))
+
+    steps = {
+        entry.name: _number(entry / f"{_STEP}.pt") for entry in sorted(zero.iterdir()) if (entry / f"{_STEP}.pt").exists()
+    }
+    applied = _filling.steps_of(steps, str(zero)) if steps else step
+    if applied is None:
+        raise invalid("step", "in no file", "known", "pass step=, the optimizer's step count", StateError)
+    if applied < 1:
+        raise invalid("step", applied, "at least 1", "load the weights alone: nothing was trained", StateError)
+    optimizer._fill_with(Filling(applied, read, check))
+
+
+def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
+    """Writes what ``state_dict`` of torch's optimizer of the same name would be, as ``torch.save`` does. Take
+    ``torch.load(path, mmap=True)`` to load it without a copy. The weights are the model's: :func:`save_safetensors` writes them.
+
+    Raises:
+        InvalidError: if the file is there already, or there is no room.
+    """
+    path = Path(path)
+    if path.exists():
+        raise invalid(str(path), "there", "a new file", "name another one, or remove it")
+    connection, rule = optimizer._opened(), optimizer.rule
+    places = {id(tensor): place for place, tensor in enumerate(optimizer._tensors())}
+    numbers = [places[id(param.tensor)] for param in connection.params]
+    names = _full.NAMES[rule]
+    with_step = rule != "sgd"
+    groups = _groups(optimizer)
+
+    def content() -> dict[str, Any]:
+        state = {
+            number: {**({_STEP: _files.blank()} if with_step else {}), **{name: _files.blank(param.shape) for name in names}}
+            for number, param in zip(numbers, connection.params, strict=True)
+        }
+        return {"state": state, "param_groups": groups}
+
+    with _files.draft(path.with_name(f".{path.name}.draft")) as folder:
+        written = _files.mapped(folder / path.name, content)
+        states = [written["state"][number] for number in numbers]
+        applied = connection.export_state(rule, states)
+        for state in states if with_step else ():
+            state[_STEP].fill_(applied)
+        del written, states
+    drafted = path.with_name(f".{path.name}.draft")
+    os.replace(drafted / path.name, path)
+    drafted.rmdir()
+
+
+def save_deepspeed(
+    optimizer: Optimizer, folder: str | os.PathLike[str], *, tag: str | None = None, lr_scheduler: Any = None
+) -> str:
+    """Writes a DeepSpeed universal checkpoint, which DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, on any number
+    of ranks and in ZeRO's stages 1 to 3. Buffers are not in it.
+
+    Args:
+        optimizer: an AdamW or Adam.
+        folder: the folder above. Its ``latest_universal`` is set to this checkpoint.
+        tag: the checkpoint's name; by default ``global_step`` with the number of updates.
+        lr_scheduler: the scheduler whose state goes with it.
+
+    Returns:
+        The tag.
+
+    Raises:
+        InvalidError: if such a checkpoint is there already, or there is no room.
+    """
+    if optimizer.rule not in ("adamw", "adam"):
+        raise invalid("optimizer", optimizer.rule, "adamw or adam", "DeepSpeed's universal checkpoints have Adam's moments")
+    optimizer.flush()
+    connection, rule = optimizer._opened(), optimizer.rule
+    names = {"master": _FP32, **{name: name for name in _full.NAMES[rule]}}
+    tag = tag or f"global_step{int(optimizer._applied)}_universal"
+    with _files.draft(Path(folder) / tag) as made:
+        states = []
+        for param in connection.params:
+            of_param = made / "zero" / param.name
+            of_param.mkdir(parents=True)
+            files = {
+                array: _files.mapped(of_param / f"{name}.pt", lambda shape=param.shape: {"cat_dim": 0, "param": _files.blank(shape)})
+                for array, name in names.items()
+            }
+            states.append({array: file["param"] for array, file in files.items()})
+        applied = connection.export_state(rule, states)
+        del states, files
+        for param in connection.params:
+            torch.save(torch.tensor(float(applied)), made / "zero" / param.name / f"{_STEP}.pt")
+        groups = [
+            {key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")}
+            for group in _groups(optimizer)
+        ]
+        torch.save({"param_groups": groups, "ds_version": _DEEPSPEED}, made / "zero" / "optimizer_state.pt")
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            torch.save(_model_states(applied, lr_scheduler), made / name)
+    (Path(folder) / "latest_universal").write_text(tag)
+    return tag
+
+
+def save_safetensors(
+    optimizer: Optimizer,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str = "bf16",
+    max_file_bytes: int = 5 << 30,
+    model: nn.Module | None = None,
+) -> None:
+    """Writes the newest master weights as Hugging Face's safetensors: one file, or several with an index.
+
+    Args:
+        optimizer: whose parameters are written, by name.
+        folder: a new or empty folder.
+        dtype: what the weights are rounded to by the servers: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        max_file_bytes: the largest file; a larger tensor has a file of its own.
+        model: whose frozen parameters and buffers are written too, in their own types.
+
+    Raises:
+        InvalidError: if the folder has something in it, or there is no room.
+    """
+    optimizer.flush()
+    connection = optimizer._opened()
+    named: dict[str, Tensor | Param] = {param.name: param for param in connection.params}
+    trained = {id(param.tensor) for param in connection.params}
+    for name, tensor in (model.state_dict(keep_vars=True) if model is not None else {}).items():
+        if name not in named and id(tensor) not in trained and isinstance(tensor, Tensor):
+            named[name] = tensor.detach()
+    with _files.draft(Path(folder)) as made:
+        written = _safetensors.create(made, named, dtype, max_file_bytes)
+        tensors = [written[param.name] for param in connection.params]
+        connection.job.drain()
+        connection.job.export_weights(dtype, _full.targets(connection.params, tensors))
+        del written, tensors
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The param groups as a state has them, of plain numbers alone."""
+    groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    plain = lambda value: value.item() if isinstance(value, Tensor) else value  # noqa: E731
+    return [
+        {key: tuple(map(plain, value)) if isinstance(value, tuple) else plain(value) for key, value in group.items()}
+        for group in groups
+    ]
+
+
+def _zero_folder(folder: Path, tag: str | None) -> Path:
+    if tag is None and (folder / "zero").is_dir():
+        return folder / "zero"
+    latest = folder / "latest_universal"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    zero = folder / (tag or "") / "zero"
+    if not zero.is_dir():
+        remedy = "name a universal checkpoint: DeepSpeed's ds_to_universal.py makes one of a ZeRO checkpoint"
+        raise invalid("folder", str(zero), "there", remedy, StateError)
+    return zero
+
+
+def _check_file(path: Path, name: str) -> None:
+    if not path.is_file():
+        raise invalid(name, "absent", f"in {path}", "take a whole universal checkpoint of this model", StateError)
+
+
+def _universal_tensor(path: Path) -> Any:
+    content = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    return content.get("param") if isinstance(content, Mapping) else content
+
+
+def _number(path: Path) -> float:
+    return float(torch.load(path, weights_only=True, map_location="cpu"))
+
+
+def _model_states(applied: int, lr_scheduler: Any) -> dict[str, Any]:
+    """What DeepSpeed's engine asks of a checkpoint beside parameters."""
+    return {
+        "module": {},
+        "buffer_names": [],
+        "optimizer": None,
+        "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler is not None else None,
+        "sparse_tensor_module_names": [],
+        "skipped_steps": 0,
+        "global_steps": applied,
+        "global_samples": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _DEEPSPEED,
+    }

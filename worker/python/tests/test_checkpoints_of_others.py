@@ -1,0 +1,226 @@
+"""Files of others fill a job, and a job writes files of others: what is in them is the same to the bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import distance, pair
+from safetensors.torch import load_file, save_file
+from test_from_torch import check_same_state, step, trained
+from torch import nn
+
+import longshore
+from longshore import checkpoint, errors
+
+
+def write_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, flat: bool = False) -> None:
+    """What DeepSpeed's ds_to_universal.py writes; for ZeRO-3 tensors are flat, and there is no step."""
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        of_param = folder / "zero" / name
+        of_param.mkdir(parents=True)
+        for key, value in (("fp32", parameter.detach()), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
+            torch.save(value.flatten().clone() if flat else {"cat_dim": 0, "param": value.clone()}, of_param / f"{key}.pt")
+        if not flat:
+            torch.save(state["step"], of_param / "step.pt")
+
+
+def read_universal(folder: Path) -> dict[str, dict[str, Any]]:
+    """All tensors, as DeepSpeed's loader finds them."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in (folder / "zero").glob("*/*.pt"):
+        content = torch.load(file, weights_only=True)
+        found.setdefault(file.parent.name, {})[file.stem] = content if file.stem == "step" else content["param"]
+    return found
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_universal_checkpoint_comes_and_goes_to_the_bit(tmp_path: Path, flat: bool, two_servers: str) -> None:
+    ours, theirs, plain = trained(torch.optim.AdamW, width=500)
+    write_universal(tmp_path / "in" / "step5", theirs, plain, flat)
+    (tmp_path / "in" / "latest_universal").write_text("step5")
+    for parameter in ours.parameters():
+        torch.nn.init.zeros_(parameter)
+    arguments = {"lr": 1e-3, "weight_decay": 0.01}
+    optimizer = longshore.AdamW(ours.named_parameters(), **arguments, servers=two_servers, job="ds", shard_elements=65536)
+    checkpoint.load_deepspeed(optimizer, tmp_path / "in", step=5 if flat else None)
+    assert distance(ours, theirs) == 0
+    check_same_state(optimizer.state_dict(full=True), plain.state_dict())
+    for number in range(5, 15):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
+    tag = checkpoint.save_deepspeed(optimizer, tmp_path / "out")
+    assert tag == "global_step15_universal" == (tmp_path / "out" / "latest_universal").read_text()
+    found, full = read_universal(tmp_path / "out" / tag), optimizer.state_dict(full=True)
+    assert set(found) == {name for name, _ in ours.named_parameters()}
+    for number, (name, parameter) in enumerate(ours.named_parameters()):
+        assert found[name]["step"] == 15
+        assert torch.equal(found[name]["fp32"], parameter)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[name][key], full["state"][number][key]), (name, key)
+    # And back again.
+    again, _ = pair("mlp", width=500)
+    second = longshore.AdamW(again.named_parameters(), **arguments)
+    checkpoint.load_deepspeed(second, tmp_path / "out" / tag)
+    check_same_state(second.state_dict(full=True), full)
+    with pytest.raises(errors.InvalidError, match=r"global_step15_universal is there, and not empty"):
+        checkpoint.save_deepspeed(optimizer, tmp_path / "out")
+
+
+def remove(path: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "zero" / path).unlink()
+
+
+def replace(path: str, value: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "zero" / path).parent.mkdir(exist_ok=True)
+        torch.save(value, folder / "zero" / path)
+
+    return write
+
+
+SPOILED = {
+    "missing": (remove("layers.0.bias/exp_avg_sq.pt"), r"layers\.0\.bias\.exp_avg_sq is absent, but must be in"),
+    "extra": (replace("layers.9.bias/fp32.pt", {"param": torch.zeros(3)}), r"layers\.9\.bias is in .*give the optimizer"),
+    "shape": (replace("layers.0.bias/fp32.pt", {"param": torch.zeros(3)}), r"layers\.0\.bias\.fp32 is of \[3\]"),
+    "type": (replace("layers.0.bias/exp_avg.pt", {"param": torch.zeros(300).long()}), r"layers\.0\.bias\.exp_avg is torch\.int64"),
+    "no tensor": (replace("layers.0.bias/exp_avg.pt", {"weights": 1}), r"layers\.0\.bias\.exp_avg is absent"),
+    "step": (replace("layers.0.bias/step.pt", torch.tensor(3.0)), r"layers\.0\.weight\.step is 5, but must be 3"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_universal_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path: Path, what: str) -> None:
+    ours, theirs, plain = trained(torch.optim.AdamW)
+    write_universal(tmp_path, theirs, plain)
+    change, message = SPOILED[what]
+    change(tmp_path)
+    optimizer = longshore.AdamW(ours.named_parameters())
+    with pytest.raises(errors.StateError, match=message) as raised:
+        checkpoint.load_deepspeed(optimizer, tmp_path)
+    assert raised.value.remedy
+    assert optimizer._filling is None
+
+
+def test_what_is_no_universal_checkpoint_is_refused(tmp_path: Path) -> None:
+    ours, _ = pair("mlp")
+    with pytest.raises(errors.StateError, match=r"ds_to_universal\.py"):
+        checkpoint.load_deepspeed(longshore.AdamW(ours.named_parameters()), tmp_path)
+    with pytest.raises(errors.StateError, match=r"optimizer is sgd, but must be adamw or adam"):
+        checkpoint.load_deepspeed(longshore.SGD(ours.named_parameters()), tmp_path)
+    optimizer = longshore.AdamW(ours.named_parameters())
+    step(ours, optimizer)
+    save_file({name: value.detach().clone() for name, value in ours.named_parameters()}, tmp_path / "model.safetensors")
+    with pytest.raises(errors.StateError, match="new job"):
+        checkpoint.load_safetensors(optimizer, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "reference"), [(longshore.AdamW, torch.optim.AdamW), (longshore.SGD, torch.optim.SGD)])
+def test_torchs_file_is_what_torch_would_have_written(tmp_path: Path, kind: Any, reference: Any) -> None:
+    arguments = {"lr": 1e-2} if kind is longshore.AdamW else {"lr": 1e-2, "momentum": 0.9}
+    ours, theirs = pair("mlp", width=500)
+    optimizer, plain = kind(ours.named_parameters(), **arguments), reference(theirs.named_parameters(), **arguments)
+    for number in range(5):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    checkpoint.save_torch(optimizer, tmp_path / "state.pt")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.pt"]
+    for mapped in (True, False):
+        saved = torch.load(tmp_path / "state.pt", weights_only=True, mmap=mapped)
+        assert {number: set(state) for number, state in saved["state"].items()} == {
+            number: {key for key, value in state.items() if value is not None} for number, state in plain.state_dict()["state"].items()
+        }
+        check_same_state(optimizer.state_dict(full=True), saved)
+    moved = reference(ours.named_parameters(), lr=1.0)
+    moved.load_state_dict(saved)
+    optimizer.close()
+    for number in range(5, 10):
+        step(ours, moved, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
+    with pytest.raises(errors.InvalidError, match=r"state\.pt is there, but must be a new file"):
+        checkpoint.save_torch(kind(theirs.named_parameters()), tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_safetensors_give_master_weights_all_their_bits(tmp_path: Path, several: bool) -> None:
+    ours, theirs = pair("mlp", width=500)
+    ours.to(torch.bfloat16)
+    weights = {name: value.detach().clone() for name, value in theirs.named_parameters()}
+    if several:
+        names = sorted(weights)
+        halves = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
+        for file, part in halves.items():
+            save_file({name: weights[name] for name in part}, tmp_path / file)
+        index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        # A tensor that is no parameter, of which the others lie at odd places.
+        save_file({**weights, "_buffer": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    torch.nn.init.zeros_(ours.layers[0].weight)
+    optimizer = longshore.AdamW(ours.named_parameters())
+    checkpoint.load_safetensors(optimizer, tmp_path)
+    assert torch.equal(ours.layers[0].weight, weights["layers.0.weight"].bfloat16())
+    full = optimizer.state_dict(full=True)
+    for number, name in enumerate(weights):
+        assert torch.equal(full["state"][number]["master"], weights[name]), name
+        assert full["state"][number]["step"] == 0
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    ours, theirs = pair("mlp")
+    weights = {name: value.detach().clone() for name, value in theirs.named_parameters()}
+    file = tmp_path / "model.safetensors"
+    optimizer = longshore.AdamW(ours.named_parameters())
+    cases = [
+        ({"layers.0.bias": None}, r"layers\.0\.bias is absent, but must be in .*model\.safetensors"),
+        ({"layers.0.bias": torch.zeros(7)}, r"layers\.0\.bias is of \[7\], but must be of \[32\]"),
+        ({"layers.0.bias": torch.zeros(32).long()}, r"layers\.0\.bias is I64, but must be fp32, bf16 or fp16"),
+    ]
+    for change, message in cases:
+        save_file({name: value for name, value in {**weights, **change}.items() if value is not None}, file)
+        with pytest.raises(errors.StateError, match=message):
+            checkpoint.load_safetensors(optimizer, file)
+    whole = file.read_bytes()
+    for broken, message in ((whole[:-5], "too short"), (b"\xff" * 100, "header of"), (whole[:8] + b"x" * (len(whole) - 8), "not readable")):
+        file.write_bytes(broken)
+        with pytest.raises(errors.StateError, match=message):
+            checkpoint.load_safetensors(optimizer, file)
+    with pytest.raises(errors.StateError, match=r"path is .*nothing, but must be a safetensors file"):
+        checkpoint.load_safetensors(optimizer, tmp_path / "nothing")
+    assert optimizer._filling is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_safetensors_are_read_by_their_own_library(tmp_path: Path, dtype: torch.dtype, two_servers: str) -> None:
+    ours, _ = pair("mlp", width=500)
+    ours.layers[2].requires_grad_(False)
+    ours.register_buffer("mask", torch.ones(5, dtype=torch.bool))
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2, servers=two_servers, job="files", shard_elements=65536)
+    for number in range(3):
+        step(ours, optimizer, number)
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    checkpoint.save_safetensors(optimizer, tmp_path / "one", dtype=name)
+    checkpoint.save_safetensors(optimizer, tmp_path / "many", dtype=name, max_file_bytes=300_000, model=ours)
+    trained_names = [key for key, value in ours.named_parameters() if value.requires_grad]
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    assert set(one) == set(trained_names)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    many = {}
+    for file in set(index["weight_map"].values()):
+        many.update(load_file(tmp_path / "many" / file))
+    assert set(many) == set(ours.state_dict()) == set(index["weight_map"])
+    for key, value in ours.state_dict().items():
+        if key in trained_names:
+            assert torch.equal(one[key], value.to(dtype))
+            assert torch.equal(many[key], value.to(dtype))
+        else:
+            assert torch.equal(many[key], value)
+    assert sum(tensor.numel() * tensor.itemsize for tensor in many.values()) == index["metadata"]["total_size"]
+    with pytest.raises(errors.InvalidError, match="not empty"):
+        checkpoint.save_safetensors(optimizer, tmp_path / "one")
