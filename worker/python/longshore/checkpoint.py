@@ -9,6 +9,7 @@ several ranks one of them calls it.
 """
 
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = ["load_deepspeed", "load_safetensors", "save_deepspeed", "save_safeten
 
 _FP32 = "fp32"
 _STEP = "step"
+_OPTIMIZER = "optimizer_state.pt"
 #: The DeepSpeed release that the layout was introduced with, which its loaders ask for.
 _DEEPSPEED = "0.14.0"
 
@@ -62,7 +64,7 @@ def load_deepspeed(
         optimizer: an AdamW or Adam whose parameters have the names of the model that DeepSpeed trained.
         folder: the checkpoint, which has a folder ``zero``; or the folder above it.
         tag: which checkpoint of the folder above; by default the one that ``latest_universal`` names.
-        step: the step count, where the files have none, as those of ZeRO-3.
+        step: the step count, where no file says it plainly, as those of ZeRO-3 may not.
 
     Raises:
         StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
@@ -92,7 +94,7 @@ def load_deepspeed(
     steps = {
         entry.name: _number(entry / f"{_STEP}.pt") for entry in sorted(zero.iterdir()) if (entry / f"{_STEP}.pt").exists()
     }
-    applied = _filling.steps_of(steps, str(zero)) if steps else step
+    applied = _filling.steps_of(steps, str(zero)) if steps else step or _step_of_all(zero / _OPTIMIZER)
     if applied is None:
         raise invalid("step", "in no file", "known", "pass step=, the optimizer's step count", StateError)
     if applied < 1:
@@ -178,7 +180,7 @@ def save_deepspeed(
             {key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")}
             for group in _groups(optimizer)
         ]
-        torch.save({"param_groups": groups, "ds_version": _DEEPSPEED}, made / "zero" / "optimizer_state.pt")
+        torch.save(_optimizer_state(applied, groups), made / "zero" / _OPTIMIZER)
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
             torch.save(_model_states(applied, lr_scheduler), made / name)
     (Path(folder) / "latest_universal").write_text(tag)
@@ -223,7 +225,7 @@ def save_safetensors(
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The param groups as a state has them, of plain numbers alone."""
     groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
-    plain = lambda value: value.item() if isinstance(value, Tensor) else value  # noqa: E731
+    plain = lambda value: value.item() if isinstance(value, Tensor) else value
     return [
         {key: tuple(map(plain, value)) if isinstance(value, tuple) else plain(value) for key, value in group.items()}
         for group in groups
@@ -255,6 +257,21 @@ def _universal_tensor(path: Path) -> Any:
 
 def _number(path: Path) -> float:
     return float(torch.load(path, weights_only=True, map_location="cpu"))
+
+
+def _optimizer_state(applied: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Hyperparameters where loaders of ZeRO's stages 1 and 2 ask for them, and where that of stage 3 does, with the step count."""
+    whole = {"state": {0: {_STEP: torch.tensor(float(applied))}}, "param_groups": groups}
+    return {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
+
+
+def _step_of_all(path: Path) -> int | None:
+    """The step count that ZeRO-3's files have in one place, if nothing but plain things is there."""
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")["optimizer_state_dict"]["state"]
+        return int(state[0][_STEP])
+    except (OSError, KeyError, TypeError, ValueError, pickle.UnpicklingError):
+        return None
 
 
 def _model_states(applied: int, lr_scheduler: Any) -> dict[str, Any]:

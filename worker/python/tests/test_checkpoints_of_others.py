@@ -5,15 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import longshore
 import pytest
 import torch
+from longshore import checkpoint, errors
 from models import distance, pair
 from safetensors.torch import load_file, save_file
 from test_from_torch import check_same_state, step, trained
 from torch import nn
-
-import longshore
-from longshore import checkpoint, errors
 
 
 def write_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, flat: bool = False) -> None:
@@ -65,8 +64,17 @@ def test_a_universal_checkpoint_comes_and_goes_to_the_bit(tmp_path: Path, flat: 
     # And back again.
     again, _ = pair("mlp", width=500)
     second = longshore.AdamW(again.named_parameters(), **arguments)
+    if flat:
+        # The step count is in one more place, for ZeRO-3.
+        for file in (tmp_path / "out" / tag / "zero").glob("*/step.pt"):
+            file.unlink()
     checkpoint.load_deepspeed(second, tmp_path / "out" / tag)
     check_same_state(second.state_dict(full=True), full)
+    (tmp_path / "out" / tag / "zero" / "optimizer_state.pt").unlink()
+    if flat:
+        third = longshore.AdamW(pair("mlp", width=500)[0].named_parameters(), **arguments)
+        with pytest.raises(errors.StateError, match=r"step is in no file.*pass step="):
+            checkpoint.load_deepspeed(third, tmp_path / "out")
     with pytest.raises(errors.InvalidError, match=r"global_step15_universal is there, and not empty"):
         checkpoint.save_deepspeed(optimizer, tmp_path / "out")
 

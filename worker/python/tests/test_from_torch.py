@@ -11,15 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import longshore
 import pytest
 import torch
 from conftest import serve
-from models import distance, pair
-from torch import nn
-
-import longshore
 from longshore import errors
 from longshore._filling import Filling
+from models import distance, pair
+from torch import nn
 
 KINDS = [
     (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -116,13 +115,11 @@ def test_all_state_moves_to_another_job_with_its_master_weights() -> None:
     ours, other = pair("mlp", width=300)
     for model in (ours, other):
         model.to(torch.bfloat16)
-    loss = lambda model, number: nn.functional.mse_loss(  # noqa: E731
-        model.layers(torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).bfloat16()).float(), torch.ones(8, 4)
-    )
 
     def advance(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad()
-        loss(model, number).backward()
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).bfloat16()
+        nn.functional.mse_loss(model.layers(inputs).float(), torch.ones(8, 4)).backward()
         optimizer.step()
 
     first = longshore.AdamW(ours.named_parameters(), lr=1e-3)
@@ -286,7 +283,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(what: str) -> None:
-    ours, theirs, plain = trained(torch.optim.AdamW)
+    ours, _, plain = trained(torch.optim.AdamW)
     optimizer = longshore.AdamW(ours.named_parameters(), lr=0.5)
     before = [parameter.clone() for parameter in ours.parameters()]
     state = copy.deepcopy(plain.state_dict())
