@@ -77,12 +77,12 @@ class Files:
     def tensor(self, name: str) -> Tensor:
         """The tensor, over the file's memory."""
         file, start, length, kind, shape = self._found[name]
-        whole = torch.UntypedStorage.from_file(str(file), False, start + length)
+        whole: Any = torch.UntypedStorage.from_file(str(file), False, start + length)
         dtype = _TYPES[kind]
         if start % dtype.itemsize:
             # Other writers may not align tensors.
             return torch.frombuffer(bytearray(bytes(whole[start:])), dtype=dtype).view(shape)
-        return torch.tensor([], dtype=dtype).set_(whole, start // dtype.itemsize, shape)
+        return torch.tensor([], dtype=dtype).set_(whole, start // dtype.itemsize, (shape.numel(),), (1,)).view(shape)
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -11,6 +11,7 @@ several ranks one of them calls it.
 import os
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,11 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
     with _files.draft(path.with_name(f".{path.name}.draft")) as folder:
         written = _files.mapped(folder / path.name, content)
         states = [written["state"][number] for number in numbers]
-        applied = connection.export_state(rule, states)
-        for state in states if with_step else ():
-            state[_STEP].fill_(applied)
-        del written, states
+        steps = connection.export_state(rule, states)
+        for state, applied in zip(states, steps, strict=True):
+            if with_step:
+                state[_STEP].fill_(applied)
+        del written, states, state
     drafted = path.with_name(f".{path.name}.draft")
     os.replace(drafted / path.name, path)
     drafted.rmdir()
@@ -155,6 +157,7 @@ def save_deepspeed(
 
     Raises:
         InvalidError: if such a checkpoint is there already, or there is no room.
+        StateError: if steps left parameters out, so that their step counts differ.
     """
     if optimizer.rule not in ("adamw", "adam"):
         raise invalid("optimizer", optimizer.rule, "adamw or adam", "DeepSpeed's universal checkpoints have Adam's moments")
@@ -167,13 +170,16 @@ def save_deepspeed(
         for param in connection.params:
             of_param = made / "zero" / param.name
             of_param.mkdir(parents=True)
-            files = {
-                array: _files.mapped(of_param / f"{name}.pt", lambda shape=param.shape: {"cat_dim": 0, "param": _files.blank(shape)})
-                for array, name in names.items()
-            }
+            files = {array: _files.mapped(of_param / f"{name}.pt", partial(_universal, param)) for array, name in names.items()}
             states.append({array: file["param"] for array, file in files.items()})
-        applied = connection.export_state(rule, states)
+        steps = connection.export_state(rule, states)
         del states, files
+        applied = steps[0]
+        for param, count in zip(connection.params, steps, strict=True):
+            if count != applied:
+                limit = f"{applied}, as that of {connection.params[0].name}"
+                remedy = "DeepSpeed has one step count for all: train with missing_gradients='zeros', or write save_torch"
+                raise invalid(f"{param.name}.step", count, limit, remedy, StateError)
         for param in connection.params:
             torch.save(torch.tensor(float(applied)), made / "zero" / param.name / f"{_STEP}.pt")
         groups = [
@@ -243,6 +249,11 @@ def _zero_folder(folder: Path, tag: str | None) -> Path:
         remedy = "name a universal checkpoint: DeepSpeed's ds_to_universal.py makes one of a ZeRO checkpoint"
         raise invalid("folder", str(zero), "there", remedy, StateError)
     return zero
+
+
+def _universal(param: Param) -> dict[str, Any]:
+    """What DeepSpeed's loaders look for in the file of one array of a parameter."""
+    return {"cat_dim": 0, "param": _files.blank(param.shape)}
 
 
 def _check_file(path: Path, name: str) -> None:

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import longshore
 import pytest
 import torch
-from longshore import checkpoint, errors
 from models import distance, pair
 from safetensors.torch import load_file, save_file
 from test_from_torch import check_same_state, step, trained
 from torch import nn
+
+import longshore
+from longshore import checkpoint, errors
 
 
 def write_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, flat: bool = False) -> None:
