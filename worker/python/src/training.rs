@@ -192,24 +192,36 @@ impl Training {
         if self.pipeline.last_step() == step {
             // Though the wait for its decision may have been interrupted, the step has ended.
             self.begun = None;
-            self.ask_for_next();
+            self.ask_for_next()?;
         }
         finished.map(|()| step)
     }
 
     /// Notes which weights the next step computes with, if they are others than those of the step before.
-    fn ask_for_next(&mut self) {
-        let upcoming = self.pipeline.upcoming();
-        let amended = self.pipeline.next_amends().then(|| self.pipeline.next_reads());
-        match (amended, upcoming) {
-            (Some(version), _) => self.ask(version, From::Later),
-            (None, Some(feed)) => self.ask(feed.version(), From::Images(feed)),
-            (None, None) => {}
+    fn ask_for_next(&mut self) -> Result<()> {
+        let (reads, upcoming) = (self.pipeline.next_reads(), self.pipeline.upcoming());
+        if self.pipeline.next_amends() {
+            self.ask(reads, From::Later);
+        } else if let Some(feed) = upcoming {
+            self.ask(feed.version(), From::Images(feed));
+        } else if self.drained == Some(reads) {
+            // The tensors have the master weights of that version, and a delayed step computes with its images.
+            let images = self.images(reads)?;
+            self.ask(reads, images);
         }
+        Ok(())
+    }
+
+    /// All images of a version.
+    fn images(&self, version: Version) -> Result<From> {
+        let whole = 0..self.session().layout().elements();
+        let dtype: Dtype = self.spec().image_dtype;
+        Ok(From::Images(self.session().pull(version, std::slice::from_ref(&whole), dtype)?))
     }
 
     fn ask(&mut self, version: Version, from: From) {
         let left = (0..self.places.len()).collect();
+        self.drained = matches!(from, From::Master(_)).then_some(version);
         self.unread = Some(Unread { version, from, left });
     }
 
@@ -311,15 +323,11 @@ impl Training {
             && step > Step(0)
             && self.drained != Some(version)
         {
-            let from = if self.pipeline.images_are_corrected() {
-                From::Master(self.master(version)?)
-            } else {
-                let whole = 0..self.session().layout().elements();
-                let dtype: Dtype = self.spec().image_dtype;
-                From::Images(self.session().pull(version, std::slice::from_ref(&whole), dtype)?)
+            let from = match self.pipeline.images_are_corrected() {
+                true => From::Master(self.master(version)?),
+                false => self.images(version)?,
             };
             self.steps.drain_after(step);
-            self.drained = matches!(from, From::Master(_)).then_some(version);
             self.ask(version, from);
         }
         Ok(version)
