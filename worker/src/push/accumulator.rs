@@ -92,9 +92,9 @@ impl Accumulator {
         }
     }
 
-    /// Whether nothing was added so far that would change a sum.
+    /// Whether nothing was added so far that would change the sum of an element of the flat space.
     pub(crate) fn is_nothing_at(&self, element: u64) -> bool {
-        self.sums[element as usize].to_bits() == (-0.0f32).to_bits()
+        self.sums[self.place(element..element + 1).start].to_bits() == (-0.0f32).to_bits()
     }
 
     /// Turns elements of the last micro-step, which begin at element `first` of the flat space, into the mean over all
@@ -130,6 +130,7 @@ mod tests {
     use longshore_proto::{JobName, JobSpec, Param, Partition, Rule, TierKind, limits::BLOCK_ELEMENTS};
 
     use super::*;
+    use crate::push::nothing;
 
     /// Rank 0 contributes to the second and the fourth parameter.
     fn spec() -> JobSpec {
@@ -197,5 +198,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn nothing_stays_nothing_until_something_is_added() {
+        let layout = spec().validate().unwrap();
+        let mut accumulator =
+            Accumulator::new(&Budget::unlimited("test"), (&layout, Rank(0)), Dtype::F16, 3).unwrap();
+        let [without, with] = [1, 3].map(|param| layout.param_range(param));
+        for micro_step in 0..2 {
+            accumulator.add(micro_step, without.clone(), &mut |_, wire| nothing::fill(Dtype::F16, wire));
+            accumulator.add(micro_step, with.clone(), &mut |_, wire| match micro_step {
+                0 => nothing::fill(Dtype::F16, wire),
+                _ => wire.fill(0),
+            });
+            assert!(accumulator.is_nothing_at(without.start));
+            assert_eq!(accumulator.is_nothing_at(with.start), micro_step == 0, "zeros are a gradient");
+        }
+        let mut wire = vec![0; 2 * (without.end - without.start) as usize];
+        nothing::fill(Dtype::F16, &mut wire);
+        let sent = wire.clone();
+        accumulator.finish(without.start, &mut wire);
+        assert_eq!(wire, sent, "and so is the mean");
     }
 }
