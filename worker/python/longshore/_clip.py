@@ -5,6 +5,7 @@ return 0 and clip nothing, without a word. So it asks here first.
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -58,9 +59,11 @@ def _install() -> None:
         return
 
     @functools.wraps(inner)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
-        _check(parameters)
-        return inner(parameters, *args, **kwargs)
+        # With an infinite norm nothing is clipped: that is how frameworks ask for the norm alone.
+        if max_norm != math.inf:
+            _check(parameters)
+        return inner(parameters, max_norm, *args, **kwargs)
 
     clip_grad._clip_grads_with_norm_ = torch.compiler.disable(clip)

@@ -97,6 +97,9 @@ class Callback(TrainerCallback):
         logs["exposed_ms"] = round(report.exposed_s * 1e3, 3)
         logs["server_grad_norm"] = report.grad_norm
         logs["loss_scale"] = report.loss_scale
+        if optimizer.accumulates[0]:
+            # The Trainer finds no gradients any more, and takes 0 for their norm.
+            logs["grad_norm"] = state.log_history[-1]["grad_norm"] = report.grad_norm
 
 
 def newest(trainer: Trainer) -> str | None:

@@ -79,14 +79,16 @@ def test_the_engine_trains_as_a_plain_loop_does(tmp_path: pathlib.Path) -> None:
     engine.destroy()
 
 
-def test_the_engine_goes_back_to_a_checkpoint(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_engine_goes_back_to_a_checkpoint(delay: int, tmp_path: pathlib.Path) -> None:
     model, _ = pair("mlp")
+    job = {"delay": delay, "warmup_steps": 1}
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
-    engine, optimizer, _, _ = longshore.initialize(model=model, config={**CONFIG, "scheduler": scheduler})
+    engine, optimizer, _, _ = longshore.initialize(model=model, config={**CONFIG, "scheduler": scheduler, "longshore": job})
     train(engine, model, range(3))
     engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
     undisturbed = train(engine, model, range(3, 7))
-    with pytest.warns(UserWarning, match="goes back from version 7 to 3"):
+    with pytest.warns(UserWarning, match=f"goes back from version {7 - delay} to 3"):
         path, client = engine.load_checkpoint(tmp_path)
     assert path is not None and client == {"epoch": 3}
     assert (engine.global_steps, engine.global_samples, optimizer.version) == (3, 24, 3)

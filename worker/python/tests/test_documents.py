@@ -79,6 +79,37 @@ def test_the_readmes_lines_for_the_trainer(tmp_path: pathlib.Path, servers: str)
     assert names["trainer"].optimizer.optimizer.job == "my-run"
 
 
+def test_the_trainer_streams_where_the_servers_clip(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    names = load("trainer")
+    logs = []
+    for is_streaming in (False, True):
+        job = {"streaming": True, "accumulate": 2, "max_grad_norm": 1.0} if is_streaming else {}
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            max_grad_norm=0.0 if is_streaming else 1.0,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        )
+        trainer = transformers.Trainer(
+            names["tiny_llama"](),
+            args,
+            train_dataset=names["Counting"](),
+            optimizer_cls_and_kwargs=(longshore.AdamW, {"lr": 3e-3, **job}),
+            callbacks=[longshore.huggingface.Callback()],
+        )
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for safe, streamed in zip(*logs, strict=True):
+        assert streamed["loss"] == pytest.approx(safe["loss"], rel=1e-5)
+        assert streamed["grad_norm"] == pytest.approx(safe["grad_norm"], rel=1e-5)
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "longshore", "plan", "--params", "7B"], capture_output=True, text=True, check=True)
     assert "GiB" in done.stdout
