@@ -160,8 +160,8 @@ class Client:
             The step's number, counted from 1.
 
         Raises:
-            MissingGradientError: naming a parameter that was not pushed, unless ``missing_gradients="zeros"``. Nothing was
-                committed.
+            MissingGradientError: naming a parameter that was not pushed, with ``missing_gradients="error"``. Nothing was
+                committed. By default it is left out of the step, as in torch.
             UsageError: if nothing was pushed.
         """
         hypers = self._hyper if hyper is None else self._each(hyper)
@@ -172,16 +172,16 @@ class Client:
         return self._step
 
     def _complete(self) -> None:
-        """Ends the micro-step in hand, and takes zeros for those that a last step lacks."""
+        """Ends the micro-step in hand, and those that a last step lacks."""
         if not self._pushed and not self._micro_steps:
             raise UsageError("no gradient was pushed in this step: call push before commit")
         missing = [param for param in self._params if param.index not in self._pushed] if self._pushed else []
-        if missing and self._options.missing_gradients != "zeros":
+        if missing and self._options.on_missing() == "error":
             raise invalid(
                 f"gradient of {missing[0].name}",
                 "missing",
                 "pushed in a step in which others are",
-                "push it, leave the parameter out of the job, or pass missing_gradients='zeros'",
+                "push it, or pass missing_gradients='skip' or 'zeros'",
                 MissingGradientError,
             )
         while self._pushed or self._micro_steps < self._options.accumulate:

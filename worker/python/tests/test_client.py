@@ -253,8 +253,21 @@ def test_parameters_that_cannot_be_kept_are_refused_by_name(change: dict[str, An
         longshore.Client(weights() | change, HYPER)
 
 
+def test_parameters_that_are_not_pushed_are_left_out_or_have_zeros() -> None:
+    plain = longshore.Client(weights(), HYPER)
+    zeros = longshore.Client(weights(), HYPER, missing_gradients="zeros")
+    for client in (plain, zeros):
+        client.push({"in": gradients(weights(), 0)["in"]})
+        client.commit()
+    left_out, decayed = plain.pull(), zeros.pull()
+    assert np.array_equal(left_out["in"], decayed["in"])
+    for name in ("bias", "out", "scale"):
+        assert np.array_equal(left_out[name], weights()[name])
+        assert np.array_equal(decayed[name], weights()[name] * np.float32(1 - 1e-2 * 1e-2))
+
+
 def test_what_is_pushed_is_checked_before_any_of_it_leaves() -> None:
-    client = longshore.Client(weights(), HYPER)
+    client = longshore.Client(weights(), HYPER, missing_gradients="error")
     made = gradients(client.pull(), 0)
     with pytest.raises(errors.UsageError, match="no gradient was pushed"):
         client.commit()
@@ -268,7 +281,7 @@ def test_what_is_pushed_is_checked_before_any_of_it_leaves() -> None:
     client.push({"bias": made["bias"]})
     with pytest.raises(errors.GradientError, match="gradient of bias is pushed again.*accumulate="):
         client.push({"in": made["in"], "bias": made["bias"]})
-    with pytest.raises(errors.MissingGradientError, match="gradient of in is missing.*missing_gradients='zeros'"):
+    with pytest.raises(errors.MissingGradientError, match="gradient of in is missing.*missing_gradients='skip' or 'zeros'"):
         client.commit()
     client.push({name: made[name] for name in ("in", "out", "scale")})
     with pytest.raises(errors.GradientError, match="gradient of in is of micro-step 2"):
