@@ -86,7 +86,7 @@ KEYS: dict[str, Key] = {
         *_of(_PARAM, "refused", _STAGE_3, "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
         *_of(_ZERO, "no effect", "gradients always leave while backward runs", "overlap_comm"),
         *_of(_ZERO, "no effect", "gradients are put together in host memory", "contiguous_gradients", "round_robin_gradients"),
-        *_of(_ZERO, "no effect", "servers add gradients up", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
+        *_of(_ZERO, "no effect", "servers add gradients up, or ranks with longshore.partition", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
         *_of(_ZERO, "no effect", "each gradient leaves when it is made", "reduce_bucket_size"),
         *_of(_ZERO, "no effect", "weights come from servers", "allgather_partitions", "allgather_bucket_size"),
         *_of(_ZERO, "no effect", "shards have `shard_elements`", "sub_group_size"),

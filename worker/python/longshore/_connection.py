@@ -1,27 +1,48 @@
 """An optimizer's job on its servers: opened when it is first needed, and closed with the optimizer."""
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
 from longshore import _full, _longshore
 from longshore._filling import Filling
 from longshore._job import settings
 from longshore._options import Options
-from longshore._params import Param, fingerprint
+from longshore._params import Param, fingerprint, is_sharded
 from longshore._weights import Weights, is_compiling
 from longshore.errors import StateError, invalid
+
+if TYPE_CHECKING:
+    from longshore._ranks import Ranks
+
+
+def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
+    """What this rank and others do together, if they do more than to send what the servers sum."""
+    sharded = any(is_sharded(param.tensor) for param in params)
+    if not sharded and (options.place()[1] == 1 or options.partition is None):
+        return None
+    from longshore import _ways  # which needs torch.distributed
+
+    return _ways.ranks(options, params, sharded)
 
 
 class Connection:
     """A job that was opened: its parameters, their memory, and the Rust half's job."""
 
     def __init__(self, options: Options, job: str, rule: str, params: list[Param], groups: int) -> None:
-        settings_ = settings(options, job, rule, params, groups)
+        #: What ranks do together; None where each sends all of its gradients.
+        self.ranks = _ranks(options, params)
+        if self.ranks is None:
+            settings_ = settings(options, job, rule, params, groups)
+        else:
+            layout = self.ranks.layout
+            settings_ = settings(options, job, rule, list(layout.pieces()), groups, layout.partitions)
         self.params = params
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
         self.world_size = settings_.world_size
         self.fingerprint = fingerprint(rule, params)
-        self.job = _longshore.Job(settings_)
+        self.job: Any = self.ranks.connect(settings_) if self.ranks else _longshore.Job(settings_)
         self.weights = Weights(params, self.job)
         self._is_layerwise = options.streaming and options.layerwise
         #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
@@ -32,7 +53,8 @@ class Connection:
 
     def find(self) -> int | None:
         """The job's version on its servers, if they have it."""
-        return self.job.find()
+        found: int | None = self.ranks.find(self.job) if self.ranks else self.job.find()
+        return found
 
     def start(self, filling: Filling | None = None, *, found: bool = False) -> int:
         """Opens and joins the job. A new job gets what fills it, or else these parameters' weights; if it is not new they
@@ -45,9 +67,12 @@ class Connection:
         Returns:
             How many updates the job's weights have behind them.
         """
-        places, held = self.weights.values()
-        version, applied = self.job.start(places, filling.source(self.params) if filling else None, found)
-        del held
+        if self.ranks is not None:
+            version, applied = self.ranks.start(self.job, filling, found)
+        else:
+            places, held = self.weights.values()
+            version, applied = self.job.start(places, filling.source(self.params) if filling else None, found)
+            del held
         wanted = filling.applied if filling else None
         if wanted is not None and (version, applied) != (0, wanted):
             raise invalid(
@@ -74,22 +99,29 @@ class Connection:
         """
         self.job.drain()
         self.read()
-        _, applied = self.job.export_state(list(_full.arrays(rule, self.params, states)))
+        arrays = list(_full.arrays(rule, self.params, states))
         left_out = dict(self.job.left_out())
+        if self.ranks is not None:
+            applied, left_out = self.ranks.export_state(self.job, arrays), self.ranks.of_params(left_out)
+        else:
+            _, applied = self.job.export_state(arrays)
         return [applied - left_out.get(param.index, 0) for param in self.params]
 
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""
         self.is_torn = True
         version = self.job.unread_weights()
-        self.weights.read()
+        if self.ranks is None:
+            self.weights.read()
+        elif version is not None:
+            self.ranks.read(self.job)
         self.version = self.version if version is None else version
         self.is_torn = False
 
     def expect(self) -> None:
         """Lets each parameter get the weights that were asked for: before its first use, or now."""
         version = self.job.unread_weights()
-        if version is None or not self._is_layerwise or is_compiling():
+        if version is None or not self._is_layerwise or self.ranks is not None or is_compiling():
             self.read()
             return
         self.weights.expect()

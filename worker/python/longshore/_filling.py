@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longshore._full import NAMES
 from longshore._host import Place
-from longshore._params import DTYPES, Param
+from longshore._params import DTYPES, Param, is_sharded
 from longshore.errors import StateError, invalid
 
 #: The array of master weights; those behind it are the rule's moments.
@@ -54,6 +54,9 @@ def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, descri
         value = "absent" if found is None else type(found).__name__
         remedy = f"{where} lacks it: take one of this model, or start from its weights alone"
         raise invalid(name, value, limit, remedy, StateError)
+    if is_sharded(found):
+        remedy = "gather it: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True"
+        raise invalid(name, "a DTensor", "a whole tensor", remedy, StateError)
     if found.dtype not in DTYPES or found.layout is not torch.strided:
         limit = "dense, of fp32, bf16 or fp16"
         raise invalid(name, f"{found.dtype}, {found.layout}", limit, "convert it with .float() or .to_dense()", StateError)

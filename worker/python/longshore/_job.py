@@ -47,6 +47,7 @@ class Settings:
     image_dtype: str
     rank: int
     world_size: int
+    partitions: Sequence[tuple[int, int]]
     micro_steps: int
     accumulate_on_worker: bool
     delay: int
@@ -74,7 +75,15 @@ def new_job_name(framework: str) -> str:
     return f"{framework}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def settings(options: Options, job: str, rule: str, params: Sequence[JobParam], groups: int) -> Settings:
+def settings(
+    options: Options,
+    job: str,
+    rule: str,
+    params: Sequence[JobParam],
+    groups: int,
+    partitions: Sequence[tuple[int, int]] = (),
+) -> Settings:
+    """``partitions`` are the first parameter and the rank of each, where ranks do not send all of the gradient."""
     addresses = options.addresses()
     if addresses is None:
         addresses = [_server.default().address]
@@ -90,6 +99,7 @@ def settings(options: Options, job: str, rule: str, params: Sequence[JobParam], 
         image_dtype=dtype if options.image_dtype == "auto" else options.image_dtype,
         rank=rank,
         world_size=world_size,
+        partitions=list(partitions),
         micro_steps=options.accumulate,
         accumulate_on_worker=options.accumulate_on == "worker" and options.accumulate > 1,
         delay=options.delay,

@@ -221,13 +221,16 @@ class Optimizer(Back, Scaling, Stateful):
         scale = self._unscale()
         if scale is None:
             return False
-        if self._connection is None and not self._options.may_differ() and not any(
+        is_alone = self._options.partition is None and not self._options.may_differ()
+        if self._connection is None and is_alone and not any(
             tensor.grad is not None for group in self.param_groups for tensor in group["params"]
         ):
             return False
         connection = self._opened()
         self._check_whole(connection)
         _params.check_unchanged(connection.params, self._frozen)
+        if connection.ranks is not None:
+            return connection.ranks.push(connection.job, scale, self._check_missing)
         present, missing = [], []
         for param in connection.params:
             gradient = param.tensor.grad
@@ -304,7 +307,8 @@ class Optimizer(Back, Scaling, Stateful):
             RefusedError: if a server has no folder for checkpoints, or no room.
         """
         connection = self._opened()
-        self.flush()
+        if connection.ranks is None:
+            self.flush()  # else all ranks must, since they read together
         kept, version = connection.job.checkpoint(name)
         self._checkpointed = (version, kept)
         return kept

@@ -1,6 +1,7 @@
 """What can be said of a job beside the optimizer's own arguments."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -39,6 +40,8 @@ class JobOptions(TypedDict, total=False):
     job: str | None
     rank: int | None
     world_size: int | None
+    partition: Literal["reduce-scatter", "all-reduced"] | None
+    reduce_dtype: Literal["auto", "fp32"]
     streaming: bool
     layerwise: bool
     accumulate: int
@@ -71,8 +74,12 @@ class Options:
         job: the job's name on its servers. With ``servers=`` it is how a new process finds the job again. By default a name
             of its own.
         rank, world_size: this worker among those whose gradients the servers sum. By default ``RANK`` and ``WORLD_SIZE``
-            of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else 0
-            and 1. A step applies the mean over ranks.
+            of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else
+            torch.distributed's, else 0 and 1. A step applies the mean over ranks.
+        partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed; each sends its part of them, reads
+            its part of the weights and gathers the rest, as ZeRO-2 does. ``"all-reduced"`` says that gradients come reduced, as
+            DistributedDataParallel makes them. By default the servers sum; models of ``fully_shard`` need no word here.
+        reduce_dtype: what ``"reduce-scatter"`` adds gradients up in. ``"auto"`` is their own type.
         streaming: gradients leave as backward makes them, instead of in ``step``.
         layerwise: in streaming mode, each parameter gets its new weights when it is first used after a step, so that the
             next forward starts while the last weights arrive. False has ``step`` wait for all of them.
@@ -104,6 +111,8 @@ class Options:
     job: str | None = None
     rank: int | None = None
     world_size: int | None = None
+    partition: str | None = None
+    reduce_dtype: str = "auto"
     streaming: bool = False
     layerwise: bool = True
     accumulate: int = 1
@@ -145,6 +154,8 @@ class Options:
         choices = {
             "accumulate_on": ("servers", "worker"),
             "missing_gradients": (None, "skip", "zeros", "error"),
+            "partition": (None, "reduce-scatter", "all-reduced"),
+            "reduce_dtype": ("auto", "fp32"),
             "nonfinite": ("skip", "raise", "apply"),
             "gradient_dtype": ("auto", "fp32", "bf16", "fp16"),
             "image_dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -153,6 +164,13 @@ class Options:
             value = getattr(self, field)
             if value not in allowed:
                 raise invalid(field, repr(value), "one of " + ", ".join(filter(None, allowed)), "choose one of them")
+        if self.partition == "all-reduced" and self.streaming:
+            raise invalid(
+                "partition",
+                "'all-reduced'",
+                "'reduce-scatter' with streaming=True",
+                "gradients leave before another has reduced them: let the optimizer do it, without DistributedDataParallel",
+            )
         if self.accumulate < 1:
             raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
         if self.accumulate > 1 and not self.streaming:
@@ -193,8 +211,9 @@ class Options:
     def place(self) -> tuple[int, int]:
         """Rank and world size."""
         rank_name, world_size_name = _launcher()
-        rank = _of_environment(rank_name, 0) if self.rank is None else self.rank
-        world_size = _of_environment(world_size_name, 1) if self.world_size is None else self.world_size
+        group_rank, group_size = _group()
+        rank = _of_environment(rank_name, group_rank) if self.rank is None else self.rank
+        world_size = _of_environment(world_size_name, group_size) if self.world_size is None else self.world_size
         return (0 if world_size == 1 and self.rank is None else rank), world_size
 
     def server(self) -> Server | None:
@@ -212,6 +231,14 @@ class Options:
         if isinstance(self.servers, str):
             return [address.strip() for address in self.servers.split(",") if address.strip()]
         return list(self.servers)
+
+
+def _group() -> tuple[int, int]:
+    """Rank and world size of torch.distributed, if it has a process group."""
+    torch = sys.modules.get("torch")  # other frameworks' clients do without it
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
 
 
 def _launcher() -> tuple[str, str]:

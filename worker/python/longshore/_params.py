@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -93,8 +94,8 @@ def table(groups: list[dict[str, Any]]) -> list[Param]:
                 continue
             name = name_of(group, group_index, index)
             check(name, tensor)
-            memory = (tensor.data_ptr(), tensor.numel())
-            if memory in seen and tensor.device.type != "meta":
+            memory = _memory(tensor)
+            if memory in seen and memory[1] and tensor.device.type != "meta":
                 limit = f"memory of its own, and shares it with {seen[memory]}"
                 raise invalid(name, "tied", limit, "tie weights by assigning one Parameter to both modules")
             if name in names:
@@ -109,6 +110,19 @@ def table(groups: list[dict[str, Any]]) -> list[Param]:
     if not params:
         raise invalid("params", "all frozen or empty", "at least one that trains", "set requires_grad on what shall train")
     return params
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, of any placement."""
+    module = sys.modules.get("torch.distributed.tensor")  # which takes long to import, and is not there without FSDP
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _memory(tensor: Any) -> tuple[int, int]:
+    """Where its elements, or those of its shard, lie, and how many there are."""
+    if is_sharded(tensor):
+        tensor = tensor.detach().to_local()
+    return (tensor.data_ptr(), tensor.numel())
 
 
 def fingerprint(rule: str, params: Iterable[Param]) -> str:

@@ -37,10 +37,10 @@ class Scaling:
         if self._options.loss_scale is not None:
             raise UsageError("a GradScaler and loss_scale would both scale the loss: use one of them")
         connection = self._opened()
-        if connection.world_size > 1:
+        if connection.world_size > 1 and self._options.partition != "all-reduced":
             raise UsageError(
                 "each rank's GradScaler would find its own overflows, and scales would drift apart: train in bf16 with several "
-                "ranks whose gradients the servers sum"
+                "ranks, or with DistributedDataParallel and partition='all-reduced'"
             )
         if connection.gradient_dtype == "fp16":
             raise invalid(

@@ -127,7 +127,13 @@ class Stateful(torch.optim.Optimizer):
         with torch.no_grad():
             for param in params:
                 weights = filling.read(_filling.MASTER, param)
-                if weights is not param.tensor:
+                if weights is param.tensor:
+                    continue
+                if _params.is_sharded(param.tensor):
+                    from longshore import _sharding  # which needs torch.distributed
+
+                    _sharding.fill(param.tensor, weights)
+                else:
                     param.tensor.copy_(weights)
 
     def _take_hyperparameters(self, state_dict: dict[str, Any]) -> None:

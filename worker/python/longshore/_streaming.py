@@ -1,14 +1,13 @@
 """Streaming mode: each gradient leaves as backward makes it, while the rest of backward runs."""
 
 import functools
-import gc
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from longshore import _device, _params
+from longshore import _ddp, _device, _params
 from longshore._host import Gradients
 from longshore._params import Param
 from longshore._pusher import Pusher
@@ -17,6 +16,7 @@ from longshore.errors import GradientError, UsageError, invalid
 if TYPE_CHECKING:
     from longshore._connection import Connection
     from longshore._options import Options
+    from longshore._ranks import Ranks
 
 
 class Streamed(Protocol):
@@ -77,12 +77,17 @@ class Stream:
         if optimizer is None:
             raise UsageError("the optimizer is gone, and its parameters still train: keep it until training ends")
         if not self._is_checked:
-            _refuse_ddp(optimizer)
+            if _ddp.has_any(tensor for group in optimizer.param_groups for tensor in group["params"]):
+                raise UsageError(
+                    "DistributedDataParallel reduces gradients after they have left: use streaming=False with "
+                    "partition='all-reduced', or leave the model unwrapped and let the servers sum or pass "
+                    "partition='reduce-scatter'"
+                )
             self._is_checked = True
         connection = optimizer._opened()
         if not self._by_tensor:
             self._by_tensor = {id(param.tensor): param for param in connection.params}
-            if any(_device.accelerator.has(param.tensor) for param in connection.params):
+            if connection.ranks is None and any(_device.accelerator.has(param.tensor) for param in connection.params):
                 self._pusher = Pusher(connection.job)
         return optimizer, connection
 
@@ -112,7 +117,9 @@ class Stream:
         _params.check_unchanged([param], [])
         _params.check_has_no_graph(param, gradient)
         _check_read(connection, param)
-        if self._pusher is None:
+        if connection.ranks is not None:
+            connection.ranks.take(connection.job, param, gradient)
+        elif self._pusher is None:
             place = optimizer._gradients.take(param, gradient)
             connection.job.push([place])
             optimizer._gradients.release()
@@ -125,6 +132,10 @@ class Stream:
             self._end_micro_step(optimizer, connection)
 
     def _end_micro_step(self, optimizer: Streamed, connection: "Connection") -> None:
+        if connection.ranks is not None:
+            self._micro_steps += connection.ranks.end_micro_step(connection.job, optimizer._check_missing)
+            self._taken.clear()
+            return
         missing = [param for param in connection.params if param.index not in self._taken]
         optimizer._check_missing(missing)
         self._end_pass(connection, missing)
@@ -134,10 +145,13 @@ class Stream:
         """Ends the step's gradients. Returns whether there were any."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        if not self._taken and not self._micro_steps and not optimizer._options.may_differ():
+        is_alone = optimizer._options.partition is None and not optimizer._options.may_differ()
+        if not self._taken and not self._micro_steps and is_alone:
             return False
         optimizer, connection = self._open()
         optimizer._check_whole(connection)
+        if connection.ranks is not None:
+            return self._finish_together(optimizer, connection, connection.ranks)
         if self._taken:
             self._end_micro_step(optimizer, connection)
         while self._micro_steps < optimizer._options.accumulate:
@@ -145,6 +159,18 @@ class Stream:
             self._end_pass(connection, connection.params)
         if self._pusher is not None:
             self._pusher.wait()
+        self._micro_steps = 0
+        return True
+
+    def _finish_together(self, optimizer: Streamed, connection: "Connection", ranks: "Ranks") -> bool:
+        """Does what :meth:`finish` does, where a rank that has no gradients left must take part in what others do."""
+        while self._micro_steps < optimizer._options.accumulate:
+            if not ranks.end_micro_step(connection.job, optimizer._check_missing):
+                if not self._micro_steps:
+                    return False
+                ranks.empty_micro_step(connection.job)
+            self._taken.clear()
+            self._micro_steps += 1
         self._micro_steps = 0
         return True
 
@@ -175,18 +201,3 @@ def _check_read(connection: "Connection", param: Param) -> None:
             "something reads this parameter past torch's functions: pass layerwise=False, or call flush() before it",
             UsageError,
         )
-
-
-def _refuse_ddp(optimizer: Streamed) -> None:
-    """DistributedDataParallel reduces gradients after the hooks have run, so they would leave unreduced."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    from torch.nn.parallel import DistributedDataParallel
-
-    mine = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for found in gc.get_objects():
-        if isinstance(found, DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
-            raise UsageError(
-                "DistributedDataParallel reduces gradients after they have left: use streaming=False, or leave the model "
-                "unwrapped and let the servers sum (rank=, world_size=)"
-            )

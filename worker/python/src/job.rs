@@ -119,7 +119,7 @@ impl Job {
         let options = settings.options(signals()).map_err(|fault| raise(py, &fault.into()))?;
         let steps = StepByStep::default();
         // What contradicts itself is said before anything is opened.
-        let pipeline = settings.pipeline(&steps).map_err(|fault| raise(py, &fault.into()))?;
+        let pipeline = settings.pipeline(&steps, &options.spec).map_err(|fault| raise(py, &fault.into()))?;
         pipeline.validate(&options.spec).map_err(|fault| raise(py, &fault.into()))?;
         let session = without_gil(py, || Session::connect(options))?;
         let stage = Mutex::new(Stage::Connected(Box::new(session)));
@@ -201,7 +201,7 @@ impl Job {
                 return Err(CLOSED.into());
             };
             let joined = session.start_from(&*filling)?;
-            let options = self.settings.pipeline(&self.steps)?;
+            let options = self.settings.pipeline(&self.steps, session.spec())?;
             let training = Training::start(*session, &joined, found, options, self.steps.clone())?;
             let version = training.version();
             *stage = Stage::Training(Box::new(training));

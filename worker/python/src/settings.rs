@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Fault, Formats, Hyper, JobName, JobSpec, Param, Rank, Step};
+use longshore_proto::{Fault, Formats, Hyper, JobName, JobSpec, Param, Partition, Rank, Step};
 use longshore_worker::{
     Accumulate, Interrupt, LossScaler, LossScalerOptions, Options, PipelineOptions, Schedule,
     pipeline::Weights,
@@ -26,6 +26,8 @@ pub(crate) struct Settings {
     image_dtype: String,
     rank: u32,
     world_size: u32,
+    /// The first parameter of each partition, and the rank that contributes to it. Empty where all ranks contribute to all.
+    partitions: Vec<(u32, u32)>,
     /// How many gradients each rank gives a step; their sum counts.
     micro_steps: u32,
     accumulate_on_worker: bool,
@@ -141,7 +143,11 @@ impl Settings {
             tier: self.tier.parse()?,
             formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
             unchecked: self.unchecked,
-            partitions: Vec::new(),
+            partitions: self
+                .partitions
+                .iter()
+                .map(|&(first, rank)| Partition { first, ranks: vec![Rank(rank)] })
+                .collect(),
             worker_local: self.delay > 0 && self.correction.starts_with(WORKER_LOCAL),
             leave_out: self.leave_out,
         };
@@ -177,7 +183,8 @@ impl Settings {
         }
     }
 
-    pub(crate) fn pipeline(&self, steps: &StepByStep) -> Result<PipelineOptions, Fault> {
+    /// How steps of the job are made. With partitions a rank asks for the weights of its own ones alone.
+    pub(crate) fn pipeline(&self, steps: &StepByStep, spec: &JobSpec) -> Result<PipelineOptions, Fault> {
         let (hypers, drains) = (steps.clone(), steps.clone());
         let scaler = self.scaler()?;
         let schedule = match self.delay {
@@ -188,12 +195,16 @@ impl Settings {
             true => Accumulate::OnWorker { micro_steps: self.micro_steps },
             false => Accumulate::OnServers,
         };
+        let weights = match spec.partitions.is_empty() {
+            true => Weights::Whole,
+            false => Weights::Ranges(spec.validate()?.contributed_by(Rank(self.rank)).collect()),
+        };
         Ok(PipelineOptions {
             schedule,
             clip: self.clip,
             correction: self.correction.parse()?,
             accumulate,
-            weights: Weights::Whole,
+            weights,
             ..PipelineOptions::new(scaler, move |step| hypers.hypers(step))
         })
     }

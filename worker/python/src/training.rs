@@ -9,7 +9,7 @@ use std::{
 use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Step, Version};
 use longshore_worker::{
     Assembler, Error, Feed, Joined, Pipeline, PipelineOptions, Result, Session, StepOutcome, error::Misuse,
-    export::Contents,
+    export::Contents, pipeline::Weights,
 };
 
 use crate::{memory::HostTensor, settings::StepByStep};
@@ -18,6 +18,8 @@ use crate::{memory::HostTensor, settings::StepByStep};
 pub(crate) struct Training {
     pipeline: Pipeline,
     steps: StepByStep,
+    /// Which weights this rank reads.
+    weights: Weights,
     /// Where each parameter lies in the flat space.
     places: Vec<Range<u64>>,
     begun: Option<Step>,
@@ -70,11 +72,15 @@ impl Training {
     ) -> Result<Training> {
         let params = session.spec().params.len();
         let places = (0..params).map(|param| session.layout().param_range(param)).collect();
-        let holds_weights = !found && joined.version == Version(0) && session.rank().0 == 0;
+        let weights = options.weights.clone();
+        // With partitions all ranks read together, since they gather from each other what they read.
+        let holds_weights =
+            !found && joined.version == Version(0) && session.rank().0 == 0 && weights == Weights::Whole;
         let pipeline = Pipeline::new(session, joined, options)?;
         let mut training = Training {
             pipeline,
             steps,
+            weights,
             places,
             begun: None,
             loss_scale: 1.0,
@@ -212,15 +218,24 @@ impl Training {
         Ok(())
     }
 
-    /// All images of a version.
+    /// The images of a version that this rank reads.
     fn images(&self, version: Version) -> Result<From> {
         let whole = 0..self.session().layout().elements();
+        let order = match &self.weights {
+            Weights::Ranges(order) => order,
+            Weights::Whole | Weights::OnDemand => std::slice::from_ref(&whole),
+        };
         let dtype: Dtype = self.spec().image_dtype;
-        Ok(From::Images(self.session().pull(version, std::slice::from_ref(&whole), dtype)?))
+        Ok(From::Images(self.session().pull(version, order, dtype)?))
     }
 
     fn ask(&mut self, version: Version, from: From) {
-        let left = (0..self.places.len()).collect();
+        let reads = |place: &Range<u64>| match &self.weights {
+            Weights::Ranges(order) => order.iter().any(|range| range.contains(&place.start)),
+            Weights::Whole | Weights::OnDemand => true,
+        };
+        let places = self.places.iter().enumerate();
+        let left = places.filter(|(_, place)| reads(place)).map(|(param, _)| param).collect();
         self.drained = matches!(from, From::Master(_)).then_some(version);
         self.unread = Some(Unread { version, from, left });
     }

@@ -26,8 +26,8 @@ def two_servers() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def several(number: int) -> Iterator[str]:
-    started = [serve() for _ in range(number)]
+def several(number: int, memory: str = "256MiB") -> Iterator[str]:
+    started = [serve(memory=memory) for _ in range(number)]
     try:
         yield ",".join(address for _, address in started)
     finally:
@@ -36,10 +36,10 @@ def several(number: int) -> Iterator[str]:
             process.wait()
 
 
-def serve(*flags: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+def serve(*flags: str, listen: str = "127.0.0.1:0", memory: str = "256MiB") -> tuple[subprocess.Popen[str], str]:
     """Starts a server, on a free port unless told which. Returns its process and its address."""
     code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
-    command = [sys.executable, "-c", code, "--listen", listen, "--memory", "256MiB", "--threads", "1", *flags]
+    command = [sys.executable, "-c", code, "--listen", listen, "--memory", memory, "--threads", "1", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

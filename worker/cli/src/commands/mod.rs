@@ -36,7 +36,7 @@ enum Command {
     /// Without --servers an optimizer server is started inside this process, and spoken to over the same gRPC.
     Train(Box<train::Args>),
     /// Say what a job will take of its servers: DRAM, drives and their wear
-    Plan(plan::Args),
+    Plan(Box<plan::Args>),
     /// Show the jobs of servers: version, state hash, who waits for whom
     ///
     /// A server that does not answer is named, the others are shown, and the exit code is 1.

@@ -1,0 +1,33 @@
+"""Gradients on their way to the Rust half, by way of page-locked memory where an accelerator made them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from longshore._host import Gradients, Leaving
+from longshore._params import Param
+
+
+class Outgoing:
+    """Gradients of one micro-step that leave one after the other."""
+
+    def __init__(self) -> None:
+        self._gradients = Gradients()
+        #: Those that an accelerator copies to the host, oldest first, with what to multiply them by.
+        self._copying: list[tuple[Leaving, float]] = []
+
+    def send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        """Sends a gradient times ``scale``. One of an accelerator leaves with the next one, or at the end."""
+        self.push_copied(job)
+        leaving = self._gradients.start(param, gradient)
+        if leaving.copied is None:
+            job.push([leaving.place], scale)
+        else:
+            self._copying.append((leaving, scale))
+
+    def push_copied(self, job: Any) -> None:
+        """Waits for the copies under way, and sends what they brought."""
+        for leaving, scale in self._copying:
+            leaving.wait()
+            job.push([leaving.place], scale)
+        self._copying.clear()

@@ -1,0 +1,287 @@
+"""Ranks that reduce gradients among themselves: each sends its own partition, and reads it.
+
+Two ways are here: gradients that another has reduced (:class:`Reduced`, as DistributedDataParallel does), and parameters that are
+sharded already (:class:`Sharded`, as FSDP2 does). ``_scattered.py`` has the third.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from longshore import _agree, _longshore, _params, _sharding
+from longshore._filling import Filling
+from longshore._gathered import Gathered
+from longshore._host import Place, is_plain
+from longshore._outgoing import Outgoing
+from longshore._params import Param
+from longshore._partition import Layout, Piece, layout
+from longshore._weights import Weights
+from longshore.errors import GradientError, UsageError, invalid
+
+#: How many exports a job may have at once.
+_EXPORTS = 4
+
+#: Refuses a step, or not, in which these have no gradient.
+CheckMissing = Callable[[list[Param]], None]
+
+
+class Ranks(ABC):
+    """One rank's part in a job of partitions. Its methods are called on all ranks, in the same order."""
+
+    def __init__(self, params: list[Param], by_rows: bool) -> None:
+        self.rank, self.world_size = _agree.place()
+        self.params = params
+        self.layout: Layout = layout(params, self.world_size, by_rows)
+        self._mine = {piece.param.index: piece for piece in self.layout.of_rank(self.rank)}
+        self._taken: set[int] = set()
+        self._outgoing = Outgoing()
+
+    def connect(self, settings: Any) -> Any:
+        """Connects this rank to the servers, if all ranks want the same job."""
+        _agree.check_same(settings)
+        jobs: list[Any] = []
+        _agree.together(lambda: jobs.append(_longshore.Job(settings)))
+        return jobs[0]
+
+    def find(self, job: Any) -> int | None:
+        """The job's version on its servers, as rank 0 finds it."""
+        found: int | None = _agree.together(lambda: job.find() if self.rank == 0 else None)[0]
+        return found
+
+    def start(self, job: Any, filling: Filling | None, found: bool) -> tuple[int, int]:
+        """Opens and joins the job. A new job gets what fills it, or else the weights of the model.
+
+        Returns:
+            The job's version, and how many updates its weights have behind them.
+        """
+        is_new = self.find(job) is None
+        places, held = self.first_weights() if is_new else ([], [])
+        source = None if filling is None else (filling.applied, self._source(filling, places))
+        started: tuple[int, int] = _agree.together(lambda: job.start(places, source, found))[self.rank]
+        del held
+        return started
+
+    def _source(self, filling: Filling, weights: list[Place]) -> Callable[[int, int], tuple[Place, object]]:
+        """Gives pieces of a filling's tensors, and the model's weights where it has none."""
+        filling.check(self.params)
+        pieces = list(self.layout.pieces())
+
+        def place(array: int, index: int) -> tuple[Place, object]:
+            piece = pieces[index]
+            tensor = filling.read(array, piece.param)
+            if tensor is piece.param.tensor:
+                return weights[index], None
+            memory = tensor.detach().to("cpu").contiguous()
+            return piece.place(memory), memory
+
+        return place
+
+    def export_state(self, job: Any, arrays: list[list[Place]]) -> int:
+        """Writes all state to where each array's values go, parameter by parameter. Returns how many updates made it."""
+        pieces = list(self.layout.pieces())
+        cut = [[piece.place_in(places[piece.param.index]) for piece in pieces] for places in arrays]
+        applied = 0
+        for turn in range(0, self.world_size, _EXPORTS):
+            mine = range(turn, turn + _EXPORTS)
+            applied = _agree.together(lambda: job.export_state(cut)[1] if self.rank in mine else 0)[turn]
+        return applied
+
+    def of_params(self, of_pieces: dict[int, int]) -> dict[int, int]:
+        """By parameter what is so of all its pieces."""
+        return {
+            index: of_pieces[pieces[0].index]
+            for index, pieces in self.layout.of_params().items()
+            if pieces[0].index in of_pieces
+        }
+
+    @abstractmethod
+    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
+        """On rank 0: all pieces in the job's order, and what holds their memory."""
+
+    @abstractmethod
+    def read(self, job: Any) -> None:
+        """Waits for the weights of this rank's partition, and brings the parameters to them."""
+
+    @abstractmethod
+    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        """Sends this rank's part of a gradient."""
+
+    def take(self, job: Any, param: Param, gradient: Tensor) -> None:
+        """Takes a gradient of the micro-step in hand."""
+        self._send(job, param, gradient, 1.0)
+        self._taken.add(param.index)
+
+    def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
+        """Sends what is in ``.grad``, times ``scale``, as a micro-step. Returns whether there was anything."""
+        missing = self._missing([param.tensor.grad is not None for param in self.params])
+        if len(missing) == len(self.params):
+            return False
+        check_missing(missing)
+        # The last layers first, as backward makes them: where ranks reduce, they do so in this order.
+        for param in reversed(self.params):
+            gradient = param.tensor.grad
+            if gradient is not None:
+                self._send(job, param, gradient, scale)
+                self._taken.add(param.index)
+        self._end(job)
+        return True
+
+    def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
+        """Ends a micro-step whose gradients were taken. Returns whether there were any."""
+        missing = self._missing([param.index in self._taken for param in self.params])
+        if len(missing) == len(self.params):
+            return False
+        check_missing(missing)
+        self._end(job)
+        return True
+
+    def _missing(self, has: list[bool]) -> list[Param]:
+        """The parameters that have no gradient. Here all ranks have the same."""
+        return [param for param, there in zip(self.params, has, strict=True) if not there]
+
+    def _end(self, job: Any) -> None:
+        """Sends zeros for what was not taken, and ends the micro-step."""
+        self._outgoing.push_copied(job)
+        self.push_zeros(job, [param for param in self.params if param.index not in self._taken])
+        self._taken.clear()
+        job.end_micro_step()
+
+    def push_zeros(self, job: Any, params: list[Param]) -> None:
+        """Sends zeros for these."""
+        pieces = [self._mine[param.index].index for param in params if param.index in self._mine]
+        if pieces:
+            job.push_zeros(pieces)
+
+    def empty_micro_step(self, job: Any) -> None:
+        """Ends a micro-step in which no rank has a gradient."""
+        self.push_zeros(job, self.params)
+        job.end_micro_step()
+
+
+def piece_param(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> Param:
+    """A piece as what gradients and weights are taken for."""
+    return Param(
+        piece.index, piece.name, piece.param.group, tensor, torch.Size([piece.elements]), dtype, _params.DTYPES[dtype], piece.elements
+    )
+
+
+class Reduced(Ranks):
+    """Gradients come reduced, the same on all ranks. Each rank sends its part of them, and gathers the weights."""
+
+    def __init__(self, params: list[Param]) -> None:
+        super().__init__(params, by_rows=False)
+        self._gathered = Gathered(self.layout, self.rank, self.world_size)
+        self._is_compared = False
+
+    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
+        if self.rank != 0:
+            return [], []
+        whole = []
+        for param in self.params:
+            memory = param.tensor.detach()
+            whole.append(memory if is_plain(memory) else memory.to("cpu").contiguous())
+        return [piece.place(whole[piece.param.index]) for piece in self.layout.pieces()], whole
+
+    def read(self, job: Any) -> None:
+        self._gathered.read(job)
+
+    def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
+        if not self._is_compared:
+            self._compare()
+            self._is_compared = True
+        return super().push(job, scale, check_missing)
+
+    def _compare(self) -> None:
+        """Refuses gradients that differ between ranks, in the first step: they have not been reduced."""
+        sums = [
+            torch.zeros(2, dtype=torch.float64)
+            if param.tensor.grad is None
+            else torch.stack([param.tensor.grad.double().sum(), param.tensor.grad.double().abs().sum()]).cpu()
+            for param in self.params
+        ]
+        everyones = _agree.together(lambda: torch.stack(sums))
+        for rank, theirs in enumerate(everyones):
+            apart = (theirs[:, 0] - everyones[0][:, 0]).abs() > 1e-3 * everyones[0][:, 1]
+            if apart.any():
+                name = self.params[int(apart.int().argmax())].name
+                raise invalid(
+                    f"{name}.grad",
+                    f"another on rank {rank} than on rank 0",
+                    "reduced, so that all ranks have the same, with partition='all-reduced'",
+                    "train with DistributedDataParallel, or pass partition='reduce-scatter'",
+                    GradientError,
+                )
+
+    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        _params.check_gradient(param, gradient)
+        piece = self._mine.get(param.index)
+        if piece is not None:
+            part = gradient.reshape(-1)[piece.start : piece.start + piece.elements]
+            self._outgoing.send(job, piece_param(piece, part, param.dtype), part, scale)
+
+
+class Sharded(Ranks):
+    """Parameters are DTensors, and so are their gradients. The local shard is this rank's part."""
+
+    def __init__(self, params: list[Param]) -> None:
+        for param in params:
+            _sharding.check(param.name, param.tensor, _agree.place()[1])
+        super().__init__(params, by_rows=True)
+        self._locals: list[Param] = []
+        self._weights: Weights | None = None
+
+    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
+        """Each rank sends its shards to rank 0, one after the other."""
+        held: dict[int, Tensor] = {}
+        for piece in self.layout.pieces():
+            local = _sharding.local(piece.param.tensor)
+            if piece.rank == self.rank == 0:
+                held[piece.index] = local.to("cpu").contiguous()
+            elif self.rank == 0:
+                received = torch.empty(piece.shape, dtype=piece.param.dtype, device=local.device)
+                distributed.recv(received, piece.rank)
+                held[piece.index] = received.to("cpu")
+            elif piece.rank == self.rank:
+                distributed.send(local.contiguous(), 0)
+        places = [
+            (piece.index, held[piece.index].data_ptr(), piece.elements, piece.param.wire)
+            for piece in self.layout.pieces()
+            if piece.index in held
+        ]
+        return places, list(held.values())
+
+    def read(self, job: Any) -> None:
+        locals_ = [
+            dataclasses.replace(piece_param(piece, local, param.dtype), shape=local.shape)
+            for param in self.params
+            if (piece := self._mine.get(param.index)) is not None
+            for local in [_sharding.local(param.tensor)]
+        ]
+        before = [param.tensor.data_ptr() for param in self._locals]
+        if self._weights is None or [param.tensor.data_ptr() for param in locals_] != before:
+            # FSDP2 makes other shards where the model is moved or loaded.
+            self._locals, self._weights = locals_, Weights(locals_, job)
+        self._weights.read()
+
+    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        _params.check_gradient(param, gradient)
+        if not isinstance(gradient, DTensor) or gradient.placements != param.tensor.placements:  # type: ignore[attr-defined]
+            raise invalid(
+                f"{param.name}.grad",
+                "not sharded as its parameter is",
+                "what fully_shard makes of it",
+                "let backward make it, in the model that was given to fully_shard",
+                GradientError,
+            )
+        piece = self._mine.get(param.index)
+        local = gradient.to_local()
+        if piece is None:
+            return
+        if local.numel() != piece.elements:
+            raise UsageError(f"{param.name} has another shard than when the optimizer was built: build it after fully_shard")
+        self._outgoing.send(job, dataclasses.replace(piece_param(piece, local, param.dtype), shape=local.shape), local, scale)

@@ -1,0 +1,116 @@
+"""Ranks that reduce gradients bucket by bucket, so that each has its part of the mean, as ZeRO-2 does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from longshore import _agree, _params, _partition
+from longshore._params import Param
+from longshore._partition import Bucket
+from longshore._ranks import CheckMissing, Reduced, piece_param
+
+
+class Scattered(Reduced):
+    """Gradients are this rank's own. A bucket is reduced once all its gradients are there, from the last one on: in one
+    order on all ranks, also where some parameters have no gradient."""
+
+    def __init__(self, params: list[Param], reduce_dtype: torch.dtype | None) -> None:
+        super().__init__(params)
+        self._is_compared = True
+        self._dtype = reduce_dtype
+        self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
+        self._pieces = self.layout.of_params()
+        #: Buckets that are being filled, and how many gradients each lacks.
+        self._filling: dict[int, Tensor] = {}
+        self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
+        self._next = len(self.layout.buckets) - 1
+        #: Buckets that are being reduced, with this rank's part of what they become, oldest first.
+        self._reducing: list[tuple[Bucket, Any, Tensor]] = []
+        self._scale = 1.0
+        #: The parameters that have a gradient on no rank. They are known once a micro-step ends, and their buckets wait for that.
+        self._absent: set[int] = set()
+
+    def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
+        self._scale = scale
+        return super().push(job, scale, check_missing)
+
+    def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
+        # Ranks that have no more gradients reduce with the others all the same, so that none waits for another.
+        self._reduce_rest()
+        if super().end_micro_step(job, check_missing):
+            return True
+        for _, work, _ in self._reducing:
+            work.wait()
+        self._begin()
+        return False
+
+    def _begin(self) -> None:
+        self._reducing.clear()
+        self._taken.clear()
+        self._absent.clear()
+        self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
+        self._next = len(self.layout.buckets) - 1
+
+    def _end(self, job: Any) -> None:
+        self._reduce_rest()
+        self._push_reduced(job, wait=True)
+        self._outgoing.push_copied(job)
+        self._begin()
+        job.end_micro_step()
+
+    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        _params.check_gradient(param, gradient)
+        bucket = self._bucket[param.index]
+        _partition.copy(self._pieces[param.index], gradient, self._slots(bucket))
+        self._lacks[bucket.index] -= 1
+        while self._next >= 0 and self._lacks[self._next] == 0:
+            self._reduce()
+        self._push_reduced(job, wait=False)
+
+    def _reduce_rest(self) -> None:
+        while self._next >= 0:
+            self._reduce()
+
+    def _slots(self, bucket: Bucket) -> Tensor:
+        """The memory of a bucket, a row a rank. What no gradient covers is zero."""
+        slots = self._filling.get(bucket.index)
+        if slots is None:
+            dtype = self._dtype or bucket.dtype
+            device = bucket.params[0].tensor.device
+            slots = torch.zeros(self.world_size, bucket.slot, dtype=dtype, device=device)
+            self._filling[bucket.index] = slots
+        return slots
+
+    def _reduce(self) -> None:
+        """Starts reducing the next bucket."""
+        bucket = self.layout.buckets[self._next]
+        slots = self._slots(bucket)
+        del self._filling[bucket.index]
+        self._next -= 1
+        part = torch.empty(bucket.slot, dtype=slots.dtype, device=slots.device)
+        work = distributed.reduce_scatter_tensor(part, slots.view(-1), async_op=True)
+        self._reducing.append((bucket, work, part))
+
+    def _push_reduced(self, job: Any, wait: bool) -> None:
+        """Sends this rank's part of buckets that are reduced, or of all that are being reduced."""
+        while self._reducing and (wait or self._reducing[0][1].is_completed()):
+            bucket, work, part = self._reducing.pop(0)
+            work.wait()
+            scale = self._scale / self.world_size
+            absent = [piece.index for piece in bucket.pieces[self.rank] if piece.param.index in self._absent]
+            if absent:
+                job.push_zeros(absent)
+            for piece in bucket.pieces[self.rank]:
+                if piece.param.index in self._absent:
+                    continue
+                gradient = part[piece.offset : piece.offset + piece.elements]
+                self._outgoing.send(job, piece_param(piece, gradient, gradient.dtype), gradient, scale)
+
+    def _missing(self, has: list[bool]) -> list[Param]:
+        """The parameters that have no gradient on some rank; all of them, if no rank has any."""
+        counts = _agree.present(has, self.params[0].tensor.device)
+        self._absent = {param.index for param, count in zip(self.params, counts, strict=True) if not count}
+        if not any(counts):
+            return self.params
+        return [param for param, count in zip(self.params, counts, strict=True) if count < self.world_size]

@@ -1,0 +1,182 @@
+"""What one rank of test_ranks.py does: it is started as torchrun starts a process."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import longshore
+
+WIDTH = 512
+STEPS = 6
+#: By job: all state of those that keep it.
+KEPT: dict[str, dict[str, Any]] = {}
+
+
+class Net(nn.Module):
+    """Large enough that padding to whole blocks is little; its second layer has rows that four ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, WIDTH)
+        self.odd = nn.Linear(WIDTH, 4 * WIDTH + 1)
+        self.last = nn.Linear(4 * WIDTH + 1, WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = functional.gelu(self.first(inputs))
+        return self.head(functional.gelu(self.last(functional.gelu(self.odd(hidden)))))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(4, 64, generator=generator)
+    return functional.cross_entropy(model(inputs), inputs[:, :10].argmax(1))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def prepare(way: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and what the optimizer is told of it."""
+    model = net()
+    if distributed.get_rank():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)  # rank 0's weights count
+    if way.startswith("fsdp"):
+        if distributed.get_rank():
+            model = net()
+        fully_shard(model)
+        return model, {}
+    if way == "ddp":
+        return DistributedDataParallel(net()), {"partition": "all-reduced"}
+    for parameter in model.parameters():
+        # Numbers of few bits have exact sums, in whichever order ranks or servers add them up.
+        parameter.register_hook(lambda gradient: (gradient * 2.0**22).round() / 2.0**22)
+    return model, {"partition": "reduce-scatter"} if way == "scatter" else {}
+
+
+def mean_gradients(model: nn.Module, way: str) -> list[Tensor]:
+    """The mean over the ranks, of gradients that no rank has reduced yet."""
+    gradients = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        gradient = whole(parameter.grad).detach().clone()
+        if way in ("scatter", "sum"):
+            distributed.all_reduce(gradient)
+            gradient /= distributed.get_world_size()
+        gradients.append(gradient)
+    return gradients
+
+
+def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
+    rank = distributed.get_rank()
+    model, own = prepare(way)
+    steps, keep, resume = options.pop("steps", STEPS), options.pop("keep", False), options.pop("resume", None)
+    if way == "engine":
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": options.pop("max_grad_norm"),
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-2}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "longshore": {"partition": "reduce-scatter", **options},
+        }
+        optimizer = longshore.initialize(model=model, config=config)[1]
+        options = {"streaming": True, **options}
+    else:
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-3, **own, **options)
+    if resume is not None:
+        optimizer.load_state_dict(KEPT[resume])
+    optimizer.open()
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "bytes": [], "version": optimizer.version}
+    while optimizer.version < steps:
+        value = loss(model, optimizer.version, rank)
+        mean = value.detach().clone()
+        distributed.all_reduce(mean)
+        found["losses"].append(mean.item() / distributed.get_world_size())
+        optimizer.zero_grad()
+        value.backward()
+        if not options.get("streaming"):
+            found["gradients"].append(mean_gradients(model, way))
+        optimizer.step()
+        report = optimizer.last_report
+        assert report is not None
+        found["norms"].append(report.grad_norm)
+        found["bytes"].append((report.pushed_bytes, report.pulled_bytes))
+        if "deadly" in options["job"]:
+            print(optimizer.version, found["losses"][-1].hex(), flush=True)
+    optimizer.flush()
+    found["weights"] = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    found["handle"] = optimizer.state_dict()["longshore"]
+    if keep:
+        KEPT[options["job"]] = found["state"] = optimizer.state_dict(full=True)
+    optimizer.close()
+    return found
+
+
+class Half(nn.Module):
+    """One layer is used on rank 0 alone, and one on no rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.always(inputs)
+        return self.sometimes(hidden) if distributed.get_rank() == 0 else hidden
+
+
+def refused(case: str, options: dict[str, Any]) -> str:
+    """What the optimizer says, on every rank, to what it cannot do."""
+    rank = distributed.get_rank()
+    model: nn.Module = Half() if case.startswith("missing") else net()
+    if case == "settings" and rank == 2:
+        options = {**options, "warmup_steps": 7}
+    if case == "world":
+        options = {**options, "rank": rank % 2, "world_size": 2}
+    if case in ("ddp", "ddp streaming"):
+        model = DistributedDataParallel(model)
+    if case == "fsdp layer":
+        fully_shard(model.odd)
+    if case == "fsdp placement":
+        fully_shard(model, shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (WIDTH, 64) else None)
+    if case == "short":
+        model = nn.Linear(2, 1, bias=False)
+    try:
+        optimizer = longshore.AdamW(model.named_parameters(), **options)
+        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+        model(inputs[:, :2] if case == "short" else inputs).sum().backward()
+        optimizer.step()
+    except longshore.errors.LongshoreError as error:
+        distributed.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def main() -> None:
+    """Arguments: a folder for what was found, and a JSON list of [way, options]; a way of "!" and a case is refused."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    found = [refused(way[1:], options) if way.startswith("!") else train(way, options) for way, options in runs]
+    torch.save(found, out / f"{os.environ['RANK']}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
