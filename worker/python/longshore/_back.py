@@ -71,6 +71,7 @@ class Back:
             self._finalizer.detach()
             tensors = [id(param.tensor) for param in self._connection.params]
             _params.release(tensors)
+            self._connection.weights.forget()
             self._connection.job.close(True)
             self._connection = None
         self._job_name = job

@@ -33,7 +33,19 @@ class Steps:
     made: Iterator[int] = field(default_factory=lambda: iter(range(1, 1000)))
 
     def step(self) -> None:
-        self.last_report = StepReport(next(self.made), 0, False, 0.84, 1.0, None, 0.5, 0.025, 0, 0)
+        self.last_report = StepReport(
+            step=next(self.made),
+            read=0,
+            skipped=False,
+            grad_norm=0.84,
+            clip_coefficient=1.0,
+            loss_scale=1.0,
+            overflow=None,
+            wall_s=0.5,
+            exposed_s=0.025,
+            pushed_bytes=0,
+            pulled_bytes=0,
+        )
 
 
 def shown(file: io.StringIO, steps: int, seconds_a_step: float) -> str:
