@@ -15,7 +15,7 @@ class Accelerator:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the accelerator's memory."""
-        return tensor.device.type != "cpu"
+        return not tensor.is_cpu
 
     def current_stream(self, device: torch.device) -> Any:
         """The stream that this thread's work on the device goes to."""
