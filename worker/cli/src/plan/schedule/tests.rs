@@ -1,0 +1,124 @@
+use super::*;
+
+const HARDWARE: Hardware = Hardware {
+    gpu_flops: 100e12,
+    link: 10e9,
+    server_link: 10e9,
+    server_memory: 100e9,
+    drives: 10e9,
+    fabric: 100e9,
+    round_trip_s: 0.0,
+};
+
+/// Units of 100 MB on the wire, which a link moves in 10 ms.
+fn run(units: usize, forward_s: f64) -> Run {
+    let unit = Unit { elements: 50e6, forward_s, backward_s: 2.0 * forward_s };
+    Run {
+        units: vec![unit; units],
+        gpus: 1.0,
+        servers: 1.0,
+        stage: Stage::Two,
+        delayed: false,
+        sliced: false,
+        micro_steps: 1,
+        width: 2.0,
+        update_bytes: 28.0,
+        drive_bytes: 0.0,
+    }
+}
+
+fn near(found: f64, expected: f64) {
+    assert!((found / expected - 1.0).abs() < 1e-9, "{found} instead of {expected}");
+}
+
+#[test]
+fn what_is_ready_earlier_fills_the_gaps() {
+    let mut line = Line::default();
+    assert_eq!(line.take(10.0, 5.0), 15.0);
+    assert_eq!(line.take(0.0, 4.0), 4.0);
+    assert_eq!(line.used, [(0.0, 4.0), (10.0, 15.0)]);
+    // Six before the first use's end, two behind it.
+    assert_eq!(line.take(2.0, 8.0), 17.0);
+    assert_eq!(line.used, [(0.0, 17.0)]);
+    assert_eq!((line.take(20.0, 1.0), line.take(18.0, 2.0)), (21.0, 20.0));
+    assert_eq!(line.busy_s, 20.0);
+}
+
+#[test]
+fn one_unit_does_everything_in_turn() {
+    let run = run(1, 0.1);
+    let step = run.step(&HARDWARE);
+    // Compute, push, receive (1 ms), update (14 ms), pull.
+    near(step.wall_s, 0.3 + 0.010 + 0.001 + 0.014 + 0.010);
+    near(step.compute_s, 0.3);
+    assert_eq!(step.binding, Binding::Gpu);
+}
+
+#[test]
+fn an_exact_step_exposes_the_last_push_and_the_first_update_and_pull() {
+    let step = run(20, 0.1).step(&HARDWARE);
+    near(step.exposed_s(), 0.010 + 0.001 + 0.014 + 0.010);
+}
+
+#[test]
+fn a_delayed_step_exposes_nothing_where_the_servers_keep_up() {
+    let mut run = run(20, 0.1);
+    run.delayed = true;
+    assert!(run.step(&HARDWARE).exposed_s() < 1e-9);
+    // And where they do not, a step lasts as long as they are busy.
+    run.update_bytes = 28.0 * 100.0;
+    let step = run.step(&HARDWARE);
+    assert_eq!(step.binding, Binding::ServerMemory);
+    near(step.wall_s, 20.0 * (1.4 + 0.001));
+}
+
+#[test]
+fn stage_three_hides_pulls_behind_compute_or_is_bound_by_them() {
+    let mut run = run(40, 0.015);
+    run.units.iter_mut().for_each(|unit| unit.backward_s = unit.forward_s);
+    run.stage = Stage::Three;
+    run.delayed = true;
+    // Compute of a unit takes 1.5 times its transfer: all but a few pulls hide.
+    let hidden = run.step(&HARDWARE);
+    let pulled = 79.0 * 0.010;
+    assert!(hidden.exposed_s() < 0.05 * pulled, "{}", hidden.exposed_s());
+    // Compute takes half of the transfer.
+    run.units.iter_mut().for_each(|unit| (unit.forward_s, unit.backward_s) = (0.005, 0.005));
+    let bound = run.step(&HARDWARE);
+    assert_eq!(bound.binding, Binding::Pull);
+    assert!(bound.wall_s < 1.1 * pulled, "{}", bound.wall_s);
+}
+
+#[test]
+fn slices_divide_what_the_servers_send_by_the_ranks() {
+    let mut whole = run(20, 0.001);
+    (whole.gpus, whole.servers) = (8.0, 2.0);
+    let sliced = Run { sliced: true, ..whole.clone() };
+    let (whole, sliced) = (whole.step(&HARDWARE), sliced.step(&HARDWARE));
+    assert!(matches!(whole.binding, Binding::Push | Binding::Pull), "{:?}", whole.binding);
+    assert!(sliced.wall_s < whole.wall_s / 3.0, "{} against {}", sliced.wall_s, whole.wall_s);
+}
+
+#[test]
+fn more_servers_never_make_a_step_longer_and_512_gpus_are_simulated() {
+    for (gpus, sliced) in [(1.0, false), (8.0, false), (512.0, true)] {
+        for (stage, delayed) in
+            [(Stage::Two, false), (Stage::Two, true), (Stage::Three, false), (Stage::Three, true)]
+        {
+            let mut run = Run { gpus, sliced, stage, delayed, ..run(24, 0.004) };
+            let mut before = f64::INFINITY;
+            for servers in [1.0, 2.0, 4.0, 8.0, 64.0, 512.0] {
+                run.servers = servers;
+                let wall_s = run.step(&HARDWARE).wall_s;
+                assert!(wall_s <= before * (1.0 + 1e-9), "{gpus} {stage:?} {delayed}: {servers} servers");
+                before = wall_s;
+            }
+            let (enough, step) = enough_servers(&run, &HARDWARE, 512);
+            assert!(step.wall_s <= before * 1.01 + 1e-12);
+            if enough > 1 {
+                run.servers = f64::from(enough - 1);
+                assert!(run.step(&HARDWARE).wall_s > before * 1.01);
+            }
+        }
+    }
+}
