@@ -198,7 +198,9 @@ impl Driver {
             decided_by: self.rank.incarnation(),
             pause_reason: String::new(),
         };
-        match &self.last {
+        // A job may go on from the checkpoint of one whose worker amended weights. It amends none itself.
+        let before = self.last.as_ref().filter(|_| self.cluster.spec().worker_local);
+        match before {
             Some(Last { correction: local @ Correction::WorkerLocal(_), groups, .. }) if decision.skip => {
                 (commit.correction, commit.groups) = (local.clone(), groups.clone());
             }
