@@ -1,7 +1,8 @@
 """Training over the wire with stock gRPC, written from docs/protocol.md and the .proto files alone.
 
 Two ranks train a job on several servers: exact, delayed and skipped steps, a rank 0 that dies while it commits, a step
-that is taken back, pauses, and a checkpoint that the job is restored from. Every version and every state is compared
+that is taken back, pauses, and a checkpoint that the job is restored from. A second job leaves out parameters without a gradient, and
+in a third the ranks have partitions and amend the weights of delayed steps. Every version and every state is compared
 bit for bit with what NumPy computes. The servers need --state-dir and --checkpoint-dir. The parts are in the folder
 stock.
 """
@@ -11,6 +12,8 @@ import pathlib
 import tempfile
 import time
 
+from stock.amended import Amended
+from stock.left_out import LeftOut
 from stock.scenario import Scenario
 from stock.wire import Protocol
 
@@ -22,10 +25,15 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         protocol = Protocol(arguments.protos, pathlib.Path(folder))
-        for dtype, tier in [("bf16", "nvme"), ("f32", "memory")]:
+        for scenario, dtype, tier in [
+            (Scenario, "bf16", "nvme"),
+            (Scenario, "f32", "memory"),
+            (LeftOut, "bf16", "memory"),
+            (Amended, "bf16", "memory"),
+        ]:
             started = time.monotonic()
-            Scenario(protocol, arguments.servers.split(","), dtype, tier).play()
-            print(f"{dtype}, tier {tier}: every bit as NumPy computes it, in {time.monotonic() - started:.1f} s")
+            scenario(protocol, arguments.servers.split(","), dtype, tier).play()
+            print(f"{scenario.__name__}, {dtype}, tier {tier}: every bit as NumPy computes it, in {time.monotonic() - started:.1f} s")
     print("ok")
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from .layout import chunks, encode
+from .layout import BLOCK, chunks, encode
 from .rank import Job, Rank
 from .wire import Refused
 
@@ -21,6 +21,7 @@ class Lead(Rank):
 
     def __init__(self, job: Job):
         super().__init__(job, 0)
+        self.left_out = []  # by the newest commit that this process knows of
 
     def open(self):
         placement = self.messages.Placement(epoch=1, servers=self.job.addresses, owners=self.layout.owners)
@@ -29,8 +30,8 @@ class Lead(Rank):
             for server in self.servers
         ]
 
-    def upload(self, weights):
-        """The initial weights, each shard to its owner. How many chunks each server took."""
+    def upload(self, arrays, applied: int = 0):
+        """The initial weights, and moments after `applied` updates; each shard to its owner. The chunks that each server took."""
         return [
             server.upload(
                 self.messages.UploadRequest(
@@ -40,9 +41,12 @@ class Lead(Rank):
                     chunk=chunk,
                     crc32=crc32,
                     payload=payload,
+                    array=array,
+                    applied=applied or None,
                 )
                 for shard, part in self.layout.owned(server.number)
-                for chunk, payload, crc32 in chunks(encode(weights[part], "f32"))
+                for array, values in enumerate(arrays)
+                for chunk, payload, crc32 in chunks(encode(values[part], "f32"))
             ).chunks
             for server in self.servers
         ]
@@ -51,6 +55,7 @@ class Lead(Rank):
         """Joins as a new process of rank 0: fences all earlier ones, brings the servers to one version, and joins."""
         found = self.join(fence_only=True)
         newest = max(found, key=lambda progress: progress.version)
+        self.left_out = list(newest.last_commit.left_out)
         behind = [server for server, progress in zip(self.servers, found) if progress.version < newest.version]
         try:
             for server in behind:
@@ -70,22 +75,24 @@ class Lead(Rank):
         self.version = min(versions)
 
     def stats(self, step: int):
-        """All blocks' statistics in block order, and each server's origin."""
-        shards, origins = {}, []
+        """All blocks' statistics in block order, each server's origin, and the parameters without a gradient."""
+        shards, origins, missing = {}, [], set()
         for server in self.servers:
             answers = list(server.stream("Stats", job=self.job.name, step=step))
             shards |= {answer.shard: list(answer.blocks) for answer in answers}
+            missing |= {parameter for answer in answers for parameter in answer.left_out}
             known = all(answer.origin for answer in answers)
             origins.append(sum(answer.origin for answer in answers) % 2**64 if known else 0)
         assert sorted(shards) == list(range(len(self.layout.shards))), sorted(shards)
-        return [block for shard in sorted(shards) for block in shards[shard]], origins
+        return [block for shard in sorted(shards) for block in shards[shard]], origins, missing
 
     def decide(self, step: int, loss_scale: float, clip: float, hypers, **more) -> Decision:
         """The decision on a step whose contributions have this loss scale. An overflow halves it for later steps."""
-        blocks, origins = self.stats(step)
+        blocks, origins, missing = self.stats(step)
         total = 0.0  # not sum(), which corrects its rounding in newer Pythons
-        for block in blocks:
-            total += block.sum_squares
+        for number, block in enumerate(blocks):
+            ranks = self.layout.contributors(slice(number * BLOCK, (number + 1) * BLOCK))
+            total += block.sum_squares / (len(ranks) / self.job.spec.world_size) ** 2
         gradient_scale = loss_scale * self.job.spec.world_size * self.job.spec.micro_steps
         norm = math.sqrt(total) / gradient_scale
         skip = any(block.HasField("first_nonfinite") for block in blocks) or not math.isfinite(norm)
@@ -98,9 +105,18 @@ class Lead(Rank):
             norm=norm,
             loss_scale=loss_scale / 2 if skip else loss_scale,
             decided_by=self.incarnation,
+            left_out=self.left_out if skip else self._with_left_out(missing),
             **more,
         )
         return Decision(commit, origins)
+
+    def _with_left_out(self, missing):
+        """The list of the commit before, and this step's parameters without a gradient."""
+        steps = {entry.param: entry.steps for entry in self.left_out}
+        steps |= {param: steps.get(param, 0) + 1 for param in missing}
+        return [
+            self.messages.LeftOut(param=param, steps=steps[param], now=param in missing) for param in sorted(steps)
+        ]
 
     def commit(self, decision: Decision, servers=None):
         """Sends a decision to all servers, or to some. No server may lose the version before then."""
@@ -119,6 +135,7 @@ class Lead(Rank):
             for server in (self.servers if servers is None else servers)
         ]
         self._know(decision.commit.step, decision.commit.loss_scale)
+        self.left_out = list(decision.commit.left_out)
         return answers
 
     def complete_resume(self):

@@ -6,12 +6,12 @@ import struct
 import numpy as np
 from blake3 import blake3
 
-from .layout import BLOCK, Layout, rounded
+from .layout import ALIGN, BLOCK, Layout, round_up, rounded
 
 
 def summed(contributions) -> np.ndarray:
     """The gradients of each micro-step's ranks, added in fp32: micro-step after micro-step, each in rank order."""
-    total = np.zeros_like(contributions[0][0])
+    total = np.full_like(contributions[0][0], -0.0)  # to which whatever is added comes out as it is
     for ranks in contributions:
         for gradient in ranks:
             total = total + gradient
@@ -39,66 +39,136 @@ def power(base: float, exponent: int) -> float:
 def adamw(hyper, applied: int, weights, first, second, gradient):
     """New weights and moments, in fp32. Scalars are formed in f64 and rounded once."""
     f32 = np.float32
-    bias1, bias2 = 1.0 - power(hyper["beta1"], applied), 1.0 - power(hyper["beta2"], applied)
+    bias1 = 1.0 - power(hyper["beta1"], applied)
     weights = weights * f32(1.0 - hyper["lr"] * hyper["weight_decay"])
     first = first + (gradient - first) * f32(1.0 - hyper["beta1"])
     second = second * f32(hyper["beta2"]) + (f32(1.0 - hyper["beta2"]) * gradient) * gradient
-    root = np.sqrt(second) * f32(1.0 / math.sqrt(bias2)) + f32(hyper["eps"])
-    return weights - f32(hyper["lr"] / bias1) * (first / root), first, second
+    return weights - f32(hyper["lr"] / bias1) * (first / denominator(hyper, applied, second)), first, second
+
+
+def denominator(hyper, applied: int, second):
+    bias2 = 1.0 - power(hyper["beta2"], applied)
+    return np.sqrt(second) * np.float32(1.0 / math.sqrt(bias2)) + np.float32(hyper["eps"])
 
 
 def ahead_of(hyper, lr: float, applied: int, weights, first, second, gradient):
     """What images that look ahead have less than the new weights; weights and moments are new, too."""
     f32 = np.float32
-    bias1, bias2 = 1.0 - power(hyper["beta1"], applied), 1.0 - power(hyper["beta2"], applied)
+    bias1 = 1.0 - power(hyper["beta1"], applied)
     known = f32(lr * hyper["beta1"] / bias1) * first + f32(lr * 2.0 * (1.0 - hyper["beta1"])) * gradient
-    root = np.sqrt(second) * f32(1.0 / math.sqrt(bias2)) + f32(hyper["eps"])
-    return known / root + f32(lr * hyper["beta1"] * hyper["weight_decay"]) * weights
+    return known / denominator(hyper, applied, second) + f32(lr * hyper["beta1"] * hyper["weight_decay"]) * weights
+
+
+def without_newest(hyper, lr: float, applied: int, weights, first, second):
+    """What images that lack the newest gradient alone have less than the new weights."""
+    f32 = np.float32
+    known = f32(lr * hyper["beta1"] / (1.0 - power(hyper["beta1"], applied + 1))) * first
+    return known / denominator(hyper, applied, second) + f32(lr * hyper["weight_decay"]) * weights
+
+
+def rates_of(hyper, lr: float, applied: int, second):
+    """The rate of each group of 64 elements: what its next gradient is multiplied by."""
+    squares = denominator(hyper, applied, second) ** 2
+    sums = np.zeros((len(squares) // ALIGN, 16), np.float32)
+    for quarter in range(4):
+        sums = sums + squares.reshape(-1, 4, 16)[:, quarter]
+    for apart in (8, 4, 2, 1):
+        sums = sums[:, :apart] + sums[:, apart:]
+    rate = np.float32(lr * (1.0 - hyper["beta1"]) / (1.0 - power(hyper["beta1"], applied + 1)))
+    return rate / np.sqrt(sums[:, 0] * np.float32(1 / ALIGN))
 
 
 class Reference:
     """The state of the whole job, as it must be on the servers."""
 
-    def __init__(self, layout: Layout, groups, dtype: str, weights):
-        self.layout, self.groups, self.dtype = layout, groups, dtype
+    def __init__(self, layout: Layout, groups, world_size: int, dtype: str, weights):
+        self.layout, self.groups, self.world_size, self.dtype = layout, groups, world_size, dtype
         self.version = self.applied = 0
         self.weights, self.first, self.second = weights, np.zeros_like(weights), np.zeros_like(weights)
         self.images = {0: rounded(weights, dtype)}
+        self.rates = {}  # of the versions that have any
+        self.amended = {}  # the images that a next step's gradient has amended
+
+    def trained(self, applied: int):
+        """Makes it the state of an optimizer that has made some updates."""
+        random = np.random.default_rng(applied)
+        self.applied = applied
+        self.first = self.layout.flat(lambda elements: random.standard_normal(elements, np.float32))
+        self.second = self.layout.flat(lambda elements: random.random(elements, np.float32))
+
+    def state(self):
+        """What a new job is filled with."""
+        return [self.weights, self.first, self.second] if self.applied else [self.weights]
 
     def step(self, commit, gradient):
         """Makes the next version as the commit says, from the sum of the gradients."""
         self.version += 1
         if commit.skip:  # the version before, with another number
             self.images[self.version] = self.images[self.version - 1]
+            if self.version - 1 in self.rates:
+                self.rates[self.version] = self.rates[self.version - 1]
             return
         self.applied += 1
-        before, gradient = self.weights, gradient * np.float32(commit.clip_coefficient / commit.gradient_scale)
+        before, sent = self.weights, gradient
+        gradient = sent * self._factors(commit.clip_coefficient, commit.gradient_scale)
         self._update(commit, gradient)
         image = self.weights
         if commit.HasField("look_ahead"):
             image = self.weights - self._ahead(commit, gradient)
+        if commit.HasField("worker_local"):
+            image = self.weights - self._without_newest(commit)
         if commit.compensation:
             image = self.weights - np.float32(commit.compensation) * (before - self.weights)
         self.images[self.version] = rounded(image, self.dtype)
+        if commit.HasField("amend"):
+            older = self.version - 1
+            factors = self._factors(commit.amend.gamma * commit.clip_coefficient, commit.gradient_scale)
+            amended = self.images[older] - np.repeat(self.rates[older], ALIGN) * (sent * factors)
+            self.amended[older] = rounded(amended, self.dtype)
+
+    def _factors(self, numerator: float, gradient_scale: float):
+        """What each element of the sum is multiplied by, to be the mean of its contributors' gradients."""
+        factors = np.ones(self.layout.elements, np.float32)
+        for partition in self.layout.partitions:
+            share = len(partition.ranks) / self.world_size
+            factors[partition.part] = np.float32(numerator / (gradient_scale * share))
+        return factors
 
     def _parts(self, commit):
-        """(group, its hyperparameters, elements) of each parameter."""
-        for group, part in zip(self.groups, self.layout.parameters):
+        """(group, its hyperparameters, t, elements) of each parameter that the step does not leave out."""
+        left_out = {entry.param: entry for entry in commit.left_out}
+        for index, (group, part) in enumerate(zip(self.groups, self.layout.parameters)):
             hyper = {field.name: value for field, value in commit.groups[group].ListFields()}
-            yield group, {"weight_decay": 0.0} | hyper, part
+            without = left_out.get(index)
+            if without is None or not without.now:
+                yield group, {"weight_decay": 0.0} | hyper, self.applied - (without.steps if without else 0), part
 
     def _ahead(self, commit, gradient):
         ahead = np.zeros_like(self.weights)
-        for group, hyper, part in self._parts(commit):
+        for group, hyper, applied, part in self._parts(commit):
             state = [values[part] for values in (self.weights, self.first, self.second)]
-            ahead[part] = ahead_of(hyper, commit.look_ahead.lr[group], self.applied, *state, gradient[part])
+            ahead[part] = ahead_of(hyper, commit.look_ahead.lr[group], applied, *state, gradient[part])
         return ahead
+
+    def _without_newest(self, commit):
+        """What the image has less, and the version's rates. Padding behind a parameter counts in its last group."""
+        less = np.zeros_like(self.weights)
+        rates = np.zeros(self.layout.elements // ALIGN, np.float32)
+        for group, hyper, applied, part in self._parts(commit):
+            lr = commit.worker_local.lr[group]
+            state = [values[part] for values in (self.weights, self.first, self.second)]
+            less[part] = without_newest(hyper, lr, applied, *state)
+            whole = slice(part.start, round_up(part.stop, ALIGN))
+            groups = slice(whole.start // ALIGN, whole.stop // ALIGN)
+            rates[groups] = rates_of(hyper, lr, applied, self.second[whole])
+        self.rates[self.version] = rates
+        return less
 
     def _update(self, commit, gradient):
         state = [self.weights.copy(), self.first.copy(), self.second.copy()]
-        for _, hyper, part in self._parts(commit):
+        for _, hyper, applied, part in self._parts(commit):
             old = [values[part] for values in state]
-            for values, new in zip(state, adamw(hyper, self.applied, *old, gradient[part])):
+            for values, new in zip(state, adamw(hyper, applied, *old, gradient[part])):
                 values[part] = new
         self.weights, self.first, self.second = state
 
