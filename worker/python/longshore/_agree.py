@@ -30,6 +30,12 @@ def place() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
+def can_meet(world_size: int) -> bool:
+    """Whether there are other ranks that this one can wait for."""
+    has_group = distributed.is_available() and distributed.is_initialized()
+    return world_size > 1 and has_group and distributed.get_world_size() == world_size
+
+
 def together(act: Callable[[], T]) -> list[T]:
     """Does something on every rank.
 
@@ -37,14 +43,15 @@ def together(act: Callable[[], T]) -> list[T]:
         What each rank's ``act`` returned, which pickles.
 
     Raises:
-        LongshoreError: this rank's own, or one of the same class that names a rank that failed and why.
+        LongshoreError: this rank's own, or one of the same class that names a rank that failed and why. A file that cannot be
+            written is told as well.
     """
-    failure: LongshoreError | None = None
+    failure: LongshoreError | OSError | None = None
     answer: tuple[T | None, tuple[str, str, str | None] | None]
     try:
         answer = act(), None
-    except LongshoreError as error:
-        failure, answer = error, (None, (type(error).__name__, str(error), error.field))
+    except (LongshoreError, OSError) as error:
+        failure, answer = error, (None, (type(error).__name__, str(error), getattr(error, "field", None)))
     answers: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(answers, answer)
     if failure is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from longshore import _agree
 from longshore.errors import StateError, invalid
 
 if TYPE_CHECKING:
@@ -22,11 +23,31 @@ _SERVERS = "servers"
 def save(
     engine: "Engine", folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
 ) -> None:
-    """Writes a tag's folder; rank 0 does."""
+    """Writes a tag's folder. Rank 0 does; the others wait for it where they can, and fail if it fails."""
     optimizer = engine.optimizer
     version = optimizer.flush()
-    if not optimizer.is_first_rank:
-        return
+
+    def write() -> None:
+        if optimizer.is_first_rank:
+            _write(engine, folder, tag, version, client_state, is_latest, leaves_frozen)
+
+    if _agree.can_meet(optimizer.rank[1]):
+        _agree.together(write)
+    else:
+        write()
+
+
+def _write(
+    engine: "Engine",
+    folder: Path,
+    tag: str,
+    version: int,
+    client_state: Mapping[str, Any] | None,
+    is_latest: bool,
+    leaves_frozen: bool,
+) -> None:
+    """Has the servers write a checkpoint, and writes the rest beside it."""
+    optimizer = engine.optimizer
     kept = optimizer.checkpoint(tag)
     parameters = {name for name, _ in engine.module.named_parameters()}
     left_out = parameters if leaves_frozen else parameters - frozen(engine.module)

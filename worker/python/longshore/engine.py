@@ -236,7 +236,8 @@ class Engine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Has the servers write a checkpoint of their state, and writes what is this side's: frozen parameters, buffers, scheduler,
-        counters and ``client_state`` (tensors and plain containers). All ranks call it.
+        counters and ``client_state`` (tensors and plain containers). All ranks call it. Rank 0 does it; the others wait for it
+        where torch.distributed is initialised, and raise what it raises.
 
         Raises:
             RefusedError: if a server has no folder for checkpoints (``checkpoint_dir``), or no room.

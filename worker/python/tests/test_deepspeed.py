@@ -161,6 +161,34 @@ def test_two_ranks_go_back_and_go_on_as_one(tmp_path: pathlib.Path) -> None:
     process.wait()
 
 
+REFUSED = """
+import sys; sys.path.insert(0, {tests!r})
+from test_deepspeed import *
+torch.distributed.init_process_group("gloo")
+model, _ = pair("mlp")
+config = {{**CONFIG, "train_batch_size": 16, "longshore": {{"servers": {servers!r}, "job": "refused"}}}}
+engine = longshore.initialize(model=model, config=config)[0]
+try:
+    engine.save_checkpoint({folder!r})
+except errors.RefusedError as error:
+    print(type(error).__name__, "of", error)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_checkpoint_that_rank_0_cannot_write_fails_on_all_ranks(tmp_path: pathlib.Path, servers: str) -> None:
+    """The servers have no folder for checkpoints. Rank 1 must not go on as if there was one."""
+    code = REFUSED.format(tests=str(pathlib.Path(__file__).parent), servers=servers, folder=str(tmp_path / "engine"))
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, **rank})
+        for rank in ranks(2)
+    ]
+    first, second = (rank.communicate(timeout=120)[0] for rank in started)
+    assert [rank.returncode for rank in started] == [0, 0]
+    assert first.startswith("RefusedError of Checkpoint of job refused") and "checkpoint_dir is not set" in first, first
+    assert second.startswith("RefusedError of rank 0 failed, so that no rank can go on: Checkpoint of job refused"), second
+
+
 def test_ranks_that_cannot_wait_for_each_other_do_not_go_back(tmp_path: pathlib.Path) -> None:
     process, servers = serve("--checkpoint-dir", str(tmp_path))
     model, other = pair("mlp")
