@@ -84,6 +84,30 @@ class Back:
     def flush(self) -> int:
         raise NotImplementedError
 
+    def _can_start_over(self) -> bool:
+        """Whether nobody else waits for the gradients of the step in hand."""
+        return self.rank[1] == 1
+
+    def _start_over(self) -> None:
+        """Gives up what has left of the step in hand: joins again as a new process would, whose step servers make anew."""
+        old = self._connection
+        assert old is not None
+        self._finalizer.detach()
+        _params.release([id(param.tensor) for param in old.params])
+        self._connection = None
+        old.weights.settle()
+        old.job.close(False)
+        connection = self._start(self._new_connection(), found=True)
+        # A delayed step would read the version before.
+        connection.job.drain()
+        connection.read()
+        self._stream_anew()
+
+    def _stream_anew(self) -> None:
+        if self._stream is not None:
+            self._stream.unhook()
+            self._stream = Stream(self)
+
     def _go_back(self, state_dict: dict[str, Any]) -> None:
         wanted = _wanted(state_dict, self._job_name, self.version)
         if wanted is None:
@@ -106,9 +130,7 @@ class Back:
         if self.version != wanted[0]:
             self.flush()  # a checkpoint is written after a flush, too
         self._checkpointed = (wanted[0], name)
-        if self._stream is not None:
-            self._stream.unhook()
-            self._stream = Stream(self)
+        self._stream_anew()
 
 
 def _wanted(state_dict: dict[str, Any], job: str, version: int) -> tuple[int, str | None] | None:

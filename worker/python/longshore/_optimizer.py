@@ -250,8 +250,15 @@ class Optimizer(Back, Scaling, Stateful):
         return True
 
     def _check_missing(self, missing: list[Param]) -> None:
-        if self._options.on_missing() == "error":
-            _params.check_missing(missing)
+        if self._options.on_missing() != "error":
+            return
+        if self._stream is None:
+            afterwards = ""
+        elif self._can_start_over():
+            afterwards = ". The others have left: call backward for what lacks one and step() again, or flush() to give this step up"
+        else:
+            afterwards = ". The others have left: end all ranks and start them again, and they go on from the last step"
+        _params.check_missing(missing, afterwards)
 
     def _check_whole(self, connection: Connection) -> None:
         if connection.is_torn:
@@ -283,7 +290,8 @@ class Optimizer(Back, Scaling, Stateful):
 
     def flush(self) -> int:
         """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a
-        save with ``delay=1``, and after a step that was interrupted. The next step computes with these weights.
+        save with ``delay=1``, and after a step that was interrupted. The next step computes with these weights. In streaming
+        mode it gives up a step that was refused by a :class:`MissingGradientError`, so that it can be made of another batch.
 
         Returns:
             The version of the weights.
@@ -295,7 +303,9 @@ class Optimizer(Back, Scaling, Stateful):
         connection.job.drain()
         connection.read()
         self._report(connection)
-        return connection.version
+        if self._stream is not None and self._stream.is_refused and self._can_start_over():
+            self._start_over()
+        return self.version
 
     def checkpoint(self, name: str) -> str:
         """Has the servers write a checkpoint of their state, while nothing else happens to the job.

@@ -188,8 +188,13 @@ def check_gradient(param: Param, gradient: Tensor) -> None:
         raise invalid(f"{param.name}.grad", list(gradient.shape), str(list(param.shape)), remedy, GradientError)
 
 
-def check_missing(missing: list[Param]) -> None:
-    """Refuses a step in which these have no gradient."""
+def check_missing(missing: list[Param], afterwards: str = "") -> None:
+    """Refuses a step in which these have no gradient.
+
+    Args:
+        missing: these.
+        afterwards: how to go on where the others' gradients have left already.
+    """
     if not missing:
         return
     others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -198,7 +203,7 @@ def check_missing(missing: list[Param]) -> None:
         f"None{others}",
         "there, since other parameters have a gradient",
         "pass missing_gradients='skip' to leave it out of the step, as torch does, or 'zeros' to take zeros, as DeepSpeed does; "
-        "freeze it with requires_grad_(False); or leave it out of the optimizer",
+        f"freeze it with requires_grad_(False); or leave it out of the optimizer{afterwards}",
         MissingGradientError,
     )
 

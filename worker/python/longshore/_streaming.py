@@ -44,6 +44,8 @@ class Stream:
         #: The parameters whose gradients of this micro-step were taken, and the micro-steps that are whole.
         self._taken: set[int] = set()
         self._micro_steps = 0
+        #: Whether the step in hand was refused, since parameters lack a gradient whose others have left.
+        self.is_refused = False
         #: What pushes gradients that a device has to copy first.
         self._pusher: Pusher | None = None
         self._is_checked = False
@@ -137,7 +139,9 @@ class Stream:
             self._taken.clear()
             return
         missing = [param for param in connection.params if param.index not in self._taken]
+        self.is_refused = True
         optimizer._check_missing(missing)
+        self.is_refused = False
         self._end_pass(connection, missing)
         self._taken.clear()
 

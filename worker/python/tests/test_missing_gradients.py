@@ -135,6 +135,47 @@ def test_a_full_state_has_each_parameters_own_count() -> None:
     assert len(set(counts)) > 2, "otherwise this shows nothing"
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_refused_step_can_be_given_up_or_completed(delay: int, accumulate: int) -> None:
+    """In streaming mode the gradients that are there have left when the others are found to be missing."""
+    models, options = [], {"lr": 1e-2, "missing_gradients": "error", "streaming": True, "delay": delay, "warmup_steps": 1}
+    for is_refused in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = longshore.AdamW(model.named_parameters(), accumulate=accumulate, **options)
+
+        def backward(batch: int, model: nn.Module = model) -> None:
+            for micro_step in range(accumulate):
+                inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * batch + micro_step))
+                (model(inputs).square().mean() / accumulate).backward()
+
+        for batch in range(6):
+            if batch == 3:
+                optimizer.flush()
+                if is_refused:
+                    for _ in range(2):
+                        model[1](torch.ones(4, 8)).sum().backward()
+                        with pytest.raises(longshore.errors.MissingGradientError, match=r"0\.weight.*flush\(\) to give this step up"):
+                            optimizer.step()
+                        assert optimizer.flush() == 3
+            backward(batch)
+            optimizer.step()
+        # What lacks one may get it, too.
+        if is_refused:
+            model[1](torch.ones(4, 8)).sum().backward()
+            with pytest.raises(longshore.errors.MissingGradientError, match=r"call backward for what lacks one and step\(\) again"):
+                optimizer.step()
+            model[0](torch.ones(4, 8)).sum().backward()
+        else:
+            (model[0](torch.ones(4, 8)).sum() + model[1](torch.ones(4, 8)).sum()).backward()
+        optimizer.step()
+        optimizer.flush()
+        assert optimizer.version == 7
+        models.append(model)
+    assert same_bits(*models)
+
+
 RANK = """
 import sys, torch, longshore
 sys.path.insert(0, {tests!r})
