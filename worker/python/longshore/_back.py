@@ -1,6 +1,7 @@
 """Back to a version that a handle names, from a checkpoint that the servers wrote of it."""
 
 import contextlib
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from longshore import _params, _state
 from longshore._connection import Connection
 from longshore._options import Options
 from longshore._streaming import Stream
-from longshore.errors import LongshoreError, RefusedError, StateError, invalid
+from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid
 
 
 class Back:
@@ -29,6 +30,9 @@ class Back:
     def _new_connection(self) -> Connection:
         raise NotImplementedError
 
+    def _guard_clipping(self) -> None:
+        raise NotImplementedError
+
     def _start(self, connection: Connection, *, found: bool = False) -> Connection:
         raise NotImplementedError
 
@@ -44,8 +48,26 @@ class Back:
 
     @property
     def max_grad_norm(self) -> float | None:
-        """What servers clip to."""
+        """What servers clip to. It may be set until the job is opened."""
         return self._options.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        if norm == self._options.max_grad_norm:
+            return
+        if self._connection is not None:
+            raise invalid(
+                "max_grad_norm",
+                norm,
+                f"{self._options.max_grad_norm}, as when the job was opened",
+                "set it before the first step; or close() this optimizer and build another one with it, which goes on with the "
+                "same job= of the same servers",
+                UsageError,
+            )
+        options = dataclasses.replace(self._options, max_grad_norm=norm)
+        options._check()
+        self._options = options
+        self._guard_clipping()
 
     @property
     def accumulates(self) -> tuple[bool, int]:

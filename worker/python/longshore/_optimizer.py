@@ -84,7 +84,7 @@ class Optimizer(Back, Scaling, Stateful):
             _params.check_group(self.param_groups, params)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self._check_hyper(group)
+        self._check_group(group)
         for tensor in group["params"]:
             # One tensor for all: a state that is never empty, so that nobody makes a step to fill it.
             self.state[tensor]["step"] = self._applied
@@ -92,6 +92,17 @@ class Optimizer(Back, Scaling, Stateful):
             self._stream.hook()
         if hasattr(self, "_optimizer_step_pre_hooks"):
             self._guard_clipping()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if "max_grad_norm" in group:
+            raise invalid(
+                "param_groups['max_grad_norm']",
+                group["max_grad_norm"],
+                "absent: the norm is that of all groups",
+                "give the optimizer max_grad_norm=",
+                UsageError,
+            )
+        self._check_hyper(group)
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         """Refuses what the servers' rule does not have."""
@@ -207,7 +218,7 @@ class Optimizer(Back, Scaling, Stateful):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._check_hyper(group)
+            self._check_group(group)
         if self._stream is not None:
             made = self._stream.finish()
         else:
@@ -331,6 +342,7 @@ class Optimizer(Back, Scaling, Stateful):
 
     def _guard_clipping(self) -> None:
         options = self._options
+        _clip.release(id(tensor) for tensor in self._tensors())
         why = _clip.STREAMING if options.streaming else _clip.SCALED if options.loss_scale else _clip.SERVERS
         if options.streaming or options.loss_scale or options.max_grad_norm is not None:
             _clip.guard(self, _params.named(self.param_groups), why)

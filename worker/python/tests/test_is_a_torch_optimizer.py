@@ -91,6 +91,33 @@ def test_groups_may_be_added_before_the_first_step_and_not_after_it() -> None:
         optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
 
 
+def test_the_largest_norm_may_be_set_until_the_job_is_opened_and_is_no_setting_of_a_group() -> None:
+    ours, theirs = pair("mlp")
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2)
+    optimizer.max_grad_norm = 0.1
+    with pytest.raises(errors.InvalidError, match=r"max_grad_norm is -1\.0, but must be finite and above 0"):
+        optimizer.max_grad_norm = -1.0
+    step(ours, optimizer)
+    step(theirs, longshore.AdamW(theirs.named_parameters(), lr=1e-2, max_grad_norm=0.1))
+    assert same_bits(ours, theirs) and optimizer.last_report.clip_coefficient < 1.0
+    with pytest.raises(errors.UsageError, match=r"clipping of layers\.0\.weight"):
+        nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+    optimizer.max_grad_norm = 0.1
+    with pytest.raises(errors.UsageError, match=r"max_grad_norm is 0\.5, but must be 0\.1, as when the job was opened: .*close\(\)"):
+        optimizer.max_grad_norm = 0.5
+    optimizer.param_groups[0]["max_grad_norm"] = 0.5
+    with pytest.raises(errors.UsageError, match=r"param_groups\['max_grad_norm'\] is 0\.5, but must be absent"):
+        step(ours, optimizer)
+    group = {"params": [*pair("mlp")[0].named_parameters()], "max_grad_norm": 1.0}
+    with pytest.raises(errors.UsageError, match=r"param_groups\['max_grad_norm'\] is 1\.0.*give the optimizer max_grad_norm="):
+        longshore.AdamW([group])
+    model = pair("mlp")[0]
+    clipped_outside = longshore.AdamW(model.named_parameters(), max_grad_norm=1.0)
+    clipped_outside.max_grad_norm = None
+    model.loss(0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
 def test_no_gradient_at_all_is_no_step() -> None:
     model, before = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters())
