@@ -26,6 +26,7 @@ use tokio::{
     runtime::Runtime,
     sync::watch,
 };
+use tonic::transport::Channel;
 
 fn log() {
     let _ = tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_test_writer().try_init();
@@ -498,17 +499,23 @@ fn a_commit_that_reached_one_server_is_completed() {
     runtime.block_on(async {
         let mut client = TrainingClient::connect(format!("http://{}", servers.addresses()[1])).await.unwrap();
         let request = v1::CommitRequest { job: "job".into(), incarnation, commit: Some(commit), origin: 0 };
-        // The last sum may still be under way.
-        while let Err(status) = client.commit(request.clone()).await {
-            assert!(status.message().contains("the sum of"), "{status}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        commit_once_summed(&mut client, &request).await;
         tokio::time::sleep(Duration::from_millis(50)).await;
     });
     let mut session = Session::connect(options(servers.addresses(), spec, 0)).unwrap();
     let joined = session.start(&initial).unwrap();
     assert_eq!(joined.version, Version(2));
     session.state_hash().unwrap();
+}
+
+/// Sends a commit to a server that has all contributions. Its last sum may still be under way.
+async fn commit_once_summed(client: &mut TrainingClient<Channel>, request: &v1::CommitRequest) {
+    let started = Instant::now();
+    while let Err(status) = client.commit(request.clone()).await {
+        assert!(status.message().contains("the sum of"), "{status}");
+        assert!(started.elapsed() < Duration::from_secs(10), "the sum did not come: {status}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 /// What a server says of rank 1: the newest incarnation, and the version it joined at.
@@ -568,11 +575,7 @@ fn a_process_that_joins_during_a_decision_has_joined_after_it() {
         let address = format!("http://{}", addresses[server]);
         runtime.block_on(async {
             let mut client = TrainingClient::connect(address).await.unwrap();
-            // The last sum may still be under way.
-            while let Err(status) = client.commit(request.clone()).await {
-                assert!(status.message().contains("the sum of"), "{status}");
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
+            commit_once_summed(&mut client, &request).await;
         });
     };
     commit(2);

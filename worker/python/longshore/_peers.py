@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ OURS: dict[str, dict[str, Any]] = {
 #: The way that others are compared with.
 BASE = "longshore, shared memory"
 LR, CLIP = 1e-4, 1.0
+_START_DEADLINE_S = 60
 
 
 @dataclass
@@ -55,10 +57,18 @@ def server() -> Iterator[str]:
     code = "import sys; from longshore.__main__ import serve; sys.exit(serve())"
     command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # One that does not come up is ended, which ends the wait for its first line.
+    deadline = threading.Timer(_START_DEADLINE_S, process.kill)
+    deadline.start()
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().split()[-1]
+        line = process.stdout.readline()
+        deadline.cancel()
+        if not line:
+            raise OSError(f"the server did not start within {_START_DEADLINE_S} s, or ended at once")
+        yield line.split()[-1]
     finally:
+        deadline.cancel()
         process.kill()
         process.wait()
 

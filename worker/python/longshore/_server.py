@@ -91,5 +91,11 @@ def passing(drive: str | os.PathLike[str]) -> Server:
 
 def _passing_folder(within: str | os.PathLike[str] | None = None) -> str:
     folder = tempfile.mkdtemp(prefix="longshore-", dir=within)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     return folder
+
+
+def _remove(folder: str, owner: int) -> None:
+    # A fork ends with the same calls, and the folder is its parent's.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -41,7 +42,29 @@ def serve(*flags: str, listen: str = "127.0.0.1:0", memory: str = "256MiB") -> t
     code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
     command = [sys.executable, "-c", code, "--listen", listen, "--memory", memory, "--threads", "1", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return process, address_of(process)
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Waits until a server listens."""
     assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("longshored listening on "), line
-    return process, line.split()[-1]
+    with ended_after(60, process):
+        line = process.stdout.readline()
+    assert line.startswith("longshored listening on "), line or "it ended, or said nothing for 60 s"
+    return line.split()[-1]
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, *processes: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends processes that take longer, so that nobody reads what they say for ever."""
+
+    def end() -> None:
+        for process in processes:
+            process.kill()
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

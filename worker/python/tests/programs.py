@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from conftest import ended_after
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -49,12 +50,15 @@ def kill_at(step: int, *processes: subprocess.Popen[str]) -> dict[int, float]:
     losses = {}
     output = processes[0].stdout
     assert output is not None
-    for line in output:
-        words = line.split()
-        if words[:1] == ["loss"]:
-            losses[int(words[1])] = float(words[2])
-        if words == ["step", str(step)]:
-            break
+    with ended_after(300, *processes):
+        for line in output:
+            words = line.split()
+            if words[:1] == ["loss"]:
+                losses[int(words[1])] = float(words[2])
+            if words == ["step", str(step)]:
+                break
+        else:
+            raise AssertionError(f"step {step} did not begin within 300 s: {losses}")
     for process in processes:
         process.send_signal(signal.SIGKILL)
     codes = [process.wait(timeout=60) for process in processes]

@@ -14,7 +14,7 @@ from typing import Any
 import longshore
 import pytest
 import torch
-from conftest import serve
+from conftest import address_of, serve
 from longshore import errors
 from longshore._filling import Filling
 from models import distance, pair
@@ -205,8 +205,7 @@ def test_a_server_that_is_killed_in_the_middle_of_filling_is_filled_again(two_se
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-c", code, "--listen", listen, "--memory", "256MiB", "--threads", "1"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("longshored listening on ")
+        address_of(process)
         return process
 
     processes = [start()]

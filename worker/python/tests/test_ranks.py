@@ -212,7 +212,7 @@ def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], c
 
 @pytest.mark.parametrize("way", ["scatter", "fsdp"])
 def test_killed_ranks_start_again_and_go_on(trained: dict[str, list[dict[str, Any]]], tmp_path: Path, way: str) -> None:
-    from conftest import several
+    from conftest import ended_after, several
 
     with several(2, "2GiB") as servers:
         runs = [(way, {"servers": servers, "job": f"deadly-{way}", "max_grad_norm": CLIP})]
@@ -220,9 +220,10 @@ def test_killed_ranks_start_again_and_go_on(trained: dict[str, list[dict[str, An
         try:
             losses: dict[int, float] = {}
             assert started[1].stdout is not None
-            while max(losses, default=0) < 3:
-                version, value = started[1].stdout.readline().split()
-                losses[int(version)] = float.fromhex(value)
+            with ended_after(240, *started):
+                while max(losses, default=0) < 3:
+                    version, value = started[1].stdout.readline().split()
+                    losses[int(version)] = float.fromhex(value)
             started[2].send_signal(signal.SIGKILL)
         finally:
             # One that lacks another can only end, and a launcher sees to that.

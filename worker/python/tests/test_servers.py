@@ -93,3 +93,23 @@ def test_two_ranks_train_on_the_mean_of_their_gradients(servers: str, tmp_path: 
     trained, _ = pair("mlp")
     trained.load_state_dict(weights[0])
     assert distance(trained, model) < 1e-5
+
+
+FORK = """
+import os, sys, pathlib, longshore
+from longshore import _server
+folder = pathlib.Path(_server.default().checkpoint_dir)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(folder, folder.is_dir())
+"""
+
+
+def test_the_end_of_a_fork_leaves_its_parents_folder() -> None:
+    """The server inside the parent still writes checkpoints into it."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, check=True, timeout=120)
+    folder, was_there = done.stdout.split()
+    assert was_there == "True"
+    assert not pathlib.Path(folder).exists(), "it ends with the parent"
