@@ -38,6 +38,7 @@ class Config:
         dtype: what the model is cast to. casts_inputs: whether its inputs are, too. autocast: of forward.
         optimizer_type, optimizer_params, scheduler_type, scheduler_params: as given.
         job: options of the job.
+        loads_universal: whether the engine's ``load_checkpoint`` takes DeepSpeed's universal checkpoints.
     """
 
     batch: int
@@ -56,6 +57,7 @@ class Config:
     scheduler_type: str | None
     scheduler_params: dict[str, Any]
     job: dict[str, Any]
+    loads_universal: bool
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Config":
@@ -97,6 +99,7 @@ class Config:
             scheduler_type=scheduler_type,
             scheduler_params=dict(keys.take("scheduler.params", dict) or {}),
             job=job,
+            loads_universal=bool(keys.take("checkpoint.load_universal", bool)),
         )
 
     def rule(self) -> tuple[type[optim.Optimizer], dict[str, Any]]:

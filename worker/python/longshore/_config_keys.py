@@ -151,7 +151,7 @@ KEYS: dict[str, Key] = {
         Key("dump_state", "no effect", "`longshore status` shows the job"),
         Key("optimizer.legacy_fusion", "no effect", "there is one implementation"),
         Key("activation_checkpointing.*", "no effect", "it configures DeepSpeed's own function: use torch.utils.checkpoint"),
-        Key("checkpoint.load_universal", "refused", "docs/pytorch.md says how to start from another program's state"),
+        Key("checkpoint.load_universal", "used", "`load_checkpoint` fills the new job from a universal checkpoint"),
         Key("checkpoint.*", "no effect", "servers write and check their checkpoints themselves"),
         Key("compile.*", "refused", "compile blocks with torch.compile, and leave the section out"),
         Key("amp.*", "refused", "use bf16, fp16 or torch_autocast"),

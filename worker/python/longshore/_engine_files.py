@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from longshore import _agree
+from longshore import _agree, checkpoint
 from longshore.errors import StateError, invalid
 
 if TYPE_CHECKING:
@@ -104,6 +105,40 @@ def load(
     for name in _COUNTERS:
         setattr(engine, name, state["counters"][name])
     return str(path), state["client_state"]
+
+
+def load_universal(engine: "Engine", folder: Path, tag: str | None, loads_scheduler: bool) -> tuple[str | None, dict[str, Any]]:
+    """Fills the engine's new job from a universal checkpoint of DeepSpeed, and the rest from what lies beside its tensors.
+
+    Raises:
+        StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
+    """
+    if tag is None and not (folder / "latest_universal").is_file() and not (folder / "zero").is_dir():
+        return None, {}
+    optimizer = engine.optimizer
+    checkpoint.load_deepspeed(optimizer, folder, tag=tag)
+    # Before the next forward, which must have the job's weights.
+    optimizer.open()
+    path, states = checkpoint.deepspeed_rest(folder, tag)
+    if states is None:
+        warnings.warn(
+            f"{path} has more than tensors and plain containers, or is not there: buffers, scheduler and counters stay as they are",
+            UserWarning,
+            stacklevel=3,
+        )
+        return str(path), {}
+    trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    kept = {name: value for name, value in (states.get("module") or {}).items() if name not in trained}
+    _load_rest(engine.module, kept, is_strict=False)
+    if loads_scheduler and engine.lr_scheduler is not None and states.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(states["lr_scheduler"])
+        # A state of ours brings the rates with it, and the files of others have them here.
+        for group, lr in zip(optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+    for name in ("global_steps", "skipped_steps", "global_samples"):
+        setattr(engine, name, states.get(name, 0))
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    return str(path), {key: value for key, value in states.items() if key not in checkpoint.DEEPSPEED_KEYS}
 
 
 def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None:

@@ -29,6 +29,13 @@ __all__ = ["load_deepspeed", "load_safetensors", "save_deepspeed", "save_safeten
 _FP32 = "fp32"
 _STEP = "step"
 _OPTIMIZER = "optimizer_state.pt"
+_MODEL_STATES = "mp_rank_00_model_states.pt"
+#: What DeepSpeed's engine keeps in that file. All other keys are the caller's.
+DEEPSPEED_KEYS = frozenset(
+    "module buffer_names optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
+    "mp_world_size ds_config ds_version data_sampler random_ltd param_shapes frozen_param_shapes frozen_param_fragments "
+    "shared_params zero_optimizer_state universal_checkpoint_info".split()
+)
 #: The DeepSpeed release that the layout was introduced with, which its loaders ask for.
 _DEEPSPEED = "0.14.0"
 
@@ -101,6 +108,17 @@ def load_deepspeed(
     if applied < 1:
         raise invalid("step", applied, "at least 1", "load the weights alone: nothing was trained", StateError)
     optimizer._fill_with(Filling(applied, read, check))
+
+
+def deepspeed_rest(folder: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any] | None]:
+    """What a universal checkpoint has beside the tensors of parameters: the file, and its content. None stands for a file that is not
+    there, or that could run code when it is read.
+    """
+    path = _zero_folder(Path(folder), tag).parent / _MODEL_STATES
+    try:
+        return path, torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, pickle.UnpicklingError):
+        return path, None
 
 
 def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
@@ -187,7 +205,7 @@ def save_deepspeed(
             for group in _groups(optimizer)
         ]
         torch.save(_optimizer_state(applied, groups), made / "zero" / _OPTIMIZER)
-        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        for name in (_MODEL_STATES, "zero_pp_rank_0_mp_rank_00_model_states.pt"):
             torch.save(_model_states(applied, lr_scheduler), made / name)
     (Path(folder) / "latest_universal").write_text(tag)
     return tag

@@ -265,6 +265,8 @@ class Engine(nn.Module):
         """Goes back to what :meth:`save_checkpoint` wrote. If the servers are at another version, or have nothing of the job, they
         restore their checkpoint of it. All ranks call it.
 
+        With ``"checkpoint": {"load_universal": true}`` it fills the job, which must be new, from a universal checkpoint of DeepSpeed.
+
         Returns:
             The path, and the ``client_state``; None and an empty one if there is no checkpoint.
 
@@ -280,7 +282,13 @@ class Engine(nn.Module):
                 "load what save_16bit_model wrote into the model, and start a new job from it",
                 InvalidError,
             )
+        if self.load_universal_checkpoint():
+            return _engine_files.load_universal(self, Path(load_dir), tag, load_lr_scheduler_states)
         return _engine_files.load(self, Path(load_dir), tag, load_module_strict, load_lr_scheduler_states)
+
+    def load_universal_checkpoint(self) -> bool:
+        """Whether ``load_checkpoint`` takes universal checkpoints, as the config says."""
+        return self._config.loads_universal
 
     def save_16bit_model(
         self,
@@ -370,7 +378,7 @@ def initialize(
         model.to(settings.dtype)
     params = model_parameters if model_parameters is not None else model.named_parameters()
     optimizer = _engine_parts.optimizer(optimizer, params, settings)
-    if not optimizer.waits_for_state:
+    if not optimizer.waits_for_state and not settings.loads_universal:
         # Now, since the first forward must have the job's weights.
         optimizer.open()
     lr_scheduler = _engine_parts.scheduler(lr_scheduler, optimizer, settings)

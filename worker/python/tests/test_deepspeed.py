@@ -16,7 +16,7 @@ from models import distance, pair, same_bits
 from programs import ranks
 
 import longshore
-from longshore import _config_keys, errors, schedules
+from longshore import _config_keys, checkpoint, errors, schedules
 from longshore._config import Config
 
 DOCUMENT = pathlib.Path(__file__).parent.parent.parent.parent / "docs" / "migrate.md"
@@ -118,6 +118,37 @@ print(json.dumps(train(engine, model, range(3, 6))))
     train(engine, model, range(1))
     engine.load_checkpoint(tmp_path)
     assert train(engine, model, range(3, 6)) == json.loads(done.stdout)
+
+
+def test_an_engine_goes_on_from_a_universal_checkpoint(tmp_path: pathlib.Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
+    config = {**CONFIG, "scheduler": scheduler}
+    model, other = pair("mlp")
+    engine, optimizer, _, lr_scheduler = longshore.initialize(model=model, config=config)
+    train(engine, model, range(3))
+    tag = checkpoint.save_deepspeed(optimizer, tmp_path, lr_scheduler=lr_scheduler)
+    undisturbed = train(engine, model, range(3, 6))
+    states = tmp_path / tag / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(states, weights_only=True), "epoch": 7}, states)
+
+    config["checkpoint"] = {"load_universal": True}
+    again = longshore.initialize(model=other, config=config)[0]
+    assert again.load_universal_checkpoint() and not engine.load_universal_checkpoint()
+    assert again.load_checkpoint(tmp_path / "empty") == (None, {})
+    path, client = again.load_checkpoint(tmp_path)
+    assert path == str(states) and client == {"epoch": 7}
+    assert (again.global_steps, again.micro_steps) == (3, 6)
+    assert train(again, other, range(3, 6)) == undisturbed
+    assert same_bits(model, other)
+    with pytest.raises(errors.StateError, match="job"):
+        again.load_checkpoint(tmp_path)
+    # Its own file says the counters, and may be one that is not read, since it could run code.
+    torch.save({"module": {}, "client": pathlib.PurePosixPath("x")}, states)
+    third, _ = pair("mlp")
+    engine = longshore.initialize(model=third, config=config)[0]
+    with pytest.warns(UserWarning, match=r"mp_rank_00_model_states\.pt has more than tensors.*counters stay as they are"):
+        assert engine.load_checkpoint(tmp_path, tag=tag) == (str(states), {})
+    assert engine.optimizer.state_dict()["state"][0]["step"] == 3
 
 
 RANK = """
@@ -364,6 +395,7 @@ BOOLEANS = (
     "_states",
     "consecutive_hysteresis",
     "auto_cast",
+    "load_universal",
 )
 
 
