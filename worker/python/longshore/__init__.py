@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from longshore._options import LossScale
     from longshore._step import Hyper, StepReport
     from longshore.client import Client
+    from longshore._shard import Sharded, shard
     from longshore.engine import Engine, initialize
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion
 
@@ -33,13 +34,16 @@ __all__ = [
     "Progress",
     "SGD",
     "Server",
+    "Sharded",
     "StepReport",
     "__version__",
     "errors",
     "initialize",
+    "shard",
 ]
 
 _FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD"}
+_FROM_SHARD = {"Sharded", "shard"}
 _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
 _MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "jax", "lightning", "schedules"}
@@ -54,6 +58,10 @@ def __getattr__(name: str) -> object:
         from longshore import engine
 
         return getattr(engine, name)
+    if name in _FROM_SHARD:
+        from longshore import _shard
+
+        return getattr(_shard, name)
     if name in _FROM_STEP:
         from longshore import _step
 

@@ -37,7 +37,8 @@ def _of_no_element() -> Iterator[Any]:
         yield getattr(Tensor, name)
 
 
-_OF_NO_ELEMENT = frozenset(_of_no_element())
+#: The functions of torch that need no weights.
+OF_NO_ELEMENT = frozenset(_of_no_element())
 
 
 class _Awaited:
@@ -46,7 +47,7 @@ class _Awaited:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_NO_ELEMENT:
+        if func in OF_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = list(_among((args, kwargs)))

@@ -21,6 +21,7 @@ from longshore._scaling import Scaling
 from longshore._stateful import Stateful
 from longshore._step import Hyper, StepReport
 from longshore._streaming import Stream
+from longshore._unit_tensors import UnitParameter
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
 
 #: What of a job may be otherwise where it is brought back from a checkpoint: how many gradients make a step, and how it is kept.
@@ -136,6 +137,8 @@ class Optimizer(Back, Scaling, Stateful):
         self._opened()
 
     def _new_connection(self) -> Connection:
+        if any(isinstance(tensor, UnitParameter) for _, tensor in _params.named(self.param_groups)):
+            raise UsageError("the model is in units: build its optimizer, or load the optimizer's state, before shard()")
         params = _params.table(self.param_groups)
         return Connection(self._options, self._job_name, self.rule, params, len(self.param_groups))
 

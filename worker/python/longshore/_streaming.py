@@ -74,6 +74,14 @@ class Stream:
             handle.remove()
         self._hooks.clear()
 
+    def has_left(self, param: Param) -> bool:
+        """Whether all of the step's gradient of a parameter has left."""
+        optimizer = self._optimizer()
+        return optimizer is None or (
+            self._micro_steps >= optimizer._options.accumulate
+            or (param.index in self._taken and self._micro_steps + 1 == optimizer._options.accumulate)
+        )
+
     def _open(self) -> tuple[Streamed, "Connection"]:
         optimizer = self._optimizer()
         if optimizer is None:

@@ -1,0 +1,323 @@
+"""Which units' weights are on the device: as many as the budget holds, fetched before their use and in the learned order."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore import _unit_tensors
+from longshore._fetching import Fetch, Fetcher
+from longshore._unit_order import Order
+from longshore._units import Member, Unit
+from longshore.errors import LongshoreError, ShortageError, UsageError, invalid
+
+#: How many uses ahead units are fetched.
+_AHEAD = 4
+
+
+class Residency:
+    """The units of a model, and what of them is on the device.
+
+    Attributes:
+        units: in the model's order.
+        room: bytes for weights; None for no limit.
+        here: bytes of weights on the device now; peak: the most there ever were; fetched: bytes that came.
+        epoch: how often new weights have come for the trained parameters.
+    """
+
+    def __init__(self, units: list[Unit], fetcher: Fetcher, room: int | None) -> None:
+        self.units = units
+        self.room = room
+        self.here = self.peak = self.fetched = 0
+        self.epoch = 0
+        #: Under this, what autograd saves of weights is fetched when it is needed. See :mod:`longshore._unit_hooks`.
+        self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._fetcher = fetcher
+        self._order = Order()
+        self._under_way: dict[Unit, Fetch] = {}
+        self._by_storage = {
+            member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members
+        }
+        #: The node of backward that runs, by its number, and the units that it was given weights of.
+        self._node: int | None = None
+        self._given: list[Unit] = []
+        #: Members that somebody may write to, until the end of a gathering.
+        self.writable: set[int] = set()
+        self._lock = threading.RLock()
+
+    def begin(self) -> None:
+        """Takes over the parameters, and lets go of their weights."""
+        for unit in self.units:
+            for member in unit.members:
+                member.is_here, member.changes = False, member.tensor._version
+                member.memory = member.tensor.untyped_storage()
+                member.memory.resize_(0)
+                _unit_tensors.hide(member.tensor, member, self)
+
+    def member_of(self, tensor: Tensor) -> Member | None:
+        """The member whose memory this is, or is a part of."""
+        try:
+            return self._by_storage.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse tensors, and others without memory
+            return None
+
+    # Uses
+
+    def use(self, unit: Unit) -> None:
+        """Has the unit's weights here, and those that are used next on their way."""
+        with self._lock:
+            if not is_in_backward():
+                self._end_node()
+            self._order.note(unit, counts=unit.module is None or unit.module.training)
+            under_way = self._under_way.pop(unit, None)
+            if under_way is not None:
+                self._finish(under_way)
+            missing = self._missing(unit)
+            if missing:
+                self._make_room(sum(member.nbytes for member in missing), unit)
+                self._finish(self._begin_fetch(missing, ahead=False))
+            self._fetch_ahead()
+
+    def pin(self, unit: Unit) -> None:
+        """Has the unit stay, as plain parameters, until it is unpinned as often."""
+        with self._lock:
+            unit.pins += 1
+            try:
+                self.use(unit)
+                _check_here(unit.members)
+            except BaseException:
+                unit.pins -= 1
+                raise
+            unit.runs += 1
+            if unit.runs == 1:
+                for member in unit.members:
+                    _unit_tensors.show(member.tensor)
+
+    def unpin(self, unit: Unit) -> None:
+        with self._lock:
+            unit.pins -= 1
+            unit.runs -= 1
+            if unit.runs == 0:
+                for member in unit.members:
+                    _unit_tensors.hide(member.tensor, member, self)
+                    if member.is_here and member.tensor._version != member.changes:
+                        self.changed(member)
+
+    @contextlib.contextmanager
+    def using(self, members: list[Member]) -> Iterator[None]:
+        """Has the units of these stay for an operation of somebody else's."""
+        units = list(dict.fromkeys(member.unit for member in members))
+        for unit in units:
+            unit.pins += 1
+        try:
+            for unit in units:
+                self.use(unit)
+            _check_here(members)
+            with self.saving():
+                yield
+        finally:
+            for unit in units:
+                unit.pins -= 1
+
+    def give(self, member: Member) -> None:
+        """Has a member here for the node of backward that runs, and until that has run."""
+        with self._lock:
+            node = torch._C._current_autograd_node()
+            number = None if node is None else node._sequence_nr()
+            if number != self._node:
+                self._end_node()
+                self._node = number
+            if member.unit not in self._given:
+                member.unit.pins += 1
+                self._given.append(member.unit)
+            self.use(member.unit)
+            _check_here([member])
+
+    def _end_node(self) -> None:
+        for unit in self._given:
+            unit.pins -= 1
+        self._given.clear()
+        self._node = None
+
+    def mark(self, result: Any) -> None:
+        """Has views of members be asked for as the members are."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if type(tensor) is Tensor:
+                member = self.member_of(tensor)
+                if member is not None:
+                    _unit_tensors.hide(tensor, member, self)
+
+    def changed(self, member: Member) -> None:
+        """Somebody wrote to a member.
+
+        Raises:
+            UsageError: where that would be lost.
+        """
+        member.changes = member.tensor._version
+        if member.name in self.writable:
+            return
+        if not member.is_trained:
+            self._fetcher.keep(member)
+            return
+        self._free(member)
+        raise UsageError(
+            f"{member.name} of unit {member.unit.name} was changed in place, and its weights are the servers': load weights before "
+            "shard(), or change them in longshore.GatheredParameters"
+        )
+
+    # Memory
+
+    def renew(self) -> None:
+        """New weights come for the trained parameters: those that are here are old."""
+        with self._lock:
+            self._end_node()
+            self._order.end()
+            self.epoch += 1
+            for fetch in self._under_way.values():
+                with contextlib.suppress(LongshoreError):  # servers may have let go of the older weights
+                    self._finish(fetch)
+            self._under_way.clear()
+            for unit in self.units:
+                self._check_same(unit)
+                for member in unit.members:
+                    if member.is_trained and member.is_here:
+                        self._free(member)
+
+    def release(self) -> None:
+        """Lets go of all weights that nothing uses now."""
+        with self._lock:
+            for unit in self.units:
+                if unit.pins == 0:
+                    self._let_go(unit)
+
+    def _missing(self, unit: Unit) -> list[Member]:
+        return [member for member in unit.members if not member.is_here and not self._fetcher.is_gone(member)]
+
+    def _make_room(self, nbytes: int, wanted: Unit | None = None) -> None:
+        if self.room is None:
+            return
+        while self.here + nbytes > self.room:
+            free = [unit for unit in self._resident() if unit is not wanted]
+            if not free:
+                raise self._shortage(nbytes, wanted)
+            self._let_go(max(free, key=self._order.distance))
+
+    def _resident(self) -> Iterator[Unit]:
+        """The units of which something is here, and which may go."""
+        return (unit for unit in self.units if unit.pins == 0 and any(member.is_here for member in unit.members))
+
+    def _shortage(self, nbytes: int, wanted: Unit | None) -> Exception:
+        pinned = ", ".join(unit.name for unit in self.units if unit.pins and unit is not wanted)
+        what = f"unit {wanted.name}" if wanted is not None else "the model"
+        return invalid(
+            "budget",
+            f"{self.room} bytes for weights, of which {self.here} are in use by {pinned}",
+            f"at least {self.here + nbytes} while {what} is used beside these",
+            "raise the budget, or name smaller units",
+            ShortageError,
+        )
+
+    def _let_go(self, unit: Unit) -> None:
+        under_way = self._under_way.pop(unit, None)
+        if under_way is not None:
+            self._finish(under_way)
+        for member in unit.members:
+            if member.is_here:
+                self._free(member)
+
+    def _free(self, member: Member) -> None:
+        if member.tensor._version != member.changes:
+            self.changed(member)
+        member.is_here = False
+        member.memory.resize_(0)
+        self.here -= member.nbytes
+
+    def _begin_fetch(self, missing: list[Member], *, ahead: bool) -> Fetch:
+        for member in missing:
+            member.memory.resize_(member.nbytes)
+            member.is_here = True
+            self.here += member.nbytes
+            self.fetched += member.nbytes
+        self.peak = max(self.peak, self.here)
+        return self._fetcher.begin(missing, ahead=ahead)
+
+    def _finish(self, fetch: Fetch) -> None:
+        """Waits for what was fetched. What did not come is not here."""
+        try:
+            fetch.finish()
+        except BaseException:
+            for member in fetch.members:
+                if member.is_here:
+                    member.is_here = False
+                    member.memory.resize_(0)
+                    self.here -= member.nbytes
+            raise
+        for member in fetch.members:
+            member.changes = member.tensor._version
+
+    def _fetch_ahead(self) -> None:
+        """Begins to fetch what is used next, as far as there is room beside what is used before it."""
+        for fetch in self._under_way.values():
+            fetch.advance()
+        for place, unit in enumerate(self._order.upcoming(_AHEAD), 1):
+            if unit in self._under_way:
+                continue
+            missing = self._missing(unit)
+            nbytes = sum(member.nbytes for member in missing)
+            if missing and not self._room_before(unit, nbytes, place):
+                return
+            if missing:
+                self._under_way[unit] = self._begin_fetch(missing, ahead=True)
+
+    def _room_before(self, wanted: Unit, nbytes: int, place: int) -> bool:
+        """Lets go of units whose next use comes after a place, until there is room. Returns whether there is."""
+        if self.room is None:
+            return True
+        later = [unit for unit in self._resident() if unit is not wanted and self._order.distance(unit) > place]
+        later.sort(key=self._order.distance)
+        if self.here + nbytes - sum(m.nbytes for unit in later for m in unit.members if m.is_here) > self.room:
+            return False
+        while self.here + nbytes > self.room:
+            self._let_go(later.pop())
+        return True
+
+    def _check_same(self, unit: Unit) -> None:
+        """Refuses a model that was changed under this."""
+        for member in unit.members:
+            for module, name in member.owners:
+                if module._parameters.get(name) is not member.tensor:
+                    raise invalid(
+                        member.name,
+                        "another parameter now",
+                        f"the one that unit {unit.name} had when shard() was called",
+                        "change the model first, then build the optimizer and call shard()",
+                        UsageError,
+                    )
+            with torch._C.DisableTorchFunctionSubclass():
+                memory = member.tensor.untyped_storage()._cdata
+            if memory != member.memory._cdata:
+                raise invalid(
+                    member.name,
+                    "in other memory now",
+                    f"in that which unit {unit.name} had when shard() was called",
+                    "move and cast the model before the optimizer is built",
+                    UsageError,
+                )
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check_here(members: list[Member]) -> None:
+    """Refuses to use what could not be fetched."""
+    for member in members:
+        if not member.is_here:
+            raise UsageError(
+                f"{member.name} of unit {member.unit.name} is used after its gradient has left, and with delay=1 servers do not keep "
+                "the weights that it was computed with: call step() first, or flush()"
+            )

@@ -1,0 +1,187 @@
+"""``longshore.shard``: a model larger than its device trains, since a part of its weights at a time is there."""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from longshore import _unit_tensors, _units
+from longshore._fetching import Fetcher
+from longshore._optimizer import Optimizer
+from longshore._residency import Residency
+from longshore._unit_hooks import ModuleHooks, Saving
+from longshore._unit_tensors import UnitParameter, UnitTensor
+from longshore._unit_weights import UnitWeights
+from longshore._units import Member, Named
+from longshore.errors import UsageError, invalid
+
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+class Sharded:
+    """A model in units, as :func:`shard` made it.
+
+    Attributes:
+        budget: bytes for weights and gradients; None for no limit.
+        units: the names of its units, in the model's order.
+    """
+
+    def __init__(self, home: Residency, budget: int | None, resting: int) -> None:
+        self._home = home
+        self._resting = resting
+        self.budget = budget
+        self.units = [unit.name for unit in home.units]
+
+    @property
+    def resident(self) -> list[str]:
+        """The units that are on the device now, whole or in part."""
+        return [unit.name for unit in self._home.units if any(member.is_here for member in unit.members)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the device now."""
+        return self._home.here + self._resting
+
+    @property
+    def peak_weight_bytes(self) -> int:
+        """The most there ever were since :func:`shard`."""
+        return self._home.peak + self._resting
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of weights that were fetched so far."""
+        return self._home.fetched
+
+    def release(self) -> None:
+        """Lets go of all weights that nothing uses now, as before something else needs the device."""
+        self._home.release()
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    budget: int | str | None = None,
+    units: Sequence[Named] | Named | None = None,
+    device: torch.device | str | None = None,
+) -> Sharded:
+    """Cuts a model into units, whose weights are on the device when they are used, as far as the budget goes.
+
+    The model is used as before. A unit's weights are fetched before its forward and before its backward, in the version that
+    the step computes with, and others go when the budget is full. Frozen weights come from copies in the host's memory.
+
+    Args:
+        model: the model, whole, with its weights.
+        optimizer: of this package, with ``streaming=True``, of parameters of the model. Its job is opened.
+        budget: bytes for weights and gradients (``"6GiB"``, ``"500MB"`` or a number). By default half of the device's free
+            memory; on a CPU it must be given.
+        units: the modules that are units: names (``"layers.*"``), classes or modules. By default they are found.
+        device: where the model shall train, if it is elsewhere and would not fit there whole.
+
+    Returns:
+        What became of it.
+
+    Raises:
+        InvalidError: where a unit does not fit into the budget, or where units are named that cannot be.
+        UsageError: for a model that is in units already, or an optimizer that cannot be used.
+    """
+    _check(model, optimizer)
+    optimizer.open()
+    connection = optimizer._connection
+    assert connection is not None
+    if connection.ranks is not None:
+        raise UsageError("shard() needs ranks whose gradients the servers sum: leave partition= out, and do not use fully_shard")
+    connection.weights.settle()
+    members = _units.members(model, connection.params)
+    whole = _budget(budget, members, device)
+    resting = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(member.nbytes for member in members)
+    # Of a tied weight, what one module adds to its gradient waits for what the others add.
+    tied = sum(member.nbytes for member in members if member.is_trained and len(member.owners) > 1)
+    room = None if whole is None else whole - resting - tied
+    named = [units] if isinstance(units, (str, type, nn.Module)) else units
+    cut = _units.cut(model, members, named, room)
+    reserve = max((unit.gradient_bytes for unit in cut), default=0)
+    fetcher = _fetcher(optimizer, members)
+    _place(model, members, device)
+    home = Residency(cut, fetcher, None if room is None else room - reserve)
+    home.saving = saving = Saving(home)
+    home.begin()
+    ModuleHooks(model, home, saving)
+    for owner in {id(owner): owner for member in members for owner, _ in member.owners}.values():
+        owner.register_state_dict_post_hook(_copies)
+    connection.weights = UnitWeights(home, fetcher, connection.job)
+    return Sharded(home, whole, resting)
+
+
+def _check(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise invalid("optimizer", type(optimizer).__name__, "one of this package", "use longshore.AdamW or another", UsageError)
+    for name, tensor in model.named_parameters():
+        if isinstance(tensor, UnitParameter):
+            unit = tensor._longshore_member.unit.name  # type: ignore[attr-defined]
+            raise invalid(name, f"in unit {unit} already", "in one unit", "call shard() once for a model", UsageError)
+    options = optimizer._options
+    if not options.streaming:
+        remedy = "build the optimizer with streaming=True: gradients must leave while backward runs"
+        raise invalid("streaming", False, "True with shard()", remedy, UsageError)
+    if options.delay and options.correction.startswith("worker-local"):
+        remedy = "choose another: that one needs all weights in this process"
+        raise invalid("correction", repr(options.correction), "made by servers with shard()", remedy, UsageError)
+
+
+def _budget(given: int | str | None, members: list[Member], device: torch.device | str | None) -> int | None:
+    if isinstance(given, str):
+        match = re.fullmatch(r"([\d.]+) *([KMG]I?)?B?", given.strip().upper())
+        if match is None:
+            raise invalid("budget", repr(given), "a number of bytes", 'write it as "6GiB", "500MB" or a number')
+        return int(float(match[1]) * _FACTORS[match[2] or ""])
+    if given is not None:
+        if given <= 0:
+            raise invalid("budget", given, "above 0", "say how many bytes weights and gradients may take")
+        return int(given)
+    target = torch.device(device) if device is not None else members[0].tensor.device
+    if target.type == "cpu":
+        raise invalid("budget", None, "given on a CPU", "say how many bytes weights and gradients may take")
+    free, _ = torch.accelerator.get_memory_info(target)
+    return int(free) // 2
+
+
+def _fetcher(optimizer: Optimizer, members: list[Member]) -> Fetcher:
+    connection = optimizer._connection
+    assert connection is not None
+    is_gone = functools.partial(_is_gone, optimizer._stream) if optimizer._options.delay else _is_never_gone
+    return Fetcher(connection.job, connection.version, members, is_gone)
+
+
+def _is_never_gone(_: Member) -> bool:
+    return False
+
+
+def _is_gone(stream: Any, member: Member) -> bool:
+    """Once a step has all gradients of a shard, a delayed job's servers write newer weights over those that it computes with."""
+    return member.param is not None and stream.has_left(member.param)
+
+
+def _place(model: nn.Module, members: list[Member], device: torch.device | str | None) -> None:
+    """Moves the model to a device, parameter by parameter, and gives each parameter memory of its own."""
+    of_units = {id(member.tensor) for member in members}
+    with torch.no_grad():
+        for member in members:
+            if device is not None and member.tensor.device != torch.device(device):
+                member.tensor.data = torch.empty_like(member.tensor, device=device)
+            _units.own_memory(member)
+            member.tensor.untyped_storage().resize_(0)
+        if device is not None:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if id(tensor) not in of_units:
+                    tensor.data = tensor.data.to(device)
+
+
+def _copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A state dict has copies in the host's memory: weights on the device come and go."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, UnitTensor):
+            state[prefix + name] = _unit_tensors.copy_of(value)

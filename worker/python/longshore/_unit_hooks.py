@@ -1,0 +1,217 @@
+"""Has units be there when their modules run, and when backward needs what their modules saved."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longshore._residency import Residency, is_in_backward
+from longshore._units import Member, Unit
+from longshore.errors import UsageError
+
+_graph: Any = torch._C._autograd
+
+
+class Saving:
+    """What autograd saves while this is on: weights are noted by name, and come again when they are needed."""
+
+    def __init__(self, home: Residency) -> None:
+        self._home = home
+
+    def on(self) -> None:
+        """Puts our hooks on top of those of others, such as activation checkpointing, which get everything but weights."""
+        below = _graph._top_saved_tensors_default_hooks(True)
+        if below is not None and isinstance(below[0], _Pack) and below[0].home is self._home:
+            pack, unpack = below
+        else:
+            pack, unpack = _Pack(self._home, below), self._unpack
+        _graph._push_saved_tensors_default_hooks(pack, unpack)
+
+    @staticmethod
+    def off() -> None:
+        _graph._pop_saved_tensors_default_hooks()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.on()
+        try:
+            yield
+        finally:
+            self.off()
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if torch.is_grad_enabled() and is_in_backward():
+            # Backward makes a graph of its own, which saves weights as well. This lasts until the node that runs is done.
+            self.on()
+        return saved.get()
+
+
+class _Pack:
+    __slots__ = ("below", "home")
+
+    def __init__(self, home: Residency, below: Any) -> None:
+        self.home, self.below = home, below
+
+    def __call__(self, tensor: Tensor) -> Any:
+        member = self.home.member_of(tensor)
+        if member is not None:
+            return _Weight(self.home, member, tensor)
+        if self.below is not None:
+            pack, unpack = self.below
+            return _Others(unpack, pack(tensor))
+        return _Kept(tensor)
+
+
+class _Weight:
+    """A member, or a view of it."""
+
+    __slots__ = ("_epoch", "_home", "_member", "_view")
+
+    def __init__(self, home: Residency, member: Member, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._home, self._member, self._view = home, member, tensor.detach()
+        self._epoch = home.epoch
+
+    def get(self) -> Tensor:
+        if self._epoch != self._home.epoch and self._member.is_trained:
+            raise UsageError(
+                f"backward needs {self._member.name} of unit {self._member.unit.name} as it was before the last step or flush: call "
+                "backward before step()"
+            )
+        self._home.give(self._member)
+        return self._view
+
+
+class _Others:
+    """What other hooks made of a tensor."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Any, packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+
+    def get(self) -> Tensor:
+        tensor: Tensor = self._unpack(self._packed)
+        return tensor
+
+
+class _Kept:
+    """A tensor that is no weight, as torch keeps it."""
+
+    __slots__ = ("_changes", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The tensor itself would keep the graph, and the graph would keep it.
+        self._tensor = tensor.detach()
+        self._changes = self._tensor._version
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._changes:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected version {self._changes} instead."
+            )
+        return self._tensor
+
+
+class ModuleHooks:
+    """Has the units of a model's modules stay while these run."""
+
+    def __init__(self, model: nn.Module, home: Residency, saving: Saving) -> None:
+        self._home, self._saving = home, saving
+        self._running: list[tuple[nn.Module, list[Unit]]] = []
+        self._handles: list[Any] = []
+        for module, units in _needed(model, home.units):
+            before, after = self._hooks(units)
+            self._handles += [
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_forward_hook(after, always_call=True),
+            ]
+            self._follow_compile(module, units)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hooks(self, units: list[Unit]) -> tuple[Any, Any]:
+        def before(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._enter(module, units)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._leave(module, output)
+
+        return before, after
+
+    def _follow_compile(self, module: nn.Module, units: list[Unit]) -> None:
+        """``module.compile()`` puts hooks into what is compiled, where they do nothing. So what is compiled is called between."""
+
+        def guard() -> None:
+            compiled = module._compiled_call_impl
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._enter(module, units)
+                output = None
+                try:
+                    output = compiled(*args, **kwargs)
+                finally:
+                    self._leave(module, output)
+                return output
+
+            if compiled is not None:
+                module._compiled_call_impl = call
+
+        def compile_(*args: Any, **kwargs: Any) -> None:
+            type(module).compile(module, *args, **kwargs)
+            guard()
+
+        guard()
+        module.compile = compile_  # type: ignore[method-assign]
+
+    def _enter(self, module: nn.Module, units: list[Unit]) -> None:
+        pinned: list[Unit] = []
+        try:
+            for unit in units:
+                self._home.pin(unit)
+                pinned.append(unit)
+        except BaseException:
+            for unit in pinned:
+                self._home.unpin(unit)
+            raise
+        self._saving.on()
+        self._running.append((module, units))
+
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        if not self._running or self._running[-1][0] is not module:
+            return  # it failed before it began
+        _, units = self._running.pop()
+        self._saving.off()
+        self._home.mark(output)
+        for unit in units:
+            self._home.unpin(unit)
+
+
+def _needed(model: nn.Module, units: list[Unit]) -> Iterator[tuple[nn.Module, list[Unit]]]:
+    """The modules whose forward needs units, and which: a unit's own module, and modules that have parameters of others. One
+    that has other units inside takes none with it: what it uses of its own is fetched by use."""
+    owned: dict[int, list[Unit]] = {}
+    for unit in units:
+        for member in unit.members:
+            for module, _ in member.owners:
+                found = owned.setdefault(id(module), [])
+                if unit not in found:
+                    found.append(unit)
+    blocks = {id(unit.module): unit for unit in units if unit.is_block}
+    for module in model.modules():
+        needed = list(owned.get(id(module), ()))
+        block = blocks.get(id(module))
+        if block is not None and block not in needed:
+            needed.append(block)
+        if not needed:
+            continue
+        inside = {unit for part in module.modules() for unit in owned.get(id(part), ())}
+        if block is not None or inside <= set(needed):
+            yield module, needed

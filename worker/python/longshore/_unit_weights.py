@@ -1,0 +1,53 @@
+"""The weights of a job whose model is in units: what arrives is fetched unit by unit."""
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from longshore._fetching import Fetcher
+from longshore._host import Place
+from longshore._params import Param
+from longshore._residency import Residency
+from longshore.errors import LongshoreError, UsageError
+
+
+class UnitWeights:
+    """Stands where :class:`longshore._weights.Weights` does."""
+
+    def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
+        self._home, self._fetcher, self._job = home, fetcher, job
+        self._members = {
+            member.param.index: member for unit in home.units for member in unit.members if member.param is not None
+        }
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        """Refused: a job is filled before its model is cut into units."""
+        raise UsageError("the job was opened again after shard(): load the optimizer's state before shard()")
+
+    def is_awaited(self, param: Param) -> bool:
+        """Whether the parameter's newest weights were never fetched. No gradient can come of it then."""
+        return self._fetcher.has_unread(self._members[param.index])
+
+    def expect(self) -> None:
+        """New weights come, for all parameters."""
+        version = self._job.unread_weights()
+        if version is not None:
+            self._home.renew()
+            self._fetcher.expect(version)
+
+    def read(self) -> None:
+        """Does the same: units are fetched when they are used."""
+        self.expect()
+
+    def settle(self) -> None:
+        """The job ends: its last weights stay in the host's memory, and the model can be used."""
+        self._fetcher.keep_all(list(self._members.values()))
+
+    def abandon(self) -> None:
+        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
+        with contextlib.suppress(LongshoreError):
+            self.settle()
+
+    def forget(self) -> None:
+        """Lets the parameters be as they are."""

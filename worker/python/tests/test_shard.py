@@ -1,0 +1,109 @@
+"""A model in units has the bits of one that is whole, and its weights and gradients stay within the budget."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+from units import Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
+
+import longshore
+from longshore import errors
+
+
+@pytest.mark.parametrize("kind", [Deep, Transformer])
+@pytest.mark.parametrize("options", [{}, {"delay": 1, "warmup_steps": 2}, {"max_grad_norm": 0.1}], ids=str)
+def test_an_eighth_of_the_weights_is_enough(kind: type[nn.Module], options: dict[str, Any]) -> None:
+    whole, cut = pair(kind)
+    budget = weight_bytes(cut) // 8
+    plain = optimizer_of(whole, **options)
+    train(whole, plain)
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut, **options)
+    sharded = longshore.shard(cut, optimizer, budget)
+    assert len(sharded.units) >= 32
+    with accountant:
+        train(cut, optimizer)
+    accountant.check(budget)
+    assert accountant.most > budget // 2, "the budget is used"
+    assert sharded.peak_weight_bytes <= accountant.most
+    assert plain.flush() == optimizer.flush()
+    same(whole, cut)
+
+
+@pytest.mark.parametrize("accumulate_on", ["servers", "worker"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_micro_steps_fetch_the_same_version(accumulate_on: str, delay: int) -> None:
+    whole, cut = pair(Deep)
+    options = {"accumulate": 3, "accumulate_on": accumulate_on, "delay": delay, "warmup_steps": 1}
+    plain = optimizer_of(whole, **options)
+    train(whole, plain, micro_steps=3)
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut, **options)
+    longshore.shard(cut, optimizer, budget := weight_bytes(cut) // 8)
+    with accountant:
+        train(cut, optimizer, micro_steps=3)
+    accountant.check(budget)
+    assert plain.flush() == optimizer.flush()
+    same(whole, cut)
+
+
+def test_a_delayed_run_that_is_flushed_goes_on() -> None:
+    """What flush gets are master weights, and the steps after it compute with images again."""
+    whole, cut = pair(Deep)
+    options = {"delay": 1, "warmup_steps": 1}
+    plain, optimizer = optimizer_of(whole, **options), optimizer_of(cut, **options)
+    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    for model, its in ((whole, plain), (cut, optimizer)):
+        train(model, its, steps=4)
+        assert its.flush() == 4
+    same(whole, cut)
+    for model, its in ((whole, plain), (cut, optimizer)):
+        train(model, its, steps=4, first=4)
+        assert its.flush() == 8
+    same(whole, cut)
+
+
+def test_over_sockets_from_two_servers(two_servers: str) -> None:
+    whole, cut = pair(Deep, width=80)
+    train(whole, optimizer_of(whole))
+    optimizer = optimizer_of(cut, servers=two_servers, job="units", transport="tcp")
+    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    train(cut, optimizer)
+    same(whole, cut)
+    optimizer.close()
+    with torch.no_grad():
+        assert torch.equal(cut(cut.inputs(0)), whole(whole.inputs(0))), "the model outlives its optimizer"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_that_holds_one_unit_and_its_gradients(name: str) -> None:
+    whole, cut = pair(MODELS[name])
+    train(whole, optimizer_of(whole))
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut)
+    with pytest.raises(errors.InvalidError, match="budget is .* bytes for units, but must be at least") as refused:
+        longshore.shard(cut, optimizer, 1)
+    assert "raise the budget by" in str(refused.value)
+    budget = int(str(refused.value).split("raise the budget by ")[1].split()[0]) + 1
+    longshore.shard(cut, optimizer, budget)
+    with accountant:
+        train(cut, optimizer)
+    accountant.check(budget)
+    same(whole, cut)
+
+
+def test_what_the_budget_holds_stays() -> None:
+    """With room for all, weights are fetched once a step; frozen ones once."""
+    _, cut = pair(Deep)
+    for layer in cut.layers[:16]:
+        layer.requires_grad_(False)
+    trained = sum(p.numel() * p.element_size() for p in cut.parameters() if p.requires_grad)
+    optimizer = optimizer_of(cut)
+    sharded = longshore.shard(cut, optimizer, "1MB")
+    train(cut, optimizer, steps=3)
+    assert sharded.fetched_bytes == weight_bytes(cut) + 2 * trained
+    assert sharded.peak_weight_bytes == weight_bytes(cut)
+    sharded.release()
+    assert sharded.weight_bytes == 0 and sharded.resident == []

@@ -1,0 +1,146 @@
+"""What cannot be with a model in units is refused by name, with a remedy, before anything is wrong."""
+
+import pytest
+import torch
+from models import pair
+from torch import nn
+from units import Deep, optimizer_of, same, train, weight_bytes
+
+import longshore
+from longshore import errors
+
+
+def deep(**options: object) -> tuple[Deep, longshore.AdamW, int]:
+    torch.manual_seed(0)
+    model = Deep(depth=8)
+    return model, optimizer_of(model, **options), weight_bytes(model)
+
+
+def test_a_model_is_in_units_once() -> None:
+    model, optimizer, size = deep()
+    longshore.shard(model, optimizer, size)
+    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is in unit layers\.0 already.*call shard\(\) once"):
+        longshore.shard(model, optimizer, size)
+    with pytest.raises(errors.UsageError, match="the model is in units: build its optimizer"):
+        longshore.AdamW(model.named_parameters()).open()
+
+
+def test_the_optimizer_must_stream_and_be_of_this_package() -> None:
+    model, _, size = deep()
+    with pytest.raises(errors.UsageError, match="optimizer is AdamW.*use longshore.AdamW"):
+        longshore.shard(model, torch.optim.AdamW(model.parameters()), size)
+    with pytest.raises(errors.UsageError, match="streaming is False.*streaming=True"):
+        longshore.shard(model, longshore.AdamW(model.named_parameters()), size)
+    with pytest.raises(errors.UsageError, match="correction is 'worker-local'"):
+        longshore.shard(model, optimizer_of(model, delay=1, correction="worker-local"), size)
+    other, _ = pair("mlp")
+    with pytest.raises(errors.UsageError, match="a parameter of the optimizer, and of no module of the model"):
+        longshore.shard(model, optimizer_of(other), size)
+
+
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [
+        ("blocks.*", "units is 'blocks.*'.*print"),
+        (nn.Conv2d, "units is Conv2d"),
+        (["layers", "layers.3"], r"units is layers and layers\.3.*leave out"),
+    ],
+)
+def test_units_that_cannot_be(units: object, said: str) -> None:
+    model, optimizer, size = deep()
+    with pytest.raises(errors.InvalidError, match=said):
+        longshore.shard(model, optimizer, size, units=units)
+
+
+def test_budgets_that_cannot_be() -> None:
+    model, optimizer, size = deep()
+    for budget, said in ((None, "given on a CPU"), ("8 apples", "a number of bytes"), (0, "above 0")):
+        with pytest.raises(errors.InvalidError, match=f"budget is .*{said}"):
+            longshore.shard(model, optimizer, budget)
+    with pytest.raises(errors.InvalidError, match=r"unit layers\.\d has 4704 bytes of weights, and gradients take up to 4704"):
+        longshore.shard(model, optimizer, 9000)
+    with pytest.raises(errors.InvalidError, match="unit layers has .*name smaller units, or raise the budget by"):
+        longshore.shard(model, optimizer, size, units="layers")
+    longshore.shard(model, optimizer, "9.5 kB")
+
+
+def test_writes_that_would_be_lost() -> None:
+    model, optimizer, size = deep()
+    longshore.shard(model, optimizer, size // 2)
+    weight = model.layers[2].weight
+    with torch.no_grad(), pytest.raises(errors.UsageError, match=r"layers\.2\.weight of unit layers\.2 was changed in place"):
+        weight.zero_()
+    with pytest.raises(errors.UsageError, match="changed in place"):
+        weight.data.normal_()
+    with pytest.raises(errors.UsageError, match="changed in place"):
+        nn.init.ones_(model.layers[3].bias)
+    assert weight.abs().sum() > 0, "it comes again as the servers have it"
+    with pytest.raises(errors.UsageError, match=r"got other memory after shard\(\)"):
+        model.to(torch.float32)
+    model.to("cpu")
+
+
+def test_a_frozen_weight_may_be_written() -> None:
+    model, _, size = deep()
+    model.layers[0].requires_grad_(False)
+    optimizer = optimizer_of(model)
+    sharded = longshore.shard(model, optimizer, size // 2)
+    with torch.no_grad():
+        model.layers[0].weight.fill_(0.5)
+    sharded.release()
+    assert bool((model.layers[0].weight == 0.5).all())
+
+
+def test_a_model_that_has_changed() -> None:
+    model, optimizer, size = deep()
+    longshore.shard(model, optimizer, size // 2)
+    train(model, optimizer, steps=1)
+    model.layers[5].bias = nn.Parameter(torch.zeros(48, dtype=torch.bfloat16))
+    with pytest.raises(errors.LongshoreError, match=r"layers\.5\.bias is another parameter now"):
+        train(model, optimizer, steps=1, first=1)
+
+
+def test_backward_after_the_step() -> None:
+    model, optimizer, size = deep()
+    longshore.shard(model, optimizer, size // 2)
+    late = model.loss(5)
+    train(model, optimizer, steps=1)
+    with pytest.raises(errors.UsageError, match=r"backward needs layers\.\d\.weight .* before the last step.*before step\(\)"):
+        late.backward()
+
+
+def test_weights_of_a_delayed_step_after_its_gradients() -> None:
+    """Servers write the next weights over those of the step before last as soon as they have its gradients."""
+    model, optimizer, size = deep(delay=1, warmup_steps=0)
+    longshore.shard(model, optimizer, size // 2)
+    train(model, optimizer, steps=2)
+    model.loss(2).backward()
+    with pytest.raises(errors.UsageError, match=r"is used after its gradient has left.*call step\(\) first"), torch.no_grad():
+        model.loss(3)
+    optimizer.step()
+    with torch.no_grad():
+        model.loss(3)
+
+
+def test_two_units_at_a_time_need_room_for_two() -> None:
+    model, optimizer, _ = deep()
+    unit = weight_bytes(model.layers[0])
+    longshore.shard(model, optimizer, 2 * unit)
+    with pytest.raises(errors.ShortageError, match="in use by layers.*raise the budget, or name smaller units"):
+        torch.mm(model.layers[0].weight, model.layers[1].weight)
+    whole, other = Deep(depth=8), optimizer_of(model)
+    del other
+    train(model, optimizer, steps=2)
+    whole.load_state_dict(model.state_dict())
+    same(model, whole)
+
+
+def test_a_failure_inside_a_module_leaves_nothing_pinned() -> None:
+    model, optimizer, size = deep()
+    sharded = longshore.shard(model, optimizer, size // 2)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.zeros(1, 7, dtype=torch.bfloat16))
+    sharded.release()
+    assert sharded.resident == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    train(model, optimizer, steps=1)

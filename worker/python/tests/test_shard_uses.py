@@ -1,0 +1,262 @@
+"""Units and what models do with their weights: activation checkpointing, ties, frozen weights, branches, second derivatives."""
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from models import Graph
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from units import Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
+
+import longshore
+
+
+def check(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **options: Any) -> longshore.Sharded:
+    """Trains both, the second in units with a share of its weights."""
+    train(whole, optimizer_of(whole, **options))
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut, **options)
+    budget = int(weight_bytes(cut) * share)
+    sharded = longshore.shard(cut, optimizer, budget)
+    with accountant:
+        train(cut, optimizer)
+    accountant.check(budget)
+    same(whole, cut)
+    cut.optimizer = optimizer  # which the model's weights come from
+    return sharded
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "not reentrant, on the host", "on the host"])
+def test_activation_checkpointing(way: str) -> None:
+    whole, cut = pair(Transformer)
+
+    def call(block: nn.Module, *args: Any) -> Tensor:
+        if way == "on the host":
+            with torch.autograd.graph.save_on_cpu():
+                return block(*args)
+        if way.endswith("host"):
+            with torch.autograd.graph.save_on_cpu():
+                return checkpoint(block, *args, use_reentrant=False)
+        return checkpoint(block, *args, use_reentrant=way == "reentrant")
+
+    whole.call = cut.call = call
+    check(whole, cut)
+
+
+def test_checkpointing_inside_a_unit() -> None:
+    """Recomputed weights are views of memory that may have gone since, unless they are asked for."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = hidden + checkpoint(lambda x: functional.gelu(self.first(x)), hidden, use_reentrant=False)
+            return hidden + checkpoint(lambda x: functional.gelu(self.second(x)), hidden, use_reentrant=False)
+
+    class Model(Deep):
+        def __init__(self) -> None:
+            super().__init__(depth=1, width=24)
+            self.layers = nn.ModuleList(Inside() for _ in range(32)).to(self.dtype)
+
+        def inputs(self, step: int) -> Tensor:
+            return torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+
+    check(*pair(Model))
+
+
+def test_tied_weights() -> None:
+    whole, cut = pair(Transformer, tied=True)
+    sharded = check(whole, cut, share=1 / 6)
+    assert "head" not in sharded.units, "the weight is the embedding's"
+    assert cut.head.weight is cut.embed.weight
+
+
+class Lora(nn.Module):
+    """A frozen layer, and a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+class Adapted(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Lora(layer) for layer in self.layers).to(self.dtype)
+
+    def inputs(self, step: int) -> Tensor:
+        return torch.randn(4, 48, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+
+
+def test_adapters_on_a_frozen_base() -> None:
+    check(*pair(Adapted))
+
+
+class Skipping(Deep):
+    """Each step leaves layers out, by its number."""
+
+    def loss(self, step: int) -> Tensor:
+        hidden = self.inputs(step)
+        left_out = torch.rand(len(self.layers), generator=torch.Generator().manual_seed(step)) < 0.3
+        for layer, is_out in zip(self.layers, left_out.tolist(), strict=True):
+            hidden = hidden if is_out else hidden + functional.gelu(layer(hidden))
+        return hidden.float().square().mean()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_layers_that_are_left_out_at_random(delay: int) -> None:
+    check(*pair(Skipping), delay=delay, warmup_steps=1)
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = self.gate(hidden).softmax(-1)
+        score, chosen = scores.max(-1)
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            if len(rows):
+                out = out.index_add(0, rows, expert(hidden[rows]) * score[rows, None])
+        return out
+
+
+class Mixture(Deep):
+    def __init__(self) -> None:
+        super().__init__(width=32)
+        self.layers = nn.ModuleList(Experts() for _ in range(12)).to(self.dtype)
+
+    def inputs(self, step: int) -> Tensor:
+        return torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+
+
+def test_a_mixture_of_experts() -> None:
+    sharded = check(*pair(Mixture), share=0.25)
+    assert len(sharded.units) == 12
+    whole, cut = pair(Mixture)
+    train(whole, optimizer_of(whole))
+    optimizer = optimizer_of(cut)
+    assert len(longshore.shard(cut, optimizer, "1MB", units=["layers.*.experts.*"]).units) == 12 * 5
+    train(cut, optimizer)
+    same(whole, cut)
+
+
+def test_forces_which_are_derivatives_in_the_loss() -> None:
+    check(*pair(Graph), share=0.6)
+
+
+def test_an_evaluation_between_steps() -> None:
+    whole, cut = pair(Transformer)
+    plain, optimizer = optimizer_of(whole), optimizer_of(cut)
+    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    for step in range(4):
+        train(whole, plain, steps=1, first=step)
+        train(cut, optimizer, steps=1, first=step)
+        written = []
+        for model in (whole, cut):
+            model.eval()
+            tokens = torch.tensor([[1]])
+            with torch.inference_mode() if step % 2 else torch.no_grad():
+                for _ in range(5):
+                    tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+            model.train()
+            written.append(tokens)
+        assert torch.equal(*written)
+    same(whole, cut)
+
+
+class Reaching(Deep):
+    """Layers whose weights others use too: a penalty on a weight's norm, and one layer's weight times another's."""
+
+    def loss(self, step: int) -> Tensor:
+        view = self.layers[7].weight.t()
+        hidden = self(self.inputs(step)) @ view
+        product = self.layers[3].weight @ self.layers[30].weight
+        penalty = sum(layer.weight.float().square().sum() for layer in self.layers)
+        return hidden.float().square().mean() + product.float().square().mean() + 1e-3 * penalty
+
+
+def test_modules_that_use_the_weights_of_others() -> None:
+    # What several modules add to one gradient waits for all of them, outside of what parameters hold.
+    check(*pair(Reaching))
+
+
+def test_hooks_that_look_at_weights() -> None:
+    whole, cut = pair(Deep)
+    seen: dict[nn.Module, list[float]] = {whole: [], cut: []}
+    for model in (whole, cut):
+        model.layers[20].register_forward_hook(
+            lambda _, args, out, model=model: seen[model].append(model.layers[2].weight.detach().float().norm().item())
+        )
+    check(whole, cut)
+    assert seen[whole] == seen[cut] and len(set(seen[cut])) > 1
+
+
+@pytest.fixture
+def compiler() -> Iterator[Any]:
+    """What torch.compile counts; afterwards it has compiled nothing, which the package looks at."""
+    torch._dynamo.reset()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "compile, then shard", "shard, then compile"])
+def test_blocks_that_are_compiled(compiler: Any, how: str) -> None:
+    whole, cut = pair(Deep, depth=8)
+    train(whole, optimizer_of(whole))
+    optimizer = optimizer_of(cut)
+
+    def compile_them() -> None:
+        for number, layer in enumerate(cut.layers):
+            if how == "torch.compile":
+                cut.layers[number] = torch.compile(layer, backend="aot_eager")
+            else:
+                layer.compile(backend="aot_eager")
+
+    if how != "shard, then compile":
+        compile_them()
+    longshore.shard(cut, optimizer, weight_bytes(cut) // 3)
+    if how == "shard, then compile":
+        compile_them()
+    compiler.clear()
+    train(cut, optimizer)
+    assert not compiler["graph_break"]
+    assert compiler["stats"]["unique_graphs"]
+    for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.detach().clone(), theirs)
+
+
+def test_copies_and_files_are_whole() -> None:
+    whole, cut = pair(Transformer, tied=True)
+    optimizer = optimizer_of(cut)
+    longshore.shard(cut, optimizer, weight_bytes(cut) // 6)
+    file = io.BytesIO()
+    torch.save(cut.state_dict(), file)
+    file.seek(0)
+    kept = torch.load(file, weights_only=True)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(kept[name], value)
+    copied = copy.deepcopy(cut.blocks[3])
+    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), whole.blocks[3].parameters(), strict=True))
+    assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+    views = [parameter.t() for parameter in cut.blocks[0].parameters()]
+    cut.loss(0)
+    for view, parameter in zip(views, whole.blocks[0].parameters(), strict=True):
+        assert torch.equal(view.clone(), parameter.t()), "views of weights that have gone come again"

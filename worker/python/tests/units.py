@@ -1,0 +1,133 @@
+"""Models of equal blocks, and an accountant of what parameters and gradients take."""
+
+from typing import Any
+
+import torch
+from models import Block
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import longshore
+
+STEPS = 5
+
+
+def pair(kind: type[nn.Module], **arguments: Any) -> tuple[nn.Module, nn.Module]:
+    """Two models of equal weights."""
+    torch.manual_seed(0)
+    first, second = kind(**arguments), kind(**arguments)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> longshore.AdamW:
+    return longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+
+
+def train(model: nn.Module, optimizer: longshore.AdamW, steps: int = STEPS, micro_steps: int = 1, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        for micro_step in range(micro_steps):
+            (model.loss(step * micro_steps + micro_step) / micro_steps).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Deep(nn.Module):
+    """Many equal layers on random vectors."""
+
+    def __init__(self, depth: int = 32, width: int = 48, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.to(dtype)
+        self.dtype = dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + functional.gelu(layer(hidden))
+        return hidden
+
+    def inputs(self, step: int) -> Tensor:
+        width = self.layers[0].in_features
+        return torch.randn(4, width, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+
+    def loss(self, step: int) -> Tensor:
+        return self(self.inputs(step)).float().square().mean()
+
+
+class Transformer(nn.Module):
+    """Many equal blocks of a Llama, embeddings not tied."""
+
+    def __init__(self, depth: int = 32, width: int = 32, words: int = 32, tied: bool = False) -> None:
+        super().__init__()
+        self.words = words
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.bfloat16()
+        self.turns = torch.outer(torch.arange(8), 1.0 / 100 ** (torch.arange(0, width // 4, 2) / (width // 4)))
+        #: How a block is called, as activation checkpointing changes it.
+        self.call: Any = lambda block, *args: block(*args)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = self.call(block, hidden, self.turns[: tokens.shape[1]])
+        return self.head(self.norm(hidden))
+
+    def loss(self, step: int) -> Tensor:
+        start = torch.randint(self.words, (2, 1), generator=torch.Generator().manual_seed(step))
+        tokens = (start + 3 * torch.arange(9)) % self.words
+        return functional.cross_entropy(self(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+class Accountant(TorchDispatchMode):
+    """Adds up the memory that a model's parameters and their gradients have: after each operation of torch, and when a gradient
+    has been accumulated. It is made before the optimizer, so that it sees gradients before they leave."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.parameters = list(model.parameters())
+        self.most = self.gradients = 0
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self.gradients += 1
+        self._count()
+
+    def _count(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            held = sum(tensor.untyped_storage().nbytes() for tensor in [*self.parameters, *gradients])
+        self.most = max(self.most, held)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._count()
+        return result
+
+    def check(self, budget: int) -> None:
+        """Weights and gradients never took more than this, and gradients were seen."""
+        assert self.gradients > 0
+        assert self.most <= budget, f"{self.most} bytes of weights and gradients, budget {budget}"
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(first: nn.Module, second: nn.Module) -> None:
+    """Both have the same weights, bit for bit."""
+    ours, theirs = weights(first), weights(second)
+    assert ours.keys() == theirs.keys()
+    differ = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not differ, differ
