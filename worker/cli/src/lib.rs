@@ -1,4 +1,4 @@
-//! What `longshore` does: the trainer, the operator's commands, the export of weights, the benches.
+//! What `longshore` does: the trainer, the operator's commands, the export and import of weights, the benches.
 //!
 //! Beside the worker library it links the server, to embed one where a run names none.
 
@@ -9,6 +9,7 @@ mod bench;
 pub mod commands;
 mod entry;
 mod export;
+mod import;
 mod plan;
 mod servers;
 mod sizes;

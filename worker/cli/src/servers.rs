@@ -167,6 +167,10 @@ impl Servers {
         Ok(())
     }
 
+    pub(crate) fn has_job(&mut self, name: &str) -> anyhow::Result<bool> {
+        Ok(self.jobs()?.iter().any(|job| job == name))
+    }
+
     fn jobs(&mut self) -> anyhow::Result<Vec<String>> {
         let lists =
             self.each_promptly(|mut admin| async move { admin.list_jobs(v1::ListJobsRequest {}).await })?;

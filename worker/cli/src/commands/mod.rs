@@ -5,6 +5,7 @@ mod bench;
 mod doctor;
 mod environment;
 mod export;
+mod import;
 mod inspect;
 mod plan;
 mod restore;
@@ -52,6 +53,11 @@ enum Command {
     Restore(restore::Args),
     /// Write a job's weights as Hugging Face style safetensors, while training goes on
     Export(export::Args),
+    /// Fill a new job with the weights of safetensors files, before any trainer runs
+    ///
+    /// It takes rank 0, so that a trainer which is filling the job is fenced. Optimizer state of torch or DeepSpeed is read by
+    /// the Python package: longshore.checkpoint.
+    Import(import::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
     /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
@@ -92,6 +98,7 @@ impl Cli {
             Command::Checkpoints(args) => admin::checkpoints(&args),
             Command::Restore(args) => restore::run(&args),
             Command::Export(args) => export::run(&args),
+            Command::Import(args) => import::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Resume(args) => admin::resume(&args),
             Command::StepBack(args) => admin::step_back(&args),

@@ -79,7 +79,7 @@ fn of_index(index: &Path, transformer: Option<Transformer>) -> anyhow::Result<Mo
 fn of_files(files: &[PathBuf], transformer: Option<Transformer>) -> anyhow::Result<Model> {
     let mut tensors = Vec::new();
     for file in files {
-        let metadata =
+        let (_, metadata) =
             header(file).with_context(|| format!("cannot read the header of {}", file.display()))?;
         tensors.extend(metadata.tensors().into_iter().map(|(name, info)| {
             let shape: Vec<u64> = info.shape.iter().map(|&size| size as u64).collect();
@@ -105,7 +105,8 @@ fn forward_order(name: &str) -> (u8, Vec<(u64, String)>) {
     (place, parts)
 }
 
-fn header(path: &Path) -> anyhow::Result<Metadata> {
+/// A safetensors file's header, and the byte at which its tensors begin.
+pub(crate) fn header(path: &Path) -> anyhow::Result<(u64, Metadata)> {
     let mut file = File::open(path)?;
     let mut length = [0; 8];
     file.read_exact(&mut length)?;
@@ -116,7 +117,7 @@ fn header(path: &Path) -> anyhow::Result<Metadata> {
     );
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header)?;
-    Ok(serde_json::from_slice(&header)?)
+    Ok((8 + length, serde_json::from_slice(&header)?))
 }
 
 /// A configuration's numbers, by Hugging Face's names.

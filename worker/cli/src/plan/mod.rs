@@ -9,6 +9,6 @@ mod schedule;
 
 pub(crate) use device::{Peak, Stage, Workload, largest};
 pub(crate) use hardware::HardwareArgs;
-pub(crate) use hugging_face::read;
+pub(crate) use hugging_face::{header as safetensors_header, read};
 pub(crate) use model::{Model, Tensor, Transformer};
 pub(crate) use schedule::{Run, Step, Unit, enough_servers};
