@@ -18,7 +18,7 @@ use longshore_proto::{
 };
 use rustix::time::{ClockId, clock_gettime};
 
-pub(crate) use self::table::print;
+pub(crate) use self::table::Rows;
 
 /// A job to measure with: AdamW, bf16 both ways, one rank, exact. Each bench changes what it varies.
 fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {

@@ -1,51 +1,74 @@
-//! Prints what was measured, as a table for people or as JSON for programs.
+//! Prints what was measured, as a table for people or as JSON for programs, case by case.
 
 use super::Measured;
 
-/// Prints a table, or one JSON object a line.
-pub(crate) fn print(measured: &[Measured], json: bool) {
-    if json {
-        for case in measured {
-            say!("{}", case.json());
+const HEAD: [&str; 7] = ["case", "threads", "GB/s", "min..max", "limit GB/s", "of the limit", "ns/param"];
+/// Room for numbers of rows that are not known yet. A larger one makes its row longer.
+const ROOM: [usize; 7] = [0, 7, 6, 14, 10, 12, 8];
+
+/// Rows that are printed as they come. The table is Markdown, so that it can be pasted into a page as it is.
+pub(crate) struct Rows {
+    /// None for one JSON object a line.
+    widths: Option<[usize; 7]>,
+}
+
+impl Rows {
+    /// Prints the head of a table. Its first column has room for these names.
+    pub(crate) fn begin<'a>(cases: impl Iterator<Item = &'a str>, json: bool) -> Rows {
+        let rows = Rows { widths: (!json).then(|| widths(cases)) };
+        if let Some(widths) = &rows.widths {
+            say!("{}\n{}", line(&HEAD.map(str::to_string), widths), rules(widths));
         }
-    } else {
-        say!("{}", table(measured).trim_end());
+        rows
+    }
+
+    pub(crate) fn say(&self, measured: &Measured) {
+        say!("{}", self.row(measured));
+    }
+
+    fn row(&self, measured: &Measured) -> String {
+        match &self.widths {
+            Some(widths) => line(&cells(measured), widths),
+            None => measured.json().to_string(),
+        }
     }
 }
 
-/// The table is Markdown, so that it can be pasted into a page as it is.
-fn table(measured: &[Measured]) -> String {
-    let head = ["case", "threads", "GB/s", "min..max", "limit GB/s", "of the limit", "ns/param"];
-    let mut rows = vec![head.map(str::to_string)];
-    rows.extend(measured.iter().map(|case| {
-        [
-            case.case.clone(),
-            case.threads.to_string(),
-            format!("{:.1}", case.gb_per_s()),
-            format!("{:.1}..{:.1}", case.min_gb_per_s(), case.max_gb_per_s()),
-            format!("{:.1}", case.limit_gb_per_s()),
-            format!("{:.2}", case.fraction()),
-            format!("{:.3}", case.ns_per_param()),
-        ]
-    }));
-    let widths: Vec<usize> =
-        (0..head.len()).map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0)).collect();
-    let mut text = String::new();
-    for (index, row) in rows.iter().enumerate() {
-        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, &width))| match column {
-            0 => format!("{cell:<width$}"),
-            _ => format!("{cell:>width$}"),
-        });
-        text += &format!("| {} |\n", cells.collect::<Vec<_>>().join(" | "));
-        if index == 0 {
-            let rules = widths.iter().enumerate().map(|(column, &width)| match column {
-                0 => "-".repeat(width),
-                _ => format!("{}:", "-".repeat(width - 1)),
-            });
-            text += &format!("| {} |\n", rules.collect::<Vec<_>>().join(" | "));
-        }
+fn widths<'a>(cases: impl Iterator<Item = &'a str>) -> [usize; 7] {
+    let mut widths = ROOM;
+    for (width, head) in widths.iter_mut().zip(HEAD) {
+        *width = head.len().max(*width);
     }
-    text
+    widths[0] = cases.map(str::len).fold(widths[0], usize::max);
+    widths
+}
+
+fn cells(case: &Measured) -> [String; 7] {
+    [
+        case.case.clone(),
+        case.threads.to_string(),
+        format!("{:.1}", case.gb_per_s()),
+        format!("{:.1}..{:.1}", case.min_gb_per_s(), case.max_gb_per_s()),
+        format!("{:.1}", case.limit_gb_per_s()),
+        format!("{:.2}", case.fraction()),
+        format!("{:.3}", case.ns_per_param()),
+    ]
+}
+
+fn line(cells: &[String; 7], widths: &[usize; 7]) -> String {
+    let cells = cells.iter().zip(widths).enumerate().map(|(column, (cell, &width))| match column {
+        0 => format!("{cell:<width$}"),
+        _ => format!("{cell:>width$}"),
+    });
+    format!("| {} |", cells.collect::<Vec<_>>().join(" | "))
+}
+
+fn rules(widths: &[usize; 7]) -> String {
+    let rules = widths.iter().enumerate().map(|(column, &width)| match column {
+        0 => "-".repeat(width),
+        _ => format!("{}:", "-".repeat(width - 1)),
+    });
+    format!("| {} |", rules.collect::<Vec<_>>().join(" | "))
 }
 
 #[cfg(test)]
@@ -63,12 +86,15 @@ mod tests {
             times: vec![0.5],
             limits: vec![0.48],
         };
-        let text = table(&[measured("adamw/bf16/avx512"), measured("x")]);
-        let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines.len(), 4);
+        let names = ["adamw/bf16/avx512", "x"];
+        let widths = widths(names.into_iter());
+        let rows = Rows { widths: Some(widths) };
+        let mut lines = vec![line(&HEAD.map(str::to_string), &widths), rules(&widths)];
+        lines.extend(names.map(|name| rows.row(&measured(name))));
+        let text = lines.join("\n");
         assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{text}");
         assert!(
-            lines[2].contains(" 56.0 | 56.0..56.0 ") && lines[2].ends_with(" 0.96 |    0.500 |"),
+            lines[2].contains(" 56.0 |     56.0..56.0 |") && lines[2].ends_with(" 0.96 |    0.500 |"),
             "{text}"
         );
     }

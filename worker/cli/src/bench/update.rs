@@ -266,8 +266,14 @@ impl Bare {
     }
 }
 
-/// Measures every case with one thread and with all, round by round, each beside its limit.
-pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
+/// The names of the cases that [`run`] measures.
+pub(crate) fn names(settings: &Settings) -> anyhow::Result<Vec<String>> {
+    Ok(selected(settings)?.iter().map(Case::name).collect())
+}
+
+/// Measures every case with one thread and with all, in rounds, each beside its limit. What is measured is told at once,
+/// since all of it takes minutes.
+pub(crate) fn run(settings: &Settings, mut tell: impl FnMut(&Measured)) -> anyhow::Result<()> {
     let cases = selected(settings)?;
     let params = fitting(settings.params, longshore_server::config::available_memory())?;
     let mut pools = vec![ThreadPool::new(1)?];
@@ -279,33 +285,32 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Measured>> {
     // the core of the pool's second thread all the time.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
-    let mut measured = Vec::new();
-    for case in &cases {
-        measured.extend(pools.iter().map(|pool| Measured {
-            bench: "update",
-            case: case.name(),
-            threads: pool.threads(),
-            bytes: (params / BLOCK * case.block_bytes()) as u64,
-            params: params as u64,
-            times: Vec::new(),
-            limits: Vec::new(),
-        }));
-    }
-    let progress = indicatif::ProgressBar::new((settings.rounds * measured.len()) as u64);
-    for round in 0..settings.rounds {
-        for (index, measured) in measured.iter_mut().enumerate() {
-            let (case, pool) = (cases[index / pools.len()], &pools[index % pools.len()]);
-            // Case and limit take turns in going first.
-            let limit_first = round % 2 == 0;
-            for is_limit in [limit_first, !limit_first] {
-                let seconds = arrays.time(pool, case, is_limit)?;
-                if is_limit { &mut measured.limits } else { &mut measured.times }.push(seconds);
+    let progress = indicatif::ProgressBar::new((settings.rounds * cases.len() * pools.len()) as u64);
+    for &case in &cases {
+        for pool in &pools {
+            let mut measured = Measured {
+                bench: "update",
+                case: case.name(),
+                threads: pool.threads(),
+                bytes: (params / BLOCK * case.block_bytes()) as u64,
+                params: params as u64,
+                times: Vec::new(),
+                limits: Vec::new(),
+            };
+            for round in 0..settings.rounds {
+                // Case and limit take turns in going first.
+                let limit_first = round % 2 == 0;
+                for is_limit in [limit_first, !limit_first] {
+                    let seconds = arrays.time(pool, case, is_limit)?;
+                    if is_limit { &mut measured.limits } else { &mut measured.times }.push(seconds);
+                }
+                progress.inc(1);
             }
-            progress.inc(1);
+            progress.suspend(|| tell(&measured));
         }
     }
     progress.finish_and_clear();
-    Ok(measured)
+    Ok(())
 }
 
 fn selected(settings: &Settings) -> anyhow::Result<Vec<Case>> {
@@ -344,6 +349,33 @@ mod tests {
         let before = arrays.shards[0].first.bytes().to_vec();
         arrays.pass(&pool, case);
         assert_ne!(arrays.shards[0].first.bytes(), before, "nothing was updated");
+    }
+
+    #[test]
+    fn each_case_is_told_before_the_next_one_is_measured() {
+        let settings =
+            Settings { params: Some(1 << 20), rounds: 3, filter: "adamw/bf16/scalar".into(), all: false };
+        let (begun, mut told) = (Instant::now(), Vec::new());
+        run(&settings, |measured| {
+            let of_rounds: f64 = measured.times.iter().chain(&measured.limits).sum();
+            told.push((
+                measured.case.clone(),
+                measured.threads,
+                measured.times.len(),
+                of_rounds,
+                begun.elapsed(),
+            ));
+        })
+        .unwrap();
+        let names = names(&settings).unwrap();
+        assert_eq!(told.len() % names.len(), 0);
+        assert!(told.iter().all(|(case, _, rounds, ..)| names.contains(case) && *rounds == 3), "{told:?}");
+        for pair in told.windows(2) {
+            assert!(
+                (pair[1].4 - pair[0].4).as_secs_f64() >= pair[1].3,
+                "measured before the other was told: {told:?}"
+            );
+        }
     }
 
     #[test]

@@ -67,8 +67,9 @@ impl Bench {
                     filter: args.filter,
                     all: args.all,
                 };
-                bench::print(&update::run(&settings)?, args.json);
-                Ok(())
+                let names = update::names(&settings)?;
+                let rows = bench::Rows::begin(names.iter().map(String::as_str), args.json);
+                update::run(&settings, |measured| rows.say(measured))
             }
             Bench::Wire(args) => wire::run(&args),
             Bench::Step(step) => step::run(&step.args),
