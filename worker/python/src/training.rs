@@ -33,6 +33,8 @@ pub(crate) struct Training {
     unread: Option<Unread>,
     /// The version whose master weights the next step computes with, because its images are corrected and it was drained.
     drained: Option<Version>,
+    /// These weights, once some of them were pulled: whoever pulls them unit by unit has them exported once.
+    master: Option<Arc<Vec<u8>>>,
     /// A wait was interrupted while gradients were leaving, so nobody knows which of them have left.
     is_broken: bool,
 }
@@ -88,6 +90,7 @@ impl Training {
             micro_steps: 0,
             unread: None,
             drained: None,
+            master: None,
             is_broken: false,
         };
         if !holds_weights {
@@ -237,6 +240,7 @@ impl Training {
         let places = self.places.iter().enumerate();
         let left = places.filter(|(_, place)| reads(place)).map(|(param, _)| param).collect();
         self.drained = matches!(from, From::Master(_)).then_some(version);
+        self.master = None;
         self.unread = Some(Unread { version, from, left });
     }
 
@@ -256,9 +260,13 @@ impl Training {
     }
 
     /// Writes the weights of a version that was read before into tensors, which it asks the servers for again.
-    pub(crate) fn pull(&self, version: Version, targets: &[HostTensor]) -> Result<()> {
+    pub(crate) fn pull(&mut self, version: Version, targets: &[HostTensor]) -> Result<()> {
         let from = if self.drained == Some(version) {
-            From::Master(self.master(version)?)
+            let weights = match &self.master {
+                Some(weights) => Arc::clone(weights),
+                None => self.master(version)?,
+            };
+            From::Master(Arc::clone(self.master.insert(weights)))
         } else {
             let order: Vec<Range<u64>> =
                 targets.iter().map(|target| self.place(target)).collect::<Result<_>>()?;
