@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from longshore._options import LossScale
     from longshore._step import Hyper, StepReport
     from longshore.client import Client
+    from longshore._gathering import GatheredParameters
     from longshore._shard import Sharded, shard
+    from longshore._tiles import TiledLinear, tiled
     from longshore.engine import Engine, initialize
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion
 
@@ -28,6 +30,7 @@ __all__ = [
     "AdamW",
     "Client",
     "Engine",
+    "GatheredParameters",
     "Hyper",
     "Lion",
     "LossScale",
@@ -36,14 +39,17 @@ __all__ = [
     "Server",
     "Sharded",
     "StepReport",
+    "TiledLinear",
     "__version__",
     "errors",
     "initialize",
     "shard",
+    "tiled",
 ]
 
 _FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD"}
 _FROM_SHARD = {"Sharded", "shard"}
+_FROM_TILES = {"TiledLinear", "tiled"}
 _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
 _MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "jax", "lightning", "schedules"}
@@ -58,6 +64,14 @@ def __getattr__(name: str) -> object:
         from longshore import engine
 
         return getattr(engine, name)
+    if name in _FROM_TILES:
+        from longshore import _tiles
+
+        return getattr(_tiles, name)
+    if name == "GatheredParameters":
+        from longshore._gathering import GatheredParameters
+
+        return GatheredParameters
     if name in _FROM_SHARD:
         from longshore import _shard
 

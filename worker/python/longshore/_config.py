@@ -37,7 +37,8 @@ class Config:
         clip: the largest global gradient norm. is_clip_given: whether the configuration said so.
         dtype: what the model is cast to. casts_inputs: whether its inputs are, too. autocast: of forward.
         optimizer_type, optimizer_params, scheduler_type, scheduler_params: as given.
-        job: options of the job.
+        job: options of the job. shard: what :func:`longshore.shard` is called with in stage 3, as far as the configuration says;
+            None in other stages.
         loads_universal: whether the engine's ``load_checkpoint`` takes DeepSpeed's universal checkpoints.
     """
 
@@ -58,6 +59,7 @@ class Config:
     scheduler_params: dict[str, Any]
     job: dict[str, Any]
     loads_universal: bool
+    shard: dict[str, Any] | None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Config":
@@ -75,6 +77,7 @@ class Config:
         clip = keys.take("gradient_clipping", float)
         dtype = _precision(keys, job)
         _offload(keys, job)
+        shard = _sharding(keys, job, stage, dtype)
         wire = keys.take("communication_data_type", str, _DTYPES)
         if wire is not None:
             job.setdefault("gradient_dtype", _DTYPES[wire])
@@ -100,6 +103,7 @@ class Config:
             scheduler_params=dict(keys.take("scheduler.params", dict) or {}),
             job=job,
             loads_universal=bool(keys.take("checkpoint.load_universal", bool)),
+            shard=shard,
         )
 
     def rule(self) -> tuple[type[optim.Optimizer], dict[str, Any]]:
@@ -173,14 +177,8 @@ class Config:
 
 def _stage(keys: "_Keys") -> int:
     stage = keys.take("zero_optimization.stage", int) or 0
-    if stage == 3:
-        remedy = (
-            "stage 3 is not here yet: use stage 2 with offload_optimizer, which keeps the 16-bit weights on the device, and take "
-            "offload_param and the stage3_ keys out"
-        )
-        raise invalid("zero_optimization.stage", 3, "0, 1 or 2", remedy)
-    if stage not in (0, 1, 2):
-        raise invalid("zero_optimization.stage", stage, "0, 1 or 2", "use stage 2: weights stay on the device")
+    if stage not in (0, 1, 2, 3):
+        raise invalid("zero_optimization.stage", stage, "0, 1, 2 or 3", "use stage 2, or 3 for a model larger than the device")
     return stage
 
 
@@ -262,6 +260,26 @@ def _offload(keys: "_Keys", job: dict[str, Any]) -> None:
         limit, remedy = "given for the server inside the process", "name a folder of a drive, or longshore.servers"
         raise invalid(lead + "nvme_path", None, limit, remedy)
     job["servers"] = _server.passing(folder)
+
+
+def _sharding(keys: "_Keys", job: dict[str, Any], stage: int, dtype: torch.dtype | None) -> dict[str, Any] | None:
+    """What stage 3 says of weights, which other stages keep on the device."""
+    lead = "zero_optimization."
+    device = keys.take(lead + "offload_param.device", str, ("none", "cpu", "nvme"))
+    given = {name: job.pop(name) for name in ("budget", "units", "device") if name in job}
+    live = keys.take(lead + "stage3_max_live_parameters", float)
+    if stage != 3:
+        if live is not None:
+            _warn(lead + "stage3_max_live_parameters", f"in stage {stage} all weights are on the device")
+        wrong = {f"longshore.{name}": value for name, value in given.items()}
+        if device not in (None, "none"):
+            wrong[lead + "offload_param.device"] = device
+        for path, value in wrong.items():
+            raise invalid(path, repr(value), f"left out in stage {stage}", "write zero_optimization.stage: 3, or take it out")
+        return None
+    if live is not None:
+        given.setdefault("budget", int(live * (dtype or torch.float32).itemsize))
+    return given
 
 
 def _auto(path: str) -> Exception:

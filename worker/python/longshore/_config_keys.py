@@ -34,7 +34,6 @@ def _of(lead: str, act: Act, what: str, *names: str) -> list[Key]:
 
 
 _ZERO, _OFFLOAD, _PARAM = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
-_STAGE_3 = "stage 3 is not here yet: use stage 2 with offload_optimizer, which keeps the 16-bit weights on the device"
 _DRIVES = "servers drive their own drives: `longshore bench storage` measures them"
 
 KEYS: dict[str, Key] = {
@@ -73,7 +72,7 @@ KEYS: dict[str, Key] = {
         Key("torch_autocast.enabled", "used", "forward runs under torch.autocast"),
         Key("torch_autocast.dtype", "used", "its type, bfloat16 by default"),
         Key("torch_autocast.lower_precision_safe_modules", "refused", "use torch.autocast in the modules themselves"),
-        Key(_ZERO + "stage", "used", "0, 1 and 2 are one here: servers hold the state, and the device the weights"),
+        Key(_ZERO + "stage", "used", "0, 1 and 2 are one here: servers hold the state, and the device the weights. 3: `longshore.shard`"),
         Key(_OFFLOAD + "device", "used", "cpu: tier `memory`. nvme: tier `nvme`. none: as cpu, with a warning"),
         Key(
             _OFFLOAD + "nvme_path", "used", "the drive of the server inside the process; servers elsewhere have `--state-dir`"
@@ -83,7 +82,10 @@ KEYS: dict[str, Key] = {
         *_of(_OFFLOAD, "no effect", "memory is page-locked where that helps", "pin_memory"),
         *_of(_OFFLOAD, "no effect", _DRIVES, "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
         *_of(_OFFLOAD, "no effect", "servers have `--threads`", "cpuadam_cores_perc"),
-        *_of(_PARAM, "refused", _STAGE_3, "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+        Key(_PARAM + "device", "used", "cpu, nvme and none are one in stage 3: weights come from the servers. Refused in other stages"),
+        *_of(_PARAM, "no effect", "weights come from the servers, whose tier says where they are", "nvme_path", "max_in_cpu"),
+        *_of(_PARAM, "no effect", "units are fetched up to four uses ahead, within the budget", "buffer_count", "buffer_size"),
+        *_of(_PARAM, "no effect", "memory is page-locked where that helps", "pin_memory"),
         *_of(_ZERO, "no effect", "gradients always leave while backward runs", "overlap_comm"),
         *_of(_ZERO, "no effect", "gradients are put together in host memory", "contiguous_gradients", "round_robin_gradients"),
         *_of(_ZERO, "no effect", "servers add gradients up, or ranks with longshore.partition", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
@@ -102,26 +104,34 @@ KEYS: dict[str, Key] = {
         *_of(_ZERO, "no effect", "checkpoints are read as a stream", "pipeline_loading_checkpoint"),
         *_of(_ZERO, "no effect", "every message is checked", "enable_sanity_checks"),
         *_of(_ZERO, "no effect", "Muon is not here", "save_muon_momentum_buffer_in_memory"),
+        Key(
+            _ZERO + "stage3_max_live_parameters",
+            "used",
+            "in stage 3 the budget, times a weight's bytes, unless `longshore.budget` says it; with neither half of the device's free memory, on a CPU 1e9 weights",
+        ),
+        *_of(_ZERO, "no effect", "the order of use says which weights stay", "stage3_max_reuse_distance"),
+        *_of(_ZERO, "no effect", "units are fetched up to four uses ahead, within the budget", "stage3_prefetch_bucket_size"),
         *_of(
             _ZERO,
             "no effect",
-            "it belongs to stage 3, which is not here yet",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_prefetch_bucket_size",
+            "as many weights stay as the budget holds",
             "stage3_param_persistence_threshold",
             "stage3_model_persistence_threshold",
-            "stage3_gather_16bit_weights_on_model_save",
+        ),
+        *_of(_ZERO, "no effect", "`state_dict` always has whole weights", "stage3_gather_16bit_weights_on_model_save"),
+        *_of(
+            _ZERO,
+            "no effect",
+            "units are found, or `longshore.units` names them",
             "stage3_module_granularity_threshold",
-            "stage3_use_all_reduce_for_fetch_params",
-            "stage3_allgather_sequential",
-            "memory_efficient_linear",
-            "override_module_apply",
-            "log_trace_cache_warnings",
             "leaf_module.*",
         ),
+        *_of(_ZERO, "no effect", "weights come from the servers", "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"),
+        *_of(_ZERO, "no effect", "no layer keeps a weight for backward", "memory_efficient_linear"),
+        *_of(_ZERO, "no effect", "modules stay as they are", "override_module_apply"),
+        *_of(_ZERO, "no effect", "an order that changes is learned again", "log_trace_cache_warnings"),
         *_of(_ZERO, "refused", "write offload_optimizer: {device: cpu}", "cpu_offload", "cpu_offload_use_pin_memory"),
-        *_of(_ZERO, "refused", _STAGE_3, "cpu_offload_param"),
+        *_of(_ZERO, "refused", "write stage: 3 and offload_param: {device: cpu}", "cpu_offload_param"),
         *_of(
             _ZERO,
             "refused",

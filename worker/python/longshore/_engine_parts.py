@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import nn
 
-from longshore import optim
+from longshore import _shard, optim
 from longshore._config import Config
 from longshore.errors import invalid
 
@@ -36,6 +37,24 @@ def scheduler(given: Any, optimizer: optim.Optimizer, settings: Config) -> Any:
     if settings.scheduler_type is not None:
         raise invalid("scheduler", type(given).__name__, "given once", "pass lr_scheduler= or name one in the config")
     return given if hasattr(given, "step") else given(optimizer)
+
+
+#: DeepSpeed's default of stage3_max_live_parameters.
+_LIVE = 10**9
+
+
+def shard(model: nn.Module, optimizer: optim.Optimizer, settings: Config) -> None:
+    """Cuts the model into units, in stage 3. By default it goes to the accelerator, if there is one."""
+    if settings.shard is None or optimizer.is_in_units:
+        return
+    given = dict(settings.shard)
+    if "device" not in given and torch.accelerator.is_available():
+        given["device"] = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+    if "budget" not in given:
+        largest = max((p for p in model.parameters()), key=lambda p: p.element_size())
+        is_on_host = torch.device(given.get("device", largest.device)).type == "cpu"
+        given["budget"] = _LIVE * largest.element_size() if is_on_host else None
+    _shard.shard(model, optimizer, **given)
 
 
 def loader(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:

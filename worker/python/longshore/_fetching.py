@@ -55,6 +55,10 @@ class Fetcher:
         self._version = version
         self._unread = set(self._trained)
 
+    def belong_to(self, job: Any) -> None:
+        """Weights come from this job from now on."""
+        self._job = job
+
     def has_unread(self, member: Member) -> bool:
         """Whether new weights of it were asked for and nobody has read them."""
         return member.param is not None and member.param.index in self._unread

@@ -22,6 +22,7 @@ from longshore._stateful import Stateful
 from longshore._step import Hyper, StepReport
 from longshore._streaming import Stream
 from longshore._unit_tensors import UnitParameter
+from longshore._unit_weights import UnitWeights
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
 
 #: What of a job may be otherwise where it is brought back from a checkpoint: how many gradients make a step, and how it is kept.
@@ -47,6 +48,8 @@ class Optimizer(Back, Scaling, Stateful):
         #: What a new job is filled with instead of the parameters' weights.
         self._filling: Filling | None = None
         self._stream: Stream | None = None
+        #: What weights come through once the model is in units.
+        self._units: UnitWeights | None = None
         self._gradients = Gradients()
         self._applied = torch.zeros(())
         #: What became of the newest decided step; None before the first.
@@ -119,6 +122,11 @@ class Optimizer(Back, Scaling, Stateful):
         return self._job_name
 
     @property
+    def is_in_units(self) -> bool:
+        """Whether the model was given to :func:`longshore.shard`."""
+        return self._units is not None
+
+    @property
     def version(self) -> int:
         """The version whose weights the parameters hold: the number of decided steps behind them."""
         return self._connection.version if self._connection else 0
@@ -137,10 +145,13 @@ class Optimizer(Back, Scaling, Stateful):
         self._opened()
 
     def _new_connection(self) -> Connection:
-        if any(isinstance(tensor, UnitParameter) for _, tensor in _params.named(self.param_groups)):
-            raise UsageError("the model is in units: build its optimizer, or load the optimizer's state, before shard()")
+        if self._units is None and any(isinstance(t, UnitParameter) for _, t in _params.named(self.param_groups)):
+            raise UsageError("the model is in units: build its optimizer before shard()")
         params = _params.table(self.param_groups)
-        return Connection(self._options, self._job_name, self.rule, params, len(self.param_groups))
+        connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups))
+        if self._units is not None:
+            connection.weights = self._units.belong_to(connection.job)
+        return connection
 
     def _join_if_there(self) -> None:
         connection = self._new_connection()

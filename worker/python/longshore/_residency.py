@@ -44,8 +44,6 @@ class Residency:
         #: The node of backward that runs, by its number, and the units that it was given weights of.
         self._node: int | None = None
         self._given: list[Unit] = []
-        #: Members that somebody may write to, until the end of a gathering.
-        self.writable: set[int] = set()
         self._lock = threading.RLock()
 
     def begin(self) -> None:
@@ -157,15 +155,14 @@ class Residency:
             UsageError: where that would be lost.
         """
         member.changes = member.tensor._version
-        if member.name in self.writable:
-            return
         if not member.is_trained:
             self._fetcher.keep(member)
             return
-        self._free(member)
+        if member.is_here:
+            self._free(member)
         raise UsageError(
-            f"{member.name} of unit {member.unit.name} was changed in place, and its weights are the servers': load weights before "
-            "shard(), or change them in longshore.GatheredParameters"
+            f"{member.name} of unit {member.unit.name} was changed in place, and its weights are the servers': write to weights before "
+            "shard(), or freeze those that you write to"
         )
 
     # Memory

@@ -111,7 +111,7 @@ def shard(
     ModuleHooks(model, home, saving)
     for owner in {id(owner): owner for member in members for owner, _ in member.owners}.values():
         owner.register_state_dict_post_hook(_copies)
-    connection.weights = UnitWeights(home, fetcher, connection.job)
+    connection.weights = optimizer._units = UnitWeights(home, fetcher, connection.job)
     return Sharded(home, whole, resting)
 
 

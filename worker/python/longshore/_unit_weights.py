@@ -9,7 +9,7 @@ from longshore._fetching import Fetcher
 from longshore._host import Place
 from longshore._params import Param
 from longshore._residency import Residency
-from longshore.errors import LongshoreError, UsageError
+from longshore.errors import LongshoreError
 
 
 class UnitWeights:
@@ -21,9 +21,16 @@ class UnitWeights:
             member.param.index: member for unit in home.units for member in unit.members if member.param is not None
         }
 
+    def belong_to(self, job: Any) -> "UnitWeights":
+        """Weights come from this job from now on, once it was started: the one before was given up for a checkpoint."""
+        self._home.renew()
+        self._job = job
+        self._fetcher.belong_to(job)
+        return self
+
     def values(self) -> tuple[list[Place], list[Tensor]]:
-        """Refused: a job is filled before its model is cut into units."""
-        raise UsageError("the job was opened again after shard(): load the optimizer's state before shard()")
+        """Nothing: a job that is found has its weights, and none is filled from a model in units."""
+        return [], []
 
     def is_awaited(self, param: Param) -> bool:
         """Whether the parameter's newest weights were never fetched. No gradient can come of it then."""

@@ -116,14 +116,11 @@ def cut(model: nn.Module, of_model: list[Member], named: Sequence[Named] | None,
 
 
 def _too_large(unit: Unit, reserve: int, room: int) -> Exception:
-    largest = max(unit.members, key=lambda member: member.nbytes)
-    if len(unit.members) > 1:
-        remedy = f"name smaller units, or raise the budget by {unit.nbytes + reserve - room} bytes"
+    needed = f"raise the budget by {unit.nbytes + reserve - room} bytes"
+    if isinstance(unit.module, nn.Linear):
+        remedy = f"{needed}, or call longshore.tiled before the optimizer is built, which cuts this layer"
     else:
-        remedy = (
-            f"raise the budget by {unit.nbytes + reserve - room} bytes, or replace the layer of {largest.name} by "
-            "longshore.tiled before the optimizer is built"
-        )
+        remedy = f"name smaller units, or {needed}" if len(unit.members) > 1 else needed
     return invalid(
         "budget",
         f"{room} bytes for units",

@@ -283,8 +283,11 @@ class Engine(nn.Module):
                 InvalidError,
             )
         if self.load_universal_checkpoint():
-            return _engine_files.load_universal(self, Path(load_dir), tag, load_lr_scheduler_states)
-        return _engine_files.load(self, Path(load_dir), tag, load_module_strict, load_lr_scheduler_states)
+            loaded = _engine_files.load_universal(self, Path(load_dir), tag, load_lr_scheduler_states)
+        else:
+            loaded = _engine_files.load(self, Path(load_dir), tag, load_module_strict, load_lr_scheduler_states)
+        _engine_parts.shard(self.module, self.optimizer, self._config)
+        return loaded
 
     def load_universal_checkpoint(self) -> bool:
         """Whether ``load_checkpoint`` takes universal checkpoints, as the config says."""
@@ -348,7 +351,7 @@ def initialize(
 
     Args:
         args: its ``deepspeed_config`` is the config, if there is no ``config``.
-        model: the model, on its device.
+        model: the model, on its device; in stage 3 it may be in the host's memory, and goes to the device unit by unit.
         optimizer: an optimizer of this package, or a function that makes one, where the config names none.
         model_parameters: what to train; by default ``model.named_parameters()``.
         training_data: a dataset; the loader that is returned makes micro-batches of it, each rank's own.
@@ -381,6 +384,7 @@ def initialize(
     if not optimizer.waits_for_state and not settings.loads_universal:
         # Now, since the first forward must have the job's weights.
         optimizer.open()
+        _engine_parts.shard(model, optimizer, settings)
     lr_scheduler = _engine_parts.scheduler(lr_scheduler, optimizer, settings)
     loader = None if training_data is None else _engine_parts.loader(training_data, optimizer, collate_fn, settings)
     return Engine(model, optimizer, lr_scheduler, settings), optimizer, loader, lr_scheduler

@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from longshore import _auto, _rng
+from longshore import _auto, _engine_parts, _rng
 from longshore._config import Config
 from longshore._optimizer import Optimizer
 from longshore._saving import Saving
@@ -138,7 +138,8 @@ def deepspeed(
     """What a DeepSpeed configuration says, for ``Trainer(..., optimizers=deepspeed(config, args, model))``.
 
     ``"auto"`` is filled from the arguments, as the Trainer fills it for DeepSpeed, and any other value must agree with them. The
-    Trainer casts, accumulates and clips as the arguments say, and takes the scheduler if the configuration names one.
+    Trainer casts, accumulates and clips as the arguments say, and takes the scheduler if the configuration names one. In stage 3 the
+    model is cut into units and the servers clip: ``args.max_grad_norm`` becomes 0.
 
     Returns:
         The optimizer, and the scheduler or None.
@@ -155,8 +156,13 @@ def deepspeed(
         )
     kind, arguments = settings.rule()
     # The Trainer has its own scaler.
-    job = {name: value for name, value in settings.job.items() if name != "loss_scale"}
-    optimizer = kind(model.named_parameters(), **arguments, **{"missing_gradients": "zeros", **job})
+    job = {"missing_gradients": "zeros", **{name: value for name, value in settings.job.items() if name != "loss_scale"}}
+    if settings.shard is not None:
+        # Gradients leave while backward runs, so that the servers clip, and the Trainer finds nothing to clip.
+        job |= {"streaming": True, "accumulate": args.gradient_accumulation_steps, "max_grad_norm": args.max_grad_norm or None}
+        args.max_grad_norm = 0.0
+    optimizer = kind(model.named_parameters(), **arguments, **job)
+    _engine_parts.shard(model, optimizer, settings)
     return optimizer, settings.scheduler(optimizer)
 
 

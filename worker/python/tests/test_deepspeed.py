@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -254,12 +255,6 @@ def test_stage_2_with_offloading_runs(device: str, tmp_path: pathlib.Path) -> No
     assert bool([*tmp_path.rglob("*")]) is (device == "nvme")
 
 
-def test_stage_3_is_refused() -> None:
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    with pytest.raises(errors.InvalidError, match=r"zero_optimization\.stage is 3.*stage 3 is not here yet: use stage 2"):
-        longshore.initialize(model=pair("mlp")[0], config={**CONFIG, "zero_optimization": zero})
-
-
 def test_fp16_scales_its_losses_as_deepspeed_does() -> None:
     model, before = pair("mlp")
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 4}
@@ -335,7 +330,9 @@ def test_a_loss_scale_in_a_plain_loop_changes_no_bit(options: dict[str, object])
             r"fp16\.enabled is True, but must be False where bf16\.enabled",
         ),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, r"bfloat16\.enabled.*given once"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param\.device.*stage 3 is not here yet"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param\.device.*must be left out in stage 0: write .*stage: 3"),
+        ({"longshore": {"budget": "1GB"}}, r"longshore\.budget is '1GB'.*left out in stage 0"),
+        ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage is 4.*0, 1, 2 or 3"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}},
             r"nvme_path is '/x', but must be left out",
@@ -386,7 +383,10 @@ SAMPLES |= {
     "communication_data_type": "bf16",
     "torch_autocast.dtype": "bfloat16",
     "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "cpu",
 }
+#: What means something in stage 3 alone.
+OF_STAGE_3 = ("zero_optimization.offload_param.device", "zero_optimization.stage3_max_live_parameters")
 BOOLEANS = (
     "enabled",
     "managed_gradient_accumulation",
@@ -406,9 +406,11 @@ def test_no_key_is_silently_ignored(path: str, tmp_path: pathlib.Path) -> None:
     value = SAMPLES.get(path, path.endswith(BOOLEANS) or 2)
     if path.endswith("nvme_path") and key.act == "used":
         pytest.skip("test_stage_2_with_offloading_runs has it")
-    config: object = value
+    config: Any = value
     for part in reversed(given.split(".")):
         config = {part: config}
+    if path in OF_STAGE_3:
+        config["zero_optimization"]["stage"] = 3
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if key.act == "refused":
