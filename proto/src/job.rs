@@ -106,7 +106,8 @@ pub struct JobSpec {
     /// bf16 loop.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
-    /// Which ranks contribute to which parameters. Empty means that all ranks contribute to all of them.
+    /// Which ranks contribute to which parameters, and which parameters are frozen. Empty means that all ranks contribute
+    /// to all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partitions: Vec<Partition>,
     /// Delayed steps may be corrected by the worker, with the gradient that it holds. The servers then keep the amended
@@ -239,20 +240,32 @@ impl JobSpec {
         self.partitions.iter().skip(1).map(|partition| partition.first).collect()
     }
 
+    /// The parameters at which frozen partitions begin.
+    pub fn frozen_starts(&self) -> Vec<u32> {
+        let frozen = self.partitions.iter().filter(|partition| partition.is_frozen());
+        frozen.map(|partition| partition.first).collect()
+    }
+
     /// How many contributions a step has from all ranks together. A commit's gradient scale has this factor. A shard to
     /// which fewer ranks contribute is divided by [`JobSpec::share`] of that scale.
     pub fn contributions(&self) -> u64 {
         u64::from(self.world_size) * u64::from(self.micro_steps)
     }
 
-    /// Which part of all ranks contributes to a shard: 1 where all of them do.
+    /// Whether the job has frozen parameters.
+    pub fn has_frozen(&self) -> bool {
+        self.partitions.iter().any(Partition::is_frozen)
+    }
+
+    /// Which part of all ranks contributes to a shard: 1 where all of them do, and 0 where it is frozen.
     pub fn share(&self, contributors: &[Rank]) -> f64 {
         contributors.len() as f64 / f64::from(self.world_size)
     }
 
-    /// The blocks of each partition, in order, with their [`JobSpec::share`].
+    /// The blocks of each partition that is trained, in order, with their [`JobSpec::share`].
     pub fn block_shares(&self, layout: &Layout) -> Vec<(Range<usize>, f64)> {
-        let blocks = layout.partitions().map(|(range, contributors)| {
+        let trained = layout.partitions().filter(|(_, contributors)| !contributors.is_empty());
+        let blocks = trained.map(|(range, contributors)| {
             let blocks = range.start / BLOCK_ELEMENTS..range.end / BLOCK_ELEMENTS;
             (blocks.start as usize..blocks.end as usize, self.share(contributors))
         });
@@ -261,7 +274,7 @@ impl JobSpec {
 
     /// Whether contributions to a shard that has these contributors are summed. A lone one is left as it came.
     pub fn accumulates(&self, contributors: &[Rank]) -> bool {
-        contributors.len() > 1 || self.micro_steps > 1
+        contributors.len() > 1 || contributors.len() == 1 && self.micro_steps > 1
     }
 
     /// The number of steps whose gradients may be held at once.
@@ -325,6 +338,9 @@ impl JobSpec {
 /// Partitions for an error's text: how many, and what the first ones are.
 fn describe(partitions: &[Partition]) -> String {
     let one = |partition: &Partition| {
+        if partition.is_frozen() {
+            return format!("from parameter {}: frozen", partition.first);
+        }
         let ranks =
             partition.ranks.iter().take(8).map(|rank| rank.0.to_string()).collect::<Vec<_>>().join(",");
         let more = if partition.ranks.len() > 8 { ",..." } else { "" };

@@ -144,7 +144,28 @@ impl Layout {
         &self.cut_at(self.placed[param].range.start).contributors
     }
 
-    /// The flat range of each partition and its contributors, in order.
+    /// Whether no step changes a shard.
+    pub fn is_frozen(&self, shard: ShardId) -> bool {
+        self.contributors(shard).is_empty()
+    }
+
+    /// Whether no step changes a parameter.
+    pub fn is_param_frozen(&self, param: usize) -> bool {
+        self.param_contributors(param).is_empty()
+    }
+
+    /// Whether any parameter is frozen.
+    pub fn has_frozen(&self) -> bool {
+        self.partitions.iter().any(|cut| cut.contributors.is_empty())
+    }
+
+    /// The elements of the flat space that are frozen, with their padding.
+    pub fn frozen_elements(&self) -> u64 {
+        let frozen = self.partitions.iter().filter(|cut| cut.contributors.is_empty());
+        frozen.map(|cut| cut.range.end - cut.range.start).sum()
+    }
+
+    /// The flat range of each partition and its contributors, in order. A frozen one has none.
     pub fn partitions(&self) -> impl Iterator<Item = (Range<u64>, &[Rank])> {
         self.partitions.iter().map(|cut| (cut.range.clone(), cut.contributors.as_slice()))
     }

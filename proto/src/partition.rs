@@ -13,7 +13,7 @@ use crate::{
 pub struct Partition {
     /// The index of its first parameter.
     pub first: u32,
-    /// The contributors, in ascending order. A shard's gradient is the mean of theirs.
+    /// The contributors, in ascending order. A shard's gradient is the mean of theirs. A frozen partition has none.
     pub ranks: Vec<Rank>,
 }
 
@@ -22,11 +22,21 @@ impl Partition {
     pub fn whole(world_size: u32) -> Partition {
         Partition { first: 0, ranks: (0..world_size).map(Rank).collect() }
     }
+
+    /// Parameters that nobody trains, from `first` on.
+    pub fn frozen(first: u32) -> Partition {
+        Partition { first, ranks: Vec::new() }
+    }
+
+    /// Whether no step changes its parameters. They are kept as 16-bit weights alone.
+    pub fn is_frozen(&self) -> bool {
+        self.ranks.is_empty()
+    }
 }
 
-/// Checks a job's partitions: the first begins at parameter 0, each has a parameter and a contributor, and each rank
-/// contributes to one at least. By its contribution a rank proves that it has read its weights. Those of a rank without
-/// any would be overwritten under it.
+/// Checks a job's partitions: the first begins at parameter 0, each has a parameter, and each rank contributes to one at
+/// least. By its contribution a rank proves that it has read its weights. Those of a rank without any would be
+/// overwritten under it.
 pub(crate) fn check(partitions: &[Partition], params: usize, world_size: u32) -> Result<(), Fault> {
     let field = |index: usize, name: &str| format!("spec.partitions[{index}].{name}");
     if partitions.len() > MAX_PARTITIONS {
@@ -55,12 +65,21 @@ pub(crate) fn check(partitions: &[Partition], params: usize, world_size: u32) ->
         next = first + 1;
         let ascending = partition.ranks.is_sorted_by(|one, other| one < other);
         let known = partition.ranks.iter().all(|rank| rank.0 < world_size);
-        if partition.ranks.is_empty() || !ascending || !known {
+        if !ascending || !known {
             let named: Vec<u32> = partition.ranks.iter().take(8).map(|rank| rank.0).collect();
-            let limit = format!("ascending ranks below the world size, {world_size}, at least one");
+            let limit = format!("ascending ranks below the world size, {world_size}");
             let remedy = "name each contributor once";
             return Err(Fault::invalid(field(index, "ranks"), format!("{named:?}"), limit, remedy));
         }
+    }
+    if partitions.iter().all(Partition::is_frozen) {
+        let remedy = "name the ranks that contribute to the parameters that are to be trained";
+        return Err(Fault::invalid(
+            "spec.partitions",
+            "all of them frozen",
+            "at least one that is trained",
+            remedy,
+        ));
     }
     let mut contributes = vec![false; world_size as usize];
     partitions

@@ -96,6 +96,12 @@ impl Export<'_> {
         }
     }
 
+    /// The arrays that come of a shard. A frozen one has weights alone.
+    fn arrays(&self, shard: ShardId) -> &'static [StateArray] {
+        let arrays = self.contents.arrays();
+        if self.layout.is_frozen(shard) { &arrays[..1] } else { arrays }
+    }
+
     fn take(
         &self,
         address: &str,
@@ -109,7 +115,7 @@ impl Export<'_> {
             return Err(broken(address, shard.to_string(), "a shard of this server"));
         };
         let array = array_from_wire("export.array", message.array)?;
-        if !self.contents.arrays().contains(&array) {
+        if !self.arrays(shard).contains(&array) {
             return Err(broken(address, array.to_string(), "an array that was asked for"));
         }
         let received = &mut received[index][array.index()];
@@ -150,7 +156,7 @@ impl Export<'_> {
         }
         for (&shard, received) in owned.iter().zip(received) {
             let whole = self.layout.shard_len(shard);
-            let lacking = self.contents.arrays().iter().find(|array| received[array.index()] != whole);
+            let lacking = self.arrays(shard).iter().find(|array| received[array.index()] != whole);
             if let Some(array) = lacking {
                 let value = format!("{} elements of {shard} ({array})", received[array.index()]);
                 return Err(broken(address, value, whole));

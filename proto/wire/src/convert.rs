@@ -184,7 +184,7 @@ impl Wire for JobSpec {
             tier: tier_from_wire(spec.tier)?,
             formats,
             unchecked: spec.unchecked,
-            partitions: spec.partitions.into_iter().map(partition_from_wire).collect(),
+            partitions: partitions_from_wire(spec.partitions)?,
             worker_local: spec.worker_local,
             leave_out: spec.leave_out,
         })
@@ -215,12 +215,27 @@ impl Wire for JobSpec {
     }
 }
 
-fn partition_from_wire(partition: v1::Partition) -> Partition {
-    Partition { first: partition.first, ranks: partition.ranks.into_iter().map(Rank).collect() }
+/// A list of ranks that was left empty by mistake freezes nothing: `frozen` must say the same.
+fn partitions_from_wire(partitions: Vec<v1::Partition>) -> Result<Vec<Partition>, Fault> {
+    let partition = |(index, partition): (usize, v1::Partition)| {
+        let v1::Partition { first, ranks, frozen } = partition;
+        if frozen == ranks.is_empty() {
+            return Ok(Partition { first, ranks: ranks.into_iter().map(Rank).collect() });
+        }
+        let field = format!("spec.partitions[{index}].ranks");
+        let named: Vec<u32> = ranks.iter().take(8).copied().collect();
+        let (limit, remedy) = match frozen {
+            true => ("empty in a frozen partition", "nobody contributes to frozen parameters: name no rank"),
+            false => ("at least one rank", "name each contributor once, or mark the partition frozen"),
+        };
+        Err(Fault::invalid(field, format!("{named:?}"), limit, remedy))
+    };
+    partitions.into_iter().enumerate().map(partition).collect()
 }
 
 fn partition_to_wire(partition: &Partition) -> v1::Partition {
-    v1::Partition { first: partition.first, ranks: partition.ranks.iter().map(|rank| rank.0).collect() }
+    let (first, frozen) = (partition.first, partition.is_frozen());
+    v1::Partition { first, ranks: partition.ranks.iter().map(|rank| rank.0).collect(), frozen }
 }
 
 impl Wire for Placement {

@@ -71,6 +71,8 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
         if splits {
             let partition = |rank| Partition { first: rank, ranks: vec![Rank(rank)] };
             spec.partitions = (0..ranks).map(partition).collect();
+            spec.partitions
+                .extend((params as u32 > ranks && noise.one_in(2)).then(|| Partition::frozen(ranks)));
         }
     } else if splits {
         spec.partitions = random_partitions(noise, params, spec.world_size);
@@ -79,10 +81,14 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     spec
 }
 
-/// Some parameters begin a partition. Each partition has some of the ranks as contributors, and each rank has one.
+/// Some parameters begin a partition. Each partition has some of the ranks as contributors, and each rank has one. Some
+/// partitions are frozen.
 fn random_partitions(noise: &mut Noise, params: usize, world_size: u32) -> Vec<Partition> {
     let firsts: Vec<usize> = (0..params).filter(|&first| first == 0 || noise.one_in(2)).collect();
     let partition = |first: usize| {
+        if noise.one_in(3) {
+            return Partition::frozen(first as u32);
+        }
         let always = noise.below(world_size as usize) as u32;
         let ranks = (0..world_size).filter(|&rank| rank == always || noise.one_in(2)).map(Rank).collect();
         Partition { first: first as u32, ranks }
@@ -90,8 +96,9 @@ fn random_partitions(noise: &mut Noise, params: usize, world_size: u32) -> Vec<P
     let mut partitions: Vec<Partition> = firsts.into_iter().map(partition).collect();
     let idle = |rank: &Rank| partitions.iter().all(|partition| !partition.ranks.contains(rank));
     let idle: Vec<Rank> = (0..world_size).map(Rank).filter(idle).collect();
-    partitions[0].ranks.extend(idle);
-    partitions[0].ranks.sort();
+    let trained = partitions.iter().position(|partition| !partition.is_frozen()).unwrap_or(0);
+    partitions[trained].ranks.extend(idle);
+    partitions[trained].ranks.sort();
     partitions
 }
 
@@ -451,7 +458,11 @@ impl<'a> Traffic<'a> {
             (true, _) => {
                 // After a restart nobody is told the rates of a version that a skip came after: nothing is amended.
                 let skipped = self.decided > version && (self.restarted || self.reopened);
-                assert!(known.is_none() || amended || skipped, "no rates of {shard} at version {version}");
+                let frozen = self.cluster.layout.is_frozen(shard);
+                assert!(
+                    known.is_none() || amended || skipped || frozen,
+                    "no rates of {shard} at version {version}"
+                );
                 assert!(pulled.bytes == of(&run.images[version as usize]), "{shard} at version {version}");
             }
             (false, _) => {

@@ -113,13 +113,15 @@ async fn export(
         Fault::new(FaultKind::Deadline, "snapshot", value, "there in time", remedy)
     };
     handle.until(deadline, reached, late).await?;
-    let arrays = exported.arrays(&handle.job);
+    let (arrays, layout) = (exported.arrays(&handle.job), handle.job.layout().clone());
     // From here on only the snapshot refers to the job, and it does not keep it alive.
     drop(handle);
     let (runtime, ended) = (Handle::current(), snapshot.ended());
     let info = blocking(move || {
         snapshot.run(deadline.into_std(), |piece| {
-            messages(piece, arrays, exported.dtype())
+            // A frozen shard has weights alone.
+            let count = if layout.is_frozen(piece.shard) { 1 } else { arrays.len() };
+            messages(piece, &arrays[..count], exported.dtype())
                 .try_for_each(|message| send(&runtime, &sender, &ended, message))
         })
     });

@@ -103,9 +103,14 @@ impl Pull {
     async fn send(self, sender: Pieces, mut payloads: Option<Payloads>) {
         // The larger a slice, the later a reader of its start can go on. In shared memory a shard is ready as a
         // whole. Rates come with a slice, and must fit its message.
-        let whole = self.in_place && !self.handle.job.spec().worker_local;
-        let most = if whole { u64::MAX } else { CHUNK_BYTES as u64 / self.dtype.bytes() };
-        for slice in self.slices.iter().flat_map(|&slice| pieces(slice, most)) {
+        // Frozen weights are sent, since they lie with the state.
+        let job = &self.handle.job;
+        let whole = self.in_place && !job.spec().worker_local;
+        let most = |slice: &Slice| match whole && !job.layout().is_frozen(slice.shard) {
+            true => u64::MAX,
+            false => CHUNK_BYTES as u64 / self.dtype.bytes(),
+        };
+        for slice in self.slices.iter().flat_map(|&slice| pieces(slice, most(&slice))) {
             let message = tokio::select! {
                 message = self.message(slice, payloads.is_some()) => message,
                 () = sender.closed() => return,
@@ -169,7 +174,7 @@ impl Pull {
     }
 
     async fn lend(&self, slice: Slice) -> Result<Outgoing, Fault> {
-        let room = if self.reads_drives() { self.room_for(slice).await? } else { None };
+        let room = if self.reads_drives(slice) { self.room_for(slice).await? } else { None };
         let lend = || self.handle.job.lend_image(&slice, self.version, self.amended);
         let Pulled { bytes, crc32, rates } = self.read(slice, lend).await?;
         let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
@@ -193,16 +198,16 @@ impl Pull {
         Ok(frame::encode_with(&head, self.owned(bytes, room)))
     }
 
-    /// Whether reading the weights may take a drive's time, and memory for what is read. The amended image lies with the
-    /// state, which a tier may keep on drives.
-    fn reads_drives(&self) -> bool {
+    /// Whether reading the weights may take a drive's time, and memory for what is read. The amended image, and frozen
+    /// weights, lie with the state, which a tier may keep on drives.
+    fn reads_drives(&self, slice: Slice) -> bool {
         let job = &self.handle.job;
-        self.amended || job.spills_images() || job.spec().worker_local && job.spill().is_some()
+        self.amended || job.reads_state(slice.shard) || job.spec().worker_local && job.spill().is_some()
     }
 
     async fn read<T>(&self, slice: Slice, read: impl Fn() -> Result<Option<T>, Fault>) -> Result<T, Fault> {
         // A drive takes longer than other calls of this thread may wait.
-        let waits = self.reads_drives();
+        let waits = self.reads_drives(slice);
         self.once_ready(slice, || if waits { tokio::task::block_in_place(&read) } else { read() }).await
     }
 

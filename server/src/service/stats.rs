@@ -20,8 +20,9 @@ pub(super) fn stream(
     let step = Step(request.step);
     let (sender, receiver) = mpsc::channel(4);
     tokio::spawn(async move {
-        // Backward makes the last shards first.
-        for &shard in handle.job.owned().iter().rev() {
+        // Backward makes the last shards first. It makes no gradient of frozen ones.
+        let trained = |shard: &&longshore_proto::ShardId| !handle.job.layout().is_frozen(**shard);
+        for &shard in handle.job.owned().iter().rev().filter(trained) {
             let stats = shard_stats(&handle, shard, step, deadline).await;
             let stats = stats.map_err(|fault| refuse("Stats", handle.job.spec().name.as_str(), fault));
             let failed = stats.is_err();

@@ -31,6 +31,11 @@ pub enum GradientError {
          rank's own partitions (spec.partitions)"
     )]
     NotContributor { name: String, rank: u32 },
+    #[error(
+        "rank {rank} put the gradient of {name}, which is frozen (spec.partitions): put no gradient of it, or open a job in \
+         which it is trained"
+    )]
+    Frozen { name: String, rank: u32 },
 }
 
 /// An allocation or reservation beyond a memory budget.

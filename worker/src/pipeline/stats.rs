@@ -72,7 +72,9 @@ async fn of_server(
     step: Step,
     finished: Finished,
 ) -> Result<ServerStatistics> {
-    let owned = cluster.placement.owned(server);
+    let mut owned = cluster.placement.owned(server);
+    // Nobody has a gradient of frozen shards.
+    owned.retain(|&shard| !cluster.layout.is_frozen(shard));
     let mut statistics = ServerStatistics::with_capacity(owned.len());
     let mut backoff = Backoff::new();
     while statistics.len() < owned.len() {

@@ -152,6 +152,9 @@ impl Collector {
         match self.awaited[param] {
             Some(true) => Ok(()),
             Some(false) => Err(GradientError::Twice { name: name() }),
+            None if plan.layout.is_param_frozen(param) => {
+                Err(GradientError::Frozen { name: name(), rank: self.rank.0 })
+            }
             None => Err(GradientError::NotContributor { name: name(), rank: self.rank.0 }),
         }
     }

@@ -136,6 +136,8 @@ fn pass(
     let mut failed = None;
     'shards: for &shard in missing {
         let server = cluster.owner(shard);
+        // Of a frozen shard there are weights alone.
+        let arrays = if cluster.layout.is_frozen(shard) { &arrays[..1] } else { arrays };
         let chunks = || (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId);
         for (array, chunk) in arrays.iter().flat_map(|&array| chunks().map(move |chunk| (array, chunk))) {
             let payload = read(cluster, filling, array, shard, chunk)?;

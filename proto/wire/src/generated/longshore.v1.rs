@@ -90,9 +90,14 @@ pub struct Partition {
     /// the index of its first parameter
     #[prost(uint32, tag = "1")]
     pub first: u32,
-    /// the contributors, ascending; at least one
+    /// the contributors, ascending; at least one, and none in a frozen partition
     #[prost(uint32, repeated, tag = "2")]
     pub ranks: ::prost::alloc::vec::Vec<u32>,
+    /// Its parameters are frozen: no rank has a gradient of them, and no step changes them. Servers keep them in the image dtype
+    /// alone, without master weights and moments. They have no gradient statistics, and every version has the same weights of
+    /// them. At least one partition of a job is not frozen.
+    #[prost(bool, tag = "3")]
+    pub frozen: bool,
 }
 /// Which server owns which shard. Every server owns at least one: name fewer servers than shards, or choose smaller shards.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

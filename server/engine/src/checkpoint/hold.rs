@@ -104,12 +104,13 @@ impl Source {
     /// Reads one shard into memory that nobody else sees, and compares it with its hashes.
     fn verify(&self, job: &Job, shard: ShardId) -> Result<(), Fault> {
         let elements = job.layout().shard_len(shard);
-        let shape = Shape::of(job.spec());
+        let shape = Shape::of_shard(job.spec(), job.layout(), shard);
+        let frozen = job.layout().is_frozen(shard);
         let mut arrays = shape.arrays(elements as usize).map(|bytes| vec![0; bytes]);
         let image = || vec![0; (elements * job.spec().image_dtype.bytes()) as usize];
         let with_older = self.images == StoredImages::Both && self.manifest.version.0 > 0;
-        let mut current = (self.images != StoredImages::None).then(image);
-        let mut older = with_older.then(image);
+        let mut current = (self.images != StoredImages::None && !frozen).then(image);
+        let mut older = (with_older && !frozen).then(image);
         let loaded = LoadedShard {
             state: StateMut::new(shape, arrays.each_mut().map(Vec::as_mut_slice)),
             older_image: older.as_deref_mut(),

@@ -71,11 +71,17 @@ pub(super) enum Array {
     Second,
     Image,
     OlderImage,
+    /// All that there is of a frozen shard: its weights, in the image dtype.
+    Frozen,
 }
 
 impl Array {
-    /// The arrays of the state that a rule has, in the order in which a block's hash takes them.
-    pub(super) fn state(spec: &JobSpec) -> &'static [Array] {
+    /// The arrays of a shard's state, in the order in which a block's hash takes them. A shard that is trained has those of
+    /// the rule.
+    pub(super) fn state(spec: &JobSpec, frozen: bool) -> &'static [Array] {
+        if frozen {
+            return &[Array::Frozen];
+        }
         &[Array::Master, Array::First, Array::Second][..1 + spec.rule.state_slots()]
     }
 
@@ -85,7 +91,7 @@ impl Array {
         match self {
             Array::Master => spec.formats.master.bytes(block) as u64,
             Array::First | Array::Second => spec.formats.state.bytes(block) as u64,
-            Array::Image | Array::OlderImage => spec.image_dtype.bytes() * BLOCK_ELEMENTS,
+            Array::Image | Array::OlderImage | Array::Frozen => spec.image_dtype.bytes() * BLOCK_ELEMENTS,
         }
     }
 
@@ -107,7 +113,7 @@ impl Array {
                     return (TensorDtype::U8, vec![elements / BLOCK_ELEMENTS, self.block_bytes(spec)]);
                 }
             },
-            Array::Image | Array::OlderImage => spec.image_dtype,
+            Array::Image | Array::OlderImage | Array::Frozen => spec.image_dtype,
         };
         let dtype = match dtype {
             Dtype::F32 => TensorDtype::F32,
@@ -131,11 +137,13 @@ impl fmt::Display for Array {
             Array::Second => "second",
             Array::Image => "image",
             Array::OlderImage => "older_image",
+            Array::Frozen => "frozen",
         })
     }
 }
 
-/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard.
+/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard. A frozen shard has rows in all tables, so
+/// that a block has the same row in each; those of images are of no bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
     /// The hashes of master, first and second together, as the state hash takes them: one pass over the state serves

@@ -4,7 +4,7 @@
 //! ```text
 //! 8 bytes   length of the header
 //! header    JSON, padded with spaces to its largest possible size and to whole pages
-//! data      shard.000000.master, .first, .second, .image; then the next shard's
+//! data      shard.000000.master, .first, .second, .image, or of a frozen one shard.000000.frozen; then the next shard's
 //!           shard.000000.older_image; then the next shard's
 //! tail      hashes.state, hashes.image, hashes.older_image, job.spec, job.commit
 //! ```
@@ -73,9 +73,10 @@ impl PartPlan<'_> {
     }
 
     /// The arrays from one shard's data to the next's, older images apart.
-    fn near(&self) -> impl Iterator<Item = Array> {
-        let image = (self.spec.max_delay >= 1).then_some(Array::Image);
-        Array::state(self.spec).iter().copied().chain(image)
+    fn near(&self, shard: ShardId) -> impl Iterator<Item = Array> {
+        let frozen = self.layout.is_frozen(shard);
+        let image = (self.spec.max_delay >= 1 && !frozen).then_some(Array::Image);
+        Array::state(self.spec, frozen).iter().copied().chain(image)
     }
 
     /// The data offset of each array of each shard, in file order.
@@ -87,10 +88,11 @@ impl PartPlan<'_> {
             offset += array.bytes(self.spec, self.layout.shard_len(shard));
         };
         for &shard in self.shards {
-            self.near().for_each(|array| place(shard, array));
+            self.near(shard).for_each(|array| place(shard, array));
         }
         if images == StoredImages::Both {
-            self.shards.iter().for_each(|&shard| place(shard, Array::OlderImage));
+            let trained = self.shards.iter().filter(|&&shard| !self.layout.is_frozen(shard));
+            trained.for_each(|&shard| place(shard, Array::OlderImage));
         }
         arrays
     }

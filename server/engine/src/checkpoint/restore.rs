@@ -59,7 +59,7 @@ impl Source {
         };
         let layout = manifest.spec.validate().map_err(unfit)?;
         check_shards(&layout, &manifest.parts).map_err(unfit)?;
-        check_images(&manifest.parts).map_err(unfit)?;
+        check_images(&layout, &manifest.parts).map_err(unfit)?;
         check_commit(&manifest).map_err(unfit)?;
         let images = if job.max_delay == 0 { StoredImages::None } else { manifest.images };
         check_same_model(&manifest.spec, job, images)?;
@@ -72,7 +72,9 @@ impl Source {
                 found => found,
             };
             for entry in &part.shards {
-                for &array in Array::state(&manifest.spec).iter().chain(image_arrays(images)) {
+                let frozen = layout.is_frozen(entry.shard);
+                let images = if frozen { &[] } else { image_arrays(images) };
+                for &array in Array::state(&manifest.spec, frozen).iter().chain(images) {
                     let Ok(reader) = &reader else { break };
                     reader.check(&manifest.spec, entry.shard, array, entry.elements)?;
                 }
@@ -112,8 +114,11 @@ impl Source {
     pub(super) fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
         let LoadedShard { mut state, older_image, image } = loaded;
         let slices = self.layout.slices(job.layout().shard_range(shard));
-        let arrays = [Array::Master, Array::First, Array::Second];
-        for (array, bytes) in arrays.into_iter().zip(&mut state.arrays) {
+        let arrays = match job.layout().is_frozen(shard) {
+            true => &[Array::Frozen][..],
+            false => &[Array::Master, Array::First, Array::Second],
+        };
+        for (&array, bytes) in arrays.iter().zip(&mut state.arrays) {
             self.read(array, &slices, bytes)?;
         }
         let captured = Captured { shard, state: state.as_ref(), image: &[], older_image: None };
@@ -231,19 +236,29 @@ fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -
         groups: checkpoint.groups.clone(),
         rule: checkpoint.rule,
         formats: Formats { seed: job.formats.seed, ..checkpoint.formats },
-        // Other ranks may contribute now, but every parameter must lie where it did.
-        partitions: match checkpoint.partition_starts() == job.partition_starts() {
+        // Other ranks may contribute now, but every parameter must lie where it did, and frozen ones have no state.
+        partitions: match checkpoint.partition_starts() == job.partition_starts()
+            && checkpoint.frozen_starts() == job.frozen_starts()
+        {
             true => job.partitions.clone(),
             false => checkpoint.partitions.clone(),
         },
-        image_dtype: if images == StoredImages::None { job.image_dtype } else { checkpoint.image_dtype },
+        image_dtype: match images == StoredImages::None && !checkpoint.has_frozen() {
+            true => job.image_dtype,
+            false => checkpoint.image_dtype,
+        },
         ..job.clone()
     };
     alike.same_as(job).map_err(|fault| Fault {
         limit: fault.limit.replace("as the job was opened", "as in the checkpoint"),
         remedy: match &*fault.field {
+            "spec.image_dtype" if checkpoint.has_frozen() => {
+                "open the job with the checkpoint's image dtype, in which frozen parameters are kept"
+            }
             "spec.image_dtype" => "open the job with the checkpoint's image dtype, or with max_delay 0",
-            "spec.partitions" => "open the job with partitions that begin at the same parameters as the checkpoint's",
+            "spec.partitions" => {
+                "open the job with partitions that begin at the same parameters as the checkpoint's, and are frozen where those are"
+            }
             "spec.state_format" | "spec.master_format" => "open the job with the checkpoint's formats",
             _ => "restore a checkpoint of this model, or open the job with the checkpoint's parameters and rule",
         }

@@ -50,7 +50,7 @@ impl Store {
         let (spec, commit) = job_of(own)?;
         let layout = spec.validate()?;
         check_shards(&layout, &parts)?;
-        let images = check_images(&parts)?;
+        let images = check_images(&layout, &parts)?;
         let mut manifest = Manifest::new(first, parts.clone(), spec, commit, images);
         manifest.state_hash = hash_of(&manifest, &layout, &readers)?;
         let path = folder.join(manifest::FILE);
@@ -190,9 +190,10 @@ pub(super) fn check_shards(layout: &Layout, parts: &[Part]) -> Result<(), Fault>
     }
 }
 
-/// The images that every part with shards has.
-pub(super) fn check_images(parts: &[Part]) -> Result<StoredImages, Fault> {
-    let mut images = parts.iter().filter(|part| !part.shards.is_empty()).map(|part| part.images);
+/// The images that every part has that has shards with images.
+pub(super) fn check_images(layout: &Layout, parts: &[Part]) -> Result<StoredImages, Fault> {
+    let trained = |part: &&Part| part.shards.iter().any(|entry| !layout.is_frozen(entry.shard));
+    let mut images = parts.iter().filter(trained).map(|part| part.images);
     let first = images.next().unwrap_or(StoredImages::None);
     match images.find(|&other| other != first) {
         Some(other) => {

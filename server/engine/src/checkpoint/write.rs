@@ -141,11 +141,12 @@ impl Sink {
 
     /// Writes the arrays of some blocks and takes their hashes.
     fn take(&self, piece: &Piece, layout: BlockCopy, hashes: &mut Hashes) -> Result<(), Fault> {
+        let frozen = self.job.layout().is_frozen(piece.shard);
         for (index, block) in piece.blocks().enumerate() {
-            let CopiedBlock { state, image, older_image, .. } = layout.cut(block);
+            let CopiedBlock { state, image, older_image, .. } = layout.cut(block, frozen);
             for &(array, offset) in &self.places[piece.owned.index()] {
                 let bytes = match array {
-                    Array::Master => state[0],
+                    Array::Master | Array::Frozen => state[0],
                     Array::First => state[1],
                     Array::Second => state[2],
                     Array::Image => image,
@@ -157,9 +158,9 @@ impl Sink {
         }
         let images = self.job.spec().max_delay >= 1;
         let found = self.job.compute().blocks(piece.blocks().collect(), |block: &[u8]| {
-            let block = layout.cut(block);
+            let block = layout.cut(block, frozen);
             let hash = |bytes: &[u8]| *blake3::hash(bytes).as_bytes();
-            let older = images && piece.older_image;
+            let older = images && (piece.older_image || frozen);
             (hash(block.whole), images.then(|| hash(block.image)), older.then(|| hash(block.older_image)))
         });
         for (state, image, older_image) in found {
@@ -207,7 +208,9 @@ impl Sink {
     fn images(&self, hashes: &[Hashes]) -> StoredImages {
         if self.job.spec().max_delay == 0 {
             StoredImages::None
-        } else if hashes.is_empty() || hashes.iter().any(|shard| shard.older_image.is_empty()) {
+        } else if hashes.is_empty()
+            || self.job.trained().any(|owned| hashes[owned.index()].older_image.is_empty())
+        {
             StoredImages::Current
         } else {
             StoredImages::Both

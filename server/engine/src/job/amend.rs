@@ -106,9 +106,9 @@ impl Job {
         self.spec.worker_local && record.commit.as_ref().is_some_and(Commit::amends)
     }
 
-    /// All owned shards.
-    pub(super) fn all(&self) -> impl Iterator<Item = OwnedShard> + use<> {
-        OwnedShards::all(self.owned.len())
+    /// The owned shards that are trained.
+    pub(crate) fn trained(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
+        OwnedShards::all(self.owned.len()).filter(|&owned| !self.is_frozen(owned))
     }
 
     /// Whether a decided step made an amended image.

@@ -14,7 +14,8 @@ use crate::{
 
 /// How far the first state has come.
 pub(super) struct Load {
-    /// By owned shard, then by array and chunk: the checksum of an uploaded chunk.
+    /// By owned shard, then by array and chunk: the checksum of an uploaded chunk. A frozen shard has chunks of weights
+    /// alone.
     pub(super) checksums: Vec<[Vec<Option<u32>>; 3]>,
     /// What is uploaded, once a chunk of it is stored.
     pub(super) uploaded: Option<Uploaded>,
@@ -99,8 +100,12 @@ pub struct LoadedShard<'a> {
 
 impl Load {
     pub(super) fn new(layout: &Layout, owned: &[ShardId]) -> Load {
-        let chunks =
-            |&shard: &ShardId| StateArray::ALL.map(|_| vec![None; layout.chunks(shard, Dtype::F32) as usize]);
+        let chunks = |&shard: &ShardId| {
+            StateArray::ALL.map(|array| {
+                let here = array == StateArray::Master || !layout.is_frozen(shard);
+                vec![None; if here { layout.chunks(shard, Dtype::F32) as usize } else { 0 }]
+            })
+        };
         Load {
             checksums: owned.iter().map(chunks).collect(),
             uploaded: None,
@@ -175,6 +180,16 @@ impl Job {
         let with_older = images == StoredImages::Both && version.0 > 0;
         for (owned, &shard) in OwnedShards::all(self.owned.len()).zip(&self.owned) {
             self.check_cancelled()?;
+            if self.is_frozen(owned) {
+                let mut result = Ok(());
+                self.tier.state.load(owned, &mut |state| {
+                    result = read(shard, LoadedShard { state, older_image: None, image: None });
+                })?;
+                result?;
+                lock(&self.load).shards += 1;
+                self.notify();
+                continue;
+            }
             let mut current = self.images.to_make(owned, version);
             // The image of the version before and that of the next version have the same place. The next version is
             // asked for, since before version 0 there is none.
@@ -224,7 +239,7 @@ impl Job {
     /// Makes the current image of every shard for which none was loaded.
     pub(super) fn make_images(&self, version: Version, loaded: StoredImages) -> Result<(), Fault> {
         let stored = self.images.are_spilled() && loaded != StoredImages::None;
-        for owned in OwnedShards::all(self.owned.len()).filter(|_| !stored) {
+        for owned in self.trained().filter(|_| !stored) {
             self.make_image(owned, version)?;
             self.images.store(owned, version)?;
         }
@@ -235,12 +250,10 @@ impl Job {
     pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
         if let Some(kept) = &self.tier.kept {
             let older = record.version.0.checked_sub(1).map(Version);
-            let loaded = |older| {
-                OwnedShards::all(self.owned.len()).all(|owned| self.images.here(owned, older).is_some())
-            };
+            let loaded = |older| self.trained().all(|owned| self.images.here(owned, older).is_some());
             kept.older_images(older.is_some_and(loaded));
         }
-        self.make_rates(record.version, record.applied, record.commit.as_ref(), self.all())?;
+        self.make_rates(record.version, record.applied, record.commit.as_ref(), self.trained())?;
         if let Some(durable) = &self.tier.durable {
             durable.start(record)?;
         }
@@ -277,16 +290,21 @@ impl Job {
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let version = record.version;
         for owned in OwnedShards::all(self.owned.len()) {
-            self.images.recover(owned, version)?;
+            let trained = !self.is_frozen(owned);
+            if trained {
+                self.images.recover(owned, version)?;
+            }
             // The state is read even if the image was kept: a damaged block must be found while the server can still
             // take the version before.
             self.tier.state.read(owned, &mut |_| ())?;
-            self.make_image(owned, version)?;
+            if trained {
+                self.make_image(owned, version)?;
+            }
         }
         if let Some(behind) = &self.tier.behind {
             behind.adopt()?;
         }
-        self.make_rates(version, record.applied, record.commit.as_ref(), self.all())?;
+        self.make_rates(version, record.applied, record.commit.as_ref(), self.trained())?;
         lock(&self.load).finish();
         self.protocol.machine().recovered(record)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
@@ -296,13 +314,13 @@ impl Job {
     /// Goes on after a process that was killed at any instant. The steps that it had decided are updated to the end,
     /// from the contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
-        for (owned, shard) in OwnedShards::all(kept.shards.len()).zip(&kept.shards) {
-            self.images.found(owned, shard);
+        for owned in self.trained() {
+            self.images.found(owned, &kept.shards[owned.index()]);
         }
         if let Some(Record { version, applied, commit, .. }) = kept.records.last() {
             // The rates of a shard with an unfinished update are made by that update.
-            let there = self.all().zip(&kept.shards).filter(|(_, shard)| shard.version == *version);
-            self.make_rates(*version, *applied, commit.as_ref(), there.map(|(owned, _)| owned))?;
+            let there = self.trained().filter(|owned| kept.shards[owned.index()].version == *version);
+            self.make_rates(*version, *applied, commit.as_ref(), there)?;
         }
         lock(&self.load).finish();
         let mut machine = self.protocol.machine();

@@ -114,6 +114,15 @@ impl Job {
         self.images.are_spilled()
     }
 
+    /// Whether what is pulled of a shard is a copy of what the tier has: spilled images, and frozen weights.
+    pub fn reads_state(&self, shard: ShardId) -> bool {
+        self.images.are_spilled() || self.layout.is_frozen(shard)
+    }
+
+    fn is_frozen(&self, owned: OwnedShard) -> bool {
+        self.layout.is_frozen(self.owned[owned.index()])
+    }
+
     /// What of the job lives on drives alone. It is None for a job that keeps nothing on drives.
     pub fn spill(&self) -> Option<Spill> {
         let spill = match (self.gradients.are_spilled(), self.images.are_spilled()) {

@@ -13,7 +13,9 @@ use crate::{
 
 impl Need {
     pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
-        let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
+        // Frozen shards have neither images beside their state, nor gradients.
+        let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
+        let elements: u64 = trained.map(|&shard| layout.shard_len(shard)).sum();
         let slots = spec.gradient_slots() as u64;
         let StoreNeed { state, buffers, disk, written } = tier::need(spec, layout, owned, storage);
         let (contributions, accumulators) = if storage.spills_gradients(spec) {
@@ -28,7 +30,11 @@ impl Need {
             })
         };
         let connection = CONNECTION_BYTES
-            + if storage.spills_images(spec) || spec.worker_local { SPILLED_PULL_BYTES } else { 0 };
+            + if storage.spills_images(spec) || spec.worker_local || spec.has_frozen() {
+                SPILLED_PULL_BYTES
+            } else {
+                0
+            };
         Need {
             state,
             buffers,

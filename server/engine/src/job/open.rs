@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, atomic::AtomicU64};
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId};
+use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId, ShardId};
 
 use super::{
     Job, Observer,
@@ -60,7 +60,11 @@ impl Job {
             Buffers::over(space, &spec, &shapes, compute.pool()).map_err(exhausted)?;
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
-        let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+        let length = |&shard: &ShardId| match layout.is_frozen(shard) {
+            true => 0,
+            false => layout.shard_len(shard) as usize,
+        };
+        let lengths: Vec<usize> = owned.iter().map(length).collect();
         let image_bytes = lengths.iter().map(|&length| length * spec.image_dtype.bytes() as usize).collect();
         let rates = Rates::new(&spec, &lengths);
         let images = Images::new(images, image_bytes, window, shared, tier.images.take(), rates);

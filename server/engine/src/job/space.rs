@@ -34,6 +34,7 @@ pub(super) struct Space {
 /// What decides the sizes of a shard's buffers.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
+    /// 0 for a frozen shard, which has no buffers.
     elements: usize,
     contributors: usize,
     /// Whether contributions are summed.
@@ -45,7 +46,7 @@ impl Shape {
         let shape = |&shard: &ShardId| {
             let contributors = layout.contributors(shard);
             Shape {
-                elements: layout.shard_len(shard) as usize,
+                elements: if layout.is_frozen(shard) { 0 } else { layout.shard_len(shard) as usize },
                 contributors: contributors.len(),
                 accumulates: spec.accumulates(contributors),
             }

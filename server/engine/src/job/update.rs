@@ -61,8 +61,10 @@ impl Job {
         let decision =
             self.protocol.machine().decision(step).map(|(commit, applied)| (commit.clone(), applied));
         let (commit, applied) = decision.expect("a commit is kept until its updates are done");
-        run.clone().for_each(|owned| self.snapshots.take_before(self, owned, step));
-        if commit.skip {
+        if self.is_frozen(first) {
+            self.pass_frozen(run.clone(), step);
+        } else if commit.skip {
+            run.clone().for_each(|owned| self.snapshots.take_before(self, owned, step));
             for owned in run.clone() {
                 match &self.tier.kept {
                     Some(kept) => kept.carry(owned, step.version(), &mut || self.images.carry(owned, step)),
@@ -73,6 +75,7 @@ impl Job {
             let lacking = run.clone().filter(|&owned| !self.images.rates.are_of(owned, step.version()));
             self.make_rates(step.version(), applied, Some(&commit), lacking)?;
         } else {
+            run.clone().for_each(|owned| self.snapshots.take_before(self, owned, step));
             self.update_shards(run.clone(), &commit, applied)?;
         }
         self.gradients.give_back(run.clone(), step);
@@ -87,6 +90,13 @@ impl Job {
         drop(machine);
         tracing::trace!(job = %self.spec.name, %step, run = ?run.indices(), skip = commit.skip, "updated");
         Ok(next)
+    }
+
+    /// A step changes nothing of frozen shards, so that snapshots need not be taken before it.
+    fn pass_frozen(&self, run: OwnedShards, step: Step) {
+        if let Some(kept) = &self.tier.kept {
+            run.for_each(|owned| kept.carry(owned, step.version(), &mut || ()));
+        }
     }
 
     fn update_shards(&self, run: OwnedShards, commit: &Commit, applied: u64) -> Result<(), Fault> {

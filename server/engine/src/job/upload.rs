@@ -55,7 +55,7 @@ impl Job {
             machine.check_rank_zero(incarnation)?;
             machine.owned_index(shard)?
         };
-        self.check_array(array, applied)?;
+        self.check_array(shard, array, applied)?;
         let chunks = self.layout.chunks(shard, Dtype::F32);
         let Some(range) = self.layout.chunk_bytes(shard, chunk, Dtype::F32) else {
             return Err(Refusal::UnknownChunk { shard, chunk, chunks }.into());
@@ -90,8 +90,18 @@ impl Job {
     }
 
     /// Checks that the job has such an array, and is filled with state if it is one of moments.
-    fn check_array(&self, array: StateArray, applied: Option<u64>) -> Result<(), Fault> {
+    fn check_array(&self, shard: ShardId, array: StateArray, applied: Option<u64>) -> Result<(), Fault> {
         let rule = self.spec.rule;
+        if array != StateArray::Master && self.layout.is_frozen(shard) {
+            let value = format!("{array} of {shard}");
+            let limit = "master weights: the shard is frozen (spec.partitions)";
+            return Err(Fault::invalid(
+                "array",
+                value,
+                limit,
+                "leave it out: frozen parameters have no moments",
+            ));
+        }
         if !StateArray::of(rule).contains(&array) {
             let remedy = "leave it out, or open the job with the rule that the state is of";
             return Err(Fault::invalid("array", array, format!("an array of {}", rule.name()), remedy));
@@ -137,7 +147,8 @@ impl Job {
         Err(Fault::invalid("payload", value, limit, remedy))
     }
 
-    /// Puts fp32 values at block `first` of a shard's array. They are rounded to nearest if the job keeps fewer bits.
+    /// Puts fp32 values at block `first` of a shard's array. They are rounded to nearest if the job keeps fewer bits, and to
+    /// the image's format if the shard is frozen.
     fn store_values(&self, state: StateMut<'_>, array: StateArray, first: usize, payload: &[u8]) {
         let (isa, rule) = (self.compute.isa(), self.spec.rule);
         let mut values = vec![0.0; BLOCK];
@@ -146,6 +157,10 @@ impl Job {
         {
             // A payload may lie at any alignment in its message.
             bytemuck::cast_slice_mut::<f32, u8>(&mut values).copy_from_slice(bytes);
+            if let Some(weights) = block.frozen() {
+                cast(isa, &values, weights);
+                continue;
+            }
             let low = block.low();
             match (array, low.master) {
                 (StateArray::Master, MasterMut::F32(master)) => master.copy_from_slice(&values),

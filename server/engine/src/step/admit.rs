@@ -68,6 +68,11 @@ impl Machine {
         let contribution = chunk.contribution;
         let owned = self.owned_index(contribution.shard)?;
         let shard = &self.shards[owned.index()];
+        if shard.is_frozen() {
+            let first = self.layout.params_in(self.layout.shard_range(contribution.shard)).start;
+            let param = self.spec.params.get(first).map(|param| param.name.clone()).unwrap_or_default();
+            return Err(Refusal::Frozen { contribution, param });
+        }
         let contributor = shard.contributor(contribution.rank).ok_or_else(|| Refusal::NotContributor {
             contribution,
             contributors: shard.contributors.clone(),

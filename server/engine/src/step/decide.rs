@@ -70,7 +70,8 @@ impl Machine {
 
     /// Checks that a decision was made from the contributions that are here.
     pub fn check_origin(&self, step: Step, origin: Origin) -> Result<(), Refusal> {
-        let found = self.shards.iter().map(|shard| shard.origin(step)).reduce(Origin::and);
+        let trained = self.shards.iter().filter(|shard| !shard.is_frozen());
+        let found = trained.map(|shard| shard.origin(step)).reduce(Origin::and);
         match found.filter(|found| found.differs(origin)) {
             Some(found) => Err(Refusal::OtherOrigin { step, origin, found }),
             None => Ok(()),
@@ -110,7 +111,9 @@ impl Machine {
         if version > newest {
             return Err(Refusal::VersionTooNew { version, newest });
         }
-        Ok(self.shards[owned.index()].version >= version)
+        let shard = &self.shards[owned.index()];
+        // All versions have the same weights of a frozen shard.
+        Ok(shard.is_frozen() || shard.version >= version)
     }
 }
 

@@ -61,7 +61,7 @@ pub(super) struct StepSlot {
 pub(super) struct ShardProgress {
     pub(super) shard: ShardId,
     pub(super) chunks: u32,
-    /// The ranks that contribute to it, in ascending order.
+    /// The ranks that contribute to it, in ascending order. A frozen shard has none.
     pub(super) contributors: Vec<Rank>,
     /// The step that the shard's state was last updated by.
     pub(super) version: Version,
@@ -315,8 +315,16 @@ impl ShardProgress {
         }
     }
 
-    /// Whether every contribution of the step is in and summed.
+    /// Whether nobody contributes to it, and no step changes it.
+    pub(super) fn is_frozen(&self) -> bool {
+        self.contributors.is_empty()
+    }
+
+    /// Whether every contribution of the step is in and summed. A frozen shard needs none.
     pub(super) fn is_complete(&self, step: Step) -> bool {
+        if self.is_frozen() {
+            return true;
+        }
         let slot = self.slot(step);
         slot.step == Some(step) && slot.complete
     }

@@ -108,7 +108,18 @@ pub trait Tier: Send + Sync {
     /// Reads a shard as its last update left it.
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
 
-    /// Runs the update that makes `version` of a shard.
+    /// Hands bytes of a frozen shard's weights to `read`, once the job has started. A tier on drives brings in no more than
+    /// these.
+    fn read_frozen(
+        &self,
+        owned: OwnedShard,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Fault> {
+        self.read(owned, &mut |state| read(&state.arrays[0][bytes.clone()]))
+    }
+
+    /// Runs the update that makes `version` of a shard that is trained.
     fn update(
         &self,
         owned: OwnedShard,

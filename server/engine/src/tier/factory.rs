@@ -22,8 +22,10 @@ use crate::threads::ThreadPool;
 
 /// Computes what a job's tier needs on this server.
 pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
-    let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
-    let state = Shape::of(spec).bytes(elements as usize) as u64;
+    let state = |&shard: &ShardId| {
+        Shape::of_shard(spec, layout, shard).bytes(layout.shard_len(shard) as usize) as u64
+    };
+    let state = owned.iter().map(state).sum();
     match spec.tier {
         TierKind::Memory => StoreNeed { state, ..StoreNeed::default() },
         // Files in a tmpfs take DRAM.
@@ -72,7 +74,8 @@ pub fn open(
 fn open_memory(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fault> {
     let lengths: Vec<usize> =
         inputs.owned.iter().map(|&shard| inputs.layout.shard_len(shard) as usize).collect();
-    let tier = MemoryTier::allocate(&lengths, Shape::of(inputs.spec), pool).map_err(exhausted)?;
+    let shapes = Shape::of_shards(inputs.spec, inputs.layout, inputs.owned);
+    let tier = MemoryTier::allocate(&lengths, shapes, pool).map_err(exhausted)?;
     let tier = Arc::new(tier);
     let store = Store {
         state: tier.clone(),

@@ -13,7 +13,7 @@ use crate::{
 };
 
 pub(super) struct MemoryTier {
-    shape: Shape,
+    shapes: Vec<Shape>,
     shards: Vec<Mutex<Shard>>,
 }
 
@@ -21,54 +21,54 @@ pub(super) struct MemoryTier {
 type Shard = [Region; 4];
 
 impl MemoryTier {
-    /// `lengths` has the elements of each owned shard.
+    /// `lengths` has the elements of each owned shard, and `shapes` what its arrays consist of.
     pub(super) fn allocate(
         lengths: &[usize],
-        shape: Shape,
+        shapes: Vec<Shape>,
         pool: &ThreadPool,
     ) -> Result<MemoryTier, AllocationError> {
-        let slab = Slab::allocate(MemoryTier::bytes(lengths, shape))?;
-        MemoryTier::over(slab, lengths, shape, pool)
+        let slab = Slab::allocate(MemoryTier::bytes(lengths, &shapes))?;
+        MemoryTier::over(slab, lengths, shapes, pool)
     }
 
     /// How many bytes `over` needs.
-    pub(super) fn bytes(lengths: &[usize], shape: Shape) -> usize {
-        Slab::bytes_for(sizes(lengths, shape))
+    pub(super) fn bytes(lengths: &[usize], shapes: &[Shape]) -> usize {
+        Slab::bytes_for(sizes(lengths, shapes))
     }
 
     /// `pool` is the threads that will update them.
     pub(super) fn over(
         slab: Slab,
         lengths: &[usize],
-        shape: Shape,
+        shapes: Vec<Shape>,
         pool: &ThreadPool,
     ) -> Result<MemoryTier, AllocationError> {
-        let mut regions = slab.carve(&sizes(lengths, shape), pool)?.into_iter();
+        let mut regions = slab.carve(&sizes(lengths, &shapes), pool)?.into_iter();
         let mut shards = Vec::with_capacity(lengths.len());
         while let (Some(master), Some(first), Some(second), Some(amended)) =
             (regions.next(), regions.next(), regions.next(), regions.next())
         {
             shards.push(Mutex::new([master, first, second, amended]));
         }
-        Ok(MemoryTier { shape, shards })
+        Ok(MemoryTier { shapes, shards })
     }
 }
 
 /// The sizes of the regions. A shard's arrays lie beside each other, since an update walks all three at once.
-fn sizes(lengths: &[usize], shape: Shape) -> Vec<usize> {
-    lengths.iter().flat_map(|&length| shape.arrays(length)).collect()
+fn sizes(lengths: &[usize], shapes: &[Shape]) -> Vec<usize> {
+    lengths.iter().zip(shapes).flat_map(|(&length, shape)| shape.arrays(length)).collect()
 }
 
 impl Tier for MemoryTier {
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut shard = lock(&self.shards[owned.index()]);
-        load(StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
+        load(StateMut::new(self.shapes[owned.index()], shard.each_mut().map(Region::bytes_mut)));
         Ok(())
     }
 
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
         let shard = lock(&self.shards[owned.index()]);
-        read(StateRef::new(self.shape, shard.each_ref().map(Region::bytes)));
+        read(StateRef::new(self.shapes[owned.index()], shard.each_ref().map(Region::bytes)));
         Ok(())
     }
 
@@ -85,8 +85,9 @@ impl Tier for MemoryTier {
 impl Together for MemoryTier {
     fn update_run(&self, owned: OwnedShards, update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault> {
         let mut shards: Vec<_> = self.shards[owned.indices()].iter().map(lock).collect();
+        let states = shards.iter_mut().zip(&self.shapes[owned.indices()]);
         let states =
-            shards.iter_mut().map(|shard| StateMut::new(self.shape, shard.each_mut().map(Region::bytes_mut)));
+            states.map(|(shard, &shape)| StateMut::new(shape, shard.each_mut().map(Region::bytes_mut)));
         update(states.collect());
         Ok(())
     }

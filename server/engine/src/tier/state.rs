@@ -1,11 +1,15 @@
 //! A shard's state as a tier holds it: arrays of bytes, block after block. They are the master weights, the moments, and
-//! where the worker amends weights the amended image, which belongs to the same version.
+//! where the worker amends weights the amended image, which belongs to the same version. Of a frozen shard there is one
+//! array: its weights as workers pull them.
 
 use longshore_proto::{
-    Formats, JobSpec, MasterFormat, Rule, StateArray, StateFormat, limits::BLOCK_ELEMENTS,
+    Dtype, Formats, JobSpec, Layout, MasterFormat, Rule, ShardId, StateArray, StateFormat,
+    limits::BLOCK_ELEMENTS,
 };
 
-use crate::kernels::{Code, Gradient, Isa, MasterMut, Moment, MomentMut, State, StateLow, decode, widen};
+use crate::kernels::{
+    Code, Gradient, ImageMut, Isa, MasterMut, Moment, MomentMut, State, StateLow, decode, widen,
+};
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// How many arrays there are: master weights, first and second moments, amended image.
@@ -14,7 +18,7 @@ const ARRAYS: usize = 4;
 /// checkpoints have as the older one.
 const STATE_ARRAYS: usize = 3;
 
-/// What a job's arrays consist of.
+/// What a shard's arrays consist of. All shards of a job that are trained have the same, and so have all frozen ones.
 ///
 /// An array is its blocks one after the other, all of one length, so that whoever moves, copies or checksums state
 /// needs to know nothing of formats. Elements are little-endian; a block of 8-bit moments is the codes of its
@@ -22,6 +26,8 @@ const STATE_ARRAYS: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     formats: Formats,
+    /// Of a frozen shard: the format of its weights, which are the first array.
+    frozen: Option<Dtype>,
     block: [usize; ARRAYS],
 }
 
@@ -41,16 +47,33 @@ pub struct StateRef<'a> {
 }
 
 impl Shape {
+    /// The shape of the shards that are trained.
     pub fn of(spec: &JobSpec) -> Shape {
         let amended = if spec.worker_local { BLOCK * spec.image_dtype.bytes() as usize } else { 0 };
         let [master, first, second, _] = Shape::new(spec.rule, spec.formats).block;
-        Shape { formats: spec.formats, block: [master, first, second, amended] }
+        Shape { formats: spec.formats, frozen: None, block: [master, first, second, amended] }
+    }
+
+    /// The shape of the frozen shards.
+    pub fn of_frozen(spec: &JobSpec) -> Shape {
+        let weights = BLOCK * spec.image_dtype.bytes() as usize;
+        Shape { formats: spec.formats, frozen: Some(spec.image_dtype), block: [weights, 0, 0, 0] }
+    }
+
+    pub fn of_shard(spec: &JobSpec, layout: &Layout, shard: ShardId) -> Shape {
+        if layout.is_frozen(shard) { Shape::of_frozen(spec) } else { Shape::of(spec) }
+    }
+
+    /// The shapes of several shards.
+    pub fn of_shards(spec: &JobSpec, layout: &Layout, shards: &[ShardId]) -> Vec<Shape> {
+        shards.iter().map(|&shard| Shape::of_shard(spec, layout, shard)).collect()
     }
 
     /// The shape of a job whose worker amends nothing.
     pub fn new(rule: Rule, formats: Formats) -> Shape {
         let moment = |slot: usize| if slot < rule.state_slots() { formats.state.bytes(BLOCK) } else { 0 };
-        Shape { formats, block: [formats.master.bytes(BLOCK), moment(0), moment(1), 0] }
+        let block = [formats.master.bytes(BLOCK), moment(0), moment(1), 0];
+        Shape { formats, frozen: None, block }
     }
 
     /// The bytes of one block in each array; 0 in one that the job does not have.
@@ -128,6 +151,16 @@ impl<'a> StateMut<'a> {
         amended
     }
 
+    /// A frozen shard's weights; None for any other shard.
+    pub fn frozen(&mut self) -> Option<ImageMut<'_>> {
+        let weights = &mut *self.arrays[0];
+        Some(match self.shape.frozen? {
+            Dtype::F32 => ImageMut::F32(bytemuck::cast_slice_mut(weights)),
+            Dtype::F16 => ImageMut::F16(bytemuck::cast_slice_mut(weights)),
+            Dtype::Bf16 => ImageMut::Bf16(bytemuck::cast_slice_mut(weights)),
+        })
+    }
+
     /// The form that kernels of all formats take, for one block.
     pub fn low(&mut self) -> StateLow<'_> {
         let format = self.shape.formats.state;
@@ -186,6 +219,11 @@ impl<'a> StateRef<'a> {
         self.arrays[0].len() / self.shape.block[0]
     }
 
+    /// Whether it is a frozen shard's, which consists of weights alone.
+    pub fn is_frozen(&self) -> bool {
+        self.shape.frozen.is_some()
+    }
+
     /// One of its blocks.
     pub fn block(&self, index: usize) -> StateRef<'a> {
         let part = |array: usize| {
@@ -215,7 +253,7 @@ impl<'a> StateRef<'a> {
         bytemuck::cast_slice(self.arrays[2])
     }
 
-    /// Hands one block of an array that the rule has to `with`, as f32.
+    /// Hands one block of an array that the shard has to `with`, as f32.
     pub fn with_array<R>(
         &self,
         isa: Isa,
@@ -246,16 +284,18 @@ impl<'a> StateRef<'a> {
         with(&wide)
     }
 
-    /// Hands the master weights of one block to `with`, as f32.
+    /// Hands the master weights of one block to `with`, as f32. Of a frozen shard these are its weights.
     pub fn with_master<R>(&self, isa: Isa, block: usize, with: impl FnOnce(&[f32]) -> R) -> R {
         let bytes = self.block(block).arrays[0];
-        match self.shape.formats.master {
-            MasterFormat::F32 => with(bytemuck::cast_slice(bytes)),
-            MasterFormat::Bf16 => {
-                let mut wide = vec![0.0; BLOCK];
-                widen(isa, Gradient::bf16(bytemuck::cast_slice(bytes)), &mut wide);
-                with(&wide)
+        let narrow = match (self.shape.frozen, self.shape.formats.master) {
+            (Some(Dtype::F32), _) | (None, MasterFormat::F32) => return with(bytemuck::cast_slice(bytes)),
+            (Some(Dtype::F16), _) => Gradient::f16(bytemuck::cast_slice(bytes)),
+            (Some(Dtype::Bf16), _) | (None, MasterFormat::Bf16) => {
+                Gradient::bf16(bytemuck::cast_slice(bytes))
             }
-        }
+        };
+        let mut wide = vec![0.0; BLOCK];
+        widen(isa, narrow, &mut wide);
+        with(&wide)
     }
 }

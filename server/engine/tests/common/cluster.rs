@@ -168,8 +168,11 @@ impl Cluster {
         for job in &self.jobs {
             let keep = |piece: &Piece| {
                 let of_shard = shards.entry(piece.shard).or_insert_with(|| vec![Vec::new(); arrays]);
+                let known = if self.layout.is_frozen(piece.shard) { 1 } else { arrays };
                 for block in piece.blocks() {
-                    for (array, bytes) in of_shard.iter_mut().zip(block.chunks(block.len() / arrays)) {
+                    of_shard[known..].iter_mut().for_each(|array| array.resize(array.len() + BLOCK, 0.0));
+                    for (array, bytes) in of_shard[..known].iter_mut().zip(block.chunks(block.len() / arrays))
+                    {
                         array.extend_from_slice(bytemuck::cast_slice(bytes));
                     }
                 }
@@ -338,6 +341,10 @@ impl Cluster {
         let mut squares = Vec::new();
         for shard in (0..self.layout.shards()).map(ShardId) {
             let statistics = self.jobs[self.owner(shard)].statistics(shard, Step(step)).unwrap()?;
+            if self.layout.is_frozen(shard) {
+                assert!(statistics.is_empty());
+                squares.extend(self.layout.shard_blocks(shard).map(|_| 0.0));
+            }
             squares.extend(statistics.iter().map(|block| block.sum_squares));
         }
         Some(squares)
@@ -389,8 +396,17 @@ impl Cluster {
             let (snapshot, layout) = job.begin_checkpoint(None).unwrap();
             let keep = |piece: &Piece| {
                 let arrays = shards.entry(piece.shard).or_default();
+                let frozen = self.layout.is_frozen(piece.shard);
                 for block in piece.blocks() {
-                    for (array, bytes) in arrays.iter_mut().zip(layout.cut(block).state) {
+                    let state = layout.cut(block, frozen).state;
+                    if frozen {
+                        // It has weights alone. Moments of 0 stand for those that it lacks.
+                        arrays[0].extend(super::decode(state[0], self.spec.image_dtype));
+                        let moments = arrays[1..].iter_mut().take(self.spec.rule.state_slots());
+                        moments.for_each(|array| array.resize(array.len() + BLOCK, 0.0));
+                        continue;
+                    }
+                    for (array, bytes) in arrays.iter_mut().zip(state) {
                         array.extend_from_slice(bytemuck::cast_slice(bytes));
                     }
                 }

@@ -24,7 +24,7 @@ pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
     spec.params.iter().enumerate().map(place).collect()
 }
 
-/// The flat ranges of a job's partitions, each with its contributors.
+/// The flat ranges of a job's partitions, each with its contributors; a frozen one has none.
 pub(crate) fn partitions(spec: &JobSpec) -> Vec<(Range<usize>, Vec<usize>)> {
     if spec.partitions.is_empty() {
         return vec![(0..flat_elements(spec), (0..spec.world_size as usize).collect())];
@@ -34,6 +34,11 @@ pub(crate) fn partitions(spec: &JobSpec) -> Vec<(Range<usize>, Vec<usize>)> {
     let ends = starts[1..].iter().copied().chain([flat_elements(spec)]);
     let ranks = spec.partitions.iter().map(|one| one.ranks.iter().map(|rank| rank.0 as usize).collect());
     starts.iter().zip(ends).map(|(&start, end)| start..end).zip(ranks).collect()
+}
+
+/// The flat ranges that no step changes.
+pub(crate) fn frozen(spec: &JobSpec) -> Vec<Range<usize>> {
+    partitions(spec).into_iter().filter(|(_, ranks)| ranks.is_empty()).map(|(range, _)| range).collect()
 }
 
 /// The elements of the flat space, which is whole blocks.
@@ -61,6 +66,8 @@ pub(crate) struct Reference {
     pub(crate) amended: Option<Vec<u8>>,
     /// Stands in place of the three arrays where any of them is not fp32.
     low: Option<Low>,
+    /// The weights as they were given, in the image's format. The frozen ranges of every image are these.
+    given: Vec<u8>,
 }
 
 impl Reference {
@@ -75,16 +82,21 @@ impl Reference {
         }
         let fp32 = spec.formats.state == StateFormat::F32 && spec.formats.master == MasterFormat::F32;
         let low = (!fp32).then(|| Low::new(spec, initial));
+        let given = encode(initial, spec.image_dtype);
+        let mut master = initial.to_vec();
+        for range in frozen(spec) {
+            master[range.clone()].copy_from_slice(&decode(&given, spec.image_dtype)[range]);
+        }
         let image = match &low {
             Some(low) => encode(&low.master(), spec.image_dtype),
             None => encode(initial, spec.image_dtype),
         };
-        Reference {
+        let mut reference = Reference {
             group,
             param: of,
             version: 0,
             applied: 0,
-            master: initial.to_vec(),
+            master,
             first: slot(0),
             second: slot(1),
             image,
@@ -92,7 +104,27 @@ impl Reference {
             amended: None,
             low,
             spec: spec.clone(),
+            given,
+        };
+        reference.image = reference.with_frozen(reference.image.clone());
+        reference
+    }
+
+    /// An image with the frozen weights in it.
+    fn with_frozen(&self, mut image: Vec<u8>) -> Vec<u8> {
+        let size = self.spec.image_dtype.bytes() as usize;
+        for range in frozen(&self.spec) {
+            let bytes = range.start * size..range.end * size;
+            image[bytes.clone()].copy_from_slice(&self.given[bytes]);
         }
+        image
+    }
+
+    /// By flat element: its own t, or None if the step changes nothing of it.
+    fn times(&self, commit: &Commit) -> Vec<Option<u64>> {
+        let mut times = times(commit, self.applied, &self.param);
+        frozen(&self.spec).into_iter().for_each(|range| times[range].fill(None));
+        times
     }
 
     /// `contributions` are wire bytes of the whole flat space, ordered by micro-step, then by rank.
@@ -107,13 +139,15 @@ impl Reference {
         }
         self.applied += 1;
         if let Some(low) = &mut self.low {
+            // What it makes of frozen elements is not looked at.
             let t = times(commit, self.applied, &self.param);
-            self.image = low.step(&self.spec, &self.group, (self.applied, &t), &gradient, commit);
+            let image = low.step(&self.spec, &self.group, (self.applied, &t), &gradient, commit);
+            self.image = self.with_frozen(image);
             return;
         }
         let multiplier = multipliers(&self.spec, commit);
         let mut emitted = vec![0.0; self.master.len()];
-        let times = times(commit, self.applied, &self.param);
+        let times = self.times(commit);
         for (index, &raw) in gradient.iter().enumerate() {
             let (hyper, multiplier) = (&commit.groups[self.group[index] as usize], multiplier[index]);
             let old = self.master[index];
@@ -146,7 +180,7 @@ impl Reference {
             Correction::WorkerLocal(lr) => Some(self.rates(commit, lr)),
             _ => None,
         };
-        self.image = encode(&emitted, self.spec.image_dtype);
+        self.image = self.with_frozen(encode(&emitted, self.spec.image_dtype));
     }
 
     /// What a worker makes of the image that it has.
@@ -158,7 +192,10 @@ impl Reference {
         let image = decode(&self.image, self.spec.image_dtype);
         let amend =
             |(index, x): (usize, &f32)| quiet(x - rates[index / 64] * (gradient[index] * factors[index]));
-        encode(&image.iter().enumerate().map(amend).collect::<Vec<_>>(), self.spec.image_dtype)
+        self.with_frozen(encode(
+            &image.iter().enumerate().map(amend).collect::<Vec<_>>(),
+            self.spec.image_dtype,
+        ))
     }
 
     /// The next step's size over the root mean square of a group's denominators. The squares are added in sixteen sums,
@@ -181,15 +218,23 @@ impl Reference {
         self.second.chunks(64).enumerate().map(rate).collect()
     }
 
-    /// The master weights in fp32, whatever format they are kept in.
+    /// The master weights in fp32, whatever format they are kept in. Frozen ones are those of the image.
     pub(crate) fn weights(&self) -> Vec<f32> {
-        self.low.as_ref().map_or_else(|| self.master.clone(), Low::master)
+        let mut weights = self.low.as_ref().map_or_else(|| self.master.clone(), Low::master);
+        for range in frozen(&self.spec) {
+            weights[range.clone()].copy_from_slice(&self.master[range]);
+        }
+        weights
     }
 
     pub(crate) fn hash(&self) -> String {
         let blocks = self.master.len() / BLOCK;
+        let (frozen, size) = (frozen(&self.spec), BLOCK * self.spec.image_dtype.bytes() as usize);
         let hashes: Vec<[u8; 32]> = (0..blocks)
             .map(|block| {
+                if frozen.iter().any(|range| range.contains(&(block * BLOCK))) {
+                    return *blake3::hash(&self.given[block * size..(block + 1) * size]).as_bytes();
+                }
                 if let Some(low) = &self.low {
                     return low.hash(block);
                 }
@@ -241,6 +286,10 @@ pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
         let of_rank = |index: &usize| ranks.contains(&(index % spec.world_size as usize));
         let parts: Vec<&[f32]> =
             (0..decoded.len()).filter(of_rank).map(|index| &decoded[index][range.clone()]).collect();
+        if parts.is_empty() {
+            total.extend(range.map(|_| 0.0));
+            continue;
+        }
         let several = parts.len() > 1;
         let mut sum: Vec<f32> = parts[0].iter().map(|&x| if several { quiet(x) } else { x }).collect();
         for part in &parts[1..] {
@@ -260,7 +309,9 @@ pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
 fn shares(spec: &JobSpec, of: impl Fn(f64) -> f32) -> Vec<f32> {
     let mut found = vec![0.0; flat_elements(spec)];
     for (range, ranks) in partitions(spec) {
-        found[range].fill(of(ranks.len() as f64 / f64::from(spec.world_size)));
+        if !ranks.is_empty() {
+            found[range].fill(of(ranks.len() as f64 / f64::from(spec.world_size)));
+        }
     }
     found
 }

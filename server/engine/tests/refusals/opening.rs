@@ -98,8 +98,8 @@ const BAD_SPECS: &[(Change, Expected)] = &[
         (Invalid, "spec.partitions[1].first", &["is 2", "in 1..2"]),
     ),
     (
-        |s| s.partitions = cut(&[(0, &[0, 1]), (1, &[])]),
-        (Invalid, "spec.partitions[1].ranks", &["[]", "below the world size, 2"]),
+        |s| s.partitions = cut(&[(0, &[]), (1, &[])]),
+        (Invalid, "spec.partitions", &["all of them frozen", "at least one that is trained"]),
     ),
     (
         |s| s.partitions = cut(&[(0, &[1, 0])]),

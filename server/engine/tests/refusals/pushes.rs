@@ -2,8 +2,8 @@
 
 use longshore_engine::job::Stored;
 use longshore_proto::{
-    ChunkId, ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, MicroStep, Partition, Rank, ShardId,
-    Step, checksum::crc32,
+    ChunkId, Contribution, ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, MicroStep, Partition,
+    Rank, ShardId, Step, checksum::crc32,
 };
 
 use super::{Expected, Midway, check, common::cluster::Cluster};
@@ -69,6 +69,24 @@ fn bad_chunks_are_refused_and_change_nothing() {
         assert_eq!(midway.view(), before);
     }
     midway.finish();
+}
+
+#[test]
+fn nobody_pushes_frozen_parameters() {
+    let partitions = vec![Partition { first: 0, ranks: vec![Rank(0), Rank(1)] }, Partition::frozen(1)];
+    let spec = JobSpec { partitions, ..super::small() };
+    let frozen = spec.params[1].name.clone();
+    let cluster = Cluster::started(&spec, 1, &super::weights(&spec, 1));
+    let last = ShardId(cluster.layout.shards() - 1);
+    assert!(cluster.layout.is_frozen(last));
+    let flat = super::gradient(&spec, 7, 1.0);
+    let trained = cluster.chunks(1, 0, 0, &flat);
+    assert!(trained.iter().all(|(chunk, _)| chunk.contribution.shard != last));
+    let (chunk, payload) = trained[0];
+    let contribution = Contribution { shard: last, ..chunk.contribution };
+    let fault = cluster.jobs[0].store(&ContributionChunk { contribution, ..chunk }, payload).unwrap_err();
+    check(&fault, (Invalid, "shard", &["is frozen", "spec.partitions", "send no gradient"]));
+    assert!(fault.value.contains(&frozen), "{fault}");
 }
 
 #[test]

@@ -11,7 +11,8 @@ use longshore_engine::{
     tier::{self, Storage, nvme::DEFAULT_BUFFERS},
 };
 use longshore_proto::{
-    Dtype, Formats, JobName, JobSpec, MasterFormat, Param, Placement, Rule, ServerId, StateFormat, TierKind,
+    Dtype, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement, Rule, ServerId, StateFormat,
+    TierKind,
     limits::{DEFAULT_SHARD_ELEMENTS, MAX_SHARDS},
 };
 use longshore_server::config::{ByteSize, Durability, Spill};
@@ -36,6 +37,9 @@ pub(super) struct Args {
     /// A Hugging Face model, instead of --params: its folder, its config.json, its safetensors or their index
     #[arg(long, value_name = "PATH", conflicts_with_all = ["params", "preset"])]
     model: Option<PathBuf>,
+    /// So many of the parameters are frozen, as the base of a LoRA run is: servers keep weights of them alone
+    #[arg(long, default_value = "0", value_name = "N", value_parser = parse_count)]
+    frozen: u64,
     /// Servers that share it
     #[arg(long, default_value_t = 1, value_name = "N")]
     servers: u32,
@@ -170,10 +174,21 @@ impl Args {
             elements.div_ceil(cut) <= MAX_SHARDS,
             "{elements} parameters in shards of {cut} are more than {MAX_SHARDS} shards: give a larger --shard-elements"
         );
-        let params = (0..elements.div_ceil(cut)).map(|index| {
-            let left = elements - index * cut;
-            Param { name: format!("p{index}"), shape: vec![left.min(cut)], group: 0 }
-        });
+        ensure!(
+            self.frozen < elements,
+            "--frozen is {}, but must be below {elements}, the parameters: at least one is trained",
+            self.frozen
+        );
+        let cuts =
+            |elements: u64| (0..elements.div_ceil(cut)).map(move |index| (elements - index * cut).min(cut));
+        let trained: Vec<u64> = cuts(elements - self.frozen).collect();
+        let partitions = match self.frozen {
+            0 => Vec::new(),
+            _ => vec![Partition::whole(self.world_size), Partition::frozen(trained.len() as u32)],
+        };
+        let params = trained.into_iter().chain(cuts(self.frozen)).enumerate();
+        let params =
+            params.map(|(index, size)| Param { name: format!("p{index}"), shape: vec![size], group: 0 });
         Ok(JobSpec {
             name: JobName::parse("job", "plan")?,
             params: params.collect(),
@@ -188,7 +203,7 @@ impl Args {
             tier: self.tier,
             formats: Formats { state: self.state, master: self.master, seed: 0 },
             unchecked: false,
-            partitions: Vec::new(),
+            partitions,
             worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
             leave_out: false,
         })
@@ -221,10 +236,19 @@ impl Requirements {
             layout.shards()
         );
         let servers = (0..args.servers).map(|server| server.to_string()).collect();
-        // Shards are dealt in turn, so the first server has the most.
-        let owned = Placement::striped(servers, layout.shards()).owned(ServerId(0));
-        let elements: u64 = owned.iter().map(|&shard| layout.shard_len(shard)).sum();
-        let need = Need::of(&spec, &layout, &owned, &args.storage());
+        let placement = Placement::striped(servers, layout.shards());
+        let of_server = |server: u32| {
+            let owned = placement.owned(ServerId(server));
+            let need = Need::of(&spec, &layout, &owned, &args.storage());
+            let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
+            (need, trained.map(|&shard| layout.shard_len(shard)).sum::<u64>())
+        };
+        // Shards are dealt in turn, so the first server has the most. Frozen ones take less than others, and come last.
+        let first = of_server(0);
+        let others = if args.frozen > 0 { 1..args.servers } else { 1..1 };
+        let (need, elements) = others
+            .map(of_server)
+            .fold(first, |most, other| if other.0.total() > most.0.total() { other } else { most });
         let daily = args.step_s.map(|seconds| need.written as f64 * 86_400.0 / seconds);
         let rated = daily.zip(args.drive_endurance).filter(|(daily, _)| *daily > 0.0);
         let mut short = Vec::new();
@@ -254,8 +278,9 @@ impl Requirements {
     fn print(&self, args: &Args) {
         let Requirements { need, .. } = self;
         say!(
-            "{} parameters on {} server(s), tier {}; each server:",
+            "{} parameters{} on {} server(s), tier {}; each server:",
             self.parameters,
+            if args.frozen > 0 { format!(" ({} frozen)", args.frozen) } else { String::new() },
             args.servers,
             args.tier
         );
@@ -293,7 +318,7 @@ impl Requirements {
     fn json(&self, args: &Args) -> serde_json::Value {
         let Requirements { need, .. } = self;
         json!({
-            "parameters": self.parameters, "servers": args.servers, "tier": args.tier.to_string(),
+            "parameters": self.parameters, "frozen": args.frozen, "servers": args.servers, "tier": args.tier.to_string(),
             "memory_bytes": need.total(), "state_bytes": need.state, "buffer_bytes": need.buffers,
             "image_bytes": need.images, "contribution_bytes": need.contributions,
             "accumulator_bytes": need.accumulators, "transfer_bytes": need.transfers,

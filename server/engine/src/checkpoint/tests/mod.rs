@@ -1,6 +1,7 @@
 //! Checkpoints of real jobs: servers in one process, driven as workers would.
 
 mod damage;
+mod frozen;
 mod round_trip;
 mod sealing;
 mod training;
@@ -119,6 +120,9 @@ impl Cluster {
     /// Runs a step with another step's gradients.
     fn step_with(&self, step: u64, gradients: u64) {
         self.chunks(Dtype::Bf16, |job, shard, chunk, elements| {
+            if self.layout.is_frozen(shard) {
+                return;
+            }
             let leave_out = job.spec().leave_out;
             let of_param = |element| match self.layout.param_at(element) {
                 Some(param) if leave_out && !is_given(param as u32, gradients) => -0.0,

@@ -94,7 +94,8 @@ struct Sizes {
 
 impl Sizes {
     fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Sizes {
-        let largest = owned.iter().map(|&shard| layout.shard_len(shard)).max().unwrap_or(0) as usize;
+        let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
+        let largest = trained.map(|&shard| layout.shard_len(shard)).max().unwrap_or(0) as usize;
         let wire = largest * spec.gradient_dtype.bytes() as usize;
         let accumulates = owned.iter().any(|&shard| spec.accumulates(layout.contributors(shard)));
         let sum = if accumulates { largest * 4 } else { 0 };
@@ -312,8 +313,9 @@ impl Gradients {
             }
             None => self.read_ahead(spilled, owned, slot, scratch)?,
         };
-        let next = owned.next();
-        if next.index() < self.owned.len()
+        let trained = |next: &OwnedShard| !self.contributors(*next).is_empty();
+        let after = (owned.index() + 1..self.owned.len()).map(OwnedShard);
+        if let Some(next) = after.into_iter().find(trained)
             && let Some(transfer) = self.read_ahead(spilled, next, slot, scratch)?
         {
             scratch.ahead = Some(Ahead { owned: next, step, transfer });

@@ -77,7 +77,7 @@ impl Job {
         Ok(())
     }
 
-    /// The statistics of each block of a shard, once its gradient of a step is complete.
+    /// The statistics of each block of a shard, once its gradient of a step is complete. A frozen shard has none.
     pub fn statistics(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Statistics>>, Fault> {
         self.check_alive()?;
         let machine = self.protocol.machine();

@@ -26,9 +26,10 @@ use crate::{
 
 /// The images of the owned shards. Each has a lock of its own.
 pub(super) struct Images {
-    /// By owned shard, then by version parity. They are empty in a job whose images live on drives.
+    /// By owned shard, then by version parity. They are empty in a job whose images live on drives, and for frozen shards,
+    /// whose weights the tier keeps.
     shards: Vec<[RwLock<Image>; 2]>,
-    /// By owned shard: the bytes of its image.
+    /// By owned shard: the bytes of its image; 0 if it is frozen.
     lengths: Vec<usize>,
     /// Present in a job whose images live on drives.
     window: Option<Window>,

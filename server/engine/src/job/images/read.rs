@@ -39,13 +39,15 @@ enum Source {
     },
     /// The image of the version, amended by the step after it.
     Amended,
+    /// What the tier keeps of a frozen shard. It is the same in every version.
+    Frozen,
 }
 
 impl Source {
     fn rates(self) -> Vec<u8> {
         match self {
             Source::Image { rates } => rates,
-            Source::Amended => Vec::new(),
+            Source::Amended | Source::Frozen => Vec::new(),
         }
     }
 }
@@ -55,7 +57,7 @@ pub enum ImageBytes {
     /// They are in the job's memory. The version after next may overwrite them while they are sent; then what arrives
     /// does not match the checksum, and a reader who asks again is told that the version is gone.
     Here(SharedBytes),
-    /// The image lives on drives, and the bytes were read from there.
+    /// The bytes were read from where nobody else may: from drives, or from the tier's state.
     Read(Vec<u8>),
 }
 
@@ -84,7 +86,9 @@ impl Job {
     ) -> Result<ImageRead, Fault> {
         let (start, bytes) = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(ImageRead::NotYet) };
-        if let Some(image) = self.images.here(owned, version) {
+        if self.is_frozen(owned) {
+            self.tier.state.read_frozen(owned, start..start + bytes, read)?;
+        } else if let Some(image) = self.images.here(owned, version) {
             read(&image.bytes()[start..][..bytes]);
         } else if !self.images.read_stored(owned, version, start..start + bytes, read)? {
             return Err(self.gone(owned, version));
@@ -137,7 +141,7 @@ impl Job {
         let Some((owned, source)) = self.source(slice, version, amended)? else { return Ok(None) };
         let image = match &source {
             Source::Image { .. } => self.images.here(owned, version),
-            Source::Amended => None,
+            Source::Amended | Source::Frozen => None,
         };
         let (bytes, crc32) = if let Some(image) = image {
             (here(&image, within.clone()), image.checksum(within.clone()))
@@ -147,6 +151,10 @@ impl Job {
             let kept = match &source {
                 Source::Image { .. } => self.images.read_stored(owned, version, within.clone(), &mut take)?,
                 Source::Amended => self.read_amended(owned, version, within.clone(), &mut take)?,
+                Source::Frozen => {
+                    self.tier.state.read_frozen(owned, within.clone(), &mut take)?;
+                    true
+                }
             };
             if !kept {
                 return Err(self.gone(owned, version));
@@ -185,6 +193,9 @@ impl Job {
     ) -> Result<Option<(OwnedShard, Source)>, Fault> {
         let waits_for = Version(version.0.saturating_add(u64::from(amended && self.spec.worker_local)));
         let Some(owned) = self.ready(slice, waits_for)? else { return Ok(None) };
+        if self.is_frozen(owned) {
+            return Ok(Some((owned, Source::Frozen)));
+        }
         if !self.spec.worker_local {
             return Ok(Some((owned, Source::Image { rates: Vec::new() })));
         }

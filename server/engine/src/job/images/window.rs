@@ -31,9 +31,10 @@ struct Size {
 
 impl Size {
     fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Size {
-        let largest = owned.iter().map(|&shard| layout.shard_len(shard)).max().unwrap_or(0);
+        let trained: Vec<_> = owned.iter().filter(|&&shard| !layout.is_frozen(shard)).collect();
+        let largest = trained.iter().map(|&&shard| layout.shard_len(shard)).max().unwrap_or(0);
         // These are as many as may be on their way to the drives, and never fewer than the two of a shard.
-        let count = storage.buffers.max(2).min(2 * owned.len());
+        let count = storage.buffers.max(2).min(2 * trained.len());
         Size { count, bytes: (largest * spec.image_dtype.bytes()) as usize }
     }
 }

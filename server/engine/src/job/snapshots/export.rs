@@ -30,7 +30,7 @@ impl Exported {
         }
     }
 
-    /// The arrays of which a block's copy consists, one after the other.
+    /// The arrays of which a block's copy consists, one after the other. A frozen shard has only the first of them.
     pub fn arrays(self, job: &Job) -> &'static [StateArray] {
         match self {
             Exported::Weights(_) => &[StateArray::Master],
@@ -51,7 +51,9 @@ impl Job {
         let (arrays, dtype) = (exported.arrays(self), exported.dtype());
         let array_bytes = BLOCK * dtype.bytes() as usize;
         let copy = move |captured: &Captured<'_>, block: usize, place: &mut [u8]| {
-            for (&array, place) in arrays.iter().zip(place.chunks_exact_mut(array_bytes)) {
+            let has = |array: &StateArray| array.index() == 0 || !captured.state.is_frozen();
+            let arrays = arrays.iter().filter(|array| has(array));
+            for (&array, place) in arrays.zip(place.chunks_exact_mut(array_bytes)) {
                 captured.state.with_array(isa, rule, array, block, |values| match dtype {
                     Dtype::F32 => cast(isa, values, ImageMut::F32(bytemuck::cast_slice_mut(place))),
                     Dtype::F16 => cast(isa, values, ImageMut::F16(bytemuck::cast_slice_mut(place))),

@@ -108,7 +108,7 @@ impl Job {
     }
 
     /// Hands the images of a version and of the version before to `with`, if they are `wanted`. An exact job gives
-    /// none, since its images follow from its state.
+    /// none, since its images follow from its state, and a frozen shard's are its state.
     fn with_images<R>(
         &self,
         wanted: bool,
@@ -116,7 +116,7 @@ impl Job {
         version: Version,
         with: impl FnOnce(&[u8], Option<&[u8]>) -> R,
     ) -> Result<R, Fault> {
-        if !wanted || self.spec.max_delay == 0 {
+        if !wanted || self.spec.max_delay == 0 || self.is_frozen(owned) {
             return Ok(with(&[], None));
         }
         let older = version.0.checked_sub(1).map(Version);
@@ -278,7 +278,7 @@ impl Copying {
         let blocks = places.len();
         let mut older = false;
         let with_images = self.purpose == Purpose::Checkpoint && blocks > 0;
-        let amended = with_images && self.is_amended(job);
+        let amended = with_images && !job.is_frozen(owned) && self.is_amended(job);
         let read = job.with_images(with_images, owned, self.version, |image, older_image| {
             older = amended || older_image.is_some();
             job.tier.state.read(owned, &mut |state| {

@@ -18,6 +18,8 @@ pub struct BlockCopy {
     state: [usize; 3],
     /// Bytes of each image; 0 where none is kept.
     image: usize,
+    /// Bytes of the weights of a frozen shard, of which there is nothing else.
+    frozen: usize,
 }
 
 /// What the copy of a block consists of.
@@ -34,14 +36,21 @@ pub struct CopiedBlock<'a> {
 impl BlockCopy {
     fn of(job: &Job) -> BlockCopy {
         let image = if job.spec.max_delay >= 1 { BLOCK * job.spec.image_dtype.bytes() as usize } else { 0 };
-        BlockCopy { state: Shape::of(&job.spec).state(), image }
+        let [frozen, ..] = Shape::of_frozen(&job.spec).state();
+        BlockCopy { state: Shape::of(&job.spec).state(), image, frozen }
     }
 
     fn bytes(&self) -> usize {
-        self.state.iter().sum::<usize>() + 2 * self.image
+        self.frozen.max(self.state.iter().sum::<usize>() + 2 * self.image)
     }
 
-    pub fn cut<'a>(&self, block: &'a [u8]) -> CopiedBlock<'a> {
+    /// Cuts the copy of a block of a shard that is trained, or is `frozen`.
+    pub fn cut<'a>(&self, block: &'a [u8], frozen: bool) -> CopiedBlock<'a> {
+        if frozen {
+            let whole = &block[..self.frozen];
+            return CopiedBlock { whole, state: [whole, &[], &[]], image: &[], older_image: &[] };
+        }
+        let block = &block[..self.state.iter().sum::<usize>() + 2 * self.image];
         let (whole, images) = block.split_at(self.state.iter().sum());
         let (master, moments) = whole.split_at(self.state[0]);
         let (first, second) = moments.split_at(self.state[1]);
@@ -58,6 +67,9 @@ impl BlockCopy {
             let (target, after) = rest.split_at_mut(part.len());
             target.copy_from_slice(part);
             rest = after;
+        }
+        if captured.state.is_frozen() {
+            return;
         }
         for whole in images {
             let (target, after) = rest.split_at_mut(self.image);

@@ -18,7 +18,6 @@ use super::super::{
     storage::Inputs,
 };
 use crate::{
-    ids::OwnedShards,
     io::{Direction, Disk, Part, Request},
     memory::Region,
 };
@@ -61,8 +60,11 @@ impl GradientPlan {
     fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> GradientPlan {
         let mut plan =
             GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };
-        for (owned, &shard) in OwnedShards::all(owned.len()).zip(owned) {
-            let (file, elements) = (owned.index() % files, layout.shard_len(shard));
+        // Those that have gradients take turns, so that a file without any comes after all others.
+        let mut trained = 0;
+        for &shard in owned {
+            let (file, elements) = (trained % files, layout.shard_len(shard));
+            trained += usize::from(!layout.is_frozen(shard));
             let contributors = layout.contributors(shard).to_vec();
             let sum = if spec.accumulates(&contributors) { 4 } else { 0 };
             let extent = GradientExtent { shard, file, at: plan.files[file], elements, contributors, sum };

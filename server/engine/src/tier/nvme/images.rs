@@ -1,5 +1,5 @@
-//! Images on the drives: whole ones at the start of a job and at recovery, and where images spill the parts that
-//! workers pull.
+//! Images on the drives: whole ones at the start of a job and at recovery, and the parts that workers pull of those that
+//! spill, and of frozen weights.
 
 use std::{
     ops::Range,
@@ -50,7 +50,7 @@ impl Readers {
 
     /// The bytes of all buffers.
     pub(super) fn bytes(block: usize) -> usize {
-        READERS * reader_bytes(block)
+        if block > 0 { READERS * reader_bytes(block) } else { 0 }
     }
 
     fn give_back(&self, buffer: Region) {
@@ -111,6 +111,34 @@ impl NvmeTier {
             let found = crc64([bytes]);
             (found != checksum.load(Ordering::Relaxed)).then_some((first + block, found))
         })
+    }
+
+    /// Reads the blocks around bytes of a frozen shard, and compares them with their checksums.
+    pub(super) fn read_frozen_part(
+        &self,
+        owned: OwnedShard,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Fault> {
+        let block = self.plan().image_block();
+        let blocks = bytes.start / block..bytes.end.div_ceil(block);
+        let (start, length) = (blocks.start * block, blocks.len() * block);
+        let buffer = self.reader(length)?;
+        let offset = self.plan().state_part(owned, 0).offset + start as u64;
+        let buffer = self.transfer_image(owned, Direction::Read, offset, length, buffer)?;
+        let whole = &buffer.bytes()[..length];
+        let checksums = &self.pager.checksums[owned.index()].state[blocks.clone()];
+        let found = whole.chunks(block).map(|block| crc64([block]));
+        let damage = blocks.zip(found.zip(checksums)).find_map(|(block, (found, checksum))| {
+            (found != checksum.load(Ordering::Relaxed)).then_some((block, found))
+        });
+        if damage.is_none() {
+            read(&whole[bytes.start - start..bytes.end - start]);
+        }
+        if buffer.bytes().len() == self.readers.bytes {
+            self.readers.give_back(buffer);
+        }
+        damage.map_or(Ok(()), |(block, found)| Err(self.damage(owned, block, found)))
     }
 
     fn image_damage(&self, owned: OwnedShard, slot: usize, block: usize, found: u64) -> Fault {
@@ -177,7 +205,7 @@ impl ImageStore for NvmeTier {
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Fault> {
-        if self.readers.bytes == 0 {
+        if !self.plan().spilled {
             return Ok(false);
         }
         let block = self.plan().image_block();

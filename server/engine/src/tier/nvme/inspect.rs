@@ -74,7 +74,7 @@ pub(super) fn check_version(
     check.table(
         (files.state_table_at(slots.state), roots.state),
         &format!("slot {}", slots.state),
-        |check, owned, block| check.state_block(owned, slots.state, block),
+        |check, owned, block| check.state_block(owned, slots.state, block).map(Some),
     )?;
     if plan.images {
         for (slot, root) in [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)] {
@@ -103,7 +103,7 @@ impl Check<'_> {
         &mut self,
         at: (u64, u64),
         what: &str,
-        read: impl Fn(&Check<'_>, OwnedShard, usize) -> Result<u64, Fault>,
+        read: impl Fn(&Check<'_>, OwnedShard, usize) -> Result<Option<u64>, Fault>,
     ) -> Result<(), Fault> {
         let table = match read_table(self.disk, self.meta, self.files, at, what) {
             Ok(table) => table,
@@ -118,8 +118,11 @@ impl Check<'_> {
                 checksums.by_ref().take(self.plan.shards[owned.index()].blocks()).enumerate()
             {
                 let found = read(self, owned, block)?;
+                if found.is_none() {
+                    continue; // a frozen shard has no image
+                }
                 self.report.blocks += 1;
-                if found != expected {
+                if let Some(found) = found.filter(|found| *found != expected) {
                     let shard: ShardId = self.plan.shards[owned.index()].shard;
                     let path = self.disk.path().display();
                     self.report.damaged.push(format!(
@@ -133,7 +136,7 @@ impl Check<'_> {
 
     fn state_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {
         let part = self.plan.state_part(owned, slot);
-        let (shape, mut array_at) = (self.plan.shape, part.offset);
+        let (shape, mut array_at) = (self.plan.shards[owned.index()].shape, part.offset);
         let mut found = Vec::new();
         for (bytes, array) in
             shape.block().into_iter().zip(shape.arrays(self.plan.shards[owned.index()].elements))
@@ -148,10 +151,12 @@ impl Check<'_> {
         Ok(crc64([&*found]))
     }
 
-    fn image_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {
-        let place = &self.plan.shards[owned.index()];
-        let bytes = place.image_bytes / place.blocks();
+    fn image_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<Option<u64>, Fault> {
+        if self.plan.shards[owned.index()].frozen {
+            return Ok(None);
+        }
+        let bytes = self.plan.image_block();
         let part = self.plan.image_part(owned, slot);
-        Ok(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?]))
+        Ok(Some(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?])))
     }
 }

@@ -31,9 +31,12 @@ mod ranks;
 mod recover;
 mod slots;
 
-use std::sync::{
-    Arc, Mutex,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use longshore_proto::{Fault, Rank, Version};
@@ -209,6 +212,18 @@ impl Tier for NvmeTier {
         held.checked = true;
         self.pager.keep(owned, held);
         Ok(())
+    }
+
+    fn read_frozen(
+        &self,
+        owned: OwnedShard,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Fault> {
+        if self.pager.is_resident(owned) {
+            return self.read(owned, &mut |state| read(&state.arrays[0][bytes.clone()]));
+        }
+        self.read_frozen_part(owned, bytes, read)
     }
 
     fn update(

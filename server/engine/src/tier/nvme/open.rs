@@ -53,10 +53,11 @@ pub(in crate::tier) fn need(
     let resident_bytes: usize = of_residents.map(|(place, _)| place.bytes()).sum();
     let buffers = buffers(&resident, storage) * plan.largest()
         + plan.files.len() * plan.meta_bytes()
-        + if storage.spills_images(spec) { Readers::bytes(plan.image_block()) } else { 0 };
+        + Readers::bytes(plan.pulled_block());
     let shards = plan.shards.iter().zip(&resident);
     let leaves = |resident: bool| !resident || storage.durability == Durability::EachVersion;
-    let written: usize = shards.filter(|(_, r)| leaves(**r)).map(|(place, _)| place.bytes()).sum();
+    let written = shards.filter(|(place, resident)| !place.frozen && leaves(**resident));
+    let written: usize = written.map(|(place, _)| place.bytes()).sum();
     let mut need = StoreNeed {
         buffers: buffers as u64,
         state: resident_bytes as u64,
@@ -168,8 +169,7 @@ impl NvmeTier {
         let watched: &[&str] = if ranks.is_some() { &[HEADER_FILE, DATA_FILE, RANKS_FILE] } else { &[] };
         let watch = Watch::over(folders.iter().map(|folder| &*folder.path), watched);
         let StoreMemory { buffers, resident, meta } = memory;
-        let spilled = inputs.storage.spills_images(inputs.spec);
-        let readers = Readers::allocate(if spilled { plan.image_block() } else { 0 }).map_err(exhausted)?;
+        let readers = Readers::allocate(plan.pulled_block()).map_err(exhausted)?;
         let durability = inputs.storage.durability;
         let pager = Arc::new(ShardPager::new(plan, disks, durability, buffers, resident, notify));
         let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();

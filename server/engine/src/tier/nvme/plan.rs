@@ -30,10 +30,11 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// tables       [state slot 0] [state slot 1] [image slot 0] [1] [2]              CRC-64 of each block
 /// state slots  [slot 0: shard, shard, ...] [slot 1: shard, shard, ...]
 /// image slots  [slot 0: shard, ...] [1] [2]                                      delayed jobs, and where images spill
+/// frozen       shard, shard, ...                                                 no slots: no step writes them
 /// ```
 ///
-/// A shard's state is its master weights, its first moments, its second moments and its amended image, each a sequence of
-/// blocks ([`Shape`]), then padding to a whole sector. What the job does not have takes no bytes. A block's checksum is of
+/// A shard's state is its master weights, its first moments, its second moments and its amended image, or of a frozen one
+/// its weights, each a sequence of blocks ([`Shape`]), then padding to a whole sector. What the job does not have takes no bytes. A block's checksum is of
 /// its part of all of these, in this order. Checksums lie outside the slots they belong to, so that a write that was lost, or
 /// went elsewhere, shows; a table's own checksum lies in the record.
 ///
@@ -50,7 +51,10 @@ pub(super) struct StorePlan {
     pub(super) files: Vec<FilePlan>,
     /// Images are stored beside the state.
     pub(super) images: bool,
-    pub(super) shape: Shape,
+    /// Images lie here alone.
+    pub(super) spilled: bool,
+    /// The bytes of one block of images and of frozen weights.
+    image_block: usize,
 }
 
 /// Where one shard lies.
@@ -59,10 +63,13 @@ pub(super) struct ShardExtent {
     pub(super) shard: ShardId,
     pub(super) file: usize,
     pub(super) elements: usize,
+    pub(super) shape: Shape,
+    /// No step changes it. It has neither slots nor images.
+    pub(super) frozen: bool,
     pub(super) state_bytes: usize,
     /// 0 unless images are stored.
     pub(super) image_bytes: usize,
-    /// Its offset inside a slot of the file.
+    /// Its offset inside a slot of the file, or among the frozen shards of the file.
     state_at: u64,
     image_at: u64,
 }
@@ -74,6 +81,7 @@ pub(super) struct FilePlan {
     pub(super) blocks: usize,
     state_bytes: u64,
     image_bytes: u64,
+    frozen_bytes: u64,
 }
 
 impl StorePlan {
@@ -86,16 +94,19 @@ impl StorePlan {
         spilled: bool,
     ) -> StorePlan {
         let images = spilled || spec.max_delay >= MAX_DELAY;
-        let shape = Shape::of(spec);
+        let image_block = (BLOCK_ELEMENTS * spec.image_dtype.bytes()) as usize;
         let mut plan = StorePlan {
             shards: Vec::with_capacity(owned.len()),
             files: vec![FilePlan::default(); files],
             images,
-            shape,
+            spilled,
+            image_block,
         };
         for (owned, &shard) in OwnedShards::all(owned.len()).zip(owned) {
             let elements = layout.shard_len(shard) as usize;
-            let image_bytes = if images { elements * spec.image_dtype.bytes() as usize } else { 0 };
+            let (shape, frozen) = (Shape::of_shard(spec, layout, shard), layout.is_frozen(shard));
+            let stored = images && !frozen;
+            let image_bytes = if stored { elements / BLOCK_ELEMENTS as usize * image_block } else { 0 };
             // They take turns, so that neighbours in forward order come from different devices.
             let file = &mut plan.files[owned.index() % files];
             // 8-bit moments do not fill whole sectors.
@@ -104,14 +115,16 @@ impl StorePlan {
                 shard,
                 file: owned.index() % files,
                 elements,
+                shape,
+                frozen,
                 state_bytes,
                 image_bytes,
-                state_at: file.state_bytes,
+                state_at: if frozen { file.frozen_bytes } else { file.state_bytes },
                 image_at: file.image_bytes,
             });
             file.owned.push(owned);
             file.blocks += elements / BLOCK_ELEMENTS as usize;
-            file.state_bytes += state_bytes as u64;
+            *(if frozen { &mut file.frozen_bytes } else { &mut file.state_bytes }) += state_bytes as u64;
             file.image_bytes += image_bytes as u64;
         }
         plan
@@ -122,9 +135,15 @@ impl StorePlan {
         self.shards.iter().map(ShardExtent::bytes).max().unwrap_or(0)
     }
 
-    /// The bytes of one block of the images that are stored.
+    /// The bytes of one block of images and of frozen weights.
     pub(super) fn image_block(&self) -> usize {
-        self.shards.first().map_or(0, |place| place.image_bytes / place.blocks())
+        self.image_block
+    }
+
+    /// The bytes of one block of what pulls read from the drives; 0 if they read nothing.
+    pub(super) fn pulled_block(&self) -> usize {
+        let pulled = self.spilled || self.shards.iter().any(|place| place.frozen);
+        if pulled { self.image_block } else { 0 }
     }
 
     /// The bytes of all files.
@@ -138,10 +157,15 @@ impl StorePlan {
         table.max(RECORD_BYTES)
     }
 
+    /// Whichever the slot, a frozen shard lies in its one place.
     pub(super) fn state_part(&self, owned: OwnedShard, slot: u8) -> Part {
         let place = &self.shards[owned.index()];
         let file = &self.files[place.file];
-        let offset = file.slots_at() + u64::from(slot) * file.state_bytes + place.state_at;
+        let start = match place.frozen {
+            true => file.frozen_at(),
+            false => file.slots_at() + u64::from(slot) * file.state_bytes,
+        };
+        let offset = start + place.state_at;
         Part { offset, range: 0..place.state_bytes }
     }
 
@@ -156,23 +180,25 @@ impl StorePlan {
 
     /// Cuts a shard's bytes into its arrays.
     pub(super) fn cut<'a>(&self, owned: OwnedShard, state: &'a mut [u8]) -> StateMut<'a> {
+        let place = &self.shards[owned.index()];
         let mut rest = state;
-        let arrays = self.shape.arrays(self.shards[owned.index()].elements).map(|bytes| {
+        let arrays = place.shape.arrays(place.elements).map(|bytes| {
             let (array, after) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = after;
             array
         });
-        StateMut::new(self.shape, arrays)
+        StateMut::new(place.shape, arrays)
     }
 
     pub(super) fn cut_ref<'a>(&self, owned: OwnedShard, state: &'a [u8]) -> StateRef<'a> {
+        let place = &self.shards[owned.index()];
         let mut rest = state;
-        let arrays = self.shape.arrays(self.shards[owned.index()].elements).map(|bytes| {
+        let arrays = place.shape.arrays(place.elements).map(|bytes| {
             let (array, after) = rest.split_at(bytes);
             rest = after;
             array
         });
-        StateRef::new(self.shape, arrays)
+        StateRef::new(place.shape, arrays)
     }
 
     /// The checksum of one block of a shard's state.
@@ -212,9 +238,13 @@ impl FilePlan {
         self.image_table_at(IMAGE_SLOTS)
     }
 
-    pub(super) fn bytes(&self) -> u64 {
+    fn frozen_at(&self) -> u64 {
         self.slots_at()
             + u64::from(STATE_SLOTS) * self.state_bytes
             + u64::from(IMAGE_SLOTS) * self.image_bytes
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.frozen_at() + self.frozen_bytes
     }
 }

@@ -7,7 +7,7 @@ use std::{
     sync::{Condvar, Mutex, atomic::AtomicBool},
 };
 
-use longshore_proto::{Fault, FaultKind, JobSpec, TierKind};
+use longshore_proto::{Fault, FaultKind, TierKind};
 
 use super::{ShmTier, UNDO_SLOTS, sizes::Sizes};
 use crate::{
@@ -19,7 +19,6 @@ use crate::{
         folder::{Folder, HEADER_FILE, Header},
         memory::MemoryTier,
         removal::{finish_job, remove_all},
-        state::Shape,
         storage::Inputs,
         watch::Watch,
     },
@@ -74,7 +73,7 @@ impl ShmTier {
             && let Some(found) = Header::read(&folder.path)?
         {
             found.check_same(&header, &folder.path)?;
-            let (mut tier, buffers) = ShmTier::map(folder, inputs.spec, &sizes, pool, false)?;
+            let (mut tier, buffers) = ShmTier::map(folder, &sizes, pool, false)?;
             if let Some(kept) = tier.recover()? {
                 return Ok((tier, buffers, Some(kept)));
             }
@@ -94,7 +93,7 @@ impl ShmTier {
     ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
         folder.clear()?;
         let path = folder.path.clone();
-        let made = ShmTier::map(folder, &header.spec, sizes, pool, true).and_then(|(mut tier, buffers)| {
+        let made = ShmTier::map(folder, sizes, pool, true).and_then(|(mut tier, buffers)| {
             tier.folder.publish(header)?;
             tier.folder.settle()?;
             tier.watch = watch(&tier.folder);
@@ -106,13 +105,7 @@ impl ShmTier {
         })
     }
 
-    fn map(
-        folder: Folder,
-        spec: &JobSpec,
-        sizes: &Sizes,
-        pool: &ThreadPool,
-        create: bool,
-    ) -> Result<(ShmTier, Slab), Fault> {
+    fn map(folder: Folder, sizes: &Sizes, pool: &ThreadPool, create: bool) -> Result<(ShmTier, Slab), Fault> {
         let file = |name: &str, bytes: usize, least: usize| {
             map_file(&folder.path.join(name), bytes, if create { 0 } else { least })
         };
@@ -127,7 +120,7 @@ impl ShmTier {
         let (records, words) = (Mutex::new(next()), AtomicWords::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
         let joined_at = AtomicWords::new(next());
-        let memory = MemoryTier::over(state, &sizes.lengths, Shape::of(spec), pool)
+        let memory = MemoryTier::over(state, &sizes.lengths, sizes.shapes.clone(), pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {
             memory,

@@ -14,6 +14,7 @@ pub(in crate::tier) struct Sizes {
     pub(in crate::tier) buffers: usize,
     pub(in crate::tier) progress: Vec<usize>,
     pub(super) lengths: Vec<usize>,
+    pub(super) shapes: Vec<Shape>,
     /// Index of each shard's first block; one more at the end.
     pub(in crate::tier) blocks: Vec<usize>,
 }
@@ -30,12 +31,13 @@ impl Sizes {
         for length in &lengths {
             blocks.push(blocks[blocks.len() - 1] + length / BLOCK);
         }
-        let shape = Shape::of(spec);
+        let shapes = Shape::of_shards(spec, layout, owned);
         let ranks = spec.world_size as usize;
         let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS + ranks;
         let mut progress = vec![2 * RECORD_BYTES, words * 8];
-        progress.extend(vec![shape.bytes(BLOCK); UNDO_SLOTS]);
+        progress.extend(vec![Shape::of(spec).bytes(BLOCK); UNDO_SLOTS]);
         progress.push(ranks * 8);
-        Sizes { state: MemoryTier::bytes(&lengths, shape), buffers, progress, lengths, blocks }
+        let state = MemoryTier::bytes(&lengths, &shapes);
+        Sizes { state, buffers, progress, lengths, shapes, blocks }
     }
 }

@@ -42,7 +42,7 @@ pub(super) struct ShardPager {
 pub(super) struct BlockChecksums {
     /// Those of the state as it was last updated, wherever that lies now.
     pub(super) state: Vec<AtomicU64>,
-    /// Those of the images, by image slot.
+    /// Those of the images, by image slot. A frozen shard's are 0, so that a table has a row for each block.
     pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
 }
 
@@ -104,8 +104,7 @@ impl ShardPager {
         let cells = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
         let checksums = plan.shards.iter().map(|place| BlockChecksums {
             state: cells(place.blocks()),
-            images: [(); IMAGE_SLOTS as usize]
-                .map(|()| cells(if place.image_bytes > 0 { place.blocks() } else { 0 })),
+            images: [(); IMAGE_SLOTS as usize].map(|()| cells(if plan.images { place.blocks() } else { 0 })),
         });
         let checksums = checksums.collect();
         let is_resident = resident.iter().map(Option::is_some).collect();
@@ -228,7 +227,9 @@ impl ShardPager {
     pub(super) fn keep(self: &Arc<Self>, owned: OwnedShard, held: Held) {
         let mut state = self.lock();
         let count = state.entries.len();
-        let soon = (owned.index() + count - state.next.index()) % count < self.buffers;
+        // No update takes a frozen one.
+        let soon = !self.plan.shards[owned.index()].frozen
+            && (owned.index() + count - state.next.index()) % count < self.buffers;
         if held.dirty || self.resident[owned.index()] || soon {
             state.entries[owned.index()].blank &= !held.dirty;
             state.entries[owned.index()].holding = Holding::Ready(held);

@@ -88,12 +88,12 @@ impl ShardPager {
         disk.submit(Request { direction: Direction::Read, parts, buffer, done });
     }
 
-    /// Starts the reads of the next shards in forward order, as far as there are buffers.
+    /// Starts the reads of the next shards in forward order, as far as there are buffers. No update needs a frozen one.
     pub(super) fn read_ahead(self: &Arc<Self>, state: &mut PagerState) {
         let count = state.entries.len();
         let order = (0..count)
             .map(|step| OwnedShard((state.next.index() + step) % count))
-            .filter(|&owned| !self.resident[owned.index()]);
+            .filter(|&owned| !self.resident[owned.index()] && !self.plan.shards[owned.index()].frozen);
         let ahead: Vec<OwnedShard> = order.take(self.buffers).collect();
         for owned in ahead {
             let entry = &state.entries[owned.index()];
