@@ -3,6 +3,7 @@
 mod convert;
 pub mod direct;
 pub mod frame;
+mod initialisation;
 mod mark;
 pub mod memfd;
 mod parts;

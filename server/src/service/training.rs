@@ -1,9 +1,9 @@
-//! Training: open, join, commit, pause, leave; statistics and watch are streams of their own.
+//! Training: open, make weights, join, commit, pause, leave; statistics and watch are streams of their own.
 
 use std::sync::Arc;
 
 use longshore_engine::tier::StoredJob;
-use longshore_proto::{Commit, Fault, JobSpec, Origin, Placement, Rank, ServerId, Version};
+use longshore_proto::{Commit, Fault, Initialisation, JobSpec, Origin, Placement, Rank, ServerId, Version};
 use longshore_wire::{
     self as wire, Wire,
     direct::Taps,
@@ -25,6 +25,16 @@ impl Training for Services {
         let name = request.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
         let answer = self.open(request).await;
         answer.map(Response::new).map_err(|fault| refuse("OpenJob", &name, fault))
+    }
+
+    async fn make_weights(
+        &self,
+        request: Request<v1::MakeWeightsRequest>,
+    ) -> Result<Response<v1::MakeWeightsResponse>, Status> {
+        let request = request.into_inner();
+        let job = request.job.clone();
+        let answer = self.make(request).await;
+        answer.map(Response::new).map_err(|fault| refuse("MakeWeights", &job, fault))
     }
 
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
@@ -109,6 +119,17 @@ impl Services {
             );
         }
         Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) })
+    }
+
+    async fn make(&self, request: v1::MakeWeightsRequest) -> Result<v1::MakeWeightsResponse, Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let initialisation = Initialisation::from_wire(request.initialisation)?;
+        let handle = self.jobs.get(&request.job)?;
+        let (job, seed) = (Arc::clone(&handle.job), initialisation.seed);
+        blocking(move || job.make_weights(incarnation, initialisation)).await?;
+        let progress = handle.job.progress();
+        tracing::info!(job = request.job, seed, missing = progress.missing.len(), "weights made here");
+        Ok(v1::MakeWeightsResponse { progress: Some(convert::progress(progress)) })
     }
 
     async fn join_job(&self, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeSet,
+    ops::Range,
     time::{Duration, Instant},
 };
 
@@ -15,7 +16,11 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{filling::Filling, open::open_on};
+use super::{
+    filling::{Filling, is_uploaded},
+    make::make,
+    open::open_on,
+};
 use crate::{
     cluster::{Backoff, ByServer, Cluster, Task},
     error::{Error, OtherFilling, Result, TimedOut},
@@ -31,10 +36,19 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling)
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
     let mut backoff = Backoff::new();
+    if let Some(initialisation) = filling.initialisation() {
+        initialisation.validate(&cluster.spec().params)?;
+    }
     loop {
         let missing = cluster.runtime.block_on(missing_shards(cluster, rank, filling.applied()))?;
         let Some(&first) = missing.first() else { return Ok(()) };
-        let Some((server, fault)) = pass(cluster, rank, filling, &missing, end)? else { continue };
+        let made = match filling.initialisation() {
+            Some(initialisation) => make(cluster, rank, initialisation, &missing, end)?,
+            None => None,
+        };
+        let failed =
+            made.map_or_else(|| pass(cluster, rank, filling, &missing, end), |made| Ok(Some(made)))?;
+        let Some((server, fault)) = failed else { continue };
         let address = cluster.address(server);
         tracing::debug!(server = address, %fault, "an upload broke, looking for what is missing");
         if !cluster.runtime.block_on(async { Ok(backoff.pause(end).await) })? {
@@ -136,9 +150,16 @@ fn pass(
     let mut failed = None;
     'shards: for &shard in missing {
         let server = cluster.owner(shard);
-        // Of a frozen shard there are weights alone.
+        // A frozen shard has weights alone.
         let arrays = if cluster.layout.is_frozen(shard) { &arrays[..1] } else { arrays };
-        let chunks = || (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId);
+        let is_uploaded = |&chunk: &ChunkId| {
+            filling.initialisation().is_none()
+                || cluster
+                    .layout
+                    .params_in(flat_range(cluster, shard, chunk))
+                    .any(|param| is_uploaded(filling, param))
+        };
+        let chunks = || (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId).filter(is_uploaded);
         for (array, chunk) in arrays.iter().flat_map(|&array| chunks().map(move |chunk| (array, chunk))) {
             let payload = read(cluster, filling, array, shard, chunk)?;
             let request = UploadRequest {
@@ -170,8 +191,8 @@ fn pass(
     Ok(failed)
 }
 
-/// Whether the next walk may do better: the transport failed, or the server has restarted since it was joined.
-fn passes(fault: &Fault) -> bool {
+/// Whether the next try may do better: the transport failed, or the server has restarted since it was joined.
+pub(super) fn passes(fault: &Fault) -> bool {
     match fault.kind {
         FaultKind::Unavailable | FaultKind::Deadline => true,
         FaultKind::Precondition => fault.field == "rank",
@@ -212,7 +233,14 @@ impl Stream {
     }
 }
 
-/// A chunk as fp32, with zeros as padding.
+/// The elements of the flat space that a chunk of fp32 has.
+fn flat_range(cluster: &Cluster, shard: ShardId, chunk: ChunkId) -> Range<u64> {
+    let bytes = cluster.layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);
+    let start = cluster.layout.shard_range(shard).start;
+    start + bytes.start / 4..start + bytes.end / 4
+}
+
+/// A chunk as fp32, with zeros as padding and where servers make the weights.
 fn read(
     cluster: &Cluster,
     filling: &dyn Filling,
@@ -221,11 +249,9 @@ fn read(
     chunk: ChunkId,
 ) -> Result<Bytes> {
     let layout = &cluster.layout;
-    let bytes = layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);
-    let start = layout.shard_range(shard).start + bytes.start / 4;
-    let flat = start..start + (bytes.end - bytes.start) / 4;
-    let mut payload = vec![0; (bytes.end - bytes.start) as usize];
-    for param in layout.params_in(flat.clone()) {
+    let flat = flat_range(cluster, shard, chunk);
+    let mut payload = vec![0; 4 * (flat.end - flat.start) as usize];
+    for param in layout.params_in(flat.clone()).filter(|&param| is_uploaded(filling, param)) {
         let range = layout.param_range(param);
         let (from, to) = (range.start.max(flat.start), range.end.min(flat.end));
         let target = 4 * (from - flat.start) as usize..4 * (to - flat.start) as usize;

@@ -1,10 +1,13 @@
 //! A job's first state: how far it has come, a checkpoint's shards, and the start with what is there.
 
+use std::sync::{Arc, MutexGuard};
+
 use longshore_proto::{Dtype, Fault, FaultKind, Layout, Rule, ShardId, StateArray, Version};
 
 use super::{Job, compute::BLOCK, images::image_blocks};
 use crate::{
     ids::{OwnedShard, OwnedShards},
+    initial::Made,
     kernels::cast,
     lock,
     record::Record,
@@ -19,6 +22,8 @@ pub(super) struct Load {
     pub(super) checksums: Vec<[Vec<Option<u32>>; 3]>,
     /// What is uploaded, once a chunk of it is stored.
     pub(super) uploaded: Option<Uploaded>,
+    /// What this server makes by itself, once it was told to. A chunk of that has the checksum of zeros.
+    pub(super) made: Option<Arc<Made>>,
     pub(super) source: Source,
     /// The checkpoint that is being loaded or is held, or that the job has started from.
     pub(super) origin: Option<CheckpointId>,
@@ -109,6 +114,7 @@ impl Load {
         Load {
             checksums: owned.iter().map(chunks).collect(),
             uploaded: None,
+            made: None,
             source: Source::Upload,
             origin: None,
             shards: 0,
@@ -132,7 +138,7 @@ impl Load {
         self.source = Source::Restore;
         (self.origin, self.shards, self.cancelled) = (Some(origin), 0, false);
         self.checksums.iter_mut().flatten().for_each(|checksums| checksums.fill(None));
-        self.uploaded = None;
+        (self.uploaded, self.made) = (None, None);
         Ok(())
     }
 
@@ -244,6 +250,18 @@ impl Job {
             self.images.store(owned, version)?;
         }
         Ok(())
+    }
+
+    /// Starts the job if nothing is missing of what rank 0 uploads and of what is made here.
+    pub(super) fn start_if_whole(&self, mut load: MutexGuard<'_, Load>) -> Result<(), Fault> {
+        let applied = load.uploaded.map_or(0, Uploaded::applied);
+        if load.source != Source::Upload || !load.missing(&self.owned, self.spec.rule).is_empty() {
+            return Ok(());
+        }
+        load.finish();
+        drop(load);
+        self.make_images(Version(0), StoredImages::None)?;
+        self.start(&Record::new(Version(0), applied, None))
     }
 
     /// Has the tier keep what is loaded, and opens the job for steps.

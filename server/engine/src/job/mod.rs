@@ -10,6 +10,7 @@ mod hold;
 mod images;
 mod left_out;
 mod load;
+mod make;
 mod need;
 mod open;
 mod padding;

@@ -5,13 +5,12 @@ use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, ShardId, St
 use super::{
     Job,
     compute::BLOCK,
-    load::{Load, StoredImages, Uploaded},
+    load::{Load, Uploaded},
     padding::check_padding,
 };
 use crate::{
     kernels::{Code, ImageMut, MasterMut, cast, encode},
     lock,
-    record::Record,
     step::Refusal,
     tier::StateMut,
 };
@@ -69,24 +68,29 @@ impl Job {
         let mut load = lock(&self.load);
         load.check_upload(Version(0))?;
         check_same_upload(&load, uploaded)?;
+        let made = load.made.clone().filter(|_| array == StateArray::Master);
+        let first = self.layout.shard_range(shard).start + range.start / size_of::<f32>() as u64;
+        if let Some(made) = &made {
+            self.check_not_made(made, first, payload)?;
+        }
         match load.checksums[owned.index()][array.index()].get(chunk.0 as usize).copied().flatten() {
             Some(earlier) if earlier == crc32 => return Ok(()),
             Some(earlier) => return Err(Refusal::OtherUpload { shard, chunk, crc32, earlier }.into()),
             None => {}
         }
         self.check_values(shard, array, range.start, payload)?;
+        // A payload may lie at any alignment in its message.
+        let mut values = vec![0.0; payload.len() / size_of::<f32>()];
+        bytemuck::cast_slice_mut::<f32, u8>(&mut values).copy_from_slice(payload);
+        if let Some(made) = made {
+            made.write(&self.layout, first, &mut values);
+        }
         self.tier.state.load(owned, &mut |state| {
-            self.store_values(state, array, range.start as usize / (BLOCK * size_of::<f32>()), payload);
+            self.store_values(state, array, range.start as usize / (BLOCK * size_of::<f32>()), &values);
         })?;
         load.checksums[owned.index()][array.index()][chunk.0 as usize] = Some(crc32);
         load.uploaded = Some(uploaded);
-        if load.missing(&self.owned, self.spec.rule).is_empty() {
-            load.finish();
-            drop(load);
-            self.make_images(Version(0), StoredImages::None)?;
-            return self.start(&Record::new(Version(0), uploaded.applied(), None));
-        }
-        Ok(())
+        self.start_if_whole(load)
     }
 
     /// Checks that the job has such an array, and is filled with state if it is one of moments.
@@ -147,27 +151,27 @@ impl Job {
         Err(Fault::invalid("payload", value, limit, remedy))
     }
 
-    /// Puts fp32 values at block `first` of a shard's array. They are rounded to nearest if the job keeps fewer bits, and to
-    /// the image's format if the shard is frozen.
-    fn store_values(&self, state: StateMut<'_>, array: StateArray, first: usize, payload: &[u8]) {
+    /// Puts fp32 values at block `first` of a shard's array.
+    fn store_values(&self, state: StateMut<'_>, array: StateArray, first: usize, values: &[f32]) {
+        for (block, values) in state.blocks().skip(first).zip(values.chunks_exact(BLOCK)) {
+            self.store_block(block, array, values);
+        }
+    }
+
+    /// Puts fp32 values in one block's array. They are rounded to nearest if the job keeps fewer bits, and to the image's
+    /// format if the shard is frozen.
+    pub(super) fn store_block(&self, mut block: StateMut<'_>, array: StateArray, values: &[f32]) {
         let (isa, rule) = (self.compute.isa(), self.spec.rule);
-        let mut values = vec![0.0; BLOCK];
-        for (mut block, bytes) in
-            state.blocks().skip(first).zip(payload.chunks_exact(BLOCK * size_of::<f32>()))
-        {
-            // A payload may lie at any alignment in its message.
-            bytemuck::cast_slice_mut::<f32, u8>(&mut values).copy_from_slice(bytes);
-            if let Some(weights) = block.frozen() {
-                cast(isa, &values, weights);
-                continue;
-            }
-            let low = block.low();
-            match (array, low.master) {
-                (StateArray::Master, MasterMut::F32(master)) => master.copy_from_slice(&values),
-                (StateArray::Master, MasterMut::Bf16(master)) => cast(isa, &values, ImageMut::Bf16(master)),
-                (StateArray::First, _) => encode(isa, Code::of(rule, 0), &values, low.first),
-                (StateArray::Second, _) => encode(isa, Code::of(rule, 1), &values, low.second),
-            }
+        if let Some(weights) = block.frozen() {
+            cast(isa, values, weights);
+            return;
+        }
+        let low = block.low();
+        match (array, low.master) {
+            (StateArray::Master, MasterMut::F32(master)) => master.copy_from_slice(values),
+            (StateArray::Master, MasterMut::Bf16(master)) => cast(isa, values, ImageMut::Bf16(master)),
+            (StateArray::First, _) => encode(isa, Code::of(rule, 0), values, low.first),
+            (StateArray::Second, _) => encode(isa, Code::of(rule, 1), values, low.second),
         }
     }
 }

@@ -5,6 +5,7 @@ mod common;
 
 mod commits;
 mod left_out;
+mod making;
 mod opening;
 mod pulls;
 mod pushes;

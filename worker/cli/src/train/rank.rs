@@ -181,7 +181,11 @@ impl<'a> Run<'a> {
         let fresh = opened?.is_fresh();
         let joined = session.join()?;
         if fresh {
-            session.upload(&|param| self.model.init(self.settings.seed, param))?;
+            let Settings { seed, init_on_servers, .. } = *self.settings;
+            match init_on_servers {
+                true => session.make(&self.model.initialisation(seed), &|_| Vec::new())?,
+                false => session.upload(&|param| self.model.init(seed, param))?,
+            }
             session.wait_training()?;
         }
         Ok((session, joined))

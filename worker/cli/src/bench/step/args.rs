@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::ensure;
 use longshore_proto::{
-    JobSpec, TierKind,
+    Formats, JobSpec, MasterFormat, StateFormat, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 use longshore_server::config::Spill;
@@ -38,6 +38,15 @@ pub(crate) struct Args {
     /// What of the nvme tier lives on the drives: state, images or all
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     pub(super) spill: Spill,
+    /// The server makes the initial weights by itself
+    #[arg(long)]
+    pub(super) init_on_servers: bool,
+    /// Moments: fp32, bf16 or block8
+    #[arg(long, default_value = "fp32", value_name = "FORMAT")]
+    pub(super) state: StateFormat,
+    /// Master weights: fp32 or bf16
+    #[arg(long, default_value = "fp32", value_name = "FORMAT")]
+    pub(super) master: MasterFormat,
     /// 0: exact. 1: each step computes with the weights of the step before last
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub(super) delay: u32,
@@ -89,6 +98,7 @@ impl Args {
             micro_steps: self.micro_steps,
             max_delay: self.delay,
             tier: self.tier,
+            formats: Formats { state: self.state, master: self.master, seed: 0 },
             unchecked: self.unchecked,
             worker_local: false,
             leave_out: false,

@@ -8,8 +8,14 @@ use longshore_engine::threads::available_threads;
 use super::Args;
 use crate::bench::{median, process_cpu, update::Bare, wire};
 
+/// The bare update passes over at most so many parameters, of 16 bytes each, and is taken to go on at the same pace: more of them
+/// need not fit into memory.
+const MOST_BARE: u64 = 200_000_000;
+
 pub(super) struct Limits {
     bare: Bare,
+    /// How many times the bare update's parameters the steps have.
+    times: f64,
     wire: wire::Both,
     /// The bytes of all parameters on the wire, one way.
     bytes: f64,
@@ -20,8 +26,10 @@ pub(super) struct Limits {
 
 impl Limits {
     pub(super) fn new(args: &Args) -> anyhow::Result<Limits> {
+        let bare = args.params.min(MOST_BARE);
         Ok(Limits {
-            bare: Bare::new(args.params as usize, available_threads())?,
+            bare: Bare::new(bare as usize, available_threads())?,
+            times: args.params as f64 / bare as f64,
             wire: wire::Both::open(args.connections, args.transport)?,
             bytes: args.params as f64 * 2.0,
             rounds: Vec::new(),
@@ -40,7 +48,7 @@ impl Limits {
     pub(super) fn measure(&mut self, keep: bool) -> anyhow::Result<()> {
         let begun = Instant::now();
         self.bare.pass();
-        let update = begun.elapsed().as_secs_f64() * 1e3;
+        let update = begun.elapsed().as_secs_f64() * 1e3 * self.times;
         let ms = |gb_per_s: f64| self.bytes / 1e6 / gb_per_s;
         let round = [ms(self.wire.push()?), ms(self.wire.pull()?), update, self.cpu];
         if keep {

@@ -86,6 +86,7 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
         "unchecked": args.unchecked,
         "rounds": args.rounds,
         "compute_ms": args.compute_ms,
+        "fill_ms": ms(measured.fill),
         "step_ms": step,
         "exposed_ms": exposed,
         "begin_ms": of(|step| step.timing.begin),
@@ -111,6 +112,7 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
     }
     say!("step            {step:9.1} ms, of which exposed {exposed:.1} ms");
     for (name, key) in [
+        ("open and fill", "fill_ms"),
         ("held up: begin", "begin_ms"),
         ("  weights", "weights_ms"),
         ("  push", "push_ms"),

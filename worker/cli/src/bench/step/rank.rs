@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Hyper, JobSpec, Rank};
+use longshore_proto::{Hyper, InitialWeights, Initialisation, JobSpec, Rank};
 use longshore_worker::{
     error::Result,
     loss_scale::LossScaler,
@@ -20,6 +20,8 @@ use super::Args;
 
 pub(super) struct Measured {
     pub(super) steps: Vec<Step>,
+    /// How long it took to open the job and to fill it.
+    pub(super) fill: Duration,
 }
 
 pub(super) struct Step {
@@ -64,8 +66,8 @@ pub(super) fn run(
 ) -> anyhow::Result<Measured> {
     let prepared = prepare(args, spec, address, rank);
     let mut failed = prepared.as_ref().err().map(|error| anyhow::anyhow!("{error}"));
-    let mut pipeline = prepared.ok();
-    let mut measured = Measured { steps: Vec::new() };
+    let (mut pipeline, fill) = prepared.ok().unzip();
+    let mut measured = Measured { steps: Vec::new(), fill: fill.unwrap_or_default() };
     for round in 0..=args.rounds {
         turns.wait();
         for _ in 0..args.steps {
@@ -95,7 +97,8 @@ pub(super) fn run(
     Ok(measured)
 }
 
-fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<Pipeline> {
+/// Opens the job and fills it. Says how long that took.
+fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<(Pipeline, Duration)> {
     let mut options = Options::new(vec![address], spec, Rank(rank));
     (options.connections, options.transport) = (args.connections, args.transport);
     let mut session = Session::connect(options)?;
@@ -103,7 +106,13 @@ fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<Pip
         .map(|param| session.layout().param_range(param))
         .map(|range| range.end - range.start)
         .collect();
-    let joined = session.start(&|param| vec![0.5; sizes[param] as usize])?;
+    let weights = |param: usize| vec![0.5; sizes[param] as usize];
+    let begun = Instant::now();
+    let joined = match args.init_on_servers {
+        true => session.start_made(&made(sizes.len()), &weights)?,
+        false => session.start(&weights)?,
+    };
+    let fill = begun.elapsed();
     let hyper = Hyper { lr: 1e-6, ..Hyper::default() };
     let schedule = if args.delay == 0 { Schedule::exact() } else { Schedule::delayed(0) };
     let options = PipelineOptions {
@@ -111,7 +120,12 @@ fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<Pip
         clip: (args.clip > 0.0).then_some(args.clip),
         ..PipelineOptions::new(LossScaler::fixed(1.0)?, move |_| vec![hyper])
     };
-    Pipeline::new(session, &joined, options)
+    Ok((Pipeline::new(session, &joined, options)?, fill))
+}
+
+/// What the server makes of that many parameters.
+fn made(params: usize) -> Initialisation {
+    Initialisation::by_param(1, vec![InitialWeights::Normal { mean: 0.0, std: 0.02 }; params])
 }
 
 fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use longshore_proto::{InitialWeights, Initialisation};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
@@ -107,12 +108,32 @@ impl Gpt {
         let deviation = match start {
             Start::Zero => return vec![0.0; elements],
             Start::One => return vec![1.0; elements],
-            Start::Normal => 0.02,
-            Start::Residual => 0.02 / (2.0 * self.config.layers as f64).sqrt(),
+            Start::Normal => DEVIATION,
+            Start::Residual => self.residual_deviation(),
         };
         normal(seed, param as u64, elements, deviation)
     }
+
+    /// The same distributions for servers that make the weights by themselves. Their generator is another one, and so are the
+    /// weights.
+    pub fn initialisation(&self, seed: u64) -> Initialisation {
+        let weights = self.params.iter().map(|param| match param.start {
+            Start::Zero => InitialWeights::Constant(0.0),
+            Start::One => InitialWeights::Constant(1.0),
+            Start::Normal => InitialWeights::Normal { mean: 0.0, std: DEVIATION },
+            Start::Residual => InitialWeights::Normal { mean: 0.0, std: self.residual_deviation() },
+        });
+        Initialisation::by_param(seed, weights)
+    }
+
+    /// Each layer adds to the residual stream twice.
+    fn residual_deviation(&self) -> f64 {
+        DEVIATION / (2.0 * self.config.layers as f64).sqrt()
+    }
 }
+
+/// GPT-2's standard deviation of initial weights.
+const DEVIATION: f64 = 0.02;
 
 /// Normal numbers by Box-Muller in f64, two values a draw.
 fn normal(seed: u64, stream: u64, elements: usize, deviation: f64) -> Vec<f32> {

@@ -1,0 +1,55 @@
+//! Has servers make first weights by themselves.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{Fault, FaultKind, Initialisation, ServerId, ShardId};
+use longshore_wire::{Wire, fault_from_status, v1::MakeWeightsRequest};
+
+use super::upload::passes;
+use crate::{cluster::Cluster, error::Result, rank::RankState};
+
+/// Asks every server that misses some of these shards to make its weights, and waits for all of them. If one failed in a way
+/// that passes, returns it: it is asked again once it is ready.
+pub(super) fn make(
+    cluster: &Cluster,
+    rank: &RankState,
+    initialisation: &Initialisation,
+    missing: &BTreeSet<ShardId>,
+    end: Instant,
+) -> Result<Option<(ServerId, Fault)>> {
+    let servers: BTreeSet<ServerId> = missing.iter().map(|&shard| cluster.owner(shard)).collect();
+    let request = MakeWeightsRequest {
+        job: cluster.job().to_string(),
+        incarnation: rank.incarnation().0,
+        initialisation: Some(initialisation.to_wire()),
+    };
+    let ask = |server: ServerId| {
+        let asked = servers.contains(&server).then(|| (cluster.peer(server).training(), request.clone()));
+        let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        async move {
+            let (mut training, request) = asked?;
+            match tokio::time::timeout(left, training.make_weights(request)).await {
+                Ok(answer) => answer.err().map(|status| fault_from_status(&status, cluster.address(server))),
+                Err(_) => Some(late(left)),
+            }
+        }
+    };
+    let answers = cluster.runtime.block_on(async { Ok(cluster.on_each(ask).await) })?;
+    let mut failed = None;
+    for (server, fault) in answers {
+        let Some(fault) = fault else { continue };
+        if !passes(&fault) {
+            return Err(cluster.explain(server, "MakeWeights", None, fault));
+        }
+        failed = Some((server, fault));
+    }
+    Ok(failed)
+}
+
+fn late(waited: Duration) -> Fault {
+    let remedy = "see how many shards are missing with `longshore status`, or raise slow_deadline";
+    Fault::new(FaultKind::Deadline, "MakeWeights", format!("unanswered after {waited:?}"), "answered", remedy)
+}
