@@ -40,6 +40,7 @@ pub mod push;
 mod rank;
 pub mod schedule;
 pub mod session;
+pub mod units;
 
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;
@@ -51,3 +52,4 @@ pub use pull::Feed;
 pub use push::Assembler;
 pub use schedule::Schedule;
 pub use session::{Filling, GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};
+pub use units::{Unit, UnitWeights, Units, UnitsReport};

@@ -5,6 +5,7 @@
 mod call;
 mod local;
 mod state;
+mod units;
 mod wait;
 
 use std::fmt;
@@ -15,6 +16,7 @@ pub use self::{
     call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable},
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
     state::{NoCheckpoint, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer},
+    units::UnitError,
     wait::{Interrupted, StillPaused, TimedOut},
 };
 
@@ -58,6 +60,8 @@ pub enum Error {
     #[error(transparent)]
     Gradient(#[from] GradientError),
     #[error(transparent)]
+    Unit(Box<UnitError>),
+    #[error(transparent)]
     Shortage(#[from] Shortage),
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -86,6 +90,7 @@ boxed!(
     Outdated(Outdated),
     NotRestored(NotRestored),
     StateKept(StateKept),
+    Unit(UnitError),
     TimedOut(TimedOut)
 );
 

@@ -15,16 +15,33 @@ pub(super) struct Feeds {
     joined: Version,
     now: Option<Feed>,
     next: Option<Feed>,
+    /// How the versions that are pulled on demand are read, each from its first pull on, the oldest first.
+    readings: Vec<Reading>,
 }
+
+/// How many versions are read at once on demand: those of the step in hand, and the next step's.
+const READINGS: usize = 4;
 
 impl Feeds {
     pub(super) fn new(joined: Version) -> Feeds {
-        Feeds { joined, now: None, next: None }
+        Feeds { joined, now: None, next: None, readings: Vec::new() }
     }
 
     /// How a version is read.
     pub(super) fn reading(&self, version: Version) -> Reading {
         if version < self.joined { Reading::amended(version) } else { Reading::new(version) }
+    }
+
+    /// How a version is read on demand. All pulls of it share this, also those that are made before its step begins.
+    pub(super) fn shared_reading(&mut self, version: Version) -> Reading {
+        if let Some(reading) = self.readings.iter().find(|reading| reading.version() == version) {
+            return reading.clone();
+        }
+        let reading = self.reading(version);
+        let old = (self.readings.len() + 1).saturating_sub(READINGS);
+        self.readings.drain(..old);
+        self.readings.push(reading.clone());
+        reading
     }
 
     /// Has readers of the step in hand see its weights with the step that they lack.

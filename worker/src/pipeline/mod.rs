@@ -10,6 +10,7 @@ mod envelope;
 mod feeds;
 mod options;
 mod outcome;
+mod passes;
 mod resume;
 mod shared;
 mod stats;
@@ -32,6 +33,7 @@ use tokio::{
 };
 use tracing::debug_span;
 
+pub(crate) use self::passes::PassWeights;
 use self::{
     amends::Amends,
     board::Board,
@@ -193,8 +195,7 @@ impl Pipeline {
             self.open_ahead(Step(step.0 + 1))?;
         }
         let plan = StepInputs { step, reads, loss_scale };
-        let reading =
-            self.feeds.now().map_or_else(|| self.feeds.reading(reads), |feed| feed.reading().clone());
+        let reading = self.reading(reads);
         let (finished_at, at) = channel::channel(None);
         let trainer = self.announce(plan, at);
         let micro_steps = self.options.accumulate.micro_steps(self.session.spec()) as usize;
@@ -212,6 +213,14 @@ impl Pipeline {
             moved_before: self.meters,
         });
         Ok(plan)
+    }
+
+    /// How the version of the micro-step in hand is read.
+    fn reading(&mut self, version: Version) -> Reading {
+        match self.feeds.now() {
+            Some(feed) => feed.reading().clone(),
+            None => self.feeds.shared_reading(version),
+        }
     }
 
     /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
@@ -282,7 +291,7 @@ impl Pipeline {
             return Ok(());
         }
         self.feeds.take(&self.session, &self.options.weights, newer)?;
-        let reading = self.feeds.now().map_or_else(|| Reading::new(newer), |feed| feed.reading().clone());
+        let reading = self.reading(newer);
         if let Some(current) = &mut self.current {
             current.reading = reading;
             current.begin += started.elapsed();

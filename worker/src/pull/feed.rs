@@ -112,6 +112,16 @@ impl Feed {
         self.segments(&range).map(|_| ())
     }
 
+    /// Returns once these flat elements are there, or can no more come. Nobody is held up by this, so no meter counts it, and
+    /// whoever needs them has a deadline of his own.
+    pub(crate) async fn arrived(&self, range: &Range<u64>) -> Result<()> {
+        let shared = &self.handle.shared;
+        match shared.store.covering(range) {
+            Some(segments) => shared.whole(segments).await,
+            None => Err(self.foreign(range)),
+        }
+    }
+
     /// Waits, then converts these flat elements to f32. `target` holds exactly as many.
     pub fn read(&self, range: Range<u64>, target: &mut [f32]) -> Result<()> {
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start))?;
@@ -221,6 +231,11 @@ impl Feed {
         Outdated { server, job: cluster.job().clone(), fault }.into()
     }
 
+    fn foreign(&self, range: &Range<u64>) -> Error {
+        let remedy = "name the range when the pull is opened";
+        Fault::invalid("feed.range", format!("{range:?}"), "part of this feed", remedy).into()
+    }
+
     fn fits(&self, range: &Range<u64>, given: u64, needed: u64) -> Result<()> {
         if given == needed {
             return Ok(());
@@ -232,12 +247,7 @@ impl Feed {
     /// The segments of a range, if all of them are whole.
     fn segments(&self, range: &Range<u64>) -> Result<&[Segment]> {
         let shared = &self.handle.shared;
-        let Some(segments) = shared.store.covering(range) else {
-            let remedy = "name the range when the pull is opened";
-            return Err(
-                Fault::invalid("feed.range", format!("{range:?}"), "part of this feed", remedy).into()
-            );
-        };
+        let Some(segments) = shared.store.covering(range) else { return Err(self.foreign(range)) };
         if segments.iter().all(Segment::is_whole) {
             return Ok(segments);
         }

@@ -16,4 +16,8 @@ impl Pulls {
         let pool = BufferPool::new(cluster.options.host_budget.clone(), "weights under way");
         Pulls { cluster, rank, pool, meter: Meter::default() }
     }
+
+    pub(crate) fn cluster(&self) -> &Cluster {
+        &self.cluster
+    }
 }
