@@ -65,17 +65,15 @@ mod tests {
         for (counter, key, expected) in KNOWN {
             let mut lanes = counter.map(|word| [word; LANES]);
             rounds(&mut lanes, key);
-            for lane in 0..LANES {
-                assert_eq!([0, 1, 2, 3].map(|word| lanes[word][lane]), expected, "lane {lane}");
-            }
+            assert_eq!(lanes, expected.map(|word| [word; LANES]));
         }
     }
 
     #[test]
     fn lanes_are_consecutive_counters() {
         let all = draw(3, 5, (1 << 32) - 4);
-        for lane in 0..LANES {
-            assert_eq!(draw(3, 5, (1 << 32) - 4 + lane as u64)[0], all[lane]);
+        for (lane, drawn) in (0u64..).zip(all) {
+            assert_eq!(draw(3, 5, (1 << 32) - 4 + lane)[0], drawn);
         }
         let [first, second] = draw(0, 0, 0)[0];
         assert_eq!((first, second), (0xe169_c58d_6627_e8d5, 0x9b00_dbd8_bc57_ac4c));
