@@ -8,18 +8,17 @@ use std::{
 use longshore_proto::{Fault, FaultKind, Initialisation, ServerId, ShardId};
 use longshore_wire::{Wire, fault_from_status, v1::MakeWeightsRequest};
 
-use super::upload::passes;
 use crate::{cluster::Cluster, error::Result, rank::RankState};
 
-/// Asks every server that misses some of these shards to make its weights, and waits for all of them. If one failed in a way
-/// that passes, returns it: it is asked again once it is ready.
+/// Asks every server that misses some of these shards to make its weights, and waits for all of them. Returns those that
+/// failed.
 pub(super) fn make(
     cluster: &Cluster,
     rank: &RankState,
     initialisation: &Initialisation,
     missing: &BTreeSet<ShardId>,
     end: Instant,
-) -> Result<Option<(ServerId, Fault)>> {
+) -> Result<Vec<(ServerId, Fault)>> {
     let servers: BTreeSet<ServerId> = missing.iter().map(|&shard| cluster.owner(shard)).collect();
     let request = MakeWeightsRequest {
         job: cluster.job().to_string(),
@@ -38,15 +37,7 @@ pub(super) fn make(
         }
     };
     let answers = cluster.runtime.block_on(async { Ok(cluster.on_each(ask).await) })?;
-    let mut failed = None;
-    for (server, fault) in answers {
-        let Some(fault) = fault else { continue };
-        if !passes(&fault) {
-            return Err(cluster.explain(server, "MakeWeights", None, fault));
-        }
-        failed = Some((server, fault));
-    }
-    Ok(failed)
+    Ok(answers.into_iter().filter_map(|(server, fault)| Some((server, fault?))).collect())
 }
 
 fn late(waited: Duration) -> Fault {

@@ -43,7 +43,7 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling)
         let missing = cluster.runtime.block_on(missing_shards(cluster, rank, filling.applied()))?;
         let Some(&first) = missing.first() else { return Ok(()) };
         let made = match filling.initialisation() {
-            Some(initialisation) => make(cluster, rank, initialisation, &missing, end)?,
+            Some(initialisation) => passing(cluster, make(cluster, rank, initialisation, &missing, end)?)?,
             None => None,
         };
         let failed =
@@ -191,8 +191,16 @@ fn pass(
     Ok(failed)
 }
 
+/// The last of these failures of MakeWeights, if all of them pass.
+fn passing(cluster: &Cluster, failures: Vec<(ServerId, Fault)>) -> Result<Option<(ServerId, Fault)>> {
+    if let Some((server, fault)) = failures.iter().find(|(_, fault)| !passes(fault)) {
+        return Err(cluster.explain(*server, "MakeWeights", None, fault.clone()));
+    }
+    Ok(failures.into_iter().next_back())
+}
+
 /// Whether the next try may do better: the transport failed, or the server has restarted since it was joined.
-pub(super) fn passes(fault: &Fault) -> bool {
+fn passes(fault: &Fault) -> bool {
     match fault.kind {
         FaultKind::Unavailable | FaultKind::Deadline => true,
         FaultKind::Precondition => fault.field == "rank",
