@@ -80,7 +80,7 @@ fn route(step: Step, micro_step: u32) -> Vec<usize> {
     let mut route = Vec::new();
     for layer in 0..LAYERS {
         let chance = draw(step.0 * 1000 + u64::from(micro_step) * 100 + layer as u64);
-        if layer == 0 || chance % 3 > 0 {
+        if layer == 0 || !chance.is_multiple_of(3) {
             let first = layer * (1 + EXPERTS);
             route.extend([first, first + 1 + (chance >> 8) as usize % EXPERTS]);
         }
