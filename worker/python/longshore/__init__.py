@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from longshore._step import Hyper, StepReport
     from longshore.client import Client
     from longshore._gathering import GatheredParameters
+    from longshore._init import Init
     from longshore._shard import Sharded, shard
     from longshore._tiles import TiledLinear, tiled
     from longshore.engine import Engine, initialize
@@ -32,6 +33,7 @@ __all__ = [
     "Engine",
     "GatheredParameters",
     "Hyper",
+    "Init",
     "Lion",
     "LossScale",
     "Progress",
@@ -68,6 +70,10 @@ def __getattr__(name: str) -> object:
         from longshore import _tiles
 
         return getattr(_tiles, name)
+    if name == "Init":
+        from longshore._init import Init
+
+        return Init
     if name == "GatheredParameters":
         from longshore._gathering import GatheredParameters
 

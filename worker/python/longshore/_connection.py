@@ -13,6 +13,7 @@ from longshore._weights import Weights, is_compiling
 from longshore.errors import StateError, invalid
 
 if TYPE_CHECKING:
+    from longshore._init import Unplaced
     from longshore._ranks import Ranks
     from longshore._unit_weights import UnitWeights
 
@@ -44,7 +45,7 @@ class Connection:
         self.world_size = settings_.world_size
         self.fingerprint = fingerprint(rule, params)
         self.job: Any = self.ranks.connect(settings_) if self.ranks else _longshore.Job(settings_)
-        self.weights: Weights | UnitWeights = Weights(params, self.job)
+        self.weights: Weights | UnitWeights | Unplaced = Weights(params, self.job)
         self._is_layerwise = options.streaming and options.layerwise
         #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
         self.version = 0

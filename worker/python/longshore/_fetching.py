@@ -36,7 +36,11 @@ class Fetcher:
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         for member in members:
             if not member.is_trained:
-                self.keep(member)
+                before = getattr(member.tensor, "_longshore_member", None)
+                if before is not None:  # built by Init, which has the copy
+                    self._kept[id(member)] = member.tensor._longshore_home.kept(before)  # type: ignore[attr-defined]
+                else:
+                    self.keep(member)
 
     def is_gone(self, member: Member) -> bool:
         """Whether its weights cannot be had before the next step."""
@@ -47,8 +51,15 @@ class Fetcher:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             kept = self._kept.get(id(member))
             if kept is None:
-                kept = self._kept[id(member)] = _host_memory(member.tensor)
+                kept = self._kept[id(member)] = self._memory(member.tensor)
             kept.copy_(member.tensor)
+
+    def kept(self, member: Member) -> Tensor:
+        """The copy of a member that is kept."""
+        return self._kept[id(member)]
+
+    def _memory(self, tensor: Tensor) -> Tensor:
+        return _host_memory(tensor)
 
     def expect(self, version: int) -> None:
         """New weights were asked for, of all trained parameters."""

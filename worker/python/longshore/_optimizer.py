@@ -15,6 +15,7 @@ from longshore._back import Back
 from longshore._connection import Connection
 from longshore._filling import Filling
 from longshore._host import Gradients
+from longshore._init import Unplaced, filling, is_built
 from longshore._options import Options
 from longshore._params import Param
 from longshore._scaling import Scaling
@@ -145,12 +146,16 @@ class Optimizer(Back, Scaling, Stateful):
         self._opened()
 
     def _new_connection(self) -> Connection:
-        if self._units is None and any(isinstance(t, UnitParameter) for _, t in _params.named(self.param_groups)):
+        tensors = [tensor for _, tensor in _params.named(self.param_groups)]
+        if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
             raise UsageError("the model is in units: build its optimizer before shard()")
         params = _params.table(self.param_groups)
         connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups))
         if self._units is not None:
             connection.weights = self._units.belong_to(connection.job)
+        elif any(map(is_built, tensors)):
+            connection.weights = Unplaced()
+            self._filling = self._filling or filling(params)
         return connection
 
     def _join_if_there(self) -> None:

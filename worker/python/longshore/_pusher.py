@@ -13,16 +13,18 @@ class _Work:
     """What the pusher and its thread share."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[int | None, Callable[[], None]] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int | None, int, Callable[[], None]] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.left = 0
+        #: Bytes of gradients on their way.
+        self.nbytes = 0
         #: Parameters whose gradients are on their way.
         self.params: set[int] = set()
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         while (item := self.queue.get()) is not None:
-            param, act = item
+            param, nbytes, act = item
             try:
                 if self.failure is None:
                     act()
@@ -32,6 +34,7 @@ class _Work:
             del item, act
             with self.changed:
                 self.left -= 1
+                self.nbytes -= nbytes
                 self.params.discard(-1 if param is None else param)
                 self.changed.notify_all()
 
@@ -53,24 +56,31 @@ class Pusher:
             leaving.wait()
             job.push([leaving.place])
 
-        self._give(leaving.place[0], act)
+        self._give(leaving.place[0], act, sum(tensor.nbytes for tensor in leaving.held[1:]))
 
     def then(self, act: Callable[[], None]) -> None:
         """Does this after all that was given before."""
         self._give(None, act)
 
-    def _give(self, param: int | None, act: Callable[[], None]) -> None:
+    def _give(self, param: int | None, act: Callable[[], None], nbytes: int = 0) -> None:
         self._raise()
         with self._work.changed:
             self._work.left += 1
+            self._work.nbytes += nbytes
             if param is not None:
                 self._work.params.add(param)
-        self._work.queue.put((param, act))
+        self._work.queue.put((param, nbytes, act))
 
     def wait_for(self, param: int) -> None:
         """Waits until a parameter's gradient of the micro-step before has been read."""
         with self._work.changed:
             self._work.changed.wait_for(lambda: param not in self._work.params)
+        self._raise()
+
+    def wait_for_room(self, nbytes: int, room: int) -> None:
+        """Waits until a gradient of this size fits into so many bytes, with those on their way that a device still holds."""
+        with self._work.changed:
+            self._work.changed.wait_for(lambda: not self._work.nbytes or self._work.nbytes + nbytes <= room)
         self._raise()
 
     def wait(self) -> None:

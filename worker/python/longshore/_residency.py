@@ -33,6 +33,8 @@ class Residency:
         self.room = room
         self.here = self.peak = self.fetched = 0
         self.epoch = 0
+        #: Whether the model is being built, so that no server has its weights.
+        self.is_building = False
         #: Under this, what autograd saves of weights is fetched when it is needed. See :mod:`longshore._unit_hooks`.
         self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._fetcher = fetcher
@@ -54,6 +56,22 @@ class Residency:
                 member.memory = member.tensor.untyped_storage()
                 member.memory.resize_(0)
                 _unit_tensors.hide(member.tensor, member, self)
+
+    def adopt(self, unit: Unit) -> None:
+        """Takes over one more unit, whose parameters have their weights."""
+        self.units.append(unit)
+        for member in unit.members:
+            member.memory, member.changes, member.is_here = member.tensor.untyped_storage(), member.tensor._version, True
+            self._by_storage[member.memory._cdata] = member
+            self._fetcher.keep(member)
+            _unit_tensors.hide(member.tensor, member, self)
+            self.here += member.nbytes
+        self._make_room(0)
+        self.peak = max(self.peak, self.here)
+
+    def kept(self, member: Member) -> Tensor:
+        """The copy in the host's memory of a frozen member, or of one that no server has yet."""
+        return self._fetcher.kept(member)
 
     def member_of(self, tensor: Tensor) -> Member | None:
         """The member whose memory this is, or is a part of."""

@@ -1,14 +1,13 @@
 """``longshore.shard``: a model larger than its device trains, since a part of its weights at a time is there."""
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from longshore import _unit_tensors, _units
+from longshore import _device, _init, _unit_tensors, _units
 from longshore._fetching import Fetcher
 from longshore._optimizer import Optimizer
 from longshore._residency import Residency
@@ -17,8 +16,6 @@ from longshore._unit_tensors import UnitParameter, UnitTensor
 from longshore._unit_weights import UnitWeights
 from longshore._units import Member, Named
 from longshore.errors import UsageError, invalid
-
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 class Sharded:
@@ -101,11 +98,15 @@ def shard(
     tied = sum(member.nbytes for member in members if member.is_trained and len(member.owners) > 1)
     room = None if whole is None else whole - resting - tied
     named = [units] if isinstance(units, (str, type, nn.Module)) else units
-    cut = _units.cut(model, members, named, room)
+    # On a device gradients that leave stay until they are copied, while others are made.
+    copies = 2 if _is_on_device(members, device) else 1
+    cut = _units.cut(model, members, named, room, copies)
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
+    if whole is not None and copies > 1 and optimizer._stream is not None:
+        optimizer._stream.room = reserve
     fetcher = _fetcher(optimizer, members)
     _place(model, members, device)
-    home = Residency(cut, fetcher, None if room is None else room - reserve)
+    home = Residency(cut, fetcher, None if room is None else room - copies * reserve)
     home.saving = saving = Saving(home)
     home.begin()
     ModuleHooks(model, home, saving)
@@ -119,7 +120,7 @@ def _check(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise invalid("optimizer", type(optimizer).__name__, "one of this package", "use longshore.AdamW or another", UsageError)
     for name, tensor in model.named_parameters():
-        if isinstance(tensor, UnitParameter):
+        if isinstance(tensor, UnitParameter) and not _init.is_built(tensor):
             unit = tensor._longshore_member.unit.name  # type: ignore[attr-defined]
             raise invalid(name, f"in unit {unit} already", "in one unit", "call shard() once for a model", UsageError)
     options = optimizer._options
@@ -132,20 +133,19 @@ def _check(model: nn.Module, optimizer: Any) -> None:
 
 
 def _budget(given: int | str | None, members: list[Member], device: torch.device | str | None) -> int | None:
-    if isinstance(given, str):
-        match = re.fullmatch(r"([\d.]+) *([KMG]I?)?B?", given.strip().upper())
-        if match is None:
-            raise invalid("budget", repr(given), "a number of bytes", 'write it as "6GiB", "500MB" or a number')
-        return int(float(match[1]) * _FACTORS[match[2] or ""])
     if given is not None:
-        if given <= 0:
-            raise invalid("budget", given, "above 0", "say how many bytes weights and gradients may take")
-        return int(given)
+        return _units.budget(given)
     target = torch.device(device) if device is not None else members[0].tensor.device
     if target.type == "cpu":
         raise invalid("budget", None, "given on a CPU", "say how many bytes weights and gradients may take")
     free, _ = torch.accelerator.get_memory_info(target)
     return int(free) // 2
+
+
+def _is_on_device(members: list[Member], device: torch.device | str | None) -> bool:
+    if device is not None:
+        return torch.device(device).type != "cpu"
+    return any(_device.accelerator.has(member.tensor) for member in members)
 
 
 def _fetcher(optimizer: Optimizer, members: list[Member]) -> Fetcher:
@@ -169,9 +169,12 @@ def _place(model: nn.Module, members: list[Member], device: torch.device | str |
     of_units = {id(member.tensor) for member in members}
     with torch.no_grad():
         for member in members:
+            was_built = _init.is_built(member.tensor)
+            _unit_tensors.show(member.tensor)
             if device is not None and member.tensor.device != torch.device(device):
                 member.tensor.data = torch.empty_like(member.tensor, device=device)
-            _units.own_memory(member)
+            if not was_built:
+                _units.own_memory(member)
             member.tensor.untyped_storage().resize_(0)
         if device is not None:
             for tensor in [*model.parameters(), *model.buffers()]:

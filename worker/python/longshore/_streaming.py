@@ -48,6 +48,8 @@ class Stream:
         self.is_refused = False
         #: What pushes gradients that a device has to copy first.
         self._pusher: Pusher | None = None
+        #: How many bytes of gradients a device may hold that are on their way; None for no limit.
+        self.room: int | None = None
         self._is_checked = False
         self.hook()
 
@@ -135,6 +137,8 @@ class Stream:
             optimizer._gradients.release()
         else:
             self._pusher.wait_for(param.index)
+            if self.room is not None:
+                self._pusher.wait_for_room(gradient.nbytes, self.room)
             self._pusher.push(optimizer._gradients.start(param, gradient))
         self._taken.add(param.index)
         tensor.grad = None

@@ -150,7 +150,9 @@ class ModuleHooks:
         """``module.compile()`` puts hooks into what is compiled, where they do nothing. So what is compiled is called between."""
 
         def guard() -> None:
-            compiled = module._compiled_call_impl
+            compiled: Any = module._compiled_call_impl
+            if compiled is None:
+                return
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 self._enter(module, units)
@@ -161,8 +163,7 @@ class ModuleHooks:
                     self._leave(module, output)
                 return output
 
-            if compiled is not None:
-                module._compiled_call_impl = call
+            module._compiled_call_impl = call
 
         def compile_(*args: Any, **kwargs: Any) -> None:
             type(module).compile(module, *args, **kwargs)

@@ -89,12 +89,13 @@ def members(model: nn.Module, params: Iterable[Param]) -> list[Member]:
     return list(found.values())
 
 
-def cut(model: nn.Module, of_model: list[Member], named: Sequence[Named] | None, room: int | None) -> list[Unit]:
+def cut(model: nn.Module, of_model: list[Member], named: Sequence[Named] | None, room: int | None, copies: int = 1) -> list[Unit]:
     """Deals the parameters to units.
 
     Args:
         named: the units' modules. By default they are found: repeated blocks, cut further where they do not fit.
         room: bytes that a unit's weights and the largest gradients of one must fit into together; None cuts nothing further.
+        copies: of how many units there are gradients at a time.
 
     Raises:
         InvalidError: naming the unit that does not fit, and the remedy.
@@ -104,11 +105,12 @@ def cut(model: nn.Module, of_model: list[Member], named: Sequence[Named] | None,
         units = _deal(model, of_model, roots)
         if room is None:
             return units
-        reserve = max((unit.gradient_bytes for unit in units), default=0)
+        largest = max((unit.gradient_bytes for unit in units), default=0)
+        reserve = copies * largest
         large = [unit for unit in units if unit.nbytes + reserve > room]
         if not large:
             return units
-        large += [unit for unit in units if unit.gradient_bytes == reserve]
+        large += [unit for unit in units if unit.gradient_bytes == largest]
         smaller = None if named is not None else _cut_further(roots, large)
         if smaller is None:
             raise _too_large(max(units, key=lambda unit: unit.nbytes), reserve, room)
@@ -140,9 +142,9 @@ def _deal(model: nn.Module, of_model: list[Member], roots: dict[str, nn.Module])
     units: dict[int, Unit] = {}
     for member in of_model:
         owner = member.owners[0][0]
-        unit = unit_of_module.get(id(owner))
-        if unit is None:
-            unit = unit_of_module[id(owner)] = Unit(names[id(owner)] or "(model)", module=owner)
+        if id(owner) not in unit_of_module:
+            unit_of_module[id(owner)] = Unit(names[id(owner)] or "(model)", module=owner)
+        unit = unit_of_module[id(owner)]
         unit.members.append(member)
         units[id(unit)] = unit
         member.unit = unit
@@ -223,6 +225,21 @@ def _is_meant(item: Named, name: str, module: nn.Module) -> bool:
 
 def _shown(item: Any) -> str:
     return repr(item) if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
+
+
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def budget(given: int | str) -> int:
+    """A number of bytes, or a text as ``"6GiB"``."""
+    if isinstance(given, str):
+        match = re.fullmatch(r"([\d.]+) *([KMG]I?)?B?", given.strip().upper())
+        if match is None:
+            raise invalid("budget", repr(given), "a number of bytes", 'write it as "6GiB", "500MB" or a number')
+        return int(float(match[1]) * _FACTORS[match[2] or ""])
+    if given <= 0:
+        raise invalid("budget", given, "above 0", "say how many bytes weights and gradients may take")
+    return int(given)
 
 
 def own_memory(member: Member) -> None:

@@ -58,7 +58,7 @@ class Deep(nn.Module):
 class Transformer(nn.Module):
     """Many equal blocks of a Llama, embeddings not tied."""
 
-    def __init__(self, depth: int = 32, width: int = 32, words: int = 32, tied: bool = False) -> None:
+    def __init__(self, depth: int = 32, width: int = 32, words: int = 32, tied: bool = False, casts: bool = True) -> None:
         super().__init__()
         self.words = words
         self.embed = nn.Embedding(words, width)
@@ -67,7 +67,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
         if tied:
             self.head.weight = self.embed.weight
-        self.bfloat16()
+        if casts:
+            self.bfloat16()
         self.turns = torch.outer(torch.arange(8), 1.0 / 100 ** (torch.arange(0, width // 4, 2) / (width // 4)))
         #: How a block is called, as activation checkpointing changes it.
         self.call: Any = lambda block, *args: block(*args)

@@ -1,0 +1,57 @@
+"""A model that is built within Init has the weights of one that is built whole, and they are never whole."""
+
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+from units import Accountant, Deep, Transformer, optimizer_of, same, train, weight_bytes
+
+import longshore
+from longshore import errors
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_model_that_is_never_whole(tmp_path: pathlib.Path, tied: bool, is_frozen: bool) -> None:
+    torch.manual_seed(1)
+    other = Transformer(tied=tied, casts=False)
+    size = weight_bytes(other)
+    torch.manual_seed(1)
+    with longshore.Init(budget=size // 8, folder=tmp_path) as init:
+        cut = Transformer(tied=tied, casts=False)
+    assert init.peak_weight_bytes <= size // 8
+    assert not [*tmp_path.iterdir()], "the file goes with the weights"
+    assert not any(type(parameter) is nn.Parameter for parameter in cut.parameters())
+    for (name, ours), theirs in zip(cut.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    for model in (cut, other):
+        model.blocks[3].requires_grad_(not is_frozen)
+    train(other, optimizer_of(other))
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut)
+    with pytest.raises(errors.UsageError, match=r"built within longshore\.Init: call longshore\.shard"):
+        cut.loss(0).backward()
+        optimizer.step()
+    for parameter in cut.parameters():
+        parameter.grad = None
+    optimizer = optimizer_of(cut)
+    longshore.shard(cut, optimizer, size // 5)
+    with accountant:
+        train(cut, optimizer)
+    accountant.check(size // 5)
+    same(other, cut)
+
+
+def test_what_init_leaves_alone() -> None:
+    with longshore.Init(budget="1MB", dtype=torch.bfloat16):
+        layer = nn.Linear(4, 4)
+        nn.init.constant_(layer.bias, 3.0)
+        layer.weight.data.fill_(0.5)
+        with torch.device("meta"):
+            assert type(nn.Linear(4, 4).weight) is nn.Parameter
+    assert layer.weight.dtype is torch.bfloat16 and torch.get_default_dtype() is torch.float32
+    assert bool((layer.bias == 3).all()) and bool((layer.weight == 0.5).all())
+    with longshore.Init(enabled=False):
+        assert type(nn.Linear(4, 4).weight) is nn.Parameter
+    assert type(Deep(depth=1).layers[0].weight) is nn.Parameter

@@ -1,0 +1,50 @@
+"""What leaves a device in the background is bounded where its memory is."""
+
+import threading
+
+import torch
+
+from longshore._host import Leaving
+from longshore._pusher import Pusher
+
+
+class Held:
+    """A job whose pushes wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Semaphore(0)
+        self.pushed: list[int] = []
+
+    def push(self, places: list[tuple[int, int, int, str]]) -> None:
+        assert self.may_go.acquire(timeout=30)
+        self.pushed.append(places[0][0])
+
+
+def leaving(index: int) -> Leaving:
+    staged, gradient = torch.zeros(10), torch.zeros(10)
+    return Leaving((index, staged.data_ptr(), 10, "fp32"), (staged, gradient))
+
+
+def test_a_gradient_waits_for_room() -> None:
+    job = Held()
+    pusher = Pusher(job)
+    pusher.wait_for_room(1000, 40)  # one that is alone goes, however large
+    for index in range(2):
+        pusher.wait_for_room(40, 80)
+        pusher.push(leaving(index))
+    went: list[int] = []
+
+    def third() -> None:
+        pusher.wait_for_room(40, 80)
+        went.append(len(job.pushed))
+
+    waiting = threading.Thread(target=third)
+    waiting.start()
+    assert not went, "two of 40 bytes are on their way"
+    job.may_go.release()
+    waiting.join(30)
+    assert went == [1], "the first has gone, and the second not"
+    job.may_go.release()
+    pusher.wait()
+    assert job.pushed == [0, 1]
+    pusher.close()
