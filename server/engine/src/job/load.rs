@@ -187,13 +187,7 @@ impl Job {
         for (owned, &shard) in OwnedShards::all(self.owned.len()).zip(&self.owned) {
             self.check_cancelled()?;
             if self.is_frozen(owned) {
-                let mut result = Ok(());
-                self.tier.state.load(owned, &mut |state| {
-                    result = read(shard, LoadedShard { state, older_image: None, image: None });
-                })?;
-                result?;
-                lock(&self.load).shards += 1;
-                self.notify();
+                self.load_frozen(owned, read)?;
                 continue;
             }
             let mut current = self.images.to_make(owned, version);
@@ -224,6 +218,22 @@ impl Job {
             lock(&self.load).shards += 1;
             self.notify();
         }
+        Ok(())
+    }
+
+    fn load_frozen(
+        &self,
+        owned: OwnedShard,
+        read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let mut result = Ok(());
+        self.tier.state.load(owned, &mut |state| {
+            let loaded = LoadedShard { state, older_image: None, image: None };
+            result = read(self.owned[owned.index()], loaded);
+        })?;
+        result?;
+        lock(&self.load).shards += 1;
+        self.notify();
         Ok(())
     }
 

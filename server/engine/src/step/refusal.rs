@@ -9,166 +9,45 @@ use longshore_proto::{
 /// A refused event changes nothing.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Refusal {
-    Loading {
-        missing: usize,
-    },
-    Paused {
-        reason: String,
-    },
-    NotLoading {
-        version: Version,
-    },
-    UnknownRank {
-        rank: Rank,
-        world_size: u32,
-    },
-    NotJoined {
-        rank: Rank,
-    },
-    Fenced {
-        rank: Rank,
-        incarnation: Incarnation,
-        current: Incarnation,
-    },
-    Left {
-        rank: Rank,
-        incarnation: Incarnation,
-    },
-    NotOwned {
-        shard: ShardId,
-        shards: u32,
-    },
-    NotContributor {
-        contribution: Contribution,
-        contributors: Vec<Rank>,
-    },
-    /// `param` is the first parameter in the shard.
-    Frozen {
-        contribution: Contribution,
-        param: String,
-    },
-    WrongDtype {
-        dtype: Dtype,
-        expected: Dtype,
-    },
-    WrongLength {
-        contribution: Contribution,
-        chunk: ChunkId,
-        bytes: u64,
-        expected: u64,
-    },
-    UnknownChunk {
-        shard: ShardId,
-        chunk: ChunkId,
-        chunks: u32,
-    },
-    UnknownMicroStep {
-        micro_step: MicroStep,
-        micro_steps: u32,
-    },
-    BadLossScale {
-        loss_scale: f64,
-    },
-    WrongLossScale {
-        contribution: Contribution,
-        loss_scale: f64,
-        expected: Vec<f64>,
-    },
-    OtherLossScale {
-        contribution: Contribution,
-        loss_scale: f64,
-        earlier: f64,
-    },
-    MicroStepTooEarly {
-        contribution: Contribution,
-        missing: ChunkId,
-    },
-    StepTooEarly {
-        step: Step,
-        newest: Step,
-    },
+    Loading { missing: usize },
+    Paused { reason: String },
+    NotLoading { version: Version },
+    UnknownRank { rank: Rank, world_size: u32 },
+    NotJoined { rank: Rank },
+    Fenced { rank: Rank, incarnation: Incarnation, current: Incarnation },
+    Left { rank: Rank, incarnation: Incarnation },
+    NotOwned { shard: ShardId, shards: u32 },
+    NotContributor { contribution: Contribution, contributors: Vec<Rank> },
+    Frozen { contribution: Contribution, param: String },
+    WrongDtype { dtype: Dtype, expected: Dtype },
+    WrongLength { contribution: Contribution, chunk: ChunkId, bytes: u64, expected: u64 },
+    UnknownChunk { shard: ShardId, chunk: ChunkId, chunks: u32 },
+    UnknownMicroStep { micro_step: MicroStep, micro_steps: u32 },
+    BadLossScale { loss_scale: f64 },
+    WrongLossScale { contribution: Contribution, loss_scale: f64, expected: Vec<f64> },
+    OtherLossScale { contribution: Contribution, loss_scale: f64, earlier: f64 },
+    MicroStepTooEarly { contribution: Contribution, missing: ChunkId },
+    StepTooEarly { step: Step, newest: Step },
     StepZero,
-    OtherChecksum {
-        contribution: Contribution,
-        chunk: ChunkId,
-        crc32: u32,
-        earlier: u32,
-    },
-    CommitTooEarly {
-        step: Step,
-        next: Step,
-    },
-    CommitTooOld {
-        step: Step,
-        version: Version,
-    },
-    CommitIncomplete {
-        step: Step,
-        missing: String,
-    },
-    WrongGradientScale {
-        step: Step,
-        gradient_scale: f64,
-        scales: Vec<f64>,
-        contributions: u64,
-    },
-    NotFinite {
-        step: Step,
-        shard: ShardId,
-        element: u64,
-    },
-    OtherCommit {
-        step: Step,
-        field: &'static str,
-    },
-    OtherOrigin {
-        step: Step,
-        origin: Origin,
-        found: Origin,
-    },
-    Withdrawn {
-        reads: Reads,
-        decided_by: Incarnation,
-    },
-    NotRankZero {
-        incarnation: Incarnation,
-        current: Incarnation,
-    },
-    VersionTooNew {
-        version: Version,
-        newest: Version,
-    },
-    VersionGone {
-        version: Version,
-        kept: Vec<Version>,
-    },
-    StepDecided {
-        step: Step,
-        version: Version,
-    },
+    OtherChecksum { contribution: Contribution, chunk: ChunkId, crc32: u32, earlier: u32 },
+    CommitTooEarly { step: Step, next: Step },
+    CommitTooOld { step: Step, version: Version },
+    CommitIncomplete { step: Step, missing: String },
+    WrongGradientScale { step: Step, gradient_scale: f64, scales: Vec<f64>, contributions: u64 },
+    NotFinite { step: Step, shard: ShardId, element: u64 },
+    OtherCommit { step: Step, field: &'static str },
+    OtherOrigin { step: Step, origin: Origin, found: Origin },
+    Withdrawn { reads: Reads, decided_by: Incarnation },
+    NotRankZero { incarnation: Incarnation, current: Incarnation },
+    VersionTooNew { version: Version, newest: Version },
+    VersionGone { version: Version, kept: Vec<Version> },
+    StepDecided { step: Step, version: Version },
     NotPaused,
-    PauseTooNew {
-        version: Version,
-        current: Version,
-    },
-    LossScaleInUse {
-        loss_scale: f64,
-        version: Version,
-    },
-    OtherResume {
-        loss_scale: f64,
-        earlier: f64,
-    },
-    NotDurable {
-        step: Step,
-        durable: Version,
-    },
-    OtherUpload {
-        shard: ShardId,
-        chunk: ChunkId,
-        crc32: u32,
-        earlier: u32,
-    },
+    PauseTooNew { version: Version, current: Version },
+    LossScaleInUse { loss_scale: f64, version: Version },
+    OtherResume { loss_scale: f64, earlier: f64 },
+    NotDurable { step: Step, durable: Version },
+    OtherUpload { shard: ShardId, chunk: ChunkId, crc32: u32, earlier: u32 },
 }
 
 impl From<Refusal> for Fault {
