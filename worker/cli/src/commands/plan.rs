@@ -38,8 +38,8 @@ pub(super) struct Args {
     #[arg(long, value_name = "PATH", conflicts_with_all = ["params", "preset"])]
     model: Option<PathBuf>,
     /// So many of the parameters are frozen, as the base of a LoRA run is: servers keep weights of them alone
-    #[arg(long, default_value = "0", value_name = "N", value_parser = parse_count)]
-    frozen: u64,
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    frozen: Option<u64>,
     /// Servers that share it
     #[arg(long, default_value_t = 1, value_name = "N")]
     servers: u32,
@@ -143,6 +143,10 @@ impl Args {
         Ok(())
     }
 
+    fn frozen(&self) -> u64 {
+        self.frozen.unwrap_or(0)
+    }
+
     fn model(&self) -> anyhow::Result<Model> {
         if let Some(path) = &self.model {
             return crate::plan::read(path);
@@ -175,18 +179,18 @@ impl Args {
             "{elements} parameters in shards of {cut} are more than {MAX_SHARDS} shards: give a larger --shard-elements"
         );
         ensure!(
-            self.frozen < elements,
+            self.frozen() < elements,
             "--frozen is {}, but must be below {elements}, the parameters: at least one is trained",
-            self.frozen
+            self.frozen()
         );
         let cuts =
             |elements: u64| (0..elements.div_ceil(cut)).map(move |index| (elements - index * cut).min(cut));
-        let trained: Vec<u64> = cuts(elements - self.frozen).collect();
-        let partitions = match self.frozen {
+        let trained: Vec<u64> = cuts(elements - self.frozen()).collect();
+        let partitions = match self.frozen() {
             0 => Vec::new(),
             _ => vec![Partition::whole(self.world_size), Partition::frozen(trained.len() as u32)],
         };
-        let params = trained.into_iter().chain(cuts(self.frozen)).enumerate();
+        let params = trained.into_iter().chain(cuts(self.frozen())).enumerate();
         let params =
             params.map(|(index, size)| Param { name: format!("p{index}"), shape: vec![size], group: 0 });
         Ok(JobSpec {
@@ -245,7 +249,7 @@ impl Requirements {
         };
         // Shards are dealt in turn, so the first server has the most. Frozen ones take less than others, and come last.
         let first = of_server(0);
-        let others = if args.frozen > 0 { 1..args.servers } else { 1..1 };
+        let others = if args.frozen() > 0 { 1..args.servers } else { 1..1 };
         let (need, elements) = others
             .map(of_server)
             .fold(first, |most, other| if other.0.total() > most.0.total() { other } else { most });
@@ -280,7 +284,7 @@ impl Requirements {
         say!(
             "{} parameters{} on {} server(s), tier {}; each server:",
             self.parameters,
-            if args.frozen > 0 { format!(" ({} frozen)", args.frozen) } else { String::new() },
+            if args.frozen() > 0 { format!(" ({} frozen)", args.frozen()) } else { String::new() },
             args.servers,
             args.tier
         );
@@ -318,7 +322,7 @@ impl Requirements {
     fn json(&self, args: &Args) -> serde_json::Value {
         let Requirements { need, .. } = self;
         json!({
-            "parameters": self.parameters, "frozen": args.frozen, "servers": args.servers, "tier": args.tier.to_string(),
+            "parameters": self.parameters, "frozen": args.frozen(), "servers": args.servers, "tier": args.tier.to_string(),
             "memory_bytes": need.total(), "state_bytes": need.state, "buffer_bytes": need.buffers,
             "image_bytes": need.images, "contribution_bytes": need.contributions,
             "accumulator_bytes": need.accumulators, "transfer_bytes": need.transfers,
