@@ -2,7 +2,8 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use longshore_proto::Dtype;
@@ -24,6 +25,9 @@ use crate::{
 /// wait long behind it. Two units are in any case.
 const WINDOW_BYTES: u64 = 64 << 20;
 
+/// How long the end of copies under way is awaited when all memory is given back.
+const COPY_DEADLINE: Duration = Duration::from_secs(10);
+
 /// What all calls and background tasks share.
 pub(super) struct Loads {
     pub(super) pulls: Arc<Pulls>,
@@ -33,6 +37,7 @@ pub(super) struct Loads {
     pub(super) capacity: u64,
     state: Mutex<State>,
     changed: Notify,
+    copied: Condvar,
 }
 
 pub(super) struct State {
@@ -43,6 +48,8 @@ pub(super) struct State {
     /// Why weights could not be had that somebody may still need.
     failures: BTreeMap<Item, Error>,
     pub(super) memory: Memory,
+    /// How many copies to the device are under way.
+    copying: usize,
     /// How many loads were begun. Each has its number.
     pub(super) loads: u64,
     pub(super) loaded_bytes: u64,
@@ -83,10 +90,20 @@ impl Loads {
             loaded: BTreeMap::new(),
             failures: BTreeMap::new(),
             memory,
+            copying: 0,
             loads: 0,
             loaded_bytes: 0,
         };
-        Loads { pulls, device, dtype, places, capacity, state: Mutex::new(state), changed: Notify::new() }
+        Loads {
+            pulls,
+            device,
+            dtype,
+            places,
+            capacity,
+            state: Mutex::new(state),
+            changed: Notify::new(),
+            copied: Condvar::new(),
+        }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -164,10 +181,12 @@ impl Loads {
         let copied = match arrived {
             Ok(feed) => {
                 state.policy.arriving(item);
+                state.copying += 1;
                 drop(state);
                 let copied = self.copy(item.unit, &feed, &buffer);
                 drop(feed);
                 state = self.lock();
+                state.copying -= 1;
                 copied
             }
             Err(error) => Err(error),
@@ -193,6 +212,7 @@ impl Loads {
             tracing::debug!(%error, "nothing is asked for ahead");
         }
         drop(state);
+        self.copied.notify_all();
         self.changed.notify_waiters();
     }
 
@@ -237,11 +257,14 @@ impl Loads {
         }
     }
 
-    /// Forgets everything, so that background tasks end.
+    /// Gives all memory back and ends the background tasks, after the copies that are under way.
     pub(super) fn clear(&self) {
         let mut state = self.lock();
-        let (loaded, sources) = (std::mem::take(&mut state.loaded), std::mem::take(&mut state.sources));
+        state.sources.clear(); // nothing is asked for from now on
+        let waited = self.copied.wait_timeout_while(state, COPY_DEADLINE, |state| state.copying > 0);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let loaded = std::mem::take(&mut state.loaded);
         drop(state);
-        drop((loaded, sources));
+        drop(loaded);
     }
 }
