@@ -3,12 +3,13 @@
 use std::{fmt::Write, sync::Arc};
 
 use longshore_cli::train::{
-    LayerGradients, LayerImages, Sink, StagedWeights, WholeImages, WholeWeights,
+    LayerGradients, Sink, UnitsOf,
     gpt::{self, BoxError, Config, Gpt, Gradients, Group, Tensor, Weights},
+    stage_units,
     text::Corpus,
 };
 use longshore_proto::Param;
-use longshore_worker::{Device, Pipeline, StepInputs};
+use longshore_worker::{Device, Pipeline, StepInputs, Unit, Units};
 
 use super::scenario::{Batch, Model};
 
@@ -112,22 +113,27 @@ impl Model for Bytes {
         on_demand: bool,
     ) -> anyhow::Result<f32> {
         let mut gradients = LayerGradients::allocate(self.device.clone(), &self.model)?;
-        let mut sink = Sink::new(&self.model, &mut gradients, pipeline.assembler(batch.micro_step)?);
-        let (session, device) = (pipeline.session(), self.device.clone());
-        let (layout, dtype) = (session.layout(), session.spec().image_dtype);
-        let mut whole = WholeImages::allocate(device.clone(), layout, dtype, 0)?;
-        let mut layers = LayerImages::allocate(device, &self.model, layout, dtype)?;
-        let mut weights: Box<dyn Weights> = match on_demand {
-            true => {
-                let pull = Box::new(|range| pipeline.pull(&[range]));
-                Box::new(StagedWeights::new(&self.model, layout, &mut layers, pull, true))
-            }
-            false => Box::new(WholeWeights::new(&self.model, layout, &mut whole, pipeline.weights()?)),
+        let session = pipeline.session();
+        let (layout, dtype) = (session.layout().clone(), session.spec().image_dtype);
+        // On demand there is room for two layers only.
+        let elements = |unit: &Unit| {
+            let range = |param: &usize| layout.param_range(*param);
+            unit.params
+                .iter()
+                .map(range)
+                .map(|range| range.end.next_multiple_of(64) - range.start)
+                .sum::<u64>()
         };
+        let divided = stage_units(&self.model);
+        let largest = divided.iter().map(elements).max().unwrap_or(0);
+        let budget = on_demand.then_some(2 * largest * dtype.bytes());
+        let units = Units::new(session, self.device.clone(), divided, budget)?;
+        units.begin(pipeline, batch.micro_step)?;
+        let mut sink = Sink::new(&self.model, &mut gradients, &units);
+        let mut weights = UnitsOf::new(&self.model, &layout, &*self.device, &units, dtype);
         let scale = step.loss_scale as f32;
-        let loss = gpt::micro_step(&self.model, &mut *weights, &mut sink, &self.batch(batch), scale)?;
-        drop(weights);
-        sink.finish()?;
+        let loss = gpt::micro_step(&self.model, &mut weights, &mut sink, &self.batch(batch), scale)?;
+        units.end(pipeline)?;
         Ok(loss)
     }
 }

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use longshore_proto::Dtype;
 use longshore_worker::{
-    convert,
+    Units, convert,
     device::{Buffer, Device},
     error::Result,
-    push::Assembler,
 };
 
 use super::{
@@ -33,21 +32,16 @@ impl LayerGradients {
     }
 }
 
-/// Hands each gradient to the step's assembler.
+/// Hands each gradient to its unit.
 pub struct Sink<'a> {
     model: &'a Gpt,
     memory: &'a mut LayerGradients,
-    assembler: Assembler,
+    units: &'a Units,
 }
 
 impl<'a> Sink<'a> {
-    pub fn new(model: &'a Gpt, memory: &'a mut LayerGradients, assembler: Assembler) -> Sink<'a> {
-        Sink { model, memory, assembler }
-    }
-
-    /// The micro-step's last gradient has been emitted.
-    pub fn finish(self) -> Result<()> {
-        self.assembler.finish()
+    pub fn new(model: &'a Gpt, memory: &'a mut LayerGradients, units: &'a Units) -> Sink<'a> {
+        Sink { model, memory, units }
     }
 }
 
@@ -76,7 +70,7 @@ impl Gradients for Sink<'_> {
                 Ok(())
             })?;
             noise.iter().for_each(|noise| noise.add(&mut values));
-            self.assembler.put(param, &values)?;
+            self.units.emit(stage, vec![(param, &values)])?;
         }
         Ok(())
     }

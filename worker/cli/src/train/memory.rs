@@ -15,7 +15,7 @@ use super::gpt::{self, Gpt};
 pub enum Stage {
     /// On the device.
     Two,
-    /// On the servers: each layer is pulled just before use, freed after, and the next one prefetched.
+    /// On the servers: each layer is pulled before its use. As many stay on the device as its budget holds.
     Three,
 }
 
@@ -58,14 +58,39 @@ pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> G
     }
 }
 
-/// The most device memory that training at a stage needs at once, in bytes: the 16-bit weights, one layer widened to
-/// fp32 to compute with, that layer's gradient, and the activations.
-fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Workload) -> u64 {
-    let working = 2 * largest_stage(model) * 4 + activations(model, work.sequences, work.device_budget);
+/// The device memory beside the 16-bit weights, in bytes: one layer widened to fp32 to compute with, that layer's gradient,
+/// and the activations.
+fn working(model: &Gpt, work: &Workload) -> u64 {
+    2 * largest_stage(model) * 4 + activations(model, work.sequences, work.device_budget)
+}
+
+/// The least device memory for 16-bit weights at a stage, in bytes.
+fn least_weights(stage: Stage, model: &Gpt, layout: &Layout, work: &Workload) -> u64 {
     match stage {
-        Stage::Two => whole_images(layout, work.dtype, work.delay) + working,
-        // These are the layer in use and the one being prefetched.
-        Stage::Three => 2 * largest_layer(model, layout) * work.dtype.bytes() + working,
+        Stage::Two => whole_images(layout, work.dtype, work.delay),
+        // These are the layer in use and the one that comes next.
+        Stage::Three => 2 * largest_layer(model, layout) * work.dtype.bytes(),
+    }
+}
+
+/// The most device memory that training at a stage needs at once, in bytes.
+fn need(stage: Stage, model: &Gpt, layout: &Layout, work: &Workload) -> u64 {
+    least_weights(stage, model, layout, work) + working(model, work)
+}
+
+/// The device memory for 16-bit weights. Stage 3 that was asked for takes no more than it must. Stage 3 that was found takes
+/// what the device has left, since what stays there is not pulled again.
+pub(super) fn weights_budget(
+    asked: Option<u32>,
+    stage: Stage,
+    (model, layout): (&Gpt, &Layout),
+    work: &Workload,
+    device: &Budget,
+) -> u64 {
+    let least = least_weights(stage, model, layout, work);
+    match (stage, asked) {
+        (Stage::Two, _) | (Stage::Three, Some(_)) => least,
+        (Stage::Three, None) => device.free().saturating_sub(working(model, work)).max(least),
     }
 }
 

@@ -2,7 +2,6 @@
 
 pub mod gpt;
 mod gradients;
-mod images;
 mod keep;
 mod launch;
 mod memory;
@@ -16,9 +15,8 @@ mod weights;
 
 pub use self::{
     gradients::{LayerGradients, Sink},
-    images::{LayerImages, WholeImages},
     launch::run,
     memory::{Stage, Workload, plan_stage},
     settings::{LossScale, LossScaleMode, Settings},
-    weights::{PullLayer, StagedWeights, WholeWeights},
+    weights::{UnitsOf, stage_units},
 };

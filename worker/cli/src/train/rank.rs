@@ -6,20 +6,20 @@ use std::sync::Arc;
 
 use longshore_proto::{Layout, Rank, Step};
 use longshore_worker::{
+    Units,
     device::{Budget, Device},
     error::Error,
     pipeline::{Accumulate, Pipeline, PipelineOptions, StepInputs, Weights as Pulled},
-    pull::Feed,
     session::{GoBack, Joined, Opened, Options, Session},
 };
 
 use super::{
-    LayerGradients, LayerImages, PullLayer, Settings, Sink, Stage, StagedWeights, WholeImages, WholeWeights,
-    gpt::{self, Gpt, Weights},
+    LayerGradients, Settings, Sink, Stage, UnitsOf,
+    gpt::{self, Gpt},
     keep::Keeper,
-    memory::{Workload, activations, plan_stage, with_kept_activations},
+    memory::{Workload, activations, plan_stage, weights_budget, with_kept_activations},
     report::{Around, Opening, Report},
-    tested,
+    stage_units, tested,
     text::{Batch, Corpus},
 };
 
@@ -35,18 +35,15 @@ struct Run<'a> {
     layout: Layout,
     device: Arc<dyn Device>,
     stage: Stage,
+    /// Device memory for 16-bit weights, in bytes.
+    weights_budget: u64,
     rank: u32,
 }
 
 /// Device memory held for the whole run.
 struct DeviceBuffers {
-    images: Images,
+    units: Units,
     gradients: LayerGradients,
-}
-
-enum Images {
-    Whole(WholeImages),
-    Layers(LayerImages),
 }
 
 /// Runs one rank to the end of training.
@@ -90,7 +87,8 @@ impl<'a> Run<'a> {
             device_budget: settings.device_budget,
         };
         let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
-        let run = Run { settings, model, corpus, validation, layout, device, stage, rank };
+        let weights_budget = weights_budget(settings.stage, stage, (&model, &layout), &work, device.budget());
+        let run = Run { settings, model, corpus, validation, layout, device, stage, weights_budget, rank };
         // Before the job is there.
         run.pipeline_options()?.validate(&spec)?;
         Ok(run)
@@ -119,7 +117,7 @@ impl<'a> Run<'a> {
         if self.rank == 0 {
             keeper.check(&session, joined.version, report)?;
         }
-        let mut memory = self.allocate()?;
+        let mut memory = self.allocate(&session)?;
         let summary = self.corpus.summary();
         report.opening(&Opening {
             job: settings.job.as_str(),
@@ -131,15 +129,15 @@ impl<'a> Run<'a> {
             train_bytes: summary.train_bytes,
             validation_bytes: summary.validation_bytes,
             first_step: joined.version.0 + 1,
-            stage: self.stage_name(),
+            stage: &self.stage_name(&memory),
             device: self.device.name(),
         });
-        let first_loss = self.evaluate_at(&session, joined.version, &mut memory, report)?;
+        let first_loss = self.evaluate_at(joined.version, &memory, report)?;
         let mut pipeline = Pipeline::new(session, &joined, self.pipeline_options()?)?;
         self.check_resumed(&pipeline, report);
         while pipeline.last_step().0 < settings.steps {
             self.step(&mut pipeline, &mut memory, report)?;
-            self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;
+            self.after_step(&mut pipeline, &memory, &mut keeper, report)?;
         }
         let version = pipeline.drain()?;
         report.decided(pipeline.outcomes());
@@ -152,7 +150,7 @@ impl<'a> Run<'a> {
                 host_peak: host.peak(),
                 formats: settings.formats,
             };
-            let ending = self.end(&pipeline, version, &mut memory, around)?;
+            let ending = self.end(&pipeline, version, &memory, around)?;
             let kept = keeper.finish(pipeline.session(), version, report)?;
             report.ending(&ending, &kept);
             failure = kept.failure;
@@ -213,23 +211,19 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn allocate(&self) -> anyhow::Result<DeviceBuffers> {
-        let (device, dtype) = (|| self.device.clone(), self.settings.image_dtype);
-        let images = match self.stage {
-            Stage::Two => {
-                Images::Whole(WholeImages::allocate(device(), &self.layout, dtype, self.settings.delay)?)
-            }
-            Stage::Three => {
-                Images::Layers(LayerImages::allocate(device(), &self.model, &self.layout, dtype)?)
-            }
-        };
-        Ok(DeviceBuffers { images, gradients: LayerGradients::allocate(device(), &self.model)? })
+    fn allocate(&self, session: &Session) -> anyhow::Result<DeviceBuffers> {
+        let gradients = LayerGradients::allocate(self.device.clone(), &self.model)?;
+        let (device, units) = (self.device.clone(), stage_units(&self.model));
+        Ok(DeviceBuffers { units: Units::new(session, device, units, Some(self.weights_budget))?, gradients })
     }
 
-    fn stage_name(&self) -> &'static str {
+    fn stage_name(&self, memory: &DeviceBuffers) -> String {
         match self.stage {
-            Stage::Two => "stage 2: 16-bit weights on the device",
-            Stage::Three => "stage 3: layers pulled just before use",
+            Stage::Two => "stage 2: 16-bit weights on the device".to_string(),
+            Stage::Three => {
+                let (stay, all) = (memory.units.resident(), memory.units.len());
+                format!("stage 3: {stay} of {all} layers stay on the device between their uses")
+            }
         }
     }
 
@@ -283,18 +277,13 @@ impl<'a> Run<'a> {
         let batch =
             self.corpus.batch(seed, plan.step.0, micro_step, self.rank, batch, self.model.config().context);
         let _activations = self.device.reserve("activations", self.activations())?;
-        let mut sink = Sink::new(&self.model, &mut memory.gradients, pipeline.assembler(micro_step)?);
-        let mut weights: Box<dyn Weights> = match &mut memory.images {
-            Images::Whole(images) => Box::new(self.whole(images, pipeline.weights()?)),
-            Images::Layers(images) => {
-                Box::new(self.staged(images, Box::new(|range| pipeline.pull(&[range])), true))
-            }
-        };
+        let DeviceBuffers { units, gradients } = memory;
+        units.begin(pipeline, micro_step)?;
+        let mut sink = Sink::new(&self.model, gradients, units);
         let scale = plan.loss_scale as f32;
-        let loss =
-            gpt::micro_step(&self.model, &mut *weights, &mut sink, &batch, scale).map_err(unwrap_library)?;
-        drop(weights);
-        sink.finish()?;
+        let loss = gpt::micro_step(&self.model, &mut self.weights(units), &mut sink, &batch, scale)
+            .map_err(unwrap_library)?;
+        units.end(pipeline)?;
         Ok(loss)
     }
 
@@ -309,17 +298,9 @@ impl<'a> Run<'a> {
         activations(&self.model, self.settings.batch, self.settings.device_budget)
     }
 
-    fn whole<'s>(&'s self, images: &'s mut WholeImages, feed: Feed) -> WholeWeights<'s> {
-        WholeWeights::new(&self.model, &self.layout, images, feed)
-    }
-
-    fn staged<'s>(
-        &'s self,
-        images: &'s mut LayerImages,
-        pull: PullLayer<'s>,
-        training: bool,
-    ) -> StagedWeights<'s> {
-        StagedWeights::new(&self.model, &self.layout, images, pull, training)
+    /// The weights of the pass that `units` are at.
+    fn weights<'s>(&'s self, units: &'s Units) -> UnitsOf<'s> {
+        UnitsOf::new(&self.model, &self.layout, &*self.device, units, self.settings.image_dtype)
     }
 
     /// Settings that must stay the same for a resumed run to be the same run.

@@ -87,7 +87,7 @@ pub(super) struct Ending {
     pub(super) device: String,
     pub(super) device_peak: u64,
     pub(super) device_budget: Option<u64>,
-    pub(super) stage: &'static str,
+    pub(super) stage: String,
     pub(super) server_bytes: u64,
 }
 

@@ -23,10 +23,6 @@ impl Staging {
         Staging { device, idle: HashMap::new(), under_way: None }
     }
 
-    pub(super) fn device(&self) -> &dyn Device {
-        &*self.device
-    }
-
     /// Starts copying what `fill` writes, `bytes` of it, to `offset` of `target`.
     pub(super) fn copy_in(
         &mut self,

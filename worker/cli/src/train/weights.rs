@@ -1,19 +1,15 @@
-//! Gives the model its weights from the servers' images: all of them for a whole step (stage 2), or layer by layer
-//! (stage 3).
+//! Gives the model its weights from the servers' images, by units of one stage each.
 
 use std::ops::Range;
 
 use longshore_proto::{Dtype, Layout};
 use longshore_worker::{
-    convert,
-    device::{Buffer, Device, Lease},
-    error::Result,
-    pull::Feed,
+    Unit, Units, convert,
+    device::{Device, Lease},
 };
 
 use super::{
-    LayerImages, WholeImages,
-    gpt::{BoxError, Gpt, Tensor, Weights},
+    gpt::{self, BoxError, Gpt, Tensor, Weights},
     memory::{stage_elements, stage_range},
 };
 
@@ -37,135 +33,69 @@ fn reserve(device: &dyn Device, model: &Gpt, stage: usize) -> Result<Lease, BoxE
     Ok(device.reserve("fp32 weights of a layer", stage_elements(model, stage) * 4)?)
 }
 
-/// Stage 2: one version's whole image in device memory, used by forward and backward.
-pub struct WholeWeights<'a> {
-    model: &'a Gpt,
-    layout: &'a Layout,
-    images: &'a mut WholeImages,
-    feed: Feed,
-    lent: Option<Lease>,
+/// The units of a model: its stages.
+pub fn stage_units(model: &Gpt) -> Vec<Unit> {
+    let unit = |stage: &gpt::Stage| Unit { name: stage.name.clone(), params: stage.params.clone().collect() };
+    model.stages().iter().map(unit).collect()
 }
 
-impl<'a> WholeWeights<'a> {
+/// Weights as units bring them: each layer's from just before its use on, or all of them where the device has the room.
+pub struct UnitsOf<'a> {
+    model: &'a Gpt,
+    layout: &'a Layout,
+    device: &'a dyn Device,
+    units: &'a Units,
+    dtype: Dtype,
+    /// The layer in use, and the room that it takes when widened.
+    lent: Option<(usize, Lease)>,
+}
+
+impl<'a> UnitsOf<'a> {
+    /// The weights of the pass that `units` are at.
     pub fn new(
         model: &'a Gpt,
         layout: &'a Layout,
-        images: &'a mut WholeImages,
-        feed: Feed,
-    ) -> WholeWeights<'a> {
-        WholeWeights { model, layout, images, feed, lent: None }
+        device: &'a dyn Device,
+        units: &'a Units,
+        dtype: Dtype,
+    ) -> UnitsOf<'a> {
+        UnitsOf { model, layout, device, units, dtype, lent: None }
     }
 }
 
-impl Weights for WholeWeights<'_> {
-    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
-        let WholeWeights { model, layout, images, feed, lent } = self;
-        *lent = Some(reserve(images.staging.device(), model, stage)?);
-        let range = stage_range(model, layout, stage);
-        images.layer(feed, stage, range, |bytes| Ok(widen(model, layout, stage, feed.dtype(), bytes)))
-    }
-
-    fn release(&mut self, _stage: usize, weights: Vec<Tensor>) {
-        drop(weights);
-        self.lent = None;
-    }
-}
-
-/// Pulls a layer's flat range of the version in use.
-pub type PullLayer<'a> = Box<dyn Fn(Range<u64>) -> Result<Feed> + 'a>;
-
-/// Stage 3: a layer's image is pulled just before use and freed after it. The next layer's image arrives meanwhile.
-pub struct StagedWeights<'a> {
-    model: &'a Gpt,
-    layout: &'a Layout,
-    images: &'a mut LayerImages,
-    pull: PullLayer<'a>,
-    /// Whether a backward pass follows, from the last stage to the first.
-    training: bool,
-    /// Whether the model's last stage has been acquired, so that stages are now acquired in backward order.
-    backward: bool,
-    ready: Option<(usize, Feed, Buffer)>,
-    lent: Option<(Buffer, Lease)>,
-}
-
-impl<'a> StagedWeights<'a> {
-    pub fn new(
-        model: &'a Gpt,
-        layout: &'a Layout,
-        images: &'a mut LayerImages,
-        pull: PullLayer<'a>,
-        training: bool,
-    ) -> StagedWeights<'a> {
-        StagedWeights { model, layout, images, pull, training, backward: false, ready: None, lent: None }
-    }
-
-    fn pull(&mut self, stage: usize) -> Result<(usize, Feed, Buffer), BoxError> {
-        let range = stage_range(self.model, self.layout, stage);
-        let buffer = self.images.take()?;
-        Ok((stage, (self.pull)(range)?, buffer))
-    }
-
-    /// The stage that is acquired after this one, in the order the model promises.
-    fn next(&mut self, stage: usize) -> Option<usize> {
-        let last = self.model.stages().len() - 1;
-        self.backward = self.training && (self.backward || stage == last);
-        match self.backward {
-            // The embedding's gradient needs no weights.
-            true if stage <= 1 => {
-                self.backward = false;
-                None
-            }
-            true => Some(stage - 1),
-            false if stage == last => None,
-            false => Some(stage + 1),
-        }
-    }
-
+impl UnitsOf<'_> {
     /// Gives back the layer in use.
     fn free(&mut self) {
-        if let Some((buffer, _)) = self.lent.take() {
-            self.images.give_back(buffer);
-        }
-    }
-
-    /// Gives back a layer that was fetched ahead.
-    fn discard(&mut self) {
-        if let Some((_, _, buffer)) = self.ready.take() {
-            self.images.give_back(buffer);
+        if let Some((stage, widened)) = self.lent.take() {
+            drop(widened);
+            if let Err(error) = self.units.release(stage) {
+                tracing::error!(%error, "a layer's memory was not freed");
+            }
         }
     }
 }
 
-impl Weights for StagedWeights<'_> {
+impl Weights for UnitsOf<'_> {
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
+        // A sample of text keeps the tensors of all layers. These are in the host's memory.
         self.free();
-        if self.ready.as_ref().is_some_and(|(ready, ..)| *ready != stage) {
-            self.discard();
-        }
-        let ready = self.ready.take().map_or_else(|| self.pull(stage), Ok);
-        let (_, feed, buffer) = ready?;
-        let next = self.next(stage);
-        self.ready = next.map(|next| self.pull(next)).transpose()?;
-        let StagedWeights { model, layout, images, .. } = self;
-        let widened = reserve(images.staging.device(), model, stage)?;
-        let range = stage_range(model, layout, stage);
-        let bytes = (range.end - range.start) * feed.dtype().bytes();
-        images.staging.copy_in(&buffer, 0, bytes, |host| Ok(feed.read_raw(range, host)?))?;
-        let read = |bytes: &[u8]| Ok(widen(model, layout, stage, feed.dtype(), bytes));
-        let tensors = images.staging.copy_out(&buffer, 0, bytes, read)?;
-        self.lent = Some((buffer, widened));
-        Ok(tensors)
+        let widened = reserve(self.device, self.model, stage)?;
+        self.units.acquire(stage)?;
+        self.lent = Some((stage, widened));
+        let UnitsOf { model, layout, dtype, .. } = *self;
+        Ok(self.units.read(stage, |bytes| widen(model, layout, stage, dtype, bytes))?)
     }
 
-    fn release(&mut self, _stage: usize, weights: Vec<Tensor>) {
+    fn release(&mut self, stage: usize, weights: Vec<Tensor>) {
         drop(weights);
-        self.free();
+        if self.lent.as_ref().is_some_and(|(lent, _)| *lent == stage) {
+            self.free();
+        }
     }
 }
 
-impl Drop for StagedWeights<'_> {
+impl Drop for UnitsOf<'_> {
     fn drop(&mut self) {
         self.free();
-        self.discard();
     }
 }

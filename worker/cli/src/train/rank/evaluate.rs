@@ -1,12 +1,11 @@
 //! What a run does between its steps and at its end: validation, checkpoints, a sample of the model's text.
 
 use longshore_proto::Version;
-use longshore_worker::{pipeline::Pipeline, session::Session};
+use longshore_worker::pipeline::Pipeline;
 
-use super::{DeviceBuffers, Images, Run, unwrap_library};
+use super::{DeviceBuffers, Run, unwrap_library};
 use crate::train::{
-    Settings,
-    gpt::{self, Weights},
+    Settings, gpt,
     keep::Keeper,
     report::{Around, Ending, Report},
 };
@@ -15,7 +14,7 @@ impl Run<'_> {
     pub(super) fn after_step(
         &self,
         pipeline: &mut Pipeline,
-        memory: &mut DeviceBuffers,
+        memory: &DeviceBuffers,
         keeper: &mut Keeper<'_>,
         report: &mut Report,
     ) -> anyhow::Result<()> {
@@ -24,7 +23,7 @@ impl Run<'_> {
         if due(self.settings.eval_every) {
             let version = pipeline.drain()?;
             report.decided(pipeline.outcomes());
-            self.evaluate_at(pipeline.session(), version, memory, report)?;
+            self.evaluate_at(version, memory, report)?;
         }
         if self.rank == 0 && keeper.is_due(step) {
             pipeline.drain()?;
@@ -36,64 +35,34 @@ impl Run<'_> {
     /// Rank 0's validation loss of a version.
     pub(super) fn evaluate_at(
         &self,
-        session: &Session,
         version: Version,
-        memory: &mut DeviceBuffers,
+        memory: &DeviceBuffers,
         report: &mut Report,
     ) -> anyhow::Result<Option<f32>> {
         if self.rank != 0 || self.validation.is_empty() {
             return Ok(None);
         }
-        let mut weights = self.weights_of(session, version, memory)?;
-        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
+        memory.units.evaluate(version)?;
+        let loss = gpt::evaluate(&self.model, &mut self.weights(&memory.units), &self.validation);
         let loss = loss.map_err(unwrap_library)?;
         report.validation(version.0, loss);
         Ok(Some(loss))
-    }
-
-    /// Weights for a forward pass outside a step.
-    fn weights_of<'s>(
-        &'s self,
-        session: &'s Session,
-        version: Version,
-        memory: &'s mut DeviceBuffers,
-    ) -> anyhow::Result<Box<dyn Weights + 's>> {
-        Ok(match &mut memory.images {
-            Images::Whole(images) => {
-                let whole = 0..self.layout.elements();
-                Box::new(self.whole(images, session.pull(version, &[whole], self.settings.image_dtype)?))
-            }
-            Images::Layers(images) => {
-                let dtype = self.settings.image_dtype;
-                Box::new(self.staged(
-                    images,
-                    Box::new(move |range| session.pull(version, &[range], dtype)),
-                    false,
-                ))
-            }
-        })
     }
 
     pub(super) fn end(
         &self,
         pipeline: &Pipeline,
         version: Version,
-        memory: &mut DeviceBuffers,
+        memory: &DeviceBuffers,
         around: Around,
     ) -> anyhow::Result<Ending> {
         let session = pipeline.session();
-        let mut weights = self.weights_of(session, version, memory)?;
-        let loss = gpt::evaluate(&self.model, &mut *weights, &self.validation);
-        drop(weights);
+        memory.units.evaluate(version)?;
+        let mut weights = self.weights(&memory.units);
+        let loss = gpt::evaluate(&self.model, &mut weights, &self.validation);
         let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
-        let sample = gpt::generate(
-            &self.model,
-            &mut *self.weights_of(session, version, memory)?,
-            prompt.as_bytes(),
-            *sample_bytes,
-            *temperature,
-            *seed,
-        );
+        let sample =
+            gpt::generate(&self.model, &mut weights, prompt.as_bytes(), *sample_bytes, *temperature, *seed);
         Ok(Ending {
             around,
             version: version.0,
@@ -103,7 +72,7 @@ impl Run<'_> {
             device: self.device.name().to_string(),
             device_peak: self.device.budget().peak(),
             device_budget: self.settings.device_budget,
-            stage: self.stage_name(),
+            stage: self.stage_name(memory),
             server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
         })
     }
