@@ -54,7 +54,7 @@ _FROM_SHARD = {"Sharded", "shard"}
 _FROM_TILES = {"TiledLinear", "tiled"}
 _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
-_MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "jax", "lightning", "schedules"}
+_MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "init", "jax", "lightning", "schedules"}
 
 
 def __getattr__(name: str) -> object:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from longshore import _arrays, _job, _longshore
+from longshore import _arrays, _job, _longshore, init
 from longshore._options import JobOptions, Options
 from longshore._step import Hyper, StepReport
 from longshore.errors import GradientError, LongshoreError, MissingGradientError, UsageError, invalid
@@ -43,11 +43,15 @@ class Client:
     wait releases the GIL, ends with Ctrl-C and has a deadline.
 
     Args:
-        params: the weights by name, in the order of forward; of fp32, bf16 or fp16, any shape but empty.
+        params: the weights by name, in the order of forward; of fp32, bf16 or fp16, any shape but empty. A
+            :class:`longshore.init.Shape` stands for weights that are nowhere in this process.
         hyper: hyperparameters of all parameters, or one for each group.
         rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"`` or ``"adagrad"``.
         groups: names of parameters that have hyperparameters of their own, for each group after the first. The first
             group, 0, has all others.
+        initial: what the servers make initial weights from, by name: see :mod:`longshore.init`. The other parameters' weights
+            are uploaded. It counts in a new job only.
+        initial_seed: what random initial weights depend on.
         **options: of the job; see :class:`longshore._options.Options`. ``accumulate`` is the number of times that each
         parameter is
             pushed in a step. ``streaming`` means nothing here, since each push leaves at once.
@@ -59,16 +63,22 @@ class Client:
 
     def __init__(
         self,
-        params: Mapping[str, Array],
+        params: Mapping[str, Array | init.Shape],
         hyper: Hyper | Sequence[Hyper],
         *,
         rule: str = "adamw",
         groups: Sequence[Collection[str]] = (),
+        initial: Mapping[str, init.Init] | None = None,
+        initial_seed: int = 0,
         **options: Unpack[JobOptions],
     ) -> None:
         self._options = Options.of({**options, "streaming": True})
-        arrays = {name: _arrays.readable(name, value) for name, value in params.items()}
+        arrays = {
+            name: value if isinstance(value, init.Shape) else _arrays.readable(name, value) for name, value in params.items()
+        }
         self._params = _table(arrays, groups)
+        shapes = [name for name, value in params.items() if isinstance(value, init.Shape)]
+        initialisation = init.given(initial or {}, initial_seed, arrays.keys(), shapes)
         self._by_name = {param.name: param for param in self._params}
         self._groups = len(groups) + 1
         self._hyper = self._each(hyper)
@@ -82,7 +92,7 @@ class Client:
         self._name = settings.job
         self._job = _longshore.Job(settings)
         #: The last committed step, and the version that was pulled last.
-        self._step, _ = self._job.start(_places(self._params, arrays))
+        self._step, _ = self._job.start(_places(self._params, arrays), initialisation=initialisation)
         self._version = self._step
         self._finalizer = weakref.finalize(self, _closed, self._job, self._options.servers is None)
         # At the interpreter's end the process ends the job of a server inside it, and any other job goes on.
@@ -292,7 +302,7 @@ class Client:
                 warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
 
 
-def _table(arrays: Mapping[str, _arrays.HostArray], groups: Sequence[Collection[str]]) -> list[_Param]:
+def _table(arrays: Mapping[str, _arrays.HostArray | init.Shape], groups: Sequence[Collection[str]]) -> list[_Param]:
     """The job's parameters.
 
     Raises:
@@ -314,8 +324,18 @@ def _table(arrays: Mapping[str, _arrays.HostArray], groups: Sequence[Collection[
     return params
 
 
-def _places(params: Sequence[_Param], arrays: Mapping[str, _arrays.HostArray]) -> list[tuple[int, int, int, str]]:
-    return [(param.index, arrays[param.name].address, param.elements, arrays[param.name].wire) for param in params]
+def _places(
+    params: Sequence[_Param], arrays: Mapping[str, _arrays.HostArray | init.Shape]
+) -> list[tuple[int, int, int, str]]:
+    """Where the weights are. A shape has no memory, and so no elements."""
+
+    def place(param: _Param) -> tuple[int, int, int, str]:
+        array = arrays[param.name]
+        if isinstance(array, init.Shape):
+            return param.index, 0, 0, array.wire
+        return param.index, array.address, param.elements, array.wire
+
+    return [place(param) for param in params]
 
 
 def _closed(job: Any, embedded: bool) -> None:

@@ -17,6 +17,7 @@ use crate::{
     error::{exception, raise, signals, without_gil},
     export::export,
     filling::{Read, Weights},
+    initial::{self, Made},
     memory::HostTensor,
     report,
     settings::{GivenHyper, Settings, StepByStep},
@@ -181,19 +182,25 @@ impl Job {
 
     /// Opens and joins the job. If it is new it is filled: from the parameters, one tensor each; or from tensors that are
     /// read one by one, which are the number of updates that made them (none for weights alone) and a callable from an
-    /// array's number and a parameter's to a tensor. `found` says that the job was there before. Returns its version, and
-    /// how many updates made that.
-    #[pyo3(signature = (params, filling=None, found=false))]
+    /// array's number and a parameter's to a tensor; or by its servers, from an initialisation, with the tensors of those
+    /// parameters that it leaves out. `found` says that the job was there before. Returns its version, and how many updates
+    /// made that.
+    #[pyo3(signature = (params, filling=None, found=false, initialisation=None))]
     fn start(
         &self,
         py: Python<'_>,
         params: Vec<HostTensor>,
         filling: Option<(Option<u64>, Py<PyAny>)>,
         found: bool,
+        initialisation: Option<initial::Given>,
     ) -> PyResult<(u64, u64)> {
-        let filling: Box<dyn Filling + Send> = match filling {
-            None => Box::new(Weights(params)),
-            Some((applied, source)) => Box::new(Read::new(applied, source)),
+        let filling: Box<dyn Filling + Send> = match (filling, initialisation) {
+            (Some((applied, source)), _) => Box::new(Read::new(applied, source)),
+            (None, None) => Box::new(Weights(params)),
+            (None, Some(given)) => {
+                let made = Made::new(given, Weights(params));
+                Box::new(made.map_err(|error| raise(py, &error))?)
+            }
         };
         self.with(py, move |stage| {
             let Stage::Connected(_) = stage else { return Err(Misuse("the job is started already").into()) };

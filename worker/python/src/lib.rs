@@ -5,6 +5,7 @@ mod commands;
 mod error;
 mod export;
 mod filling;
+mod initial;
 mod job;
 #[allow(unsafe_code, reason = "memory of tensors is known to Rust by its address alone")]
 mod memory;
