@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from longshore import _full, _longshore
@@ -9,7 +10,7 @@ from longshore._filling import Filling
 from longshore._job import settings
 from longshore._options import Options
 from longshore._params import Param, fingerprint, is_sharded
-from longshore._weights import Weights, is_compiling
+from longshore._weights import Weights, is_compiling, values
 from longshore.errors import StateError, invalid
 
 if TYPE_CHECKING:
@@ -31,15 +32,26 @@ def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
 class Connection:
     """A job that was opened: its parameters, their memory, and the Rust half's job."""
 
-    def __init__(self, options: Options, job: str, rule: str, params: list[Param], groups: int) -> None:
+    def __init__(
+        self, options: Options, job: str, rule: str, params: list[Param], groups: int, frozen: list[Param] | None = None
+    ) -> None:
         #: What ranks do together; None where each sends all of its gradients.
         self.ranks = _ranks(options, params)
+        if frozen and self.ranks is not None:
+            raise invalid(
+                "frozen",
+                "'keep' with a sharded model",
+                "'leave' there",
+                "leave frozen parameters to the framework",
+            )
         if self.ranks is None:
-            settings_ = settings(options, job, rule, params, groups)
+            settings_ = settings(options, job, rule, params, groups, frozen=frozen or ())
         else:
             layout = self.ranks.layout
             settings_ = settings(options, job, rule, list(layout.pieces()), groups, layout.partitions)
         self.params = params
+        #: Those that no step changes and servers keep. They come after all others in the job.
+        self.frozen = frozen or []
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
         self.world_size = settings_.world_size
@@ -72,8 +84,9 @@ class Connection:
         if self.ranks is not None:
             version, applied = self.ranks.start(self.job, filling, found)
         else:
-            places, held = self.weights.values()
-            version, applied = self.job.start(places, filling.source(self.params) if filling else None, found)
+            places, held = values([*self.params, *self.frozen])
+            source = filling.source(self.params, self.frozen) if filling else None
+            version, applied = self.job.start(places, source, found)
             del held
         wanted = filling.applied if filling else None
         if wanted is not None and (version, applied) != (0, wanted):
@@ -86,7 +99,18 @@ class Connection:
             )
         self.joined = version
         self.read()
+        self._read_frozen(version)
         return applied
+
+    @torch.no_grad()
+    def _read_frozen(self, version: int) -> None:
+        """Gives the frozen parameters the job's weights, one at a time: this process may not have made them."""
+        for param in self.frozen:
+            memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+            self.job.pull(version, [(param.index, memory.data_ptr(), param.elements, param.wire)])
+            # Streaming opens a job in the middle of the first backward, which needs the weights that its forward used.
+            if not torch.equal(memory, param.tensor.cpu()):
+                param.tensor.copy_(memory)
 
     def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
         """How many updates made each parameter of the newest version, and all state of each."""

@@ -31,13 +31,18 @@ class Filling:
     read: Callable[[int, Param], Tensor]
     check: Callable[[list[Param]], None]
 
-    def source(self, params: list[Param]) -> tuple[int | None, Callable[[int, int], tuple[Place, Tensor]]]:
-        """What the Rust half asks for a tensor: its place, and what holds its memory."""
+    def source(
+        self, params: list[Param], frozen: list[Param]
+    ) -> tuple[int | None, Callable[[int, int], tuple[Place, Tensor]]]:
+        """What the Rust half asks for a tensor: its place, and what holds its memory. Frozen parameters, which have no state,
+        give the weights that they have."""
         self.check(params)
+        known = [*params, *frozen]
 
         def place(array: int, index: int) -> tuple[Place, Tensor]:
-            param = params[index]
-            memory = self.read(array, param).detach().to("cpu").contiguous()
+            param = known[index]
+            found = param.tensor if index >= len(params) else self.read(array, param)
+            memory = found.detach().to("cpu").contiguous()
             return (index, memory.data_ptr(), param.elements, DTYPES[memory.dtype]), memory
 
         return self.applied, place

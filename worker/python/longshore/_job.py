@@ -48,6 +48,7 @@ class Settings:
     rank: int
     world_size: int
     partitions: Sequence[tuple[int, int]]
+    frozen_from: int | None
     micro_steps: int
     accumulate_on_worker: bool
     delay: int
@@ -82,24 +83,27 @@ def settings(
     params: Sequence[JobParam],
     groups: int,
     partitions: Sequence[tuple[int, int]] = (),
+    frozen: Sequence[JobParam] = (),
 ) -> Settings:
-    """``partitions`` are the first parameter and the rank of each, where ranks do not send all of the gradient."""
+    """``partitions`` are the first parameter and the rank of each, where ranks do not send all of the gradient. ``frozen`` are
+    parameters that no step changes; servers keep their weights alone."""
     addresses = options.addresses()
     if addresses is None:
         addresses = [_server.default().address]
     rank, world_size = options.place()
-    dtype = common_dtype(params)
+    dtype, image_dtype = common_dtype(params), common_dtype([*params, *frozen])
     return Settings(
         servers=addresses,
         job=job,
-        params=[(param.name, list(param.shape), param.group) for param in params],
+        params=[(param.name, list(param.shape), param.group) for param in [*params, *frozen]],
         groups=[f"group{index}" for index in range(groups)],
         rule=rule,
         gradient_dtype=dtype if options.gradient_dtype == "auto" else options.gradient_dtype,
-        image_dtype=dtype if options.image_dtype == "auto" else options.image_dtype,
+        image_dtype=image_dtype if options.image_dtype == "auto" else options.image_dtype,
         rank=rank,
         world_size=world_size,
         partitions=list(partitions),
+        frozen_from=len(params) if frozen else None,
         micro_steps=options.accumulate,
         accumulate_on_worker=options.accumulate_on == "worker" and options.accumulate > 1,
         delay=options.delay,
@@ -109,7 +113,7 @@ def settings(
         unchecked=options.nonfinite == "apply",
         loss_scale=options.loss_scale,
         leave_out=options.on_missing() == "skip",
-        shard_elements=options.shard_elements or shard_elements(params),
+        shard_elements=options.shard_elements or shard_elements([*params, *frozen]),
         tier=options.tier,
         state=options.state,
         master=options.master,

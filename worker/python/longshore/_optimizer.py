@@ -150,7 +150,8 @@ class Optimizer(Back, Scaling, Stateful):
         if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
             raise UsageError("the model is in units: build its optimizer before shard()")
         params = _params.table(self.param_groups)
-        connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups))
+        frozen = _params.frozen_table(self.param_groups, params) if self._options.frozen == "keep" else []
+        connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
         if self._units is not None:
             connection.weights = self._units.belong_to(connection.job)
         elif any(map(is_built, tensors)):

@@ -44,6 +44,7 @@ class JobOptions(TypedDict, total=False):
     reduce_dtype: Literal["auto", "fp32"]
     streaming: bool
     layerwise: bool
+    frozen: Literal["leave", "keep"]
     accumulate: int
     accumulate_on: Literal["servers", "worker"]
     max_grad_norm: float | None
@@ -83,6 +84,9 @@ class Options:
         streaming: gradients leave as backward makes them, instead of in ``step``.
         layerwise: in streaming mode, each parameter gets its new weights when it is first used after a step, so that the
             next forward starts while the last weights arrive. False has ``step`` wait for all of them.
+        frozen: what becomes of parameters with ``requires_grad=False``. ``"leave"`` leaves them to the framework. ``"keep"`` has
+            servers keep their weights, in ``image_dtype`` and without state: exports, checkpoints and a process that finds the job
+            again then have the whole model.
         accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
         accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
         max_grad_norm: the largest global gradient norm; servers clip to it exactly. None does not clip.
@@ -115,6 +119,7 @@ class Options:
     reduce_dtype: str = "auto"
     streaming: bool = False
     layerwise: bool = True
+    frozen: str = "leave"
     accumulate: int = 1
     accumulate_on: str = "servers"
     max_grad_norm: float | None = None
@@ -155,6 +160,7 @@ class Options:
             "accumulate_on": ("servers", "worker"),
             "missing_gradients": (None, "skip", "zeros", "error"),
             "partition": (None, "reduce-scatter", "all-reduced"),
+            "frozen": ("leave", "keep"),
             "reduce_dtype": ("auto", "fp32"),
             "nonfinite": ("skip", "raise", "apply"),
             "gradient_dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -170,6 +176,13 @@ class Options:
                 "'all-reduced'",
                 "'reduce-scatter' with streaming=True",
                 "gradients leave before another has reduced them: let the optimizer do it, without DistributedDataParallel",
+            )
+        if self.frozen == "keep" and self.partition is not None:
+            raise invalid(
+                "frozen",
+                "'keep'",
+                f"'leave' with partition={self.partition!r}",
+                "let the servers sum (partition=None), or leave frozen parameters to the framework",
             )
         if self.accumulate < 1:
             raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")

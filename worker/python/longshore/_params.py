@@ -86,12 +86,35 @@ def table(groups: list[dict[str, Any]]) -> list[Param]:
     Raises:
         InvalidError: for two parameters over one memory, or where nothing trains.
     """
+    params = _table(groups, trained=True, first=0)
+    if not params:
+        raise invalid("params", "all frozen or empty", "at least one that trains", "set requires_grad on what shall train")
+    return params
+
+
+def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Param]:
+    """The frozen parameters, which are the last ones of a job that keeps them.
+
+    Raises:
+        InvalidError: for two parameters over one memory, for one whose name a trained one has, or a sharded one.
+    """
+    frozen = _table(groups, trained=False, first=len(trained))
+    names = {param.name for param in trained}
+    for param in frozen:
+        if param.name in names:
+            raise invalid(param.name, "named twice", "a name of its own", "pass model.named_parameters()")
+        if is_sharded(param.tensor):
+            raise invalid(param.name, "sharded (DTensor)", "whole with frozen='keep'", "leave frozen parameters to the framework")
+    return frozen
+
+
+def _table(groups: list[dict[str, Any]], *, trained: bool, first: int) -> list[Param]:
     params: list[Param] = []
     seen: dict[tuple[int, int], str] = {}
     names: set[str] = set()
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):
-            if not tensor.requires_grad or tensor.numel() == 0:
+            if tensor.requires_grad is not trained or tensor.numel() == 0:
                 continue
             name = name_of(group, group_index, index)
             check(name, tensor)
@@ -103,13 +126,8 @@ def table(groups: list[dict[str, Any]]) -> list[Param]:
                 raise invalid(name, "named twice", "a name of its own", "pass model.named_parameters()")
             seen[memory] = name
             names.add(name)
-            params.append(
-                Param(
-                    len(params), name, group_index, tensor, tensor.shape, tensor.dtype, DTYPES[tensor.dtype], tensor.numel()
-                )
-            )
-    if not params:
-        raise invalid("params", "all frozen or empty", "at least one that trains", "set requires_grad on what shall train")
+            place, wire = first + len(params), DTYPES[tensor.dtype]
+            params.append(Param(place, name, group_index, tensor, tensor.shape, tensor.dtype, wire, tensor.numel()))
     return params
 
 

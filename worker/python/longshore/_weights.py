@@ -38,18 +38,6 @@ class Weights:
         #: Two threads may use parameters at a time.
         self._lock = threading.RLock()
 
-    def values(self) -> tuple[list[Place], list[Tensor]]:
-        """The weights as they are now, and what holds their memory."""
-        held, places = [], []
-        for param in self._params:
-            memory = param.tensor.detach()
-            if _device.accelerator.has(memory):
-                memory = _device.accelerator.to_host(memory)
-            memory = memory.contiguous()
-            held.append(memory)
-            places.append((param.index, memory.data_ptr(), param.elements, param.wire))
-        return places, held
-
     def is_awaited(self, param: Param) -> bool:
         """Whether the parameter does not have the newest weights. No gradient can come of it then, unless something
         reached its memory past torch's functions."""
@@ -180,6 +168,19 @@ class Weights:
         asked = self._before[device][0]
         for stream in [current] if current == asked else [current, asked]:
             _device.accelerator.let_wait(stream, copied)
+
+
+def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
+    """The weights of parameters as they are now, and what holds their memory."""
+    held, places = [], []
+    for param in params:
+        memory = param.tensor.detach()
+        if _device.accelerator.has(memory):
+            memory = _device.accelerator.to_host(memory)
+        memory = memory.contiguous()
+        held.append(memory)
+        places.append((param.index, memory.data_ptr(), param.elements, param.wire))
+    return places, held
 
 
 class _Reader:

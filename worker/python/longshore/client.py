@@ -73,6 +73,8 @@ class Client:
         **options: Unpack[JobOptions],
     ) -> None:
         self._options = Options.of({**options, "streaming": True})
+        if self._options.frozen == "keep":
+            raise invalid("frozen", "'keep'", "'leave': arrays do not say whether they train", "pass the arrays that train alone")
         arrays = {
             name: value if isinstance(value, init.Shape) else _arrays.readable(name, value) for name, value in params.items()
         }

@@ -6,7 +6,8 @@ use longshore_worker::{Result, Session, export::Contents};
 use crate::memory::HostTensor;
 
 /// Writes the newest version. `targets` are a tensor of each parameter, in the job's order, for each array; none for an
-/// array that is not wanted. Returns the version, and how many updates made it.
+/// array that is not wanted. Frozen parameters, which are the last ones, may be left out. Returns the version, and how many
+/// updates made it.
 pub(crate) fn export(
     session: &Session,
     contents: Contents,
@@ -22,10 +23,11 @@ pub(crate) fn export(
         }
         let end = at + bytes.len() as u64 / dtype.bytes();
         for param in layout.params_in(at..end) {
+            let Some(target) = targets.get(param) else { break };
             let place = layout.param_range(param);
             let (from, to) = (place.start.max(at), place.end.min(end));
             let values = &bytes[((from - at) * dtype.bytes()) as usize..((to - at) * dtype.bytes()) as usize];
-            targets[param].write_from((from - place.start) as usize, dtype, values);
+            target.write_from((from - place.start) as usize, dtype, values);
         }
         Ok(())
     };
@@ -35,9 +37,11 @@ pub(crate) fn export(
 
 fn check(session: &Session, contents: Contents, targets: &[Vec<HostTensor>]) -> Result<()> {
     let (layout, params) = (session.layout(), session.spec().params.len());
+    let trained = (0..params).rposition(|param| !layout.is_param_frozen(param)).map_or(0, |last| last + 1);
     let arrays = contents.arrays().len();
     let remedy = "name the parameters in the job's order, for each of its arrays";
-    if targets.len() != arrays || targets.iter().any(|tensors| ![0, params].contains(&tensors.len())) {
+    if targets.len() != arrays || targets.iter().any(|tensors| ![0, trained, params].contains(&tensors.len()))
+    {
         let limit = format!("{params} for each of {arrays} arrays");
         return Err(Fault::invalid("targets", targets.len(), limit, remedy).into());
     }

@@ -28,6 +28,8 @@ pub(crate) struct Settings {
     world_size: u32,
     /// The first parameter of each partition, and the rank that contributes to it. Empty where all ranks contribute to all.
     partitions: Vec<(u32, u32)>,
+    /// The first of the parameters that are frozen, which are the last ones; None where all are trained.
+    frozen_from: Option<u32>,
     /// How many gradients each rank gives a step; their sum counts.
     micro_steps: u32,
     accumulate_on_worker: bool,
@@ -143,11 +145,7 @@ impl Settings {
             tier: self.tier.parse()?,
             formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
             unchecked: self.unchecked,
-            partitions: self
-                .partitions
-                .iter()
-                .map(|&(first, rank)| Partition { first, ranks: vec![Rank(rank)] })
-                .collect(),
+            partitions: self.partitions(),
             worker_local: self.delay > 0 && self.correction.starts_with(WORKER_LOCAL),
             leave_out: self.leave_out,
         };
@@ -160,6 +158,18 @@ impl Settings {
             interrupt,
             ..Options::new(self.servers.clone(), spec, Rank(self.rank))
         })
+    }
+
+    fn partitions(&self) -> Vec<Partition> {
+        let of_rank = |&(first, rank): &(u32, u32)| Partition { first, ranks: vec![Rank(rank)] };
+        let mut partitions: Vec<_> = self.partitions.iter().map(of_rank).collect();
+        if let Some(first) = self.frozen_from {
+            if partitions.is_empty() {
+                partitions.push(Partition::whole(self.world_size));
+            }
+            partitions.push(Partition::frozen(first));
+        }
+        partitions
     }
 
     /// How much larger a loss is than the scaler says. Servers divide by the number of gradients, and so does a worker
@@ -183,7 +193,8 @@ impl Settings {
         }
     }
 
-    /// How steps of the job are made. With partitions a rank asks for the weights of its own ones alone.
+    /// How steps of the job are made. With partitions a rank asks for the weights of its own ones alone: frozen ones do not
+    /// change.
     pub(crate) fn pipeline(&self, steps: &StepByStep, spec: &JobSpec) -> Result<PipelineOptions, Fault> {
         let (hypers, drains) = (steps.clone(), steps.clone());
         let scaler = self.scaler()?;

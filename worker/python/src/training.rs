@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Step, Version};
+use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Partition, Step, Version};
 use longshore_worker::{
     Assembler, Error, Feed, Joined, Pipeline, PipelineOptions, Result, Session, StepOutcome, error::Misuse,
     export::Contents, pipeline::Weights,
@@ -75,9 +75,13 @@ impl Training {
         let params = session.spec().params.len();
         let places = (0..params).map(|param| session.layout().param_range(param)).collect();
         let weights = options.weights.clone();
-        // With partitions all ranks read together, since they gather from each other what they read.
-        let holds_weights =
-            !found && joined.version == Version(0) && session.rank().0 == 0 && weights == Weights::Whole;
+        // If ranks have partitions of their own, all of them read together, since they gather from each other what they read.
+        let spec = session.spec();
+        let shares = |partition: &Partition| {
+            !partition.is_frozen() && partition.ranks.len() < spec.world_size as usize
+        };
+        let is_shared_out = spec.partitions.iter().any(shares);
+        let holds_weights = !found && joined.version == Version(0) && session.rank().0 == 0 && !is_shared_out;
         let pipeline = Pipeline::new(session, joined, options)?;
         let mut training = Training {
             pipeline,
