@@ -246,6 +246,14 @@ impl JobSpec {
         frozen.map(|partition| partition.first).collect()
     }
 
+    /// The other spec's partitions where both lay all parameters out alike: parts begin at the same ones, and the same are
+    /// frozen. Else its own.
+    pub fn partitions_as(&self, other: &JobSpec) -> Vec<Partition> {
+        let is_alike = self.partition_starts() == other.partition_starts()
+            && self.frozen_starts() == other.frozen_starts();
+        if is_alike { other.partitions.clone() } else { self.partitions.clone() }
+    }
+
     /// How many contributions a step has from all ranks together. A commit's gradient scale has this factor. A shard to
     /// which fewer ranks contribute is divided by [`JobSpec::share`] of that scale.
     pub fn contributions(&self) -> u64 {

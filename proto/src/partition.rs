@@ -28,7 +28,7 @@ impl Partition {
         Partition { first, ranks: Vec::new() }
     }
 
-    /// Whether no step changes its parameters. They are kept as 16-bit weights alone.
+    /// Whether no step changes its parameters. They are kept as weights in the image dtype alone.
     pub fn is_frozen(&self) -> bool {
         self.ranks.is_empty()
     }

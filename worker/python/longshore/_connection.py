@@ -11,7 +11,7 @@ from longshore._job import settings
 from longshore._options import Options
 from longshore._params import Param, fingerprint, is_sharded
 from longshore._weights import Weights, is_compiling, values
-from longshore.errors import StateError, invalid
+from longshore.errors import StateError, UsageError, invalid
 
 if TYPE_CHECKING:
     from longshore._init import Unplaced
@@ -84,7 +84,10 @@ class Connection:
         if self.ranks is not None:
             version, applied = self.ranks.start(self.job, filling, found)
         else:
-            places, held = values([*self.params, *self.frozen])
+            places, held = self.weights.values()
+            # Frozen weights may be large, and only a new job is filled with them.
+            frozen_places, frozen_held = values([] if found else self.frozen)
+            places, held = [*places, *frozen_places], [*held, *frozen_held]
             source = filling.source(self.params, self.frozen) if filling else None
             version, applied = self.job.start(places, source, found)
             del held
@@ -108,9 +111,15 @@ class Connection:
         for param in self.frozen:
             memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
             self.job.pull(version, [(param.index, memory.data_ptr(), param.elements, param.wire)])
-            # Streaming opens a job in the middle of the first backward, which needs the weights that its forward used.
-            if not torch.equal(memory, param.tensor.cpu()):
-                param.tensor.copy_(memory)
+            if torch.equal(memory, param.tensor.cpu()):
+                continue
+            if torch._C._current_graph_task_id() != -1:
+                # Streaming opens a job with its first gradient, and that backward needs the weights that its forward used.
+                raise UsageError(
+                    f"{param.name} is frozen, and the job's weights of it are not the model's, as with an image_dtype of fewer "
+                    "bits: call optimizer.open() before the first forward"
+                )
+            param.tensor.copy_(memory)
 
     def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
         """How many updates made each parameter of the newest version, and all state of each."""

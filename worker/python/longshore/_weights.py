@@ -38,6 +38,10 @@ class Weights:
         #: Two threads may use parameters at a time.
         self._lock = threading.RLock()
 
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        """The weights as they are now, and what holds their memory."""
+        return values(self._params)
+
     def is_awaited(self, param: Param) -> bool:
         """Whether the parameter does not have the newest weights. No gradient can come of it then, unless something
         reached its memory past torch's functions."""

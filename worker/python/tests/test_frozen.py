@@ -149,3 +149,18 @@ def test_partitions_are_refused() -> None:
         longshore.AdamW(model().named_parameters(), frozen="keep", partition="reduce-scatter")
     with pytest.raises(errors.InvalidError, match="frozen"):
         longshore.AdamW(model().named_parameters(), frozen="drop")
+
+
+def test_a_base_that_the_job_rounds_is_read_before_the_first_forward() -> None:
+    options = {"lr": 1e-2, "frozen": "keep", "streaming": True, "image_dtype": "bf16"}
+    late = model()
+    with pytest.raises(longshore.errors.UsageError, match=r"0\.base\.weight.*optimizer\.open\(\)"):
+        steps(late, longshore.AdamW(late.named_parameters(), **options), range(1))
+    early = model()
+    start = weights(early)
+    optimizer = longshore.AdamW(early.named_parameters(), **options)
+    optimizer.open()
+    steps(early, optimizer, range(3))
+    optimizer.flush()
+    for name, found in weights(early).items():
+        assert torch.equal(found, start[name].bfloat16().float()) is is_base(name), name

@@ -203,7 +203,7 @@ fn is_other_spec(cluster: &Cluster, known: &RestoreResponse, error: &Error) -> b
     let of_open = JobSpec {
         world_size: ours.world_size,
         micro_steps: ours.micro_steps,
-        partitions: ours.partitions.clone(),
+        partitions: open.partitions_as(ours),
         shard_elements: ours.shard_elements,
         tier: ours.tier,
         unchecked: ours.unchecked,

@@ -237,12 +237,7 @@ fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -
         rule: checkpoint.rule,
         formats: Formats { seed: job.formats.seed, ..checkpoint.formats },
         // Other ranks may contribute now, but every parameter must lie where it did, and frozen ones have no state.
-        partitions: match checkpoint.partition_starts() == job.partition_starts()
-            && checkpoint.frozen_starts() == job.frozen_starts()
-        {
-            true => job.partitions.clone(),
-            false => checkpoint.partitions.clone(),
-        },
+        partitions: checkpoint.partitions_as(job),
         image_dtype: match images == StoredImages::None && !checkpoint.has_frozen() {
             true => job.image_dtype,
             false => checkpoint.image_dtype,

@@ -86,7 +86,7 @@ pub(super) fn quantile(p: f64) -> f64 {
 }
 
 /// The probability that a standard normal variable is below `value`, which is not above 0: that whose quantile it is. So
-/// no second approximation is needed. It takes 64 quantiles, and is asked for once a parameter.
+/// no second approximation is needed. It takes 64 quantiles, and is asked for once a run of parameters.
 pub(super) fn probability_below(value: f64) -> f64 {
     // Positive numbers have the order of their bits.
     let (mut low, mut high) = (f64::MIN_POSITIVE.to_bits(), 0.5f64.to_bits());

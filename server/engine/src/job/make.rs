@@ -64,7 +64,7 @@ impl Job {
             Some(made) if made.is(&initialisation) && load.source == Source::Complete => return Ok(None),
             _ => load.check_upload(version)?,
         }
-        // A release of an earlier restore has left it set.
+        // An operator who gave up an earlier restore has set this. It ended that restore, and is not meant for this call.
         load.cancelled = false;
         match known {
             Some(made) if made.is(&initialisation) => Ok(Some(made)),

@@ -121,7 +121,10 @@ impl Machine {
     /// Which ranks and shards the next step waits for; None when it waits for its commit alone.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
-            return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());
+            return Some(
+                "the initial weights (Tensors.Upload, Training.MakeWeights) or a checkpoint (Admin.Restore)"
+                    .to_string(),
+            );
         }
         let step = self.version.next_step();
         for shard in &self.shards {
