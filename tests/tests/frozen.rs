@@ -13,7 +13,7 @@ use longshore_tests::{
     status::job_status,
 };
 use longshore_worker::{
-    LossScaler, Options, Pipeline, PipelineOptions, Schedule, Session, Transport,
+    GoBack, LossScaler, Options, Pipeline, PipelineOptions, Schedule, Session, Transport,
     error::{Error, GradientError},
     export::Contents,
 };
@@ -232,6 +232,31 @@ fn a_checkpoint_of_them_goes_on_elsewhere() {
         (STEPS / 2..STEPS).for_each(|_| trainer.step());
         assert_eq!(trainer.hash(), known, "{tier} on {count} servers");
         trainer.leave();
+    }
+}
+
+/// A checkpoint cannot fill a job that trains what was frozen then, so no state is given up for it.
+#[test]
+fn a_job_that_froze_others_keeps_its_state() {
+    let checkpoints = TempDir::new().expect("a folder for checkpoints");
+    let servers = server::servers(2, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
+    let mut spec = spec(TierKind::Memory, 0);
+    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto), None);
+    trainer.step();
+    trainer.hash();
+    trainer.pipeline.session().checkpoint("first").expect("a checkpoint");
+    (1..STEPS).for_each(|_| trainer.step());
+    trainer.hash();
+    trainer.leave();
+
+    spec.partitions.truncate(2);
+    let session = Session::connect(options(&servers, &spec, Transport::Auto)).expect("a session");
+    let how = GoBack { checkpoint: Some("first".into()), discard_state: true };
+    let error = session.go_back(&how).expect_err("other parameters are frozen");
+    assert!(error.to_string().contains("spec.partitions"), "{error}");
+    let there = job_status(&server::addresses(&servers));
+    for server in &there.servers {
+        assert_eq!(server.version, STEPS, "{error}");
     }
 }
 
