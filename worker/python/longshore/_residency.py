@@ -251,24 +251,33 @@ class Residency:
         self.here -= member.nbytes
 
     def _begin_fetch(self, missing: list[Member], *, ahead: bool) -> Fetch:
-        for member in missing:
-            member.memory.resize_(member.nbytes)
-            member.is_here = True
-            self.here += member.nbytes
-            self.fetched += member.nbytes
-        self.peak = max(self.peak, self.here)
-        return self._fetcher.begin(missing, ahead=ahead)
+        try:
+            for member in missing:
+                member.memory.resize_(member.nbytes)
+                member.is_here = True
+                self.here += member.nbytes
+                self.fetched += member.nbytes
+            self.peak = max(self.peak, self.here)
+            return self._fetcher.begin(missing, ahead=ahead)
+        except BaseException:
+            self._take_back(missing)
+            raise
+
+    def _take_back(self, members: list[Member]) -> None:
+        """These did not come, so they are not here."""
+        for member in members:
+            member.memory.resize_(0)
+            if member.is_here:
+                member.is_here = False
+                self.here -= member.nbytes
+                self.fetched -= member.nbytes
 
     def _finish(self, fetch: Fetch) -> None:
         """Waits for what was fetched. What did not come is not here."""
         try:
             fetch.finish()
         except BaseException:
-            for member in fetch.members:
-                if member.is_here:
-                    member.is_here = False
-                    member.memory.resize_(0)
-                    self.here -= member.nbytes
+            self._take_back(fetch.members)
             raise
         for member in fetch.members:
             member.changes = member.tensor._version

@@ -8,6 +8,7 @@ from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import errors
+from longshore._fetching import Fetcher
 
 
 def deep(**options: object) -> tuple[Deep, longshore.AdamW, int]:
@@ -133,6 +134,25 @@ def test_two_units_at_a_time_need_room_for_two() -> None:
     train(model, optimizer, steps=2)
     whole.load_state_dict(model.state_dict())
     same(model, whole)
+
+
+def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout or Ctrl-C while weights come: what did not come comes again at its next use."""
+    model, optimizer, size = deep()
+    sharded = longshore.shard(model, optimizer, size // 2)
+    before = model.layers[2].weight.tolist()
+    sharded.release()
+    fetched = sharded.fetched_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetcher, "_read", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.layers[2].weight.sum()
+    assert (sharded.resident, sharded.weight_bytes, sharded.fetched_bytes) == ([], 0, fetched)
+    assert model.layers[2].weight.tolist() == before
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_failure_inside_a_module_leaves_nothing_pinned() -> None:
