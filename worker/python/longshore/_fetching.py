@@ -1,7 +1,8 @@
 """Fetches weights of units: the trained ones from servers, the frozen ones from copies in the host's memory."""
 
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -97,19 +98,20 @@ class Fetcher:
 
     def _reading(self, fetch: "Fetch") -> Callable[[], None]:
         """What brings the members into the host's memory."""
-        places = []
+        # Each with the tensor whose memory it is, which stays as long as something may write there.
+        places: list[tuple[Place, Tensor]] = []
         for member in fetch.members:
             kept = self._kept.get(id(member))
             if kept is not None:
                 fetch.sources.append((member, kept))
             elif is_plain(member.tensor):
-                places.append(_place(member, member.tensor))
+                places.append((_place(member, member.tensor), member.tensor))
             else:
                 staged = self._staging.take(member)
                 fetch.sources.append((member, staged))
                 fetch.staged.append((member, staged))
-                places.append(_place(member, staged))
-        return lambda: self._read(places)
+                places.append((_place(member, staged), staged))
+        return lambda: self._read([place for place, _ in places])
 
     def _read(self, places: list[Place]) -> None:
         fresh = [place for place in places if place[0] in self._unread]
@@ -145,21 +147,36 @@ class Fetch:
 
     def advance(self) -> None:
         """Begins to copy to the device what has come by now."""
-        if self.read is None or self.read.done():
+        if self.read is None or (self.read.done() and self.read.exception() is None):
             self._copy()
 
     def finish(self) -> None:
-        """Waits until the members can be used by what this thread does next."""
-        if self.read is not None:
-            self.read.result()
-        self._copy()
-        for device, copied in (self._copied or {}).items():
-            _device.accelerator.let_wait(_device.accelerator.current_stream(device), copied)
+        """Waits until the members can be used by what this thread does next. If that fails, nothing writes to them any more."""
+        try:
+            if self.read is not None:
+                self.read.result()
+            self._copy()
+            for device, copied in (self._copied or {}).items():
+                _device.accelerator.let_wait(_device.accelerator.current_stream(device), copied)
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        """Waits for what still writes to the members, whose memory goes now."""
+        if self.read is not None and not self.read.cancel():
+            while not self.read.done():
+                # Each wait for servers has a limit. Ctrl-C once more must not free what they write to.
+                with contextlib.suppress(KeyboardInterrupt):
+                    wait([self.read])
+        for device in self._before:
+            copies = _device.accelerator.record(self._fetcher._stream(device))
+            _device.accelerator.let_wait(_device.accelerator.current_stream(device), copies)
 
     def _copy(self) -> None:
         if self._copied is not None:
             return
-        self._copied = {}
+        copied: dict[torch.device, Any] = {}
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for device, before in self._before.items():
                 _device.accelerator.let_wait(self._fetcher._stream(device), before)
@@ -171,9 +188,10 @@ class Fetch:
                 else:
                     target.copy_(source)
             for device in self._before:
-                self._copied[device] = _device.accelerator.record(self._fetcher._stream(device))
+                copied[device] = _device.accelerator.record(self._fetcher._stream(device))
+            self._copied = copied
             for member, staged in self.staged:
-                self._fetcher._staging.give_back(staged, self._copied.get(member.tensor.device))
+                self._fetcher._staging.give_back(staged, copied.get(member.tensor.device))
 
 
 class _Staging:

@@ -1,5 +1,8 @@
 """What cannot be with a model in units is refused by name, with a remedy, before anything is wrong."""
 
+import threading
+from concurrent.futures import Future
+
 import pytest
 import torch
 from models import pair
@@ -8,7 +11,7 @@ from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import errors
-from longshore._fetching import Fetcher
+from longshore._fetching import Fetch, Fetcher
 
 
 def deep(**options: object) -> tuple[Deep, longshore.AdamW, int]:
@@ -149,6 +152,37 @@ def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch)
             model.layers[2].weight.sum()
     assert (sharded.resident, sharded.weight_bytes, sharded.fetched_bytes) == ([], 0, fetched)
     assert model.layers[2].weight.tolist() == before
+
+
+def test_ctrl_c_waits_for_what_still_writes() -> None:
+    """The memory of a prefetch must not go while its thread writes there."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Read(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        def cancel(self) -> bool:
+            goes_on.set()
+            return super().cancel()
+
+    read = Read()
+    read.set_running_or_notify_cancel()
+
+    def write() -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        read.set_result(None)
+
+    fetch = Fetch(Fetcher(None, 0, [], lambda _: False), [])
+    fetch.read = read
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    with pytest.raises(KeyboardInterrupt):
+        fetch.finish()
+    assert read.done(), "the thread has ended its write"
+    thread.join(60)
 
 
 def _interrupted(*_: object) -> None:
