@@ -117,7 +117,7 @@ class Back:
         self._finalizer.detach()
         _params.release([id(param.tensor) for param in old.params])
         self._connection = None
-        old.weights.settle()
+        old.weights.give_up()
         old.job.close(False)
         connection = self._start(self._new_connection(), found=True)
         # A delayed step would read the version before.

@@ -29,6 +29,7 @@ class Fetcher:
         #: Trained parameters that nobody has read in this version.
         self._unread: set[int] = set()
         self._trained = {member.param.index for member in members if member.param is not None}
+        self._frozen = {id(member) for member in members if not member.is_trained}
         self._is_gone = is_gone
         self._kept: dict[int, Tensor] = {}
         self._staging = _Staging()
@@ -68,8 +69,10 @@ class Fetcher:
         self._unread = set(self._trained)
 
     def belong_to(self, job: Any) -> None:
-        """Weights come from this job from now on."""
+        """Weights come from this job from now on: trained ones that were kept, and those that were asked for, are the old one's."""
         self._job = job
+        self._unread.clear()
+        self._kept = {key: kept for key, kept in self._kept.items() if key in self._frozen}
 
     def has_unread(self, member: Member) -> bool:
         """Whether new weights of it were asked for and nobody has read them."""

@@ -125,4 +125,4 @@ class Unplaced:
     def read(self) -> None:
         """Does nothing: units are fetched when they are used."""
 
-    settle = abandon = forget = read
+    settle = give_up = abandon = forget = read

@@ -51,6 +51,10 @@ class UnitWeights:
         """The job ends: its last weights stay in the host's memory, and the model can be used."""
         self._fetcher.keep_all(list(self._members.values()))
 
+    def give_up(self) -> None:
+        """The job is joined again: what it has for the step in hand is of no use."""
+        self._home.renew()
+
     def abandon(self) -> None:
         """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
         with contextlib.suppress(LongshoreError):

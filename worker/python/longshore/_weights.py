@@ -77,6 +77,8 @@ class Weights:
             if self._awaited:
                 self.read()
 
+    give_up = settle
+
     def abandon(self) -> None:
         """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
         with contextlib.suppress(LongshoreError):

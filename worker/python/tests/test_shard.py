@@ -65,6 +65,32 @@ def test_a_delayed_run_that_is_flushed_goes_on() -> None:
     same(whole, cut)
 
 
+@pytest.mark.parametrize("delay", [0])
+def test_a_refused_step_that_is_given_up(delay: int) -> None:
+    """The job is joined again, and weights come from it again."""
+    whole, cut = pair(Deep)
+    cut.layers[3].requires_grad_(False)
+    whole.layers[3].requires_grad_(False)
+    options = {"missing_gradients": "error", "delay": delay, "warmup_steps": 1}
+    plain, optimizer = optimizer_of(whole, **options), optimizer_of(cut, **options)
+    sharded = longshore.shard(cut, optimizer, budget := weight_bytes(cut) // 8)
+    for model, its in ((whole, plain), (cut, optimizer)):
+        train(model, its, steps=3)
+        its.flush()
+        for _ in range(2):
+            model.layers[1](torch.ones(4, 48, dtype=torch.bfloat16)).sum().backward()
+            with pytest.raises(errors.MissingGradientError, match=r"flush\(\) to give this step up"):
+                its.step()
+            assert its.flush() == 3
+    fetched = sharded.fetched_bytes
+    same(whole, cut)
+    for model, its in ((whole, plain), (cut, optimizer)):
+        train(model, its, steps=3, first=3)
+        assert its.flush() == 6
+    same(whole, cut)
+    assert sharded.fetched_bytes > fetched and sharded.peak_weight_bytes <= budget
+
+
 def test_over_sockets_from_two_servers(two_servers: str) -> None:
     whole, cut = pair(Deep, width=80)
     train(whole, optimizer_of(whole))
