@@ -128,7 +128,9 @@ class Back:
     def _stream_anew(self) -> None:
         if self._stream is not None:
             self._stream.unhook()
+            room = self._stream.room
             self._stream = Stream(self)
+            self._stream.room = room
 
     def _go_back(self, state_dict: dict[str, Any]) -> None:
         wanted = _wanted(state_dict, self._job_name, self.version)

@@ -1,6 +1,7 @@
 """``longshore.shard``: a model larger than its device trains, since a part of its weights at a time is there."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ def _is_on_device(members: list[Member], device: torch.device | str | None) -> b
 def _fetcher(optimizer: Optimizer, members: list[Member]) -> Fetcher:
     connection = optimizer._connection
     assert connection is not None
-    is_gone = functools.partial(_is_gone, optimizer._stream) if optimizer._options.delay else _is_never_gone
+    is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
     return Fetcher(connection.job, connection.version, members, is_gone)
 
 
@@ -159,9 +160,13 @@ def _is_never_gone(_: Member) -> bool:
     return False
 
 
-def _is_gone(stream: Any, member: Member) -> bool:
+def _is_gone(optimizer: "weakref.ref[Optimizer]", member: Member) -> bool:
     """Once a step has all gradients of a shard, a delayed job's servers write newer weights over those that it computes with."""
-    return member.param is not None and stream.has_left(member.param)
+    if member.param is None:
+        return False
+    # A job that is joined again has another stream.
+    found = optimizer()
+    return found is None or found._stream is None or found._stream.has_left(member.param)
 
 
 def _place(model: nn.Module, members: list[Member], device: torch.device | str | None) -> None:

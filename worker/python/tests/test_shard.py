@@ -65,7 +65,7 @@ def test_a_delayed_run_that_is_flushed_goes_on() -> None:
     same(whole, cut)
 
 
-@pytest.mark.parametrize("delay", [0])
+@pytest.mark.parametrize("delay", [0, 1])
 def test_a_refused_step_that_is_given_up(delay: int) -> None:
     """The job is joined again, and weights come from it again."""
     whole, cut = pair(Deep)
