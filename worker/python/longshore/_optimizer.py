@@ -152,9 +152,7 @@ class Optimizer(Back, Scaling, Stateful):
         params = _params.table(self.param_groups)
         frozen = _params.frozen_table(self.param_groups, params) if self._options.frozen == "keep" else []
         connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
-        if self._units is not None:
-            connection.weights = self._units.belong_to(connection.job)
-        elif any(map(is_built, tensors)):
+        if any(map(is_built, tensors)):
             connection.weights = Unplaced()
             self._filling = self._filling or filling(params)
         return connection
@@ -183,6 +181,9 @@ class Optimizer(Back, Scaling, Stateful):
     def _start(self, connection: Connection, *, found: bool = False) -> Connection:
         _params.claim(connection.params, self)
         try:
+            if self._units is not None:
+                # Not before this: a job that is only asked for its checkpoints has no weights to give.
+                connection.weights = self._units.belong_to(connection.job)
             self._applied.fill_(connection.start(self._filling, found=found))
         except BaseException:
             _params.release(id(param.tensor) for param in connection.params)

@@ -91,6 +91,21 @@ def test_a_refused_step_that_is_given_up(delay: int) -> None:
     assert sharded.fetched_bytes > fetched and sharded.peak_weight_bytes <= budget
 
 
+def test_a_version_that_no_checkpoint_has() -> None:
+    """The load is refused, and the job in hand goes on."""
+    whole, cut = pair(Deep)
+    plain, optimizer = optimizer_of(whole), optimizer_of(cut)
+    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    for model, its in ((whole, plain), (cut, optimizer)):
+        train(model, its, steps=2)
+        state = its.state_dict()
+        train(model, its, steps=2, first=2)
+        with pytest.raises(errors.StateError):
+            its.load_state_dict(state)
+        train(model, its, steps=2, first=4)
+    same(whole, cut)
+
+
 def test_over_sockets_from_two_servers(two_servers: str) -> None:
     whole, cut = pair(Deep, width=80)
     train(whole, optimizer_of(whole))
