@@ -112,15 +112,17 @@ class Residency:
                 for member in unit.members:
                     _unit_tensors.show(member.tensor)
 
-    def unpin(self, unit: Unit) -> None:
-        with self._lock:
-            unit.pins -= 1
-            unit.runs -= 1
-            if unit.runs == 0:
-                for member in unit.members:
+    def unpin(self, *units: Unit) -> None:
+        """Does so for each of them, whatever :meth:`changed` raises; the first of that is raised."""
+        # Callbacks run from the last to the first, and the error of the one that runs last is raised.
+        with self._lock, contextlib.ExitStack() as changes:
+            for unit in units:
+                unit.pins -= 1
+                unit.runs -= 1
+                for member in unit.members if unit.runs == 0 else ():
                     _unit_tensors.hide(member.tensor, member, self)
                     if member.is_here and member.tensor._version != member.changes:
-                        self.changed(member)
+                        changes.callback(self.changed, member)
 
     @contextlib.contextmanager
     def using(self, members: list[Member]) -> Iterator[None]:
@@ -238,7 +240,8 @@ class Residency:
     def _let_go(self, unit: Unit) -> None:
         under_way = self._under_way.pop(unit, None)
         if under_way is not None:
-            self._finish(under_way)
+            with contextlib.suppress(LongshoreError):  # nobody needs what did not come
+                self._finish(under_way)
         for member in unit.members:
             if member.is_here:
                 self._free(member)

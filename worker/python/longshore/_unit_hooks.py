@@ -179,8 +179,7 @@ class ModuleHooks:
                 self._home.pin(unit)
                 pinned.append(unit)
         except BaseException:
-            for unit in pinned:
-                self._home.unpin(unit)
+            self._home.unpin(*pinned)
             raise
         self._saving.on()
         self._running.append((module, units))
@@ -191,8 +190,7 @@ class ModuleHooks:
         _, units = self._running.pop()
         self._saving.off()
         self._home.mark(output)
-        for unit in units:
-            self._home.unpin(unit)
+        self._home.unpin(*units)
 
 
 def _needed(model: nn.Module, units: list[Unit]) -> Iterator[tuple[nn.Module, list[Unit]]]:

@@ -12,6 +12,7 @@ from units import Deep, optimizer_of, same, train, weight_bytes
 import longshore
 from longshore import errors
 from longshore._fetching import Fetch, Fetcher
+from longshore._unit_tensors import UnitParameter
 
 
 def deep(**options: object) -> tuple[Deep, longshore.AdamW, int]:
@@ -187,6 +188,40 @@ def test_ctrl_c_waits_for_what_still_writes() -> None:
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_several_writes_that_would_be_lost_leave_nothing_pinned() -> None:
+    model, optimizer, size = deep()
+    sharded = longshore.shard(model, optimizer, size)
+    layer = model.layers[2]
+    with pytest.raises(errors.UsageError, match=r"layers\.2\.weight of unit layers\.2 was changed in place"), torch.no_grad():
+        with longshore.GatheredParameters(layer.parameters()):
+            layer.weight.zero_()
+            layer.bias.zero_()
+    assert [type(parameter) for parameter in layer.parameters()] == [UnitParameter] * 2
+    sharded.release()
+    assert (sharded.resident, sharded.weight_bytes) == ([], 0)
+    handle = layer.register_forward_pre_hook(lambda module, _: module.weight.detach().zero_())
+    with pytest.raises(errors.UsageError, match="changed in place"), torch.no_grad():
+        model(model.inputs(0))
+    handle.remove()
+    sharded.release()
+    assert sharded.resident == []
+    train(model, optimizer, steps=2)
+
+
+def test_a_prefetch_that_fails_and_that_nobody_needs() -> None:
+    model, optimizer, size = deep()
+    sharded = longshore.shard(model, optimizer, size)
+    home = model.layers[2].weight._longshore_home
+    unit = home.units[2]
+    fetch = home._begin_fetch(unit.members, ahead=False)
+    fetch.read = Future()
+    fetch.read.set_exception(errors.UnreachableError("no server answers"))
+    home._under_way[unit] = fetch
+    sharded.release()
+    assert (sharded.resident, sharded.weight_bytes) == ([], 0)
+    train(model, optimizer, steps=1)
 
 
 def test_a_failure_inside_a_module_leaves_nothing_pinned() -> None:
