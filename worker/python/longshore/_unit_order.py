@@ -17,14 +17,20 @@ class Order:
         self._places: dict[Unit, list[int]] = {}
         self._seen: list[Unit] = []
         self._at = -1
+        #: Where the step was before uses that do not count; None where there were none since.
+        self._was_at: int | None = None
         #: By unit: when it was used last, in uses.
         self._used: dict[Unit, int] = {}
         self._clock = 0
 
     def note(self, unit: Unit, *, counts: bool) -> None:
-        """A unit is used. One that does not count, as in an evaluation, is not learned."""
+        """A unit is used. One that does not count, as in an evaluation, is not learned, and the step goes on from where it was."""
         self._clock += 1
         self._used[unit] = self._clock
+        if not counts and self._was_at is None:
+            self._was_at = self._at
+        elif counts and self._was_at is not None:
+            self._at, self._was_at = self._was_at, None
         if self._seen and self._seen[-1] is unit:
             return
         if counts:
@@ -33,6 +39,9 @@ class Order:
         after = bisect_right(places, self._at)
         if after < len(places):
             self._at = places[after]
+        elif places:
+            # As the next batch of an evaluation begins, or one more micro-step than the step before had.
+            self._at = places[0]
 
     def end(self) -> None:
         """A step has ended."""
@@ -41,7 +50,7 @@ class Order:
             self._places = {}
             for place, unit in enumerate(self._learned):
                 self._places.setdefault(unit, []).append(place)
-        self._at = -1
+        self._at, self._was_at = -1, None
 
     def distance(self, unit: Unit) -> int:
         """How many other uses come before the unit's next one. Of those that are not used any more in this step, the one that was

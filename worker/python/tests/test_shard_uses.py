@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from units import Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
+from longshore._unit_order import Order
+from longshore._units import Unit
 
 
 def check(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **options: Any) -> longshore.Sharded:
@@ -260,3 +262,29 @@ def test_copies_and_files_are_whole() -> None:
     cut.loss(0)
     for view, parameter in zip(views, whole.blocks[0].parameters(), strict=True):
         assert torch.equal(view.clone(), parameter.t()), "views of weights that have gone come again"
+
+
+def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
+    order, units = Order(), [Unit(str(index)) for index in range(5)]
+
+    def batch() -> list[list[str]]:
+        foreseen = []
+        for unit in units:
+            order.note(unit, counts=False)
+            foreseen.append([found.name for found in order.upcoming(1)])
+        return foreseen
+
+    for unit in [*units, *reversed(units)]:
+        order.note(unit, counts=True)
+    order.end()
+    first = batch()
+    assert first[:4] == [["1"], ["2"], ["3"], ["4"]]
+    for _ in range(3):
+        # The first unit's use looks like the end of backward.
+        assert batch()[1:] == first[1:]
+    order.note(units[0], counts=True)
+    assert [unit.name for unit in order.upcoming(3)] == ["1", "2", "3"]
+    order.note(units[1], counts=True)
+    order.note(units[4], counts=False)
+    order.note(units[2], counts=True)
+    assert [unit.name for unit in order.upcoming(3)] == ["3", "4", "3"], "the step goes on from where it was"
