@@ -36,6 +36,7 @@ class Fetcher:
         self._streams: dict[torch.device, Any] = {}
         # One thread, since the job serves one call at a time.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
+        self._is_closed = False
         for member in members:
             if not member.is_trained:
                 before = getattr(member.tensor, "_longshore_member", None)
@@ -83,7 +84,9 @@ class Fetcher:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             fetch = Fetch(self, members)
             read = self._reading(fetch)
-        if ahead:
+        if read is None:
+            return fetch
+        if ahead and not self._is_closed:
             fetch.read = self._thread.submit(read)
         else:
             read()
@@ -96,11 +99,17 @@ class Fetcher:
         self._read([_place(member, kept[id(member)]) for member in trained if id(member) in kept])
         self._kept |= kept
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
+    def retire(self) -> None:
+        """Gives the thread nothing more. It ends with the model."""
+        self._is_closed = True
 
-    def _reading(self, fetch: "Fetch") -> Callable[[], None]:
-        """What brings the members into the host's memory."""
+    def close(self) -> None:
+        """Ends the thread. Weights that are in the host's memory are fetched as before."""
+        self.retire()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _reading(self, fetch: "Fetch") -> Callable[[], None] | None:
+        """What brings the members into the host's memory; None where they are there."""
         # Each with the tensor whose memory it is, which stays as long as something may write there.
         places: list[tuple[Place, Tensor]] = []
         for member in fetch.members:
@@ -114,7 +123,7 @@ class Fetcher:
                 fetch.sources.append((member, staged))
                 fetch.staged.append((member, staged))
                 places.append((_place(member, staged), staged))
-        return lambda: self._read([place for place, _ in places])
+        return (lambda: self._read([place for place, _ in places])) if places else None
 
     def _read(self, places: list[Place]) -> None:
         fresh = [place for place in places if place[0] in self._unread]

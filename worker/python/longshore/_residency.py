@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ class Residency:
             self._order.note(unit, counts=unit.module is None or unit.module.training)
             under_way = self._under_way.pop(unit, None)
             if under_way is not None:
-                self._finish(under_way)
+                with contextlib.suppress(CancelledError):  # the optimizer was closed, and it comes from elsewhere
+                    self._finish(under_way)
             missing = self._missing(unit)
             if missing:
                 self._make_room(sum(member.nbytes for member in missing), unit)
@@ -193,15 +195,20 @@ class Residency:
             self._end_node()
             self._order.end()
             self.epoch += 1
-            for fetch in self._under_way.values():
-                with contextlib.suppress(LongshoreError):  # servers may have let go of the older weights
-                    self._finish(fetch)
-            self._under_way.clear()
+            self.await_all()  # servers may have let go of the older weights
             for unit in self.units:
                 self._check_same(unit)
                 for member in unit.members:
                     if member.is_trained and member.is_here:
                         self._free(member)
+
+    def await_all(self) -> None:
+        """Waits for what is under way. What does not come is fetched when it is used."""
+        with self._lock:
+            while self._under_way:
+                _, fetch = self._under_way.popitem()
+                with contextlib.suppress(LongshoreError, CancelledError):
+                    self._finish(fetch)
 
     def release(self) -> None:
         """Lets go of all weights that nothing uses now."""
@@ -240,7 +247,7 @@ class Residency:
     def _let_go(self, unit: Unit) -> None:
         under_way = self._under_way.pop(unit, None)
         if under_way is not None:
-            with contextlib.suppress(LongshoreError):  # nobody needs what did not come
+            with contextlib.suppress(LongshoreError, CancelledError):  # nobody needs what did not come
                 self._finish(under_way)
         for member in unit.members:
             if member.is_here:

@@ -49,7 +49,11 @@ class UnitWeights:
 
     def settle(self) -> None:
         """The job ends: its last weights stay in the host's memory, and the model can be used."""
-        self._fetcher.keep_all(list(self._members.values()))
+        try:
+            self._home.await_all()
+            self._keep()
+        finally:
+            self._fetcher.close()
 
     def give_up(self) -> None:
         """The job is joined again: what it has for the step in hand is of no use."""
@@ -57,8 +61,13 @@ class UnitWeights:
 
     def abandon(self) -> None:
         """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
+        # Garbage collection may call this anywhere, also where a lock is held: it waits for no thread of ours.
         with contextlib.suppress(LongshoreError):
-            self.settle()
+            self._keep()
+        self._fetcher.retire()
+
+    def _keep(self) -> None:
+        self._fetcher.keep_all(list(self._members.values()))
 
     def forget(self) -> None:
         """Lets the parameters be as they are."""

@@ -1,5 +1,6 @@
 """A model in units has the bits of one that is whole, and its weights and gradients stay within the budget."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -109,13 +110,20 @@ def test_a_version_that_no_checkpoint_has() -> None:
 def test_over_sockets_from_two_servers(two_servers: str) -> None:
     whole, cut = pair(Deep, width=80)
     train(whole, optimizer_of(whole))
+    before = set(threading.enumerate())
     optimizer = optimizer_of(cut, servers=two_servers, job="units", transport="tcp")
     longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
     train(cut, optimizer)
     same(whole, cut)
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("longshore-fetch")} - before
+    assert len(threads) == 1
     optimizer.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
     with torch.no_grad():
-        assert torch.equal(cut(cut.inputs(0)), whole(whole.inputs(0))), "the model outlives its optimizer"
+        for _ in range(2):
+            assert torch.equal(cut(cut.inputs(0)), whole(whole.inputs(0))), "the model outlives its optimizer"
 
 
 @pytest.mark.parametrize("name", MODELS)
