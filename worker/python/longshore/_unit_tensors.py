@@ -79,10 +79,6 @@ def _set_data(tensor: Any, value: Tensor) -> None:
     """``tensor.data = value``, as ``Module.to`` does it. What changes nothing is let through."""
     if value is tensor or value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
         return
-    # To torch cpu:0 is another device than cpu, so ``to`` copies. Accelerate asks for it where it has seen several ranks.
-    is_like = value.device.type == tensor.device.type == "cpu" and value.dtype == tensor.dtype and value.shape == tensor.shape
-    if is_like and torch.equal(tensor, value):
-        return
     member = getattr(tensor, "_longshore_member", None)
     name = member.name if member is not None else "a view of a unit's parameter"
     raise UsageError(

@@ -288,16 +288,3 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
     order.note(units[4], counts=False)
     order.note(units[2], counts=True)
     assert [unit.name for unit in order.upcoming(3)] == ["3", "4", "3"], "the step goes on from where it was"
-
-
-def test_a_move_to_where_the_model_is() -> None:
-    """To torch ``cpu:0`` is another device than ``cpu``, so it copies. Weights that would change are refused."""
-    whole, cut = pair(Deep)
-    plain, optimizer = optimizer_of(whole), optimizer_of(cut)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
-    cut.to(torch.device("cpu", 0))
-    train(whole, plain)
-    train(cut, optimizer)
-    same(whole, cut)
-    with pytest.raises(longshore.errors.UsageError, match=r"layers\.0\.weight got other memory"):
-        cut.double()
