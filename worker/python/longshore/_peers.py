@@ -228,11 +228,11 @@ def training_steps(elements: int, batch: int, length: int, wanted: str, address:
 
 def deepspeed_engine(elements: int, batch: int, length: int) -> Callable[[], Any]:
     """DeepSpeed's own engine on its CPU accelerator, with the optimizer offloaded."""
+    import deepspeed
+
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    import deepspeed
-
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = model_of(elements, length)
     config = {

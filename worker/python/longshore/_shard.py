@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longshore import _device, _init, _unit_tensors, _units
+from longshore import _ddp, _device, _init, _unit_tensors, _units
 from longshore._fetching import Fetcher
 from longshore._optimizer import Optimizer
 from longshore._residency import Residency
@@ -95,7 +95,7 @@ def shard(
     members = _units.members(model, connection.params)
     whole = _budget(budget, members, device)
     resting = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(member.nbytes for member in members)
-    # Of a tied weight, what one module adds to its gradient waits for what the others add.
+    # What one module adds to the gradient of a tied weight waits for what the others add.
     tied = sum(member.nbytes for member in members if member.is_trained and len(member.owners) > 1)
     room = None if whole is None else whole - resting - tied
     named = [units] if isinstance(units, (str, type, nn.Module)) else units
@@ -105,6 +105,7 @@ def shard(
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
     if whole is not None and copies > 1 and optimizer._stream is not None:
         optimizer._stream.room = reserve
+    _ddp.refuse_models_in_units()
     fetcher = _fetcher(optimizer, members)
     _place(model, members, device)
     home = Residency(cut, fetcher, None if room is None else room - copies * reserve)

@@ -79,6 +79,11 @@ def _set_data(tensor: Any, value: Tensor) -> None:
     """``tensor.data = value``, as ``Module.to`` does it. What changes nothing is let through."""
     if value is tensor or value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
         return
+    # To torch cpu:0 is another device than cpu, so ``to`` copies. Accelerate asks for it where a launcher started the process.
+    if value.device.type == tensor.device.type == "cpu" and value.dtype == tensor.dtype:
+        with tensor._longshore_home.using([tensor._longshore_member]):
+            if torch.equal(tensor, value):
+                return
     member = getattr(tensor, "_longshore_member", None)
     name = member.name if member is not None else "a view of a unit's parameter"
     raise UsageError(

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.training_args import ParallelMode
 
 from longshore import _auto, _engine_parts, _rng
 from longshore._config import Config
 from longshore._optimizer import Optimizer
 from longshore._saving import Saving
 from longshore._trainer_data import BEHIND, TrainerData
+from longshore._unit_tensors import UnitParameter
 from longshore.errors import UsageError
 
 
@@ -36,6 +39,10 @@ class Callback(TrainerCallback):
         self._generators: dict[str, Any] | None = None
         self._resumed: bytes | None = None
         self._saved_logs = 0
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if model is not None and any(isinstance(parameter, UnitParameter) for parameter in model.parameters()):
+            _leave_unwrapped(model, args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer, scheduler = _ours(kwargs), kwargs.get("lr_scheduler")
@@ -164,6 +171,19 @@ def deepspeed(
     optimizer = kind(model.named_parameters(), **arguments, **job)
     _engine_parts.shard(model, optimizer, settings)
     return optimizer, settings.scheduler(optimizer)
+
+
+def _leave_unwrapped(model: torch.nn.Module, args: TrainingArguments) -> None:
+    """Has Accelerate take a model in units as it is, where it would move the model and wrap it in DistributedDataParallel.
+
+    The servers sum the gradients of ranks. What Accelerate would do besides is done here: with ``bf16`` it casts in forward.
+    """
+    if args.parallel_mode is not ParallelMode.DISTRIBUTED or getattr(model, "_is_accelerate_prepared", False):
+        return
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    if args.bf16 or args.fp16:
+        casts = torch.autocast(args.device.type, torch.bfloat16 if args.bf16 else torch.float16)
+        model.forward = convert_outputs_to_fp32(casts(model.forward))
 
 
 def _ours(kwargs: dict[str, Any]) -> Optimizer | None:

@@ -1,6 +1,7 @@
 """One thread for torch, so that sums have one order; and servers of their own for tests that want some."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +11,16 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Each test leaves the environment as it was. Libraries set ``RANK`` and others, by which later tests would train as a rank of many."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import serve
+from conftest import ended_after, serve
 from models import pair, same_bits
-from programs import load
+from programs import load, ranks
 from torch import nn
 from units import Accountant, Deep, same, weight_bytes
 from units import pair as pair_of
@@ -142,67 +142,118 @@ def test_a_llama_of_hugging_face_in_an_engine() -> None:
     same(whole, cut)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_llama_of_hugging_face_under_its_trainer(tmp_path: pathlib.Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    if "LONGSHORE_TEST_ALONE" not in os.environ:
-        # Other tests leave state behind in this process, with which the Trainer copies a model that is already in place.
-        test = f"{__file__}::test_a_llama_of_hugging_face_under_its_trainer"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-        alone = {**os.environ, "LONGSHORE_TEST_ALONE": "1"}
-        found = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=300, check=False)
-        assert found.returncode == 0, found.stdout + found.stderr
-        return
+def trained(
+    folder: pathlib.Path, stage: int, servers: str | None = None, job: str | None = None, **more: Any
+) -> tuple[Any, Any, list[float]]:
+    """What the Hugging Face Trainer makes of a Llama in six steps: the model, the optimizer, and each step's loss."""
+    import transformers
+
     from longshore import huggingface
 
+    model = llama()
+    arguments = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "disable_tqdm": True,
+        **more,
+    }
+    args = transformers.TrainingArguments(str(folder / str(stage)), **arguments)
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    if stage == 3:
+        zero |= {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 30_000, "stage3_prefetch_bucket_size": "auto"}
     auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-    models = []
-    for stage in (2, 3):
-        model = llama()
-        args = transformers.TrainingArguments(
-            str(tmp_path / str(stage)),
-            max_steps=6,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            max_grad_norm=0.5,
-            learning_rate=1e-2,
-            use_cpu=True,
-            report_to=[],
-            save_steps=3,
-            eval_strategy="steps",
-            eval_steps=3,
-            disable_tqdm=True,
-        )
-        zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-        if stage == 3:
-            zero |= {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 30_000, "stage3_prefetch_bucket_size": "auto"}
-        given = {
-            "train_batch_size": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "optimizer": auto,
-            "zero_optimization": zero,
-        }
-        (tmp_path / f"{stage}.json").write_text(json.dumps(given))
-        optimizer, scheduler = huggingface.deepspeed(tmp_path / f"{stage}.json", args, model)
-        assert optimizer.is_in_units is (stage == 3)
-        data = load("trainer")["Counting"]()
-        trainer = transformers.Trainer(
-            model=model,
-            args=args,
-            train_dataset=data,
-            eval_dataset=data,
-            optimizers=(optimizer, scheduler),
-            callbacks=[huggingface.Callback(checkpoint=False)],
-        )
-        trainer.train()
-        models.append(model)
-        model.keeps = optimizer
-    kept = type(models[0]).from_pretrained(tmp_path / "3" / "checkpoint-6")
-    assert optimizer.version == 6
-    for name, value in models[0].state_dict().items():
-        torch.testing.assert_close(models[1].state_dict()[name], value, rtol=1e-4, atol=1e-5)
-    assert same_bits(kept.bfloat16(), copy_of(models[1]))
+    given = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": auto,
+        "zero_optimization": zero,
+        "longshore": {"servers": servers, "job": job} if servers else {},
+    }
+    optimizer, scheduler = huggingface.deepspeed(given, args, model)
+    assert optimizer.is_in_units is (stage == 3)
+    data = load("trainer")["Counting"]()
+    trainer = transformers.Trainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=data,
+        optimizers=(optimizer, scheduler),
+        callbacks=[huggingface.Callback(checkpoint=False)],
+    )
+    trainer.train()
+    return model, optimizer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_llama_of_hugging_face_under_its_trainer(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    whole, stage_2, losses = trained(tmp_path, 2)
+    cut, optimizer, found = trained(tmp_path, 3)
+    assert found == pytest.approx(losses, rel=1e-4)
+    kept = type(whole).from_pretrained(tmp_path / "3" / "checkpoint-6")
+    assert optimizer.version == stage_2.version == 6
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(cut.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    assert same_bits(kept.bfloat16(), copy_of(cut))
+
+
+RANK = """
+import json, pathlib, sys
+sys.path.insert(0, {tests!r})
+import torch, test_stage_3
+model, optimizer, losses = test_stage_3.trained(pathlib.Path({folder!r}), 3, {servers!r}, "ranks", {more})
+assert type(model).__name__ == "LlamaForCausalLM"
+state = {{name: value.clone() for name, value in model.state_dict().items()}}
+torch.save(state, pathlib.Path({folder!r}) / f"{{torch.distributed.get_rank()}}.pt")
+print("losses", json.dumps(losses), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("number", "bf16"), [(1, False), (1, True), (2, False)])
+def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, servers: str, number: int, bf16: bool) -> None:
+    """Under torchrun, where Accelerate wraps other models in DistributedDataParallel, also for one rank."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    more = {"per_device_train_batch_size": 4 // number, "bf16": bf16}
+    code = RANK.format(tests=str(pathlib.Path(__file__).parent), folder=str(tmp_path), servers=servers, more=f"**{more!r}")
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **rank}) for rank in ranks(number)
+    ]
+    with ended_after(300, *started):
+        said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * number, said
+    found = json.loads(said[0].rsplit("losses ", 1)[1])
+    alone, _, losses = trained(tmp_path, 3, bf16=bf16)
+    # Half the batch on each of two ranks has the same mean, added up in another order.
+    assert found == (losses if number == 1 else pytest.approx(losses, rel=1e-4))
+    states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(number)]
+    for name, value in alone.state_dict().items():
+        assert torch.equal(states[0][name], states[-1][name])
+        assert torch.equal(states[0][name], value) if number == 1 else (states[0][name] - value).norm() < 1e-3 * value.norm()
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_a_model_in_units_is_not_wrapped(wrapper: Any, tmp_path: pathlib.Path) -> None:
+    model, _ = pair_of(Deep, depth=4)
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+    longshore.shard(model, optimizer, budget=weight_bytes(model))
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(errors.UsageError, match=f"{wrapper.__name__} cannot wrap a model in units"):
+            wrapper(nn.Sequential(model))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def copy_of(model: nn.Module) -> nn.Module:

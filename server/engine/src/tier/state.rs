@@ -26,7 +26,7 @@ const STATE_ARRAYS: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     formats: Formats,
-    /// Of a frozen shard: the format of its weights, which are the first array.
+    /// The format of a frozen shard's weights, which are the first array.
     frozen: Option<Dtype>,
     block: [usize; ARRAYS],
 }
