@@ -84,11 +84,15 @@ impl Commit {
 }
 
 impl Commit {
-    /// The one factor, beside the rates, that the newest gradient is multiplied by in the amended image, formed in f64 and
-    /// rounded once. None where this step makes no amended image.
-    pub fn amend_multiplier(&self, share: f64) -> Option<f32> {
+    /// How the newest gradient amends an image. None where this step makes no amended image.
+    pub fn amendment(&self, share: f64) -> Option<Amendment> {
         let gamma = self.amend.filter(|_| !self.skip)?;
-        Some((gamma * self.clip_coefficient / (self.gradient_scale * share)) as f32)
+        let limit =
+            |hyper: &Hyper| (gamma * hyper.lr * (1.0 - hyper.beta1) / (1.0 - hyper.beta2).sqrt()) as f32;
+        Some(Amendment {
+            multiplier: (gamma * self.clip_coefficient / (self.gradient_scale * share)) as f32,
+            limits: self.groups.iter().map(limit).collect(),
+        })
     }
 
     /// Whether servers make amended images with this decision.
@@ -116,6 +120,17 @@ impl Commit {
         }
         Ok(())
     }
+}
+
+/// How the newest gradient amends an image: `image - clamp(rate * (gradient * multiplier), limit)`. Its numbers are formed in
+/// f64 and rounded once.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Amendment {
+    pub multiplier: f32,
+    /// By param group: the most that Adam's own step moves an element for its newest gradient, whatever its second moment
+    /// was. A rate is made of older second moments, so that the first gradient after a long time, as of a token that is
+    /// rare, would move its weights by thousands of such steps.
+    pub limits: Vec<f32>,
 }
 
 /// What makes up for a delay: how the images of a version differ from its master weights z.

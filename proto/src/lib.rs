@@ -20,7 +20,7 @@ pub mod placement;
 pub mod properties;
 pub mod state;
 
-pub use commit::{Commit, Correction};
+pub use commit::{Amendment, Commit, Correction};
 pub use contribution::{Contribution, ContributionChunk, Origin, Reads};
 pub use dtype::Dtype;
 pub use fault::{Fault, FaultKind};

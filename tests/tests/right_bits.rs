@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use longshore_engine::kernels::{self, Amended, Gradient, ImageMut, Isa, Kept};
+use longshore_engine::kernels::{self, Amended, Gradient, ImageMut, Isa, Kept, Missing};
 use longshore_proto::{Dtype, Hyper, Rule};
 use longshore_tests::conformance::{
     cluster::Cluster,
@@ -205,7 +205,7 @@ fn served(
     state: &[Vec<f32>; 3],
     gradient: &[f32],
     image: &mut Vec<u8>,
-    dtype: Dtype,
+    (dtype, limit): (Dtype, f32),
 ) -> Vec<f32> {
     let kept = Kept { master: &state[0], first: &state[1], second: &state[2] };
     let count = gradient.len();
@@ -215,7 +215,8 @@ fn served(
         Dtype::F16 => ImageMut::F16(&mut half),
         Dtype::Bf16 => ImageMut::Bf16(&mut half),
     };
-    kernels::amend(isa, amended, 0.7, Gradient::f32(gradient), kept, target);
+    let missing = Missing { multiplier: 0.7, limit };
+    kernels::amend(isa, amended, missing, Gradient::f32(gradient), kept, target);
     *image = match dtype {
         Dtype::F32 => wide.iter().flat_map(|x| x.to_le_bytes()).collect(),
         Dtype::F16 | Dtype::Bf16 => half.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -235,6 +236,7 @@ proptest! {
         cut in 0usize..64,
         numbers in prop::collection::vec((-2.0f32..2.0, -1e-2f32..1e-2, 0.0f32..1e-3, -3.0f32..3.0), 97),
         dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
+        limit in prop::sample::select(vec![f32::MAX, 0.05, 1e-3]),
     ) {
         let count = groups * 64;
         let of = |of: fn(&(f32, f32, f32, f32)) -> f32| -> Vec<f32> {
@@ -245,13 +247,14 @@ proptest! {
         let zeros = vec![0.0; count];
         for isa in Isa::available() {
             let (mut plain, mut expected) = (Vec::new(), Vec::new());
-            let rates = served(isa, &amended, &state, &zeros, &mut plain, dtype);
-            served(isa, &amended, &state, &gradient, &mut expected, dtype);
+            let rates = served(isa, &amended, &state, &zeros, &mut plain, (dtype, limit));
+            served(isa, &amended, &state, &gradient, &mut expected, (dtype, limit));
             let wire: Vec<u8> = gradient.iter().flat_map(|g| g.to_le_bytes()).collect();
             // The part begins and ends inside groups.
             let size = dtype.bytes() as usize;
             let (from, to) = (cut.min(count - 1), count - cut / 2);
-            amend((dtype, &mut plain[from * size..to * size]), (from, &rates), (Dtype::F32, &wire[from * 4..to * 4]), 0.7);
+            let gradient = (Dtype::F32, &wire[from * 4..to * 4]);
+            amend((dtype, &mut plain[from * size..to * size]), (from, &rates), gradient, (0.7, limit));
             prop_assert!(plain[from * size..to * size] == expected[from * size..to * size], "{isa}");
         }
     }

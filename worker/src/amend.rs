@@ -12,8 +12,8 @@ const TILE: usize = 1024;
 /// The NaN that servers store.
 const CANONICAL_NAN: u32 = 0x7FC0_0000;
 
-/// Subtracts `rate * (gradient * multiplier)` from each weight, in place: single f32 operations in this order, rounded
-/// to the weights' type at the end. `first` is the number of the first weight, counted from the first element of the
+/// Subtracts `clamp(rate * (gradient * multiplier), limit)` from each weight, in place: single f32 operations in this order,
+/// rounded to the weights' type at the end. `first` is the number of the first weight, counted from the first element of the
 /// first rate's group.
 ///
 /// # Panics
@@ -22,7 +22,7 @@ pub fn amend(
     (weight, weights): (Dtype, &mut [u8]),
     (first, rates): (usize, &[f32]),
     (dtype, gradient): (Dtype, &[u8]),
-    multiplier: f32,
+    (multiplier, limit): (f32, f32),
 ) {
     let (bytes_of, count) = (weight.bytes() as usize, weights.len() / weight.bytes() as usize);
     let gradient_of = dtype.bytes() as usize;
@@ -40,7 +40,7 @@ pub fn amend(
         while from < wide.len() {
             let to = wide.len().min(from + GROUP - (first + at + from) % GROUP);
             let rate = rates[(first + at + from) / GROUP];
-            amend_group(&mut wide[from..to], &missing[from..to], rate, multiplier);
+            amend_group(&mut wide[from..to], &missing[from..to], rate, (multiplier, limit));
             from = to;
         }
         convert::from_f32(weight, wide, bytes);
@@ -49,9 +49,12 @@ pub fn amend(
 }
 
 /// Amends weights of one group. The loop has no branch, so that it becomes vector code.
-fn amend_group(weights: &mut [f32], gradient: &[f32], rate: f32, multiplier: f32) {
+fn amend_group(weights: &mut [f32], gradient: &[f32], rate: f32, (multiplier, limit): (f32, f32)) {
     for (weight, g) in weights.iter_mut().zip(gradient) {
-        let amended = *weight - rate * (*g * multiplier);
+        let step = rate * (*g * multiplier);
+        let step = if step > limit { limit } else { step };
+        let step = if step < -limit { -limit } else { step };
+        let amended = *weight - step;
         *weight = if amended.is_nan() { f32::from_bits(CANONICAL_NAN) } else { amended };
     }
 }
@@ -67,11 +70,16 @@ mod tests {
         let (mut bytes, mut wire) = (vec![0; 800], vec![0; 400]);
         convert::from_f32(Dtype::F32, &weights, &mut bytes);
         convert::from_f32(Dtype::Bf16, &gradient, &mut wire);
-        amend((Dtype::F32, &mut bytes), (60, &[1.0, 10.0, 100.0, 0.0, 5.0]), (Dtype::Bf16, &wire), 0.5);
+        amend(
+            (Dtype::F32, &mut bytes),
+            (60, &[1.0, 10.0, 100.0, 0.0, 5.0]),
+            (Dtype::Bf16, &wire),
+            (0.5, 50.0),
+        );
         let mut found = vec![0.0; 200];
         convert::to_f32(Dtype::F32, &bytes, &mut found);
         for (index, (found, weight)) in found.iter().zip(&weights).enumerate() {
-            let rate = [1.0, 10.0, 100.0, 0.0, 5.0][(60 + index) / 64];
+            let rate = [1.0, 10.0, 50.0, 0.0, 5.0][(60 + index) / 64];
             assert_eq!(*found, weight - rate, "{index}");
         }
     }

@@ -123,8 +123,9 @@ class Reference:
         if commit.HasField("amend"):
             older = self.version - 1
             factors = self._factors(commit.amend.gamma * commit.clip_coefficient, commit.gradient_scale)
-            amended = self.images[older] - np.repeat(self.rates[older], ALIGN) * (sent * factors)
-            self.amended[older] = rounded(amended, self.dtype)
+            step = np.repeat(self.rates[older], ALIGN) * (sent * factors)
+            limits = self._limits(commit)
+            self.amended[older] = rounded(self.images[older] - np.clip(step, -limits, limits), self.dtype)
 
     def _factors(self, numerator: float, gradient_scale: float):
         """What each element of the sum is multiplied by, to be the mean of its contributors' gradients."""
@@ -133,6 +134,15 @@ class Reference:
             share = len(partition.ranks) / self.world_size
             factors[partition.part] = np.float32(numerator / (gradient_scale * share))
         return factors
+
+    def _limits(self, commit):
+        """The most that each element moves for the newest gradient. Padding behind a parameter counts in its last group."""
+        limits = np.zeros(self.layout.elements, np.float32)
+        for group, part in zip(self.groups, self.layout.parameters):
+            hyper = commit.groups[group]
+            limit = commit.amend.gamma * hyper.lr * (1 - hyper.beta1) / np.sqrt(1 - hyper.beta2)
+            limits[part.start : round_up(part.stop, ALIGN)] = np.float32(limit)
+        return limits
 
     def _parts(self, commit):
         """(group, its hyperparameters, t, elements) of each parameter that the step does not leave out."""

@@ -271,6 +271,7 @@ impl<'a> Reference<'a> {
 
     /// The worker has the image before this step and the step's gradient: it makes what the next step computes with.
     fn amend(&mut self, step: u64, gradient: &[f32], unscaled: f64) {
+        let hypers = Scenario::hypers(step);
         self.amended = None;
         let Some(rates) = self.rates[step as usize - 1].as_ref() else { return };
         let gamma = match self.plan.delay.map(|delay| delay.correction) {
@@ -280,7 +281,9 @@ impl<'a> Reference<'a> {
         let factor = (gamma * unscaled) as f32;
         let mut image = decode(&self.images[step as usize - 1], self.plan.image);
         for (index, weight) in image.iter_mut().enumerate() {
-            *weight -= rates[index / 64] * (gradient[index] * factor);
+            let hyper = &hypers[self.groups[index / 64 * 64]];
+            let limit = (gamma * hyper.lr * (1.0 - hyper.beta1) / (1.0 - hyper.beta2).sqrt()) as f32;
+            *weight -= (rates[index / 64] * (gradient[index] * factor)).clamp(-limit, limit);
         }
         self.amended = Some((step, encode(&image, self.plan.image)));
     }

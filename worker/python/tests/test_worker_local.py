@@ -49,8 +49,9 @@ def plain_loop(model: nn.Module, drained: set[int], lr: float, gamma: float) -> 
         if version == step - 1 or rates.get(version) is None:
             return images[version]
         missing = [gradient * np.float32(gamma) for gradient in gradients[step - 1]]
+        limit = np.float32(gamma * lr * (1 - rules[0].beta1) / np.sqrt(1 - rules[0].beta2))
         pairs = zip(images[version], rates[version], missing, strict=True)
-        return [image - rate * gradient for image, rate, gradient in pairs]
+        return [image - np.clip(rate * gradient, -limit, limit) for image, rate, gradient in pairs]
 
     def write(values: list[np.ndarray]) -> None:
         with torch.no_grad():
@@ -94,6 +95,24 @@ def test_worker_local_equals_a_plain_loop(streaming: bool, drained: set[int], co
     assert same_bits(ours, plain)
     assert optimizer.version == STEPS - 1
     assert optimizer.flush() == STEPS
+
+
+def test_a_row_that_is_rarely_used_moves_by_steps_of_adam() -> None:
+    """As of a rare token: its second moments have decayed when its next gradient comes, of which the rates know nothing."""
+    model = torch.nn.Embedding(8, 64)
+    optimizer = longshore.AdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95), delay=1, warmup_steps=2, correction="worker-local"
+    )
+    before = model.weight.detach().clone()
+    for step in range(1, 301):
+        rows = torch.tensor([0, 7] if step in (1, 298) else [0])
+        optimizer.zero_grad()
+        (model(rows) ** 2).sum().backward()
+        optimizer.step()
+        moved = (model.weight - before).abs().max().item()
+        assert moved <= 5e-2, f"step {step} moved a weight by {moved}"
+        before = model.weight.detach().clone()
+    assert (before[7] != 0).any()
 
 
 def test_an_evaluation_before_a_flush_changes_nothing() -> None:

@@ -1,23 +1,23 @@
-//! The gradients that this worker amends weights with, and what they are multiplied by.
+//! The gradients that this worker amends weights with, and how.
 
 use std::{
     collections::BTreeMap,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
-use longshore_proto::{Commit, Fault, FaultKind, JobSpec, ServerId, Step, Version, fault::READS};
+use longshore_proto::{Amendment, Commit, Fault, FaultKind, JobSpec, ServerId, Step, Version, fault::READS};
 
 use super::board::Board;
 use crate::{
     error::{Misuse, Result},
-    pull::Missing,
+    pull::{Missing, Steps},
     session::Session,
 };
 
-/// What the gradients of the last decided steps are multiplied by to amend weights. A step's factor is noted before its
-/// version is posted on the board.
+/// How the gradients of the last decided steps amend weights. A step's way is noted before its version is posted on the
+/// board.
 #[derive(Default)]
-pub(super) struct Amends(Mutex<BTreeMap<Step, Option<f32>>>);
+pub(super) struct Amends(Mutex<BTreeMap<Step, Option<Amendment>>>);
 
 impl Amends {
     /// How many steps are kept: the last decided one, and one for a trainer that is a step behind.
@@ -27,15 +27,15 @@ impl Amends {
         // Where workers amend weights, each shard has one contributor.
         let share = 1.0 / f64::from(spec.world_size);
         let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        steps.insert(commit.step, commit.amend_multiplier(share));
+        steps.insert(commit.step, commit.amendment(share));
         while steps.len() > Amends::KEPT {
             steps.pop_first();
         }
     }
 
-    /// A step's factor. The outer None says that its commit was not heard of, the inner one that it amends nothing.
-    pub(super) fn of(&self, step: Step) -> Option<Option<f32>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&step).copied()
+    /// The way of a step. The outer None says that its commit was not heard of, the inner one that it amends nothing.
+    pub(super) fn of(&self, step: Step) -> Option<Option<Amendment>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&step).cloned()
     }
 }
 
@@ -52,14 +52,15 @@ pub(super) fn missing(
         return Ok(None);
     }
     cluster.runtime.block_on(board.wait(cluster, before.version()))?;
-    let Some(multiplier) = amends.of(before) else {
+    let Some(amendment) = amends.of(before) else {
         let limit = "a step whose commit this rank has heard of";
         let remedy = "join again: a server has the amended weights";
         let fault = Fault::new(FaultKind::Conflict, READS, before, limit, remedy);
         return Err(cluster.explain(ServerId(0), "Watch", Some(before), fault));
     };
-    let Some(multiplier) = multiplier else { return Ok(None) };
-    let missing = session.gradients.own.missing(before, spec.gradient_dtype, multiplier);
+    let Some(amendment) = amendment else { return Ok(None) };
+    let steps = Arc::new(Steps::new(&amendment, session.layout(), spec.params.len()));
+    let missing = session.gradients.own.missing(before, spec.gradient_dtype, steps);
     let lost = Misuse("the gradient of the step before is not held: finish each step before the next begin");
     missing.map(Some).ok_or_else(|| lost.into())
 }

@@ -46,6 +46,11 @@ impl Drop for Handle {
     }
 }
 
+/// Where the bytes of a part of a flat range lie in the range's.
+fn of_part(range: &Range<u64>, part: &Range<u64>, size: u64) -> Range<usize> {
+    ((part.start - range.start) * size) as usize..((part.end - range.start) * size) as usize
+}
+
 impl Feed {
     pub(crate) fn open(
         pulls: &Arc<Pulls>,
@@ -157,15 +162,17 @@ impl Feed {
                     return;
                 }
                 whole = missing.pieces(within, |piece, gradient| {
-                    let bytes = (piece.start - range.start) * size..(piece.end - range.start) * size;
-                    let weights = &mut target[bytes.start as usize..bytes.end as usize];
-                    let first = piece.start - segment.range.start / RATE_ELEMENTS * RATE_ELEMENTS;
-                    amend(
-                        (dtype, weights),
-                        (first as usize, rates),
-                        (missing.dtype, gradient),
-                        missing.multiplier,
-                    );
+                    missing.steps.parts(piece.clone(), |part, step| {
+                        let bytes = of_part(&range, &part, size);
+                        let first = part.start - segment.range.start / RATE_ELEMENTS * RATE_ELEMENTS;
+                        let gradient = &gradient[of_part(&piece, &part, missing.dtype.bytes())];
+                        amend(
+                            (dtype, &mut target[bytes]),
+                            (first as usize, rates),
+                            (missing.dtype, gradient),
+                            step,
+                        );
+                    });
                 });
             });
             if !whole {

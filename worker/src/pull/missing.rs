@@ -7,7 +7,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_proto::{Dtype, Step};
+use longshore_proto::{Amendment, Dtype, Layout, Step};
 
 /// One step's gradient, by flat element of its pieces' starts.
 type Pieces = BTreeMap<u64, Bytes>;
@@ -17,12 +17,44 @@ type Pieces = BTreeMap<u64, Bytes>;
 #[derive(Default)]
 pub(crate) struct OwnGradients(Mutex<BTreeMap<Step, Arc<Pieces>>>);
 
-/// A whole gradient of this worker, and what it is multiplied by, beside the rates, to amend weights.
+/// A whole gradient of this worker, and how it amends weights.
 #[derive(Clone)]
 pub(crate) struct Missing {
     pieces: Arc<Pieces>,
     pub(crate) dtype: Dtype,
-    pub(crate) multiplier: f32,
+    pub(crate) steps: Arc<Steps>,
+}
+
+/// What a gradient is multiplied by, beside the rates, and the most that it moves an element.
+pub(crate) struct Steps {
+    multiplier: f32,
+    /// The limits of runs of parameters, each with its first flat element, in ascending order. The first begins at 0.
+    limits: Vec<(u64, f32)>,
+}
+
+impl Steps {
+    pub(crate) fn new(amendment: &Amendment, layout: &Layout, params: usize) -> Steps {
+        let of_param = |param| {
+            let limit = amendment.limits[layout.param_group(param) as usize];
+            (layout.param_range(param).start, limit)
+        };
+        let mut limits: Vec<(u64, f32)> = (0..params).map(of_param).collect();
+        limits.dedup_by(|(_, next), (_, limit)| next == limit);
+        Steps { multiplier: amendment.multiplier, limits }
+    }
+
+    /// Hands the parts of a flat range that have one limit to `visit`: the part, multiplier and limit.
+    pub(crate) fn parts(&self, range: Range<u64>, mut visit: impl FnMut(Range<u64>, (f32, f32))) {
+        let first = self.limits.partition_point(|(start, _)| *start <= range.start).saturating_sub(1);
+        let mut at = range.start;
+        for (run, (_, limit)) in self.limits.iter().enumerate().skip(first) {
+            let end = self.limits.get(run + 1).map_or(range.end, |(next, _)| range.end.min(*next));
+            if at < end {
+                visit(at..end, (self.multiplier, *limit));
+                at = end;
+            }
+        }
+    }
 }
 
 impl OwnGradients {
@@ -47,9 +79,9 @@ impl OwnGradients {
     }
 
     /// The gradient of a step that was pushed to its end.
-    pub(crate) fn missing(&self, step: Step, dtype: Dtype, multiplier: f32) -> Option<Missing> {
+    pub(crate) fn missing(&self, step: Step, dtype: Dtype, steps: Arc<Steps>) -> Option<Missing> {
         let pieces = self.lock().get(&step)?.clone();
-        Some(Missing { pieces, dtype, multiplier })
+        Some(Missing { pieces, dtype, steps })
     }
 }
 
@@ -75,6 +107,24 @@ impl Missing {
 mod tests {
     use super::*;
 
+    fn steps(limits: &[(u64, f32)]) -> Arc<Steps> {
+        Arc::new(Steps { multiplier: 2.0, limits: limits.to_vec() })
+    }
+
+    #[test]
+    fn parts_of_a_range_have_one_limit() {
+        let steps = steps(&[(0, 0.1), (64, 0.2), (192, 0.3)]);
+        let seen = |range: Range<u64>| {
+            let mut seen = Vec::new();
+            steps.parts(range, |part, (_, limit)| seen.push((part, limit)));
+            seen
+        };
+        assert_eq!(seen(10..20), [(10..20, 0.1)]);
+        assert_eq!(seen(60..300), [(60..64, 0.1), (64..192, 0.2), (192..300, 0.3)]);
+        assert_eq!(seen(64..192), [(64..192, 0.2)]);
+        assert_eq!(seen(250..300), [(250..300, 0.3)]);
+    }
+
     #[test]
     fn pieces_cover_a_range_or_say_that_they_do_not() {
         let own = OwnGradients::default();
@@ -82,8 +132,8 @@ mod tests {
             own.keep(Step(step), start, Bytes::from(vec![start as u8; 20]));
         }
         own.forget_before(Step(4));
-        assert!(own.missing(Step(3), Dtype::Bf16, 1.0).is_none());
-        let missing = own.missing(Step(4), Dtype::Bf16, 1.0).unwrap();
+        assert!(own.missing(Step(3), Dtype::Bf16, steps(&[(0, 1.0)])).is_none());
+        let missing = own.missing(Step(4), Dtype::Bf16, steps(&[(0, 1.0)])).unwrap();
         let seen = |range: Range<u64>| {
             let mut seen = Vec::new();
             let whole = missing.pieces(range, |range, bytes| seen.push((range, bytes[0], bytes.len())));

@@ -10,6 +10,6 @@ mod reading;
 mod store;
 
 pub use feed::Feed;
-pub(crate) use missing::{Missing, OwnGradients};
+pub(crate) use missing::{Missing, OwnGradients, Steps};
 pub(crate) use pulls::Pulls;
 pub(crate) use reading::Reading;

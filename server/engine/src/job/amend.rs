@@ -1,7 +1,7 @@
 //! Jobs whose worker amends its weights with the gradient that it holds: which steps amend what, and the rates of a
 //! version that was not made by an update here.
 
-use longshore_proto::{Commit, Correction, Fault, Step, Version};
+use longshore_proto::{Amendment, Commit, Correction, Fault, Step, Version};
 
 use super::{Job, compute::BLOCK};
 use crate::{
@@ -18,9 +18,9 @@ pub(super) const BLOCK_RATES: usize = BLOCK / longshore_proto::limits::RATE_ELEM
 /// What an update makes beside the new state and image.
 #[derive(Default)]
 pub(super) struct Amending {
-    /// The constants of the version before, by param group, and the factor of the gradient. If they are there, the update
-    /// makes the amended image.
-    pub(super) before: Option<(Vec<Amended>, f32)>,
+    /// The constants of the version before, by param group, and how the gradient amends its image. If they are there, the
+    /// update makes the amended image.
+    pub(super) before: Option<(Vec<Amended>, Amendment)>,
     /// The constants of the new version, by param group. If they are there, the update makes rates.
     pub(super) after: Option<Vec<Amended>>,
 }
@@ -39,9 +39,9 @@ impl Job {
         if !self.spec.worker_local {
             return Amending::default();
         }
-        let before = commit.amend_multiplier(share).and_then(|multiplier| {
+        let before = commit.amendment(share).and_then(|amendment| {
             let version = Version(commit.step.0 - 1);
-            Some((self.amended(version)?, multiplier))
+            Some((self.amended(version)?, amendment))
         });
         Amending { before, after: self.amended_of(commit, applied) }
     }

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     ids::{Contributor, OwnedShard, OwnedShards},
-    kernels::{self, Gradient, ImageMut, Random, Scalars, amend, rates, update, update_low},
+    kernels::{self, Gradient, ImageMut, Missing, Random, Scalars, amend, rates, update, update_low},
     lock,
     memory::Region,
     step::Work,
@@ -247,9 +247,10 @@ impl Job {
                 let tile = start..range.end.min(start + TILE);
                 let gradient = gradient.slice(tile.clone());
                 let mut state = state.slice(tile.clone());
-                if let Some((before, multiplier)) = &amending.before {
+                if let Some((before, amendment)) = &amending.before {
                     let amended = amended.slice(tile.clone());
-                    amend(isa, &before[group], *multiplier, gradient, state.kept(), amended);
+                    let step = Missing { multiplier: amendment.multiplier, limit: amendment.limits[group] };
+                    amend(isa, &before[group], step, gradient, state.kept(), amended);
                 }
                 let len = tile.len();
                 update(isa, &scalars[group], gradient, state.slice(0..len), image.slice(tile.clone()), 0.0);

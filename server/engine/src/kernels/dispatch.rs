@@ -7,8 +7,8 @@ use super::aarch64;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{
-    Amended, Code, Gradient, ImageMut, Isa, Kept, Moment, MomentMut, Random, Scalars, State, StateLow,
-    Statistics, scalar, slices::RATE_GROUP,
+    Amended, Code, Gradient, ImageMut, Isa, Kept, Missing, Moment, MomentMut, Random, Scalars, State,
+    StateLow, Statistics, scalar, slices::RATE_GROUP,
 };
 
 /// Runs `$function` of the module that `$isa` names.
@@ -69,14 +69,14 @@ pub fn rates(isa: Isa, amended: &Amended, second: &[f32], rates: &mut [f32]) {
 }
 
 /// Makes the amended image. The image that a version had is made once more from its state. Then the step that it lacks is
-/// subtracted, which is `rate * (gradient * multiplier)`.
+/// subtracted, as `missing` says.
 ///
 /// # Panics
 /// If lengths differ or are no multiple of 64, or this CPU does not have `isa`.
 pub fn amend(
     isa: Isa,
     amended: &Amended,
-    multiplier: f32,
+    missing: Missing,
     gradient: Gradient<'_>,
     kept: Kept<'_>,
     image: ImageMut<'_>,
@@ -84,7 +84,7 @@ pub fn amend(
     let count = gradient.len();
     assert!(count.is_multiple_of(RATE_GROUP), "{count} elements are not whole groups");
     assert_eq!([kept.master.len(), kept.first.len(), kept.second.len(), image.len()], [count; 4], "lengths");
-    dispatch!(isa, amend(amended, multiplier, gradient, kept, image))
+    dispatch!(isa, amend(amended, missing, gradient, kept, image))
 }
 
 /// `accumulator = gradient`, as f32.

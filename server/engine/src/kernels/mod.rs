@@ -36,6 +36,8 @@ pub use self::low::{
     bytes_per_parameter,
 };
 pub use self::scalar::Statistics;
-pub use self::scalars::{AdagradScalars, AdamScalars, Ahead, Amended, LionScalars, Scalars, SgdScalars};
+pub use self::scalars::{
+    AdagradScalars, AdamScalars, Ahead, Amended, LionScalars, Missing, Scalars, SgdScalars,
+};
 pub use self::slices::{Gradient, ImageMut, Kept, State};
 pub use longshore_proto::{Hyper, Rule};

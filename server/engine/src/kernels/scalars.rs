@@ -84,6 +84,14 @@ pub struct Amended {
     pub rate: f32,
 }
 
+/// What an amended image subtracts of a gradient: `clamp(rate * (gradient * multiplier), limit)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Missing {
+    pub multiplier: f32,
+    /// The most that an element moves, at least 0.
+    pub limit: f32,
+}
+
 impl Amended {
     /// The constants of the version after `applied` steps. `next_lr` is the learning rate of the step that its images
     /// lack. They are None for a rule that [has no rates](Rule::has_rates).

@@ -190,8 +190,12 @@ impl Reference {
         });
         let rates = self.rates.as_ref().expect("the version before has rates");
         let image = decode(&self.image, self.spec.image_dtype);
-        let amend =
-            |(index, x): (usize, &f32)| quiet(x - rates[index / 64] * (gradient[index] * factors[index]));
+        let amend = |(index, x): (usize, &f32)| {
+            let hyper = &commit.groups[self.group[index / 64 * 64] as usize];
+            let limit = (gamma * hyper.lr * (1.0 - hyper.beta1) / (1.0 - hyper.beta2).sqrt()) as f32;
+            let step = rates[index / 64] * (gradient[index] * factors[index]);
+            quiet(x - step.clamp(-limit, limit))
+        };
         self.with_frozen(encode(
             &image.iter().enumerate().map(amend).collect::<Vec<_>>(),
             self.spec.image_dtype,

@@ -3,7 +3,7 @@
 use std::{hint::black_box, time::Instant};
 
 use longshore_engine::{
-    kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Random, Rule, Scalars, State},
+    kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Missing, Random, Rule, Scalars, State},
     threads::{ThreadPool, available_threads},
     tier::{self, StateMut},
 };
@@ -207,7 +207,7 @@ fn amending(
         let gradient = gradient.slice(tile.clone());
         let mut state = state.slice(tile.clone());
         let older = images.slice(BLOCK + start..BLOCK + start + TILE);
-        kernels::amend(isa, amended, 1.0, gradient, state.kept(), older);
+        kernels::amend(isa, amended, Missing { multiplier: 1.0, limit: 1.0 }, gradient, state.kept(), older);
         kernels::update(isa, scalars, gradient, state.slice(0..TILE), images.slice(tile), 0.0);
         kernels::rates(isa, amended, state.second, &mut rates);
         black_box(&mut rates);

@@ -9,7 +9,8 @@ use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
-    Amended, Code, Gradient, ImageMut, Kept, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
+    Amended, Code, Gradient, ImageMut, Kept, Missing, Moment, Random, Scalars, State, StateLow, Statistics,
+    isa::LANES,
 };
 
 entry_points!(Neon, "neon");
@@ -134,6 +135,11 @@ impl Lanes for Neon {
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
         Neon(each!(vminq_f32, self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        Neon(each!(vmaxq_f32, self.0, other.0))
     }
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! The rates and the amended image, one element at a time: **this file is their specification**, as `rules.rs` is that of
 //! the rules.
 
-use super::super::{Amended, Gradient, ImageMut, Kept, isa::LANES, slices::RATE_GROUP};
+use super::super::{Amended, Gradient, ImageMut, Kept, Missing, isa::LANES, slices::RATE_GROUP};
 use super::convert::{Bf16, F16, F32, Format, quiet};
 use crate::memory::{Element, Source};
 
@@ -43,7 +43,7 @@ pub(in super::super) fn rates(s: &Amended, second: &[f32], rates: &mut [f32]) {
 /// See [`super::super::amend`].
 pub(in super::super) fn amend(
     s: &Amended,
-    multiplier: f32,
+    missing: Missing,
     gradient: Gradient,
     kept: Kept,
     mut image: ImageMut,
@@ -52,16 +52,16 @@ pub(in super::super) fn amend(
         let group = start..start + RATE_GROUP;
         let (kept, gradient) = (kept.slice(group.clone()), gradient.slice(group.clone()));
         match image.slice(group) {
-            ImageMut::F32(i) => amend_group::<F32>(s, multiplier, gradient, kept, i),
-            ImageMut::F16(i) => amend_group::<F16>(s, multiplier, gradient, kept, i),
-            ImageMut::Bf16(i) => amend_group::<Bf16>(s, multiplier, gradient, kept, i),
+            ImageMut::F32(i) => amend_group::<F32>(s, missing, gradient, kept, i),
+            ImageMut::F16(i) => amend_group::<F16>(s, missing, gradient, kept, i),
+            ImageMut::Bf16(i) => amend_group::<Bf16>(s, missing, gradient, kept, i),
         }
     }
 }
 
 fn amend_group<I: Format>(
     s: &Amended,
-    multiplier: f32,
+    missing: Missing,
     gradient: Gradient,
     kept: Kept,
     image: &mut [I::Bits],
@@ -73,22 +73,35 @@ fn amend_group<I: Format>(
         *bits = I::narrow(quiet(z - ahead));
     }
     match gradient {
-        Gradient::F32(g) => subtract::<F32, I>(rate, multiplier, g, image),
-        Gradient::F16(g) => subtract::<F16, I>(rate, multiplier, g, image),
-        Gradient::Bf16(g) => subtract::<Bf16, I>(rate, multiplier, g, image),
+        Gradient::F32(g) => subtract::<F32, I>(rate, missing, g, image),
+        Gradient::F16(g) => subtract::<F16, I>(rate, missing, g, image),
+        Gradient::Bf16(g) => subtract::<Bf16, I>(rate, missing, g, image),
     }
 }
 
 /// Subtracts the step that the image lacks. A worker does this with the image that it has.
 fn subtract<G: Format<Bits: Element>, I: Format>(
     rate: f32,
-    multiplier: f32,
+    missing: Missing,
     gradient: Source<G::Bits>,
     image: &mut [I::Bits],
 ) {
     gradient.pieces(|start, gradient| {
         for (bits, &g) in image[start..].iter_mut().zip(gradient) {
-            *bits = I::narrow(quiet(I::widen(*bits) - rate * (G::widen(g) * multiplier)));
+            let step = clamp(rate * (G::widen(g) * missing.multiplier), missing.limit);
+            *bits = I::narrow(quiet(I::widen(*bits) - step));
         }
     });
+}
+
+/// The nearest number from -limit to limit. A NaN stays one.
+#[inline(always)]
+fn clamp(step: f32, limit: f32) -> f32 {
+    if step > limit {
+        limit
+    } else if step < -limit {
+        -limit
+    } else {
+        step
+    }
 }

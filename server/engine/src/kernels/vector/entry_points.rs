@@ -35,7 +35,7 @@ macro_rules! entry_points {
                 compensation: f32
             );
             rates(scalars: &Amended, second: &[f32], rates: &mut [f32]);
-            amend(scalars: &Amended, multiplier: f32, gradient: Gradient, kept: Kept, image: ImageMut);
+            amend(scalars: &Amended, missing: Missing, gradient: Gradient, kept: Kept, image: ImageMut);
             decode(code: Code, moment: Moment, to: &mut [f32]);
             encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]);
         }

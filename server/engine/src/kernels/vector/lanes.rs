@@ -66,7 +66,10 @@ pub(in super::super) trait Lanes: Copy {
     /// The lanes must have gone through [`quiet`](Lanes::quiet).
     unsafe fn to_bf16(self) -> Self::Half;
 
+    /// If a lane of `other` is NaN, so is the result's.
     unsafe fn min(self, other: Self) -> Self;
+    /// If a lane of `other` is NaN, so is the result's.
+    unsafe fn max(self, other: Self) -> Self;
     /// Lane `index % 16` of `self` for each of the indices.
     unsafe fn lookup(self, index: Self::Words) -> Self;
     unsafe fn to_words(self) -> Self::Words;

@@ -8,7 +8,8 @@ use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
-    Amended, Code, Gradient, ImageMut, Kept, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
+    Amended, Code, Gradient, ImageMut, Kept, Missing, Moment, Random, Scalars, State, StateLow, Statistics,
+    isa::LANES,
 };
 
 entry_points!(Avx2, "avx2,fma,f16c");
@@ -140,6 +141,11 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
         Avx2(_mm256_min_ps(self.0, other.0), _mm256_min_ps(self.1, other.1))
+    }
+
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        Avx2(_mm256_max_ps(self.0, other.0), _mm256_max_ps(self.1, other.1))
     }
 
     #[inline(always)]
