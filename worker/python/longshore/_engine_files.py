@@ -5,24 +5,33 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from longshore import _agree, checkpoint
+from longshore import _agree, checkpoint, optim
 from longshore.errors import StateError, invalid
-
-if TYPE_CHECKING:
-    from longshore.engine import Engine
 
 _STATE = "engine.pt"
 #: Where the checkpoint of a server lies that ends with its process.
 _SERVERS = "servers"
 
 
+class Engine(Protocol):
+    """What is asked of a :class:`longshore.engine.Engine` here, beside the counters of ``_COUNTERS``."""
+
+    module: nn.Module
+    optimizer: optim.Optimizer
+    lr_scheduler: Any
+    micro_steps: int
+    global_steps: int
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+
 def save(
-    engine: "Engine", folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
+    engine: Engine, folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
 ) -> None:
     """Writes a tag's folder. Rank 0 does; the others wait for it where they can, and fail if it fails."""
     optimizer = engine.optimizer
@@ -39,7 +48,7 @@ def save(
 
 
 def _write(
-    engine: "Engine",
+    engine: Engine,
     folder: Path,
     tag: str,
     version: int,
@@ -74,7 +83,7 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 def load(
-    engine: "Engine", folder: Path, tag: str | None, is_strict: bool, loads_scheduler: bool
+    engine: Engine, folder: Path, tag: str | None, is_strict: bool, loads_scheduler: bool
 ) -> tuple[str | None, dict[str, Any]]:
     """Goes back to a tag, or to the latest one.
 
@@ -107,7 +116,7 @@ def load(
     return str(path), state["client_state"]
 
 
-def load_universal(engine: "Engine", folder: Path, tag: str | None, loads_scheduler: bool) -> tuple[str | None, dict[str, Any]]:
+def load_universal(engine: Engine, folder: Path, tag: str | None, loads_scheduler: bool) -> tuple[str | None, dict[str, Any]]:
     """Fills the engine's new job from a universal checkpoint of DeepSpeed, and the rest from what lies beside its tensors.
 
     Raises:

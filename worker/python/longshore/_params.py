@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore._unit_tensors import UnitParameter
 from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -141,7 +140,7 @@ def _memory(tensor: Any) -> tuple[int, int]:
     """Where its elements, or those of its shard, lie, and how many there are."""
     if is_sharded(tensor):
         tensor = tensor.detach().to_local()
-    if isinstance(tensor, UnitParameter):
+    if hasattr(tensor, "_longshore_member"):
         return (id(tensor), 0)  # its memory was its own when its model was cut into units, and may be away
     return (tensor.data_ptr(), tensor.numel())
 

@@ -4,7 +4,8 @@ Such a parameter, and every view that was made of one, is of a subclass that tor
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,25 @@ from torch import Tensor, nn
 from longshore._awaited import OF_NO_ELEMENT
 from longshore.errors import UsageError
 
-if TYPE_CHECKING:
-    from longshore._residency import Residency
-    from longshore._units import Member
-
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 #: What makes a view of all of it, and needs no memory for that.
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+class Member(Protocol):
+    """What is asked of a :class:`longshore._units.Member` here."""
+
+    name: str
+
+
+class Home(Protocol):
+    """What is asked of a :class:`longshore._residency.Residency` here."""
+
+    def using(self, members: list[Any]) -> AbstractContextManager[None]: ...
+
+    def changed(self, member: Any) -> None: ...
+
+    def mark(self, result: Any) -> None: ...
 
 
 class _OfUnit:
@@ -37,7 +50,7 @@ class _OfUnit:
                 view = func(*args, **kwargs)
                 found[0]._longshore_home.mark(view)
                 return view
-            homes: list[Residency] = []
+            homes: list[Home] = []
             for tensor in found:
                 if all(tensor._longshore_home is not home for home in homes):
                     homes.append(tensor._longshore_home)
@@ -60,7 +73,7 @@ class UnitTensor(_OfUnit, Tensor):
     """A view of such a parameter."""
 
 
-def _within(homes: list["Residency"], found: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
+def _within(homes: list[Home], found: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of torch while the units of these are here."""
     if homes:
         with homes[0].using([tensor._longshore_member for tensor in found if tensor._longshore_home is homes[0]]):
@@ -98,7 +111,7 @@ def copy_of(tensor: Any) -> Any:
         return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-def hide(tensor: Tensor, member: "Member", home: "Residency") -> None:
+def hide(tensor: Tensor, member: Member, home: Home) -> None:
     """From now on each use of it is asked for."""
     tensor._longshore_member, tensor._longshore_home = member, home  # type: ignore[attr-defined]
     tensor.__class__ = UnitParameter if isinstance(tensor, nn.Parameter) else UnitTensor
