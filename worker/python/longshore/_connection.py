@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from longshore import _full, _longshore
 from longshore._filling import Filling
+from longshore._frozen import Kept
 from longshore._job import settings
 from longshore._options import Options
 from longshore._params import Param, fingerprint, is_sharded
-from longshore._weights import Weights, is_compiling, values
-from longshore.errors import StateError, UsageError, invalid
+from longshore._weights import Weights, is_compiling
+from longshore.errors import StateError, invalid
 
 if TYPE_CHECKING:
     from longshore._init import Unplaced
@@ -37,21 +37,12 @@ class Connection:
     ) -> None:
         #: What ranks do together; None where each sends all of its gradients.
         self.ranks = _ranks(options, params)
-        if frozen and self.ranks is not None:
-            raise invalid(
-                "frozen",
-                "'keep' with a sharded model",
-                "'leave' there",
-                "leave frozen parameters to the framework",
-            )
-        if self.ranks is None:
-            settings_ = settings(options, job, rule, params, groups, frozen=frozen or ())
-        else:
-            layout = self.ranks.layout
-            settings_ = settings(options, job, rule, list(layout.pieces()), groups, layout.partitions)
+        of_job: list[Any] = params if self.ranks is None else list(self.ranks.layout.pieces())
+        partitions = self.ranks.layout.partitions if self.ranks else ()
+        #: Those that no step changes and servers keep.
+        self._kept = self.ranks.keep(frozen or []) if self.ranks else Kept(frozen or [], len(params), options.place()[0] == 0)
+        settings_ = settings(options, job, rule, of_job, groups, partitions, self._kept.described())
         self.params = params
-        #: Those that no step changes and servers keep. They come after all others in the job.
-        self.frozen = frozen or []
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
         self.world_size = settings_.world_size
@@ -82,15 +73,14 @@ class Connection:
             How many updates the job's weights have behind them.
         """
         if self.ranks is not None:
-            version, applied = self.ranks.start(self.job, filling, found)
+            version, applied = self.ranks.start(self.job, filling, found, self._kept)
         else:
             places, held = self.weights.values()
             # Frozen weights may be large, and only a new job is filled with them.
-            frozen_places, frozen_held = values([] if found else self.frozen)
-            places, held = [*places, *frozen_places], [*held, *frozen_held]
-            source = filling.source(self.params, self.frozen) if filling else None
-            version, applied = self.job.start(places, source, found)
-            del held
+            frozen, frozen_held = ([], []) if found else self._kept.values()
+            source = filling.source(self.params, frozen) if filling else None
+            version, applied = self.job.start([*places, *frozen], source, found)
+            del held, frozen_held
         wanted = filling.applied if filling else None
         if wanted is not None and (version, applied) != (0, wanted):
             raise invalid(
@@ -102,24 +92,11 @@ class Connection:
             )
         self.joined = version
         self.read()
-        self._read_frozen(version)
+        if self.ranks is not None:
+            self.ranks.read_kept(self.job, version, self._kept)
+        else:
+            self._kept.read(self.job, version)
         return applied
-
-    @torch.no_grad()
-    def _read_frozen(self, version: int) -> None:
-        """Gives the frozen parameters the job's weights, one at a time: this process may not have made them."""
-        for param in self.frozen:
-            memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
-            self.job.pull(version, [(param.index, memory.data_ptr(), param.elements, param.wire)])
-            if torch.equal(memory, param.tensor.cpu()):
-                continue
-            if torch._C._current_graph_task_id() != -1:
-                # Streaming opens a job with its first gradient, and that backward needs the weights that its forward used.
-                raise UsageError(
-                    f"{param.name} is frozen, and the job's weights of it are not the model's, as with an image_dtype of fewer "
-                    "bits: call optimizer.open() before the first forward"
-                )
-            param.tensor.copy_(memory)
 
     def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
         """How many updates made each parameter of the newest version, and all state of each."""

@@ -32,17 +32,17 @@ class Filling:
     check: Callable[[list[Param]], None]
 
     def source(
-        self, params: list[Param], frozen: list[Param]
-    ) -> tuple[int | None, Callable[[int, int], tuple[Place, Tensor]]]:
-        """What the Rust half asks for a tensor: its place, and what holds its memory. Frozen parameters, which have no state,
-        give the weights that they have."""
+        self, params: list[Param], frozen: list[Place]
+    ) -> tuple[int | None, Callable[[int, int], tuple[Place, object]]]:
+        """What the Rust half asks for a tensor: its place, and what holds its memory. Frozen parameters, which have no state
+        and come after the others, give the weights that they have. Their memory must stay."""
         self.check(params)
-        known = [*params, *frozen]
 
-        def place(array: int, index: int) -> tuple[Place, Tensor]:
-            param = known[index]
-            found = param.tensor if index >= len(params) else self.read(array, param)
-            memory = found.detach().to("cpu").contiguous()
+        def place(array: int, index: int) -> tuple[Place, object]:
+            if index >= len(params):
+                return frozen[index - len(params)], None
+            param = params[index]
+            memory = self.read(array, param).detach().to("cpu").contiguous()
             return (index, memory.data_ptr(), param.elements, DTYPES[memory.dtype]), memory
 
         return self.applied, place

@@ -177,13 +177,6 @@ class Options:
                 "'reduce-scatter' with streaming=True",
                 "gradients leave before another has reduced them: let the optimizer do it, without DistributedDataParallel",
             )
-        if self.frozen == "keep" and self.partition is not None:
-            raise invalid(
-                "frozen",
-                "'keep'",
-                f"'leave' with partition={self.partition!r}",
-                "let the servers sum (partition=None), or leave frozen parameters to the framework",
-            )
         if self.accumulate < 1:
             raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
         if self.accumulate > 1 and not self.streaming:

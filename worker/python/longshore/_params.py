@@ -95,15 +95,13 @@ def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Par
     """The frozen parameters, which are the last ones of a job that keeps them.
 
     Raises:
-        InvalidError: for two parameters over one memory, for one whose name a trained one has, or a sharded one.
+        InvalidError: for two parameters over one memory, or for one whose name a trained one has.
     """
     frozen = _table(groups, trained=False, first=len(trained))
     names = {param.name for param in trained}
     for param in frozen:
         if param.name in names:
             raise invalid(param.name, "named twice", "a name of its own", "pass model.named_parameters()")
-        if is_sharded(param.tensor):
-            raise invalid(param.name, "sharded (DTensor)", "whole with frozen='keep'", "leave frozen parameters to the framework")
     return frozen
 
 

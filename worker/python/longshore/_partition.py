@@ -80,6 +80,10 @@ class Layout:
             for pieces in bucket.pieces:
                 yield from pieces
 
+    def count(self) -> int:
+        """How many pieces there are."""
+        return sum(len(pieces) for bucket in self.buckets for pieces in bucket.pieces)
+
     def of_rank(self, rank: int) -> list[Piece]:
         return [piece for bucket in self.buckets for piece in bucket.pieces[rank]]
 
@@ -123,7 +127,7 @@ def layout(params: list[Param], world_size: int, by_rows: bool) -> Layout:
             for (param, cut), offset in zip(cuts, offsets, strict=True):
                 start, elements = cut[rank]
                 if elements:
-                    name = f"{param.name}#{rank}/{world_size}"
+                    name = _name(param, rank, world_size)
                     shape = _shape(param, start, elements)
                     mine.append(Piece(index + len(mine), name, param, rank, shape, start, elements, offset))
             if mine:
@@ -136,6 +140,21 @@ def layout(params: list[Param], world_size: int, by_rows: bool) -> Layout:
         buckets.append(Bucket(len(buckets), group, dealt, slot, dtype))
     _check_ranks(params, partitions, world_size)
     return Layout(buckets, partitions)
+
+
+def by_rows(params: list[Param], world_size: int, first: int) -> list[Piece]:
+    """Cuts parameters that no rank contributes to, between rows. Their pieces lie one after the other in the job, from ``first`` on."""
+    pieces: list[Piece] = []
+    for param in params:
+        for rank, (start, elements) in enumerate(_cut(param, world_size, by_rows=True)):
+            if elements:
+                shape, name = _shape(param, start, elements), _name(param, rank, world_size)
+                pieces.append(Piece(first + len(pieces), name, param, rank, shape, start, elements, 0))
+    return pieces
+
+
+def _name(param: Param, rank: int, world_size: int) -> str:
+    return f"{param.name}#{rank}/{world_size}"
 
 
 def _check_ranks(params: list[Param], partitions: list[tuple[int, int]], world_size: int) -> None:

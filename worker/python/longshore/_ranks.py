@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longshore import _agree, _longshore, _params, _sharding
 from longshore._filling import Filling
+from longshore._frozen import Kept
 from longshore._gathered import Gathered
 from longshore._host import Place, is_plain
 from longshore._outgoing import Outgoing
@@ -53,7 +54,15 @@ class Ranks(ABC):
         found: int | None = _agree.together(lambda: job.find() if self.rank == 0 else None)[0]
         return found
 
-    def start(self, job: Any, filling: Filling | None, found: bool) -> tuple[int, int]:
+    def keep(self, frozen: list[Param]) -> Kept:
+        """What these ranks do with frozen parameters that servers keep."""
+        return Kept(frozen, self.layout.count(), self.rank == 0)
+
+    def read_kept(self, job: Any, version: int, kept: Kept) -> None:
+        """Gives frozen parameters the job's weights."""
+        _agree.together(lambda: kept.read(job, version))
+
+    def start(self, job: Any, filling: Filling | None, found: bool, kept: Kept) -> tuple[int, int]:
         """Opens and joins the job. A new job gets what fills it, or else the weights of the model.
 
         Returns:
@@ -61,9 +70,11 @@ class Ranks(ABC):
         """
         is_new = self.find(job) is None
         places, held = self.first_weights() if is_new else ([], [])
+        frozen, frozen_held = kept.values() if is_new else ([], [])
+        places = [*places, *frozen]
         source = None if filling is None else (filling.applied, self._source(filling, places))
         started: tuple[int, int] = _agree.together(lambda: job.start(places, source, found))[self.rank]
-        del held
+        del held, frozen_held
         return started
 
     def _source(self, filling: Filling, weights: list[Place]) -> Callable[[int, int], tuple[Place, object]]:
@@ -72,6 +83,8 @@ class Ranks(ABC):
         pieces = list(self.layout.pieces())
 
         def place(array: int, index: int) -> tuple[Place, object]:
+            if index >= len(pieces):
+                return weights[index], None  # frozen ones have weights alone
             piece = pieces[index]
             tensor = filling.read(array, piece.param)
             if tensor is piece.param.tensor:
@@ -236,24 +249,10 @@ class Sharded(Ranks):
         self._weights: Weights | None = None
 
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
-        """Each rank sends its shards to rank 0, one after the other."""
-        held: dict[int, Tensor] = {}
-        for piece in self.layout.pieces():
-            local = _sharding.local(piece.param.tensor)
-            if piece.rank == self.rank == 0:
-                held[piece.index] = local.to("cpu").contiguous()
-            elif self.rank == 0:
-                received = torch.empty(piece.shape, dtype=piece.param.dtype, device=local.device)
-                distributed.recv(received, piece.rank)
-                held[piece.index] = received.to("cpu")
-            elif piece.rank == self.rank:
-                distributed.send(local.contiguous(), 0)
-        places = [
-            (piece.index, held[piece.index].data_ptr(), piece.elements, piece.param.wire)
-            for piece in self.layout.pieces()
-            if piece.index in held
-        ]
-        return places, list(held.values())
+        return _sharding.to_first_rank(self.layout.pieces(), self.rank)
+
+    def keep(self, frozen: list[Param]) -> Kept:
+        return _sharding.KeptShards(frozen, self.layout.count(), self.rank, self.world_size)
 
     def read(self, job: Any) -> None:
         locals_ = [

@@ -1,11 +1,19 @@
 """Parameters that are DTensors: what can be trained of them, and their local shards."""
 
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Shard
 
+from longshore import _partition
+from longshore._frozen import Kept
+from longshore._host import Place
+from longshore._job import JobParam
+from longshore._params import Param
+from longshore._partition import Piece
 from longshore.errors import invalid
 
 
@@ -53,3 +61,53 @@ def check(name: str, tensor: Tensor, world_size: int) -> None:
             "Shard(0)",
             "leave shard_placement_fn out of fully_shard, and shard with it alone",
         )
+
+
+def to_first_rank(pieces: Iterable[Piece], rank: int) -> tuple[list[Place], list[Tensor]]:
+    """Each rank sends its pieces to rank 0, one after the other. There all of them are returned, with what holds their memory."""
+    places: list[Place] = []
+    held: list[Tensor] = []
+    for piece in pieces:
+        shard = local(piece.param.tensor)
+        if rank == 0:
+            memory = shard
+            if piece.rank != 0:
+                memory = torch.empty(piece.shape, dtype=piece.param.dtype, device=shard.device)
+                distributed.recv(memory, piece.rank)
+            memory = memory.to("cpu").contiguous()
+            held.append(memory)
+            places.append((piece.index, memory.data_ptr(), piece.elements, piece.wire))
+        elif piece.rank == rank:
+            distributed.send(shard.contiguous(), 0)
+    return places, held
+
+
+class KeptShards(Kept):
+    """Frozen parameters of which each rank has its rows, and perhaps some that it has whole."""
+
+    def __init__(self, params: list[Param], first: int, rank: int, world_size: int) -> None:
+        sharded: list[Param] = []
+        whole: list[Param] = []
+        for param in params:
+            (sharded if isinstance(param.tensor, DTensor) else whole).append(param)
+        for param in sharded:
+            check(param.name, param.tensor, world_size)
+        self._rank = rank
+        self._pieces = _partition.by_rows(sharded, world_size, first)
+        super().__init__(whole, first + len(self._pieces), rank == 0)
+
+    def described(self) -> Sequence[JobParam]:
+        return [*self._pieces, *super().described()]
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        places, held = to_first_rank(self._pieces, self._rank)
+        whole, held_whole = super().values()
+        return [*places, *whole], [*held, *held_whole]
+
+    def local(self) -> list[Param]:
+        mine = (piece for piece in self._pieces if piece.rank == self._rank)
+        shards = [(piece, local(piece.param.tensor)) for piece in mine]
+        return [
+            dataclasses.replace(piece.param, index=piece.index, tensor=shard, shape=shard.shape, elements=piece.elements)
+            for piece, shard in shards
+        ] + super().local()

@@ -144,9 +144,7 @@ def test_what_is_thawed_later_is_named() -> None:
         steps(of, optimizer, range(2, 3))
 
 
-def test_partitions_are_refused() -> None:
-    with pytest.raises(errors.InvalidError, match="frozen.*partition"):
-        longshore.AdamW(model().named_parameters(), frozen="keep", partition="reduce-scatter")
+def test_other_words_are_refused() -> None:
     with pytest.raises(errors.InvalidError, match="frozen"):
         longshore.AdamW(model().named_parameters(), frozen="drop")
 

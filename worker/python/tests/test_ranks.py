@@ -15,7 +15,7 @@ import pytest
 import torch
 from rank import STEPS, loss, net
 from test_streaming_and_delay import Delayed
-from torch import Tensor
+from torch import Tensor, nn
 
 import longshore
 
@@ -23,7 +23,9 @@ RANKS = 4
 LR, CLIP = 1e-3, 0.5
 
 
-def start(out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS) -> list[subprocess.Popen[str]]:
+def start(
+    out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS, program: str = "rank.py"
+) -> list[subprocess.Popen[str]]:
     """Starts all ranks, as torchrun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -31,7 +33,7 @@ def start(out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = R
     started = []
     for rank in range(world_size):
         places = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(Path(__file__).parent / "rank.py"), str(out), json.dumps(runs)]
+        command = [sys.executable, str(Path(__file__).parent / program), str(out), json.dumps(runs)]
         process = subprocess.Popen(
             command, env={**os.environ, **places}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -48,20 +50,23 @@ def finish(started: list[subprocess.Popen[str]]) -> list[str]:
             process.kill()
 
 
-def run(out: Path, runs: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+def run(
+    out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS, program: str = "rank.py"
+) -> list[list[dict[str, Any]]]:
     """By run and rank, what was found."""
-    started = start(out, runs)
+    started = start(out, runs, world_size, program)
     errors = finish(started)
-    assert [process.returncode for process in started] == [0] * RANKS, errors
-    found = [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
-    return [[found[rank][index] for rank in range(RANKS)] for index in range(len(runs))]
+    assert [process.returncode for process in started] == [0] * world_size, errors
+    found = [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(world_size)]
+    return [[found[rank][index] for rank in range(world_size)] for index in range(len(runs))]
 
 
 class Loop:
-    """A plain loop of AdamW with clipping, in NumPy."""
+    """A plain loop of AdamW with clipping, in NumPy, of the parameters that train."""
 
-    def __init__(self) -> None:
-        self.rules = [Delayed(parameter.detach().numpy()) for parameter in net().parameters()]
+    def __init__(self, model: nn.Module | None = None) -> None:
+        trained = (parameter for parameter in (model or net()).parameters() if parameter.requires_grad)
+        self.rules = [Delayed(parameter.detach().numpy()) for parameter in trained]
         self.steps = 0
 
     def step(self, gradients: list[Tensor], norm: float) -> None:
