@@ -78,8 +78,13 @@ class Connection:
             places, held = self.weights.values()
             # Frozen weights may be large, and only a new job is filled with them.
             frozen, frozen_held = ([], []) if found else self._kept.values()
-            source = filling.source(self.params, frozen) if filling else None
-            version, applied = self.job.start([*places, *frozen], source, found)
+            source, initial = None, None
+            if filling is not None and filling.made is not None:
+                places, held, (seed, made) = filling.made(self.params)
+                initial = seed, [*made, *[("uploaded", ())] * len(frozen)]
+            elif filling is not None:
+                source = filling.source(self.params, frozen)
+            version, applied = self.job.start([*places, *frozen], source, found, initial)
             del held, frozen_held
         wanted = filling.applied if filling else None
         if wanted is not None and (version, applied) != (0, wanted):

@@ -13,6 +13,9 @@ from longshore._host import Place
 from longshore._params import DTYPES, Param, is_sharded
 from longshore.errors import StateError, invalid
 
+#: A seed, and for each parameter what servers make its first weights from, as :mod:`longshore.init` has it.
+Given = tuple[int, list[tuple[str, tuple[float, ...]]]]
+
 #: The array of master weights; those behind it are the rule's moments.
 MASTER = 0
 
@@ -25,11 +28,14 @@ class Filling:
         applied: how many updates made the state; None where there are weights alone.
         read: the tensor of an array (0 is the master weights) and a parameter, of its shape.
         check: refuses tensors that do not fit these parameters.
+        made: for weights that servers make, in place of ``read``: the places of those parameters that are uploaded all the same (the
+            others have no elements), what holds their memory, and what the others are made from.
     """
 
     applied: int | None
     read: Callable[[int, Param], Tensor]
     check: Callable[[list[Param]], None]
+    made: Callable[[list[Param]], tuple[list[Place], list[Tensor], Given]] | None = None
 
     def source(
         self, params: list[Param], frozen: list[Place]
