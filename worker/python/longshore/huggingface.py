@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import ParallelMode
 
-from longshore import _auto, _engine_parts, _rng
+from longshore import _auto, _engine_parts, _loaded, _rng
 from longshore._config import Config
 from longshore._optimizer import Optimizer
 from longshore._saving import Saving
@@ -39,6 +39,11 @@ class Callback(TrainerCallback):
         self._generators: dict[str, Any] | None = None
         self._resumed: bytes | None = None
         self._saved_logs = 0
+        self._loaded: _loaded.Loaded | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if _loaded.is_in_units(model):
+            self._loaded = _loaded.Loaded(model)
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if model is not None and any(isinstance(parameter, UnitParameter) for parameter in model.parameters()):
@@ -50,6 +55,9 @@ class Callback(TrainerCallback):
             return
         optimizer.open()
         self._check_resumed(optimizer, state)
+        if self._loaded is not None:
+            self._loaded.check()
+            self._loaded = None
         if scheduler is not None and getattr(scheduler, BEHIND, False):
             # The commit was made before the scheduler's own step.
             delattr(scheduler, BEHIND)
