@@ -39,6 +39,8 @@ class Record:
         self.initial: init.Init | None = None
         #: The weights of one that is uploaded.
         self.value: Tensor | None = None
+        #: It is alone in its unit until the model is cut.
+        self.unit = self
 
 
 class Recording:
@@ -118,6 +120,8 @@ class Recording:
 
     def using(self, members: list[Record]) -> Any:
         raise _refused(members[0], "read")
+
+    saving = staticmethod(contextlib.nullcontext)
 
     def pin(self, unit: Record) -> None:
         raise _refused(unit, "read")

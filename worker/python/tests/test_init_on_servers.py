@@ -176,6 +176,8 @@ def test_other_uses_are_refused() -> None:
     both = nn.ModuleList(models)
     with pytest.raises(errors.UsageError, match=r"0\.weight is built in another one, but must be built in the same longshore\.Init"):
         longshore.shard(both, optimizer_of(both), "1MB")
+    with pytest.raises(errors.UsageError, match=r"Linear\.weight is read"), longshore.GatheredParameters(models[0].weight):
+        pass
     models[0].weight.requires_grad_(False)
     with pytest.raises(errors.UsageError, match=r"Linear\.weight is frozen"):
         longshore.shard(models[0], optimizer_of(models[0]), "1MB")
