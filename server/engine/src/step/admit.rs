@@ -1,6 +1,6 @@
 //! Contributions: which chunk may be written where, and what follows once it is stored.
 
-use longshore_proto::{ContributionChunk, Incarnation, Reads, Step};
+use longshore_proto::{ContributionChunk, Step};
 
 use super::{
     machine::{Admission, Machine, Sum, Ticket, Work},
@@ -29,7 +29,7 @@ impl Machine {
         if step > newest {
             return Err(Refusal::StepTooEarly { step, newest });
         }
-        if !self.check_reads(chunk.reads)? || !self.check_scale(chunk)? {
+        if !self.check_reads(chunk)? || !self.check_scale(chunk)? {
             return Ok(Admission::Busy);
         }
         let shard = &mut self.shards[owned.index()];
@@ -40,28 +40,10 @@ impl Machine {
             Verdict::Busy => Ok(Admission::Busy),
             Verdict::Write => {
                 self.settle(step, chunk.loss_scale);
+                self.note_reads(chunk);
                 Ok(Admission::Write(Ticket { owned, slot, contributor, chunk: *chunk }))
             }
         }
-    }
-
-    /// Refuses a gradient that was computed with a version which has since been taken back and decided anew. The answer
-    /// is false while this server has not reached that version: a restarted server is told by rank 0 how the version was
-    /// decided, and that may be another decision than the one the rank computed with. A version that the server does not
-    /// remember passes.
-    fn check_reads(&self, reads: Reads) -> Result<bool, Refusal> {
-        let decided_by = self.decided_by(reads.version);
-        let unknown = Incarnation::default();
-        if reads.decided_by == unknown {
-            return Ok(true);
-        }
-        if reads.version > self.version {
-            return Ok(false);
-        }
-        if decided_by == unknown || reads.decided_by == decided_by {
-            return Ok(true);
-        }
-        Err(Refusal::Withdrawn { reads, decided_by })
     }
 
     fn check_chunk(&self, chunk: &ContributionChunk) -> Result<(OwnedShard, Contributor), Refusal> {

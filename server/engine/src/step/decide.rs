@@ -60,6 +60,7 @@ impl Machine {
             self.commits.pop_front();
         }
         self.scales.retain(|(held, _)| *held > step);
+        self.forget_reads_of_decided();
         self.standing = None;
         if let Some(reason) = self.reason() {
             self.phase = Phase::Paused { reason };

@@ -4,10 +4,13 @@
 //! A step on a shard passes through: chunks admitted, written and stored; a [`Work::Sum`] for each micro-step; then,
 //! once all shards are complete and the step is committed, one [`Work::Update`] after the other in forward order.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
 
 use longshore_proto::{
-    Commit, ContributionChunk, Incarnation, JobSpec, Layout, MicroStep, ShardId, Step, Version,
+    Commit, ContributionChunk, Incarnation, JobSpec, Layout, MicroStep, Rank, ShardId, Step, Version,
 };
 
 use super::{refusal::Refusal, shard::ShardProgress};
@@ -131,6 +134,8 @@ pub struct Machine {
     /// The loss scale of each undecided step to which this server holds any contribution. It is the same on every
     /// shard.
     pub(super) scales: Vec<(Step, f64)>,
+    /// What each rank said that it computes the micro-steps of undecided steps with.
+    pub(super) reads: BTreeMap<(Step, MicroStep), Vec<(Rank, Version)>>,
     /// How many pauses and resumes there were, so that a watcher misses neither.
     pub(super) pauses: u64,
     pub(super) resumes: u64,
@@ -161,6 +166,7 @@ impl Machine {
             owned,
             standing: None,
             scales: Vec::new(),
+            reads: BTreeMap::new(),
             pauses: 0,
             resumes: 0,
             resumed_loss_scale: 0.0,

@@ -49,6 +49,7 @@ impl Machine {
         }
         let joined_at = self.version;
         self.unsettle();
+        self.forget_reads_of(rank);
         self.ranks[rank.index()] =
             RankState { incarnation: Some(incarnation), joined_at, ..RankState::default() };
         Ok(Admission::Duplicate)

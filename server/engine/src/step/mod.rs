@@ -7,6 +7,7 @@ mod machine;
 mod members;
 mod pause;
 mod progress;
+mod reads;
 mod refusal;
 mod scale;
 mod shard;

@@ -38,6 +38,7 @@ pub enum Refusal {
     OtherCommit { step: Step, field: &'static str },
     OtherOrigin { step: Step, origin: Origin, found: Origin },
     Withdrawn { reads: Reads, decided_by: Incarnation },
+    OtherReads { contribution: Contribution, reads: Version, other: Rank, version: Version },
     NotRankZero { incarnation: Incarnation, current: Incarnation },
     VersionTooNew { version: Version, newest: Version },
     VersionGone { version: Version, kept: Vec<Version> },
@@ -265,6 +266,13 @@ impl From<Refusal> for Fault {
                 format!("{} as decided by {}", reads.version, reads.decided_by),
                 format!("{} as decided by {decided_by}: the earlier decision was taken back", reads.version),
                 "join again and compute the step with the weights as they are now",
+            ),
+            Refusal::OtherReads { contribution, reads, other, version } => Fault::new(
+                Conflict,
+                "push.reads_version",
+                format!("{} ({contribution})", reads.0),
+                format!("{}, with which {other} computed the same step", version.0),
+                "call flush on all ranks after the same step, or on none, and give all ranks the same schedule",
             ),
             Refusal::NotRankZero { incarnation, current } => Fault::new(
                 Fenced,

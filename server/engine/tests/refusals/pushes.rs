@@ -3,7 +3,7 @@
 use longshore_engine::job::Stored;
 use longshore_proto::{
     ChunkId, Contribution, ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, MicroStep, Partition,
-    Rank, ShardId, Step, checksum::crc32,
+    Rank, Reads, ShardId, Step, Version, checksum::crc32,
 };
 
 use super::{Expected, Midway, check, common::cluster::Cluster};
@@ -123,6 +123,42 @@ fn a_conflicting_chunk_is_refused_with_both_checksums() {
         assert_eq!(midway.view(), before);
     }
     midway.finish();
+}
+
+/// The version that a rank computed with, in a delayed job: 1 or 2 in step 3.
+#[test]
+fn ranks_compute_a_micro_step_with_one_version() {
+    let spec = JobSpec { max_delay: 1, ..super::small() };
+    let mut cluster = Cluster::started(&spec, 1, &super::weights(&spec, 1));
+    let flats: Vec<_> = (0..4).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
+    (1..=2).for_each(|step| cluster.step(&flats, &super::commit(&spec, step)));
+    let of = |cluster: &Cluster, rank: u32, micro_step, version| {
+        let (chunk, payload) = cluster.chunks(3, micro_step, rank, &flats[0])[0];
+        let reads = Reads { version: Version(version), decided_by: Incarnation(0) };
+        cluster.jobs[0].store(&ContributionChunk { reads, ..chunk }, payload)
+    };
+    let expected: Expected = (
+        Conflict,
+        "push.reads_version",
+        &[
+            "is 1 (step 3, micro-step 0, rank 1, shard 0)",
+            "must be 2, with which rank 0",
+            "flush on all ranks",
+        ],
+    );
+    assert_eq!(of(&cluster, 0, 0, 2), Ok(Stored::New(None)));
+    let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].waiting_for());
+    check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
+    assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].waiting_for()), before);
+    // A client that says nothing is compared with nobody, and a process that joins agrees anew.
+    assert_eq!(of(&cluster, 1, 0, 0), Ok(Stored::New(None)));
+    cluster.join(1);
+    check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
+    cluster.join(0);
+    assert_eq!(of(&cluster, 1, 0, 1), Ok(Stored::New(None)));
+    let refused = of(&cluster, 0, 0, 2).unwrap_err();
+    check(&refused, (Conflict, "push.reads_version", &["is 2 (step 3", "must be 1, with which rank 1"]));
+    assert_eq!(of(&cluster, 0, 0, 1), Ok(Stored::New(None)));
 }
 
 /// The fields are right and some bytes are missing: the chunk's ticket is given back, and its loss scale with it.

@@ -1,0 +1,69 @@
+//! The versions that gradients are computed with. Such a version has not been taken back, and all ranks compute a
+//! micro-step with the same one.
+
+use longshore_proto::{Contribution, ContributionChunk, Incarnation, MicroStep, Rank, Version};
+
+use super::{machine::Machine, refusal::Refusal};
+
+impl Machine {
+    /// Refuses a gradient that was computed with a version which has since been taken back and decided anew, or with
+    /// another version than that of another rank's gradient. The answer
+    /// is false while this server has not reached that version: a restarted server is told by rank 0 how the version was
+    /// decided, and that may be another decision than the one the rank computed with. A version that the server does not
+    /// remember passes.
+    pub(super) fn check_reads(&self, chunk: &ContributionChunk) -> Result<bool, Refusal> {
+        let reads = chunk.reads;
+        let (decided_by, unknown) = (self.decided_by(reads.version), Incarnation::default());
+        if reads.decided_by != unknown {
+            if reads.version > self.version {
+                return Ok(false);
+            }
+            if decided_by != unknown && reads.decided_by != decided_by {
+                return Err(Refusal::Withdrawn { reads, decided_by });
+            }
+        }
+        match self.said_otherwise(chunk) {
+            None => Ok(true),
+            Some((other, version)) => {
+                let contribution = chunk.contribution;
+                Err(Refusal::OtherReads { contribution, reads: reads.version, other, version })
+            }
+        }
+    }
+
+    /// A rank that computes the chunk's micro-step with another version.
+    fn said_otherwise(&self, chunk: &ContributionChunk) -> Option<(Rank, Version)> {
+        let Contribution { step, micro_step, rank, .. } = chunk.contribution;
+        let said = self.reads.get(&(step, micro_step)).filter(|_| self.is_said(chunk))?;
+        said.iter().copied().find(|&(other, version)| other != rank && version != chunk.reads.version)
+    }
+
+    /// Whether the chunk says what it was computed with. Who does not say it leaves it at 0.
+    fn is_said(&self, chunk: &ContributionChunk) -> bool {
+        chunk.reads.version.0 + 1 + u64::from(self.spec.max_delay) >= chunk.contribution.step.0
+    }
+
+    /// Notes what an admitted chunk was computed with.
+    pub(super) fn note_reads(&mut self, chunk: &ContributionChunk) {
+        if !self.is_said(chunk) {
+            return;
+        }
+        let Contribution { step, micro_step, rank, .. } = chunk.contribution;
+        let said = self.reads.entry((step, micro_step)).or_default();
+        if said.iter().all(|&(known, _)| known != rank) {
+            said.push((rank, chunk.reads.version));
+        }
+    }
+
+    /// Forgets what a rank's earlier process computed with: its next one may compute with another version, as the other
+    /// ranks do.
+    pub(super) fn forget_reads_of(&mut self, rank: Rank) {
+        self.reads.values_mut().for_each(|said| said.retain(|&(known, _)| known != rank));
+    }
+
+    /// Forgets what decided steps were computed with.
+    pub(super) fn forget_reads_of_decided(&mut self) {
+        let next = self.version.next_step();
+        self.reads = self.reads.split_off(&(next, MicroStep(0)));
+    }
+}
