@@ -8,8 +8,8 @@ use std::thread;
 use common::{BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights};
 use longshore_engine::{kernels::Isa, tier::Storage};
 use longshore_proto::{
-    ChunkId, Dtype, Formats, Incarnation, InitialWeights, Initialisation, JobSpec, MasterFormat, ShardId,
-    TierKind, Version, checksum::crc32,
+    ChunkId, Dtype, FaultKind, Formats, Incarnation, InitialWeights, Initialisation, JobSpec, MasterFormat,
+    Partition, Rank, ShardId, TierKind, Version, checksum::crc32,
 };
 use proptest::prelude::*;
 
@@ -172,6 +172,46 @@ fn requests_at_once_share_the_work() {
     assert!(bits(&cluster) == bits(&one));
 }
 
+/// Weights are compared as they are kept: in fewer bits, or as the images of frozen parameters.
+#[test]
+fn a_full_job_knows_weights_in_fewer_bits() {
+    for image in [Dtype::Bf16, Dtype::F16] {
+        let spec = job(&[2 * BLOCK as u64 + 9, BLOCK as u64], MasterFormat::Bf16);
+        let partitions = vec![Partition { first: 0, ranks: vec![Rank(0)] }, Partition::frozen(1)];
+        let spec = JobSpec { partitions, image_dtype: image, ..spec };
+        let made = Initialisation::by_param(6, [NORMAL, NORMAL]);
+        let mut source = Cluster::open(&spec, 1, &compute(2, Isa::detect()));
+        source.join(0);
+        make(&source, &made);
+        // The same weights, uploaded: nothing says what they were made from.
+        let mut cluster = Cluster::open(&spec, 1, &compute(2, Isa::detect()));
+        cluster.join(0);
+        cluster.upload(&source.exported().0[0]);
+        let with = |initialisation: Initialisation| {
+            cluster.jobs[0].make_weights(cluster.incarnations[0], initialisation).map_err(|fault| fault.field)
+        };
+        assert_eq!(with(made.clone()), Ok(()), "{image}");
+        for params in [[0.02, 0.03], [0.03, 0.02]] {
+            let kinds = params.map(|std| InitialWeights::Normal { mean: 0.0, std });
+            assert_eq!(with(Initialisation::by_param(6, kinds)), Err("initialisation".into()), "{image}");
+        }
+    }
+}
+
+/// A job that is deleted, or opened anew, is closed. A request that comes then must not bring its load back to life.
+#[test]
+fn a_closed_job_makes_nothing() {
+    let spec = job(&[3 * BLOCK as u64], MasterFormat::F32);
+    let mut cluster = Cluster::open(&spec, 1, &compute(1, Isa::detect()));
+    cluster.join(0);
+    let job = &cluster.jobs[0];
+    job.close_load();
+    let fault = job.make_weights(Incarnation(1), Initialisation::by_param(5, [NORMAL])).unwrap_err();
+    assert_eq!((fault.kind, &*fault.field), (FaultKind::Unavailable, "job"), "{fault}");
+    let missing = job.progress().missing;
+    assert_eq!(missing.len(), cluster.layout.shards() as usize);
+}
+
 /// A server that ends before the job has started has forgotten what it made, and makes the same again.
 #[test]
 fn what_a_server_forgets_it_makes_again() {
@@ -213,5 +253,17 @@ fn what_a_server_forgets_it_makes_again() {
         upload_rest(&undisturbed, &initialisation, &given);
         assert!(bits(&undisturbed) == made, "{tier}");
         assert!(kept.incarnations[0] > Incarnation(1));
+        // The process that made them is gone, and this one still tells them from others.
+        let with = |initialisation: Initialisation| {
+            kept.jobs[0].make_weights(kept.incarnations[0], initialisation).map_err(|fault| fault.field)
+        };
+        let other_seed = Initialisation { seed: initialisation.seed ^ 1, ..initialisation.clone() };
+        let other_kind =
+            Initialisation::by_param(initialisation.seed, [NORMAL, InitialWeights::Constant(0.0), NORMAL]);
+        assert_eq!(with(initialisation.clone()), Ok(()), "{tier}");
+        for other in [other_seed, other_kind] {
+            assert_eq!(with(other), Err("initialisation".to_string()), "{tier}");
+        }
+        assert!(bits(&kept) == made, "{tier}");
     }
 }

@@ -194,7 +194,7 @@ impl JobHandle {
     pub(super) fn close(&self, fault: Fault) {
         self.job.end_snapshots(&fault);
         self.closed.send_if_modified(|closed| closed.is_none() && closed.replace(fault).is_none());
-        self.job.cancel_load();
+        self.job.close_load();
         // They look again, find the job closed, and let go of it.
         self.job.nudge();
     }

@@ -10,8 +10,9 @@ use longshore_wire::{Wire, fault_from_status, v1::MakeWeightsRequest};
 
 use crate::{cluster::Cluster, error::Result, rank::RankState};
 
-/// Asks every server that misses some of these shards to make its weights, and waits for all of them. Returns those that
-/// failed.
+/// Asks every server that misses some of these shards to make its weights, and waits for all of them. The others are asked
+/// before: they refuse it where they were filled with other weights, which an earlier process of this rank has had made.
+/// Returns those that failed.
 pub(super) fn make(
     cluster: &Cluster,
     rank: &RankState,
@@ -19,12 +20,26 @@ pub(super) fn make(
     missing: &BTreeSet<ShardId>,
     end: Instant,
 ) -> Result<Vec<(ServerId, Fault)>> {
-    let servers: BTreeSet<ServerId> = missing.iter().map(|&shard| cluster.owner(shard)).collect();
+    let lacking: BTreeSet<ServerId> = missing.iter().map(|&shard| cluster.owner(shard)).collect();
     let request = MakeWeightsRequest {
         job: cluster.job().to_string(),
         incarnation: rank.incarnation().0,
         initialisation: Some(initialisation.to_wire()),
     };
+    let full = cluster.servers().filter(|server| !lacking.contains(server)).collect();
+    let refused = ask(cluster, &full, &request, end)?;
+    if !refused.is_empty() {
+        return Ok(refused);
+    }
+    ask(cluster, &lacking, &request, end)
+}
+
+fn ask(
+    cluster: &Cluster,
+    servers: &BTreeSet<ServerId>,
+    request: &MakeWeightsRequest,
+    end: Instant,
+) -> Result<Vec<(ServerId, Fault)>> {
     let ask = |server: ServerId| {
         let asked = servers.contains(&server).then(|| (cluster.peer(server).training(), request.clone()));
         let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));

@@ -121,13 +121,13 @@ async fn missing_on(
     server: ServerId,
     answer: DescribeResponse,
 ) -> Result<Vec<ShardId>> {
-    let progress = answer.progress.unwrap_or_default();
-    if progress.phase() != Phase::Loading {
-        return Ok(Vec::new());
-    }
     let mine = answer.ranks.iter().find(|known| known.rank == cluster.options.rank.0);
     if mine.map_or(0, |known| known.incarnation) < rank.incarnation().0 {
         rank.rejoin(cluster, server).await?;
+    }
+    let progress = answer.progress.unwrap_or_default();
+    if progress.phase() != Phase::Loading {
+        return Ok(Vec::new());
     }
     Ok(progress.missing_shards.into_iter().map(ShardId).collect())
 }

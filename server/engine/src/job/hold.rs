@@ -102,8 +102,15 @@ impl Job {
         lock(&self.load).cancelled = true;
     }
 
+    /// Makes a load that is under way end, and lets none begin.
+    pub fn close_load(&self) {
+        lock(&self.load).closed = true;
+    }
+
     pub(super) fn check_cancelled(&self) -> Result<(), Fault> {
-        if !lock(&self.load).cancelled {
+        let load = lock(&self.load);
+        load.check_open()?;
+        if !load.cancelled {
             return Ok(());
         }
         let remedy = "restore the checkpoint again where it is still wanted";
@@ -120,7 +127,10 @@ impl Job {
 
     fn unload(&self) {
         self.forget();
-        *lock(&self.load) = Load::new(&self.layout, &self.owned);
+        let mut load = lock(&self.load);
+        let closed = load.closed;
+        *load = Load { closed, ..Load::new(&self.layout, &self.owned) };
+        drop(load);
         self.notify();
     }
 }

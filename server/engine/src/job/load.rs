@@ -31,6 +31,8 @@ pub(super) struct Load {
     pub(super) shards: u32,
     /// The load under way must end before it reads its next shard.
     pub(super) cancelled: bool,
+    /// The job is not served any more, so that nothing is loaded into it. That is final.
+    pub(super) closed: bool,
 }
 
 /// What rank 0 fills the job with.
@@ -119,12 +121,14 @@ impl Load {
             origin: None,
             shards: 0,
             cancelled: false,
+            closed: false,
         }
     }
 
     /// Begins a restore. It will overwrite what was loaded, so chunks that were uploaded, and a checkpoint that was
     /// held, are forgotten.
     pub(super) fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
+        self.check_open()?;
         if !matches!(self.source, Source::Upload | Source::Held(_)) {
             let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
             return Err(Fault::new(
@@ -140,6 +144,15 @@ impl Load {
         self.checksums.iter_mut().flatten().for_each(|checksums| checksums.fill(None));
         (self.uploaded, self.made) = (None, None);
         Ok(())
+    }
+
+    /// Refuses to load anything into a job that is not served any more.
+    pub(super) fn check_open(&self) -> Result<(), Fault> {
+        if !self.closed {
+            return Ok(());
+        }
+        let remedy = "ask again: the job is deleted, or opened anew";
+        Err(Fault::new(FaultKind::Unavailable, "job", "being closed", "open", remedy))
     }
 
     pub(super) fn check_upload(&self, version: Version) -> Result<(), Fault> {

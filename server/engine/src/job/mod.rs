@@ -15,6 +15,7 @@ mod need;
 mod open;
 mod padding;
 mod protocol;
+mod remake;
 mod snapshots;
 mod space;
 mod update;

@@ -39,7 +39,12 @@ fn bad_initialisations_are_refused_and_change_nothing() {
     let initial = common::weights(&cluster.spec, 1);
     cluster.upload(&initial);
     assert_eq!(cluster.hash(), Reference::new(&cluster.spec, &initial).hash());
-    check(&make(normal(1.0)), (Precondition, "job.phase", &["training at version 0"]));
+    let expected = (
+        Conflict,
+        "initialisation",
+        &["is another one", "shard 0 here were made from", "delete the job"][..],
+    );
+    check(&make(normal(1.0)), expected);
 }
 
 #[test]
