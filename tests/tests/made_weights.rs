@@ -1,20 +1,21 @@
 //! Weights that servers make by themselves have the same bits on any servers, tier and shards, also after `kill -9` of a server
-//! that has made a part of them.
+//! that has made a part of them, or of the rank 0 that has asked for them.
 
 use std::{
     cell::{Cell, RefCell},
+    process::{Command, Stdio},
     thread,
     time::Duration,
 };
 
-use longshore_proto::{InitialWeights, Initialisation, JobSpec, Rank, TierKind};
+use longshore_proto::{FaultKind, InitialWeights, Initialisation, JobSpec, Rank, TierKind};
 use longshore_tests::{
     conformance::cluster::eventually,
     server::{self, Longshored, ServerOptions},
     train::Train,
 };
 use longshore_wire::{Wire, v1};
-use longshore_worker::{Options, Session};
+use longshore_worker::{Error, Options, Session};
 use tempfile::TempDir;
 
 const BLOCK: u64 = 65536;
@@ -166,4 +167,74 @@ fn the_trainer_has_its_weights_made_on_any_servers() {
     let servers = server::servers(3, &ServerOptions::new());
     let on_three = train().servers(&server::addresses(&servers)).run();
     assert_eq!(on_three.end.state_hash, expected);
+}
+
+/// Where a rank 0 that is killed finds the servers' addresses. Only its own process has this variable.
+const SERVERS: &str = "LONGSHORE_TEST_SERVERS";
+const KILLED: &str = "a_rank_0_with_another_seed_is_refused_once_a_server_is_full";
+
+/// Two of three servers are full, and rank 0 is killed before it uploads what the third one lacks.
+#[test]
+fn a_rank_0_with_another_seed_is_refused_once_a_server_is_full() {
+    if let Ok(addresses) = std::env::var(SERVERS) {
+        die_before_the_upload(&addresses);
+    }
+    let expected = undisturbed(1);
+    for tier in [TierKind::Memory, TierKind::Shm, TierKind::Nvme] {
+        let (roots, spec) = (roots(), spec(tier, 64));
+        let mut servers = server::servers(3, &options(tier, &roots));
+        let addresses = server::addresses(&servers);
+        let mut killed = Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", KILLED])
+            .env(SERVERS, format!("{tier} {}", addresses.join(",")))
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("rank 0");
+        let phases = || {
+            let answers = session(&addresses, &spec).describe().ok()?;
+            Some(
+                answers
+                    .iter()
+                    .map(|answer| answer.progress.as_ref().map(|progress| progress.phase()))
+                    .collect(),
+            )
+        };
+        let full = || {
+            let phases: Vec<_> = phases()?;
+            (phases[1..] == [Some(v1::Phase::Training); 2]).then_some(phases[0])
+        };
+        assert_eq!(eventually("two full servers", full), Some(v1::Phase::Loading), "{tier}");
+        killed.kill().expect("a kill");
+        killed.wait().expect("its end");
+        if tier != TierKind::Memory {
+            // What its weights were made from went with its process.
+            servers[1].kill_and_restart();
+        }
+        let other =
+            session(&addresses, &spec).start_made(&initialisation(2), &given).expect_err("another seed");
+        let Error::Call(failed) = &other else { panic!("{tier}: {other:?}") };
+        assert_eq!(
+            (failed.fault.kind, &*failed.fault.field),
+            (FaultKind::Conflict, "initialisation"),
+            "{other}"
+        );
+        for words in ["initialisation is another one", "were made from", "delete the job to start over"] {
+            assert!(other.to_string().contains(words), "{tier}: no {words:?} in: {other}");
+        }
+        assert_eq!(made_hash(&addresses, &spec, 1, || ()), expected, "{tier}");
+    }
+}
+
+/// Is the rank 0 of a job whose servers make weights, until it is killed.
+fn die_before_the_upload(given: &str) -> ! {
+    let (tier, addresses) = given.split_once(' ').expect("a tier and addresses");
+    let addresses: Vec<String> = addresses.split(',').map(str::to_string).collect();
+    let wait = |_: usize| -> Vec<f32> {
+        loop {
+            thread::park();
+        }
+    };
+    let started =
+        session(&addresses, &spec(tier.parse().expect("a tier"), 64)).start_made(&initialisation(1), &wait);
+    unreachable!("rank 0 went on: {started:?}")
 }

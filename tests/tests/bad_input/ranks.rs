@@ -1,15 +1,19 @@
-//! Processes that must not train: one whose rank is taken, one whose hyperparameters are no numbers.
+//! Processes that must not train: one whose rank is taken, one whose hyperparameters are no numbers, one that computes
+//! with another version than the other ranks.
 
-use longshore_proto::FaultKind::{Fenced, Invalid};
+use std::time::Duration;
+
+use longshore_proto::FaultKind::{Conflict, Fenced, Invalid};
 use longshore_tests::conformance::{
     cluster::Cluster,
     raw::{assert_fault, decision},
-    run::{self, Rank},
-    scenario::Scenario,
+    reference,
+    run::{self, Rank, assert_trace},
+    scenario::{Delay, Model, Scenario},
     synthetic::Synthetic,
 };
 use longshore_wire::v1;
-use longshore_worker::{Error, Pipeline, Session};
+use longshore_worker::{DelayCorrection, Error, Pipeline, Schedule, Session};
 
 use super::{BEFORE, STEPS, Victim, finish, plan};
 
@@ -75,4 +79,79 @@ fn hyperparameters_that_are_not_numbers_stop_the_trainer_and_not_the_job() {
     let pipeline = run::enter(cluster.options(&spec, 0), &model, &plan);
     seen.outcomes.retain(|outcome| outcome.step.0 <= BEFORE);
     finish(&cluster, "not-a-number", pipeline, seen);
+}
+
+/// Rank 0 alone drains the pipeline after a step, so it computes the next step with the newest version, and the other
+/// rank with the one before.
+#[test]
+fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
+    const DRAINED: u64 = 3;
+    let (cluster, job) = (Cluster::start(2), "drained-alone");
+    let correction = DelayCorrection::LookAhead;
+    let delay = Some(Delay { warmup: 1, drain_every: DRAINED, newer_from: 1, correction });
+    let (model, plan) =
+        (Synthetic::default(), Scenario { world: 2, delay, clip: Some(1.0), ..Scenario::exact(7) });
+    let spec = plan.spec(job, &model);
+    let alone = |rank: u32| {
+        let mut options = cluster.options(&spec, rank);
+        options.deadline = Duration::from_secs(10);
+        let mut session = Session::connect(options).expect("a connection");
+        let joined = session.start(&|param| model.initial(param)).expect("a start");
+        let mut options = plan.pipeline();
+        if rank != 0 {
+            options.schedule = Schedule::delayed(1);
+        }
+        let mut pipeline = Pipeline::new(session, &joined, options).expect("a pipeline");
+        let mut seen = Rank::default();
+        run::steps(&mut pipeline, &model, &plan, DRAINED, &mut seen).expect("steps before the drain");
+        let error = run::steps(&mut pipeline, &model, &plan, plan.steps, &mut Rank::default());
+        (seen, error.expect_err("the other rank computes with another version"))
+    };
+    let (seen, errors): (Vec<Rank>, Vec<anyhow::Error>) = std::thread::scope(|scope| {
+        let alone = &alone;
+        let ranks: Vec<_> = (0..2).map(|rank| scope.spawn(move || alone(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank")).unzip()
+    });
+    let mut told = 0;
+    for (rank, error) in errors.iter().enumerate() {
+        let Some(Error::Refused(refused)) = error.downcast_ref() else {
+            // It waited for the rank that was told.
+            assert!(error.to_string().contains("rank"), "{error:?}");
+            continue;
+        };
+        let (own, others) = if rank == 0 { (3, 2) } else { (2, 3) };
+        assert_eq!(
+            (refused.fault.kind, &*refused.fault.field),
+            (Conflict, "push.reads_version"),
+            "{refused}"
+        );
+        let message = refused.to_string();
+        let other = 1 - rank;
+        for words in [
+            format!("is {own} (step 4, micro-step 0, rank {rank}"),
+            format!("must be {others}, with which rank {other} computed"),
+            "call flush on all ranks".to_string(),
+        ] {
+            assert!(message.contains(&words), "no {words:?} in: {message}");
+        }
+        told += 1;
+    }
+    assert!(told > 0, "nobody was told: {errors:?}");
+    for server in 0..2 {
+        assert_eq!(cluster.raw(server).progress(job).version, DRAINED, "server {server}");
+    }
+    // Ranks that agree go on to the bits that they would have had.
+    let go_on = |rank: u32, mut seen: Rank| {
+        let mut pipeline = run::enter(cluster.options(&spec, rank), &model, &plan);
+        run::steps(&mut pipeline, &model, &plan, plan.steps, &mut seen).expect("the job goes on");
+        run::finish(pipeline, &plan, seen)
+    };
+    let seen: Vec<Rank> = std::thread::scope(|scope| {
+        let go_on = &go_on;
+        let ranks: Vec<_> =
+            (0..2).zip(seen).map(|(rank, seen)| scope.spawn(move || go_on(rank, seen))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank")).collect()
+    });
+    let trace = run::collect(&cluster, &model, &plan, job, seen);
+    assert_trace(&trace, &reference::train(&model, &plan), &model, &plan, job);
 }
