@@ -6,6 +6,9 @@ use proptest::prelude::*;
 
 use super::*;
 
+#[path = "policy_clock.rs"]
+mod clock;
+
 /// Device memory as a driver would have it. It does what the policy says and checks that it may be done.
 struct Device {
     policy: Policy,
