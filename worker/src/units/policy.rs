@@ -66,6 +66,10 @@ pub(super) enum Demand {
     },
 }
 
+/// How many of the passes to come are looked at. The last use in one pass and the first in the next are what decides
+/// what stays, and every release and arrival goes through all of them.
+const PASSES_AHEAD: usize = 2;
+
 pub(super) struct Policy {
     sizes: Vec<u64>,
     capacity: u64,
@@ -227,7 +231,7 @@ impl Policy {
         }
     }
 
-    /// All uses that are expected, the next one first.
+    /// The uses that are expected, the next one first.
     fn expected(&self) -> impl Iterator<Item = Item> + '_ {
         let order = match self.kind {
             Kind::Training => &self.training,
@@ -238,6 +242,7 @@ impl Policy {
         let after = self
             .upcoming
             .iter()
+            .take(PASSES_AHEAD)
             .flat_map(|&label| self.training.whole().map(move |unit| Item { unit, label }));
         now.chain(after)
     }
