@@ -13,6 +13,8 @@ use longshore_wire::direct::{Dialled, Direct, Side, Taps};
 use tokio::net::{TcpStream, UnixStream};
 use tower_service::Service;
 
+use super::pace::{Pace, Paced};
+
 /// What tonic dials through, the first time and after each break.
 #[derive(Clone)]
 pub(super) struct Connector {
@@ -20,20 +22,21 @@ pub(super) struct Connector {
     path: Option<String>,
     window: usize,
     taps: Taps,
+    pace: Option<Pace>,
 }
 
 impl Connector {
     /// Dials an address that was checked. `window` is what HTTP/2 grants the server.
-    pub(super) fn new(address: &str, window: usize, taps: Taps) -> Connector {
+    pub(super) fn new(address: &str, window: usize, taps: Taps, pace: Option<&Pace>) -> Connector {
         // tonic reads `unix:/path` or `unix:///path` in this way.
         let path =
             address.strip_prefix("unix:").map(|path| path.strip_prefix("//").unwrap_or(path).to_string());
-        Connector { path, window, taps }
+        Connector { path, window, taps, pace: pace.cloned() }
     }
 }
 
 impl Service<Uri> for Connector {
-    type Response = TokioIo<Direct<Dialled>>;
+    type Response = TokioIo<Direct<Paced<Dialled>>>;
     type Error = io::Error;
     type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
 
@@ -42,12 +45,13 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let Connector { path, window, taps } = self.clone();
+        let Connector { path, window, taps, pace } = self.clone();
         Box::pin(async move {
             let socket = match path {
                 Some(path) => Dialled::Unix(UnixStream::connect(path).await?),
                 None => Dialled::Tcp(dial_tcp(&uri).await?),
             };
+            let socket = Paced::new(socket, pace.as_ref());
             Ok(TokioIo::new(Direct::new(socket, Side::Client, window, taps)))
         })
     }

@@ -5,6 +5,7 @@ mod call;
 mod connector;
 mod interrupt;
 mod options;
+mod pace;
 mod peer;
 mod retry;
 mod runtime;
@@ -24,7 +25,7 @@ pub use self::{
     options::{Options, Transport},
     peer::{endpoint, whole, with_sources},
 };
-use self::{runtime::Runtime, troubles::Troubles, waits::Waits};
+use self::{pace::Pace, runtime::Runtime, troubles::Troubles, waits::Waits};
 use crate::error::{Misuse, Result};
 
 /// A job's servers. All that a session does goes through one of these.
@@ -49,7 +50,8 @@ impl Cluster {
         check_every_server_owns(&placement)?;
         let start = Instant::now();
         let end = start + options.deadline;
-        let dial = |address| Peer::connect(address, options.connections, start, end);
+        let pace = options.link_bytes_per_s.map(Pace::new);
+        let dial = |address| Peer::connect(address, options.connections, pace.as_ref(), (start, end));
         let peers = runtime.block_on(try_join_all(options.servers.iter().map(|address| dial(address))))?;
         let peers = ByServer::from_iter(peers);
         let troubles = Troubles::new(peers.len());

@@ -88,6 +88,9 @@ pub struct Options {
     /// Host memory for weights under way and gradients retained.
     pub host_budget: Budget,
     pub transport: Transport,
+    /// For measurements: how many bytes a second the data connections together move each way, where the link is to be
+    /// slower than it is. Shared memory is as fast as before.
+    pub link_bytes_per_s: Option<u64>,
     /// What may end a wait before its deadline.
     pub interrupt: Interrupt,
     /// The runtime to run on. With None the session starts a small one of its own.
@@ -96,6 +99,8 @@ pub struct Options {
 
 const MAX_CONNECTIONS: usize = 64;
 const MAX_IN_FLIGHT_CHUNKS: usize = 4096;
+/// With less a chunk takes longer than a silent peer is waited for.
+const MIN_LINK_BYTES_PER_S: u128 = 1_000_000;
 
 impl Options {
     pub fn new(servers: Vec<String>, spec: JobSpec, rank: Rank) -> Options {
@@ -110,6 +115,7 @@ impl Options {
             in_flight_chunks: 16,
             host_budget: Budget::unlimited("host memory of the worker"),
             transport: Transport::Auto,
+            link_bytes_per_s: None,
             interrupt: Interrupt::default(),
             runtime: None,
         }
@@ -132,6 +138,9 @@ impl Options {
         range("rank", self.rank.0.into(), 0, u128::from(self.spec.world_size.max(1)) - 1)?;
         range("connections", self.connections as u128, 1, MAX_CONNECTIONS as u128)?;
         range("in_flight_chunks", self.in_flight_chunks as u128, 1, MAX_IN_FLIGHT_CHUNKS as u128)?;
+        if let Some(speed) = self.link_bytes_per_s {
+            range("link_bytes_per_s", speed.into(), MIN_LINK_BYTES_PER_S, u64::MAX.into())?;
+        }
         for (field, wait) in [
             ("deadline, ms", self.deadline),
             ("slow_deadline, ms", self.slow_deadline),

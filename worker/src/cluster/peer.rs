@@ -21,7 +21,7 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use super::{connector::Connector, retry::Backoff, waits::LONG};
+use super::{connector::Connector, pace::Pace, retry::Backoff, waits::LONG};
 use crate::error::{Result, Unreachable};
 
 /// The window of a stream. It is above one chunk, so that a chunk is never held up by its own stream's window.
@@ -58,15 +58,15 @@ impl Peer {
     pub(super) async fn connect(
         address: &str,
         connections: usize,
-        start: Instant,
-        end: Instant,
+        pace: Option<&Pace>,
+        (start, end): (Instant, Instant),
     ) -> Result<Peer> {
         let endpoint = endpoint(address)?;
         let control = dial(address, start, end, || endpoint.connect()).await?;
         let mut data = Vec::with_capacity(connections);
         for _ in 0..connections {
             let taps = Taps::default();
-            let connector = Connector::new(address, CONNECTION_WINDOW_BYTES as usize, taps.clone());
+            let connector = Connector::new(address, CONNECTION_WINDOW_BYTES as usize, taps.clone(), pace);
             let connect = || endpoint.connect_with_connector(connector.clone());
             data.push(Connection { channel: dial(address, start, end, connect).await?, taps });
         }

@@ -7,6 +7,7 @@
 mod args;
 mod limits;
 mod rank;
+mod units;
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -40,6 +41,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Transport::Unix => format!("unix:{}", socket.display()),
         _ => server.address().to_string(),
     };
+    if args.stage == 3 {
+        let measured = units::run(args, spec, address)?;
+        units::report(args, &measured);
+        drop((server, runtime));
+        return Ok(());
+    }
     let turns = Arc::new(Barrier::new(args.ranks as usize + 1));
     let ranks: Vec<_> = (0..args.ranks)
         .map(|rank| {

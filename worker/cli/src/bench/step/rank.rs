@@ -10,7 +10,7 @@ use longshore_proto::{Hyper, InitialWeights, Initialisation, JobSpec, Rank};
 use longshore_worker::{
     error::Result,
     loss_scale::LossScaler,
-    pipeline::{Pipeline, PipelineOptions, Timing},
+    pipeline::{Pipeline, PipelineOptions, Timing, Weights},
     schedule::Schedule,
     session::{Options, Session},
 };
@@ -34,13 +34,17 @@ pub(super) struct Step {
 
 /// Compute that takes time but no core, as a GPU's does. If the scheduler makes one part of it too long, the next part
 /// is shorter by as much. Time spent waiting for weights is not made up for in this way.
-struct Compute {
+pub(super) struct Compute {
     until: Instant,
-    total: Duration,
+    pub(super) total: Duration,
 }
 
 impl Compute {
-    fn run(&mut self, name: &'static str, part: Duration) {
+    pub(super) fn begin() -> Compute {
+        Compute { until: Instant::now(), total: Duration::ZERO }
+    }
+
+    pub(super) fn run(&mut self, name: &'static str, part: Duration) {
         let _stage = debug_span!(target: "stage", "compute", pass = name).entered();
         self.total += part;
         self.until += part;
@@ -52,7 +56,7 @@ impl Compute {
     }
 
     /// Notes that the compute waited until now, so that its next part begins now.
-    fn held_up(&mut self) {
+    pub(super) fn held_up(&mut self) {
         self.until = self.until.max(Instant::now());
     }
 }
@@ -98,9 +102,15 @@ pub(super) fn run(
 }
 
 /// Opens the job and fills it. Says how long that took.
-fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<(Pipeline, Duration)> {
+pub(super) fn prepare(
+    args: &Args,
+    spec: JobSpec,
+    address: String,
+    rank: u32,
+) -> Result<(Pipeline, Duration)> {
     let mut options = Options::new(vec![address], spec, Rank(rank));
     (options.connections, options.transport) = (args.connections, args.transport);
+    options.link_bytes_per_s = args.link;
     let mut session = Session::connect(options)?;
     let sizes: Vec<u64> = (0..session.spec().params.len())
         .map(|param| session.layout().param_range(param))
@@ -117,6 +127,7 @@ fn prepare(args: &Args, spec: JobSpec, address: String, rank: u32) -> Result<(Pi
     let schedule = if args.delay == 0 { Schedule::exact() } else { Schedule::delayed(0) };
     let options = PipelineOptions {
         schedule,
+        weights: if args.stage == 3 { Weights::OnDemand } else { Weights::Whole },
         clip: (args.clip > 0.0).then_some(args.clip),
         ..PipelineOptions::new(LossScaler::fixed(1.0)?, move |_| vec![hyper])
     };
@@ -130,7 +141,7 @@ fn made(params: usize) -> Initialisation {
 
 fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     let started = Instant::now();
-    let mut compute = Compute { until: started, total: Duration::ZERO };
+    let mut compute = Compute::begin();
     let layout = pipeline.session().layout().clone();
     let layers = pipeline.session().spec().params.len();
     let parts = layers as f64 * f64::from(args.micro_steps);
@@ -169,7 +180,7 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
 
 /// Makes a gradient without CPU time, as a device's copy engine does. Only new memory is written: memory that is used
 /// again still holds a gradient.
-fn produce(target: &mut [u8]) {
+pub(super) fn produce(target: &mut [u8]) {
     if target.starts_with(&[0; 4]) {
         target.chunks_exact_mut(2).zip(1u16..).for_each(|(element, value)| {
             // The elements are bf16 numbers from 2^-13 to 2^-12.
