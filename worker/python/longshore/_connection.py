@@ -84,7 +84,8 @@ class Connection:
                 initial = seed, [*made, *[("uploaded", ())] * len(frozen)]
             elif filling is not None:
                 source = filling.source(self.params, frozen)
-            version, applied = self.job.start([*places, *frozen], source, found, initial)
+            in_units = not isinstance(self.weights, Weights)
+            version, applied = self.job.start([*places, *frozen], source, found, initial, in_units=in_units)
             del held, frozen_held
         wanted = filling.applied if filling else None
         if wanted is not None and (version, applied) != (0, wanted):

@@ -34,7 +34,7 @@ class Fetcher:
         self._kept: dict[int, Tensor] = {}
         self._staging = _Staging()
         self._streams: dict[torch.device, Any] = {}
-        # One thread, since the job serves one call at a time.
+        # One thread, since weights come in the order in which they were asked for.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         self._is_closed = False
         for member in members:
@@ -83,10 +83,20 @@ class Fetcher:
         """Begins to fetch into these members' memory, in the background if that is ahead of their use."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             fetch = Fetch(self, members)
-            read = self._reading(fetch)
-        if read is None:
+            places = self._places(fetch)
+        if not places:
             return fetch
+        version = self._version
+        pull = self._job.fetch(version, [place for place, _ in places])
+
+        # It holds the tensors of the places, whose memory stays as long as something may write there.
+        def read(held: list[tuple[Place, Tensor]] = places) -> None:
+            pull.read()
+            if version == self._version:
+                self._unread.difference_update(place[0] for place, _ in held)
+
         if ahead and not self._is_closed:
+            fetch.pull = pull
             fetch.read = self._thread.submit(read)
         else:
             read()
@@ -94,9 +104,12 @@ class Fetcher:
 
     def keep_all(self, members: list[Member]) -> None:
         """Copies all trained parameters from the servers, since these will not be there."""
-        trained = [member for member in members if member.param is not None and id(member) not in self._kept]
-        kept = {id(member): _host_memory(member.tensor) for member in trained}
-        self._read([_place(member, kept[id(member)]) for member in trained if id(member) in kept])
+        kept: dict[int, Tensor] = {}
+        for member in members:
+            if member.param is not None and id(member) not in self._kept:
+                kept[id(member)] = _host_memory(member.tensor)
+                self._job.fetch(self._version, [_place(member, kept[id(member)])]).read()
+        self._unread.clear()
         self._kept |= kept
 
     def retire(self) -> None:
@@ -108,9 +121,8 @@ class Fetcher:
         self.retire()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _reading(self, fetch: "Fetch") -> Callable[[], None] | None:
-        """What brings the members into the host's memory; None where they are there."""
-        # Each with the tensor whose memory it is, which stays as long as something may write there.
+    def _places(self, fetch: "Fetch") -> list[tuple[Place, Tensor]]:
+        """Where servers' weights go in the host's memory, and the tensors whose memory that is."""
         places: list[tuple[Place, Tensor]] = []
         for member in fetch.members:
             kept = self._kept.get(id(member))
@@ -123,17 +135,7 @@ class Fetcher:
                 fetch.sources.append((member, staged))
                 fetch.staged.append((member, staged))
                 places.append((_place(member, staged), staged))
-        return (lambda: self._read([place for place, _ in places])) if places else None
-
-    def _read(self, places: list[Place]) -> None:
-        fresh = [place for place in places if place[0] in self._unread]
-        if fresh and self._job.read_weights(fresh) is not None:
-            self._unread.difference_update(place[0] for place in fresh)
-        else:
-            fresh = []
-        again = [place for place in places if place not in fresh]
-        if again:
-            self._job.pull(self._version, again)
+        return places
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
@@ -146,7 +148,9 @@ class Fetch:
 
     def __init__(self, fetcher: Fetcher, members: list[Member]) -> None:
         self.members = members
+        #: What waits for them in the background, and what ends that wait.
         self.read: Future[None] | None = None
+        self.pull: Any = None
         #: What is copied into a member when it has come, and which of that is staging memory.
         self.sources: list[tuple[Member, Tensor]] = []
         self.staged: list[tuple[Member, Tensor]] = []
@@ -157,9 +161,13 @@ class Fetch:
         for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
             self._before[device] = _device.accelerator.record(_device.accelerator.current_stream(device))
 
+    def has_come(self) -> bool:
+        """Whether all is in the host's memory."""
+        return self.read is None or (self.read.done() and not self.read.cancelled() and self.read.exception() is None)
+
     def advance(self) -> None:
         """Begins to copy to the device what has come by now."""
-        if self.read is None or (self.read.done() and self.read.exception() is None):
+        if self.has_come():
             self._copy()
 
     def finish(self) -> None:
@@ -174,11 +182,17 @@ class Fetch:
             self._end()
             raise
 
+    def give_up(self) -> None:
+        """Nobody needs the members any more. Nothing writes to them after this."""
+        self._end()
+
     def _end(self) -> None:
-        """Waits for what still writes to the members, whose memory goes now."""
+        """Ends what still writes to the members, whose memory goes now."""
+        if self.pull is not None:
+            self.pull.cancel()
         if self.read is not None and not self.read.cancel():
             while not self.read.done():
-                # Each wait for servers has a limit. Ctrl-C once more must not free what they write to.
+                # It ends soon. Ctrl-C once more must not free what it writes to.
                 with contextlib.suppress(KeyboardInterrupt):
                     wait([self.read])
         for device in self._before:

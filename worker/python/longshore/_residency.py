@@ -1,6 +1,7 @@
 """Which units' weights are on the device: as many as the budget holds, fetched before their use and in the learned order."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -8,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from longshore import _unit_tensors
 from longshore._fetching import Fetch, Fetcher
 from longshore._unit_order import Order
 from longshore._units import Member, Unit
-from longshore.errors import LongshoreError, ShortageError, UsageError, invalid
+from longshore.errors import ShortageError, UsageError, invalid
 
 #: How many uses ahead units are fetched.
 _AHEAD = 4
@@ -44,9 +46,9 @@ class Residency:
         self._by_storage = {
             member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members
         }
-        #: The node of backward that runs, by its number, and the units that it was given weights of.
-        self._node: int | None = None
-        self._given: list[Unit] = []
+        #: By number of a backward that runs, where one may run inside another: the node that it is at, by its own number, and
+        #: the units that this was given weights of.
+        self._given: dict[int, tuple[int | None, list[Unit]]] = {}
         self._lock = threading.RLock()
 
     def begin(self) -> None:
@@ -87,7 +89,7 @@ class Residency:
         """Has the unit's weights here, and those that are used next on their way."""
         with self._lock:
             if not is_in_backward():
-                self._end_node()
+                self._end_nodes()
             self._order.note(unit, counts=unit.module is None or unit.module.training)
             under_way = self._under_way.pop(unit, None)
             if under_way is not None:
@@ -145,22 +147,35 @@ class Residency:
     def give(self, member: Member) -> None:
         """Has a member here for the node of backward that runs, and until that has run."""
         with self._lock:
-            node = torch._C._current_autograd_node()
+            backward, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
             number = None if node is None else node._sequence_nr()
-            if number != self._node:
-                self._end_node()
-                self._node = number
-            if member.unit not in self._given:
+            # Those that ran inside this one began later, and have ended.
+            self._end_nodes(inside=backward)
+            if backward not in self._given and backward != -1:
+                Variable._execution_engine.queue_callback(functools.partial(self._end_backward, backward))
+            if self._given.get(backward, (number,))[0] != number:
+                self._end_node(backward)
+            _, given = self._given.setdefault(backward, (number, []))
+            if member.unit not in given:
                 member.unit.pins += 1
-                self._given.append(member.unit)
+                given.append(member.unit)
             self.use(member.unit)
             _check_here([member])
 
-    def _end_node(self) -> None:
-        for unit in self._given:
+    def _end_nodes(self, inside: int = -1) -> None:
+        """Ends what nodes were given in backwards that ran inside this one, and outside of any."""
+        for backward in list(self._given):
+            if backward > inside or backward == -1:
+                self._end_node(backward)
+
+    def _end_backward(self, backward: int) -> None:
+        with self._lock:
+            self._end_node(backward)
+
+    def _end_node(self, backward: int) -> None:
+        _, given = self._given.pop(backward, (None, []))
+        for unit in given:
             unit.pins -= 1
-        self._given.clear()
-        self._node = None
 
     def mark(self, result: Any) -> None:
         """Has views of members be asked for as the members are."""
@@ -192,23 +207,22 @@ class Residency:
     def renew(self) -> None:
         """New weights come for the trained parameters: those that are here are old."""
         with self._lock:
-            self._end_node()
+            self._end_nodes()
             self._order.end()
             self.epoch += 1
-            self.await_all()  # servers may have let go of the older weights
+            self.give_up_all()  # servers may have let go of the older weights
             for unit in self.units:
                 self._check_same(unit)
                 for member in unit.members:
                     if member.is_trained and member.is_here:
                         self._free(member)
 
-    def await_all(self) -> None:
-        """Waits for what is under way. What does not come is fetched when it is used."""
+    def give_up_all(self) -> None:
+        """Gives up what is under way. It is fetched when it is used."""
         with self._lock:
             while self._under_way:
                 _, fetch = self._under_way.popitem()
-                with contextlib.suppress(LongshoreError, CancelledError):
-                    self._finish(fetch)
+                self._give_up(fetch)
 
     def release(self) -> None:
         """Lets go of all weights that nothing uses now."""
@@ -247,8 +261,7 @@ class Residency:
     def _let_go(self, unit: Unit) -> None:
         under_way = self._under_way.pop(unit, None)
         if under_way is not None:
-            with contextlib.suppress(LongshoreError, CancelledError):  # nobody needs what did not come
-                self._finish(under_way)
+            self._give_up(under_way)
         for member in unit.members:
             if member.is_here:
                 self._free(member)
@@ -273,14 +286,20 @@ class Residency:
             self._take_back(missing)
             raise
 
-    def _take_back(self, members: list[Member]) -> None:
-        """These did not come, so they are not here."""
+    def _give_up(self, fetch: Fetch) -> None:
+        """Nobody needs what is under way."""
+        has_come = fetch.has_come()
+        fetch.give_up()
+        self._take_back(fetch.members, have_come=has_come)
+
+    def _take_back(self, members: list[Member], *, have_come: bool = False) -> None:
+        """These are not wanted, or did not come, so they are not here."""
         for member in members:
             member.memory.resize_(0)
             if member.is_here:
                 member.is_here = False
                 self.here -= member.nbytes
-                self.fetched -= member.nbytes
+                self.fetched -= 0 if have_come else member.nbytes
 
     def _finish(self, fetch: Fetch) -> None:
         """Waits for what was fetched. What did not come is not here."""

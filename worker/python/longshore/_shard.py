@@ -115,6 +115,7 @@ def shard(
     for owner in {id(owner): owner for member in members for owner, _ in member.owners}.values():
         owner.register_state_dict_post_hook(_copies)
     connection.weights = optimizer._units = UnitWeights(home, fetcher, connection.job)
+    connection.job.pull_in_units()
     return Sharded(home, whole, resting)
 
 

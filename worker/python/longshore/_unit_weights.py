@@ -50,7 +50,7 @@ class UnitWeights:
     def settle(self) -> None:
         """The job ends: its last weights stay in the host's memory, and the model can be used."""
         try:
-            self._home.await_all()
+            self._home.give_up_all()
             self._keep()
         finally:
             self._fetcher.close()

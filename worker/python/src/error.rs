@@ -1,6 +1,12 @@
 //! Errors of the worker library as exceptions of `longshore.errors`, and waits that end with Ctrl-C.
 
-use std::cell::RefCell;
+use std::{
+    cell::RefCell,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
 
 use longshore_proto::Fault;
 use longshore_worker::{
@@ -12,15 +18,39 @@ use pyo3::{prelude::*, types::PyDict};
 thread_local! {
     /// What a signal's handler raised while this thread waited.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+    /// What another thread sets to end the waits of this one.
+    static CANCELLED: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
-/// Lets Python handle signals while a call waits. Where a handler raises, as Ctrl-C's does, the wait ends.
+/// Lets Python handle signals while a call waits. Where a handler raises, as Ctrl-C's does, the wait ends; so does one that
+/// another thread has cancelled.
 pub(crate) fn signals() -> Interrupt {
-    Interrupt::when(|| {
-        let Err(error) = Python::attach(|py| py.check_signals()) else { return false };
-        RAISED.with_borrow_mut(|raised| *raised = Some(error));
-        true
-    })
+    Interrupt::when(is_ended)
+}
+
+/// Whether what this thread waits for is to be given up.
+pub(crate) fn is_ended() -> bool {
+    if CANCELLED.with_borrow(|cancelled| cancelled.as_ref().is_some_and(|cancelled| cancelled.load(Relaxed)))
+    {
+        return true;
+    }
+    let Err(error) = Python::attach(|py| py.check_signals()) else { return false };
+    RAISED.with_borrow_mut(|raised| *raised = Some(error));
+    true
+}
+
+/// While this is kept, the waits of this thread end once the flag is set.
+pub(crate) fn until(cancelled: &Arc<AtomicBool>) -> Until {
+    CANCELLED.set(Some(Arc::clone(cancelled)));
+    Until
+}
+
+pub(crate) struct Until;
+
+impl Drop for Until {
+    fn drop(&mut self) {
+        CANCELLED.set(None);
+    }
 }
 
 /// Ends a wait with what Python raised in a callback, which [`raise`] brings back.

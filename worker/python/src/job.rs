@@ -1,11 +1,6 @@
 //! A rank's job, as Python sees it. Every call that may wait does so without the GIL, and ends with Ctrl-C.
 
-use std::{
-    borrow::Cow,
-    cell::RefCell,
-    process, ptr,
-    sync::{Mutex, PoisonError},
-};
+use std::{borrow::Cow, process, ptr};
 
 use longshore_proto::{Dtype, Fault, Hyper, Version};
 use longshore_worker::{
@@ -14,14 +9,17 @@ use longshore_worker::{
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    error::{exception, raise, signals, without_gil},
+    call::Call,
+    error::{exception, is_ended, raise, signals, without_gil},
     export::export,
+    fetch::Fetch,
     filling::{Read, Weights},
     initial::{self, Made},
     memory::HostTensor,
     report,
     settings::{GivenHyper, Settings, StepByStep},
     training::Training,
+    turns::Turns,
 };
 
 enum Stage {
@@ -33,38 +31,10 @@ enum Stage {
 const NOT_STARTED: Misuse = Misuse("the job is not started here: call start first");
 const CLOSED: Misuse = Misuse("the optimizer was closed: build a new one");
 
-thread_local! {
-    /// The jobs in whose calls this thread is.
-    static CALLED: RefCell<Vec<*const Job>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A call of a job by this thread, until it is dropped. A signal's handler runs on the thread that waits, and would wait for
-/// ever for the call that it is in.
-struct Call;
-
-impl Call {
-    /// None if this thread is in a call of the job already.
-    fn of(job: &Job) -> Option<Call> {
-        CALLED.with_borrow_mut(|called| {
-            let job = ptr::from_ref(job);
-            (!called.contains(&job)).then(|| {
-                called.push(job);
-                Call
-            })
-        })
-    }
-}
-
-impl Drop for Call {
-    fn drop(&mut self) {
-        CALLED.with_borrow_mut(Vec::pop);
-    }
-}
-
 /// One rank of a job. It is private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct Job {
-    stage: Mutex<Stage>,
+    stage: Turns<Stage>,
     settings: Settings,
     steps: StepByStep,
     /// The process that it belongs to: a fork has none of its threads.
@@ -72,6 +42,11 @@ pub(crate) struct Job {
 }
 
 impl Job {
+    /// Tells it from all other jobs that are there.
+    fn number(&self) -> usize {
+        ptr::from_ref(self).addr()
+    }
+
     /// Runs `act` on what the job is, without the GIL.
     fn with<T: Send>(&self, py: Python<'_>, act: impl FnOnce(&mut Stage) -> Result<T> + Send) -> PyResult<T> {
         if self.process != process::id() {
@@ -79,12 +54,8 @@ impl Job {
                            the process that trains, or start processes with the method spawn";
             return Err(exception(py, "UsageError", message, None)?);
         }
-        let Some(_call) = Call::of(self) else {
-            let message = "a signal's handler called the optimizer in the middle of one of its calls, which goes on only after \
-                           the handler: set a flag there, and look at it after step";
-            return Err(exception(py, "UsageError", message, None)?);
-        };
-        without_gil(py, || act(&mut self.stage.lock().unwrap_or_else(PoisonError::into_inner)))
+        let _call = Call::of(py, self.number())?;
+        without_gil(py, || self.stage.with(is_ended, act))
     }
 
     fn train<T: Send>(
@@ -123,7 +94,7 @@ impl Job {
         let pipeline = settings.pipeline(&steps, &options.spec).map_err(|fault| raise(py, &fault.into()))?;
         pipeline.validate(&options.spec).map_err(|fault| raise(py, &fault.into()))?;
         let session = without_gil(py, || Session::connect(options))?;
-        let stage = Mutex::new(Stage::Connected(Box::new(session)));
+        let stage = Turns::new(Stage::Connected(Box::new(session)));
         Ok(Job { stage, settings, steps, process: process::id() })
     }
 
@@ -183,9 +154,9 @@ impl Job {
     /// Opens and joins the job. If it is new it is filled: from the parameters, one tensor each; or from tensors that are
     /// read one by one, which are the number of updates that made them (none for weights alone) and a callable from an
     /// array's number and a parameter's to a tensor; or by its servers, from an initialisation, with the tensors of those
-    /// parameters that it leaves out. `found` says that the job was there before. Returns its version, and how many updates
-    /// made that.
-    #[pyo3(signature = (params, filling=None, found=false, initialisation=None))]
+    /// parameters that it leaves out. `found` says that the job was there before, and `in_units` what `pull_in_units` does.
+    /// Returns its version, and how many updates made that.
+    #[pyo3(signature = (params, filling=None, found=false, initialisation=None, in_units=false))]
     fn start(
         &self,
         py: Python<'_>,
@@ -193,6 +164,7 @@ impl Job {
         filling: Option<(Option<u64>, Py<PyAny>)>,
         found: bool,
         initialisation: Option<initial::Given>,
+        in_units: bool,
     ) -> PyResult<(u64, u64)> {
         let filling: Box<dyn Filling + Send> = match (filling, initialisation) {
             (Some((applied, source)), _) => Box::new(Read::new(applied, source)),
@@ -209,7 +181,8 @@ impl Job {
             };
             let joined = session.start_from(&*filling)?;
             let options = self.settings.pipeline(&self.steps, session.spec())?;
-            let training = Training::start(*session, &joined, found, options, self.steps.clone())?;
+            let how = (found, in_units);
+            let training = Training::start(*session, &joined, how, options, self.steps.clone())?;
             let version = training.version();
             *stage = Stage::Training(Box::new(training));
             Ok((version.0, joined.applied))
@@ -246,6 +219,26 @@ impl Job {
     /// The version of the weights that were asked for and were not read for all parameters; None where all were.
     fn unread_weights(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.unread().map(|version| version.0)))
+    }
+
+    /// Has weights come by `fetch` alone from now on, so that this process does not hold the whole image. Where servers lend
+    /// their own memory nothing changes, since they take none here.
+    fn pull_in_units(&self, py: Python<'_>) -> PyResult<()> {
+        self.train(py, |training| {
+            training.pull_in_units();
+            Ok(())
+        })
+    }
+
+    /// Asks for the weights of some parameters, of a version that was asked for or read, and waits for nothing.
+    fn fetch(&self, py: Python<'_>, version: u64, params: Vec<HostTensor>) -> PyResult<Fetch> {
+        let weights = self.train(py, |training| training.fetch(Version(version), params))?;
+        Ok(Fetch::new(self.number(), weights))
+    }
+
+    /// The most bytes of weights that were in the host's memory at once, beside those in tensors.
+    fn weights_held(&self, py: Python<'_>) -> PyResult<u64> {
+        self.session(py, |session| Ok(session.weights_held()))
     }
 
     /// Writes the weights of a version that was read before into the parameters.
@@ -311,8 +304,7 @@ impl Drop for Job {
     fn drop(&mut self) {
         if self.process != process::id() {
             // This is a fork, which has none of the session's threads, and whose parent still trains.
-            let stage = self.stage.get_mut().unwrap_or_else(PoisonError::into_inner);
-            std::mem::forget(std::mem::replace(stage, Stage::Closed));
+            std::mem::forget(std::mem::replace(self.stage.get_mut(), Stage::Closed));
         }
     }
 }

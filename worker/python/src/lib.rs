@@ -1,9 +1,11 @@
 //! The Rust half of the Python package `longshore`: a rank's job over host memory, an embedded server, and both
 //! commands. What is here is private to that package, whose own classes check what users give them.
 
+mod call;
 mod commands;
 mod error;
 mod export;
+mod fetch;
 mod filling;
 mod initial;
 mod job;
@@ -13,12 +15,14 @@ mod report;
 mod server;
 mod settings;
 mod training;
+mod turns;
 
 use pyo3::prelude::*;
 
 #[pymodule]
 fn _longshore(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<job::Job>()?;
+    module.add_class::<fetch::Fetch>()?;
     module.add_class::<server::Server>()?;
     module.add_function(wrap_pyfunction!(commands::longshore, module)?)?;
     module.add_function(wrap_pyfunction!(commands::longshored, module)?)?;

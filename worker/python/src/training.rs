@@ -22,6 +22,8 @@ pub(crate) struct Training {
     weights: Weights,
     /// Where each parameter lies in the flat space.
     places: Vec<Range<u64>>,
+    /// The version whose weights were asked for last, or that the tensors had from the start.
+    asked: Version,
     begun: Option<Step>,
     /// The loss scale of the step that was begun last.
     loss_scale: f64,
@@ -48,13 +50,46 @@ struct Unread {
 
 /// Where weights come from.
 #[derive(Clone)]
-enum From {
+pub(crate) enum From {
     /// Nobody has read yet. Those that this worker amends are known once the step before is decided.
     Later,
     /// The version's images.
     Images(Feed),
+    /// The version's images, which are pulled as they are fetched.
+    OnDemand,
     /// The master weights, rounded to the images' type: all of the flat space.
     Master(Arc<Vec<u8>>),
+}
+
+/// Tensors, and the weights that they wait for.
+pub(crate) struct Weighed {
+    from: From,
+    dtype: Dtype,
+    targets: Vec<(HostTensor, Range<u64>)>,
+}
+
+impl Weighed {
+    /// Waits for the weights and writes them into the tensors.
+    pub(crate) fn write(self) -> Result<()> {
+        let Weighed { from, dtype, targets } = self;
+        targets.into_iter().try_for_each(|(target, place)| from.write(dtype, &target, place))
+    }
+}
+
+impl From {
+    /// Waits for the elements of a tensor that lies at `place`, and writes them into it.
+    fn write(&self, dtype: Dtype, target: &HostTensor, place: Range<u64>) -> Result<()> {
+        match self {
+            From::Later => Ok(()),
+            From::OnDemand => Err(Misuse("weights in units are fetched: use fetch").into()),
+            From::Images(feed) => target.read_weights(feed, place),
+            From::Master(weights) => {
+                let bytes = place.start * dtype.bytes()..place.end * dtype.bytes();
+                target.write_from(0, dtype, &weights[bytes.start as usize..bytes.end as usize]);
+                Ok(())
+            }
+        }
+    }
 }
 
 const BROKEN: Misuse = Misuse(
@@ -64,11 +99,12 @@ const BROKEN: Misuse = Misuse(
 
 impl Training {
     /// Goes on from where the rank joined. If its tensors may hold other weights than those that the next step
-    /// computes with, these are asked for: all but those of the rank that filled a new job from them.
+    /// computes with, these are asked for: all but those of the rank that filled a new job from them. `how` is whether the
+    /// job was found, and whether its weights are wanted in units.
     pub(crate) fn start(
         session: Session,
         joined: &Joined,
-        found: bool,
+        (found, in_units): (bool, bool),
         options: PipelineOptions,
         steps: StepByStep,
     ) -> Result<Training> {
@@ -88,6 +124,7 @@ impl Training {
             steps,
             weights,
             places,
+            asked: joined.version,
             begun: None,
             loss_scale: 1.0,
             assembler: None,
@@ -97,12 +134,38 @@ impl Training {
             master: None,
             is_broken: false,
         };
+        if in_units {
+            training.pull_in_units();
+        }
         if !holds_weights {
             // The step does not begin yet, so that the caller can still drain and have it compute with the newest weights.
-            let feed = training.pipeline.ask_for_next()?;
-            training.ask(feed.version(), From::Images(feed));
+            let (version, from) = match training.is_on_demand() {
+                true => (training.pipeline.next_reads(), From::OnDemand),
+                false => {
+                    let feed = training.pipeline.ask_for_next()?;
+                    (feed.version(), From::Images(feed))
+                }
+            };
+            training.ask(version, from);
         }
         Ok(training)
+    }
+
+    /// Has weights be fetched from now on, none before it is wanted, unless servers lend all of theirs.
+    pub(crate) fn pull_in_units(&mut self) {
+        if !self.pipeline.pull_on_demand() {
+            return;
+        }
+        self.weights = Weights::OnDemand;
+        if let Some(unread) = &mut self.unread
+            && let From::Images(_) = unread.from
+        {
+            unread.from = From::OnDemand;
+        }
+    }
+
+    fn is_on_demand(&self) -> bool {
+        matches!(self.weights, Weights::OnDemand)
     }
 
     pub(crate) fn spec(&self) -> &JobSpec {
@@ -215,6 +278,10 @@ impl Training {
         let (reads, upcoming) = (self.pipeline.next_reads(), self.pipeline.upcoming());
         if self.pipeline.next_amends() {
             self.ask(reads, From::Later);
+        } else if self.is_on_demand() {
+            if reads != self.asked || self.drained == Some(reads) {
+                self.ask(reads, From::OnDemand);
+            }
         } else if let Some(feed) = upcoming {
             self.ask(feed.version(), From::Images(feed));
         } else if self.drained == Some(reads) {
@@ -230,7 +297,8 @@ impl Training {
         let whole = 0..self.session().layout().elements();
         let order = match &self.weights {
             Weights::Ranges(order) => order,
-            Weights::Whole | Weights::OnDemand => std::slice::from_ref(&whole),
+            Weights::Whole => std::slice::from_ref(&whole),
+            Weights::OnDemand => return Ok(From::OnDemand),
         };
         let dtype: Dtype = self.spec().image_dtype;
         Ok(From::Images(self.session().pull(version, order, dtype)?))
@@ -243,8 +311,13 @@ impl Training {
         };
         let places = self.places.iter().enumerate();
         let left = places.filter(|(_, place)| reads(place)).map(|(param, _)| param).collect();
+        self.asked = version;
         self.drained = matches!(from, From::Master(_)).then_some(version);
-        self.master = None;
+        // Who fetches them does so more than once, and they are exported once.
+        self.master = match &from {
+            From::Master(weights) if self.is_on_demand() => Some(Arc::clone(weights)),
+            _ => None,
+        };
         self.unread = Some(Unread { version, from, left });
     }
 
@@ -263,14 +336,40 @@ impl Training {
         Ok(Some(version))
     }
 
+    /// Asks for weights of a version that was asked for or read before. It does not wait for them.
+    pub(crate) fn fetch(&mut self, version: Version, targets: Vec<HostTensor>) -> Result<Weighed> {
+        let places = targets.iter().map(|target| self.place(target)).collect::<Result<Vec<_>>>()?;
+        let from = if self.drained == Some(version) {
+            From::Master(self.master_of(version)?)
+        } else {
+            From::Images(self.pipeline.fetch(version, &places)?)
+        };
+        if let Some(unread) = self.unread.as_mut().filter(|unread| unread.version == version) {
+            for target in &targets {
+                unread.left.remove(&target.param);
+            }
+        }
+        self.unread.take_if(|unread| unread.left.is_empty());
+        Ok(Weighed {
+            from,
+            dtype: self.spec().image_dtype,
+            targets: targets.into_iter().zip(places).collect(),
+        })
+    }
+
+    /// The master weights of the version that was drained to, which are exported once.
+    fn master_of(&mut self, version: Version) -> Result<Arc<Vec<u8>>> {
+        let weights = match &self.master {
+            Some(weights) => Arc::clone(weights),
+            None => self.master(version)?,
+        };
+        Ok(Arc::clone(self.master.insert(weights)))
+    }
+
     /// Writes the weights of a version that was read before into tensors, which it asks the servers for again.
     pub(crate) fn pull(&mut self, version: Version, targets: &[HostTensor]) -> Result<()> {
         let from = if self.drained == Some(version) {
-            let weights = match &self.master {
-                Some(weights) => Arc::clone(weights),
-                None => self.master(version)?,
-            };
-            From::Master(Arc::clone(self.master.insert(weights)))
+            From::Master(self.master_of(version)?)
         } else {
             let order: Vec<Range<u64>> =
                 targets.iter().map(|target| self.place(target)).collect::<Result<_>>()?;
@@ -280,17 +379,7 @@ impl Training {
     }
 
     fn write(&self, from: &From, target: &HostTensor) -> Result<()> {
-        let place = self.place(target)?;
-        match from {
-            From::Later => Ok(()),
-            From::Images(feed) => target.read_weights(feed, place),
-            From::Master(weights) => {
-                let dtype = self.spec().image_dtype;
-                let bytes = place.start * dtype.bytes()..place.end * dtype.bytes();
-                target.write_from(0, dtype, &weights[bytes.start as usize..bytes.end as usize]);
-                Ok(())
-            }
-        }
+        from.write(self.spec().image_dtype, target, self.place(target)?)
     }
 
     /// The weights that are not in all tensors yet. Where this worker amends them, this waits for the decision that says

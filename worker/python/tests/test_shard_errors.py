@@ -148,7 +148,7 @@ def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch)
     sharded.release()
     fetched = sharded.fetched_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(Fetcher, "_read", _interrupted)
+        patch.setattr(Fetcher, "_places", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.layers[2].weight.sum()
     assert (sharded.resident, sharded.weight_bytes, sharded.fetched_bytes) == ([], 0, fetched)

@@ -288,3 +288,60 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
     order.note(units[4], counts=False)
     order.note(units[2], counts=True)
     assert [unit.name for unit in order.upcoming(3)] == ["3", "4", "3"], "the step goes on from where it was"
+
+
+class Inner(torch.autograd.Function):
+    """A product whose backward runs a backward of its own, through other units, between two uses of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, others: list[nn.Module]) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.others = others
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            start = through = hidden.detach().requires_grad_()
+            for other in ctx.others:
+                through = functional.gelu(other(through))
+            (slope,) = torch.autograd.grad(through.float().sum(), start)
+        return gradient @ weight + slope, gradient.t() @ hidden, None
+
+
+class First(nn.Module):
+    def __init__(self, width: int, others: nn.ModuleList) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 8)
+        self.others = list(others)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Inner.apply(hidden, self.weight, self.others)
+
+
+class Nested(Deep):
+    def __init__(self) -> None:
+        super().__init__(depth=12)
+        self.first = First(48, self.layers[:6])
+        self.to(self.dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.first(super().forward(hidden)))
+
+
+def test_a_backward_inside_a_backward_leaves_the_outer_one_its_weights() -> None:
+    whole, cut = pair(Nested)
+    check(whole, cut, share=1 / 3)
+
+
+def test_a_backward_that_has_ended_holds_nothing() -> None:
+    _, cut = pair(Deep)
+    optimizer = optimizer_of(cut)
+    sharded = longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    for _ in range(2):
+        cut.loss(0).backward()
+        assert sharded.resident
+        sharded.release()
+        assert not sharded.resident
+        optimizer.step()

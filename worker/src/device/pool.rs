@@ -19,10 +19,51 @@ pub struct BufferPool(Arc<Shelf>);
 struct Shelf {
     budget: Budget,
     field: &'static str,
-    /// Idle buffers by length. A job uses few lengths, mostly one chunk.
-    idle: Mutex<HashMap<usize, Vec<LeasedBytes>>>,
+    rest: Mutex<Rest>,
+    /// Whether buffers at rest are given up, so that all together never take more than what was in use at once.
+    is_tight: bool,
     /// Where buffers come from that other processes may be given to read.
     arena: Option<Arena>,
+}
+
+/// What is at rest, and how much is not.
+#[derive(Default)]
+struct Rest {
+    /// Idle buffers by length. A job uses few lengths, mostly one chunk.
+    idle: HashMap<usize, Vec<LeasedBytes>>,
+    idle_bytes: u64,
+    in_use: u64,
+    /// The most bytes in use at once, and the most in use and at rest, since the pool was made or emptied.
+    most_in_use: u64,
+    most: u64,
+}
+
+impl Rest {
+    fn take(&mut self, bytes: usize) -> Option<LeasedBytes> {
+        let found = self.idle.get_mut(&bytes).and_then(Vec::pop);
+        self.idle_bytes -= found.as_ref().map_or(0, |_| bytes as u64);
+        found
+    }
+
+    /// Notes that so many bytes more are in use.
+    fn uses(&mut self, bytes: usize) {
+        self.in_use += bytes as u64;
+        self.most_in_use = self.most_in_use.max(self.in_use);
+    }
+
+    /// Takes buffers out until what is held is no more than what was in use at once.
+    fn surplus(&mut self) -> Vec<LeasedBytes> {
+        let mut surplus = Vec::new();
+        while self.in_use + self.idle_bytes > self.most_in_use {
+            let Some(length) =
+                self.idle.iter().find_map(|(length, idle)| (!idle.is_empty()).then_some(*length))
+            else {
+                break;
+            };
+            surplus.extend(self.take(length));
+        }
+        surplus
+    }
 }
 
 struct LeasedBytes {
@@ -54,21 +95,51 @@ impl Bytes {
 impl BufferPool {
     /// `field` says what buffers are for when the budget refuses one.
     pub fn new(budget: Budget, field: &'static str) -> BufferPool {
-        BufferPool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena: None }))
+        BufferPool::of(budget, field, false, None)
+    }
+
+    /// A pool like [`BufferPool::new`]'s for buffers of many lengths: what is at rest makes way for other lengths.
+    pub(crate) fn tight(budget: Budget, field: &'static str) -> BufferPool {
+        BufferPool::of(budget, field, true, None)
     }
 
     /// A pool like [`BufferPool::new`]'s, whose buffers servers of this host can read, where the kernel allows it.
     pub(crate) fn shared(budget: Budget, field: &'static str) -> BufferPool {
-        let arena = Some(Arena::default());
-        BufferPool(Arc::new(Shelf { budget, field, idle: Mutex::new(HashMap::new()), arena }))
+        BufferPool::of(budget, field, false, Some(Arena::default()))
+    }
+
+    fn of(budget: Budget, field: &'static str, is_tight: bool, arena: Option<Arena>) -> BufferPool {
+        BufferPool(Arc::new(Shelf { budget, field, rest: Mutex::default(), is_tight, arena }))
+    }
+
+    /// The most bytes that its buffers took since it was made or emptied.
+    pub(crate) fn most(&self) -> u64 {
+        self.lock().most
+    }
+
+    /// Gives up what is at rest, and forgets how much was in use.
+    pub(crate) fn empty(&self) {
+        let mut rest = self.lock();
+        let idle = std::mem::take(&mut rest.idle);
+        (rest.idle_bytes, rest.most_in_use, rest.most) = (0, rest.in_use, rest.in_use);
+        drop(rest);
+        drop(idle); // memory is given back outside the lock
     }
 
     /// A buffer of exactly `bytes`, which holds whatever its last user left.
     pub fn take(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
-        let found = self.lock().get_mut(&bytes).and_then(Vec::pop);
+        let (found, surplus) = {
+            let mut rest = self.lock();
+            let found = rest.take(bytes);
+            rest.uses(bytes);
+            let surplus = if self.0.is_tight { rest.surplus() } else { Vec::new() };
+            rest.most = rest.most.max(rest.in_use + rest.idle_bytes);
+            (found, surplus)
+        };
+        drop(surplus);
         let memory = match found {
             Some(memory) => memory,
-            None => self.allocate(bytes)?,
+            None => self.allocate(bytes).inspect_err(|_| self.lock().in_use -= bytes as u64)?,
         };
         Ok(PooledBuffer { memory: Some(memory), pool: self.clone() })
     }
@@ -77,7 +148,12 @@ impl BufferPool {
         let reserve = || self.0.budget.reserve(self.0.field, bytes as u64);
         // Idle buffers of other lengths make room before the budget refuses.
         let lease = reserve().or_else(|_| {
-            self.lock().clear();
+            let idle = {
+                let mut rest = self.lock();
+                rest.idle_bytes = 0;
+                std::mem::take(&mut rest.idle)
+            };
+            drop(idle);
             reserve()
         })?;
         let shared = self.0.arena.as_ref().and_then(|arena| {
@@ -88,9 +164,9 @@ impl BufferPool {
         Ok(LeasedBytes { bytes, _lease: lease })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<usize, Vec<LeasedBytes>>> {
-        // Nothing under this lock can leave the map half changed.
-        self.0.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> std::sync::MutexGuard<'_, Rest> {
+        // Nothing under this lock can leave it half changed.
+        self.0.rest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -112,7 +188,9 @@ impl PooledBuffer {
 
     /// Gives the buffer up as it is: other processes may go on reading it, and nobody here writes there any more.
     pub(crate) fn abandon(mut self) {
-        if let Some(LeasedBytes { bytes: Bytes::Shared(piece), .. }) = self.memory.take() {
+        let Some(memory) = self.memory.take() else { return };
+        self.pool.lock().in_use -= memory.bytes.get().len() as u64;
+        if let LeasedBytes { bytes: Bytes::Shared(piece), .. } = memory {
             piece.abandon();
         }
     }
@@ -133,7 +211,11 @@ impl AsMut<[u8]> for PooledBuffer {
 impl Drop for PooledBuffer {
     fn drop(&mut self) {
         if let Some(memory) = self.memory.take() {
-            self.pool.lock().entry(memory.bytes.get().len()).or_default().push(memory);
+            let length = memory.bytes.get().len();
+            let mut rest = self.pool.lock();
+            rest.in_use -= length as u64;
+            rest.idle_bytes += length as u64;
+            rest.idle.entry(length).or_default().push(memory);
         }
     }
 }
@@ -158,5 +240,24 @@ mod tests {
         assert_eq!(budget.used(), 250);
         let _held = pool.take(250).unwrap();
         assert!(pool.take(100).is_err());
+    }
+    #[test]
+    fn a_tight_pool_keeps_no_more_than_was_in_use_at_once() {
+        let budget = Budget::unlimited("host");
+        let pool = BufferPool::tight(budget.clone(), "test");
+        let both = (pool.take(100).unwrap(), pool.take(20).unwrap());
+        drop(both);
+        assert_eq!((budget.used(), pool.most()), (120, 120));
+        for length in [30, 40, 50, 60, 100, 20] {
+            drop(pool.take(length).unwrap());
+            assert!(budget.used() <= 120, "{} after {length}", budget.used());
+        }
+        assert_eq!(pool.most(), 120);
+        let held = pool.take(70).unwrap();
+        pool.empty();
+        assert_eq!((budget.used(), pool.most()), (70, 70));
+        drop(held);
+        drop(pool.take(10).unwrap());
+        assert_eq!((budget.used(), pool.most()), (10, 70));
     }
 }

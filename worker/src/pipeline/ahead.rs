@@ -1,8 +1,10 @@
 //! What the next step will compute with, before it begins.
 
+use std::ops::Range;
+
 use longshore_proto::{Step, Version};
 
-use super::{Pipeline, amends};
+use super::{Pipeline, Weights, amends, feeds};
 use crate::{
     error::{Misuse, Result},
     pull::Feed,
@@ -50,5 +52,29 @@ impl Pipeline {
         let ways = (&self.shared.board, &self.shared.amends);
         let missing = amends::missing(&self.session, ways, self.joined, (step, reads))?;
         Ok(self.feeds.ahead(reads, missing))
+    }
+
+    /// Has weights be pulled on demand from now on, and gives up those that were asked for. Nothing is changed where all
+    /// servers lend their weights: these take no memory here, and who asks for all of them can lend gradients. Returns
+    /// whether weights are pulled on demand.
+    pub fn pull_on_demand(&mut self) -> bool {
+        if !matches!(self.options.weights, Weights::OnDemand) && !self.session.pulls.are_lent() {
+            // Nobody will see all weights of a version any more, by which lent gradients are taken back.
+            feeds::await_updates(&self.session, self.last.version());
+            self.options.weights = Weights::OnDemand;
+            self.feeds.clear();
+            self.session.pulls.start_over();
+        }
+        matches!(self.options.weights, Weights::OnDemand)
+    }
+
+    /// Some flat ranges of a version, as they arrive. They come from the whole version, if that was asked for; otherwise they
+    /// are pulled. The version may be that of the step in hand, of the next one, or the one that was drained to.
+    pub fn fetch(&mut self, version: Version, order: &[Range<u64>]) -> Result<Feed> {
+        if let Some(feed) = self.feeds.of(version) {
+            return Ok(feed.clone());
+        }
+        let reading = self.feeds.shared_reading(version);
+        self.session.pull_as(reading, order)
     }
 }

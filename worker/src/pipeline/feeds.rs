@@ -44,6 +44,19 @@ impl Feeds {
         reading
     }
 
+    /// The feed of a whole version, if there is one.
+    pub(super) fn of(&self, version: Version) -> Option<&Feed> {
+        [&self.now, &self.next].into_iter().flatten().find(|feed| feed.version() == version)
+    }
+
+    /// Gives up the feeds. What is pulled of their versions from now on is read as they were.
+    pub(super) fn clear(&mut self) {
+        for feed in [self.next.take(), self.now.take()].into_iter().flatten() {
+            self.readings.retain(|reading| reading.version() != feed.version());
+            self.readings.push(feed.reading().clone());
+        }
+    }
+
     /// Has readers of the step in hand see its weights with the step that they lack.
     pub(super) fn amend(&mut self, missing: Option<Missing>) {
         self.now = self.now.take().map(|feed| feed.amended(missing));
@@ -95,8 +108,7 @@ impl Feeds {
         weights: &Weights,
         version: Version,
     ) -> Result<()> {
-        let is_open = [&self.now, &self.next].into_iter().flatten().any(|feed| feed.version() == version);
-        if !is_open {
+        if self.of(version).is_none() {
             self.next = self.open(session, weights, version)?;
         }
         Ok(())

@@ -58,12 +58,9 @@ impl Feed {
         order: &[Range<u64>],
         dtype: Dtype,
     ) -> Result<Feed> {
-        let Pulls { cluster, rank, pool, .. } = &**pulls;
+        let Pulls { cluster, pool, .. } = &**pulls;
         let pieces = cut(&cluster.layout, order)?;
-        let in_place: ByServer<bool> = cluster
-            .servers()
-            .map(|server| rank.link(server).is_some_and(|link| link.images.is_some()))
-            .collect();
+        let in_place: ByServer<bool> = cluster.servers().map(|server| pulls.lends(server)).collect();
         let store = Store::new(dtype, &pieces, pool, |shard| in_place[cluster.owner(shard)])?;
         let shared = Arc::new(FeedInner::new(pulls.clone(), reading, store));
         let dealt = deal(cluster, pieces);

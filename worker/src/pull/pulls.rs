@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use longshore_proto::ServerId;
+
 use crate::{cluster::Cluster, device::BufferPool, meter::Meter, rank::RankState};
 
 pub(crate) struct Pulls {
@@ -13,11 +15,31 @@ pub(crate) struct Pulls {
 
 impl Pulls {
     pub(crate) fn new(cluster: Arc<Cluster>, rank: Arc<RankState>) -> Pulls {
-        let pool = BufferPool::new(cluster.options.host_budget.clone(), "weights under way");
+        let pool = BufferPool::tight(cluster.options.host_budget.clone(), "weights under way");
         Pulls { cluster, rank, pool, meter: Meter::default() }
     }
 
     pub(crate) fn cluster(&self) -> &Cluster {
         &self.cluster
+    }
+
+    /// The most bytes of weights that this host's memory held since the session began or [`Pulls::start_over`].
+    pub(crate) fn most_held(&self) -> u64 {
+        self.pool.most()
+    }
+
+    /// Gives up the memory of weights that nobody reads any more.
+    pub(crate) fn start_over(&self) {
+        self.pool.empty();
+    }
+
+    /// Whether all weights can be read where they lie in servers' memory, so that they take none here.
+    pub(crate) fn are_lent(&self) -> bool {
+        self.cluster.servers().all(|server| self.lends(server))
+    }
+
+    /// Whether a server's weights can be read where they lie in its memory.
+    pub(super) fn lends(&self, server: ServerId) -> bool {
+        self.rank.link(server).is_some_and(|link| link.images.is_some())
     }
 }

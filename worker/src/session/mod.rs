@@ -174,6 +174,12 @@ impl Session {
         Feed::open(&self.pulls, Reading::new(version), order, dtype)
     }
 
+    /// The most bytes of weights that this process has held in the host's memory at once: those on their way to readers, and
+    /// memory that waits for the next ones. A pipeline that begins to pull on demand counts anew.
+    pub fn weights_held(&self) -> u64 {
+        self.pulls.most_held()
+    }
+
     /// Pulls what a step computes with, in the job's own type.
     pub(crate) fn pull_as(&self, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
         self.cluster.waits.check()?;
