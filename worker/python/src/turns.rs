@@ -93,7 +93,7 @@ mod tests {
         let ended = turns.with(|| true, |_| Ok(()));
         assert!(matches!(ended, Err(Error::Interrupted(_))));
         end.send(()).unwrap();
-        turns.with(|| false, |value| Ok(assert_eq!(*value, 1))).unwrap();
+        assert_eq!(turns.with(|| false, |value| Ok(*value)).unwrap(), 1);
         first.join().unwrap().unwrap();
         let mut turns = Arc::into_inner(turns).unwrap();
         assert_eq!(*turns.get_mut(), 1);
