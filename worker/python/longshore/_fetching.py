@@ -14,6 +14,10 @@ from longshore._params import DTYPES
 from longshore._units import Member
 
 
+#: Seconds after which a wait lets the handlers of signals run.
+_PERIOD = 0.1
+
+
 class Fetcher:
     """Where weights come from.
 
@@ -174,6 +178,9 @@ class Fetch:
         """Waits until the members can be used by what this thread does next. If that fails, nothing writes to them any more."""
         try:
             if self.read is not None:
+                # A signal that comes just before the wait does not end it: its handler runs between two waits.
+                while not wait([self.read], _PERIOD).done:
+                    pass
                 self.read.result()
             self._copy()
             for device, copied in (self._copied or {}).items():

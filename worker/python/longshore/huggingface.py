@@ -19,7 +19,6 @@ from longshore._config import Config
 from longshore._optimizer import Optimizer
 from longshore._saving import Saving
 from longshore._trainer_data import BEHIND, TrainerData
-from longshore._unit_tensors import UnitParameter
 from longshore.errors import UsageError
 
 
@@ -44,9 +43,6 @@ class Callback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if _loaded.is_in_units(model):
             self._loaded = _loaded.Loaded(model)
-
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if model is not None and any(isinstance(parameter, UnitParameter) for parameter in model.parameters()):
             _leave_unwrapped(model, args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
