@@ -178,10 +178,7 @@ class Fetch:
         """Waits until the members can be used by what this thread does next. If that fails, nothing writes to them any more."""
         try:
             if self.read is not None:
-                # A signal that comes just before the wait does not end it: its handler runs between two waits.
-                while not wait([self.read], _PERIOD).done:
-                    pass
-                self.read.result()
+                _result(self.read)
             self._copy()
             for device, copied in (self._copied or {}).items():
                 _device.accelerator.let_wait(_device.accelerator.current_stream(device), copied)
@@ -225,6 +222,16 @@ class Fetch:
             self._copied = copied
             for member, staged in self.staged:
                 self._fetcher._staging.give_back(staged, copied.get(member.tensor.device))
+
+
+def _result(read: "Future[None]") -> None:
+    """Waits for its end. A signal that comes just before a wait does not end that: its handler runs between two waits."""
+    while True:
+        try:
+            return read.result(_PERIOD)
+        except TimeoutError:
+            if read.done():
+                return read.result()
 
 
 class _Staging:
