@@ -13,6 +13,7 @@ mod directories;
 mod draining;
 mod embedded;
 mod entry;
+mod http;
 mod jobs;
 pub mod lifecycle;
 pub mod log;

@@ -34,6 +34,7 @@ use crate::{
     descriptors,
     directories::Directories,
     draining::Draining,
+    http,
     jobs::{JobHandle, Jobs},
     memfd::{self, Links},
     requests::Metered,
@@ -58,6 +59,8 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 pub enum ServerError {
     #[error("cannot listen on {address}: {source}. Choose another --listen, or stop what uses the port")]
     Bind { address: SocketAddr, source: std::io::Error },
+    #[error("cannot listen on {address}: {source}. Choose another --http, or stop what uses the port")]
+    BindHttp { address: SocketAddr, source: std::io::Error },
     #[error("cannot listen on {}: {source}. Choose another --listen-unix, or stop what uses it", path.display())]
     BindUnix { path: PathBuf, source: std::io::Error },
     #[error("cannot start {threads} update threads: {reason}. Lower --threads or raise the process limit")]
@@ -103,6 +106,7 @@ impl StopSignals {
 /// A running server.
 pub struct Server {
     address: SocketAddr,
+    http: Option<SocketAddr>,
     config: Config,
     services: Services,
     stop: watch::Sender<bool>,
@@ -145,6 +149,8 @@ impl Server {
         let bind = |source| ServerError::Bind { address: config.listen, source };
         let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
         let address = listener.local_addr().map_err(bind)?;
+        let page = OptionFuture::from(config.http.map(listen_http)).await.transpose()?;
+        let http = page.as_ref().map(|(_, address)| *address);
         let local = config.listen_unix.as_deref().map(|path| {
             unix::listen_on(path).map_err(|source| ServerError::BindUnix { path: path.into(), source })
         });
@@ -172,14 +178,19 @@ impl Server {
         let linked = linking.is_some();
         let linking = linking
             .map(|listener| memfd::serve(listener, Arc::clone(&services.links), Arc::clone(&services.jobs)));
+        let page = page.map(|(listener, _)| http::serve(listener, services.clone()));
         let serving = tokio::spawn(async move {
             // Links end with the calls that refer to them.
             let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
             tokio::select! {
                 served = both => served,
                 _ = OptionFuture::from(linking), if linked => Ok(()),
+                Some(never) = OptionFuture::from(page) => match never {},
             }
         });
+        if let Some(http) = http {
+            tracing::info!(url = %format_args!("http://{http}/"), "status page and metrics");
+        }
         tracing::info!(%address, threads, %isa, memory = config.memory, "serving");
         // Recovery runs while calls are answered, so that whoever waits for a job is told what it waits for. It has a
         // thread of its own, so that a server which is told to stop does not wait for it.
@@ -188,11 +199,16 @@ impl Server {
             .spawn(move || jobs.recover(stored))
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         let (_directories, _socket_file) = (directories, socket_file);
-        Ok(Server { address, config, services, stop, serving, health, _socket_file, _directories })
+        Ok(Server { address, http, config, services, stop, serving, health, _socket_file, _directories })
     }
 
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Where the status page and metrics are.
+    pub fn http_address(&self) -> Option<SocketAddr> {
+        self.http
     }
 
     /// Serves until a signal or Admin.Drain, then drains.
@@ -323,6 +339,13 @@ async fn finish(handle: &Arc<JobHandle>, deadline: Instant) {
     if let Err(fault) = handle.until_durable(handle.job.progress().version, deadline).await {
         tracing::warn!(job = %handle.job.spec().name, %fault, "the last version is not durable");
     }
+}
+
+async fn listen_http(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServerError> {
+    let bind = |source| ServerError::BindHttp { address, source };
+    let listener = TcpListener::bind(address).await.map_err(bind)?;
+    let bound = listener.local_addr().map_err(bind)?;
+    Ok((listener, bound))
 }
 
 /// Ends when serving is to stop.

@@ -270,7 +270,8 @@ async fn step(client: &mut Client) {
         .unwrap()
         .into_inner();
     assert_eq!(stats.message().await.unwrap().unwrap().blocks.len(), 4);
-    let commit = v1::CommitRequest { job: JOB.into(), incarnation: 1, commit: Some(commit), origin: 0 };
+    let commit =
+        v1::CommitRequest { job: JOB.into(), incarnation: 1, commit: Some(commit), origin: 0, report: None };
     client.training.commit(commit).await.unwrap();
 }
 

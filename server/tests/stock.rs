@@ -175,7 +175,8 @@ async fn a_stock_client_trains_over_every_transport() {
             groups: vec![v1::Hyper { lr: 0.25, ..Default::default() }],
             ..Default::default()
         };
-        let commit = CommitRequest { job: job.into(), incarnation: 1, commit: Some(commit), origin: 0 };
+        let commit =
+            CommitRequest { job: job.into(), incarnation: 1, commit: Some(commit), origin: 0, report: None };
         stock.training.commit(commit).await.unwrap();
         // This is 1 - 0.25 * 2 as bf16.
         let expected: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect();

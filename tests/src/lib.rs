@@ -5,6 +5,7 @@ pub mod command;
 pub mod conformance;
 pub mod corpus;
 pub mod event;
+pub mod http;
 pub mod peer;
 pub mod process;
 pub mod proxy;

@@ -498,7 +498,13 @@ fn a_commit_that_reached_one_server_is_completed() {
     let runtime = Runtime::new().unwrap();
     runtime.block_on(async {
         let mut client = TrainingClient::connect(format!("http://{}", servers.addresses()[1])).await.unwrap();
-        let request = v1::CommitRequest { job: "job".into(), incarnation, commit: Some(commit), origin: 0 };
+        let request = v1::CommitRequest {
+            job: "job".into(),
+            incarnation,
+            commit: Some(commit),
+            origin: 0,
+            report: None,
+        };
         commit_once_summed(&mut client, &request).await;
         tokio::time::sleep(Duration::from_millis(50)).await;
     });
@@ -571,7 +577,13 @@ fn a_process_that_joins_during_a_decision_has_joined_after_it() {
         let answer = zero.session().describe().unwrap().swap_remove(0);
         let mut commit = answer.progress.unwrap().last_commit.expect("step 1 is decided");
         commit.step = 2;
-        let request = v1::CommitRequest { job: "job".into(), incarnation, commit: Some(commit), origin: 0 };
+        let request = v1::CommitRequest {
+            job: "job".into(),
+            incarnation,
+            commit: Some(commit),
+            origin: 0,
+            report: None,
+        };
         let address = format!("http://{}", addresses[server]);
         runtime.block_on(async {
             let mut client = TrainingClient::connect(address).await.unwrap();

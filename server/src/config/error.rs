@@ -17,6 +17,11 @@ pub enum ConfigError {
          keep the server on a trusted network and say --insecure, or listen on 127.0.0.1"
     )]
     Exposed { listen: SocketAddr },
+    #[error(
+        "http is {http}, which is not a loopback address, and whoever can reach it could read names and figures of jobs: \
+         keep it on a trusted network and say --http-open, or serve it on 127.0.0.1"
+    )]
+    HttpExposed { http: SocketAddr },
     #[error("{field} is {value}, but must be {limit}")]
     Value { field: &'static str, value: String, limit: &'static str },
     #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]

@@ -14,6 +14,8 @@ use crate::log::LogFormat;
 pub(super) struct File {
     pub(super) listen: Option<SocketAddr>,
     pub(super) listen_unix: Option<PathBuf>,
+    pub(super) http: Option<SocketAddr>,
+    pub(super) http_open: Option<bool>,
     pub(super) memory: Option<ByteSize>,
     pub(super) threads: Option<usize>,
     pub(super) state_dir: Option<Vec<PathBuf>>,
@@ -36,9 +38,11 @@ pub(super) struct File {
 }
 
 /// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 21] = [
+const KEYS: [&str; 23] = [
     "listen",
     "listen_unix",
+    "http",
+    "http_open",
     "memory",
     "threads",
     "state_dir",

@@ -22,6 +22,12 @@ pub struct Flags {
     /// Unix socket to serve on as well, for workers on this host; only this user may connect
     #[arg(long, env = "LONGSHORED_LISTEN_UNIX", value_name = "PATH")]
     pub listen_unix: Option<PathBuf>,
+    /// Address of the status page, /metrics, /healthz and /readyz; it changes nothing [default: none]
+    #[arg(long, env = "LONGSHORED_HTTP", value_name = "ADDRESS:PORT")]
+    pub http: Option<SocketAddr>,
+    /// Allow a --http address that is not loopback: anyone who can reach it can read names and figures of jobs
+    #[arg(long, env = "LONGSHORED_HTTP_OPEN")]
+    pub http_open: bool,
     /// Memory for jobs, as in 512GiB [default: 80% of what is available]
     #[arg(long, env = "LONGSHORED_MEMORY", value_name = "SIZE")]
     pub memory: Option<ByteSize>,
@@ -87,10 +93,12 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 22] = [
+const VARIABLES: [&str; 24] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
+    "LONGSHORED_HTTP",
+    "LONGSHORED_HTTP_OPEN",
     "LONGSHORED_MEMORY",
     "LONGSHORED_THREADS",
     "LONGSHORED_STATE_DIR",

@@ -23,6 +23,10 @@ pub struct Config {
     pub listen: SocketAddr,
     /// A Unix socket to serve on as well.
     pub listen_unix: Option<PathBuf>,
+    /// Where the status page and metrics are served.
+    pub http: Option<SocketAddr>,
+    /// Serve them beyond loopback.
+    pub http_open: bool,
     /// The memory, in bytes, that jobs may be admitted to.
     pub memory: u64,
     /// Update threads.
@@ -51,6 +55,8 @@ impl Config {
         Config {
             listen,
             listen_unix: None,
+            http: None,
+            http_open: false,
             memory: size::available_memory() / 5 * 4,
             threads: longshore_engine::threads::available_threads(),
             storage: StorageConfig::default(),
@@ -78,6 +84,8 @@ impl Config {
         let config = Config {
             listen,
             listen_unix: flags.listen_unix.or(file.listen_unix),
+            http: flags.http.or(file.http),
+            http_open: flags.http_open || file.http_open.unwrap_or(false),
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
             storage,
@@ -101,6 +109,9 @@ impl Config {
     fn check(&self) -> Result<(), ConfigError> {
         if !self.listen.ip().is_loopback() && !self.insecure {
             return Err(ConfigError::Exposed { listen: self.listen });
+        }
+        if let Some(http) = self.http.filter(|http| !http.ip().is_loopback() && !self.http_open) {
+            return Err(ConfigError::HttpExposed { http });
         }
         if !(1..=4096).contains(&self.threads) {
             let value = self.threads.to_string();
@@ -191,5 +202,8 @@ mod tests {
     fn beyond_loopback_needs_a_word() {
         assert!(matches!(resolve(&["--listen", "0.0.0.0:1"], ""), Err(ConfigError::Exposed { .. })));
         assert!(resolve(&["--listen", "0.0.0.0:1", "--insecure"], "").is_ok());
+        assert!(matches!(resolve(&["--http", "0.0.0.0:1"], ""), Err(ConfigError::HttpExposed { .. })));
+        assert!(resolve(&["--http", "0.0.0.0:1", "--http-open"], "").is_ok());
+        assert_eq!(resolve(&[], "http = \"127.0.0.1:1\"").unwrap().http.map(|http| http.port()), Some(1));
     }
 }

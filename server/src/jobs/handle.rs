@@ -22,7 +22,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-use super::{Hashes, hashing::Hashing, pace::Pace, restores::Restores};
+use super::{Hashes, busy::Busy, hashing::Hashing, history::History, pace::Pace, restores::Restores};
 
 /// What the compute thread is asked to do.
 enum Task {
@@ -43,6 +43,8 @@ pub(crate) struct JobHandle {
     /// How each rank's calls come.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
     pub(crate) pace: Pace,
+    pub(crate) history: History,
+    pub(crate) busy: Arc<Busy>,
     hashing: Hashing,
     pub(crate) restores: Restores,
 }
@@ -66,9 +68,10 @@ impl JobHandle {
         job.on_arrival(Box::new(move || {
             let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
         }));
-        let worker = Arc::clone(&job);
+        let busy = Arc::<Busy>::default();
+        let (worker, counted) = (Arc::clone(&job), Arc::clone(&busy));
         let name = format!("job-{}", job.spec().name.as_str());
-        let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox));
+        let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox, &counted));
         thread.map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
@@ -81,6 +84,8 @@ impl JobHandle {
             last_step: AtomicU64::new(u64::MAX),
             transports: Mutex::default(),
             pace: Pace::default(),
+            history: History::default(),
+            busy,
             hashing: Hashing::default(),
             restores: Restores::default(),
         };
@@ -213,7 +218,7 @@ impl JobHandle {
 /// The compute thread. It does works in the order they come, and appends the work that follows from one to those
 /// already waiting, so that the sums of a delayed job's next step are formed between the updates of this one. It ends
 /// with the job's last user, or with its first failure.
-fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>) -> Result<(), Fault> {
+fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, busy: &Busy) -> Result<(), Fault> {
     job.compute().pool().adopt_caller();
     let mut works = VecDeque::new();
     while let Ok(task) = inbox.recv() {
@@ -225,7 +230,8 @@ fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>) -> Result<(), Fault> {
             if works.is_empty() {
                 break;
             }
-            job.perform(&mut works)?;
+            let next = works.front().cloned();
+            busy.count(next.as_ref(), || job.perform(&mut works))?;
         }
     }
     Ok(())

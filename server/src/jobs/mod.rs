@@ -1,7 +1,9 @@
 //! The jobs of this server: opened by workers, found again in its state directories, deleted.
 
+mod busy;
 mod handle;
 mod hashing;
+mod history;
 mod pace;
 mod restores;
 
@@ -23,6 +25,7 @@ use tokio::{runtime::Handle, sync::watch, time::timeout};
 pub(crate) use self::{
     handle::JobHandle,
     hashing::Hashes,
+    history::Decided,
     restores::{Act, Stage},
 };
 
@@ -157,6 +160,15 @@ impl Jobs {
             if let JobEntry::Open(handle) = entry { Some(Arc::clone(handle)) } else { None }
         };
         self.lock().values().filter_map(open).collect()
+    }
+
+    /// The jobs that are kept here and not served, with the reason.
+    pub(crate) fn away(&self) -> Vec<(JobName, Fault)> {
+        let away = |(name, entry): (&JobName, &JobEntry)| match entry {
+            JobEntry::Open(_) => None,
+            JobEntry::Away(away) => Some((name.clone(), away.fault.clone())),
+        };
+        self.lock().iter().filter_map(away).collect()
     }
 
     /// The names of all jobs, including those that are away.

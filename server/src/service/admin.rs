@@ -19,10 +19,7 @@ use longshore_wire::{
 use tonic::{Request, Response, Status};
 
 use super::{Services, blocking, convert, default_deadline, export, refuse, stand};
-use crate::{
-    jobs::{Hashes, JobHandle},
-    memfd::Links,
-};
+use crate::jobs::{Hashes, JobHandle};
 
 /// The longest time that a snapshot waits for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
@@ -171,7 +168,7 @@ impl Admin for Services {
 impl Services {
     async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
         let handle = self.jobs.get(&request.job)?;
-        let mut answer = describe(&handle, &self.links, request.brief);
+        let mut answer = self.describe_open(&handle, request.brief);
         answer.drive_endurance_bytes = self.drive_endurance;
         answer.checkpoints = self.checkpoint_log.of(&request.job);
         // A job that waits for weights has no state yet.
@@ -208,42 +205,41 @@ impl Services {
             Fault::new(FaultKind::Precondition, "checkpoint_dir", "not set", "a folder", remedy)
         })
     }
-}
 
-fn describe(handle: &Arc<JobHandle>, links: &Links, brief: bool) -> v1::DescribeResponse {
-    let job = &handle.job;
-    let (pushed_bytes, pulled_bytes) = job.traffic();
-    let rank = |rank: RankProgress| {
-        let linked = links.linked(handle, rank.rank);
-        let transport = if linked { "memfd" } else { handle.transport_of(rank.rank) };
-        convert::rank(rank, transport)
-    };
-    let span = handle.pace.span();
-    v1::DescribeResponse {
-        spec: (!brief).then(|| job.spec().to_wire()),
-        placement: (!brief).then(|| job.placement().to_wire()),
-        server: job.server().0,
-        progress: Some(convert::progress(job.progress())),
-        ranks: job.ranks().into_iter().map(rank).collect(),
-        memory_bytes: job.memory_bytes(),
-        hashes: Vec::new(),
-        hash_version: 0,
-        hash_applied: 0,
-        pushed_bytes,
-        pulled_bytes,
-        waiting_for: job.waiting_for().unwrap_or_default(),
-        isa: job.compute().isa().to_string(),
-        threads: job.compute().threads() as u32,
-        disk_bytes: job.disk_bytes(),
-        disk_written_bytes: job.written_bytes(),
-        paced_steps: span.steps,
-        paced_seconds: span.time.as_secs_f64(),
-        paced_written_bytes: span.written,
-        drive_endurance_bytes: 0,
-        lists_left_out: false,
-        tensors: job.spec().params.len() as u32,
-        parameters: job.spec().params.iter().filter_map(Param::elements).sum(),
-        spill: job.spill().map_or("", Spill::name).into(),
-        checkpoints: None,
+    fn describe_open(&self, handle: &Arc<JobHandle>, brief: bool) -> v1::DescribeResponse {
+        let job = &handle.job;
+        let (pushed_bytes, pulled_bytes) = job.traffic();
+        let rank = |rank: RankProgress| {
+            let transport = self.transport_of(handle, rank.rank);
+            convert::rank(rank, transport)
+        };
+        let span = handle.pace.span();
+        v1::DescribeResponse {
+            spec: (!brief).then(|| job.spec().to_wire()),
+            placement: (!brief).then(|| job.placement().to_wire()),
+            server: job.server().0,
+            progress: Some(convert::progress(job.progress())),
+            ranks: job.ranks().into_iter().map(rank).collect(),
+            memory_bytes: job.memory_bytes(),
+            hashes: Vec::new(),
+            hash_version: 0,
+            hash_applied: 0,
+            pushed_bytes,
+            pulled_bytes,
+            waiting_for: job.waiting_for().unwrap_or_default(),
+            isa: job.compute().isa().to_string(),
+            threads: job.compute().threads() as u32,
+            disk_bytes: job.disk_bytes(),
+            disk_written_bytes: job.written_bytes(),
+            paced_steps: span.steps,
+            paced_seconds: span.time.as_secs_f64(),
+            paced_written_bytes: span.written,
+            drive_endurance_bytes: 0,
+            lists_left_out: false,
+            tensors: job.spec().params.len() as u32,
+            parameters: job.spec().params.iter().filter_map(Param::elements).sum(),
+            spill: job.spill().map_or("", Spill::name).into(),
+            checkpoints: None,
+        }
     }
 }

@@ -14,10 +14,16 @@ mod training;
 mod upload;
 mod watch;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use longshore_engine::{checkpoint::Store, job::Job};
-use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS};
+use longshore_proto::{Fault, FaultKind, Rank, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::{self as wire, direct::Bounds};
 use tokio::time::Instant;
 use tonic::Status;
@@ -48,8 +54,21 @@ pub(crate) struct Services {
     pub(crate) drive_endurance: u64,
 }
 
-/// Logs a refused request once, here at the edge, and turns it into a status.
+impl Services {
+    /// How a rank's payloads come: tcp, unix or memfd; empty until it joined this process.
+    pub(crate) fn transport_of(&self, handle: &Arc<JobHandle>, rank: Rank) -> &'static str {
+        if self.links.linked(handle, rank) { "memfd" } else { handle.transport_of(rank) }
+    }
+}
+
+/// How many calls this process has refused, in the order of [`FaultKind::ALL`].
+pub(crate) static REFUSED: [AtomicU64; FaultKind::ALL.len()] = [const { AtomicU64::new(0) }; _];
+
+/// Logs and counts a refused request once, here at the edge, and turns it into a status.
 fn refuse(call: &'static str, job: &str, fault: Fault) -> Status {
+    if let Some(kind) = FaultKind::ALL.iter().position(|kind| *kind == fault.kind) {
+        REFUSED[kind].fetch_add(1, Ordering::Relaxed);
+    }
     tracing::debug!(call, job, kind = fault.kind.name(), %fault, "refused");
     wire::status(&fault)
 }

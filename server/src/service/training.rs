@@ -14,6 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::{Services, blocking, convert, default_deadline, refuse, stand, stats, watch};
+use crate::jobs::Decided;
 
 #[tonic::async_trait]
 impl Training for Services {
@@ -165,10 +166,12 @@ impl Services {
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
+        let decided = Decided::now(&commit, request.report);
         let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         handle.perform(work);
         if !duplicate {
             handle.pace.decided(step.0, written);
+            handle.history.note(decided);
             if !pause.is_empty() {
                 tracing::warn!(job = request.job, %step, reason = pause, "job paused");
             }

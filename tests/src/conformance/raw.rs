@@ -93,7 +93,13 @@ impl Raw {
 
     pub fn commit(&self, job: &str, incarnation: Incarnation, commit: &Commit) -> Result<bool, Fault> {
         let commit = Some(commit.to_wire());
-        let request = v1::CommitRequest { job: job.into(), incarnation: incarnation.0, commit, origin: 0 };
+        let request = v1::CommitRequest {
+            job: job.into(),
+            incarnation: incarnation.0,
+            commit,
+            origin: 0,
+            report: None,
+        };
         Ok(self.call(self.training.clone().commit(request))?.duplicate)
     }
 

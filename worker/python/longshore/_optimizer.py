@@ -55,6 +55,7 @@ class Optimizer(Back, Scaling, Stateful):
         self._applied = torch.zeros(())
         #: What became of the newest decided step; None before the first.
         self.last_report: StepReport | None = None
+        self._loss: float | None = None
         #: Called at each commit: what rank 0's process keeps with it, at most 1 MiB, for :attr:`resumed`.
         self.resume_data: Callable[[], bytes] | None = None
         self._checkpointed: tuple[int, str] | None = None
@@ -303,7 +304,8 @@ class Optimizer(Back, Scaling, Stateful):
         connection.is_torn = True
         connection.joined = None
         kept = self.resume_data() if self.resume_data is not None else b""
-        connection.job.commit([self._hyper(group) for group in self.param_groups], kept)
+        loss, self._loss = self._loss, None
+        connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
         connection.expect()
         self._report(connection)
 
@@ -319,6 +321,14 @@ class Optimizer(Back, Scaling, Stateful):
             raise LongshoreError(skipped[0].why_skipped(), field="gradient", value="not finite")
         for report in skipped:
             warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
+
+    def report_loss(self, loss: float) -> None:
+        """Has the servers' status page and metrics show this loss with the next step. Rank 0's is shown.
+
+        Args:
+            loss: a number. A tensor of an accelerator is the caller's to read, since reading it waits for the device.
+        """
+        self._loss = float(loss)
 
     def flush(self) -> int:
         """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a

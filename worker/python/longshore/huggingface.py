@@ -105,6 +105,7 @@ class Callback(TrainerCallback):
         if logs is None or optimizer is None or optimizer.last_report is None or "loss" not in logs:
             return
         report = optimizer.last_report
+        optimizer.report_loss(logs["loss"])
         logs["exposed_ms"] = round(report.exposed_s * 1e3, 3)
         logs["server_grad_norm"] = report.grad_norm
         logs["loss_scale"] = report.loss_scale

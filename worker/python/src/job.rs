@@ -204,10 +204,17 @@ impl Job {
         self.train(py, Training::end_micro_step)
     }
 
-    /// Ends the step. Returns its number.
-    fn commit(&self, py: Python<'_>, groups: Vec<GivenHyper>, trainer_state: Vec<u8>) -> PyResult<u64> {
+    /// Ends the step. `loss` is for charts. Returns the step's number.
+    #[pyo3(signature = (groups, trainer_state, loss=None))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        groups: Vec<GivenHyper>,
+        trainer_state: Vec<u8>,
+        loss: Option<f64>,
+    ) -> PyResult<u64> {
         let hypers: Vec<Hyper> = groups.into_iter().map(Hyper::from).collect();
-        self.train(py, |training| Ok(training.commit(hypers, trainer_state)?.0))
+        self.train(py, |training| Ok(training.commit(hypers, trainer_state, loss)?.0))
     }
 
     /// Waits for the weights of these parameters that were asked for, and writes them there. Returns their version; None

@@ -251,7 +251,12 @@ impl Training {
     }
 
     /// Ends the step with these hyperparameters, and asks for the weights of the next one.
-    pub(crate) fn commit(&mut self, hypers: Vec<Hyper>, trainer_state: Vec<u8>) -> Result<Step> {
+    pub(crate) fn commit(
+        &mut self,
+        hypers: Vec<Hyper>,
+        trainer_state: Vec<u8>,
+        loss: Option<f64>,
+    ) -> Result<Step> {
         if self.is_broken {
             return Err(BROKEN.into());
         }
@@ -264,6 +269,9 @@ impl Training {
         }
         hypers.iter().enumerate().try_for_each(|(group, hyper)| hyper.validate(group))?;
         self.steps.set_hypers(step, hypers);
+        if let Some(loss) = loss {
+            self.pipeline.report_loss(loss)?;
+        }
         let finished = self.pipeline.finish(trainer_state);
         if self.pipeline.last_step() == step {
             // Though the wait for its decision may have been interrupted, the step has ended.

@@ -10,6 +10,7 @@ use longshore_proto::{
     Commit, Correction, FaultKind, Hyper, LeftOut, ServerId, Step, Version, left_out::advance,
     limits::MAX_PAUSE_REASON_BYTES,
 };
+use longshore_wire::v1::StepReport;
 use tokio::sync::{mpsc, oneshot};
 
 use super::{
@@ -35,8 +36,14 @@ pub(super) struct StepToDecide {
     /// The loss scale of the step's gradients.
     pub(super) loss_scale: f64,
     pub(super) stats: Task<Result<Collected>>,
-    /// The trainer's bytes, once it has finished the step.
-    pub(super) finished: oneshot::Receiver<Vec<u8>>,
+    /// What the trainer says once it has finished the step.
+    pub(super) finished: oneshot::Receiver<Finished>,
+}
+
+/// What the trainer leaves of a step: its own bytes, and what charts show.
+pub(super) struct Finished {
+    pub(super) trainer_state: Vec<u8>,
+    pub(super) report: StepReport,
 }
 
 /// What a commit is made from, of the one before.
@@ -89,7 +96,7 @@ impl Driver {
 
     async fn step(&mut self, work: StepToDecide) -> Result<()> {
         let step = work.step;
-        let Ok(trainer) = work.finished.await else {
+        let Ok(finished) = work.finished.await else {
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
@@ -101,7 +108,7 @@ impl Driver {
         let event = self.scaler.update(decision.skip);
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));
-        let mut commit = self.commit(step, gradient_scale, &decision, trainer);
+        let mut commit = self.commit(step, gradient_scale, &decision, finished.trainer_state);
         let before = self.last.as_ref().map_or(&[][..], |last| &last.left_out);
         commit.left_out = advance(before, &left_out, decision.skip);
         if event == Event::AtFloor {
@@ -112,7 +119,7 @@ impl Driver {
             self.patiently("a version to be durable", step, durable).await?;
         }
         tracing::debug!(target: "stage", step = step.0, "decided");
-        let own = Arc::new(OwnCommit { commit, origins });
+        let own = Arc::new(OwnCommit { commit, origins, report: finished.report });
         self.rank.commits.remember(own.clone());
         self.last = Some(Last::from(&own.commit));
         self.cluster.on_all(|server| self.send(server, &own)).await?;

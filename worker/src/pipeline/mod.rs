@@ -37,7 +37,7 @@ pub(crate) use self::passes::PassWeights;
 use self::{
     amends::Amends,
     board::Board,
-    driver::{Driver, Last, StepToDecide},
+    driver::{Driver, Finished, Last, StepToDecide},
     envelope::MAX_TRAINER_BYTES,
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
@@ -80,6 +80,8 @@ pub struct Pipeline {
     /// What the meters showed when the last step was finished. What moves after that counts for the next step, also where
     /// its weights are read before it begins.
     meters: Meters,
+    /// How long the last step finished here held the trainer up.
+    timed: Option<Timing>,
     feeds: Feeds,
     /// Where this rank adds up the micro-steps of a step, if servers do not.
     accumulator: Option<Arc<Mutex<Accumulator>>>,
@@ -160,6 +162,7 @@ impl Pipeline {
             last,
             current,
             meters,
+            timed: None,
             feeds,
             accumulator,
         })
@@ -206,6 +209,7 @@ impl Pipeline {
             started,
             begin: started.elapsed(),
             assembled: vec![false; micro_steps],
+            loss: None,
             finished: Arc::new(AtomicU32::new(0)),
             trainer,
             finished_at,
@@ -224,7 +228,7 @@ impl Pipeline {
     }
 
     /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
-    fn announce(&self, plan: StepInputs, finished_at: stats::Finished) -> Option<oneshot::Sender<Vec<u8>>> {
+    fn announce(&self, plan: StepInputs, finished_at: stats::Finished) -> Option<oneshot::Sender<Finished>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
         let (cluster, rank) = (self.session.cluster.clone(), self.session.rank.clone());
@@ -299,6 +303,15 @@ impl Pipeline {
         Ok(())
     }
 
+    /// Tells the servers the loss of the step in hand, as this rank sees it, for charts. Only rank 0's is kept.
+    ///
+    /// # Errors
+    /// `Misuse` outside a step.
+    pub fn report_loss(&mut self, loss: f64) -> Result<()> {
+        self.current.as_mut().ok_or(OUTSIDE)?.loss = Some(loss);
+        Ok(())
+    }
+
     /// Ends the step. `trainer_state` is what the trainer needs to resume after it; only rank 0's is kept. If the next
     /// step reads this one's version, this waits until the step is decided. Otherwise it returns at once, and if the
     /// decision fails, a later call returns the error.
@@ -312,7 +325,8 @@ impl Pipeline {
         self.last = step;
         current.finished_at.send_replace(Some(started));
         if let Some(trainer) = current.trainer.take() {
-            let _ = trainer.send(trainer_state); // see `announce`
+            let report = current.report(self.timed);
+            let _ = trainer.send(Finished { trainer_state, report }); // see `announce`
         }
         let next = self.options.schedule.reads(Step(step.0 + 1));
         self.feeds.keep_only(next);
@@ -323,7 +337,9 @@ impl Pipeline {
         });
         // Where the wait was interrupted, too: the step is decided in any case, and then it has an outcome.
         let meters = Meters::read(&self.session);
-        self.shared.outcomes.made(step, current.made(meters, started.elapsed()));
+        let made = current.made(meters, started.elapsed());
+        self.timed = Some(made.timing);
+        self.shared.outcomes.made(step, made);
         self.meters = meters;
         ended
     }

@@ -9,9 +9,13 @@ use std::{
 };
 
 use longshore_proto::{Fault, Step, Version};
+use longshore_wire::v1::StepReport;
 use tokio::sync::{oneshot, watch};
 
-use super::outcome::{Made, Timing};
+use super::{
+    driver::Finished,
+    outcome::{Made, Timing},
+};
 use crate::{
     error::{Misuse, Result},
     meter::Shown,
@@ -43,7 +47,9 @@ pub(super) struct Current {
     pub(super) assembled: Vec<bool>,
     /// How many micro-steps are wholly pushed.
     pub(super) finished: Arc<AtomicU32>,
-    pub(super) trainer: Option<oneshot::Sender<Vec<u8>>>,
+    /// What the trainer says of its loss, for charts.
+    pub(super) loss: Option<f64>,
+    pub(super) trainer: Option<oneshot::Sender<Finished>>,
     pub(super) finished_at: watch::Sender<Option<Instant>>,
     pub(super) before: Meters,
     /// What the meters showed at the end of the step before.
@@ -81,6 +87,16 @@ impl Current {
 
     pub(super) fn is_pushed(&self) -> bool {
         self.finished.load(Relaxed) as usize >= self.assembled.len()
+    }
+
+    /// What charts show. `before` is the timing of the step before.
+    pub(super) fn report(&self, before: Option<Timing>) -> StepReport {
+        let before = before.unwrap_or_default();
+        StepReport {
+            loss: self.loss,
+            wall_seconds: before.wall.as_secs_f64(),
+            exposed_seconds: before.exposed.as_secs_f64(),
+        }
     }
 
     /// The trainer's half of the step's outcome. `commit` is the time in `finish`.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use longshore_proto::{Commit, Incarnation, Origin, ServerId, Step, Version};
 use longshore_wire::{
     Wire,
-    v1::{AwaitDurableRequest, CommitRequest},
+    v1::{AwaitDurableRequest, CommitRequest, StepReport},
 };
 
 use crate::{
@@ -18,12 +18,15 @@ use crate::{
 pub(crate) struct OwnCommit {
     pub(crate) commit: Commit,
     pub(crate) origins: ByServer<Origin>,
+    /// For charts.
+    pub(crate) report: StepReport,
 }
 
 impl OwnCommit {
     /// Sends the commit to one server, as the process that made it.
     pub(crate) async fn send(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
-        commit_as(cluster, server, self.commit.decided_by, &self.commit, self.origins[server]).await
+        let told = (self.origins[server], Some(self.report));
+        commit_as(cluster, server, self.commit.decided_by, &self.commit, told).await
     }
 }
 
@@ -60,13 +63,14 @@ pub(crate) async fn commit_as(
     server: ServerId,
     incarnation: Incarnation,
     commit: &Commit,
-    origin: Origin,
+    (origin, report): (Origin, Option<StepReport>),
 ) -> Result<()> {
     let request = CommitRequest {
         job: cluster.job().to_string(),
         incarnation: incarnation.0,
         commit: Some(commit.to_wire()),
         origin: origin.0,
+        report,
     };
     let answer = cluster.call(server, "Commit", Some(commit.step), cluster.options.deadline, |peer| {
         let request = request.clone();

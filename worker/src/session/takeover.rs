@@ -47,7 +47,7 @@ async fn complete_commit(
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
         // The origin is unknown: it went with the process that made the decision, so the server takes whatever it
         // has.
-        commit_as(cluster, server, incarnation, &commit, Origin::UNKNOWN)
+        commit_as(cluster, server, incarnation, &commit, (Origin::UNKNOWN, None))
     };
     try_join_all(behind.map(|(server, _)| send(server))).await?;
     Ok(())

@@ -1389,6 +1389,22 @@ pub struct CommitRequest {
     /// than it has, as when it restarted and was sent another process's gradient. 0 is not compared.
     #[prost(fixed64, tag = "4")]
     pub origin: u64,
+    /// For charts alone: no decision and no bit depends on it.
+    #[prost(message, optional, tag = "5")]
+    pub report: ::core::option::Option<StepReport>,
+}
+/// What rank 0's trainer says of its steps.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct StepReport {
+    /// of the step that is committed, as this rank saw it
+    #[prost(double, optional, tag = "1")]
+    pub loss: ::core::option::Option<f64>,
+    /// Of the step before, which has ended: from its begin to its end, and how long of that offloading held the trainer up. 0 in the
+    /// first step of a process.
+    #[prost(double, tag = "2")]
+    pub wall_seconds: f64,
+    #[prost(double, tag = "3")]
+    pub exposed_seconds: f64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CommitResponse {

@@ -261,6 +261,7 @@ impl<'a> Run<'a> {
             loss += self.micro_step(pipeline, plan, micro_step, memory)? / self.settings.micro_steps as f32;
         }
         report.loss(plan.step, loss);
+        pipeline.report_loss(loss.into())?;
         pipeline.finish(self.trainer_state())?;
         report.decided(pipeline.outcomes());
         Ok(())

@@ -1,0 +1,111 @@
+//! What each path of the HTTP address answers.
+
+use bytes::Bytes;
+use http::{
+    HeaderValue, Method, Response, StatusCode, Uri,
+    header::{
+        ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
+    },
+};
+use http_body_util::Full;
+use tokio::task::spawn_blocking;
+
+use super::{
+    metrics::{self, Format},
+    report,
+};
+use crate::service::Services;
+
+const TEXT: &str = "text/plain; charset=utf-8";
+const PAGE: &str = include_str!("page/index.html");
+const SCRIPT: &str = include_str!("page/page.js");
+const STYLE: &str = include_str!("page/page.css");
+/// The page loads its own three files and nothing else.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'";
+
+pub(super) struct Answers {
+    services: Services,
+}
+
+impl Answers {
+    pub(super) fn new(services: Services) -> Answers {
+        Answers { services }
+    }
+
+    pub(super) async fn to(&self, method: &Method, uri: &Uri, accept: &str) -> Response<Full<Bytes>> {
+        if method != Method::GET && method != Method::HEAD {
+            let mut answer = answer(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD\n");
+            answer.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            return answer;
+        }
+        match uri.path() {
+            "/" => answer(StatusCode::OK, "text/html; charset=utf-8", PAGE),
+            "/page.js" => answer(StatusCode::OK, "text/javascript; charset=utf-8", SCRIPT),
+            "/page.css" => answer(StatusCode::OK, "text/css; charset=utf-8", STYLE),
+            "/healthz" => answer(StatusCode::OK, TEXT, "ok\n"),
+            "/readyz" => self.ready(),
+            "/metrics" => {
+                let format = Format::of(accept);
+                self.made(format.content_type(), move |services| metrics::text(services, format)).await
+            }
+            "/status.json" => {
+                let after = after(uri.query().unwrap_or_default());
+                self.made("application/json", move |services| report::json(&services, after)).await
+            }
+            _ => answer(
+                StatusCode::NOT_FOUND,
+                TEXT,
+                "not here: / is the status page; there are /metrics, /healthz, /readyz and /status.json\n",
+            ),
+        }
+    }
+
+    /// Ready when every job that is kept here is served, and no drain has begun.
+    fn ready(&self) -> Response<Full<Bytes>> {
+        let mut reasons = String::new();
+        if let Err(fault) = self.services.draining.refuse() {
+            reasons += &format!("{fault}\n");
+        }
+        for (job, fault) in self.services.jobs.away() {
+            reasons += &format!("job {job}: {fault}\n");
+        }
+        if reasons.is_empty() {
+            return answer(StatusCode::OK, TEXT, "ready\n");
+        }
+        answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, reasons)
+    }
+
+    /// An answer for which jobs' locks are taken, so that no network thread waits for them.
+    async fn made(
+        &self,
+        content_type: &'static str,
+        make: impl FnOnce(Services) -> String + Send + 'static,
+    ) -> Response<Full<Bytes>> {
+        let services = self.services.clone();
+        match spawn_blocking(move || make(services)).await {
+            Ok(text) => answer(StatusCode::OK, content_type, text),
+            Err(error) => {
+                tracing::error!(%error, "an HTTP answer was not made");
+                answer(StatusCode::INTERNAL_SERVER_ERROR, TEXT, "see the server's log; this is a defect\n")
+            }
+        }
+    }
+}
+
+/// The step in `?after=STEP`: the steps of each job's history after it are wanted. 0 if it says none.
+fn after(query: &str) -> u64 {
+    let mut values = query.split('&').filter_map(|pair| pair.strip_prefix("after="));
+    values.next_back().and_then(|value| value.parse().ok()).unwrap_or(0)
+}
+
+fn answer(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
+    let mut answer = Response::new(Full::new(body.into()));
+    *answer.status_mut() = status;
+    let headers = answer.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
+    answer
+}

@@ -1,0 +1,58 @@
+//! Metric families with one or two labels, written as their samples are looked up.
+
+use std::fmt;
+
+use prometheus_client::{
+    encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, EncodeMetric, NoLabelSet},
+    metrics::{MetricType, histogram::Histogram},
+    registry::Unit,
+};
+
+/// The labels of one sample.
+pub(super) type Labels = Vec<(&'static str, String)>;
+
+/// Writes families, one after the other. The first failure ends it.
+pub(super) struct Families<'a> {
+    pub(super) encoder: DescriptorEncoder<'a>,
+}
+
+impl Families<'_> {
+    pub(super) fn gauge<V: EncodeGaugeValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, V)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Gauge)?;
+        samples.into_iter().try_for_each(|(labels, value)| match labels.is_empty() {
+            true => family.encode_gauge(&value),
+            false => family.encode_family(&labels)?.encode_gauge(&value),
+        })
+    }
+
+    /// `name` is without the suffix `_total`.
+    pub(super) fn counter<V: EncodeCounterValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, V)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Counter)?;
+        samples.into_iter().try_for_each(|(labels, value)| {
+            family.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&value, None)
+        })
+    }
+
+    pub(super) fn histogram<'a>(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, &'a Histogram)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Histogram)?;
+        samples.into_iter().try_for_each(|(labels, value)| value.encode(family.encode_family(&labels)?))
+    }
+}

@@ -1,0 +1,290 @@
+//! `/metrics`: text made when it is asked for. Steps pay for a few counters, and nothing for their text.
+//!
+//! Who asks for OpenMetrics, as Prometheus does, gets that. Everybody else gets Prometheus' older text format.
+//!
+//! The number of samples is bounded: about 30 a job, and 2 for each of its first [`RANKS`] ranks.
+
+use std::{fmt, sync::atomic::Ordering::Relaxed};
+
+use longshore_proto::FaultKind;
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, text},
+    registry::{Registry, Unit},
+};
+
+use super::{
+    families::{Families, Labels},
+    seen::{Seen, resident_bytes, standing},
+};
+use crate::{
+    jobs::Decided,
+    service::{REFUSED, Services},
+};
+
+/// How the metrics are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    OpenMetrics,
+    Text,
+}
+
+impl Format {
+    /// What a reader accepts, by its `Accept` header.
+    pub(super) fn of(accept: &str) -> Format {
+        if accept.contains("application/openmetrics-text") { Format::OpenMetrics } else { Format::Text }
+    }
+
+    pub(super) fn content_type(self) -> &'static str {
+        match self {
+            Format::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            Format::Text => "text/plain; version=0.0.4; charset=utf-8",
+        }
+    }
+}
+
+/// How many ranks of a job have samples of their own. Of a larger job the counts by state tell that a rank is away, and
+/// `longshore status` tells which.
+const RANKS: usize = 64;
+
+pub(super) fn text(services: Services, format: Format) -> String {
+    let mut registry = Registry::with_prefix("longshore");
+    registry.register_collector(Box::new(Scrape { services }));
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let _ = text::encode(&mut text, &registry);
+    if format == Format::Text { older(&text) } else { text }
+}
+
+/// OpenMetrics as the older format: there counters' families are named with `_total` as their samples are, and neither
+/// units nor an end are written.
+fn older(text: &str) -> String {
+    let mut lines = Vec::new();
+    for line in text.lines() {
+        let comment = line.strip_prefix("# TYPE ").and_then(|rest| rest.strip_suffix(" counter"));
+        if let Some(family) = comment {
+            let help: Option<String> = lines.pop();
+            lines.extend(help.map(|help| help.replacen(family, &format!("{family}_total"), 1)));
+            lines.push(format!("# TYPE {family}_total counter"));
+        } else if !line.starts_with("# UNIT ") && line != "# EOF" {
+            lines.push(line.to_string());
+        }
+    }
+    lines.join("\n") + "\n"
+}
+
+struct Scrape {
+    services: Services,
+}
+
+impl fmt::Debug for Scrape {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Scrape")
+    }
+}
+
+impl Collector for Scrape {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut families = Families { encoder };
+        let jobs: Vec<Seen> = self.services.jobs.all().into_iter().map(Seen::now).collect();
+        server(&mut families, &self.services)?;
+        states(&mut families, &self.services, &jobs)?;
+        steps(&mut families, &jobs)?;
+        work(&mut families, &jobs)?;
+        room(&mut families, &jobs)?;
+        ranks(&mut families, &jobs)?;
+        checkpoints(&mut families, &self.services, &jobs)
+    }
+}
+
+fn one<V>(value: V) -> [(Labels, V); 1] {
+    [(Labels::new(), value)]
+}
+
+/// The samples of a family with one a job.
+fn each<'a, V>(jobs: &'a [Seen], value: impl Fn(&'a Seen) -> V) -> impl Iterator<Item = (Labels, V)> {
+    jobs.iter().map(move |job| (job.labels(), value(job)))
+}
+
+fn with(mut labels: Labels, name: &'static str, value: impl ToString) -> Labels {
+    labels.push((name, value.to_string()));
+    labels
+}
+
+fn server(families: &mut Families<'_>, services: &Services) -> fmt::Result {
+    let budget = services.jobs.budget();
+    let bytes = || Some(Unit::Bytes);
+    let build = with(Labels::new(), "version", env!("CARGO_PKG_VERSION"));
+    families.gauge("build", "The server's version, as a label.", None, [(build, 1)])?;
+    let draining = i64::from(services.draining.refuse().is_err());
+    families.gauge("draining", "1 once a drain has begun.", None, one(draining))?;
+    families.gauge("memory_budget", "Memory that jobs may take.", bytes(), one(budget.total()))?;
+    families.gauge(
+        "memory_reserved",
+        "Memory that jobs were admitted to.",
+        bytes(),
+        one(budget.reserved()),
+    )?;
+    if let Some(resident) = resident_bytes() {
+        families.gauge(
+            "memory_resident",
+            "Memory of the process that is in DRAM.",
+            bytes(),
+            one(resident),
+        )?;
+    }
+    let bounds = &services.bounds;
+    families.gauge(
+        "connections",
+        "Connections of workers and operators.",
+        None,
+        one(bounds.connections()),
+    )?;
+    families.gauge("calls", "Calls under way.", None, one(bounds.calls()))?;
+    let refused = FaultKind::ALL
+        .iter()
+        .zip(&REFUSED)
+        .map(|(kind, count)| (vec![("kind", kind.name().to_string())], count.load(Relaxed)));
+    families.counter("refused_calls", "Calls that this process refused, by kind of error.", None, refused)
+}
+
+fn states(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
+    let count = |state| jobs.iter().filter(|job| job.state() == state).count();
+    let mut counts =
+        ["loading", "training", "idle", "paused", "failed"].map(|state| (state, count(state))).to_vec();
+    counts.push(("away", services.jobs.away().len()));
+    let samples = counts.into_iter().map(|(state, count)| (with(Labels::new(), "state", state), count));
+    families.gauge(
+        "jobs",
+        "Jobs by state. One that is away is kept here and not served now.",
+        None,
+        samples,
+    )?;
+    families.gauge(
+        "job_trains",
+        "1 while the job takes steps: it is filled, has a rank, is not paused, and has not failed here.",
+        None,
+        each(jobs, |job| i64::from(job.state() == "training")),
+    )
+}
+
+fn steps(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
+    let decided = "Decided steps, skipped ones included.";
+    families.gauge("job_version", decided, None, each(jobs, |job| job.progress.version.0))?;
+    let durable = "The newest version that no crash of this server takes back.";
+    families.gauge("job_durable_version", durable, None, each(jobs, |job| job.handle.job.durable().0))?;
+    let applied = "Decided steps that updated: Adam's t.";
+    families.gauge("job_applied", applied, None, each(jobs, |job| job.progress.applied))?;
+    let outcomes = jobs.iter().flat_map(|job| {
+        let (applied, skipped) = job.handle.history.counts();
+        let outcome = |(outcome, count)| (with(job.labels(), "outcome", outcome), count);
+        [("applied", applied), ("skipped", skipped)].map(outcome)
+    });
+    families.counter("job_steps", "Steps decided since the job was opened here.", None, outcomes)?;
+    let times = each(jobs, |job| job.handle.history.seconds());
+    families.histogram("job_step", "From decision to decision.", Some(Unit::Seconds), times)?;
+    let last = |value: fn(&Decided) -> f64| {
+        jobs.iter().filter_map(move |job| Some((job.labels(), value(&job.handle.history.last()?))))
+    };
+    families.gauge("job_gradient_norm", "Before clipping.", None, last(|step| step.norm))?;
+    families.gauge("job_clip_coefficient", "1: not clipped.", None, last(|step| step.clip_coefficient))?;
+    families.gauge("job_loss_scale", "For the next step.", None, last(|step| step.loss_scale))?;
+    let said = |value: fn(&Decided) -> Option<f64>| {
+        jobs.iter().filter_map(move |job| Some((job.labels(), value(&job.handle.history.last()?)?)))
+    };
+    families.gauge("job_loss", "Of the last step, as rank 0 sees it.", None, said(|step| step.loss))?;
+    let exposed = "How long offloading held up rank 0's trainer, in the last step but one.";
+    families.gauge("job_exposed", exposed, Some(Unit::Seconds), said(|step| step.exposed_seconds))?;
+    let rate = "That of the first param group.";
+    families.gauge("job_learning_rate", rate, None, last(|step| step.learning_rate))
+}
+
+fn work(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
+    let (bytes, seconds) = (|| Some(Unit::Bytes), || Some(Unit::Seconds));
+    let sums = "Time of the compute thread in sums and gradient statistics.";
+    families.counter("job_sum", sums, seconds(), each(jobs, |job| job.handle.busy.sums().as_secs_f64()))?;
+    let updates = "Time of the compute thread in updates, and in waits for drives.";
+    let times = each(jobs, |job| job.handle.busy.updates().as_secs_f64());
+    families.counter("job_update", updates, seconds(), times)?;
+    let pushed = "Payload of gradients since the job was opened here.";
+    families.counter("job_pushed", pushed, bytes(), each(jobs, |job| job.handle.job.traffic().0))?;
+    let pulled = "Payload of weights since the job was opened here.";
+    families.counter("job_pulled", pulled, bytes(), each(jobs, |job| job.handle.job.traffic().1))?;
+    let written = "Bytes that the drives of --state-dir were given since the job was opened here.";
+    families.counter("job_drives_written", written, bytes(), each(jobs, |job| job.handle.job.written_bytes()))
+}
+
+fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
+    let bytes = || Some(Unit::Bytes);
+    let memory = each(jobs, |job| job.handle.job.memory_bytes());
+    families.gauge("job_memory", "Memory reserved for the job.", bytes(), memory)?;
+    let drives = each(jobs, |job| job.handle.job.disk_bytes());
+    families.gauge("job_drives", "Space reserved in --state-dir.", bytes(), drives)?;
+    let elements = "Elements of the shards that this server owns.";
+    families.gauge("job_elements", elements, None, each(jobs, Seen::elements))
+}
+
+fn ranks(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
+    let states = jobs.iter().flat_map(|job| {
+        ["joined", "left", "never joined"].map(|state| {
+            let count = job.ranks.iter().filter(|rank| standing(rank) == state).count();
+            (with(job.labels(), "state", state), count)
+        })
+    });
+    families.gauge("job_ranks", "Ranks by state.", None, states)?;
+    let last = jobs.iter().flat_map(|job| {
+        let ranks = job.ranks.iter().take(RANKS);
+        ranks.map(|rank| (with(job.labels(), "rank", rank.rank.0), rank.last_step.0))
+    });
+    families.gauge("job_rank_last_step", "The newest step that the rank has pushed to.", None, last)?;
+    let waits = each(jobs, |job| i64::from(!job.waiting_for().is_empty()));
+    families.gauge(
+        "job_waits",
+        "1 while the next step waits for a rank, and some rank is there.",
+        None,
+        waits,
+    )
+}
+
+fn checkpoints(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
+    let logged = |job: &Seen| Some((job.labels(), services.checkpoint_log.of(job.name())?));
+    let logged: Vec<_> = jobs.iter().filter_map(logged).collect();
+    let sealed = || logged.iter().filter(|(_, status)| !status.name.is_empty());
+    families.gauge(
+        "job_checkpoint_version",
+        "The version of the last checkpoint sealed since the server started.",
+        None,
+        sealed().map(|(labels, status)| (labels.clone(), status.version)),
+    )?;
+    families.gauge(
+        "job_checkpoint_sealed_timestamp",
+        "When that was, in seconds since 1970.",
+        Some(Unit::Seconds),
+        sealed().map(|(labels, status)| (labels.clone(), status.sealed_unix_ms as f64 / 1e3)),
+    )?;
+    families.gauge(
+        "job_checkpoint_failed",
+        "1 if the last attempt at a checkpoint failed.",
+        None,
+        logged.iter().map(|(labels, status)| (labels.clone(), i64::from(!status.failure.is_empty()))),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_older_format_names_counters_as_their_samples() {
+        let text = "# HELP a_bytes What a is.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total 1\n\
+                    # HELP b counter\n# TYPE b gauge\nb 2\n# EOF\n";
+        let expected = "# HELP a_bytes_total What a is.\n# TYPE a_bytes_total counter\na_bytes_total 1\n\
+                        # HELP b counter\n# TYPE b gauge\nb 2\n";
+        assert_eq!(older(text), expected);
+        assert_eq!(
+            Format::of("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"),
+            Format::OpenMetrics
+        );
+        assert_eq!(Format::of("*/*"), Format::Text);
+    }
+}

@@ -1,0 +1,181 @@
+//! `/status.json`: what the status page draws.
+
+use std::time::UNIX_EPOCH;
+
+use longshore_engine::step::{Phase, RankProgress};
+use longshore_proto::Param;
+use serde::Serialize;
+
+use super::seen::{Seen, resident_bytes, standing};
+use crate::{jobs::Decided, service::Services};
+
+/// How many ranks of a job are told one by one; those that the job waits for come first.
+const RANKS: usize = 256;
+
+#[derive(Serialize)]
+struct Report {
+    release: &'static str,
+    unix_ms: u64,
+    draining: bool,
+    connections: usize,
+    memory: Memory,
+    jobs: Vec<Job>,
+    /// Jobs that are kept here and not served.
+    away: Vec<Away>,
+}
+
+#[derive(Serialize)]
+struct Memory {
+    budget: u64,
+    reserved: u64,
+    resident: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Away {
+    name: String,
+    reason: String,
+}
+
+#[derive(Serialize)]
+struct Job {
+    name: String,
+    state: &'static str,
+    /// Why it is paused or has failed; how far it is filled.
+    reason: String,
+    waiting_for: String,
+    version: u64,
+    durable_version: u64,
+    applied: u64,
+    rule: &'static str,
+    parameters: u64,
+    tensors: usize,
+    world_size: u32,
+    micro_steps: u32,
+    server: u32,
+    servers: usize,
+    tier: String,
+    isa: String,
+    threads: usize,
+    memory_bytes: u64,
+    drive_bytes: u64,
+    /// Here, padding included.
+    elements: u64,
+    pushed_bytes: u64,
+    pulled_bytes: u64,
+    written_bytes: u64,
+    sum_seconds: f64,
+    update_seconds: f64,
+    ranks: Vec<Rank>,
+    checkpoint: Option<Checkpoint>,
+    /// The steps after the one asked for, oldest first; those of the last 512.
+    steps: Vec<Decided>,
+}
+
+#[derive(Serialize)]
+struct Rank {
+    rank: u32,
+    state: &'static str,
+    transport: &'static str,
+    last_step: u64,
+}
+
+#[derive(Serialize)]
+struct Checkpoint {
+    name: String,
+    version: u64,
+    sealed_unix_ms: u64,
+    failure: String,
+}
+
+/// `after` is the step after which steps are wanted.
+pub(super) fn json(services: &Services, after: u64) -> String {
+    let budget = services.jobs.budget();
+    let jobs = services.jobs.all().into_iter().map(Seen::now);
+    let away = services.jobs.away();
+    let report = Report {
+        release: env!("CARGO_PKG_VERSION"),
+        unix_ms: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64),
+        draining: services.draining.refuse().is_err(),
+        connections: services.bounds.connections(),
+        memory: Memory { budget: budget.total(), reserved: budget.reserved(), resident: resident_bytes() },
+        jobs: jobs.map(|seen| job(services, &seen, after)).collect(),
+        away: away
+            .into_iter()
+            .map(|(name, fault)| Away { name: name.to_string(), reason: fault.to_string() })
+            .collect(),
+    };
+    // Numbers and strings alone: there is nothing in it that JSON cannot say.
+    serde_json::to_string(&report).unwrap_or_default()
+}
+
+fn job(services: &Services, seen: &Seen, after: u64) -> Job {
+    let (handle, progress) = (&seen.handle, &seen.progress);
+    let (job, spec) = (&handle.job, handle.job.spec());
+    let (pushed_bytes, pulled_bytes) = job.traffic();
+    Job {
+        name: seen.name().to_string(),
+        state: seen.state(),
+        reason: reason(seen),
+        waiting_for: seen.waiting_for(),
+        version: progress.version.0,
+        durable_version: job.durable().0,
+        applied: progress.applied,
+        rule: spec.rule.name(),
+        parameters: spec.params.iter().filter_map(Param::elements).sum(),
+        tensors: spec.params.len(),
+        world_size: spec.world_size,
+        micro_steps: spec.micro_steps,
+        server: job.server().0,
+        servers: job.placement().servers.len(),
+        tier: spec.tier.to_string(),
+        isa: job.compute().isa().to_string(),
+        threads: job.compute().threads(),
+        memory_bytes: job.memory_bytes(),
+        drive_bytes: job.disk_bytes(),
+        elements: seen.elements(),
+        pushed_bytes,
+        pulled_bytes,
+        written_bytes: job.written_bytes(),
+        sum_seconds: handle.busy.sums().as_secs_f64(),
+        update_seconds: handle.busy.updates().as_secs_f64(),
+        ranks: ranks(services, seen),
+        checkpoint: services.checkpoint_log.of(seen.name()).map(|status| Checkpoint {
+            name: status.name,
+            version: status.version,
+            sealed_unix_ms: status.sealed_unix_ms,
+            failure: status.failure,
+        }),
+        steps: handle.history.after(after),
+    }
+}
+
+fn reason(seen: &Seen) -> String {
+    if let Err(fault) = seen.handle.job.check_alive() {
+        return fault.to_string();
+    }
+    match &seen.progress.phase {
+        Phase::Paused { reason } => reason.clone(),
+        Phase::Loading => match &seen.progress.restoring {
+            Some(restoring) => {
+                format!("filled from checkpoint {}: {} shards so far", restoring.checkpoint, restoring.shards)
+            }
+            None => format!("{} shards wait for their weights", seen.progress.missing.len()),
+        },
+        Phase::Training => String::new(),
+    }
+}
+
+fn ranks(services: &Services, seen: &Seen) -> Vec<Rank> {
+    let mut ranks: Vec<&RankProgress> = seen.ranks.iter().collect();
+    ranks.sort_by_key(|rank| (rank.last_step, rank.rank));
+    ranks.truncate(RANKS);
+    ranks.sort_by_key(|rank| rank.rank);
+    let told = |rank: &RankProgress| Rank {
+        rank: rank.rank.0,
+        state: standing(rank),
+        transport: services.transport_of(&seen.handle, rank.rank),
+        last_step: rank.last_step.0,
+    };
+    ranks.into_iter().map(told).collect()
+}

@@ -1,0 +1,164 @@
+//! The last steps of a job as this server saw them decided: what a chart of its training shows.
+
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Instant, UNIX_EPOCH},
+};
+
+use longshore_proto::Commit;
+use longshore_wire::v1;
+use prometheus_client::metrics::histogram::Histogram;
+
+/// How many steps are kept: an hour of steps of 7 s. With 96 bytes each they take 48 KiB of a job.
+const KEPT: usize = 512;
+/// The bounds of step times, in seconds. Each is twice the one before it but for rounding.
+const BOUNDS: [f64; 16] =
+    [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0];
+
+/// The steps decided since the job was opened here.
+pub(crate) struct History {
+    seen: Mutex<Seen>,
+    seconds: Histogram,
+}
+
+#[derive(Default)]
+struct Seen {
+    last: Option<Instant>,
+    steps: VecDeque<Decided>,
+    applied: u64,
+    skipped: u64,
+}
+
+/// One decided step.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub(crate) struct Decided {
+    pub(crate) step: u64,
+    /// When it was decided, in milliseconds since 1970.
+    pub(crate) at_ms: u64,
+    /// Since the decision before it. None for the first one here.
+    pub(crate) seconds: Option<f64>,
+    pub(crate) skipped: bool,
+    pub(crate) norm: f64,
+    pub(crate) clip_coefficient: f64,
+    pub(crate) loss_scale: f64,
+    /// That of the first param group.
+    pub(crate) learning_rate: f64,
+    /// As rank 0 saw it, if its trainer says so.
+    pub(crate) loss: Option<f64>,
+    /// How long offloading held up rank 0's trainer, in the step before this one. None where rank 0 does not say.
+    pub(crate) exposed_seconds: Option<f64>,
+}
+
+impl Default for History {
+    fn default() -> History {
+        History { seen: Mutex::default(), seconds: Histogram::new(BOUNDS) }
+    }
+}
+
+impl Decided {
+    /// What rank 0 reports is shown and nothing else, so it is taken as it comes; only numbers that are none are left out.
+    pub(crate) fn now(commit: &Commit, report: Option<v1::StepReport>) -> Decided {
+        let report = report.unwrap_or_default();
+        let timed = report.wall_seconds > 0.0 && report.exposed_seconds.is_finite();
+        Decided {
+            step: commit.step.0,
+            at_ms: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64),
+            seconds: None,
+            skipped: commit.skip,
+            norm: commit.norm,
+            clip_coefficient: commit.clip_coefficient,
+            loss_scale: commit.loss_scale,
+            learning_rate: commit.groups.first().map_or(0.0, |group| group.lr),
+            loss: report.loss.filter(|loss| loss.is_finite()),
+            exposed_seconds: timed.then_some(report.exposed_seconds),
+        }
+    }
+}
+
+impl History {
+    /// Notes a decision. One that takes the place of a step that was taken back also takes its place here.
+    pub(crate) fn note(&self, decided: Decided) {
+        let now = Instant::now();
+        let mut seen = self.lock();
+        let seconds = seen.last.replace(now).map(|last| (now - last).as_secs_f64());
+        if let Some(seconds) = seconds {
+            self.seconds.observe(seconds);
+        }
+        if decided.skipped {
+            seen.skipped += 1
+        } else {
+            seen.applied += 1
+        }
+        while seen.steps.back().is_some_and(|last| last.step >= decided.step) {
+            seen.steps.pop_back();
+        }
+        if seen.steps.len() == KEPT {
+            seen.steps.pop_front();
+        }
+        seen.steps.push_back(Decided { seconds, ..decided });
+    }
+
+    /// How many steps were applied and skipped since the job was opened here.
+    pub(crate) fn counts(&self) -> (u64, u64) {
+        let seen = self.lock();
+        (seen.applied, seen.skipped)
+    }
+
+    /// The steps kept after this one, oldest first.
+    pub(crate) fn after(&self, step: u64) -> Vec<Decided> {
+        self.lock().steps.iter().filter(|decided| decided.step > step).copied().collect()
+    }
+
+    pub(crate) fn last(&self) -> Option<Decided> {
+        self.lock().steps.back().copied()
+    }
+
+    /// The times from decision to decision.
+    pub(crate) fn seconds(&self) -> &Histogram {
+        &self.seconds
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decided(step: u64, skipped: bool) -> Decided {
+        Decided {
+            step,
+            at_ms: 0,
+            seconds: None,
+            skipped,
+            norm: step as f64,
+            clip_coefficient: 1.0,
+            loss_scale: 1.0,
+            learning_rate: 0.1,
+            loss: None,
+            exposed_seconds: None,
+        }
+    }
+
+    #[test]
+    fn the_newest_steps_are_kept_in_order() {
+        let history = History::default();
+        (1..=KEPT as u64 + 3).for_each(|step| history.note(decided(step, step % 4 == 0)));
+        let steps: Vec<u64> = history.after(0).iter().map(|decided| decided.step).collect();
+        assert_eq!(steps, (4..=KEPT as u64 + 3).collect::<Vec<_>>());
+        assert_eq!(history.after(KEPT as u64).len(), 3);
+        assert_eq!(history.counts(), (KEPT as u64 + 3 - 128, 128));
+    }
+
+    #[test]
+    fn a_step_decided_again_is_shown_once() {
+        let history = History::default();
+        [1, 2, 3].into_iter().for_each(|step| history.note(decided(step, false)));
+        history.note(Decided { norm: 9.0, ..decided(2, false) });
+        let norms: Vec<f64> = history.after(0).iter().map(|decided| decided.norm).collect();
+        assert_eq!(norms, [1.0, 9.0]);
+    }
+}

@@ -1,0 +1,185 @@
+//! The HTTP address: what it says agrees with what the command line says and with what was trained, and whoever floods it
+//! harms nobody else.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::TcpStream,
+    time::Duration,
+};
+
+use longshore_tests::{
+    command::{longshore, longshored},
+    conformance::cluster::eventually,
+    http::{self, FLAGS},
+    server::{Longshored, ServerOptions},
+    status::job_status,
+    train::Train,
+};
+use tempfile::TempDir;
+
+const STEPS: u64 = 9;
+
+fn server() -> Longshored {
+    ServerOptions::new().args(FLAGS).start()
+}
+
+#[test]
+fn metrics_and_page_agree_with_status_and_with_the_trainer() {
+    let servers = [server(), server()];
+    let names: Vec<String> = servers.iter().map(|server| server.address().to_string()).collect();
+    let http: Vec<String> = servers.iter().map(http::address).collect();
+    let empty = http::metrics(&http[0]);
+    assert!(empty.keys().all(|sample| !sample.contains("job=")), "{empty:?}");
+    assert_eq!(empty["longshore_memory_budget_bytes"], (1u64 << 30) as f64);
+
+    let run = Train::new(STEPS).servers(&names).args(["--world-size", "2"]).run();
+    let status = job_status(&names);
+    for (http, status) in http.iter().zip(&status.servers) {
+        let samples = http::metrics(http);
+        let of = |name: &str| samples[&format!("longshore_job_{name}{{job=\"default\"}}")];
+        assert_eq!((of("version"), of("applied")), (status.version as f64, status.applied as f64));
+        assert_eq!(of("pushed_bytes_total"), status.pushed_bytes as f64);
+        assert_eq!(of("pulled_bytes_total"), status.pulled_bytes as f64);
+        assert_eq!(of("memory_bytes"), status.memory_bytes as f64);
+        assert_eq!(samples["longshore_memory_reserved_bytes"], status.memory_bytes as f64);
+        assert_eq!(of("step_seconds_count"), (STEPS - 1) as f64);
+        assert!(of("update_seconds_total") > 0.0 && of("sum_seconds_total") > 0.0);
+        assert!(of("update_seconds_total") + of("sum_seconds_total") < 60.0);
+        assert_eq!((of("trains"), of("waits")), (0.0, 0.0));
+        let with = |name: &str, label: &str, value: &str| {
+            samples[&format!("longshore_{name}{{job=\"default\",{label}=\"{value}\"}}")]
+        };
+        assert_eq!(with("job_steps_total", "outcome", "applied"), STEPS as f64);
+        assert_eq!(with("job_ranks", "state", "left"), 2.0);
+        assert_eq!(with("job_rank_last_step", "rank", "1"), STEPS as f64);
+        assert_eq!(samples["longshore_jobs{state=\"idle\"}"], 1.0);
+        assert!(samples["longshore_memory_resident_bytes"] > 1e6);
+
+        let last = run.said.steps().last().unwrap();
+        assert_eq!((of("gradient_norm"), of("loss_scale")), (last.norm, last.loss_scale));
+        assert_eq!(of("loss"), f64::from(last.loss));
+        let exposed = run.said.steps().nth(STEPS as usize - 2).unwrap().exposed_ms;
+        assert!((of("exposed_seconds") * 1e3 - exposed).abs() < 1e-3, "{exposed}");
+        let page = http::json(http, "/status.json?after=4");
+        let job = &page["jobs"][0];
+        let norms: Vec<f64> =
+            job["steps"].as_array().unwrap().iter().map(|s| s["norm"].as_f64().unwrap()).collect();
+        let expected: Vec<f64> =
+            run.said.steps().filter(|step| step.step > 4).map(|step| step.norm).collect();
+        assert_eq!(norms, expected);
+        assert_eq!((job["name"].as_str(), job["servers"].as_u64()), (Some("default"), Some(2)));
+        assert_eq!(job["pushed_bytes"], status.pushed_bytes);
+    }
+    // What the servers own together is the whole flat space.
+    let elements = |http| http::metrics(http)["longshore_job_elements{job=\"default\"}"];
+    let parameters = run.said.start().unwrap().parameters as f64;
+    assert!(elements(&http[0]) + elements(&http[1]) >= parameters);
+}
+
+#[test]
+fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
+    let server = server();
+    let (name, http) = (server.address().to_string(), http::address(&server));
+    let refused =
+        |kind: &str| http::metrics(&http)[&format!("longshore_refused_calls_total{{kind=\"{kind}\"}}")];
+    assert_eq!(refused("NOT_FOUND"), 0.0);
+    // The trainer first asks whether the job is there.
+    Train::new(2).servers(std::slice::from_ref(&name)).run();
+    assert_eq!((refused("NOT_FOUND"), refused("INTERNAL")), (1.0, 0.0));
+    let of_a_job = || http::metrics(&http).keys().filter(|sample| sample.contains("job=\"default\"")).count();
+    assert!(of_a_job() > 20);
+    let deleted = longshore(["delete", "--job", "default", "--servers", &name]);
+    assert_eq!(deleted.code, 0, "{deleted:?}");
+    assert_eq!(of_a_job(), 0);
+}
+
+#[test]
+fn a_server_is_ready_only_when_all_of_its_jobs_are_served() {
+    let root = TempDir::new().unwrap();
+    let dir = root.path().join("a");
+    fs::create_dir(&dir).unwrap();
+    let mut server = ServerOptions::new()
+        .args(["--state-dir", &dir.display().to_string()])
+        .args(FLAGS)
+        .allow("not a job that can be opened")
+        .allow("not recovered")
+        .start();
+    assert_eq!(http::get(&http::address(&server), "/readyz").0, 200);
+    Train::new(2).args(["--tier", "nvme"]).servers(&[server.address().to_string()]).run();
+    server.process.terminate();
+    assert_eq!(server.process.code(), 0);
+    // Its description is damaged.
+    for entry in fs::read_dir(dir.join("default/server-0-of-1")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "json") {
+            fs::write(&path, "{").unwrap();
+        }
+    }
+    server.restart();
+    let http = http::address(&server);
+    let reason = eventually("a reason to be not ready", || {
+        let (code, _, body) = http::get(&http, "/readyz");
+        (code == 503 && !body.contains("being recovered")).then_some(body)
+    });
+    assert!(reason.contains("job default: "), "{reason}");
+    assert_eq!(http::get(&http, "/healthz").0, 200);
+    assert_eq!(http::metrics(&http)["longshore_jobs{state=\"away\"}"], 1.0);
+    let away = &http::json(&http, "/status.json")["away"][0];
+    assert_eq!(away["name"], "default");
+}
+
+#[test]
+fn it_is_read_only_and_lets_a_page_load_nothing_from_elsewhere() {
+    let server = server();
+    let http = http::address(&server);
+    for method in ["POST", "PUT", "DELETE", "OPTIONS"] {
+        let request =
+            format!("{method} / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
+        let (code, head, _) = http::ask(&http, &request);
+        assert_eq!(code, 405, "{method}");
+        assert!(head.contains("allow: get, head"), "{head}");
+    }
+    let (code, head, page) = http::get(&http, "/");
+    assert_eq!(code, 200);
+    assert!(head.contains("content-security-policy: default-src 'none'"), "{head}");
+    assert!(!page.contains("http://") && !page.contains("https://"), "{page}");
+    for file in ["/page.js", "/page.css"] {
+        assert_eq!(http::get(&http, file).0, 200);
+    }
+    let (code, _, body) = http::get(&http, "/nothing");
+    assert_eq!(code, 404);
+    assert!(body.contains("/metrics"), "{body}");
+    let refused = longshored(["--http", "0.0.0.0:0"]);
+    assert_eq!(refused.code, 2);
+    assert!(refused.stderr.contains("--http-open"), "{refused:?}");
+}
+
+#[test]
+fn silent_and_endless_requests_end_and_hold_up_neither_training_nor_other_readers() {
+    let server = server();
+    let http = http::address(&server);
+    let mut worker = Train::new(200).servers(&[server.address().to_string()]).start();
+    worker.until_step(3);
+    // As many as there are places, and as many again that wait: some say nothing, some begin headers and never end them.
+    let mut flood: Vec<TcpStream> = (0..64).map(|_| TcpStream::connect(&http).unwrap()).collect();
+    for stream in flood.iter_mut().step_by(2) {
+        stream.write_all(b"GET / HTTP/1.1\r\nX-Endless: ").unwrap();
+    }
+    // They are ended after ten seconds each, and meanwhile the job goes on.
+    worker.until_step(8);
+    let (code, _, _) = http::get(&http, "/healthz");
+    assert_eq!(code, 200);
+    let ended =
+        flood[0].set_read_timeout(Some(Duration::from_secs(20))).and_then(|()| flood[0].read(&mut [0; 64]));
+    assert!(ended.is_ok(), "{ended:?}");
+    let header = format!("GET / HTTP/1.1\r\nX-Large: {}\r\n\r\n", "x".repeat(100_000));
+    let mut large = TcpStream::connect(&http).unwrap();
+    let _ = large.write_all(header.as_bytes());
+    large.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let mut answer = [0; 32];
+    // Either an error's answer or the connection's end; never a page.
+    let read = large.read(&mut answer).unwrap_or(0);
+    assert!(!String::from_utf8_lossy(&answer[..read]).contains(" 200 "));
+    worker.kill();
+}

@@ -1,0 +1,178 @@
+//! What ships for Prometheus and Grafana fits what servers say, as Prometheus itself sees it.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use longshore_tests::{
+    command::{Output, run},
+    conformance::cluster::eventually,
+    http::{self, FLAGS},
+    process::Process,
+    server::ServerOptions,
+    skip,
+    train::Train,
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn deploy() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
+}
+
+/// Whether Debian's package `prometheus` is installed, which has both programs.
+fn is_installed(program: &str) -> bool {
+    Command::new(program).arg("--version").output().is_ok()
+}
+
+fn promtool(arguments: &[&str]) -> Output {
+    run("promtool", Command::new("promtool").args(arguments).current_dir(deploy().join("prometheus")))
+}
+
+/// The names in `text` that begin as the servers' metrics do.
+fn names(text: &str) -> BTreeSet<String> {
+    let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    let words = text.split(|c| !is_name(c)).filter(|word| word.starts_with("longshore_"));
+    words.map(str::to_string).collect()
+}
+
+#[test]
+fn alerts_and_dashboard_name_metrics_that_there_are() {
+    let server = ServerOptions::new().args(FLAGS).start();
+    let (_, _, text) = http::get(&http::address(&server), "/metrics");
+    let mut known = BTreeSet::new();
+    for family in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        let (name, kind) = family.split_once(' ').unwrap();
+        match kind {
+            "histogram" => known.extend(["bucket", "count", "sum"].map(|end| format!("{name}_{end}"))),
+            _ => known.extend([name.to_string()]),
+        }
+    }
+    for file in ["prometheus/alerts.yml", "prometheus/alerts_test.yml", "grafana/longshore.json"] {
+        let used = names(&fs::read_to_string(deploy().join(file)).unwrap());
+        assert!(used.len() > 5, "{file}: {used:?}");
+        let unknown: Vec<_> = used.difference(&known).collect();
+        assert!(unknown.is_empty(), "{file} names what no server says: {unknown:?}");
+    }
+    let dashboard = fs::read_to_string(deploy().join("grafana/longshore.json")).unwrap();
+    let dashboard: Value = serde_json::from_str(&dashboard).unwrap();
+    assert!(dashboard["panels"].as_array().unwrap().len() > 10);
+}
+
+#[test]
+fn alerts_fire_as_promtool_finds() {
+    if !is_installed("promtool") {
+        return skip::skipped("there is no promtool: install Debian's package prometheus");
+    }
+    for arguments in [
+        ["check", "rules", "alerts.yml"],
+        ["test", "rules", "alerts_test.yml"],
+        ["check", "config", "prometheus.yml"],
+    ] {
+        let output = promtool(&arguments);
+        assert_eq!(output.code, 0, "{output:?}");
+    }
+    let root = TempDir::new().unwrap();
+    let checkpoints = root.path().join("checkpoints");
+    fs::create_dir(&checkpoints).unwrap();
+    let server = ServerOptions::new().args(FLAGS).checkpoint_dir(&checkpoints).start();
+    Train::new(3).servers(&[server.address().to_string()]).args(["--checkpoint-every", "3"]).run();
+    let (_, _, text) = http::get(&http::address(&server), "/metrics");
+    let file = root.path().join("metrics");
+    fs::write(&file, text).unwrap();
+    let mut check = Command::new("promtool");
+    check.args(["check", "metrics"]).stdin(fs::File::open(&file).unwrap());
+    let checked = run("promtool check metrics", &mut check);
+    assert_eq!((checked.code, checked.stderr.as_str()), (0, ""), "{checked:?}");
+}
+
+#[test]
+fn prometheus_follows_a_run_in_which_workers_are_killed() {
+    if !is_installed("prometheus") {
+        return skip::skipped("there is no prometheus: install Debian's package prometheus");
+    }
+    let root = TempDir::new().unwrap();
+    let server = ServerOptions::new().args(FLAGS).start();
+    let (http, config) = (http::address(&server), root.path().join("prometheus.yml"));
+    let scrape = format!(
+        "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\nscrape_configs:\n- job_name: longshore\n  static_configs:\n  - targets: [\"{http}\"]\n"
+    );
+    fs::write(&config, scrape).unwrap();
+    let own = free_address();
+    let mut command = Command::new("prometheus");
+    command
+        .arg(format!("--config.file={}", config.display()))
+        .arg(format!("--storage.tsdb.path={}", root.path().join("data").display()))
+        .arg(format!("--web.listen-address={own}"));
+    let _prometheus = Process::start("prometheus", &mut command);
+    let train = Train::new(10_000).servers(&[server.address().to_string()]);
+    let mut last = 0;
+    for kill in 0..3 {
+        let mut worker = if kill == 0 { train.start() } else { train.start_with(["--resume"]) };
+        worker.until_step(last + 3);
+        // Prometheus sees the version of the run while it trains.
+        let seen = eventually("Prometheus to see the run", || {
+            value(&own, "longshore_job_version").filter(|&version| version > last as f64)
+        });
+        last = worker.kill().last_step();
+        assert!(seen <= last as f64 + 1.0, "{seen} of {last}");
+    }
+    assert_eq!(value(&own, "up"), Some(1.0));
+    // No scrape failed, and none was cut off.
+    assert_eq!(value(&own, "min_over_time(up[1m])"), Some(1.0));
+}
+
+#[test]
+fn a_browser_draws_the_page_without_an_error() {
+    if !is_installed("chromium") {
+        return skip::skipped("there is no chromium: install Debian's package chromium");
+    }
+    let server = ServerOptions::new().args(FLAGS).start();
+    let url = format!("http://{}/", http::address(&server));
+    let drawn = |job: bool| {
+        let folder = TempDir::new().unwrap();
+        let mut command = Command::new("chromium");
+        command
+            .args([
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--window-size=360,800",
+                "--enable-logging=stderr",
+            ])
+            .args(["--virtual-time-budget=4000", "--dump-dom"])
+            .arg(format!("--user-data-dir={}", folder.path().display()))
+            .arg(&url);
+        let page = run("chromium", &mut command);
+        assert_eq!(page.code, 0, "{page:?}");
+        let errors: Vec<&str> = page.stderr.lines().filter(|line| line.contains("CONSOLE")).collect();
+        assert!(errors.is_empty(), "{errors:?}");
+        assert_eq!(page.stdout.contains("<article"), job, "{}", page.stdout);
+        page.stdout
+    };
+    assert!(drawn(false).contains("1.0 GiB reserved by jobs"));
+    Train::new(7).servers(&[server.address().to_string()]).run();
+    let page = drawn(true);
+    for text in ["default", "7, 7 applied", "<path d=\"M0.0 ", "gradient norm", "exposed time", ">idle<"] {
+        assert!(page.contains(text), "no {text} in {page}");
+    }
+    // Loss, step time, exposed time, norm, loss scale, learning rate.
+    assert_eq!(page.matches("<figure").count(), 6, "{page}");
+}
+
+/// The value of an expression now; None where it has none, or Prometheus does not answer yet.
+fn value(address: &str, expression: &str) -> Option<f64> {
+    std::net::TcpStream::connect(address).ok()?;
+    let (code, _, body) = http::get(address, &format!("/api/v1/query?query={expression}"));
+    let body = body.find('{').map(|start| &body[start..=body.rfind('}').unwrap_or(start)])?;
+    let answer: Value = serde_json::from_str(body).ok()?;
+    assert!(code == 200 || code == 503, "{code} {body}");
+    answer["data"]["result"][0]["value"][1].as_str()?.parse().ok()
+}
+
+fn free_address() -> String {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
