@@ -235,6 +235,8 @@ class Residency:
     def release(self) -> None:
         """Lets go of all weights that nothing uses now."""
         with self._lock:
+            if not is_in_backward():
+                self._end_nodes()  # of a backward that raised, which ends nothing itself
             for unit in self.units:
                 if unit.pins == 0:
                     self._let_go(unit)
