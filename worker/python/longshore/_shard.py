@@ -154,9 +154,10 @@ def _check(model: nn.Module, optimizer: Any) -> None:
     if not options.streaming:
         remedy = "build the optimizer with streaming=True: gradients must leave while backward runs"
         raise invalid("streaming", False, "True with shard()", remedy, UsageError)
-    if options.partition == "all-reduced" or any(_params.is_sharded(tensor) for tensor in model.parameters()):
-        remedy = "leave DistributedDataParallel and fully_shard out, and pass partition='reduce-scatter', or leave partition= out too"
-        raise invalid("gradients", "reduced by something else", "summed by servers or this optimizer with shard()", remedy, UsageError)
+    for name, tensor in model.named_parameters():
+        if _params.is_sharded(tensor):
+            remedy = "leave fully_shard out: pass partition='reduce-scatter' to the optimizer, and weights='gathered' here"
+            raise invalid(name, "sharded (DTensor)", "whole with shard()", remedy, UsageError)
     if options.delay and options.correction.startswith("worker-local"):
         remedy = "choose another: that one needs all weights in this process"
         raise invalid("correction", repr(options.correction), "made by servers with shard()", remedy, UsageError)

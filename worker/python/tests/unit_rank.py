@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from test_shard_on_a_device import Late
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from units import Deep, Transformer
@@ -179,6 +180,8 @@ def refused(case: str, options: dict[str, Any]) -> str:
     if case == "built":
         with longshore.Init(budget="1GiB"):
             model = deep()
+    if case == "fsdp":
+        fully_shard(model)
     weights = options.pop("weights", None)
     try:
         optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
