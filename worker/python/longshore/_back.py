@@ -80,6 +80,11 @@ class Back:
         server = self._options.server()
         return Path(server.checkpoint_dir) if server is not None and server.is_passing and server.checkpoint_dir else None
 
+    def has_checkpoint_folder(self) -> bool:
+        """Whether the job's servers have a folder for checkpoints. The job must be open."""
+        assert self._connection is not None
+        return _listed(self._connection) is not None
+
     @property
     def waits_for_state(self) -> bool:
         """Whether the servers have the job for another world size, say, so that only a state that is loaded can open it."""
@@ -169,14 +174,19 @@ def _wanted(state_dict: dict[str, Any], job: str, version: int) -> tuple[int, st
 
 def _find(connection: Connection, version: int, name: str | None) -> str | None:
     """The checkpoint of a version: the one that is named, or the one that was written last."""
+    there = [found for found, of in _listed(connection) or () if of == version]
+    return name if name in there else there[-1] if there else None
+
+
+def _listed(connection: Connection) -> list[tuple[str, int]] | None:
+    """The names and versions of the servers' checkpoints; None where a server has no folder for them."""
     try:
-        listed = connection.job.checkpoints()
+        listed: list[tuple[str, int]] = connection.job.checkpoints()
     except RefusedError as error:
         if error.field != "checkpoint_dir":
             raise
-        return None  # a server without a folder for checkpoints has none
-    there = [found for found, of in listed if of == version]
-    return name if name in there else there[-1] if there else None
+        return None
+    return listed
 
 
 def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str) -> None:

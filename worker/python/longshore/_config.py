@@ -266,7 +266,7 @@ def _sharding(keys: "_Keys", job: dict[str, Any], stage: int, dtype: torch.dtype
     """What stage 3 says of weights, which other stages keep on the device."""
     lead = "zero_optimization."
     device = keys.take(lead + "offload_param.device", str, ("none", "cpu", "nvme"))
-    given = {name: job.pop(name) for name in ("budget", "units", "device") if name in job}
+    given = {name: job.pop(name) for name in ("budget", "units", "device", "weights") if name in job}
     live = keys.take(lead + "stage3_max_live_parameters", float)
     if stage != 3:
         if live is not None:

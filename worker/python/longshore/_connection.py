@@ -72,8 +72,9 @@ class Connection:
         Returns:
             How many updates the job's weights have behind them.
         """
+        in_units = not isinstance(self.weights, Weights)
         if self.ranks is not None:
-            version, applied = self.ranks.start(self.job, filling, found, self._kept)
+            version, applied = self.ranks.start(self.job, filling, found, self._kept, in_units=in_units)
         else:
             places, held = self.weights.values()
             # Frozen weights may be large, and only a new job is filled with them.
@@ -84,7 +85,6 @@ class Connection:
                 initial = seed, [*made, *[("uploaded", ())] * len(frozen)]
             elif filling is not None:
                 source = filling.source(self.params, frozen)
-            in_units = not isinstance(self.weights, Weights)
             version, applied = self.job.start([*places, *frozen], source, found, initial, in_units=in_units)
             del held, frozen_held
         wanted = filling.applied if filling else None
@@ -129,7 +129,7 @@ class Connection:
         """Waits for weights that were asked for, and writes them into the parameters."""
         self.is_torn = True
         version = self.job.unread_weights()
-        if self.ranks is None:
+        if self.ranks is None or not isinstance(self.weights, Weights):
             self.weights.read()
         elif version is not None:
             self.ranks.read(self.job)
@@ -140,7 +140,7 @@ class Connection:
         """Lets each parameter get the weights that were asked for: before its first use, or now."""
         version = self.job.unread_weights()
         if version is None or not self._is_layerwise or self.ranks is not None or is_compiling():
-            self.read()
+            self.read()  # which in units waits for nothing
             return
         self.weights.expect()
         self.version = version

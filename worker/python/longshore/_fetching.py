@@ -1,7 +1,7 @@
 """Fetches weights of units: the trained ones from servers, the frozen ones from copies in the host's memory."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -10,12 +10,27 @@ from torch import Tensor
 
 from longshore import _device
 from longshore._host import Place, is_plain
-from longshore._params import DTYPES
+from longshore._params import DTYPES, Param
+from longshore._rounds import Rounds
 from longshore._units import Member
+from longshore.errors import LongshoreError
 
 
 #: Seconds after which a wait lets the handlers of signals run.
 _PERIOD = 0.1
+
+#: Weights of fewer bytes are pulled whole by each rank, since that takes no longer than a collective.
+LEAST_SHARED = 64 * 1024
+
+#: Where some elements of a parameter lie in the job: its parameter there, the first element in that, and how many.
+Span = tuple[int, int, int]
+#: The spans of a parameter's elements, from one on and so many.
+Spans = Callable[[Param, int, int], Iterable[Span]]
+
+
+def in_one_piece(param: Param, start: int, elements: int) -> Iterable[Span]:
+    """The span of elements of a parameter that is one of the job, too."""
+    return [(param.index, start, elements)]
 
 
 class Fetcher:
@@ -25,11 +40,28 @@ class Fetcher:
         job: the Rust half's.
         version: that which the trained parameters have now.
         is_gone: whether servers may not have a parameter's weights of this version any more.
+        spans: where elements of a parameter lie in the job.
+        rounds: in which ranks that gather weights say what they want; None where each pulls all of them.
+
+    Attributes:
+        version, rounds: these.
+        pulled: bytes of weights that servers were asked for.
     """
 
-    def __init__(self, job: Any, version: int, members: list[Member], is_gone: Callable[[Member], bool]) -> None:
+    def __init__(
+        self,
+        job: Any,
+        version: int,
+        members: list[Member],
+        is_gone: Callable[[Member], bool],
+        spans: Spans = in_one_piece,
+        rounds: Rounds | None = None,
+    ) -> None:
         self._job = job
-        self._version = version
+        self.version = version
+        self.pulled = 0
+        self._spans = spans
+        self.rounds = rounds
         #: Trained parameters that nobody has read in this version.
         self._unread: set[int] = set()
         self._trained = {member.param.index for member in members if member.param is not None}
@@ -70,7 +102,7 @@ class Fetcher:
 
     def expect(self, version: int) -> None:
         """New weights were asked for, of all trained parameters."""
-        self._version = version
+        self.version = version
         self._unread = set(self._trained)
 
     def belong_to(self, job: Any) -> None:
@@ -83,21 +115,22 @@ class Fetcher:
         """Whether new weights of it were asked for and nobody has read them."""
         return member.param is not None and member.param.index in self._unread
 
-    def begin(self, members: list[Member], *, ahead: bool) -> "Fetch":
-        """Begins to fetch into these members' memory, in the background if that is ahead of their use."""
+    def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> "Fetch":
+        """Begins to fetch into these members' memory, in the background if that is ahead of their use. Where ranks share, it
+        fetches this rank's part of those that are worth it."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             fetch = Fetch(self, members)
-            places = self._places(fetch)
+            places = self._places(fetch, shared)
         if not places:
             return fetch
-        version = self._version
-        pull = self._job.fetch(version, [place for place, _ in places])
+        version = self.version
+        pull = self._ask([place for place, _ in places])
 
         # It holds the tensors of the places, whose memory stays as long as something may write there.
-        def read(held: list[tuple[Place, Tensor]] = places) -> None:
+        def read(held: list[tuple[tuple[Place, int], Tensor]] = places) -> None:
             pull.read()
-            if version == self._version:
-                self._unread.difference_update(place[0] for place, _ in held)
+            if version == self.version:
+                self._unread.difference_update(member.param.index for member in members if member.param is not None)
 
         if ahead and not self._is_closed:
             fetch.pull = pull
@@ -112,7 +145,7 @@ class Fetcher:
         for member in members:
             if member.param is not None and id(member) not in self._kept:
                 kept[id(member)] = _host_memory(member.tensor)
-                self._job.fetch(self._version, [_place(member, kept[id(member)])]).read()
+                self._ask(self._of(member, kept[id(member)].view(-1), 0)).read()
         self._unread.clear()
         self._kept |= kept
 
@@ -125,20 +158,48 @@ class Fetcher:
         self.retire()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _places(self, fetch: "Fetch") -> list[tuple[Place, Tensor]]:
+    def _ask(self, places: list[tuple[Place, int]]) -> Any:
+        self.pulled += sum(elements * (4 if wire == "fp32" else 2) for (_, _, elements, wire), _ in places)
+        return self._job.fetch(self.version, places)
+
+    def _places(self, fetch: "Fetch", shared: bool) -> list[tuple[tuple[Place, int], Tensor]]:
         """Where servers' weights go in the host's memory, and the tensors whose memory that is."""
-        places: list[tuple[Place, Tensor]] = []
+        places: list[tuple[tuple[Place, int], Tensor]] = []
         for member in fetch.members:
+            # Not the parameter itself: autograd would take what is written there for a change.
+            target = member.tensor.data
             kept = self._kept.get(id(member))
             if kept is not None:
-                fetch.sources.append((member, kept))
-            elif is_plain(member.tensor):
-                places.append((_place(member, member.tensor), member.tensor))
-            else:
-                staged = self._staging.take(member)
-                fetch.sources.append((member, staged))
-                fetch.staged.append((member, staged))
-                places.append((_place(member, staged), staged))
+                fetch.sources.append((target, kept))
+                continue
+            parts = self._parts(fetch, member, target) if shared else [(target, 0)]
+            for part, start in parts:
+                memory = part
+                if not is_plain(part):
+                    memory = self._staging.take(part)
+                    fetch.sources.append((part, memory))
+                    fetch.staged.append((memory, part.device))
+                places += [(place, memory) for place in self._of(member, memory.view(-1), start)]
+        return places
+
+    def _parts(self, fetch: "Fetch", member: Member, target: Tensor) -> list[tuple[Tensor, int]]:
+        """What this rank pulls of a member: its part, and the few elements that are too few for all ranks; or all of it."""
+        if self.rounds is None or member.nbytes < LEAST_SHARED or not target.is_contiguous():
+            return [(target, 0)]
+        flat, ranks = target.view(-1), self.rounds.world_size
+        part = len(flat) // ranks
+        start, shared = self.rounds.rank * part, ranks * part
+        fetch.shared.append((member, flat[:shared].view(torch.uint8), part * target.element_size()))
+        parts = [(flat[start : start + part], start), (flat[shared:], shared)]
+        return [(part, start) for part, start in parts if len(part)]
+
+    def _of(self, member: Member, memory: Tensor, start: int) -> list[tuple[Place, int]]:
+        """Where elements of a member go, from one on, and where each run of them begins in its parameter of the job."""
+        assert member.param is not None
+        address, places = memory.data_ptr(), []
+        for index, first, elements in self._spans(member.param, start, len(memory)):
+            places.append(((index, address, elements, DTYPES[memory.dtype]), first))
+            address += elements * memory.element_size()
         return places
 
     def _stream(self, device: torch.device) -> Any:
@@ -155,9 +216,11 @@ class Fetch:
         #: What waits for them in the background, and what ends that wait.
         self.read: Future[None] | None = None
         self.pull: Any = None
-        #: What is copied into a member when it has come, and which of that is staging memory.
-        self.sources: list[tuple[Member, Tensor]] = []
-        self.staged: list[tuple[Member, Tensor]] = []
+        #: What is copied into a member or a part of it when it has come. Staging memory, and the device that it is for.
+        self.sources: list[tuple[Tensor, Tensor]] = []
+        self.staged: list[tuple[Tensor, torch.device]] = []
+        #: Members of which this is a rank's part, with the bytes that ranks gather and how many of them are a part.
+        self.shared: list[tuple[Member, Tensor, int]] = []
         self._fetcher = fetcher
         self._copied: dict[torch.device, Any] | None = None
         #: By device: what it had to do when the memory was allocated, which another may have had before.
@@ -186,6 +249,30 @@ class Fetch:
             self._end()
             raise
 
+    def finish_together(self, name: str, place: int, *, is_backward: bool) -> None:
+        """Waits for this rank's part of a unit, and gathers the others' if all ranks want the same. Else it fetches all of it.
+
+        Args:
+            name, place, is_backward: what :meth:`longshore._rounds.Rounds.agree` says.
+        """
+        rounds = self._fetcher.rounds
+        assert rounds is not None
+        try:
+            self.finish()
+        except LongshoreError:
+            rounds.fail()
+            raise
+        names = [member.name for member, _, _ in self.shared]
+        if rounds.agree(name, place, [self._fetcher.version, *names], is_backward=is_backward):
+            rounds.gather([(whole, part) for _, whole, part in self.shared])
+        else:
+            self.finish_alone()
+
+    def finish_alone(self) -> None:
+        """Fetches all of the members, where this is a rank's part."""
+        self.give_up()
+        self._fetcher.begin(self.members, ahead=False).finish()
+
     def give_up(self) -> None:
         """Nobody needs the members any more. Nothing writes to them after this."""
         self._end()
@@ -210,9 +297,7 @@ class Fetch:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for device, before in self._before.items():
                 _device.accelerator.let_wait(self._fetcher._stream(device), before)
-            for member, source in self.sources:
-                # Not through the parameter itself: autograd would take that for a change.
-                target = member.tensor.data
+            for target, source in self.sources:
                 if _device.accelerator.has(target):
                     _device.accelerator.copy(target, source, self._fetcher._stream(target.device))
                 else:
@@ -220,8 +305,8 @@ class Fetch:
             for device in self._before:
                 copied[device] = _device.accelerator.record(self._fetcher._stream(device))
             self._copied = copied
-            for member, staged in self.staged:
-                self._fetcher._staging.give_back(staged, copied.get(member.tensor.device))
+            for staged, device in self.staged:
+                self._fetcher._staging.give_back(staged, copied.get(device))
 
 
 def _result(read: "Future[None]") -> None:
@@ -240,10 +325,10 @@ class _Staging:
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype, bool], list[tuple[Tensor, Any]]] = {}
 
-    def take(self, member: Member) -> Tensor:
-        free = self._free.get(_kind(member.tensor.shape, member.tensor.dtype, _device.accelerator.has(member.tensor)))
+    def take(self, tensor: Tensor) -> Tensor:
+        free = self._free.get(_kind(tensor.shape, tensor.dtype, _device.accelerator.has(tensor)))
         if not free:
-            return _host_memory(member.tensor)
+            return _host_memory(tensor)
         staged, copied = free.pop(0)
         if copied is not None:
             _device.accelerator.wait(copied)
@@ -264,8 +349,3 @@ def _host_memory(tensor: Tensor) -> Tensor:
     if _device.accelerator.has(tensor):
         return _device.accelerator.locked(tensor.shape, tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _place(member: Member, memory: Tensor) -> Place:
-    assert member.param is not None
-    return member.param.index, memory.data_ptr(), member.param.elements, DTYPES[memory.dtype]

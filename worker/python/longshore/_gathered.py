@@ -27,9 +27,7 @@ class Gathered:
     def read(self, job: Any) -> None:
         """Waits for this rank's part of the weights that were asked for, and gives the parameters all of them. While ranks
         gather a bucket, the next one's part arrives."""
-        for event in self._reading:
-            accelerator.wait(event)
-        self._reading.clear()
+        self._wait()
         if not self._rows:
             self._rows = [_row(bucket) for bucket in self._layout.buckets]
         before: tuple[Bucket, Any, Tensor] | None = None
@@ -47,6 +45,16 @@ class Gathered:
         has = accelerator.has
         devices = {bucket.params[0].tensor.device for bucket in self._layout.buckets if has(bucket.params[0].tensor)}
         self._reading = [accelerator.record(accelerator.current_stream(device)) for device in devices]
+
+    def release(self) -> None:
+        """Lets go of the host's memory."""
+        self._wait()
+        self._rows.clear()
+
+    def _wait(self) -> None:
+        for event in self._reading:
+            accelerator.wait(event)
+        self._reading.clear()
 
     def _targets(self, bucket: Bucket, row: Tensor) -> list[Place]:
         size, wire = row.element_size(), DTYPES[row.dtype]

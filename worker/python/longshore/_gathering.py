@@ -36,7 +36,7 @@ class GatheredParameters:
                 # What autograd saves here may be asked for when the weights have gone.
                 held.enter_context(home.saving())
             for unit, home in units.items():
-                home.pin(unit)
+                home.pin(unit, alone=True)
                 held.callback(home.unpin, unit)
             self._held = held.pop_all()
 

@@ -145,4 +145,4 @@ class Unplaced:
     def read(self) -> None:
         """Does nothing: units are fetched when they are used."""
 
-    settle = give_up = abandon = forget = read
+    meet = settle = give_up = abandon = forget = read

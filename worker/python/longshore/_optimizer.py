@@ -154,6 +154,9 @@ class Optimizer(Back, Scaling, Stateful):
         frozen = _params.frozen_table(self.param_groups, params) if self._options.frozen == "keep" else []
         connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
         if any(map(is_built, tensors)):
+            if connection.ranks is not None:
+                remedy = "build the model without Init, or let the servers sum (partition=None)"
+                raise invalid("partition", repr(self._options.partition), "None for a model that longshore.Init has built", remedy, UsageError)
             connection.weights = Unplaced()
             self._filling = self._filling or filling(params)
         return connection

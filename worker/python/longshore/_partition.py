@@ -142,6 +142,14 @@ def layout(params: list[Param], world_size: int, by_rows: bool) -> Layout:
     return Layout(buckets, partitions)
 
 
+def spans(pieces: list[Piece], start: int, elements: int) -> Iterator[tuple[int, int, int]]:
+    """Where elements of a parameter lie in its pieces: which piece, the first element in it, and how many."""
+    for piece in pieces:
+        first, end = max(start, piece.start), min(start + elements, piece.start + piece.elements)
+        if first < end:
+            yield piece.index, first - piece.start, end - first
+
+
 def by_rows(params: list[Param], world_size: int, first: int) -> list[Piece]:
     """Cuts parameters that no rank contributes to, between rows. Their pieces lie one after the other in the job, from ``first`` on."""
     pieces: list[Piece] = []

@@ -62,18 +62,18 @@ class Ranks(ABC):
         """Gives frozen parameters the job's weights."""
         _agree.together(lambda: kept.read(job, version))
 
-    def start(self, job: Any, filling: Filling | None, found: bool, kept: Kept) -> tuple[int, int]:
-        """Opens and joins the job. A new job gets what fills it, or else the weights of the model.
+    def start(self, job: Any, filling: Filling | None, found: bool, kept: Kept, *, in_units: bool = False) -> tuple[int, int]:
+        """Opens and joins the job. A new job gets what fills it, or else the weights of the model; none from a model in units.
 
         Returns:
             The job's version, and how many updates its weights have behind them.
         """
-        is_new = self.find(job) is None
+        is_new = self.find(job) is None and not in_units
         places, held = self.first_weights() if is_new else ([], [])
         frozen, frozen_held = kept.values() if is_new else ([], [])
         places = [*places, *frozen]
         source = None if filling is None else (filling.applied, self._source(filling, places))
-        started: tuple[int, int] = _agree.together(lambda: job.start(places, source, found))[self.rank]
+        started: tuple[int, int] = _agree.together(lambda: job.start(places, source, found, in_units=in_units))[self.rank]
         del held, frozen_held
         return started
 
@@ -115,6 +115,14 @@ class Ranks(ABC):
     @abstractmethod
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
         """On rank 0: all pieces in the job's order, and what holds their memory."""
+
+    def bucket_bytes(self) -> int:
+        """The bytes of the largest bucket of gradients that ranks reduce together."""
+        return 0
+
+    @abstractmethod
+    def forget_weights(self) -> None:
+        """Lets go of the memory that weights were read into: the model is in units from now on."""
 
     @abstractmethod
     def read(self, job: Any) -> None:
@@ -203,6 +211,9 @@ class Reduced(Ranks):
     def read(self, job: Any) -> None:
         self._gathered.read(job)
 
+    def forget_weights(self) -> None:
+        self._gathered.release()
+
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         if not self._is_compared:
             self._compare()
@@ -266,6 +277,9 @@ class Sharded(Ranks):
             # FSDP2 makes other shards where the model is moved or loaded.
             self._locals, self._weights = locals_, Weights(locals_, job)
         self._weights.read()
+
+    def forget_weights(self) -> None:
+        self._locals, self._weights = [], None
 
     def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
         _params.check_gradient(param, gradient)

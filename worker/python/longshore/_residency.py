@@ -33,6 +33,7 @@ class Residency:
 
     def __init__(self, units: list[Unit], fetcher: Fetcher, room: int | None) -> None:
         self.units = units
+        self._numbers = {unit: number for number, unit in enumerate(units)}
         self.room = room
         self.here = self.peak = self.fetched = 0
         self.epoch = 0
@@ -85,28 +86,35 @@ class Residency:
 
     # Uses
 
-    def use(self, unit: Unit) -> None:
-        """Has the unit's weights here, and those that are used next on their way."""
+    def use(self, unit: Unit, *, alone: bool = False) -> None:
+        """Has the unit's weights here, and those that are used next on their way.
+
+        Args:
+            alone: the other ranks may not use it now, also where all of them train on the same modules.
+        """
         with self._lock:
             if not is_in_backward():
                 self._end_nodes()
-            self._order.note(unit, counts=unit.module is None or unit.module.training)
+            trains = unit.module is None or unit.module.training
+            self._order.note(unit, counts=trains)
+            # One rank may evaluate while the others do something else.
+            together = trains and not alone
             under_way = self._under_way.pop(unit, None)
             if under_way is not None:
                 with contextlib.suppress(CancelledError):  # the optimizer was closed, and it comes from elsewhere
-                    self._finish(under_way)
+                    self._finish(unit, under_way, together)
             missing = self._missing(unit)
             if missing:
                 self._make_room(sum(member.nbytes for member in missing), unit)
-                self._finish(self._begin_fetch(missing, ahead=False))
-            self._fetch_ahead()
+                self._finish(unit, self._begin_fetch(missing, ahead=False, shared=together), together)
+            self._fetch_ahead(shared=trains)
 
-    def pin(self, unit: Unit) -> None:
-        """Has the unit stay, as plain parameters, until it is unpinned as often."""
+    def pin(self, unit: Unit, *, alone: bool = False) -> None:
+        """Has the unit stay, as plain parameters, until it is unpinned as often. ``alone`` is that of :meth:`use`."""
         with self._lock:
             unit.pins += 1
             try:
-                self.use(unit)
+                self.use(unit, alone=alone)
                 _check_here(unit.members)
             except BaseException:
                 unit.pins -= 1
@@ -136,7 +144,7 @@ class Residency:
             unit.pins += 1
         try:
             for unit in units:
-                self.use(unit)
+                self.use(unit, alone=True)
             _check_here(members)
             with self.saving():
                 yield
@@ -227,6 +235,8 @@ class Residency:
     def release(self) -> None:
         """Lets go of all weights that nothing uses now."""
         with self._lock:
+            if not is_in_backward():
+                self._end_nodes()  # of a backward that raised, which ends nothing itself
             for unit in self.units:
                 if unit.pins == 0:
                     self._let_go(unit)
@@ -273,7 +283,7 @@ class Residency:
         member.memory.resize_(0)
         self.here -= member.nbytes
 
-    def _begin_fetch(self, missing: list[Member], *, ahead: bool) -> Fetch:
+    def _begin_fetch(self, missing: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         try:
             for member in missing:
                 member.memory.resize_(member.nbytes)
@@ -281,7 +291,7 @@ class Residency:
                 self.here += member.nbytes
                 self.fetched += member.nbytes
             self.peak = max(self.peak, self.here)
-            return self._fetcher.begin(missing, ahead=ahead)
+            return self._fetcher.begin(missing, ahead=ahead, shared=shared)
         except BaseException:
             self._take_back(missing)
             raise
@@ -301,17 +311,24 @@ class Residency:
                 self.here -= member.nbytes
                 self.fetched -= 0 if have_come else member.nbytes
 
-    def _finish(self, fetch: Fetch) -> None:
+    def _finish(self, unit: Unit, fetch: Fetch, together: bool) -> None:
         """Waits for what was fetched. What did not come is not here."""
         try:
-            fetch.finish()
+            if not fetch.shared:
+                fetch.finish()
+            elif together:
+                is_backward, number = is_in_backward(), self._numbers[unit]
+                place = len(self.units) - number if is_backward else number
+                fetch.finish_together(unit.name, place, is_backward=is_backward)
+            else:
+                fetch.finish_alone()
         except BaseException:
             self._take_back(fetch.members)
             raise
         for member in fetch.members:
             member.changes = member.tensor._version
 
-    def _fetch_ahead(self) -> None:
+    def _fetch_ahead(self, *, shared: bool) -> None:
         """Begins to fetch what is used next, as far as there is room beside what is used before it."""
         for fetch in self._under_way.values():
             fetch.advance()
@@ -323,7 +340,7 @@ class Residency:
             if missing and not self._room_before(unit, nbytes, place):
                 return
             if missing:
-                self._under_way[unit] = self._begin_fetch(missing, ahead=True)
+                self._under_way[unit] = self._begin_fetch(missing, ahead=True, shared=shared)
 
     def _room_before(self, wanted: Unit, nbytes: int, place: int) -> bool:
         """Lets go of units whose next use comes after a place, until there is room. Returns whether there is."""

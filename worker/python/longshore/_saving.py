@@ -16,6 +16,14 @@ class Saving:
     def __init__(self, checkpoint: bool | None) -> None:
         self._checkpoint = checkpoint
 
+    def writes(self, optimizer: Optimizer) -> bool:
+        """Whether the servers write a checkpoint for each save, as far as is known before the first one."""
+        return self._is_wanted(optimizer) and optimizer.has_checkpoint_folder()
+
+    def _is_wanted(self, optimizer: Optimizer) -> bool:
+        is_lost = optimizer.passing_checkpoints is not None and self._checkpoint is None
+        return self._checkpoint is not False and not is_lost
+
     def save(self, optimizer: Optimizer, step: int) -> None:
         """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
         A server that ends with this process writes none, unless it was asked for: nobody could go back to it.
@@ -24,8 +32,7 @@ class Saving:
             RefusedError: if checkpoints were asked for and a server cannot write one.
         """
         optimizer.flush()
-        is_lost = optimizer.passing_checkpoints is not None and self._checkpoint is None
-        if self._checkpoint is False or not optimizer.is_first_rank or is_lost:
+        if not self._is_wanted(optimizer) or not optimizer.is_first_rank:
             return
         try:
             optimizer.checkpoint(f"step-{step:08}")

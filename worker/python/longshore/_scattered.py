@@ -31,6 +31,10 @@ class Scattered(Reduced):
         #: The parameters that have a gradient on no rank. They are known once a micro-step ends, and their buckets wait for that.
         self._absent: set[int] = set()
 
+    def bucket_bytes(self) -> int:
+        width = (self._dtype or torch.uint8).itemsize
+        return max(bucket.slot * self.world_size * max(bucket.dtype.itemsize, width) for bucket in self.layout.buckets)
+
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         self._scale = scale
         return super().push(job, scale, check_missing)

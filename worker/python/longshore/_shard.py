@@ -1,21 +1,25 @@
 """``longshore.shard``: a model larger than its device trains, since a part of its weights at a time is there."""
 
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from longshore import _ddp, _device, _init, _unit_tensors, _units
-from longshore._fetching import Fetcher
+from longshore import _agree, _ddp, _device, _init, _params, _partition, _unit_tensors, _units
+from longshore._connection import Connection
+from longshore._fetching import Fetcher, Span, Spans, in_one_piece
 from longshore._optimizer import Optimizer
+from longshore._params import Param
 from longshore._residency import Residency
+from longshore._rounds import Rounds
 from longshore._unit_hooks import ModuleHooks, Saving
 from longshore._unit_tensors import UnitParameter, UnitTensor
 from longshore._unit_weights import UnitWeights
-from longshore._units import Member, Named
+from longshore._units import Member, Named, Unit
 from longshore.errors import UsageError, invalid
 
 
@@ -25,10 +29,12 @@ class Sharded:
     Attributes:
         budget: bytes for weights and gradients; None for no limit.
         units: the names of its units, in the model's order.
+        weights: whether ranks have them ``"whole"`` from the servers, or ``"gathered"``.
     """
 
-    def __init__(self, home: Residency, budget: int | None, resting: int) -> None:
-        self._home = home
+    def __init__(self, home: Residency, fetcher: Fetcher, budget: int | None, resting: int) -> None:
+        self._home, self._fetcher = home, fetcher
+        self.weights = "whole" if fetcher.rounds is None else "gathered"
         self._resting = resting
         self.budget = budget
         self.units = [unit.name for unit in home.units]
@@ -50,8 +56,13 @@ class Sharded:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of weights that were fetched so far."""
+        """Bytes of weights that came to the device so far."""
         return self._home.fetched
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Bytes of weights that this rank has asked the servers for so far, as its parameters have them."""
+        return self._fetcher.pulled
 
     def release(self) -> None:
         """Lets go of all weights that nothing uses now, as before something else needs the device."""
@@ -64,6 +75,7 @@ def shard(
     budget: int | str | None = None,
     units: Sequence[Named] | Named | None = None,
     device: torch.device | str | None = None,
+    weights: str | None = None,
 ) -> Sharded:
     """Cuts a model into units, whose weights are on the device when they are used, as far as the budget goes.
 
@@ -77,38 +89,50 @@ def shard(
             memory; on a CPU it must be given.
         units: the modules that are units: names (``"layers.*"``), classes or modules. By default they are found.
         device: where the model shall train, if it is elsewhere and would not fit there whole.
+        weights: how several ranks get a unit. ``"whole"``: each pulls all of it, and none waits for another. ``"gathered"``: each
+            pulls its part, and they gather the others' with torch.distributed, in the same order on all ranks. By default they are
+            gathered where ranks reduce gradients among themselves (``partition="reduce-scatter"``), and whole elsewhere.
 
     Returns:
         What became of it.
 
     Raises:
-        InvalidError: where a unit does not fit into the budget, or where units are named that cannot be.
+        InvalidError: where a unit does not fit into the budget, where units are named that cannot be, or where ranks that gather
+            differ in their units.
         UsageError: for a model that is in units already, or an optimizer that cannot be used.
     """
     _check(model, optimizer)
+    is_gathered = _is_gathered(weights, optimizer)
     optimizer.open()
     connection = optimizer._connection
     assert connection is not None
-    if connection.ranks is not None:
-        raise UsageError("shard() needs ranks whose gradients the servers sum: leave partition= out, and do not use fully_shard")
     connection.weights.settle()
     members = _units.members(model, connection.params)
     whole = _budget(budget, members, device)
+    rounds = None
+    if is_gathered:
+        rounds = Rounds(_target(members, device))
+        whole = rounds.least(whole) if budget is None else whole
     resting = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(member.nbytes for member in members)
     # What one module adds to the gradient of a tied weight waits for what the others add.
     tied = sum(member.nbytes for member in members if member.is_trained and len(member.owners) > 1)
-    room = None if whole is None else whole - resting - tied
+    # And so do buckets that ranks reduce: one that fills, and the one before.
+    buckets = 0 if connection.ranks is None else 2 * connection.ranks.bucket_bytes()
+    room = None if whole is None else whole - resting - tied - buckets
     named = [units] if isinstance(units, (str, type, nn.Module)) else units
     # On a device gradients that leave stay until they are copied, while others are made.
     copies = 2 if _is_on_device(members, device) else 1
-    cut = _units.cut(model, members, named, room, copies)
+    cut = _cut(is_gathered, lambda: _units.cut(model, members, named, room, copies), room)
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
     if whole is not None and copies > 1 and optimizer._stream is not None:
         optimizer._stream.room = reserve
+    room = None if room is None else room - copies * reserve
     _ddp.refuse_models_in_units()
-    fetcher = _fetcher(optimizer, members)
+    fetcher = _fetcher(optimizer, connection, members, rounds)
     _place(model, members, device)
-    home = Residency(cut, fetcher, None if room is None else room - copies * reserve)
+    if connection.ranks is not None:
+        connection.ranks.forget_weights()
+    home = Residency(cut, fetcher, room)
     home.saving = saving = Saving(home)
     home.begin()
     ModuleHooks(model, home, saving)
@@ -116,7 +140,7 @@ def shard(
         owner.register_state_dict_post_hook(_copies)
     connection.weights = optimizer._units = UnitWeights(home, fetcher, connection.job)
     connection.job.pull_in_units()
-    return Sharded(home, whole, resting)
+    return Sharded(home, fetcher, whole, resting)
 
 
 def _check(model: nn.Module, optimizer: Any) -> None:
@@ -130,6 +154,10 @@ def _check(model: nn.Module, optimizer: Any) -> None:
     if not options.streaming:
         remedy = "build the optimizer with streaming=True: gradients must leave while backward runs"
         raise invalid("streaming", False, "True with shard()", remedy, UsageError)
+    for name, tensor in model.named_parameters():
+        if _params.is_sharded(tensor):
+            remedy = "leave fully_shard out: pass partition='reduce-scatter' to the optimizer, and weights='gathered' here"
+            raise invalid(name, "sharded (DTensor)", "whole with shard()", remedy, UsageError)
     if options.delay and options.correction.startswith("worker-local"):
         remedy = "choose another: that one needs all weights in this process"
         raise invalid("correction", repr(options.correction), "made by servers with shard()", remedy, UsageError)
@@ -138,11 +166,15 @@ def _check(model: nn.Module, optimizer: Any) -> None:
 def _budget(given: int | str | None, members: list[Member], device: torch.device | str | None) -> int | None:
     if given is not None:
         return _units.budget(given)
-    target = torch.device(device) if device is not None else members[0].tensor.device
+    target = _target(members, device)
     if target.type == "cpu":
         raise invalid("budget", None, "given on a CPU", "say how many bytes weights and gradients may take")
     free, _ = torch.accelerator.get_memory_info(target)
     return int(free) // 2
+
+
+def _target(members: list[Member], device: torch.device | str | None) -> torch.device:
+    return torch.device(device) if device is not None else members[0].tensor.device
 
 
 def _is_on_device(members: list[Member], device: torch.device | str | None) -> bool:
@@ -151,11 +183,56 @@ def _is_on_device(members: list[Member], device: torch.device | str | None) -> b
     return any(_device.accelerator.has(member.tensor) for member in members)
 
 
-def _fetcher(optimizer: Optimizer, members: list[Member]) -> Fetcher:
-    connection = optimizer._connection
-    assert connection is not None
+def _is_gathered(weights: str | None, optimizer: Optimizer) -> bool:
+    """Whether ranks gather units from each other."""
+    rank, world_size = optimizer.rank
+    if weights not in (None, "whole", "gathered"):
+        raise invalid("weights", repr(weights), "'whole' or 'gathered'", "choose one of them")
+    if world_size == 1:
+        return False
+    if weights is None:
+        # Ranks that reduce wait for each other anyway. Those whose gradients the servers sum need no process group.
+        return optimizer._options.partition is not None
+    if weights == "gathered" and not _agree.can_meet(world_size):
+        remedy = "call torch.distributed.init_process_group() before shard(), or pass weights='whole'"
+        raise invalid("weights", "'gathered'", f"'whole' without a process group of all {world_size} ranks", remedy, UsageError)
+    return weights == "gathered"
+
+
+def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> list[Unit]:
+    """The model's units. Ranks that gather must have the same ones; where they have not, or one has none, all are told."""
+    units: list[Unit] = []
+
+    def described() -> list[tuple[str, Any]]:
+        units.extend(act())
+        return [("budget", room), *((f"unit {unit.name}", f"{len(unit.members)} weights of {unit.nbytes} bytes") for unit in units)]
+
+    if not is_gathered:
+        described()
+        return units
+    everyones = _agree.together(described)
+    for rank, theirs in enumerate(everyones):
+        for (name, ours), (other, its) in itertools.zip_longest(everyones[0], theirs, fillvalue=("no unit", None)):
+            if (name, ours) != (other, its):
+                remedy = "give all ranks the same model, budget= and units="
+                raise invalid(other, f"{its} on rank {rank}", f"{name} of {ours}, as on rank 0", remedy)
+    return units
+
+
+def _fetcher(optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None) -> Fetcher:
     is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
-    return Fetcher(connection.job, connection.version, members, is_gone)
+    return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds)
+
+
+def _spans(connection: Connection) -> Spans:
+    if connection.ranks is None:
+        return in_one_piece
+    pieces = connection.ranks.layout.of_params()
+
+    def of_pieces(param: Param, start: int, elements: int) -> Iterable[Span]:
+        return _partition.spans(pieces[param.index], start, elements)
+
+    return of_pieces
 
 
 def _is_never_gone(_: Member) -> bool:

@@ -147,6 +147,7 @@ class Stream:
 
     def _end_micro_step(self, optimizer: Streamed, connection: "Connection") -> None:
         if connection.ranks is not None:
+            connection.weights.meet()
             self._micro_steps += connection.ranks.end_micro_step(connection.job, optimizer._check_missing)
             self._taken.clear()
             return
@@ -167,7 +168,9 @@ class Stream:
         optimizer, connection = self._open()
         optimizer._check_whole(connection)
         if connection.ranks is not None:
-            return self._finish_together(optimizer, connection, connection.ranks)
+            made = self._finish_together(optimizer, connection, connection.ranks)
+            connection.weights.meet()
+            return made
         if self._taken:
             self._end_micro_step(optimizer, connection)
         while self._micro_steps < optimizer._options.accumulate:
@@ -175,12 +178,14 @@ class Stream:
             self._end_pass(connection, connection.params)
         if self._pusher is not None:
             self._pusher.wait()
+        connection.weights.meet()
         self._micro_steps = 0
         return True
 
     def _finish_together(self, optimizer: Streamed, connection: "Connection", ranks: "Ranks") -> bool:
         """Does what :meth:`finish` does, where a rank that has no gradients left must take part in what others do."""
         while self._micro_steps < optimizer._options.accumulate:
+            connection.weights.meet()
             if not ranks.end_micro_step(connection.job, optimizer._check_missing):
                 if not self._micro_steps:
                     return False

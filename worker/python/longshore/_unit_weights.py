@@ -47,6 +47,12 @@ class UnitWeights:
         """Does the same: units are fetched when they are used."""
         self.expect()
 
+    def meet(self) -> None:
+        """Where ranks gather units: waits until all of them have used those that they still want, before they wait for each
+        other in another way."""
+        if self._fetcher.rounds is not None:
+            self._fetcher.rounds.meet()
+
     def settle(self) -> None:
         """The job ends: its last weights stay in the host's memory, and the model can be used."""
         try:

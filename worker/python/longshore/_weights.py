@@ -71,6 +71,9 @@ class Weights:
                 self._read(self._params)
             self.forget()
 
+    def meet(self) -> None:
+        """Does nothing: ranks that read weights together do that between steps."""
+
     def settle(self) -> None:
         """Reads what is still awaited, if anything is."""
         with self._lock:

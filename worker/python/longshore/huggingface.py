@@ -19,7 +19,7 @@ from longshore._config import Config
 from longshore._optimizer import Optimizer
 from longshore._saving import Saving
 from longshore._trainer_data import BEHIND, TrainerData
-from longshore.errors import UsageError
+from longshore.errors import UsageError, invalid
 
 
 class Callback(TrainerCallback):
@@ -39,6 +39,8 @@ class Callback(TrainerCallback):
         self._resumed: bytes | None = None
         self._saved_logs = 0
         self._loaded: _loaded.Loaded | None = None
+        #: What the Trainer loads into a model in units at the end of training, as its best one.
+        self._best: _loaded.Loaded | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if _loaded.is_in_units(model):
@@ -54,12 +56,38 @@ class Callback(TrainerCallback):
         if self._loaded is not None:
             self._loaded.check()
             self._loaded = None
+        if args.load_best_model_at_end and _loaded.is_in_units(kwargs.get("model")):
+            self._check_best(args, optimizer)
+            self._best = _loaded.Loaded(kwargs["model"])
         if scheduler is not None and getattr(scheduler, BEHIND, False):
             # The commit was made before the scheduler's own step.
             delattr(scheduler, BEHIND)
             scheduler.step()
         self._saved_logs = len(state.log_history)
         optimizer.resume_data = lambda: TrainerData.of(state, scheduler, self._saved_logs).encode()
+
+    def _check_best(self, args: Any, optimizer: Optimizer) -> None:
+        """Refuses to train for hours towards a best model that no server could go back to."""
+        if args.save_only_model or not self._saving.writes(optimizer):
+            raise invalid(
+                "load_best_model_at_end",
+                True,
+                "False in stage 3, where a save has no checkpoint of the servers, which have the weights",
+                "start servers with --checkpoint-dir and leave save_only_model and Callback(checkpoint=False) out, or leave it out and load "
+                "the best folder into another model",
+                UsageError,
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        best, self._best = self._best, None
+        optimizer = _ours(kwargs)
+        if best is None or optimizer is None:
+            return
+        if state.best_model_checkpoint is not None:
+            # The weights are the servers', which go back to where the Trainer saved the best ones.
+            path = Path(state.best_model_checkpoint) / "optimizer.pt"
+            optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        best.check()
 
     def _check_resumed(self, optimizer: Optimizer, state: Any) -> None:
         """Refuses to train the first steps again with the weights of later ones."""

@@ -237,9 +237,10 @@ impl Job {
         })
     }
 
-    /// Asks for the weights of some parameters, of a version that was asked for or read, and waits for nothing.
-    fn fetch(&self, py: Python<'_>, version: u64, params: Vec<HostTensor>) -> PyResult<Fetch> {
-        let weights = self.train(py, |training| training.fetch(Version(version), params))?;
+    /// Asks for the weights of some parameters, of a version that was asked for or read, and waits for nothing. Each tensor
+    /// has the elements of its parameter from the one on that is named with it.
+    fn fetch(&self, py: Python<'_>, version: u64, parts: Vec<(HostTensor, u64)>) -> PyResult<Fetch> {
+        let weights = self.train(py, |training| training.fetch(Version(version), parts))?;
         Ok(Fetch::new(self.number(), weights))
     }
 

@@ -344,9 +344,12 @@ impl Training {
         Ok(Some(version))
     }
 
-    /// Asks for weights of a version that was asked for or read before. It does not wait for them.
-    pub(crate) fn fetch(&mut self, version: Version, targets: Vec<HostTensor>) -> Result<Weighed> {
-        let places = targets.iter().map(|target| self.place(target)).collect::<Result<Vec<_>>>()?;
+    /// Asks for weights of a version that was asked for or read before. It does not wait for them. A tensor may be a part of a
+    /// parameter, which begins at the element that is given with it.
+    pub(crate) fn fetch(&mut self, version: Version, given: Vec<(HostTensor, u64)>) -> Result<Weighed> {
+        let part = |(target, start): &(HostTensor, u64)| self.part(target, *start);
+        let places = given.iter().map(part).collect::<Result<Vec<_>>>()?;
+        let targets: Vec<HostTensor> = given.into_iter().map(|(target, _)| target).collect();
         let from = if self.drained == Some(version) {
             From::Master(self.master_of(version)?)
         } else {
@@ -424,6 +427,20 @@ impl Training {
             return Err(Fault::invalid("flush.version", exported.version, version, remedy).into());
         }
         Ok(Arc::new(weights.into_inner().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// Where a tensor lies that is a part of a parameter, from its element `start` on.
+    fn part(&self, tensor: &HostTensor, start: u64) -> Result<Range<u64>> {
+        let Some(place) = self.places.get(tensor.param) else { return self.place(tensor) };
+        let end = start.checked_add(tensor.elements());
+        match end.filter(|&end| end <= place.end - place.start) {
+            Some(end) => Ok(place.start + start..place.start + end),
+            None => {
+                let limit = format!("a part of {} elements", place.end - place.start);
+                let value = format!("{} elements from {start} on", tensor.elements());
+                Err(Fault::invalid("tensor", value, limit, "name parts of the job's parameters").into())
+            }
+        }
     }
 
     fn place(&self, tensor: &HostTensor) -> Result<Range<u64>> {

@@ -155,6 +155,22 @@ def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch)
     assert model.layers[2].weight.tolist() == before
 
 
+def test_a_backward_that_raises_keeps_nothing_here() -> None:
+    model, optimizer, size = deep()
+    sharded = longshore.shard(model, optimizer, size)
+    hidden = model.layers[0](model.inputs(0))
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    hidden.register_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        model.layers[2](model.layers[1](hidden)).sum().backward()
+    assert sharded.weight_bytes > 0
+    sharded.release()
+    assert (sharded.resident, sharded.weight_bytes) == ([], 0)
+
+
 def test_ctrl_c_waits_for_what_still_writes() -> None:
     """The memory of a prefetch must not go while its thread writes there."""
     begun, goes_on = threading.Event(), threading.Event()

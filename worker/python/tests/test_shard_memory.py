@@ -139,7 +139,9 @@ def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
     gradient, target = (param.tensor.new_ones(param.shape).contiguous() for _ in range(2))
     place, into = ((param.index, tensor.data_ptr(), param.elements, param.wire) for tensor in (gradient, target))
     server.stop()
-    fetch = connection.job.fetch(connection.version, [into])
+    with pytest.raises(errors.InvalidError, match=r"tensor is \d+ elements from 1 on, but must be a part of \d+ elements"):
+        connection.job.fetch(connection.version, [(into, 1)])
+    fetch = connection.job.fetch(connection.version, [(into, 0)])
     reads = threading.Event()
 
     def read() -> None:

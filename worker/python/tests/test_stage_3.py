@@ -125,7 +125,7 @@ def test_a_llama_of_hugging_face_in_an_engine() -> None:
     whole, cut = llama(), llama()
     data = load("trainer")["Counting"]()
     written, engines = [], []
-    for model, given in ((whole, stage_2()), (cut, config(longshore={"budget": weight_bytes(cut) * 2 // 3}))):
+    for model, given in ((whole, stage_2()), (cut, config(longshore={"budget": weight_bytes(cut) * 2 // 3, "weights": "whole"}))):
         engine = longshore.initialize(model=model, config=given)[0]
         for step in range(8):
             rows = [data[4 * step + row] for row in range(4)]
@@ -143,7 +143,7 @@ def test_a_llama_of_hugging_face_in_an_engine() -> None:
 
 
 def trained(
-    folder: pathlib.Path, stage: int, servers: str | None = None, job: str | None = None, **more: Any
+    folder: pathlib.Path, stage: int, servers: str | None = None, job: str | None = None, checkpoint: bool | None = False, **more: Any
 ) -> tuple[Any, Any, list[float]]:
     """What the Hugging Face Trainer makes of a Llama in six steps: the model, the optimizer, and each step's loss."""
     import transformers
@@ -188,7 +188,7 @@ def trained(
         train_dataset=data,
         eval_dataset=data,
         optimizers=(optimizer, scheduler),
-        callbacks=[huggingface.Callback(checkpoint=False)],
+        callbacks=[huggingface.Callback(checkpoint=checkpoint)],
     )
     trainer.train()
     return model, optimizer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -205,6 +205,34 @@ def test_a_llama_of_hugging_face_under_its_trainer(tmp_path: pathlib.Path) -> No
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(cut.state_dict()[name], value, rtol=1e-4, atol=1e-5)
     assert same_bits(kept.bfloat16(), copy_of(cut))
+
+
+#: The first save is the best one, since losses fall.
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_best_model_is_loaded_at_the_end(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    try:
+        cut, optimizer, _ = trained(tmp_path, 3, servers, "best", None, **BEST)
+        best = llama().from_pretrained(tmp_path / "3" / "checkpoint-3")
+        last = llama().from_pretrained(tmp_path / "3" / "checkpoint-6")
+        assert optimizer.version == 3
+        assert same_bits(best.bfloat16(), copy_of(cut)) and not same_bits(last.bfloat16(), copy_of(cut))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_best_model_that_no_server_keeps_is_refused_before_training(tmp_path: pathlib.Path, servers: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for checkpoint, more in ((None, {}), (False, {}), (None, {"save_only_model": True})):
+        with pytest.raises(errors.UsageError, match="load_best_model_at_end is True, but must be False in stage 3.*--checkpoint-dir"):
+            trained(tmp_path, 3, servers, f"refused-{len(more)}-{checkpoint}", checkpoint, **BEST, **more)
+    assert not (tmp_path / "3" / "checkpoint-3").exists()
 
 
 RANK = """

@@ -68,13 +68,14 @@ impl Pipeline {
         matches!(self.options.weights, Weights::OnDemand)
     }
 
-    /// Some flat ranges of a version, as they arrive. They come from the whole version, if that was asked for; otherwise they
-    /// are pulled. The version may be that of the step in hand, of the next one, or the one that was drained to.
+    /// Some flat ranges of a version, as they arrive. They come from what was asked for of that version, if they are all in it;
+    /// otherwise they are pulled. The version may be that of the step in hand, of the next one, or the one that was drained to.
     pub fn fetch(&mut self, version: Version, order: &[Range<u64>]) -> Result<Feed> {
-        if let Some(feed) = self.feeds.of(version) {
-            return Ok(feed.clone());
-        }
-        let reading = self.feeds.shared_reading(version);
+        let reading = match self.feeds.of(version) {
+            Some(feed) if order.iter().all(|range| feed.covers(range)) => return Ok(feed.clone()),
+            Some(feed) => feed.reading().clone(),
+            None => self.feeds.shared_reading(version),
+        };
         self.session.pull_as(reading, order)
     }
 }

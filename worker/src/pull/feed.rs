@@ -97,6 +97,11 @@ impl Feed {
         self.handle.shared.store.dtype
     }
 
+    /// Whether these flat elements are among those that this feed brings.
+    pub(crate) fn covers(&self, range: &Range<u64>) -> bool {
+        range.is_empty() || self.handle.shared.store.covering(range).is_some()
+    }
+
     /// Whether these flat elements are there, without waiting.
     pub fn is_ready(&self, range: Range<u64>) -> bool {
         self.handle

@@ -1,0 +1,184 @@
+"""Four ranks with gloo that have a model in units: weights whole or gathered, gradients summed by servers or reduced by ranks.
+unit_rank.py is what a rank does."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import unit_rank
+from conftest import serve, several
+from test_ranks import run
+from test_streaming_and_delay import Delayed
+from torch import nn
+from unit_rank import RANKS, STEPS
+
+import longshore
+
+CLIP = 0.05
+DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 2}
+SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
+#: By name: what ranks do; each is done with the model in one piece, and with weights that are whole and gathered.
+MODES: dict[str, dict[str, Any]] = {
+    "sum": {},
+    "sum delayed": DELAYED,
+    "scatter": {**SCATTER, "keep": True},
+    "scatter delayed": {**SCATTER, **DELAYED},
+    "scatter in micro-steps": {**SCATTER, **DELAYED, "accumulate": 3},
+}
+#: What is done with the model in one piece and with weights that are gathered.
+MODELS: dict[str, dict[str, Any]] = {
+    "leaves out": {"model": "leaves out"},
+    "leaves out scatter": {"model": "leaves out", "accumulate": 2, **SCATTER},
+    "leaves out delayed": {"model": "leaves out", "accumulate": 2, **DELAYED},
+    "checkpoint": {"model": "checkpoint"},
+    "reentrant": {"model": "reentrant", **SCATTER},
+    "tied": {"model": "tied", **SCATTER, **DELAYED},
+    "adapters": {"model": "adapters"},
+    "adapters scatter": {"model": "adapters", **SCATTER},
+    "device": {"late": True},
+    "device scatter": {"late": True, **SCATTER, **DELAYED},
+    "alone": {"alone": True},
+    "alone scatter": {"alone": True, **SCATTER},
+}
+#: By case of unit_rank.py: options, and what every rank is told.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "budget": ({"weights": "gathered"}, r"InvalidError: budget is \d+ on rank 2, but must be budget of \d+, as on rank 0"),
+    "units": ({"weights": "gathered"}, r"InvalidError: unit layers is 12 weights of \d+ bytes on rank 1, but must be unit layers.0 of 2 weights of"),
+    "name": ({"weights": "slices"}, r"InvalidError: weights is 'slices', but must be 'whole' or 'gathered'"),
+    "fsdp": ({}, r"UsageError: layers.0.weight is sharded \(DTensor\), but must be whole with shard\(\): leave fully_shard out"),
+    "built": (SCATTER, r"UsageError: partition is 'reduce-scatter', but must be None for a model that longshore.Init has built"),
+}
+
+
+def budget(model: nn.Module) -> int:
+    """Three of a deep model's layers, and the gradients of one."""
+    return 4 * max(sum(4 * p.numel() for p in layer.parameters()) for layer in model.layers)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank found, by what was done and how weights came."""
+    room = {"sum": budget(unit_rank.deep()), "scatter": budget(unit_rank.deep()) + 2 * buckets()}
+    runs: dict[str, tuple[str, dict[str, Any]]] = {}
+    for mode, options in MODES.items():
+        for way in (None, "whole", "gathered"):
+            given = {**options, "weights": way, "budget": room[mode.split()[0]]} if way else options
+            runs[f"{mode} {way}"] = ("train", {**given, "transport": "tcp", "max_grad_norm": CLIP})
+    for mode, options in MODELS.items():
+        large = 6_000_000 if "model" in options and "leaves" not in mode else room["scatter" if "partition" in options else "sum"]
+        runs[f"{mode} None"] = ("train", {name: value for name, value in options.items() if name not in ("alone", "late")})
+        runs[f"{mode} gathered"] = ("train", {**options, "weights": "gathered", "budget": large})
+    runs["lent"] = ("train", {**SCATTER, "keep": True, "weights": "default", "budget": room["scatter"], "max_grad_norm": CLIP})
+    runs |= {f"!{case}": (f"!{case}", options) for case, (options, _) in REFUSED.items()}
+    with several(2, "3GiB") as servers:
+        given = [(what, {**options, "servers": servers, "job": re.sub(r"\W", "-", name)}) for name, (what, options) in runs.items()]
+        found = run(tmp_path_factory.mktemp("ranks"), given, RANKS, "unit_rank.py")
+    return dict(zip(runs, found, strict=True))
+
+
+def buckets() -> int:
+    """The bytes of the one bucket that gradients of a deep model are reduced in, a little more."""
+    return 4 * sum(parameter.numel() + 3 * RANKS for parameter in unit_rank.deep().parameters())
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Both have the same losses, norms, weights and servers' state, bit for bit."""
+    assert ours["losses"] == theirs["losses"]
+    assert ours["norms"] == theirs["norms"]
+    assert ours["hash"] == theirs["hash"]
+    differ = [name for name, value in theirs["state"].items() if not torch.equal(value, ours["state"][name])]
+    assert not differ and ours["state"].keys() == theirs["state"].keys(), differ
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["whole", "gathered"])
+def test_units_have_the_bits_of_the_model_in_one_piece(trained: dict[str, list[dict[str, Any]]], mode: str, way: str) -> None:
+    for plain, ours in zip(trained[f"{mode} None"], trained[f"{mode} {way}"], strict=True):
+        assert ours["way"] == way
+        same(ours, plain)
+
+
+@pytest.mark.parametrize("mode", MODELS)
+def test_what_a_model_does_works_with_weights_that_are_gathered(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
+    for plain, ours in zip(trained[f"{mode} None"], trained[f"{mode} gathered"], strict=True):
+        if "alone" in mode:  # what was evaluated is not compared
+            ours = {**ours, "losses": plain["losses"]}
+        same(ours, plain)
+        assert ours["fetched"] > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_pulls_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
+    model = unit_rank.deep()
+    small = sum(p.numel() for p in model.parameters() if p.dim() == 1) / sum(p.numel() for p in model.parameters())
+    share = (1 - small) / RANKS + small  # each rank pulls biases whole
+    least = STEPS * sum(4 * parameter.numel() for parameter in model.parameters())
+    for whole, gathered in zip(trained[f"{mode} whole"], trained[f"{mode} gathered"], strict=True):
+        # Both have the same units come to the device. One that was given up before it came is not counted there.
+        assert whole["asked"] >= whole["fetched"] >= least
+        assert gathered["asked"] == pytest.approx(share * whole["asked"], rel=0.03)
+        if "delay" not in MODES[mode]:
+            # What arrives after a step was decided is in the next one's report.
+            assert gathered["pulled"] < 0.4 * whole["pulled"]
+
+
+@pytest.mark.parametrize("delayed", [{}, DELAYED], ids=["exact", "delayed"])
+def test_summed_gradients_have_the_state_of_one_rank(trained: dict[str, list[dict[str, Any]]], delayed: dict[str, Any]) -> None:
+    """It takes the same batches as micro-steps, and its model is in one piece."""
+    model = unit_rank.model_of("deep")
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=RANKS, max_grad_norm=CLIP, **delayed)
+    for step in range(STEPS):
+        for rank in range(RANKS):
+            (model.loss(unit_rank.batch(step, 0, 1, rank)) / RANKS).backward()
+        optimizer.step()
+    optimizer.flush()
+    assert optimizer._connection is not None
+    found = optimizer._connection.job.state_hash()
+    for ours in trained["sum delayed gathered" if delayed else "sum gathered"]:
+        assert ours["hash"] == found
+
+
+@pytest.mark.parametrize("way", ["scatter whole", "scatter gathered", "lent"])
+def test_reduced_gradients_give_what_a_plain_loop_gives(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
+    for ours in trained[way]:
+        model = unit_rank.model_of("deep")
+        loops = {name: Delayed(parameter.detach().numpy()) for name, parameter in model.named_parameters()}
+        for step, (gradients, norm) in enumerate(zip(ours["gradients"], ours["norms"], strict=False), 1):
+            scale = torch.tensor(min(1.0, CLIP / (norm + 1e-6)), dtype=torch.float32).numpy()
+            for loop, gradient in zip(loops.values(), gradients, strict=True):
+                loop.step(gradient.numpy() * scale, step, 1e-2, ahead=False)
+        assert norm > CLIP, "it clips"
+        for name, loop in loops.items():
+            assert torch.equal(ours["state"][name], torch.from_numpy(loop.master)), name
+
+
+def test_ranks_that_reduce_gather_by_default(trained: dict[str, list[dict[str, Any]]]) -> None:
+    assert [ours["way"] for ours in trained["lent"]] == ["gathered"] * RANKS
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], case: str) -> None:
+    for told in trained[f"!{case}"]:
+        assert re.match(REFUSED[case][1], told), told
+
+
+def test_ranks_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB")
+    try:
+        ways: dict[str, dict[str, Any]] = {"sum": {}, "scatter": SCATTER}
+        runs = [("back", {"servers": servers, "job": name, **options}) for name, options in ways.items()]
+        for ranks in run(tmp_path, runs, RANKS, "unit_rank.py"):
+            for rank in ranks:
+                assert rank["version"] == 2 and rank["again"] == rank["first"] and rank["way"] == "gathered"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_is_left_alone_is_told_so(tmp_path: Path) -> None:
+    """The others have not ended, and come to no use of a unit."""
+    with several(1) as servers:
+        [found] = run(tmp_path, [("left alone", {"servers": servers, "job": "alone"})], RANKS, "unit_rank.py")
+    assert re.match(r"rank 0 waited at a use of unit layers.0 for the other ranks, .*weights='whole'", str(found[0])), found[0]

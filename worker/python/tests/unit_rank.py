@@ -1,0 +1,267 @@
+"""What one rank of test_shard_ranks.py does: a model in units, among ranks. It is started as torchrun starts a process."""
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from test_shard_on_a_device import Late
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from units import Deep, Transformer
+
+import longshore
+from longshore import _device
+
+ACCELERATOR = _device.accelerator
+RANKS = 4
+STEPS = 5
+#: No four ranks can share its weights evenly.
+WIDTH = 193
+
+
+class LeavesOut(Deep):
+    """One rank leaves a layer out in each second batch, another one in each third, and one of them the last one."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rank = distributed.get_rank()
+        for number, layer in enumerate(self.layers):
+            is_left_out = (rank, number) == (1, 2) and self.batch % 2 or (rank, number) == (2, 4) and self.batch % 3 == 0
+            if is_left_out or ((rank, number) == (3, 5) and self.batch % 2):
+                continue
+            hidden = hidden + functional.gelu(layer(hidden))
+        return hidden
+
+    def loss(self, step: int) -> Tensor:
+        self.batch = step // RANKS
+        return super().loss(step)
+
+
+class Lora(nn.Module):
+    """A frozen layer, and trained ones of lower rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 128, bias=False)
+        self.up = nn.Linear(128, base.out_features, bias=False)
+
+    @property
+    def in_features(self) -> int:
+        return self.base.in_features
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+def adapted() -> Deep:
+    model = deep()
+    model.layers = nn.ModuleList(Lora(layer) for layer in model.layers)
+    return model
+
+
+def deep(kind: type[Deep] = Deep) -> Deep:
+    return kind(depth=6, width=WIDTH, dtype=torch.float32)
+
+
+def transformer(tied: bool) -> Transformer:
+    return Transformer(depth=2, width=192, words=401, tied=tied)
+
+
+def checkpointed(use_reentrant: bool) -> Transformer:
+    model = transformer(tied=False)
+    model.call = lambda block, *args: checkpoint(block, *args, use_reentrant=use_reentrant)
+    return model
+
+
+#: By name: what makes a model, the same one on all ranks.
+MODELS: dict[str, Callable[[], Any]] = {
+    "deep": deep,
+    "leaves out": lambda: deep(LeavesOut),
+    "tied": lambda: transformer(tied=True),
+    "checkpoint": lambda: checkpointed(use_reentrant=False),
+    "reentrant": lambda: checkpointed(use_reentrant=True),
+    "adapters": adapted,
+}
+
+
+def model_of(name: str, rounds: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for parameter in model.parameters():
+        if parameter.requires_grad and rounds:
+            # Numbers of few bits have exact sums, in whichever order ranks add them up.
+            parameter.register_hook(lambda gradient: (gradient * 2.0**20).round() / 2.0**20)
+    return model
+
+
+def batch(step: int, micro_step: int, micro_steps: int, rank: int) -> int:
+    """Which one a rank takes: one rank takes the same ones in the order of ranks."""
+    return (step * micro_steps + micro_step) * RANKS + rank
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """Trains, and says what came of it. Without ``weights`` the model is in one piece."""
+    rank = distributed.get_rank()
+    name, weights, budget = options.pop("model", "deep"), options.pop("weights", None), options.pop("budget", None)
+    if options.pop("late", False):
+        _device.accelerator = Late()  # type: ignore[assignment]
+    alone, keep, micro_steps = options.pop("alone", False), options.pop("keep", False), options.get("accumulate", 1)
+    model = model_of(name, rounds="partition" in options)
+    kept: dict[int, Tensor] = {}
+    for parameter in model.parameters() if keep else ():
+        parameter.register_post_accumulate_grad_hook(lambda tensor: kept.update({id(tensor): tensor.grad.clone()}))
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+    sharded = None
+    if weights is not None:
+        sharded = longshore.shard(model, optimizer, budget, weights=None if weights == "default" else weights)
+    else:
+        optimizer.open()
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "pulled": 0, "way": sharded and sharded.weights}
+    for step in range(STEPS):
+        if alone and rank == step % RANKS:
+            found["losses"].append(use_alone(model))
+        for micro_step in range(micro_steps):
+            loss = model.loss(batch(step, micro_step, micro_steps, rank)) / micro_steps
+            loss.backward()
+            found["losses"].append(loss.item())
+        optimizer.step()
+        found["gradients"].append([mean(kept[id(parameter)]) for parameter in model.parameters() if keep])
+        report = optimizer.last_report
+        assert report is not None
+        if "delay" not in options:  # else a step is reported some time after it
+            found["norms"].append(report.grad_norm)
+        found["pulled"] += report.pulled_bytes
+    if sharded is not None:
+        found |= {"asked": sharded.pulled_bytes, "fetched": sharded.fetched_bytes}
+    optimizer.flush()
+    found["norms"].append(optimizer.grad_norm)
+    assert optimizer._connection is not None
+    found["hash"] = optimizer._connection.job.state_hash()
+    found["state"] = {name: value.clone() for name, value in model.state_dict().items()}
+    distributed.barrier()
+    optimizer.close()
+    _device.accelerator = ACCELERATOR
+    return found
+
+
+def mean(gradient: Tensor) -> Tensor:
+    """Over all ranks."""
+    distributed.all_reduce(gradient)
+    return gradient / RANKS
+
+
+def use_alone(model: Any) -> float:
+    """What one rank does while the others train: an evaluation, and a copy of all weights."""
+    model.eval()
+    with torch.no_grad():
+        value = model.loss(0).item()
+    model.train()
+    assert len(model.state_dict()) == len(list(model.named_parameters()))
+    return float(value)
+
+
+def refused(case: str, options: dict[str, Any]) -> str:
+    """What a rank is told, of what cannot be done."""
+    rank = distributed.get_rank()
+    model = model_of("deep")
+    budget = 3_000_000 + (rank == 2 and case == "budget")
+    units = "layers" if case == "units" and rank == 1 else None
+    if case == "built":
+        with longshore.Init(budget="1GiB"):
+            model = deep()
+    if case == "fsdp":
+        fully_shard(model)
+    weights = options.pop("weights", None)
+    try:
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
+        longshore.shard(model, optimizer, budget, units=units, weights=weights)
+    except longshore.errors.LongshoreError as error:
+        distributed.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def back(options: dict[str, Any]) -> dict[str, Any]:
+    """Trains, goes back to a checkpoint, and takes the same batches again."""
+    model = model_of("deep")
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+    sharded = longshore.shard(model, optimizer, 3_000_000, weights="gathered")
+
+    def losses(steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            loss = model.loss(batch(step, 0, 1, distributed.get_rank()))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    losses(range(2))
+    optimizer.flush()
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        optimizer.checkpoint("kept")
+    distributed.barrier()
+    state = optimizer.state_dict()
+    first = losses(range(2, 5))
+    optimizer.load_state_dict(state)
+    return {"version": optimizer.version, "first": first, "again": losses(range(2, 5)), "way": sharded.weights}
+
+
+def left_alone(options: dict[str, Any]) -> str:
+    """One rank trains on, and the others do something else."""
+    rank = distributed.get_rank()
+    store = distributed.distributed_c10d._get_default_store()
+    model = model_of("deep")
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
+    longshore.shard(model, optimizer, 2_000_000, weights="gathered")
+    told = "nothing"
+    if rank == 0:
+        with contextlib.suppress(longshore.errors.WaitError):
+            try:
+                model.loss(0)
+            except longshore.errors.WaitError as error:
+                told = str(error)
+                raise
+        store.set("told", told)
+    store.wait(["told"], datetime.timedelta(seconds=120))
+    return told
+
+
+def main() -> None:
+    """Arguments: a folder for what was found, and a JSON list of [what to do, options]."""
+    torch.set_num_threads(1)
+    # What a rank of a run that hangs waits for.
+    faulthandler.dump_traceback_later(float(os.environ.get("LONGSHORE_TEST_SECONDS", "220")), exit=True)
+    runs = json.loads(sys.argv[2])
+    seconds = 5 if runs[0][0] == "left alone" else 120
+    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    found: list[Any] = []
+    for what, options in runs:
+        # What a rank of a run that hangs said last.
+        print(f"{time.monotonic():.1f} {options['job']}", file=sys.stderr, flush=True)
+        if what in ("left alone", "back"):
+            found.append(back(options) if what == "back" else left_alone(options))
+        else:
+            found.append(refused(what[1:], options) if what.startswith("!") else train(options))
+    torch.save(found, Path(sys.argv[1]) / f"{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
+    os._exit(0)  # a group in which a rank waited too long cannot be ended
