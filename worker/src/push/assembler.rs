@@ -44,6 +44,26 @@ impl ChunkSource<'_> {
         }
         expected
     }
+
+    /// Writes zeros to the padding of a chunk. To write all of it would cost as much as the copy of the gradient.
+    fn clear_padding(&self, chunk: Range<u64>, bytes: &mut [u8]) {
+        let width = self.spec.gradient_dtype.bytes();
+        let mut clear = |padding: Range<u64>| {
+            let (from, until) = ((padding.start - chunk.start) * width, (padding.end - chunk.start) * width);
+            bytes[from as usize..until as usize].fill(0);
+        };
+        let params = self.spec.params.len();
+        let mut at = chunk.start;
+        let first = first_at_or_after(self.layout, params, at);
+        for range in (first..params).map(|param| self.layout.param_range(param)) {
+            if range.start >= chunk.end {
+                break;
+            }
+            clear(at..range.start.max(at));
+            at = range.end.min(chunk.end);
+        }
+        clear(at..chunk.end);
+    }
 }
 
 /// The first parameter that ends after a flat element.
@@ -210,7 +230,7 @@ fn begin(plan: &ChunkSource<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> R
     let (missing, elements) = (plan.expected(start, end), end - start);
     let mut buffer = plan.pool.take((elements * plan.spec.gradient_dtype.bytes()) as usize)?;
     if missing < elements {
-        buffer.as_mut().fill(0);
+        plan.clear_padding(start..end, buffer.as_mut());
     }
     Ok(Open { buffer, missing })
 }
