@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use longshore_tests::command::longshore;
+use longshore_tests::{command::longshore, server::ServerOptions};
 use serde_json::Value;
 
 /// Three shards, the last one shorter than the others.
@@ -28,6 +28,44 @@ fn steps_are_measured_over_every_transport() {
         assert!(number("step_ms") >= 1.0, "a step is no shorter than its compute: {line}");
         assert!(number("exposed_ms") <= number("step_ms"), "{line}");
     }
+}
+
+#[test]
+fn steps_of_servers_that_run_elsewhere_are_predicted_and_leave_nothing_there() {
+    let servers = [(); 2].map(|()| ServerOptions::new().start());
+    let addresses = servers.each_ref().map(|server| server.address()).join(",");
+    for more in [&["--delay", "1"][..], &["--stage", "3"]] {
+        // The links bind: 18 MB at 40 MB/s are 0.45 s each way.
+        let fixed = ["--servers", &addresses, "--link", "40M", "--compute-ms", "50"];
+        let line = step(&[&fixed, more].concat());
+        assert_eq!(line["servers"], 2, "{line}");
+        assert!(line["reserved_bytes"].as_u64().is_some_and(|bytes| bytes > 9_000_000 * 18 / 2), "{line}");
+        let over = line["step_over_predicted"].as_f64().unwrap();
+        // How near it comes is for a quiet machine to say: docs/plan.md.
+        assert!((0.5..3.0).contains(&over), "{line}");
+        let binding = line["predicted_binding"].as_str().unwrap();
+        assert!(["push", "pull"].contains(&binding), "{line}");
+        let jobs = longshore(["status", "--servers", &addresses]);
+        assert!(!jobs.stdout.contains("bench-step"), "{jobs:?}");
+    }
+}
+
+#[test]
+fn a_probe_prints_what_a_plan_takes() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = ServerOptions::new().start();
+    let probe = longshore(["plan", "--probe", "--probe-servers", server.address()]);
+    assert_eq!((probe.code, probe.stderr.as_str()), (0, ""), "{probe:?}");
+    let path = folder.path().join("node.toml");
+    std::fs::write(&path, &probe.stdout).unwrap();
+    let plan =
+        ["plan", "--params", "1B", "--json", "--gpu-tflops", "100", "--hardware", path.to_str().unwrap()];
+    let plan = longshore(plan);
+    assert_eq!((plan.code, plan.stderr.as_str()), (0, ""), "{plan:?} {probe:?}");
+    let plan: Value = serde_json::from_str(&plan.stdout).unwrap();
+    assert!(plan["gpus"]["stages"][0]["step_s"].as_f64().is_some_and(|seconds| seconds > 0.0), "{plan}");
+    let jobs = longshore(["status", "--servers", server.address()]);
+    assert!(!jobs.stdout.contains("bench-wire"), "{jobs:?}");
 }
 
 #[test]

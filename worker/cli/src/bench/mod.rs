@@ -4,6 +4,7 @@
 
 mod arrays;
 mod limit;
+pub(crate) mod probe;
 mod receive;
 pub(crate) mod step;
 pub(crate) mod storage;

@@ -62,25 +62,41 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     for &part in &args.resident {
         ensure!((0.0..=1.0).contains(&part), "--resident is {part}, but must be between 0 and 1");
     }
-    let spec = JobSpec { tier: TierKind::Nvme, ..job("bench-storage", vec![param("all", args.params)])? };
-    let pool = ThreadPool::new(available_threads()).context("starting the update threads")?;
     if !args.json {
         say!("{}", head());
     }
     for case in cases(&args.resident) {
-        // Each case has folders of its own beside whatever is there. They are removed after it.
-        let folders = args.dir.iter().map(|dir| folder_in(dir)).collect::<anyhow::Result<Vec<_>>>()?;
-        let storage = Storage {
-            dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
-            engine: case.engine,
-            durability: case.durability,
-            resident_bytes: (args.params as f64 * 12.0 * case.resident) as u64,
-            ..Storage::default()
-        };
-        let measurements = bench(&spec, &storage, &pool, args.rounds.into())?;
+        let measurements = measure(&case, &args.dir, args.params, args.rounds.into())?;
         say!("{}", if args.json { json(&case, &measurements, args) } else { line(&case, &measurements) });
     }
     Ok(())
+}
+
+/// How many GB a second the store reads and writes together in these folders, where every version is durable and nothing
+/// stays in memory.
+pub(super) fn gb_per_s(dirs: &[PathBuf], params: u64, rounds: u64) -> anyhow::Result<f64> {
+    let case = Case { engine: Engine::Auto, durability: Durability::EachVersion, resident: 0.0 };
+    Ok(medians(&measure(&case, dirs, params, rounds)?).gb_per_s)
+}
+
+fn measure(
+    case: &Case,
+    dirs: &[PathBuf],
+    params: u64,
+    rounds: u64,
+) -> anyhow::Result<Vec<StorageMeasurement>> {
+    let spec = JobSpec { tier: TierKind::Nvme, ..job("bench-storage", vec![param("all", params)])? };
+    let pool = ThreadPool::new(available_threads()).context("starting the update threads")?;
+    // Each case has folders of its own beside whatever is there. They are removed after it.
+    let folders = dirs.iter().map(|dir| folder_in(dir)).collect::<anyhow::Result<Vec<_>>>()?;
+    let storage = Storage {
+        dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
+        engine: case.engine,
+        durability: case.durability,
+        resident_bytes: (params as f64 * 12.0 * case.resident) as u64,
+        ..Storage::default()
+    };
+    Ok(bench(&spec, &storage, &pool, rounds)?)
 }
 
 fn folder_in(dir: &Path) -> anyhow::Result<TempDir> {

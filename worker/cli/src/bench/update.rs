@@ -12,7 +12,7 @@ use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat, limits::RATE_EL
 use super::{
     Measured,
     arrays::{Arrays, BLOCK, Shape, Shard, fitting},
-    limit,
+    limit, median,
     receive::{self, Source},
 };
 
@@ -245,14 +245,18 @@ impl Shard {
 pub(super) struct Bare {
     arrays: Arrays,
     pool: ThreadPool,
+    update: Update,
+    params: usize,
 }
 
 impl Bare {
-    pub(super) fn new(params: usize, threads: usize) -> anyhow::Result<Bare> {
-        let params = fitting(Some(params as u64), longshore_server::config::available_memory())?;
+    pub(super) fn new(params: u64, threads: usize, formats: Formats) -> anyhow::Result<Bare> {
+        let params = fitting(Some(params), longshore_server::config::available_memory())?;
         let pool = ThreadPool::new(threads)?;
-        let arrays = Arrays::allocate(params, &pool)?;
-        Ok(Bare { arrays, pool })
+        let mut arrays = Arrays::allocate(params, &pool)?;
+        arrays.prepare(&pool, formats);
+        let (rule, wire, isa, images) = (Rule::AdamW, Dtype::Bf16, Isa::detect(), Images::Plain);
+        Ok(Bare { arrays, pool, update: Update { rule, wire, isa, formats, images }, params })
     }
 
     pub(super) fn adopt_caller(&self) {
@@ -260,9 +264,24 @@ impl Bare {
     }
 
     pub(super) fn pass(&mut self) {
-        let (isa, formats) = (Isa::detect(), Formats::default());
-        let case = Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa, formats, images: Images::Plain };
-        self.arrays.pass(&self.pool, case);
+        self.arrays.pass(&self.pool, self.update);
+    }
+
+    /// The bytes that a pass moves through memory.
+    pub(super) fn bytes(&self) -> f64 {
+        self.params as f64 * self.update.shape().block_bytes() as f64 / BLOCK as f64
+    }
+
+    /// How many bytes a second so many passes move. One pass before them warms up.
+    pub(super) fn bytes_per_s(&mut self, passes: usize) -> f64 {
+        self.pass();
+        let pass = |_| {
+            let begun = Instant::now();
+            self.pass();
+            begun.elapsed().as_secs_f64()
+        };
+        let seconds: Vec<f64> = (0..passes).map(pass).collect();
+        self.bytes() / median(&seconds)
     }
 }
 

@@ -11,8 +11,8 @@ use longshore_engine::{
     tier::{self, Storage, nvme::DEFAULT_BUFFERS},
 };
 use longshore_proto::{
-    Dtype, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement, Rule, ServerId, StateFormat,
-    TierKind,
+    Dtype, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement, Rank, Rule, ServerId,
+    StateFormat, TierKind,
     limits::{DEFAULT_SHARD_ELEMENTS, MAX_SHARDS},
 };
 use longshore_server::config::{ByteSize, Durability, Spill};
@@ -21,6 +21,7 @@ use serde_json::json;
 
 use super::train::preset;
 use crate::{
+    bench::probe::{self, ProbeArgs, Probed},
     plan::{Model, Tensor, Transformer},
     sizes::{human, parse_count},
     train::gpt::{Gpt, VOCABULARY},
@@ -29,7 +30,7 @@ use crate::{
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// Parameters, as in 7B: a transformer whose width is 128 times its layers
-    #[arg(long, value_name = "N", value_parser = parse_count, required_unless_present_any = ["preset", "model"])]
+    #[arg(long, value_name = "N", value_parser = parse_count, required_unless_present_any = ["preset", "model", "probe"])]
     params: Option<u64>,
     /// A model of `longshore train`, instead of --params
     #[arg(long, value_name = "NAME", conflicts_with = "params")]
@@ -99,6 +100,8 @@ pub(super) struct Args {
     drive_endurance: Option<ByteSize>,
     #[command(flatten)]
     gpus: gpus::Args,
+    #[command(flatten)]
+    probe: ProbeArgs,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -119,6 +122,10 @@ struct Requirements {
 
 /// Prints the plan. The result is an error when the job does not fit.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.probe.probe {
+        say!("{}", hardware_file(args.formats(), &probe::run(&args.probe, args.formats())?));
+        return Ok(());
+    }
     let plan = Requirements::of(args)?;
     if args.json {
         say!("{}", plan.json(args));
@@ -127,6 +134,29 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     }
     ensure!(plan.short.is_empty(), "{}", plan.short.join("; "));
     Ok(())
+}
+
+/// What was measured, as a file for --hardware.
+fn hardware_file(formats: Formats, probed: &Probed) -> String {
+    let mut lines = vec![
+        format!(
+            "# Measured by `longshore plan --probe` with {} threads: updates of {} moments and {} master weights.",
+            probed.threads, formats.state, formats.master
+        ),
+        "# gpu-memory = \"80GiB\"".to_string(),
+        "# gpu-tflops = 300.0".to_string(),
+        format!("server-memory = {:.2}", probed.server_memory),
+    ];
+    match probed.drives {
+        Some(drives) => lines.push(format!("drives = {drives:.3}")),
+        None => lines.push("# drives = 6.0  # --probe-dir measures it".to_string()),
+    }
+    if probed.is_loopback {
+        lines.push("# Over loopback; --probe-servers measures the link to other hosts.".to_string());
+    }
+    lines.push(format!("link = {:.3}", probed.link));
+    lines.push(format!("round-trip = {:.0}.0", probed.round_trip_us));
+    lines.join("\n")
 }
 
 impl Args {
@@ -141,6 +171,10 @@ impl Args {
         let positive = self.step_s.is_none_or(|seconds| seconds > 0.0 && seconds.is_finite());
         ensure!(positive, "--step-s must be above 0");
         Ok(())
+    }
+
+    fn formats(&self) -> Formats {
+        Formats { state: self.state, master: self.master, seed: 0 }
     }
 
     fn frozen(&self) -> u64 {
@@ -186,10 +220,7 @@ impl Args {
         let cuts =
             |elements: u64| (0..elements.div_ceil(cut)).map(move |index| (elements - index * cut).min(cut));
         let trained: Vec<u64> = cuts(elements - self.frozen()).collect();
-        let partitions = match self.frozen() {
-            0 => Vec::new(),
-            _ => vec![Partition::whole(self.world_size), Partition::frozen(trained.len() as u32)],
-        };
+        let partitions = self.partitions(trained.len() as u64)?;
         let params = trained.into_iter().chain(cuts(self.frozen())).enumerate();
         let params =
             params.map(|(index, size)| Param { name: format!("p{index}"), shape: vec![size], group: 0 });
@@ -205,12 +236,41 @@ impl Args {
             max_delay: self.delay,
             shard_elements: cut,
             tier: self.tier,
-            formats: Formats { state: self.state, master: self.master, seed: 0 },
+            formats: self.formats(),
             unchecked: false,
             partitions,
             worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
             leave_out: false,
         })
+    }
+
+    /// Whether ranks exchange slices of weights and gradients among themselves, so that each element has one contributor.
+    fn is_sliced(&self) -> anyhow::Result<bool> {
+        Ok(self.world_size > 1 && self.gpus.has_fabric()?)
+    }
+
+    /// Who contributes to so many trained tensors, and to the frozen ones behind them. Ranks that exchange slices have a
+    /// part of the trained ones each.
+    fn partitions(&self, trained: u64) -> anyhow::Result<Vec<Partition>> {
+        let ranks = u64::from(self.world_size);
+        let mut partitions = Vec::new();
+        if self.is_sliced()? {
+            ensure!(
+                trained >= ranks,
+                "{ranks} ranks exchange slices of {trained} shards, but each has one at least: give smaller --shard-elements"
+            );
+            let of_rank = |rank: u64| Partition {
+                first: (rank * trained / ranks) as u32,
+                ranks: vec![Rank(rank as u32)],
+            };
+            partitions.extend((0..ranks).map(of_rank));
+        } else if self.frozen() > 0 {
+            partitions.push(Partition::whole(self.world_size));
+        }
+        if self.frozen() > 0 {
+            partitions.push(Partition::frozen(trained as u32));
+        }
+        Ok(partitions)
     }
 
     fn storage(&self) -> Storage {
@@ -267,11 +327,17 @@ impl Requirements {
             }
         }
         let on_drives = gpus::OnDrives { written: need.written as f64 / elements.max(1) as f64 };
-        let gpus = gpus::Plan::of(&args.gpus, &model, &spec, args.servers, on_drives)?;
+        let parameters: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
+        let frozen = args.frozen() as f64 / parameters as f64;
+        let gpus = gpus::Plan::of(&args.gpus, &model, &spec, args.servers, (frozen, on_drives))?;
         Ok(Requirements {
             gpus,
-            parameters: spec.params.iter().map(|param| param.shape[0]).sum(),
-            wire: elements * args.dtype.bytes(),
+            parameters,
+            wire: (elements * args.dtype.bytes()).div_ceil(if args.is_sliced()? {
+                spec.world_size.into()
+            } else {
+                1
+            }),
             endurance_days: rated.map(|(daily, rated)| rated.0 as f64 / daily),
             need,
             daily,
@@ -331,5 +397,67 @@ impl Requirements {
             "disk_written_bytes_per_day": self.daily, "drive_endurance_days": self.endurance_days,
             "gpus": self.gpus.json(), "short": self.short,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::HardwareArgs;
+
+    #[test]
+    fn what_a_probe_prints_is_a_file_for_hardware() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("node.toml");
+        for drives in [None, Some(2.5)] {
+            let probed = Probed {
+                threads: 2,
+                server_memory: 12.345,
+                drives,
+                link: 1.5,
+                is_loopback: true,
+                round_trip_us: 87.4,
+            };
+            std::fs::write(&path, hardware_file(Formats::default(), &probed)).unwrap();
+            let args = HardwareArgs::of_flags(Some(path.clone()), Some(100.0)).with_file().unwrap();
+            let speeds = args.speeds(drives.is_some()).unwrap().unwrap();
+            assert_eq!((speeds.server_memory, speeds.link), (12.35e9, 1.5e9));
+            assert_eq!(speeds.drives, drives.unwrap_or(f64::INFINITY) * 1e9);
+            assert!((speeds.round_trip_s - 87e-6).abs() < 1e-12);
+        }
+    }
+
+    fn planned(flags: &[&str]) -> Requirements {
+        #[derive(clap::Parser)]
+        struct Command {
+            #[command(flatten)]
+            args: Args,
+        }
+        let command: Command = clap::Parser::parse_from([&["plan"], flags].concat());
+        Requirements::of(&command.args).unwrap()
+    }
+
+    #[test]
+    fn ranks_that_exchange_slices_contribute_once_to_each_element() {
+        let alone = planned(&["--params", "100M"]);
+        let all = planned(&["--params", "100M", "--world-size", "8"]);
+        let sliced = planned(&["--params", "100M", "--world-size", "8", "--fabric", "100"]);
+        assert_eq!(sliced.need.contributions, alone.need.contributions);
+        assert_eq!(sliced.need.accumulators, 0);
+        assert_eq!(all.need.contributions, 8 * alone.need.contributions);
+        assert!(all.need.accumulators > 0);
+        assert_eq!(sliced.wire * 8, all.wire);
+    }
+
+    #[test]
+    fn a_frozen_base_has_no_gradients_on_a_gpu() {
+        let whole = planned(&["--params", "1B", "--gpu-memory", "32GiB"]).gpus.json();
+        let frozen = planned(&["--params", "1B", "--frozen", "990M", "--gpu-memory", "32GiB"]).gpus.json();
+        for stage in 0..2 {
+            let of = |plan: &serde_json::Value, key: &str| plan["stages"][stage][key].as_u64().unwrap();
+            assert_eq!(of(&whole, "weight_bytes"), of(&frozen, "weight_bytes"));
+            let share = of(&frozen, "gradient_bytes") as f64 / of(&whole, "gradient_bytes") as f64;
+            assert!((share - 0.01).abs() < 1e-6, "{share}");
+        }
     }
 }

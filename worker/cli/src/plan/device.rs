@@ -1,6 +1,6 @@
 //! The most device memory that a rank's step takes, by what takes it.
 
-use super::Model;
+use super::{Model, model::Division};
 
 /// What a rank computes at a time, and how.
 #[derive(Clone, Copy, Debug)]
@@ -11,8 +11,11 @@ pub(crate) struct Workload {
     pub(crate) context: u64,
     /// Backward computes a block's inside again from its input, instead of keeping it.
     pub(crate) checkpointing: bool,
-    /// How many versions of the weights a device holds at stage 2: two in a delayed job.
+    /// How many versions of the trained weights a device holds at stage 2: two in a delayed job.
     pub(crate) versions: u64,
+    /// Which part of the parameters is trained, from 0 to 1. It is spread evenly over the model, as adapters are.
+    pub(crate) trained: f64,
+    pub(crate) division: Division,
 }
 
 /// Which weights a device holds, by ZeRO's names.
@@ -44,14 +47,18 @@ const LOGITS: u64 = 8;
 
 impl Peak {
     pub(crate) fn of(model: &Model, work: &Workload, stage: Stage) -> Peak {
-        let units = model.unit_elements();
+        let units = model.unit_elements(work.division);
         let largest = units.iter().copied().max().unwrap_or(0);
         let neighbours = units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(largest);
+        let trained = |elements: u64| (elements as f64 * work.trained).ceil() as u64;
         let weights = match stage {
-            Stage::Two => model.elements() * WIDTH * work.versions,
+            // Of frozen weights there is one version.
+            Stage::Two => (model.elements() + trained(model.elements()) * (work.versions - 1)) * WIDTH,
             Stage::Three => neighbours * WIDTH,
         };
-        Peak { weights, gradients: neighbours * WIDTH, activations: activations(model, work) }
+        // Frozen parameters have no gradient.
+        let gradients = trained(neighbours) * WIDTH;
+        Peak { weights, gradients, activations: activations(model, work) }
     }
 
     pub(crate) fn total(&self) -> u64 {
@@ -95,12 +102,19 @@ pub(crate) fn largest(device: u64, vocabulary: u64, work: &Workload, stage: Stag
 mod tests {
     use super::*;
 
-    const WORK: Workload = Workload { sequences: 2, context: 1024, checkpointing: true, versions: 1 };
+    const WORK: Workload = Workload {
+        sequences: 2,
+        context: 1024,
+        checkpointing: true,
+        versions: 1,
+        trained: 1.0,
+        division: Division::Blocks,
+    };
 
     #[test]
     fn stage_two_holds_the_model_and_stage_three_two_units() {
         let model = Model::transformer_of(8, 1000);
-        let units = model.unit_elements();
+        let units = model.unit_elements(Division::Blocks);
         let two = Peak::of(&model, &WORK, Stage::Two);
         assert_eq!(two.weights, 2 * model.elements());
         assert_eq!(
@@ -110,6 +124,23 @@ mod tests {
         let three = Peak::of(&model, &WORK, Stage::Three);
         assert_eq!(three.weights, 2 * (units[1] + units[2]).max(units[0] + units[1]));
         assert_eq!(three.activations, two.activations);
+        // Of the tensors, the two of the MLP are the largest neighbours.
+        let tensors = Peak::of(&model, &Workload { division: Division::Tensors, ..WORK }, Stage::Three);
+        assert_eq!(tensors.weights, 2 * 8 * 1024 * 1024);
+    }
+
+    #[test]
+    fn frozen_parameters_are_weights_alone() {
+        let model = Model::transformer_of(8, 1000);
+        let work = Workload { trained: 0.01, versions: 2, ..WORK };
+        for stage in [Stage::Two, Stage::Three] {
+            let (whole, most) = (Peak::of(&model, &WORK, stage), Peak::of(&model, &work, stage));
+            assert_eq!(most.gradients, (whole.gradients as f64 / 200.0).ceil() as u64 * 2, "{stage:?}");
+            assert_eq!(most.activations, whole.activations);
+        }
+        // Only of those that are trained there is a second version.
+        let second = (model.elements() as f64 / 100.0).ceil() as u64;
+        assert_eq!(Peak::of(&model, &work, Stage::Two).weights, 2 * (model.elements() + second));
     }
 
     #[test]

@@ -6,9 +6,11 @@ mod hardware;
 mod hugging_face;
 mod model;
 mod schedule;
+mod traffic;
 
 pub(crate) use device::{Peak, Stage, Workload, largest};
 pub(crate) use hardware::HardwareArgs;
 pub(crate) use hugging_face::{header as safetensors_header, read};
-pub(crate) use model::{Model, Tensor, Transformer};
-pub(crate) use schedule::{Run, Step, Unit, enough_servers};
+pub(crate) use model::{Division, Model, Tensor, Transformer};
+pub(crate) use schedule::{Hardware, Run, Step, Unit, enough_servers};
+pub(crate) use traffic::update_bytes;

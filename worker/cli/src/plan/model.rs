@@ -30,6 +30,16 @@ pub(crate) struct Transformer {
     pub(crate) experts: (u64, u64),
 }
 
+/// What is acquired together at stage 3.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Division {
+    /// The parameters of a block
+    #[default]
+    Blocks,
+    /// Each tensor by itself, as models take that are too wide for a device to hold two blocks
+    Tensors,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) tensors: Vec<Tensor>,
@@ -91,9 +101,12 @@ impl Model {
         units
     }
 
-    pub(crate) fn unit_elements(&self) -> Vec<u64> {
+    pub(crate) fn unit_elements(&self, division: Division) -> Vec<u64> {
         let elements = |unit: Range<usize>| self.tensors[unit].iter().map(Tensor::elements).sum();
-        self.units().into_iter().map(elements).collect()
+        match division {
+            Division::Blocks => self.units().into_iter().map(elements).collect(),
+            Division::Tensors => self.tensors.iter().map(Tensor::elements).collect(),
+        }
     }
 }
 
@@ -128,6 +141,7 @@ mod tests {
         let tensors = names.iter().map(|name| Tensor::new(*name, &[2, 3])).collect();
         let model = Model { tensors, transformer: None };
         assert_eq!(model.units(), [0..2, 2..4, 4..5, 5..6, 6..7]);
-        assert_eq!(model.unit_elements(), [12, 12, 6, 6, 6]);
+        assert_eq!(model.unit_elements(Division::Blocks), [12, 12, 6, 6, 6]);
+        assert_eq!(model.unit_elements(Division::Tensors), [6; 7]);
     }
 }

@@ -3,7 +3,15 @@
 //! All ranks do the same at the same time, so one rank is followed, and what ranks share is slower by their number. Each
 //! resource does one thing at a time, in the order of the protocol: gradients leave last layer first, shards are updated in forward order
 //! behind the decision, and weights follow their update. So a run of 512 GPUs takes no longer to simulate than one of two.
+//! Servers are followed one by one, since a shard is as fast as the one server that has it.
 
+mod deal;
+mod line;
+
+use self::{
+    deal::{Part, deal, groups},
+    line::Line,
+};
 use super::device::Stage;
 
 /// Speeds, in bytes and operations a second.
@@ -27,6 +35,8 @@ pub(crate) struct Hardware {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unit {
     pub(crate) elements: f64,
+    /// Which part of them is trained. The others have no gradient and no update.
+    pub(crate) trained: f64,
     pub(crate) forward_s: f64,
     pub(crate) backward_s: f64,
 }
@@ -36,7 +46,11 @@ pub(crate) struct Run {
     pub(crate) units: Vec<Unit>,
     pub(crate) gpus: f64,
     pub(crate) servers: f64,
+    /// Elements of a shard.
+    pub(crate) shard: f64,
     pub(crate) stage: Stage,
+    /// How many units are on the device at stage 3, the one in use among them.
+    pub(crate) resident: usize,
     pub(crate) delayed: bool,
     /// Each rank pushes and pulls its slice of each unit, and ranks exchange slices.
     pub(crate) sliced: bool,
@@ -92,73 +106,32 @@ impl Step {
 /// How many steps go by before one counts. A delayed step depends on the two before it, so that the fourth is like all
 /// that follow.
 const WARM_STEPS: usize = 4;
-/// How many units of stage 3 are on the device: the one in use and the next.
-const RESIDENT: usize = 2;
-
-/// Something that does one thing at a time. What is asked of it first goes first, and what is ready earlier fills the
-/// gaps.
+/// What a rank has.
 #[derive(Default)]
-struct Line {
-    /// When it is in use, in order, without overlap.
-    used: Vec<(f64, f64)>,
-    busy_s: f64,
-}
-
-impl Line {
-    /// Does what takes so long, once it is ready. Returns the time when it is done.
-    fn take(&mut self, ready_at: f64, seconds: f64) -> f64 {
-        if seconds <= 0.0 {
-            return ready_at;
-        }
-        self.busy_s += seconds;
-        let (mut at, mut left) = (ready_at, seconds);
-        let first = self.used.partition_point(|&(_, end)| end < at);
-        let mut after = first;
-        while let Some(&(start, end)) = self.used.get(after) {
-            let gap = (start - at).max(0.0);
-            if gap >= left {
-                break;
-            }
-            left -= gap;
-            at = at.max(end);
-            after += 1;
-        }
-        let done_at = at + left;
-        // The gaps between these uses are filled now, so that all of them are one.
-        let began_at = self.used[first..after].first().map_or(ready_at, |&(start, _)| start.min(ready_at));
-        self.used.splice(first..after, [(began_at, done_at)]);
-        done_at
-    }
-}
-
-#[derive(Default)]
-struct Lines {
+struct OfRank {
     gpu: Line,
     push: Line,
     pull: Line,
     fabric: Line,
-    memory: Line,
-    drives: Line,
 }
 
-impl Lines {
-    fn busy(&self) -> [(Binding, f64); 6] {
-        [
-            (Binding::Gpu, self.gpu.busy_s),
-            (Binding::Push, self.push.busy_s),
-            (Binding::Pull, self.pull.busy_s),
-            (Binding::Fabric, self.fabric.busy_s),
-            (Binding::ServerMemory, self.memory.busy_s),
-            (Binding::Drives, self.drives.busy_s),
-        ]
-    }
+/// What a group of servers has.
+#[derive(Clone, Default)]
+struct OfGroup {
+    push: Line,
+    pull: Line,
+    memory: Line,
+    drives: Line,
 }
 
 /// A run in the middle of its steps.
 struct Simulation<'a> {
     run: &'a Run,
     hardware: &'a Hardware,
-    lines: Lines,
+    rank: OfRank,
+    groups: Vec<OfGroup>,
+    /// Where the units lie.
+    parts: Vec<Vec<Part>>,
     /// By unit, when the version after the last step and the one before it can be read: on the servers at stage 3, on the
     /// device at stage 2.
     newest: Vec<f64>,
@@ -172,19 +145,22 @@ impl Run {
     /// One step of many.
     pub(crate) fn step(&self, hardware: &Hardware) -> Step {
         let start = vec![0.0; self.units.len()];
+        let groups = groups(self.servers);
         let mut simulation = Simulation {
             run: self,
             hardware,
-            lines: Lines::default(),
+            rank: OfRank::default(),
+            groups: vec![OfGroup::default(); groups],
+            parts: deal(self.units.iter().map(|unit| unit.elements), self.shard, groups),
             newest: start.clone(),
             older: start,
             uses: Vec::new(),
             computed_at: 0.0,
         };
         (0..WARM_STEPS).for_each(|_| simulation.step());
-        let (before, busy_before) = (simulation.computed_at, simulation.lines.busy());
+        let (before, busy_before) = (simulation.computed_at, simulation.busy());
         simulation.step();
-        let busy = simulation.lines.busy().into_iter().zip(busy_before);
+        let busy = simulation.busy().into_iter().zip(busy_before);
         let in_step = busy.map(|((binding, after), (_, before))| (binding, after - before));
         let (binding, binding_s) =
             in_step.max_by(|one, other| one.1.total_cmp(&other.1)).unwrap_or((Binding::Gpu, 0.0));
@@ -197,44 +173,79 @@ impl Run {
         }
     }
 
-    /// The bytes of a unit that one rank exchanges with the servers in one direction.
-    fn rank_bytes(&self, unit: Unit) -> f64 {
-        unit.elements * self.width / if self.sliced { self.gpus } else { 1.0 }
+    /// The bytes that one rank exchanges with the servers for so many elements, in one direction.
+    fn rank_bytes(&self, elements: f64) -> f64 {
+        elements * self.width / if self.sliced { self.gpus } else { 1.0 }
     }
 }
 
 impl Simulation<'_> {
-    /// How long a unit is on the links between all ranks and all servers.
-    fn transfer_s(&self, unit: Unit) -> f64 {
-        let bytes = self.run.rank_bytes(unit);
-        let of_servers = bytes * self.run.gpus / (self.run.servers * self.hardware.server_link);
-        of_servers.max(bytes / self.hardware.link)
+    /// How long each has been in use. Of servers it is the busiest that counts.
+    fn busy(&self) -> [(Binding, f64); 6] {
+        let most = |line: fn(&OfGroup) -> &Line| {
+            self.groups.iter().map(|group| line(group).busy_s).fold(0.0, f64::max)
+        };
+        [
+            (Binding::Gpu, self.rank.gpu.busy_s),
+            (Binding::Push, self.rank.push.busy_s.max(most(|group| &group.push))),
+            (Binding::Pull, self.rank.pull.busy_s.max(most(|group| &group.pull))),
+            (Binding::Fabric, self.rank.fabric.busy_s),
+            (Binding::ServerMemory, most(|group| &group.memory)),
+            (Binding::Drives, most(|group| &group.drives)),
+        ]
     }
 
-    /// How long ranks exchange the slices of a unit.
-    fn exchange_s(&self, unit: Unit) -> f64 {
+    /// What a group of servers does in a second where one does so much.
+    fn of_group(&self, of_server: f64) -> f64 {
+        of_server * self.run.servers / self.groups.len() as f64
+    }
+
+    /// How long a part is on the link of its group between all ranks and the servers, and the least time that a shard of it
+    /// takes on one server's link.
+    fn transfer_s(&self, part: &Part, share: f64) -> (f64, f64) {
+        let all_ranks = |elements: f64| self.run.rank_bytes(elements * share) * self.run.gpus;
+        (
+            all_ranks(part.elements) / self.of_group(self.hardware.server_link),
+            all_ranks(part.longest) / self.hardware.server_link,
+        )
+    }
+
+    /// How long ranks exchange the slices of so many elements.
+    fn exchange_s(&self, elements: f64) -> f64 {
         if !self.run.sliced {
             return 0.0;
         }
-        unit.elements * self.run.width * (self.run.gpus - 1.0) / self.run.gpus / self.hardware.fabric
+        elements * self.run.width * (self.run.gpus - 1.0) / self.run.gpus / self.hardware.fabric
     }
 
-    fn pull(&mut self, unit: Unit, ready_at: f64) -> f64 {
-        let arrived = self.lines.pull.take(ready_at, self.transfer_s(unit));
-        self.lines.fabric.take(arrived, self.exchange_s(unit))
+    /// Brings a share of a unit to the rank. `readable` says from when on each part can be read.
+    fn pull(&mut self, unit: usize, share: f64, readable: impl Fn(usize) -> f64) -> f64 {
+        let elements = self.run.units[unit].elements * share;
+        let first = (0..self.parts[unit].len()).map(&readable).fold(f64::INFINITY, f64::min);
+        let on_link = self.run.rank_bytes(elements) / self.hardware.link;
+        let mut arrived = self.rank.pull.take(first, on_link);
+        for index in 0..self.parts[unit].len() {
+            let part = self.parts[unit][index];
+            let (seconds, least) = self.transfer_s(&part, share);
+            let ready = readable(index);
+            arrived = arrived.max(self.groups[part.group].pull.take(ready, seconds)).max(ready + least);
+        }
+        self.rank.fabric.take(arrived, self.exchange_s(elements))
     }
 
     fn step(&mut self) {
         let units = self.run.units.len();
         let mut received_at = 0.0f64;
+        // What a pass ends with is there when the next one begins.
+        let stays = self.run.resident.saturating_sub(1);
         for micro_step in 0..self.run.micro_steps {
             for unit in 0..units {
-                self.compute(unit, self.run.units[unit].forward_s, true);
+                let is_pulled = micro_step == 0 || unit >= stays;
+                self.compute(unit, self.run.units[unit].forward_s, is_pulled);
             }
             for unit in (0..units).rev() {
-                // Backward begins with the unit that forward ended with.
-                let done = self.compute(unit, self.run.units[unit].backward_s, unit + 1 < units);
-                received_at = received_at.max(self.push(self.run.units[unit], done, micro_step));
+                let done = self.compute(unit, self.run.units[unit].backward_s, unit + stays < units);
+                received_at = received_at.max(self.push(unit, done, micro_step));
             }
         }
         self.update(received_at);
@@ -245,21 +256,27 @@ impl Simulation<'_> {
         let readable = if self.run.delayed { self.older[unit] } else { self.newest[unit] };
         let ready = match self.run.stage {
             Stage::Three if is_pulled => {
-                let room = self.uses.len().checked_sub(RESIDENT).map_or(0.0, |before| self.uses[before]);
-                self.pull(self.run.units[unit], readable.max(room))
+                let before = self.uses.len().checked_sub(self.run.resident);
+                let ready = readable.max(before.map_or(0.0, |before| self.uses[before]));
+                self.pull(unit, 1.0, |_| ready)
             }
             Stage::Two | Stage::Three => readable,
         };
         // A GPU computes in the model's order, so that nothing fills its gaps.
-        self.computed_at = self.lines.gpu.take(ready.max(self.computed_at), seconds);
+        self.computed_at = self.rank.gpu.take(ready.max(self.computed_at), seconds);
         self.uses.push(self.computed_at);
         self.computed_at
     }
 
     /// Sends a unit's gradients, and returns when the servers have them, added up over ranks.
-    fn push(&mut self, unit: Unit, made_at: f64, micro_step: u32) -> f64 {
-        let reduced = self.lines.fabric.take(made_at, self.exchange_s(unit));
-        let sent = self.lines.push.take(reduced, self.transfer_s(unit));
+    fn push(&mut self, unit: usize, made_at: f64, micro_step: u32) -> f64 {
+        let Unit { elements, trained, .. } = self.run.units[unit];
+        if trained <= 0.0 {
+            return made_at;
+        }
+        let reduced = self.rank.fabric.take(made_at, self.exchange_s(elements * trained));
+        let on_link = self.run.rank_bytes(elements * trained) / self.hardware.link;
+        let left_rank = self.rank.push.take(reduced, on_link);
         let contributions = if self.run.sliced { 1.0 } else { self.run.gpus };
         // A lone contribution is written as it comes. Several are read again and added up in fp32.
         let is_lone = contributions == 1.0 && self.run.micro_steps == 1;
@@ -268,35 +285,53 @@ impl Simulation<'_> {
         } else {
             contributions * self.run.width + if micro_step == 0 { 4.0 } else { 8.0 }
         };
-        let bytes = unit.elements * (contributions * self.run.width + sums);
-        self.lines.memory.take(sent, bytes / (self.run.servers * self.hardware.server_memory))
+        let memory = self.of_group(self.hardware.server_memory);
+        let mut received = left_rank;
+        for index in 0..self.parts[unit].len() {
+            let part = self.parts[unit][index];
+            let (seconds, least) = self.transfer_s(&part, trained);
+            let group = &mut self.groups[part.group];
+            let sent = group.push.take(reduced, seconds).max(reduced + least).max(left_rank);
+            let bytes = part.elements * trained * (contributions * self.run.width + sums);
+            received = received.max(group.memory.take(sent, bytes / memory));
+        }
+        received
     }
 
     fn update(&mut self, received_at: f64) {
         // Rank 0 reads the gradient statistics, then sends the commit.
         let decided_at = received_at + 2.0 * self.hardware.round_trip_s;
+        let memory = self.of_group(self.hardware.server_memory);
+        let drives = self.of_group(self.hardware.drives);
         std::mem::swap(&mut self.newest, &mut self.older);
         for index in 0..self.run.units.len() {
-            let unit = self.run.units[index];
-            let of_servers = unit.elements / self.run.servers;
-            let memory = of_servers * self.run.update_bytes / self.hardware.server_memory;
-            let drives = of_servers * self.run.drive_bytes / self.hardware.drives;
-            let updated =
-                self.lines.memory.take(decided_at, memory).max(self.lines.drives.take(decided_at, drives));
+            let trained = self.run.units[index].trained;
+            if trained <= 0.0 {
+                self.newest[index] = self.older[index];
+                continue;
+            }
+            let mut updated = Vec::with_capacity(self.parts[index].len());
+            for part in &self.parts[index] {
+                let elements = part.elements * trained;
+                let group = &mut self.groups[part.group];
+                let in_memory = group.memory.take(decided_at, elements * self.run.update_bytes / memory);
+                let on_drives = group.drives.take(decided_at, elements * self.run.drive_bytes / drives);
+                updated.push(in_memory.max(on_drives));
+            }
             self.newest[index] = match self.run.stage {
-                Stage::Two => self.pull(unit, updated),
-                Stage::Three => updated,
+                Stage::Two => self.pull(index, trained, |part| updated[part]),
+                Stage::Three => updated.into_iter().fold(0.0, f64::max),
             };
         }
     }
 }
 
-/// The fewest servers with which a step is at most a hundredth longer than with as many as one likes, up to `most`, and
-/// that step.
+/// A number of servers with which a step is at most a hundredth longer than with `most` of them, while one server fewer makes
+/// it longer, and that step.
 pub(crate) fn enough_servers(run: &Run, hardware: &Hardware, most: u32) -> (u32, Step) {
     let with = |servers: u32| Run { servers: f64::from(servers), ..run.clone() }.step(hardware);
     let best = with(most).wall_s;
-    // More servers never make a step longer.
+    // Twice the servers never make a step longer; one more may, where shards come out even.
     let (mut low, mut high) = (1, most);
     while low < high {
         let middle = low.midpoint(high);

@@ -23,9 +23,12 @@ pub(crate) struct Args {
     /// Data-parallel ranks
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub(super) ranks: u32,
-    /// How payloads go: tcp, unix or memfd
-    #[arg(long, default_value_t = Transport::Memfd)]
-    pub(super) transport: Transport,
+    /// Servers that run elsewhere, for instance behind links of a given speed [default: one in this process]
+    #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...", conflicts_with = "state_dir")]
+    pub(super) servers: Vec<String>,
+    /// How payloads go: tcp, unix or memfd [default: memfd, or tcp with --servers]
+    #[arg(long)]
+    transport: Option<Transport>,
     /// Connections of a rank to the server
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub(super) connections: usize,
@@ -35,7 +38,7 @@ pub(crate) struct Args {
     /// Folders for the nvme tier
     #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
     pub(super) state_dir: Vec<PathBuf>,
-    /// What of the nvme tier lives on the drives: state, images or all
+    /// What of the nvme tier lives on the drives: state, images or all. With --servers it is as they were started
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     pub(super) spill: Spill,
     /// The server makes the initial weights by itself
@@ -68,6 +71,19 @@ pub(crate) struct Args {
     /// Bytes a second of each rank's link, each way, as in 1G [default: as fast as it is]
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub(super) link: Option<u64>,
+    /// For the prediction: bytes a second of each server's link, each way, as in 100M. It makes no link slower
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    pub(super) server_link: Option<u64>,
+    /// For the prediction: bytes a second that each server's memory moves in updates [default: what the update alone is
+    /// measured with here, divided by the number of servers]
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    pub(super) server_memory: Option<u64>,
+    /// For the prediction, with --tier nvme: bytes a second that each server's drives read and write together
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    pub(super) drives: Option<u64>,
+    /// Elements of a shard. A step streams shard after shard
+    #[arg(long, default_value_t = DEFAULT_SHARD_ELEMENTS, value_name = "N")]
+    pub(super) shard_elements: u64,
     /// Stage 3: the compute of each use of a shard, as a multiple of its transfer; needs --link
     #[arg(long, value_name = "X", conflicts_with = "compute_ms", requires = "link")]
     pub(super) compute_of_transfer: Option<f64>,
@@ -96,7 +112,10 @@ impl Args {
         ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
         ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
         ensure!(self.stage == 2 || self.ranks == 1, "--stage 3 is measured with --ranks 1");
-        ensure!(self.stage == 2 || self.link.is_some(), "--stage 3 needs --link, as in --link 1G");
+        ensure!(
+            self.stage == 2 || self.link.or(self.server_link).is_some(),
+            "--stage 3 needs --link, as in --link 1G, or --server-link"
+        );
         ensure!(
             self.stage == 3 || self.device_budget.is_none() && self.compute_of_transfer.is_none(),
             "--device-budget and --compute-of-transfer need --stage 3"
@@ -104,25 +123,45 @@ impl Args {
         let of_transfer = self.compute_of_transfer.unwrap_or(0.0);
         ensure!(of_transfer >= 0.0 && of_transfer.is_finite(), "--compute-of-transfer must be at least 0");
         ensure!(
-            self.link.is_none() || self.transport != Transport::Memfd,
+            self.link.is_none() || self.transport() != Transport::Memfd,
             "--link needs --transport tcp or unix: shared memory has no link"
         );
-        ensure!(self.transport != Transport::Auto, "--transport must be tcp, unix or memfd");
+        ensure!(self.transport() != Transport::Auto, "--transport must be tcp, unix or memfd");
+        ensure!(
+            self.shard_elements > 0 && self.shard_elements.is_multiple_of(BLOCK_ELEMENTS),
+            "--shard-elements is {}, but must be a multiple of {BLOCK_ELEMENTS}",
+            self.shard_elements
+        );
         Ok(())
+    }
+
+    pub(super) fn transport(&self) -> Transport {
+        let usual = if self.servers.is_empty() { Transport::Memfd } else { Transport::Tcp };
+        self.transport.unwrap_or(usual)
+    }
+
+    pub(super) fn formats(&self) -> Formats {
+        Formats { state: self.state, master: self.master, seed: 0 }
+    }
+
+    pub(super) fn server_count(&self) -> usize {
+        self.servers.len().max(1)
     }
 
     pub(super) fn spec(&self) -> anyhow::Result<JobSpec> {
         // There is one tensor a shard, since shards are what a step streams.
-        let params = (0..self.params.div_ceil(DEFAULT_SHARD_ELEMENTS)).map(|index| {
-            let elements = DEFAULT_SHARD_ELEMENTS.min(self.params - index * DEFAULT_SHARD_ELEMENTS);
+        let cut = self.shard_elements;
+        let params = (0..self.params.div_ceil(cut)).map(|index| {
+            let elements = cut.min(self.params - index * cut);
             param(format!("layer{index}"), elements.next_multiple_of(BLOCK_ELEMENTS))
         });
         Ok(JobSpec {
             world_size: self.ranks,
             micro_steps: self.micro_steps,
             max_delay: self.delay,
+            shard_elements: cut,
             tier: self.tier,
-            formats: Formats { state: self.state, master: self.master, seed: 0 },
+            formats: self.formats(),
             unchecked: self.unchecked,
             worker_local: false,
             leave_out: false,

@@ -28,9 +28,9 @@ impl Limits {
     pub(super) fn new(args: &Args) -> anyhow::Result<Limits> {
         let bare = args.params.min(MOST_BARE);
         Ok(Limits {
-            bare: Bare::new(bare as usize, available_threads())?,
+            bare: Bare::new(bare, available_threads(), args.formats())?,
             times: args.params as f64 / bare as f64,
-            wire: wire::Both::open(args.connections, args.transport)?,
+            wire: wire::Both::open(args.connections, args.transport())?,
             bytes: args.params as f64 * 2.0,
             rounds: Vec::new(),
             cpu: f64::NAN,
@@ -57,8 +57,20 @@ impl Limits {
         Ok(())
     }
 
+    /// The GB that the update of all parameters moves through memory.
+    pub(super) fn update_gb(&self) -> f64 {
+        self.bare.bytes() * self.times / 1e9
+    }
+
     /// The medians.
     pub(super) fn ms(&self) -> [f64; 4] {
         [0, 1, 2, 3].map(|limit| median(&self.rounds.iter().map(|round| round[limit]).collect::<Vec<_>>()))
     }
+}
+
+/// How many bytes a second the bare update moves through memory.
+pub(super) fn update_bytes_per_s(args: &Args) -> anyhow::Result<f64> {
+    let mut bare = Bare::new(args.params.min(MOST_BARE / 4), available_threads(), args.formats())?;
+    bare.adopt_caller();
+    Ok(bare.bytes_per_s(3))
 }

@@ -2,15 +2,16 @@
 //!
 //! Forward takes a third of the compute, and uses shard after shard as their weights arrive. Backward takes the rest,
 //! and each shard's gradient leaves during it, last shard first. Server and ranks are in this process, so its CPU time
-//! is that of all.
+//! is that of all; servers that run elsewhere are not in it. Beside what was measured stands what the plan's simulator says.
 
 mod args;
+mod hosts;
 mod limits;
+mod prediction;
 mod rank;
 mod units;
 
 use std::{
-    net::{Ipv4Addr, SocketAddr},
     sync::{Arc, Barrier},
     thread,
     time::Duration,
@@ -18,73 +19,87 @@ use std::{
 
 use anyhow::Context;
 use longshore_engine::threads::available_threads;
-use longshore_server::{Config, Server, config::StorageConfig};
-use longshore_worker::session::Transport;
+use longshore_proto::JobSpec;
 use serde_json::json;
 
 pub(crate) use self::args::Args;
-use self::{limits::Limits, rank::Measured};
+use self::{
+    hosts::Hosts,
+    limits::Limits,
+    prediction::{Alone, Uses, predict},
+    rank::Measured,
+};
 use super::median;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.check()?;
     let spec = args.spec()?;
-    let folder = tempfile::tempdir()?;
-    let socket = folder.path().join("bench.sock");
-    let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
-    let storage =
-        StorageConfig { state_dirs: args.state_dir.clone(), spill: args.spill, ..StorageConfig::default() };
-    let config = Config { listen_unix: Some(socket.clone()), storage, ..defaults };
-    let runtime = longshore_server::runtime("server")?;
-    let server = runtime.block_on(Server::start(config))?;
-    let address = match args.transport {
-        Transport::Unix => format!("unix:{}", socket.display()),
-        _ => server.address().to_string(),
-    };
+    let hosts = Hosts::start(args)?;
+    let measured = measure(args, &spec, &hosts);
+    // A job that nobody opened is not there to be cleared.
+    measured.and(hosts.clear(&spec))
+}
+
+fn measure(args: &Args, spec: &JobSpec, hosts: &Hosts) -> anyhow::Result<()> {
     if args.stage == 3 {
-        let measured = units::run(args, spec, address)?;
-        units::report(args, &measured);
-        drop((server, runtime));
-        return Ok(());
+        let measured = units::run(args, spec.clone(), hosts)?;
+        return units::report(args, spec, &measured);
     }
     let turns = Arc::new(Barrier::new(args.ranks as usize + 1));
     let ranks: Vec<_> = (0..args.ranks)
         .map(|rank| {
-            let (args, spec, address, turns) = (args.clone(), spec.clone(), address.clone(), turns.clone());
-            thread::spawn(move || rank::run(&args, spec, address, rank, &turns))
+            let (args, spec, turns) = (args.clone(), spec.clone(), turns.clone());
+            let servers = hosts.addresses().to_vec();
+            thread::spawn(move || rank::run(&args, spec, servers, rank, &turns))
         })
         .collect();
     let mut limits = Limits::new(args)?;
-    // The first round warms up.
+    limits.measure(false)?;
+    // The first round warms up, and the steps of the next one follow at once, as steps of a run do.
     for round in 0..=args.rounds {
         turns.wait();
         limits.time_steps(args.steps, || turns.wait());
-        limits.measure(round > 0)?;
+        if round > 0 {
+            limits.measure(true)?;
+        }
     }
     let mut measured = Vec::new();
     for rank in ranks {
         measured.push(rank.join().map_err(|_| anyhow::anyhow!("a rank panicked"))?.context("a rank failed")?);
     }
-    report(args, &measured[0], &limits);
-    drop((server, runtime));
-    Ok(())
+    report(args, spec, &measured[0], &limits, hosts.reserved(spec)?)
 }
 
-fn report(args: &Args, measured: &Measured, limits: &Limits) {
+fn report(
+    args: &Args,
+    spec: &JobSpec,
+    measured: &Measured,
+    limits: &Limits,
+    reserved: u64,
+) -> anyhow::Result<()> {
     let ms = |value: Duration| value.as_secs_f64() * 1e3;
     let of = |value: fn(&rank::Step) -> Duration| {
         median(&measured.steps.iter().map(|step| ms(value(step))).collect::<Vec<_>>())
     };
     let (step, exposed) = (of(|step| step.wall), of(|step| step.exposed));
-    let [push, pull, update, cpu] = limits.ms();
+    let [alone_push, alone_pull, update, cpu] = limits.ms();
     // Each direction of the wire bounds a step by itself. A step of several micro-steps pushes as many times.
-    let push = push * f64::from(args.micro_steps) * f64::from(args.ranks);
-    let pull = pull * f64::from(args.ranks);
+    let push = alone_push * f64::from(args.micro_steps) * f64::from(args.ranks);
+    let pull = alone_pull * f64::from(args.ranks);
     let bound = push.max(pull).max(update).max(cpu);
     let gb = args.params as f64 * 2.0 / 1e9;
+    let update_gb_per_s = limits.update_gb() / update * 1e3;
+    let compute_s = args.compute_ms / 1e3 / f64::from(args.micro_steps) / spec.params.len() as f64;
+    let uses = Uses { forward_s: compute_s / 3.0, backward_s: compute_s * 2.0 / 3.0, resident: None };
+    let wire = args.params as f64 * 2.0 / alone_push.max(alone_pull) * 1e3;
+    let predicted = predict(args, spec, &uses, &Alone { wire, memory: update_gb_per_s * 1e9 })?;
+    let predicted_ms = predicted.map(|step| step.wall_s * 1e3);
     let line = json!({
         "bench": "step",
-        "case": format!("{}/{}/delay{}", args.transport, args.tier, args.delay),
+        "case": format!("{}/{}/delay{}", args.transport(), args.tier, args.delay),
+        "servers": args.server_count(),
+        "server_link_gb_per_s": args.server_link.map(|speed| speed as f64 / 1e9),
+        "reserved_bytes": reserved,
         "threads": available_threads(),
         "params": args.params,
         "ranks": args.ranks,
@@ -106,16 +121,19 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
         "pull_alone_ms": pull,
         "pull_gb_per_s": gb * f64::from(args.ranks) / pull * 1e3,
         "update_alone_ms": update,
-        "update_gb_per_s": args.params as f64 * 28.0 / 1e9 / update * 1e3,
+        "update_gb_per_s": update_gb_per_s,
         "cpu_over_cores_ms": cpu,
         "bound_ms": bound,
         "step_over_update": step / update,
         "step_over_bound": step / bound,
         "exposed_over_bound": exposed / bound,
+        "predicted_ms": predicted_ms,
+        "predicted_binding": predicted.map(|step| step.binding),
+        "step_over_predicted": predicted_ms.map(|predicted| step / predicted),
     });
     if args.json {
         say!("{line}");
-        return;
+        return Ok(());
     }
     say!("step            {step:9.1} ms, of which exposed {exposed:.1} ms");
     for (name, key) in [
@@ -139,4 +157,8 @@ fn report(args: &Args, measured: &Measured, limits: &Limits) {
         step / bound,
         exposed / bound
     );
+    if let Some(predicted) = predicted {
+        prediction::say(step, &predicted);
+    }
+    Ok(())
 }

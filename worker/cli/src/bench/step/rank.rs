@@ -64,11 +64,11 @@ impl Compute {
 pub(super) fn run(
     args: &Args,
     spec: JobSpec,
-    address: String,
+    servers: Vec<String>,
     rank: u32,
     turns: &Barrier,
 ) -> anyhow::Result<Measured> {
-    let prepared = prepare(args, spec, address, rank);
+    let prepared = prepare(args, spec, servers, rank);
     let mut failed = prepared.as_ref().err().map(|error| anyhow::anyhow!("{error}"));
     let (mut pipeline, fill) = prepared.ok().unzip();
     let mut measured = Measured { steps: Vec::new(), fill: fill.unwrap_or_default() };
@@ -105,11 +105,11 @@ pub(super) fn run(
 pub(super) fn prepare(
     args: &Args,
     spec: JobSpec,
-    address: String,
+    servers: Vec<String>,
     rank: u32,
 ) -> Result<(Pipeline, Duration)> {
-    let mut options = Options::new(vec![address], spec, Rank(rank));
-    (options.connections, options.transport) = (args.connections, args.transport);
+    let mut options = Options::new(servers, spec, Rank(rank));
+    (options.connections, options.transport) = (args.connections, args.transport());
     options.link_bytes_per_s = args.link;
     let mut session = Session::connect(options)?;
     let sizes: Vec<u64> = (0..session.spec().params.len())

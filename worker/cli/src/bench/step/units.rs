@@ -7,11 +7,14 @@ use std::{
 };
 
 use longshore_proto::JobSpec;
-use longshore_worker::{HostDevice, Pipeline, Result, Unit, Units, UnitsReport};
+use longshore_worker::{Device, HostDevice, Pipeline, Result, Unit, Units, UnitsReport};
 use serde_json::json;
 
 use super::{
     Args,
+    hosts::Hosts,
+    limits::update_bytes_per_s,
+    prediction::{self, Alone, Uses, predict},
     rank::{Compute, prepare, produce},
 };
 use crate::bench::median;
@@ -22,6 +25,14 @@ const UNITS: u64 = 4;
 pub(super) struct Measured {
     units: usize,
     budget: u64,
+    /// The most bytes of the device that were in use at once.
+    device_peak: u64,
+    /// How many units the budget holds.
+    resident: usize,
+    /// The compute of one use of a unit, on average.
+    compute_s: f64,
+    /// The bytes that a server promised to the job.
+    reserved: u64,
     /// The speed of the link.
     link: f64,
     /// The bytes of all gradients on the wire.
@@ -39,22 +50,38 @@ struct Step {
     pulled_bytes: u64,
 }
 
-pub(super) fn run(args: &Args, spec: JobSpec, address: String) -> anyhow::Result<Measured> {
-    let (mut pipeline, _) = prepare(args, spec, address, 0)?;
+pub(super) fn run(args: &Args, spec: JobSpec, hosts: &Hosts) -> anyhow::Result<Measured> {
+    let (mut pipeline, _) = prepare(args, spec, hosts.addresses().to_vec(), 0)?;
     let session = pipeline.session();
     let spec = session.spec();
     let elements: Vec<u64> = spec.params.iter().map(|param| param.shape.iter().product()).collect();
     let bytes = |elements: u64| elements * spec.image_dtype.bytes();
     let largest = elements.iter().copied().max().map_or(0, bytes);
     let budget = args.device_budget.map_or(UNITS * largest, |budget| budget.0);
-    let link = args.link.unwrap_or_default() as f64;
+    let of_servers =
+        args.server_link.map_or(f64::INFINITY, |speed| speed as f64 * args.server_count() as f64);
+    let link = args.link.map_or(of_servers, |speed| of_servers.min(speed as f64));
     let compute = computes(args, link, &elements.iter().copied().map(bytes).collect::<Vec<_>>());
     let blocks = (0..elements.len())
         .map(|param| Unit { name: spec.params[param].name.clone(), params: vec![param] })
         .collect();
-    let units = Units::new(session, Arc::new(HostDevice::new(budget)), blocks, Some(budget))?;
+    let resident = if largest > 0 { (budget / largest) as usize } else { 0 };
+    let device = Arc::new(HostDevice::new(budget));
+    let units = Units::new(session, device.clone(), blocks, Some(budget))?;
     let pushed = elements.iter().sum::<u64>() * spec.gradient_dtype.bytes() * u64::from(args.micro_steps);
-    let mut measured = Measured { units: units.len(), budget, link, pushed, steps: Vec::new() };
+    let compute_s = compute.iter().map(Duration::as_secs_f64).sum::<f64>() / compute.len() as f64;
+    let (units_count, steps) = (units.len(), Vec::new());
+    let mut measured = Measured {
+        units: units_count,
+        budget,
+        device_peak: 0,
+        resident,
+        compute_s,
+        link,
+        pushed,
+        reserved: 0,
+        steps,
+    };
     for round in 0..=args.rounds {
         for _ in 0..args.steps {
             let made = step(args, &mut pipeline, &units, &compute)?;
@@ -66,6 +93,8 @@ pub(super) fn run(args: &Args, spec: JobSpec, address: String) -> anyhow::Result
     }
     pipeline.drain()?;
     drop(units);
+    measured.device_peak = device.budget().peak();
+    measured.reserved = hosts.reserved(pipeline.session().spec())?;
     pipeline.close()?.leave()?;
     Ok(measured)
 }
@@ -128,23 +157,35 @@ impl Step {
     }
 }
 
-pub(super) fn report(args: &Args, measured: &Measured) {
+pub(super) fn report(args: &Args, spec: &JobSpec, measured: &Measured) -> anyhow::Result<()> {
     let of = |value: &dyn Fn(&Step) -> f64| median(&measured.steps.iter().map(value).collect::<Vec<_>>());
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
     let transfer = |step: &Step| step.pulled_bytes.max(measured.pushed) as f64 / measured.link * 1e3;
     let pull = |step: &Step| step.pulled_bytes as f64 / measured.link * 1e3;
     let in_time = |step: &Step| 1.0 - step.late as f64 / step.pulled.max(1) as f64;
+    let step = of(&|step| ms(step.wall));
+    let Measured { compute_s, resident, link, .. } = *measured;
+    let uses = Uses { forward_s: compute_s, backward_s: compute_s, resident: Some(resident) };
+    let alone = Alone { wire: link, memory: update_bytes_per_s(args)? };
+    let predicted = predict(args, spec, &uses, &alone)?;
+    let predicted_ms = predicted.map(|step| step.wall_s * 1e3);
+    // The plan's peak is that of the unit in use and the next; a larger budget is filled.
+    let planned = measured.budget.min(resident as u64 * args.shard_elements * spec.image_dtype.bytes());
     let line = json!({
         "bench": "step",
-        "case": format!("{}/{}/delay{}/stage3", args.transport, args.tier, args.delay),
+        "case": format!("{}/{}/delay{}/stage3", args.transport(), args.tier, args.delay),
+        "servers": args.server_count(),
+        "reserved_bytes": measured.reserved,
         "params": args.params,
         "micro_steps": args.micro_steps,
         "units": measured.units,
         "device_budget": measured.budget,
+        "device_peak_bytes": measured.device_peak,
+        "planned_device_bytes": planned,
         "link_gb_per_s": measured.link / 1e9,
         "compute_of_transfer": args.compute_of_transfer,
         "rounds": args.rounds,
-        "step_ms": of(&|step| ms(step.wall)),
+        "step_ms": step,
         "compute_ms": of(&|step| ms(step.compute)),
         "transfer_ms": of(&transfer),
         "acquired": of(&|step| step.acquired as f64),
@@ -155,10 +196,13 @@ pub(super) fn report(args: &Args, measured: &Measured) {
         "hidden": of(&|step| 1.0 - ms(step.waited) / pull(step)),
         "step_over_transfer": of(&|step| ms(step.wall) / transfer(step)),
         "step_over_compute": of(&|step| ms(step.wall) / ms(step.compute)),
+        "predicted_ms": predicted_ms,
+        "predicted_binding": predicted.map(|step| step.binding),
+        "step_over_predicted": predicted_ms.map(|predicted| step / predicted),
     });
     if args.json {
         say!("{line}");
-        return;
+        return Ok(());
     }
     let value = |key: &str| line[key].as_f64().unwrap_or(f64::NAN);
     for (name, key) in [
@@ -177,4 +221,8 @@ pub(super) fn report(args: &Args, measured: &Measured) {
         value("step_over_transfer"),
         value("step_over_compute"),
     );
+    if let Some(predicted) = predicted {
+        prediction::say(step, &predicted);
+    }
+    Ok(())
 }

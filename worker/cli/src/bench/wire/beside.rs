@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::ensure;
+use longshore_proto::Formats;
 
 use crate::bench::update::Bare;
 
@@ -39,7 +40,8 @@ struct ControlState {
 
 impl Update {
     pub(super) fn new(params: usize, threads: usize) -> anyhow::Result<Update> {
-        let (mut bare, shared) = (Bare::new(params, threads)?, Arc::new(Control::default()));
+        let (mut bare, shared) =
+            (Bare::new(params as u64, threads, Formats::default())?, Arc::new(Control::default()));
         let theirs = Arc::clone(&shared);
         let run = move || {
             // A job's compute thread joins its pool in the same way.

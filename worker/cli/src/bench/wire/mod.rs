@@ -38,7 +38,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-fn default_connections() -> usize {
+pub(super) fn default_connections() -> usize {
     (available_threads() / 2).clamp(1, DATA_CONNECTIONS)
 }
 

@@ -8,7 +8,11 @@ use std::{
 };
 
 use anyhow::Context;
-use longshore_proto::{JobSpec, Rank, Rule, checksum::Crc32, limits::BLOCK_ELEMENTS};
+use longshore_proto::{
+    JobSpec, Rank, Rule,
+    checksum::Crc32,
+    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
+};
 use longshore_server::{Config, Server};
 use longshore_worker::session::{Options, Probe, Session, Transport};
 use tokio::runtime::Runtime;
@@ -33,7 +37,7 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     ] {
         let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
         (options.connections, options.transport) = (connections, transport);
-        let link = Arc::new(Mutex::new(BenchRank::open(&host, options)?));
+        let link = Arc::new(Mutex::new(BenchRank::open(Some(&host), options)?));
         let [push, pull, raw] = names;
         let (pushing, pulling) = (Arc::clone(&link), link);
         let lock = |link: &Mutex<BenchRank>| link.lock().unwrap_or_else(PoisonError::into_inner).push();
@@ -47,6 +51,9 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
 /// Push and pull over one transport, for a bench of something larger.
 pub(in crate::bench) struct Both(BenchRank);
 
+/// How much is transferred to servers that run elsewhere, which may be busy with jobs. It takes twelve times as much of them.
+const TO_BYTES: u64 = 64 << 20;
+
 /// How much is transferred: it fits in no cache, and is little enough to be measured in each round.
 const BOTH_BYTES: u64 = 256 << 20;
 
@@ -59,7 +66,20 @@ impl Both {
         };
         let mut options = Options::new(vec![address], spec(BOTH_BYTES / 2)?, Rank(0));
         (options.connections, options.transport) = (connections, transport);
-        Ok(Both(BenchRank::open(&host, options)?))
+        Ok(Both(BenchRank::open(Some(&host), options)?))
+    }
+
+    /// To servers that run elsewhere. What is left there is removed by `close`.
+    pub(in crate::bench) fn to(servers: Vec<String>, connections: usize) -> anyhow::Result<Both> {
+        // Its shards are dealt to the servers, so that each has one at least.
+        let elements = (TO_BYTES / 2).max(servers.len() as u64 * DEFAULT_SHARD_ELEMENTS);
+        let mut options = Options::new(servers, spec(elements)?, Rank(0));
+        (options.connections, options.transport) = (connections, Transport::Tcp);
+        Ok(Both(BenchRank::open(None, options)?))
+    }
+
+    pub(in crate::bench) fn close(self) -> anyhow::Result<()> {
+        Ok(self.0.probe.session().delete_job()?)
     }
 
     /// The speed in GB/s.
@@ -97,7 +117,8 @@ impl Host {
 /// no sum is formed.
 struct BenchRank {
     probe: Probe,
-    _host: Arc<Host>,
+    /// None where the servers run elsewhere.
+    _host: Option<Arc<Host>>,
 }
 
 fn spec(elements: u64) -> anyhow::Result<JobSpec> {
@@ -105,11 +126,11 @@ fn spec(elements: u64) -> anyhow::Result<JobSpec> {
 }
 
 impl BenchRank {
-    fn open(host: &Arc<Host>, options: Options) -> anyhow::Result<BenchRank> {
+    fn open(host: Option<&Arc<Host>>, options: Options) -> anyhow::Result<BenchRank> {
         let elements = options.spec.params[0].elements().unwrap_or(0);
         let mut session = Session::connect(options)?;
         session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job")?;
-        Ok(BenchRank { probe: Probe::new(session)?, _host: Arc::clone(host) })
+        Ok(BenchRank { probe: Probe::new(session)?, _host: host.cloned() })
     }
 
     /// Pushes the whole gradient, and waits until every chunk is acknowledged.

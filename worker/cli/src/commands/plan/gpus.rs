@@ -1,17 +1,21 @@
 //! The GPUs' side of a plan: what a step takes of a GPU's memory, how long it lasts, and what binds it.
 
 use anyhow::ensure;
-use longshore_engine::kernels::bytes_per_parameter;
-use longshore_proto::{Dtype, Formats, JobSpec};
+use longshore_proto::JobSpec;
 use serde_json::{Value, json};
 
 use crate::{
-    plan::{HardwareArgs, Model, Peak, Run, Stage, Step, Unit, Workload, enough_servers, largest},
+    plan::{
+        Division, HardwareArgs, Model, Peak, Run, Stage, Step, Unit, Workload, enough_servers, largest,
+        update_bytes,
+    },
     sizes::human,
 };
 
 /// GPT-2's, for models of which only the number of parameters is known.
 pub(super) const VOCABULARY: u64 = 50_257;
+/// How many units are on a device at stage 3, as in its peak: the one in use and the next.
+const RESIDENT: usize = 2;
 /// The most servers that a plan looks at.
 const MOST_SERVERS: u32 = 4096;
 
@@ -26,8 +30,18 @@ pub(super) struct Args {
     /// Keep all activations, instead of computing a block's inside again in backward
     #[arg(long)]
     keep_activations: bool,
+    /// What a GPU pulls and drops together at stage 3
+    #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
+    units: Division,
     #[command(flatten)]
     hardware: HardwareArgs,
+}
+
+impl Args {
+    /// Whether ranks exchange slices of weights and gradients among themselves.
+    pub(super) fn has_fabric(&self) -> anyhow::Result<bool> {
+        Ok(self.hardware.with_file()?.has_fabric())
+    }
 }
 
 /// What an update moves to and from drives.
@@ -58,7 +72,7 @@ impl Plan {
         model: &Model,
         spec: &JobSpec,
         servers: u32,
-        drives: OnDrives,
+        (frozen, drives): (f64, OnDrives),
     ) -> anyhow::Result<Plan> {
         let hardware = args.hardware.with_file()?;
         let work = Workload {
@@ -66,6 +80,8 @@ impl Plan {
             context: args.context.into(),
             checkpointing: !args.keep_activations,
             versions: 1 + u64::from(spec.max_delay),
+            trained: 1.0 - frozen,
+            division: args.units,
         };
         let memory = hardware.gpu_memory.map(|size| size.0);
         let speeds = hardware.speeds(drives.written > 0.0)?;
@@ -150,20 +166,21 @@ fn number(stage: Stage) -> u32 {
 }
 
 /// The units' sizes and times. A token takes 2 operations for each element in forward and 4 in backward (Kaplan et al., 2020), and 2
-/// more where backward computes the forward pass again.
+/// more where backward computes the forward pass again. Half of the 4 make the gradient of the parameters, which frozen ones have
+/// not.
 fn units(model: &Model, spec: &JobSpec, work: &Workload, flops: f64) -> Vec<Unit> {
     let wanted: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
     // The transformer of --params only comes near that number.
     let scale = wanted as f64 / model.elements() as f64;
     let tokens = (work.sequences * work.context) as f64;
     let active = model.active() as f64 / model.elements() as f64;
-    let backward = if work.checkpointing { 6.0 } else { 4.0 };
+    let backward = 2.0 + 2.0 * work.trained + if work.checkpointing { 2.0 } else { 0.0 };
     let unit = |elements: u64| {
         let elements = elements as f64 * scale;
         let second = elements * active * tokens / flops;
-        Unit { elements, forward_s: 2.0 * second, backward_s: backward * second }
+        Unit { elements, trained: work.trained, forward_s: 2.0 * second, backward_s: backward * second }
     };
-    model.unit_elements().into_iter().map(unit).collect()
+    model.unit_elements(work.division).into_iter().map(unit).collect()
 }
 
 fn run(
@@ -175,26 +192,18 @@ fn run(
     drives: &OnDrives,
 ) -> Run {
     let sliced = has_fabric && spec.world_size > 1;
-    // Sums are fp32.
-    let sums = (spec.world_size > 1 && !sliced) || spec.micro_steps > 1;
-    let gradient = if sums { Dtype::F32.bytes() } else { spec.gradient_dtype.bytes() };
-    let Formats { master, state, .. } = spec.formats;
     Run {
         units,
         gpus: spec.world_size.into(),
         servers: servers.into(),
+        shard: spec.shard_elements as f64,
         stage,
+        resident: RESIDENT,
         delayed: spec.max_delay > 0,
         sliced,
         micro_steps: spec.micro_steps,
         width: spec.gradient_dtype.bytes() as f64,
-        update_bytes: bytes_per_parameter(
-            spec.rule,
-            master,
-            state,
-            gradient as usize,
-            spec.image_dtype.bytes() as usize,
-        ),
+        update_bytes: update_bytes(spec, sliced),
         drive_bytes: 2.0 * drives.written,
     }
 }

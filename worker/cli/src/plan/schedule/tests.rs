@@ -12,12 +12,14 @@ const HARDWARE: Hardware = Hardware {
 
 /// Units of 100 MB on the wire, which a link moves in 10 ms.
 fn run(units: usize, forward_s: f64) -> Run {
-    let unit = Unit { elements: 50e6, forward_s, backward_s: 2.0 * forward_s };
+    let unit = Unit { elements: 50e6, trained: 1.0, forward_s, backward_s: 2.0 * forward_s };
     Run {
         units: vec![unit; units],
         gpus: 1.0,
         servers: 1.0,
+        shard: 1e6,
         stage: Stage::Two,
+        resident: 2,
         delayed: false,
         sliced: false,
         micro_steps: 1,
@@ -29,19 +31,6 @@ fn run(units: usize, forward_s: f64) -> Run {
 
 fn near(found: f64, expected: f64) {
     assert!((found / expected - 1.0).abs() < 1e-9, "{found} instead of {expected}");
-}
-
-#[test]
-fn what_is_ready_earlier_fills_the_gaps() {
-    let mut line = Line::default();
-    assert_eq!(line.take(10.0, 5.0), 15.0);
-    assert_eq!(line.take(0.0, 4.0), 4.0);
-    assert_eq!(line.used, [(0.0, 4.0), (10.0, 15.0)]);
-    // Six before the first use's end, two behind it.
-    assert_eq!(line.take(2.0, 8.0), 17.0);
-    assert_eq!(line.used, [(0.0, 17.0)]);
-    assert_eq!((line.take(20.0, 1.0), line.take(18.0, 2.0)), (21.0, 20.0));
-    assert_eq!(line.busy_s, 20.0);
 }
 
 #[test]
@@ -121,4 +110,42 @@ fn more_servers_never_make_a_step_longer_and_512_gpus_are_simulated() {
             }
         }
     }
+}
+
+#[test]
+fn a_shard_is_as_fast_as_the_one_server_that_has_it() {
+    // Units of one shard: the last gradient of backward and the first weights of forward go over one link of eight.
+    let mut run = Run { shard: 50e6, servers: 8.0, ..run(16, 0.1) };
+    let hardware = Hardware { link: f64::INFINITY, ..HARDWARE };
+    near(run.step(&hardware).exposed_s(), 0.010 + 0.001 + 0.014 + 0.010);
+    // Cut into eight each, all links carry it.
+    run.shard /= 8.0;
+    near(run.step(&hardware).exposed_s(), (0.010 + 0.001 + 0.014 + 0.010) / 8.0);
+}
+
+#[test]
+fn frozen_parameters_have_no_gradient_and_no_update() {
+    let mut whole = run(20, 0.001);
+    let adapters = {
+        let mut run = whole.clone();
+        run.units.iter_mut().for_each(|unit| unit.trained = 0.01);
+        run
+    };
+    whole.units.iter_mut().for_each(|unit| unit.elements *= 0.01);
+    // At stage 2 the frozen ones lie on the device, and a step is that of the trained ones alone.
+    near(adapters.step(&HARDWARE).wall_s, whole.step(&HARDWARE).wall_s);
+    // At stage 3 they are pulled.
+    let pulled = Run { stage: Stage::Three, ..adapters }.step(&HARDWARE);
+    assert_eq!(pulled.binding, Binding::Pull);
+    assert!(pulled.wall_s > 39.0 * 0.010, "{}", pulled.wall_s);
+}
+
+#[test]
+fn what_stays_on_the_device_is_not_pulled_again() {
+    let mut run = Run { stage: Stage::Three, delayed: true, ..run(20, 0.001) };
+    let two = run.step(&HARDWARE);
+    run.resident = 11;
+    let eleven = run.step(&HARDWARE);
+    near(two.binding_s, 39.0 * 0.010);
+    near(eleven.binding_s, 30.0 * 0.010);
 }

@@ -1,0 +1,98 @@
+//! What this host can do, as a plan asks for it. Each speed is what a bench measures, by the bench's own code.
+
+use std::{path::PathBuf, time::Instant};
+
+use longshore_engine::threads::available_threads;
+use longshore_proto::Formats;
+use longshore_server::Embedded;
+use longshore_wire::v1;
+
+use super::{median, storage, update::Bare, wire};
+use crate::servers::Servers;
+
+/// How many times each is measured. Medians count.
+const ROUNDS: usize = 5;
+const CALLS: usize = 200;
+/// Neither fits in a cache.
+const UPDATE_PARAMS: u64 = 50_000_000;
+const STORAGE_PARAMS: u64 = 100_000_000;
+
+#[derive(clap::Args)]
+pub(crate) struct ProbeArgs {
+    /// Measure this host instead, and print what was found as a file for --hardware
+    #[arg(long, conflicts_with_all = ["params", "preset", "model", "hardware"])]
+    pub(crate) probe: bool,
+    /// With --probe: folders of the drives to measure, as a server's --state-dir has them. It takes 2.4 GB of them
+    #[arg(long, value_delimiter = ',', value_name = "DIR,...", requires = "probe")]
+    probe_dir: Vec<PathBuf>,
+    /// With --probe: servers to measure the link to [default: one in this process, over loopback]
+    #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...", requires = "probe")]
+    probe_servers: Vec<String>,
+}
+
+/// In GB/s, and microseconds.
+pub(crate) struct Probed {
+    pub(crate) threads: usize,
+    pub(crate) server_memory: f64,
+    /// None where no folder was named.
+    pub(crate) drives: Option<f64>,
+    /// The slower direction.
+    pub(crate) link: f64,
+    pub(crate) is_loopback: bool,
+    pub(crate) round_trip_us: f64,
+}
+
+pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> {
+    let own = match args.probe_servers.is_empty() {
+        true => Some(Embedded::start(|config| config)?),
+        false => None,
+    };
+    let servers = match &own {
+        Some(server) => vec![server.address().to_string()],
+        None => args.probe_servers.clone(),
+    };
+    let drives = match args.probe_dir.as_slice() {
+        [] => None,
+        dirs => Some(storage::gb_per_s(dirs, STORAGE_PARAMS, ROUNDS as u64)?),
+    };
+    Ok(Probed {
+        threads: available_threads(),
+        server_memory: memory(formats)?,
+        drives,
+        link: link(&servers)?,
+        is_loopback: own.is_some(),
+        round_trip_us: round_trip(&servers)?,
+    })
+}
+
+fn memory(formats: Formats) -> anyhow::Result<f64> {
+    let mut bare = Bare::new(UPDATE_PARAMS, available_threads(), formats)?;
+    bare.adopt_caller();
+    Ok(bare.bytes_per_s(ROUNDS) / 1e9)
+}
+
+fn link(servers: &[String]) -> anyhow::Result<f64> {
+    let mut both = wire::Both::to(servers.to_vec(), wire::default_connections())?;
+    let mut slower = Vec::new();
+    // The first round warms up.
+    for round in 0..=ROUNDS {
+        let speed = both.push()?.min(both.pull()?);
+        if round > 0 {
+            slower.push(speed);
+        }
+    }
+    both.close()?;
+    Ok(median(&slower))
+}
+
+/// Of a call that takes no work, to all servers at once.
+fn round_trip(servers: &[String]) -> anyhow::Result<f64> {
+    let mut servers = Servers::connect(servers)?;
+    let mut times = Vec::with_capacity(CALLS);
+    for _ in 0..CALLS {
+        let begun = Instant::now();
+        servers.each_promptly(|mut admin| async move { admin.list_jobs(v1::ListJobsRequest {}).await })?;
+        times.push(begun.elapsed().as_secs_f64() * 1e6);
+    }
+    Ok(median(&times))
+}

@@ -1,0 +1,77 @@
+//! The servers of a bench: one in this process, or those that run elsewhere.
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use anyhow::Context;
+use longshore_proto::JobSpec;
+use longshore_server::{Config, Server, config::StorageConfig};
+use longshore_wire::v1;
+use longshore_worker::session::Transport;
+use tokio::runtime::Runtime;
+
+use super::Args;
+use crate::servers::Servers;
+
+pub(super) struct Hosts {
+    addresses: Vec<String>,
+    own: Option<Own>,
+}
+
+/// A server in this process. Its fields are dropped in this order.
+struct Own {
+    _server: Server,
+    _runtime: Runtime,
+    _folder: tempfile::TempDir,
+}
+
+impl Hosts {
+    pub(super) fn start(args: &Args) -> anyhow::Result<Hosts> {
+        if !args.servers.is_empty() {
+            return Ok(Hosts { addresses: args.servers.clone(), own: None });
+        }
+        let folder = tempfile::tempdir()?;
+        let socket = folder.path().join("bench.sock");
+        let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let storage = StorageConfig {
+            state_dirs: args.state_dir.clone(),
+            spill: args.spill,
+            ..StorageConfig::default()
+        };
+        let config = Config { listen_unix: Some(socket.clone()), storage, ..defaults };
+        let runtime = longshore_server::runtime("server")?;
+        let server = runtime.block_on(Server::start(config))?;
+        let address = match args.transport() {
+            Transport::Unix => format!("unix:{}", socket.display()),
+            _ => server.address().to_string(),
+        };
+        let own = Own { _server: server, _runtime: runtime, _folder: folder };
+        Ok(Hosts { addresses: vec![address], own: Some(own) })
+    }
+
+    pub(super) fn addresses(&self) -> &[String] {
+        &self.addresses
+    }
+
+    /// The most bytes of memory that a server has promised to the job.
+    pub(super) fn reserved(&self, spec: &JobSpec) -> anyhow::Result<u64> {
+        let request = v1::DescribeRequest { job: spec.name.to_string(), state_hash: false, brief: true };
+        let described = Servers::connect(&self.addresses)?.each_promptly(|mut admin| {
+            let request = request.clone();
+            async move { admin.describe(request).await }
+        })?;
+        Ok(described.iter().map(|(_, job)| job.memory_bytes).max().unwrap_or(0))
+    }
+
+    /// Leaves nothing of the job on servers that go on running.
+    pub(super) fn clear(&self, spec: &JobSpec) -> anyhow::Result<()> {
+        if self.own.is_some() {
+            return Ok(());
+        }
+        let request = v1::DeleteJobRequest { job: spec.name.to_string(), discard_unreadable: false };
+        let deleted = Servers::connect(&self.addresses)?.each(|mut admin| {
+            let request = request.clone();
+            async move { admin.delete_job(request).await }
+        });
+        deleted.map(|_| ()).context("deleting the bench's job")
+    }
+}

@@ -1,0 +1,91 @@
+//! How long `longshore plan` says that a step of the bench lasts, by its simulator, with speeds that were measured beside the
+//! steps.
+
+use longshore_engine::{admission::Need, tier};
+use longshore_proto::{JobSpec, Placement, ServerId, TierKind};
+
+use super::Args;
+use crate::plan::{Hardware, Run, Stage, Step, Unit, update_bytes};
+
+/// What was measured alone, in bytes a second.
+pub(super) struct Alone {
+    /// The slower direction of the wire.
+    pub(super) wire: f64,
+    /// Updates of the host.
+    pub(super) memory: f64,
+}
+
+/// What a use of a unit takes, in forward and in backward.
+pub(super) struct Uses {
+    pub(super) forward_s: f64,
+    pub(super) backward_s: f64,
+    /// How many units are on the device. None at stage 2.
+    pub(super) resident: Option<usize>,
+}
+
+/// None where the job is on drives whose speed is not known.
+pub(super) fn predict(
+    args: &Args,
+    spec: &JobSpec,
+    uses: &Uses,
+    alone: &Alone,
+) -> anyhow::Result<Option<Step>> {
+    let written = written(args, spec)?;
+    let drives = match args.drives {
+        Some(speed) => speed as f64,
+        None if written > 0.0 => return Ok(None),
+        None => f64::INFINITY,
+    };
+    let servers = args.server_count() as f64;
+    let unit = |elements: u64| Unit {
+        elements: elements as f64,
+        trained: 1.0,
+        forward_s: uses.forward_s,
+        backward_s: uses.backward_s,
+    };
+    let run = Run {
+        units: spec.params.iter().map(|param| unit(param.shape.iter().product())).collect(),
+        gpus: f64::from(args.ranks),
+        servers,
+        shard: args.shard_elements as f64,
+        stage: if uses.resident.is_some() { Stage::Three } else { Stage::Two },
+        resident: uses.resident.unwrap_or(0),
+        delayed: args.delay > 0,
+        sliced: false,
+        micro_steps: args.micro_steps,
+        width: spec.gradient_dtype.bytes() as f64,
+        update_bytes: update_bytes(spec, false),
+        drive_bytes: 2.0 * written,
+    };
+    let hardware = Hardware {
+        // Units say how long they compute.
+        gpu_flops: f64::INFINITY,
+        link: args.link.map_or(alone.wire, |speed| speed as f64),
+        server_link: args.server_link.map_or(f64::INFINITY, |speed| speed as f64),
+        server_memory: args.server_memory.map_or(alone.memory / servers, |speed| speed as f64),
+        drives,
+        fabric: f64::INFINITY,
+        round_trip_s: 0.0,
+    };
+    Ok(Some(run.step(&hardware)))
+}
+
+/// The bytes of an element that a step writes to drives.
+fn written(args: &Args, spec: &JobSpec) -> anyhow::Result<f64> {
+    if args.tier != TierKind::Nvme {
+        return Ok(0.0);
+    }
+    let layout = spec.validate()?;
+    let owned = Placement::striped(vec!["bench".into()], layout.shards()).owned(ServerId(0));
+    let storage = tier::Storage { spill: args.spill.into(), ..tier::Storage::default() };
+    Ok(Need::of(spec, &layout, &owned, &storage).written as f64 / layout.elements() as f64)
+}
+
+pub(super) fn say(measured_ms: f64, predicted: &Step) {
+    let predicted_ms = predicted.wall_s * 1e3;
+    say!(
+        "the plan says {predicted_ms:.1} ms, bound by {}: the step is {:.2} of it",
+        predicted.binding.says(),
+        measured_ms / predicted_ms
+    );
+}
