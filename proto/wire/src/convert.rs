@@ -300,7 +300,7 @@ impl Wire for Commit {
             clip_coefficient: commit.clip_coefficient,
             correction,
             amend: commit.amend.map(|amend| amend.gamma),
-            left_out: commit.left_out.into_iter().map(left_out_from_wire).collect(),
+            left_out: left_outs_from_wire(commit.left_out),
             groups: commit.groups.into_iter().map(hyper_from_wire).collect(),
             norm: commit.norm,
             loss_scale: commit.loss_scale,
@@ -325,7 +325,7 @@ impl Wire for Commit {
             look_ahead,
             worker_local,
             amend: self.amend.map(|gamma| v1::Amend { gamma }),
-            left_out: self.left_out.iter().map(left_out_to_wire).collect(),
+            left_out: left_outs_to_wire(&self.left_out),
             groups: self.groups.iter().map(hyper_to_wire).collect(),
             norm: self.norm,
             loss_scale: self.loss_scale,
@@ -334,6 +334,15 @@ impl Wire for Commit {
             pause_reason: self.pause_reason.clone(),
         }
     }
+}
+
+/// A list as an upload or a job's progress has it. Whether it fits the job is for the job to say.
+pub fn left_outs_from_wire(left_out: Vec<v1::LeftOut>) -> Vec<LeftOut> {
+    left_out.into_iter().map(left_out_from_wire).collect()
+}
+
+pub fn left_outs_to_wire(left_out: &[LeftOut]) -> Vec<v1::LeftOut> {
+    left_out.iter().map(left_out_to_wire).collect()
 }
 
 fn left_out_from_wire(left_out: v1::LeftOut) -> LeftOut {

@@ -13,7 +13,7 @@ mod status;
 
 pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
-    hyper_from_wire, incarnation_from_wire, parse_name,
+    hyper_from_wire, incarnation_from_wire, left_outs_from_wire, left_outs_to_wire, parse_name,
 };
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 

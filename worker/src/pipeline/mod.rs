@@ -114,6 +114,7 @@ impl Pipeline {
         let last = Step(joined.version.0);
         let joined_commit = joined.last_commit.as_ref().map(Last::from);
         let decided = joined.last_commit.iter().map(|commit| (commit.step, commit.decided_by)).collect();
+        let filled_without = joined.left_out.clone();
         let (joined, floor) = (joined.version, resume.floor);
         let watcher = Watcher {
             cluster: cluster.clone(),
@@ -139,6 +140,7 @@ impl Pipeline {
                 scaler: resume.scaler,
                 work,
                 last: joined_commit,
+                filled_without,
                 durable: Some(cluster.runtime.spawn_joined(durable)),
             };
             tasks.0.push(cluster.runtime.spawn(driver.run()));
