@@ -1,8 +1,9 @@
-//! Parameters that steps leave out because nobody gave them a gradient, and how many steps each has missed.
+//! Parameters that steps leave out because nobody gave them a gradient, and how many steps each has missed. State that comes
+//! from elsewhere may have missed some, too.
 
 use std::iter::Peekable;
 
-use crate::fault::Fault;
+use crate::{fault::Fault, job::JobSpec};
 
 /// A parameter that steps were made without.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -50,11 +51,46 @@ pub fn now(left_out: &[LeftOut]) -> impl Iterator<Item = u32> {
 /// Checks a commit's list by itself, for a job with so many parameters. Whether it follows from the commit before, its
 /// server checks. `may` says whether the commit's step may leave anything out.
 pub(crate) fn check(left_out: &[LeftOut], params: usize, may: bool) -> Result<(), Fault> {
-    const REMEDY: &str = "make it from the commit before and from Training.Stats";
+    let remedy = "make it from the commit before and from Training.Stats";
+    check_list(left_out, params, ("commit.left_out", remedy))?;
+    match left_out.iter().position(|left_out| left_out.now && !may) {
+        Some(index) => {
+            let field = format!("commit.left_out[{index}].now");
+            Err(Fault::invalid(field, 1, "false for a job opened without leave_out", remedy))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Checks the list that comes with the state which a job is filled with, and which so many updates made. None is for weights
+/// alone.
+pub fn check_uploaded(left_out: &[LeftOut], spec: &JobSpec, applied: Option<u64>) -> Result<(), Fault> {
+    let remedy = "name the parameters that fewer updates made than `applied`, with how many fewer";
+    check_list(left_out, spec.params.len(), ("left_out", remedy))?;
+    let most = applied.unwrap_or(0);
+    for (index, &LeftOut { steps, now, .. }) in left_out.iter().enumerate() {
+        if steps > most {
+            let limit = format!("at most {most}, the updates that made the state (`applied`)");
+            return Err(Fault::invalid(format!("left_out[{index}].steps"), steps, limit, remedy));
+        }
+        if now {
+            let limit = "false: an upload is no step";
+            return Err(Fault::invalid(format!("left_out[{index}].now"), 1, limit, remedy));
+        }
+    }
+    if spec.worker_local && !left_out.is_empty() {
+        let (value, limit) = (format!("{} parameters", left_out.len()), "empty where workers amend weights");
+        let remedy = "open the job without worker_local, or start from the weights alone";
+        return Err(Fault::invalid("left_out", value, limit, remedy));
+    }
+    Ok(())
+}
+
+fn check_list(left_out: &[LeftOut], params: usize, (field, remedy): (&str, &str)) -> Result<(), Fault> {
     let refused = |index: usize, name: &str, value: u64, limit: String| {
-        Err(Fault::invalid(format!("commit.left_out[{index}].{name}"), value, limit, REMEDY))
+        Err(Fault::invalid(format!("{field}[{index}].{name}"), value, limit, remedy))
     };
-    for (index, &LeftOut { param, steps, now }) in left_out.iter().enumerate() {
+    for (index, &LeftOut { param, steps, .. }) in left_out.iter().enumerate() {
         let least = index.checked_sub(1).map_or(0, |before| u64::from(left_out[before].param) + 1);
         if !(least..params as u64).contains(&param.into()) {
             return refused(
@@ -66,9 +102,6 @@ pub(crate) fn check(left_out: &[LeftOut], params: usize, may: bool) -> Result<()
         }
         if steps == 0 {
             return refused(index, "steps", steps, "at least 1".into());
-        }
-        if now && !may {
-            return refused(index, "now", 1, "false for a job opened without leave_out".into());
         }
     }
     Ok(())

@@ -264,6 +264,14 @@ fn wrong_use_is_refused_with_the_unit_and_the_remedy() {
     let changed = refused(units.evaluate(wanted));
     let expected = UnitError::VersionChanged { unit: "block 4".to_string(), held: plan.reads, wanted };
     assert_eq!(changed, expected);
+    units.release(4).unwrap();
+
+    // The micro-step that could not end goes on.
+    for param in (0..2 * UNITS).filter(|&param| param != 1) {
+        units.emit(param / 2, zeros(param)).unwrap();
+    }
+    units.end(&mut run.pipeline).unwrap();
+    assert!(matches!(units.end(&mut run.pipeline), Err(Error::Misuse(_))), "it has ended");
 }
 
 #[test]

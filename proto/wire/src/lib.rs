@@ -1,5 +1,6 @@
 //! The transport: generated messages and stubs, the one place where they become domain types, and gRPC below the codec.
 
+mod commit;
 mod convert;
 pub mod direct;
 pub mod frame;
@@ -11,9 +12,10 @@ mod piece;
 pub mod sink;
 mod status;
 
+pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
 pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
-    hyper_from_wire, incarnation_from_wire, parse_name,
+    incarnation_from_wire, parse_name,
 };
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 

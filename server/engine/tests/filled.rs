@@ -1,4 +1,5 @@
-//! A job that is filled with another one's state goes on as that one does, to the bit, on any tier and in any formats.
+//! A job that is filled with another one's state goes on as that one does, to the bit, on any tier and in any formats, also
+//! where each parameter has its own count of updates.
 
 mod common;
 
@@ -7,7 +8,8 @@ use std::sync::Arc;
 use common::{BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights};
 use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
 use longshore_proto::{
-    Dtype, Formats, JobSpec, MasterFormat, Rule, ShardId, StateArray, StateFormat, TierKind,
+    Commit, Dtype, Formats, JobSpec, LeftOut, MasterFormat, Rule, ShardId, StateArray, StateFormat, TierKind,
+    left_out::advance,
 };
 use proptest::prelude::*;
 
@@ -20,8 +22,28 @@ fn job(rule: Rule, formats: Formats) -> JobSpec {
 fn steps(cluster: &mut Cluster, seed: u64, steps: std::ops::RangeInclusive<u64>) {
     for step in steps {
         let spec = cluster.spec.clone();
-        cluster.step(&[gradient(&spec, seed + step, 1.0)], &commit(&spec, step));
+        let without = without(&spec, seed + step);
+        let mut gradient = gradient(&spec, seed + step, 1.0);
+        for &param in &without {
+            let range = cluster.layout.param_range(param as usize);
+            let bytes = &mut gradient[range.start as usize * 4..range.end as usize * 4];
+            bytes.chunks_exact_mut(4).for_each(|element| element.copy_from_slice(&(-0f32).to_le_bytes()));
+        }
+        let left_out = advance(&counts(cluster), &without, false);
+        cluster.step(&[gradient], &Commit { left_out, ..commit(&spec, step) });
     }
+}
+
+/// The parameters that have no gradient, where the job may leave any out.
+fn without(spec: &JobSpec, seed: u64) -> Vec<u32> {
+    let mut noise = Noise(seed);
+    (0..spec.params.len() as u32).filter(|_| noise.one_in(2) && spec.leave_out).collect()
+}
+
+/// How many updates each parameter lacks, as its rank 0 knows it.
+fn counts(cluster: &Cluster) -> Vec<LeftOut> {
+    let progress = cluster.jobs[0].progress();
+    progress.last_commit.map_or(progress.left_out, |commit| commit.left_out)
 }
 
 /// The arrays that the rule has, and every element of the newest image.
@@ -52,7 +74,8 @@ proptest! {
     /// The gradients that the first job gets as steps 4 to 6 are steps 1 to 3 of the second, which has other servers.
     #[test]
     fn a_filled_job_goes_on_to_the_bit(rule in rules(), formats in formats(), seed in 0u64..1 << 40) {
-        let spec = job(rule, formats);
+        let leave_out = formats.state != StateFormat::Block8;
+        let spec = JobSpec { leave_out, ..job(rule, formats) };
         let mut first = Cluster::open(&spec, 1, &host());
         first.join(0);
         first.upload(&weights(&spec, seed));
@@ -61,12 +84,16 @@ proptest! {
         prop_assert_eq!(applied, 3);
         let mut second = Cluster::open(&JobSpec { shard_elements: 2 * BLOCK as u64, ..spec.clone() }, 2, &host());
         second.join(0);
-        second.upload_state(&state, applied);
+        // A count says nothing of which step was missed.
+        let lacks: Vec<LeftOut> = counts(&first).iter().map(|lacks| LeftOut { now: false, ..*lacks }).collect();
+        second.upload_uneven(&state, applied, &lacks);
+        prop_assert_eq!(counts(&second), lacks);
         prop_assert!(bits(&second, 0) == bits(&first, 3));
         steps(&mut first, seed, 4..=6);
         steps(&mut second, seed + 3, 1..=3);
         prop_assert!(bits(&second, 3) == bits(&first, 6));
         prop_assert_eq!(second.exported().1, 6);
+        prop_assert_eq!(counts(&second), counts(&first));
     }
 }
 
@@ -117,4 +144,69 @@ fn a_filled_job_outlives_its_server() {
     let cluster = open();
     assert_eq!(cluster.exported(), (state.to_vec(), 9));
     assert_eq!(cluster.jobs[0].progress().applied, 9);
+}
+
+/// What is known of parameters that fewer updates made: the first and the last, by 3 and by all 7.
+const UNEVEN: [LeftOut; 2] =
+    [LeftOut { param: 0, steps: 3, now: false }, LeftOut { param: 2, steps: 7, now: false }];
+
+/// Each parameter goes on as in a job all of whose state had as many updates as its own, also after a server that ends
+/// before the first step.
+#[test]
+fn each_parameter_goes_on_from_its_own_count() {
+    for rule in Rule::ALL {
+        for tier in [TierKind::Memory, TierKind::Shm, TierKind::Nvme] {
+            let spec = JobSpec { tier, ..job(rule, Formats::default()) };
+            let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
+            let [disk, shm] = [0, 1].map(|index: usize| dirs[index].path().to_path_buf());
+            let storage = Storage { dirs: vec![disk], shm_dir: Some(shm), buffers: 2, ..Storage::default() };
+            let positive: Vec<f32> = weights(&spec, 5).iter().map(|value| value.abs()).collect();
+            let state = vec![positive; 3];
+            let mut uneven = Cluster::try_open(&spec, 2, &host(), &storage).unwrap();
+            uneven.join(0);
+            uneven.upload_uneven(&state, 7, &UNEVEN);
+            if tier != TierKind::Memory {
+                drop(uneven);
+                uneven = Cluster::try_open(&spec, 2, &host(), &storage).unwrap();
+                uneven.join(0);
+            }
+            for job in &uneven.jobs {
+                let progress = job.progress();
+                assert_eq!((progress.applied, &*progress.left_out), (7, &UNEVEN[..]), "{tier}");
+                let refused = job.begin_checkpoint(None).err().expect("it would lose the counts");
+                assert_eq!(refused.field, "version", "{refused}");
+            }
+            let wrong = commit(&spec, 1);
+            uneven.push(1, &[gradient(&spec, 6, 1.0)]);
+            assert_eq!(uneven.commit(&wrong).unwrap_err().field, "commit.left_out", "{rule:?}");
+            uneven.commit(&Commit { left_out: UNEVEN.to_vec(), ..wrong }).unwrap();
+            uneven.work();
+            assert!(uneven.jobs[0].progress().left_out.is_empty(), "the commit says it");
+            let second = Commit { left_out: UNEVEN.to_vec(), ..commit(&spec, 2) };
+            uneven.step(&[gradient(&spec, 7, 1.0)], &second);
+            let found = uneven.exported().0;
+            for (param, updates) in [(0, 4), (1, 7), (2, 0)] {
+                let spec = JobSpec { tier: TierKind::Memory, ..spec.clone() };
+                let mut even = Cluster::open(&spec, 1, &host());
+                even.join(0);
+                // No upload says 0: what was made by one update, and left out of it, has as many.
+                let of_all: Vec<LeftOut> =
+                    (0..3).map(|param| LeftOut { param, steps: 1, now: false }).collect();
+                let left_out = if updates == 0 { &of_all[..] } else { &[] };
+                even.upload_uneven(&state, updates.max(1), left_out);
+                for step in 1..=2 {
+                    let decided = Commit { left_out: left_out.to_vec(), ..commit(&spec, step) };
+                    even.step(&[gradient(&spec, 5 + step, 1.0)], &decided);
+                }
+                let range = even.layout.param_range(param);
+                let range = range.start as usize..range.end as usize;
+                for (found, expected) in found.iter().zip(even.exported().0) {
+                    assert!(
+                        found[range.clone()] == expected[range.clone()],
+                        "{rule:?}, {tier}, parameter {param}"
+                    );
+                }
+            }
+        }
+    }
 }

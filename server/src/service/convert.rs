@@ -1,7 +1,7 @@
 //! Engine types to wire messages.
 
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
-use longshore_wire::{Wire, v1};
+use longshore_wire::{Wire, left_outs_to_wire, v1};
 
 pub(super) fn progress(progress: Progress) -> v1::JobProgress {
     let (phase, pause_reason) = match progress.phase {
@@ -16,6 +16,7 @@ pub(super) fn progress(progress: Progress) -> v1::JobProgress {
         applied: progress.applied,
         last_commit: progress.last_commit.map(|commit| commit.to_wire()),
         pause_reason,
+        left_out: left_outs_to_wire(&progress.left_out),
         missing_shards: progress.missing.into_iter().filter(|_| loading).map(|shard| shard.0).collect(),
         restore: progress.restoring.map(|Restoring { checkpoint, shards, held }| v1::RestoreProgress {
             name: checkpoint,

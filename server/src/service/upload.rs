@@ -34,6 +34,7 @@ async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fa
         array: wire::array_from_wire("array", request.array)?,
         chunk: ChunkId(request.chunk),
         applied: request.applied,
+        left_out: wire::left_outs_from_wire(request.left_out),
         crc32: request.crc32,
     };
     let handle = services.jobs.get(&request.job)?;

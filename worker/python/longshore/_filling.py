@@ -1,8 +1,8 @@
 """What a new job is filled with beside its parameters' own weights: tensors of another optimizer or of files, each checked
 before anything is changed."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,18 +30,21 @@ class Filling:
         check: refuses tensors that do not fit these parameters.
         made: for weights that servers make, in place of ``read``: the places of those parameters that are uploaded all the same (the
             others have no elements), what holds their memory, and what the others are made from.
+        fewer: by the name of a parameter whose state fewer updates made: how many fewer.
     """
 
     applied: int | None
     read: Callable[[int, Param], Tensor]
     check: Callable[[list[Param]], None]
     made: Callable[[list[Param]], tuple[list[Place], list[Tensor], Given]] | None = None
+    fewer: Mapping[str, int] = field(default_factory=dict)
 
     def source(
         self, params: list[Param], frozen: list[Place]
-    ) -> tuple[int | None, Callable[[int, int], tuple[Place, object]]]:
+    ) -> tuple[int | None, list[tuple[int, int]], Callable[[int, int], tuple[Place, object]]]:
         """What the Rust half asks for a tensor: its place, and what holds its memory. Frozen parameters, which have no state
-        and come after the others, give the weights that they have. Their memory must stay."""
+        and come after the others, give the weights that they have. Their memory must stay. Before it: how many updates made
+        the state, and which parameters have fewer."""
         self.check(params)
 
         def place(array: int, index: int) -> tuple[Place, object]:
@@ -51,7 +54,11 @@ class Filling:
             memory = self.read(array, param).detach().to("cpu").contiguous()
             return (index, memory.data_ptr(), param.elements, DTYPES[memory.dtype]), memory
 
-        return self.applied, place
+        return self.applied, self.fewer_of(params), place
+
+    def fewer_of(self, params: Sequence[Param]) -> list[tuple[int, int]]:
+        """The places among these of the parameters whose state fewer updates made, each with how many fewer."""
+        return [(place, self.fewer[param.name]) for place, param in enumerate(params) if param.name in self.fewer]
 
 
 def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
@@ -77,24 +84,16 @@ def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, descri
         raise invalid(name, "on the meta device", "somewhere with memory", "load the tensors, not their shapes alone", StateError)
 
 
-def steps_of(named: Mapping[str, Any], where: str) -> int:
-    """The one step count of all parameters."""
+def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]:
+    """How many updates made the state, and by parameter how many fewer made its own: steps without a gradient do not count for it."""
     counts: dict[str, int] = {}
     for name, given in named.items():
         count = float(given)
         if count != int(count) or count < 0:
             raise invalid(f"{name}.step", count, "a whole number", f"look at how {where} was made", StateError)
         counts[name] = int(count)
-    first = next(iter(counts))
-    for name, count in counts.items():
-        if count != counts[first]:
-            limit = f"{counts[first]}, as that of {first}"
-            remedy = (
-                "servers count the updates of a job, not of each parameter: leave the parameters that were updated less often to "
-                "another optimizer, or start from the weights alone"
-            )
-            raise invalid(f"{name}.step", count, limit, remedy, StateError)
-    return counts[first]
+    most = max(counts.values())
+    return most, {name: most - count for name, count in counts.items() if count < most}
 
 
 def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str) -> Filling | None:
@@ -125,7 +124,7 @@ def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: d
             raise invalid(f"{name}.{moments[0]}", "there", "absent, since the parameter is frozen", remedy, StateError)
     steps = {names[number]: state["step"] for number, state in states.items() if number in trained and "step" in state}
     # Momentum has no step count in torch: it goes on as after any update.
-    applied = steps_of(steps, where) if steps else 1
+    applied, fewer = steps_of(steps, where) if steps else (1, {})
     if applied == 0 or not any(state.get(key) is not None for state in states.values() for key in moments):
         return None
     by_tensor = {id(tensor): states.get(number, {}) for number, tensor in trained.items()}
@@ -145,7 +144,7 @@ def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: d
             return state.get("master", param.tensor)
         return state[moments[array - 1]]
 
-    return Filling(applied, read, check)
+    return Filling(applied, read, check, fewer=fewer)
 
 
 def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], rule: str) -> None:

@@ -72,7 +72,10 @@ class Ranks(ABC):
         places, held = self.first_weights() if is_new else ([], [])
         frozen, frozen_held = kept.values() if is_new else ([], [])
         places = [*places, *frozen]
-        source = None if filling is None else (filling.applied, self._source(filling, places))
+        source = None
+        if filling is not None:
+            fewer = filling.fewer_of([piece.param for piece in self.layout.pieces()])
+            source = (filling.applied, fewer, self._source(filling, places))
         started: tuple[int, int] = _agree.together(lambda: job.start(places, source, found, in_units=in_units))[self.rank]
         del held, frozen_held
         return started

@@ -102,12 +102,16 @@ def load_deepspeed(
     steps = {
         entry.name: _number(entry / f"{_STEP}.pt") for entry in sorted(zero.iterdir()) if (entry / f"{_STEP}.pt").exists()
     }
-    applied = _filling.steps_of(steps, str(zero)) if steps else step or _step_of_all(zero / _OPTIMIZER)
+    fewer: dict[str, int] = {}
+    if steps:
+        applied, fewer = _filling.steps_of(steps, str(zero))
+    else:
+        applied = step or _step_of_all(zero / _OPTIMIZER)
     if applied is None:
         raise invalid("step", "in no file", "known", "pass step=, the optimizer's step count", StateError)
     if applied < 1:
         raise invalid("step", applied, "at least 1", "load the weights alone: nothing was trained", StateError)
-    optimizer._fill_with(Filling(applied, read, check))
+    optimizer._fill_with(Filling(applied, read, check, fewer=fewer))
 
 
 def deepspeed_rest(folder: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any] | None]:

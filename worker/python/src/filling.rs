@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use longshore_proto::{Dtype, Fault, StateArray};
+use longshore_proto::{Dtype, Fault, LeftOut, StateArray};
 use longshore_worker::{Filling, Result};
 use pyo3::{Py, PyAny, Python, types::PyAnyMethods};
 
@@ -11,9 +11,14 @@ use crate::{error::raised, memory::HostTensor};
 /// The weights alone, one tensor for each parameter.
 pub(crate) struct Weights(pub(crate) Vec<HostTensor>);
 
+/// How many updates made the state, or None for weights alone; the parameters that fewer made, with how many fewer; and what is
+/// called for each tensor.
+pub(crate) type Given = (Option<u64>, Vec<(u32, u64)>, Py<PyAny>);
+
 /// Tensors that Python reads when they are asked for. One of each array is held at a time.
 pub(crate) struct Read {
     applied: Option<u64>,
+    left_out: Vec<LeftOut>,
     /// Called with an array's number and a parameter's. It returns the place of a tensor, and what holds its memory.
     source: Py<PyAny>,
     held: RefCell<[Option<Held>; 3]>,
@@ -25,8 +30,9 @@ struct Held {
 }
 
 impl Read {
-    pub(crate) fn new(applied: Option<u64>, source: Py<PyAny>) -> Read {
-        Read { applied, source, held: RefCell::default() }
+    pub(crate) fn new((applied, left_out, source): Given) -> Read {
+        let left_out = left_out.into_iter().map(|(param, steps)| LeftOut { param, steps, now: false });
+        Read { applied, left_out: left_out.collect(), source, held: RefCell::default() }
     }
 
     fn fetch(&self, array: StateArray, param: usize) -> Result<Held> {
@@ -56,6 +62,10 @@ impl Filling for Weights {
 impl Filling for Read {
     fn applied(&self) -> Option<u64> {
         self.applied
+    }
+
+    fn left_out(&self) -> &[LeftOut] {
+        &self.left_out
     }
 
     fn write(&self, array: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()> {

@@ -13,7 +13,7 @@ use crate::{
     error::{exception, is_ended, raise, signals, without_gil},
     export::export,
     fetch::Fetch,
-    filling::{Read, Weights},
+    filling::{self, Read, Weights},
     initial::{self, Made},
     memory::HostTensor,
     report,
@@ -125,12 +125,12 @@ impl Job {
         })
     }
 
-    /// The parameters that steps have left out, and how many steps of those that updated.
+    /// The parameters that steps have left out, or that fewer updates had made when the job was filled; and how many steps.
     fn left_out(&self, py: Python<'_>) -> PyResult<Vec<(u32, u64)>> {
         let described = self.session(py, Session::describe)?;
-        let commit = described.into_iter().find_map(|server| server.progress?.last_commit);
-        let left_out = commit.into_iter().flat_map(|commit| commit.left_out);
-        Ok(left_out.map(|param| (param.param, param.steps)).collect())
+        let progress = described.into_iter().find_map(|server| server.progress).unwrap_or_default();
+        let left_out = progress.last_commit.map_or(progress.left_out, |commit| commit.left_out);
+        Ok(left_out.into_iter().map(|param| (param.param, param.steps)).collect())
     }
 
     /// The name and version of each checkpoint that can be restored, in the order in which they were sealed.
@@ -161,13 +161,13 @@ impl Job {
         &self,
         py: Python<'_>,
         params: Vec<HostTensor>,
-        filling: Option<(Option<u64>, Py<PyAny>)>,
+        filling: Option<filling::Given>,
         found: bool,
         initialisation: Option<initial::Given>,
         in_units: bool,
     ) -> PyResult<(u64, u64)> {
         let filling: Box<dyn Filling + Send> = match (filling, initialisation) {
-            (Some((applied, source)), _) => Box::new(Read::new(applied, source)),
+            (Some(given), _) => Box::new(Read::new(given)),
             (None, None) => Box::new(Weights(params)),
             (None, Some(given)) => {
                 let made = Made::new(given, Weights(params));

@@ -98,8 +98,22 @@ SPOILED = {
     "shape": (replace("layers.0.bias/fp32.pt", {"param": torch.zeros(3)}), r"layers\.0\.bias\.fp32 is of \[3\]"),
     "type": (replace("layers.0.bias/exp_avg.pt", {"param": torch.zeros(300).long()}), r"layers\.0\.bias\.exp_avg is torch\.int64"),
     "no tensor": (replace("layers.0.bias/exp_avg.pt", {"weights": 1}), r"layers\.0\.bias\.exp_avg is absent"),
-    "step": (replace("layers.0.bias/step.pt", torch.tensor(3.0)), r"layers\.0\.weight\.step is 5, but must be 3"),
+    "half a step": (replace("layers.0.bias/step.pt", torch.tensor(2.5)), r"layers\.0\.bias\.step is 2\.5, but must be a whole number"),
 }
+
+
+def test_a_parameter_of_a_universal_checkpoint_has_its_own_step_count(tmp_path: Path) -> None:
+    ours, theirs, plain = trained(torch.optim.AdamW)
+    plain.state_dict()["state"][1]["step"].fill_(3.0)
+    write_universal(tmp_path, theirs, plain)
+    optimizer = longshore.AdamW(ours.named_parameters())
+    checkpoint.load_deepspeed(optimizer, tmp_path)
+    check_same_state(optimizer.state_dict(full=True), plain.state_dict())
+    for number in range(5, 15):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
+    assert [state["step"] for state in optimizer.state_dict(full=True)["state"].values()][:3] == [15, 13, 15]
 
 
 @pytest.mark.parametrize("what", SPOILED)

@@ -255,3 +255,42 @@ def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str,
         process.wait()
     train(undisturbed, longshore.AdamW(undisturbed.named_parameters(), lr=1e-3))
     assert same_bits(other, undisturbed)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("rule", ["adamw", "adam", "adagrad"])
+def test_step_counts_of_torch_come_and_go_by_parameter(rule: str, streaming: bool) -> None:
+    """A run that moves to Longshore and back equals the run that stays with torch."""
+    kind, reference, arguments = RULES[rule]
+    ours, theirs = pair()
+    if rule != "adagrad":
+        for model in (ours, theirs):
+            model.experts[-1].bias.requires_grad_(False)  # torch has no state of what never got a gradient
+    plain = reference(theirs.named_parameters(), **arguments)
+    train(theirs, plain, range(40))
+    ours.load_state_dict(theirs.state_dict())
+    optimizer = kind(ours.named_parameters(), streaming=streaming, **arguments)
+    optimizer.load_state_dict(plain.state_dict())
+
+    def check(compare: Callable[[Tensor, Tensor], bool]) -> dict[str, Any]:
+        full = optimizer.state_dict(full=True)
+        counts = set()
+        for number, state in plain.state_dict()["state"].items():
+            counts.add(float(state["step"]))
+            assert float(full["state"][number]["step"]) == float(state["step"]), number
+            for name, value in state.items():
+                assert compare(full["state"][number][name], value), (number, name)
+        assert len(counts) > 3
+        return full
+
+    check(torch.equal)
+    train(ours, optimizer, range(40, 120))
+    train(theirs, plain, range(40, 120))
+    assert distance(ours, theirs) < CLOSE
+    full = check(lambda one, other: torch.allclose(one, other, rtol=1e-3, atol=CLOSE))
+    back = reference(ours.named_parameters(), **arguments)
+    back.load_state_dict({"state": full["state"], "param_groups": plain.state_dict()["param_groups"]})
+    optimizer.close()
+    train(ours, back, range(120, 160))
+    train(theirs, plain, range(120, 160))
+    assert distance(ours, theirs) < CLOSE

@@ -71,6 +71,8 @@ pub(super) struct Driver {
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
     pub(super) last: Option<Last>,
+    /// What the first commit's parameters left out follow from, where the job was filled with state.
+    pub(super) filled_without: Vec<LeftOut>,
     /// A task that ends when the last commit is durable on every server. The next commit waits for it. So after a crash
     /// of any server there is a version that all hold, and at most one step to be sent again.
     pub(super) durable: Option<Task<Result<()>>>,
@@ -109,7 +111,7 @@ impl Driver {
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));
         let mut commit = self.commit(step, gradient_scale, &decision, finished.trainer_state);
-        let before = self.last.as_ref().map_or(&[][..], |last| &last.left_out);
+        let before = self.last.as_ref().map_or(&self.filled_without, |last| &last.left_out);
         commit.left_out = advance(before, &left_out, decision.skip);
         if event == Event::AtFloor {
             commit.pause_reason =

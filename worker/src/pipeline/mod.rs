@@ -8,6 +8,7 @@ mod correction;
 mod driver;
 mod envelope;
 mod feeds;
+mod micro_steps;
 mod options;
 mod outcome;
 mod passes;
@@ -18,15 +19,11 @@ mod step;
 mod watch;
 
 use std::{
-    ops::Range,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU32, Ordering::Relaxed},
-    },
+    sync::{Arc, Mutex, atomic::AtomicU32},
     time::Instant,
 };
 
-use longshore_proto::{Fault, MicroStep, Rank, Step, Version};
+use longshore_proto::{Fault, Rank, Step, Version};
 use tokio::{
     sync::{mpsc, oneshot, watch as channel},
     task::AbortHandle,
@@ -55,8 +52,7 @@ pub use self::{
 use crate::{
     cluster::Cluster,
     error::{Misuse, Result},
-    pull::{Feed, Reading},
-    push::{Accumulator, Assembler, Collector, Outbox, Sums},
+    push::Accumulator,
     session::{Joined, Session},
 };
 
@@ -116,6 +112,7 @@ impl Pipeline {
         let last = Step(joined.version.0);
         let joined_commit = joined.last_commit.as_ref().map(Last::from);
         let decided = joined.last_commit.iter().map(|commit| (commit.step, commit.decided_by)).collect();
+        let filled_without = joined.left_out.clone();
         let (joined, floor) = (joined.version, resume.floor);
         let watcher = Watcher {
             cluster: cluster.clone(),
@@ -141,6 +138,7 @@ impl Pipeline {
                 scaler: resume.scaler,
                 work,
                 last: joined_commit,
+                filled_without,
                 durable: Some(cluster.runtime.spawn_joined(durable)),
             };
             tasks.0.push(cluster.runtime.spawn(driver.run()));
@@ -219,14 +217,6 @@ impl Pipeline {
         Ok(plan)
     }
 
-    /// How the version of the micro-step in hand is read.
-    fn reading(&mut self, version: Version) -> Reading {
-        match self.feeds.now() {
-            Some(feed) => feed.reading().clone(),
-            None => self.feeds.shared_reading(version),
-        }
-    }
-
     /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
     fn announce(&self, plan: StepInputs, finished_at: stats::Finished) -> Option<oneshot::Sender<Finished>> {
         let work = self.work.as_ref()?;
@@ -237,70 +227,6 @@ impl Pipeline {
         // A driver that has ended has left the session's failure, which the next call returns.
         let _ = work.send(StepToDecide { step: plan.step, loss_scale: plan.loss_scale, stats, finished });
         Some(trainer)
-    }
-
-    /// The weights that the micro-step in hand computes with, as they arrive. They were asked for in
-    /// [`begin`](Pipeline::begin) at the latest, or in [`assembler`](Pipeline::assembler) for newer weights.
-    ///
-    /// # Errors
-    /// `Misuse` outside a step, or with `Weights::OnDemand`.
-    pub fn weights(&self) -> Result<Feed> {
-        self.current()?;
-        self.feeds
-            .now()
-            .cloned()
-            .ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
-    }
-
-    /// Pulls some flat ranges of the version that the micro-step in hand computes with, as a stage 3 layer does.
-    pub fn pull(&self, order: &[Range<u64>]) -> Result<Feed> {
-        let reading = self.current()?.reading.clone();
-        self.cluster().waits.check()?;
-        let feed = Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)?;
-        Ok(feed.amended(self.current()?.missing.clone()))
-    }
-
-    /// Begins a micro-step, counted from 0, and returns what takes its gradient. Call it once for each micro-step, in
-    /// order, and before [`weights`](Pipeline::weights) or [`pull`](Pipeline::pull). If the schedule gives the
-    /// micro-step newer weights, this waits until their version is decided, and both of these give that version from
-    /// then on.
-    pub fn assembler(&mut self, micro_step: u32) -> Result<Assembler> {
-        self.renew(micro_step)?;
-        let Some(current) = &mut self.current else { return Err(OUTSIDE.into()) };
-        if self.accumulator.is_some() && current.finished.load(Relaxed) != micro_step {
-            return Err(
-                Misuse("micro-steps that the worker adds up end one after the other: finish each").into()
-            );
-        }
-        current.assemble(micro_step)?;
-        let (plan, reading, finished) = (current.plan, current.reading.clone(), current.finished.clone());
-        let gradients = self.session.gradients.clone();
-        let ways = gradients.ways(matches!(self.options.weights, Weights::Whole));
-        let sums = self.accumulator.clone().map(|accumulator| Sums { accumulator, micro_step });
-        // The mean of what the worker has added up is one contribution.
-        let contribution = MicroStep(if sums.is_some() { 0 } else { micro_step });
-        let job = (self.session.spec(), self.session.layout());
-        let collector = Collector::new((plan.step, contribution), self.session.rank(), job, ways);
-        let outbox = Outbox::new(gradients, plan.loss_scale, reading, finished);
-        Ok(Assembler::new(collector, outbox, self.feeds.now().cloned(), sums))
-    }
-
-    /// Lets this micro-step and those after it compute with the newer version that the schedule names, if that version
-    /// has the loss scale of the step.
-    fn renew(&mut self, micro_step: u32) -> Result<()> {
-        let started = Instant::now();
-        let Current { plan, reading, .. } = self.current()?;
-        let Some(newer) = self.options.schedule.newer(plan.step, micro_step) else { return Ok(()) };
-        if reading.version() == newer || self.await_decision(newer)? != plan.loss_scale {
-            return Ok(());
-        }
-        self.feeds.take(&self.session, &self.options.weights, newer)?;
-        let reading = self.reading(newer);
-        if let Some(current) = &mut self.current {
-            current.reading = reading;
-            current.begin += started.elapsed();
-        }
-        Ok(())
     }
 
     /// Tells the servers the loss of the step in hand, as this rank sees it, for charts. Only rank 0's is kept.

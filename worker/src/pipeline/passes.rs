@@ -67,11 +67,12 @@ impl Pipeline {
     }
 
     /// The weights of the passes after `micro_step`: those of the step's other micro-steps, and the next step's. With
-    /// `pushed` this rank has pushed all of the step, so that the version that the step makes can be asked for.
+    /// `pushed` this rank has pushed all of the micro-step. After the last one the version that the step makes can be asked for.
     pub(crate) fn weights_after(&mut self, micro_step: u32, pushed: bool) -> Result<Vec<PassWeights>> {
         let now = self.pass_weights()?;
         let current = self.current()?;
         let (step, micro_steps) = (current.plan.step, current.assembled.len() as u32);
+        let pushed = pushed && micro_step + 1 == micro_steps;
         let mut after = Vec::new();
         for later in micro_step + 1..micro_steps {
             match self.options.schedule.newer(step, later) {

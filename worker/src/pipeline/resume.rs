@@ -64,7 +64,8 @@ mod tests {
         };
         let (incarnation, version) = (Incarnation(1), Version(3));
         let paused = paused.map(str::to_string);
-        Joined { incarnation, version, applied: 3, last_commit: Some(commit), paused }
+        let left_out = Vec::new();
+        Joined { incarnation, version, applied: 3, last_commit: Some(commit), left_out, paused }
     }
 
     fn resume(joined: &Joined) -> Resume {

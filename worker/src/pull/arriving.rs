@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 use super::{
     Pulls, Reading,
     store::{Segment, Store},
+    turns::Hurry,
 };
 use crate::error::{Error, Result, TimedOut};
 
@@ -19,6 +20,8 @@ pub(super) struct FeedInner {
     pub(super) pulls: Arc<Pulls>,
     pub(super) reading: Reading,
     pub(super) store: Store,
+    /// Whether somebody waits.
+    pub(super) hurry: Arc<Hurry>,
     changed: Notify,
     failure: Mutex<Option<Error>>,
     /// What a server said last instead of sending.
@@ -28,7 +31,8 @@ pub(super) struct FeedInner {
 impl FeedInner {
     pub(super) fn new(pulls: Arc<Pulls>, reading: Reading, store: Store) -> FeedInner {
         let (failure, noted) = (Mutex::new(None), Mutex::new(None));
-        FeedInner { pulls, reading, store, changed: Notify::new(), failure, noted }
+        let hurry = Arc::default();
+        FeedInner { pulls, reading, store, hurry, changed: Notify::new(), failure, noted }
     }
 
     pub(super) fn arrived(&self, bytes: u64) {

@@ -3,7 +3,7 @@
 use std::{ops::Range, sync::Arc, time::Instant};
 
 use longshore_memory::Source;
-use longshore_proto::{Dtype, Fault, FaultKind, ShardId, Slice, Version, limits::RATE_ELEMENTS};
+use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Version, limits::RATE_ELEMENTS};
 use tokio::task::AbortHandle;
 use tracing::debug_span;
 
@@ -67,8 +67,14 @@ impl Feed {
         let parts = dealt.into_iter().flat_map(|(server, parts)| {
             parts.into_iter().enumerate().map(move |(connection, pieces)| (server, connection, pieces))
         });
-        let start = |(server, connection, pieces)| {
-            cluster.runtime.spawn(Fetch { shared: shared.clone(), server, connection, pieces }.run())
+        let weights = (shared.reading.version(), shared.reading.is_amended());
+        let start = |(server, connection, pieces): (ServerId, usize, Pieces)| {
+            // Nothing comes of what is read where it lies, so that it needs no turn.
+            let bytes = pieces.iter().map(|(_, range)| (range.end - range.start) * dtype.bytes()).sum();
+            let turn = (!in_place[server])
+                .then(|| pulls.turns(server, connection).enter(weights, bytes, &shared.hurry).into());
+            let fetch = Fetch { shared: shared.clone(), server, connection, pieces, turn };
+            cluster.runtime.spawn(fetch.run())
         };
         let fetches = parts.filter(|(.., pieces)| !pieces.is_empty()).map(start).collect();
         Ok(Feed { handle: Arc::new(Handle { shared, fetches }), missing: None })
@@ -260,6 +266,7 @@ impl Feed {
         if segments.iter().all(Segment::is_whole) {
             return Ok(segments);
         }
+        shared.hurry.up();
         let start = Instant::now();
         let _stage =
             debug_span!(target: "stage", "wait for weights", version = shared.reading.version().0).entered();

@@ -1,6 +1,11 @@
 //! One connection's part of a feed: it pulls slices, checks and stores them, and asks again for what is missing.
 
-use std::{io, mem, ops::Range, sync::Arc, time::Instant};
+use std::{
+    io, mem,
+    ops::Range,
+    sync::{Arc, Weak},
+    time::Instant,
+};
 
 use bytes::Bytes;
 use longshore_proto::{
@@ -21,6 +26,7 @@ use super::{
     Pulls,
     arriving::FeedInner,
     store::{Cursor, View},
+    turns::Turn,
 };
 use crate::{cluster::Backoff, error::Shortage, memfd::Link};
 
@@ -33,6 +39,8 @@ pub(super) struct Fetch {
     pub(super) connection: usize,
     /// In the order wanted.
     pub(super) pieces: Vec<(Slice, Range<u64>)>,
+    /// None where nothing has to come over the connection.
+    pub(super) turn: Option<Arc<Turn>>,
 }
 
 impl Fetch {
@@ -43,6 +51,9 @@ impl Fetch {
         let Pulls { cluster, rank, .. } = &*self.shared.pulls;
         let mut backoff = Backoff::new();
         let mut damaged = 0;
+        if let Some(turn) = &self.turn {
+            turn.come().await;
+        }
         loop {
             let slices = self.missing();
             if slices.is_empty() {
@@ -106,7 +117,8 @@ impl Fetch {
             link: link.as_ref().map_or(0, |link| link.id),
             amended: self.shared.reading.is_amended(),
         };
-        let landing = Landing { shared: Arc::clone(&self.shared), link, payload: None, progress: false };
+        let (shared, turn) = (Arc::clone(&self.shared), self.turn.as_ref().map(Arc::downgrade));
+        let landing = Landing { shared, turn, link, payload: None, progress: false };
         let intake = SharedIntake::new(landing);
         let mark = Mark::of_answer();
         let mut connection = peer.data(self.connection);
@@ -136,6 +148,8 @@ impl Fetch {
 /// The messages of one call, on their way into the store.
 struct Landing {
     shared: Arc<FeedInner>,
+    /// It ends with the fetch, whoever still holds this.
+    turn: Option<Weak<Turn>>,
     link: Option<Arc<Link>>,
     payload: Option<Payload>,
     /// The call has brought something that counts.
@@ -193,6 +207,9 @@ impl MessageSink<PullResponse> for Landing {
         }
         self.shared.store.commit(place);
         self.shared.arrived(bytes);
+        if let Some(turn) = self.turn.as_ref().and_then(Weak::upgrade) {
+            turn.arrived(bytes);
+        }
         Ok(false)
     }
 }

@@ -8,6 +8,7 @@ mod missing;
 mod pulls;
 mod reading;
 mod store;
+mod turns;
 
 pub use feed::Feed;
 pub(crate) use missing::{Missing, OwnGradients, Steps};

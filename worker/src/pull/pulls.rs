@@ -4,19 +4,34 @@ use std::sync::Arc;
 
 use longshore_proto::ServerId;
 
-use crate::{cluster::Cluster, device::BufferPool, meter::Meter, rank::RankState};
+use super::turns::Turns;
+use crate::{
+    cluster::{ByServer, Cluster},
+    device::BufferPool,
+    meter::Meter,
+    rank::RankState,
+};
 
 pub(crate) struct Pulls {
     pub(super) cluster: Arc<Cluster>,
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
     pub(crate) meter: Meter,
+    /// By connection.
+    turns: ByServer<Vec<Arc<Turns>>>,
 }
 
 impl Pulls {
     pub(crate) fn new(cluster: Arc<Cluster>, rank: Arc<RankState>) -> Pulls {
         let pool = BufferPool::tight(cluster.options.host_budget.clone(), "weights under way");
-        Pulls { cluster, rank, pool, meter: Meter::default() }
+        let connections = cluster.options.connections;
+        let turns = cluster.servers().map(|_| (0..connections).map(|_| Arc::default()).collect()).collect();
+        Pulls { cluster, rank, pool, meter: Meter::default(), turns }
+    }
+
+    /// The order of pulls over a connection.
+    pub(super) fn turns(&self, server: ServerId, connection: usize) -> &Arc<Turns> {
+        &self.turns[server][connection]
     }
 
     pub(crate) fn cluster(&self) -> &Cluster {

@@ -361,12 +361,20 @@ impl Assembler {
         Ok(())
     }
 
-    /// Ends the micro-step.
+    /// Whether the micro-step can end.
     ///
     /// # Errors
     /// `Gradient` naming the first parameter without a gradient.
+    pub fn check_whole(&self) -> Result<()> {
+        Ok(self.collector.finish(self.outbox.gradients().cluster.spec())?)
+    }
+
+    /// Ends the micro-step.
+    ///
+    /// # Errors
+    /// Those of [`Assembler::check_whole`].
     pub fn finish(self) -> Result<()> {
-        self.collector.finish(self.outbox.gradients().cluster.spec())?;
+        self.check_whole()?;
         self.outbox.finish();
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use longshore_proto::{Dtype, InitialWeights, Initialisation, JobSpec, Layout, StateArray};
+use longshore_proto::{Dtype, InitialWeights, Initialisation, JobSpec, Layout, LeftOut, StateArray};
 
 use crate::{
     convert,
@@ -13,6 +13,11 @@ use crate::{
 pub trait Filling {
     /// How many updates made the state; None where there are weights alone.
     fn applied(&self) -> Option<u64>;
+
+    /// The parameters whose state fewer updates made.
+    fn left_out(&self) -> &[LeftOut] {
+        &[]
+    }
 
     /// What the servers make the weights from by themselves. `write` is then asked for the parameters alone that this
     /// leaves to rank 0.

@@ -2,9 +2,9 @@
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use longshore_proto::{Commit, Incarnation, Rank, ServerId, Version};
+use longshore_proto::{Commit, Incarnation, LeftOut, Rank, ServerId, Version};
 use longshore_wire::{
-    Wire,
+    Wire, left_outs_from_wire,
     v1::{DescribeResponse, JobProgress, LeaveRequest, Phase},
 };
 
@@ -25,6 +25,8 @@ pub struct Joined {
     pub applied: u64,
     /// The commit that made `version`; None at 0. Its `trainer_state` has the loss scaler and the trainer's bytes.
     pub last_commit: Option<Commit>,
+    /// At version 0: the parameters whose state fewer updates made than `applied`.
+    pub left_out: Vec<LeftOut>,
     /// The reason, when the job is paused.
     pub paused: Option<String>,
 }
@@ -55,6 +57,7 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
         incarnation,
         version: Version(first.version),
         applied: first.applied,
+        left_out: left_outs_from_wire(first.left_out.clone()),
         last_commit: last_commit.map(|commit| Commit::from_wire(Some(commit))).transpose()?,
         paused: paused.map(|progress| progress.pause_reason.clone()),
     })

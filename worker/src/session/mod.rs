@@ -156,7 +156,7 @@ impl Session {
                 fill(self)?;
                 self.wait_training()?;
                 // What the job was filled with may count updates.
-                joined.applied = self.block_on(open::applied(&self.cluster))?;
+                (joined.applied, joined.left_out) = self.block_on(open::filled(&self.cluster))?;
             }
             return Ok(joined);
         }

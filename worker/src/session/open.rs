@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use longshore_proto::{FaultKind, Rank, ServerId, ShardId, Version};
+use longshore_proto::{FaultKind, LeftOut, Rank, ServerId, ShardId, Version};
 use longshore_wire::{
-    Wire,
+    Wire, left_outs_from_wire,
     v1::{DescribeResponse, JobProgress, OpenJobRequest, Phase},
 };
 
@@ -59,10 +59,12 @@ pub fn is_loading(answer: &DescribeResponse) -> bool {
     answer.progress.as_ref().is_some_and(|progress| progress.phase() == Phase::Loading)
 }
 
-/// How many updates the job goes on from.
-pub(super) async fn applied(cluster: &Cluster) -> Result<u64> {
+/// How many updates the job goes on from, and which parameters had fewer.
+pub(super) async fn filled(cluster: &Cluster) -> Result<(u64, Vec<LeftOut>)> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
-    Ok(answers.values().filter_map(|answer| Some(answer.progress.as_ref()?.applied)).min().unwrap_or(0))
+    let progress = answers.into_vec().into_iter().filter_map(|answer| answer.progress);
+    let first = progress.min_by_key(|progress| progress.applied).unwrap_or_default();
+    Ok((first.applied, left_outs_from_wire(first.left_out)))
 }
 
 /// Where the job stands on a server; None where it is not open.

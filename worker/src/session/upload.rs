@@ -7,9 +7,12 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, ServerId, ShardId, StateArray, checksum::crc32};
+use longshore_proto::{
+    ChunkId, Dtype, Fault, FaultKind, LeftOut, ServerId, ShardId, StateArray, checksum::crc32,
+    left_out::check_uploaded,
+};
 use longshore_wire::{
-    array_to_wire, fault_from_status,
+    array_to_wire, fault_from_status, left_outs_from_wire, left_outs_to_wire,
     v1::{DescribeResponse, JobProgress, Phase, UploadRequest, UploadResponse},
 };
 use tokio::sync::mpsc;
@@ -39,8 +42,13 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling)
     if let Some(initialisation) = filling.initialisation() {
         initialisation.validate(&cluster.spec().params)?;
     }
+    check_uploaded(filling.left_out(), cluster.spec(), filling.applied())?;
     loop {
-        let missing = cluster.runtime.block_on(missing_shards(cluster, rank, filling.applied()))?;
+        let missing = cluster.runtime.block_on(missing_shards(
+            cluster,
+            rank,
+            (filling.applied(), filling.left_out()),
+        ))?;
         let Some(&first) = missing.first() else { return Ok(()) };
         let made = match filling.initialisation() {
             Some(initialisation) => passing(cluster, make(cluster, rank, initialisation, &missing, end)?)?,
@@ -70,7 +78,7 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling)
 async fn missing_shards(
     cluster: &Cluster,
     rank: &RankState,
-    applied: Option<u64>,
+    given: (Option<u64>, &[LeftOut]),
 ) -> Result<BTreeSet<ShardId>> {
     let deadline = cluster.options.deadline;
     let answers = cluster.on_each(|server| cluster.describe(server, false, deadline)).await;
@@ -89,7 +97,7 @@ async fn missing_shards(
             }
             other => other?,
         };
-        check_alike(cluster, server, answer.progress.as_ref(), applied)?;
+        check_alike(cluster, server, answer.progress.as_ref(), given)?;
         missing.extend(missing_on(cluster, rank, server, answer).await?);
     }
     Ok(missing)
@@ -100,18 +108,23 @@ fn check_alike(
     cluster: &Cluster,
     server: ServerId,
     progress: Option<&JobProgress>,
-    applied: Option<u64>,
+    (applied, left_out): (Option<u64>, &[LeftOut]),
 ) -> Result<()> {
-    match progress {
-        Some(progress) if progress.phase() != Phase::Loading && progress.version == 0 => {}
-        _ => return Ok(()),
+    let full = |progress: &&JobProgress| progress.phase() != Phase::Loading && progress.version == 0;
+    let Some(progress) = progress.filter(full) else { return Ok(()) };
+    let (found, given) = (progress.applied, applied.unwrap_or(0));
+    if found != given {
+        let (server, job) = (cluster.address(server).into(), cluster.job().clone());
+        return Err(OtherFilling { server, job, found, given }.into());
     }
-    let found = progress.map_or(0, |progress| progress.applied);
-    if found == applied.unwrap_or(0) {
-        return Ok(());
+    if left_outs_from_wire(progress.left_out.clone()) != left_out {
+        let value = format!("of {} parameters", left_out.len());
+        let limit =
+            format!("of {}, as {} was filled with them", progress.left_out.len(), cluster.address(server));
+        let remedy = "load the state again that the job was begun with, or delete the job to start over";
+        return Err(Fault::new(FaultKind::Conflict, "left_out", value, limit, remedy).into());
     }
-    let (server, job) = (cluster.address(server).into(), cluster.job().clone());
-    Err(OtherFilling { server, job, found, given: applied.unwrap_or(0) }.into())
+    Ok(())
 }
 
 /// What one server misses, once this rank has joined there.
@@ -170,6 +183,7 @@ fn pass(
                 crc32: crc32(&payload),
                 array: array_to_wire(array),
                 applied,
+                left_out: left_outs_to_wire(filling.left_out()),
                 payload,
             };
             let stream = streams[server].get_or_insert_with(|| Stream::open(cluster, server));

@@ -203,13 +203,18 @@ impl Units {
     /// Ends the micro-step: the last gradient has been emitted. What comes next is pulled from now on.
     ///
     /// # Errors
-    /// `Gradient` naming the first parameter without a gradient.
+    /// `Gradient` naming the first parameter without a gradient. Then the micro-step goes on: emit it, and end it again.
     pub fn end(&self, pipeline: &mut Pipeline) -> Result<()> {
-        let Some(micro_step) = self.pass().micro_step.take() else { return Err(OUTSIDE.into()) };
-        self.pass().begun = false;
-        if let Some(assembler) = self.assembler().take() {
-            assembler.finish()?;
+        let Some(micro_step) = self.pass().micro_step else { return Err(OUTSIDE.into()) };
+        let mut assembler = self.assembler();
+        assembler.as_ref().map_or(Ok(()), Assembler::check_whole)?;
+        if let Some(whole) = assembler.take() {
+            whole.finish()?;
         }
+        drop(assembler);
+        let mut pass = self.pass();
+        (pass.micro_step, pass.begun) = (None, false);
+        drop(pass);
         let after = pipeline.weights_after(micro_step, true)?;
         let mut state = self.loads.lock();
         let labels = upcoming(&mut state, after);

@@ -1,5 +1,6 @@
 //! The policy against the clock: a link and compute of given speed, in virtual time. The link brings one unit at a time,
-//! in the order in which they were asked for. A unit of one byte takes it one second.
+//! in the order in which they were asked for, and takes gradients the other way. A unit of one byte takes it one second. A
+//! version can be had once all gradients that it is made of are there; deciding and updating take no time.
 
 use super::*;
 
@@ -46,16 +47,20 @@ impl Model {
 struct Use {
     item: Item,
     size: u64,
+    /// Whether it is the last one of the step, after which the gradient leaves.
+    ends: bool,
     /// Whether it came for this use, and did not stay since another one.
     came: bool,
 }
 
 /// When the last use of each step ends if the link brings what came, in the order of uses, and rests only where it must:
-/// until a version can be had, and until there is room beside what is in use and what stays.
+/// until a version can be had, and until there is room beside what is in use and what stays. So an exact step takes no less
+/// than its pulls in forward, the compute of its last unit, that unit's gradient, and all other gradients after it.
 fn bound(uses: &[Use], (budget, delay, compute): (u64, u64, f64)) -> Vec<f64> {
     let stays = stays(uses);
     let mut steps: Vec<f64> = Vec::new();
     let (mut link, mut ends, mut brought) = (0.0f64, Vec::<f64>::new(), Vec::<u64>::new());
+    let (mut uplink, mut made) = (0.0f64, Vec::<f64>::new());
     for (at, used) in uses.iter().enumerate() {
         let step = used.item.label.0;
         let sum = brought.last().copied().unwrap_or(0) + if used.came { used.size } else { 0 };
@@ -63,15 +68,20 @@ fn bound(uses: &[Use], (budget, delay, compute): (u64, u64, f64)) -> Vec<f64> {
         if used.came {
             let full = |before: &usize| sum - brought[*before] + stays[*before] > budget;
             let room = (0..at).rev().find(full).map_or(0.0, |before| ends[before]);
-            let version = step.checked_sub(1 + delay).map_or(0.0, |made_by| steps[made_by as usize]);
+            let version = step.checked_sub(1 + delay).map_or(0.0, |made_by| made[made_by as usize]);
             link = link.max(room).max(version) + used.size as f64;
             begin = begin.max(link);
         }
         let end = begin + compute * used.size as f64;
         brought.push(sum);
         ends.push(end);
-        steps.resize(step as usize + 1, end);
-        steps[step as usize] = end;
+        if used.ends {
+            uplink = uplink.max(end) + used.size as f64;
+        }
+        for (times, time) in [(&mut steps, end), (&mut made, uplink)] {
+            times.resize(step as usize + 1, time);
+            times[step as usize] = time;
+        }
     }
     steps
 }
@@ -100,6 +110,11 @@ struct Clock {
     now: f64,
     /// What the link brings, and when it will be there.
     bringing: Option<(Item, f64)>,
+    /// When the gradients that were sent are there.
+    uplink: f64,
+    /// By step: when its last gradient was there.
+    made: Vec<f64>,
+    delay: u64,
     waited: f64,
     /// What came.
     bytes: u64,
@@ -109,22 +124,28 @@ struct Clock {
 }
 
 impl Clock {
-    /// Has the link bring what was asked for first and can be had.
-    fn pull(&mut self) {
-        let Device { coming, last_loads, newest, sizes, .. } = &mut self.device;
+    /// Has the link bring what was asked for first and can be had, by then.
+    fn pull(&mut self, until: f64) {
+        let Device { coming, last_loads, sizes, .. } = &mut self.device;
         if self.bringing.is_some_and(|(item, _)| !coming.contains(&item)) {
             self.bringing = None;
         }
         if self.bringing.is_none() {
             last_loads.retain(|item| coming.contains(item));
-            let next = last_loads.iter().find(|item| item.label.0 <= *newest);
-            self.bringing = next.map(|item| (*item, self.now + sizes[item.unit] as f64));
+            let from = |item: &Item| match item.label.0.checked_sub(1 + self.delay) {
+                Some(made_by) => self.made.get(made_by as usize).map(|made| made.max(self.now)),
+                None => Some(self.now),
+            };
+            let known = last_loads.iter().filter_map(|item| Some((*item, from(item)?)));
+            let next = known.min_by(|(_, one), (_, other)| one.total_cmp(other));
+            let next = next.filter(|(_, from)| *from <= until);
+            self.bringing = next.map(|(item, from)| (item, from + sizes[item.unit] as f64));
         }
     }
 
     /// Lets the next unit come, if it comes by then.
     fn bring(&mut self, until: f64) -> bool {
-        self.pull();
+        self.pull(until);
         let Some((item, at)) = self.bringing.filter(|(_, at)| *at <= until) else { return false };
         (self.now, self.bringing) = (at, None);
         let bytes = self.device.sizes[item.unit];
@@ -138,7 +159,7 @@ impl Clock {
         true
     }
 
-    fn use_unit(&mut self, unit: usize, label: Label) {
+    fn use_unit(&mut self, unit: usize, label: Label, ends: bool) {
         let asked = self.now;
         self.device.policy.uses(unit);
         loop {
@@ -151,21 +172,29 @@ impl Clock {
         }
         self.waited += self.now - asked;
         let (item, size) = (Item { unit, label }, self.device.sizes[unit]);
-        self.uses.push(Use { item, size, came: self.unused.remove(&item) });
+        self.uses.push(Use { item, size, ends, came: self.unused.remove(&item) });
         let until = self.now + self.compute * size as f64;
         while self.bring(until) {}
         self.now = until;
+        if ends {
+            self.uplink = self.uplink.max(self.now) + size as f64;
+        }
         self.device.release(unit);
-        self.pull();
+        self.pull(self.now);
     }
 
-    /// A step, before which the version that it reads is there; in a delayed job the next one as well.
-    fn step(&mut self, step: u64, order: &[usize], delay: u64) {
-        self.device.newest = step + delay;
-        let upcoming = || (delay > 0).then_some(Label(step + 1)).into_iter().collect();
+    /// A step, before which the version that it reads is there; in a delayed job the next one can be asked for, too.
+    fn step(&mut self, step: u64, order: &[usize]) {
+        let before = step.checked_sub(1 + self.delay).map_or(0.0, |made_by| self.made[made_by as usize]);
+        self.now = self.now.max(before);
+        self.device.newest = step + self.delay;
+        let upcoming = || (self.delay > 0).then_some(Label(step + 1)).into_iter().collect();
         let actions = self.device.policy.begin(Label(step), upcoming());
         self.device.act(actions);
-        order.iter().for_each(|&unit| self.use_unit(unit, Label(step)));
+        for (at, &unit) in order.iter().enumerate() {
+            self.use_unit(unit, Label(step), !order[at + 1..].contains(&unit));
+        }
+        self.made.push(self.uplink);
         let actions = self.device.policy.end(vec![Label(step + 1)]);
         self.device.act(actions);
     }
@@ -184,11 +213,13 @@ struct Times {
 fn timed(model: &Model, budget: u64, delay: u64, compute: f64) -> Times {
     let window = 2 * model.sizes.iter().max().unwrap();
     let device = Device::new(model.sizes.clone(), budget, window);
-    let (unused, uses) = Default::default();
-    let mut clock = Clock { device, compute, now: 0.0, bringing: None, waited: 0.0, bytes: 0, unused, uses };
-    (0..WARM_STEPS).for_each(|step| clock.step(step, &model.order, delay));
+    let (unused, uses, made) = Default::default();
+    let (now, bringing, uplink, waited, bytes) = (0.0, None, 0.0, 0.0, 0);
+    let mut clock =
+        Clock { device, compute, now, bringing, uplink, made, delay, waited, bytes, unused, uses };
+    (0..WARM_STEPS).for_each(|step| clock.step(step, &model.order));
     let (now, waited, bytes) = (clock.now, clock.waited, clock.bytes);
-    (WARM_STEPS..WARM_STEPS + STEPS).for_each(|step| clock.step(step, &model.order, delay));
+    (WARM_STEPS..WARM_STEPS + STEPS).for_each(|step| clock.step(step, &model.order));
     let steps = bound(&clock.uses, (budget, delay, compute));
     let mean = |sum: f64| sum / STEPS as f64;
     Times {

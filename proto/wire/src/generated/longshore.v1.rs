@@ -608,7 +608,7 @@ pub struct ImagePlace {
     pub stamp: u64,
 }
 /// Chunk k holds fp32 elements \[k * 262144, (k+1) * 262144) of one array of the shard.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct UploadRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
@@ -628,6 +628,10 @@ pub struct UploadRequest {
     /// Moments are rounded to nearest if the job keeps them in fewer bits. Sums of squares are not below 0.
     #[prost(uint64, optional, tag = "7")]
     pub applied: ::core::option::Option<u64>,
+    /// With `applied`: the parameters whose state fewer updates made, in ascending order, with how many fewer; `now` is false. All
+    /// chunks say the same. The first commit's left_out follows from it, as from that of a commit before.
+    #[prost(message, repeated, tag = "8")]
+    pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
     #[prost(bytes = "bytes", tag = "15")]
     pub payload: ::prost::bytes::Bytes,
 }
@@ -1221,6 +1225,9 @@ pub struct JobProgress {
     /// in PHASE_LOADING: Admin.Restore has begun
     #[prost(message, optional, tag = "7")]
     pub restore: ::core::option::Option<RestoreProgress>,
+    /// at version 0, where there is no commit: as Upload said
+    #[prost(message, repeated, tag = "8")]
+    pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RestoreProgress {

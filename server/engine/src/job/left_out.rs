@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::Range};
 
 use longshore_proto::{
-    BlockId, Commit, Fault, FaultKind, Incarnation, Layout, Origin, Step,
+    BlockId, Commit, Fault, FaultKind, Incarnation, Layout, Origin,
     left_out::{advance, now},
 };
 
@@ -131,9 +131,8 @@ impl Job {
         if commit.step != next {
             return Ok(());
         }
-        let before = machine.decision(Step(machine.version().0)).map(|(before, _)| &*before.left_out);
         let without: Vec<u32> = now(&commit.left_out).collect();
-        let due = advance(before.unwrap_or_default(), &without, commit.skip);
+        let due = advance(machine.left_out(), &without, commit.skip);
         if due != commit.left_out {
             machine.check_rank_zero(incarnation)?;
             let value = format!("{} parameters", commit.left_out.len());

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, MutexGuard};
 
-use longshore_proto::{Dtype, Fault, FaultKind, Layout, Rule, ShardId, StateArray, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, Layout, LeftOut, Rule, ShardId, StateArray, Version};
 
 use super::{Job, compute::BLOCK, images::image_blocks};
 use crate::{
@@ -36,29 +36,30 @@ pub(super) struct Load {
 }
 
 /// What rank 0 fills the job with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Uploaded {
     Weights,
-    /// Weights and the moments of an optimizer that has updated them so many times.
+    /// Weights and the moments of an optimizer that has updated them so many times, and these parameters less often.
     State {
         applied: u64,
+        left_out: Vec<LeftOut>,
     },
 }
 
 impl Uploaded {
-    pub(super) fn of(applied: Option<u64>) -> Uploaded {
-        applied.map_or(Uploaded::Weights, |applied| Uploaded::State { applied })
+    pub(super) fn of(applied: Option<u64>, left_out: Vec<LeftOut>) -> Uploaded {
+        applied.map_or(Uploaded::Weights, |applied| Uploaded::State { applied, left_out })
     }
 
-    /// How many updates the job goes on from.
-    pub(super) fn applied(self) -> u64 {
+    /// What the job goes on from.
+    fn record(self) -> Record {
         match self {
-            Uploaded::Weights => 0,
-            Uploaded::State { applied } => applied,
+            Uploaded::Weights => Record::filled(0, Vec::new()),
+            Uploaded::State { applied, left_out } => Record::filled(applied, left_out),
         }
     }
 
-    fn arrays(self, rule: Rule) -> &'static [StateArray] {
+    fn arrays(&self, rule: Rule) -> &'static [StateArray] {
         match self {
             Uploaded::Weights => &[StateArray::Master],
             Uploaded::State { .. } => StateArray::of(rule),
@@ -170,7 +171,7 @@ impl Load {
     pub(super) fn missing(&self, owned: &[ShardId], rule: Rule) -> Vec<ShardId> {
         match self.source {
             Source::Upload => {
-                let arrays = self.uploaded.unwrap_or(Uploaded::Weights).arrays(rule);
+                let arrays = self.uploaded.as_ref().unwrap_or(&Uploaded::Weights).arrays(rule);
                 let lacks = |checksums: &[Vec<Option<u32>>; 3]| {
                     arrays.iter().any(|array| checksums[array.index()].iter().any(Option::is_none))
                 };
@@ -277,14 +278,14 @@ impl Job {
 
     /// Starts the job if nothing is missing of what rank 0 uploads and of what is made here.
     pub(super) fn start_if_whole(&self, mut load: MutexGuard<'_, Load>) -> Result<(), Fault> {
-        let applied = load.uploaded.map_or(0, Uploaded::applied);
         if load.source != Source::Upload || !load.missing(&self.owned, self.spec.rule).is_empty() {
             return Ok(());
         }
+        let record = load.uploaded.clone().unwrap_or(Uploaded::Weights).record();
         load.finish();
         drop(load);
         self.make_images(Version(0), StoredImages::None)?;
-        self.start(&Record::new(Version(0), applied, None))
+        self.start(&record)
     }
 
     /// Has the tier keep what is loaded, and opens the job for steps.
@@ -298,8 +299,7 @@ impl Job {
         if let Some(durable) = &self.tier.durable {
             durable.start(record)?;
         }
-        let Record { version, applied, commit, .. } = record.clone();
-        let started = self.protocol.machine().loaded(version, applied, commit);
+        let started = self.protocol.machine().loaded(record.clone());
         self.notify();
         started.map_err(|refusal| {
             let fault = Fault::from(refusal);

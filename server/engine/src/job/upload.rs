@@ -1,6 +1,9 @@
 //! A job's first state as rank 0 uploads it: weights alone, or what an optimizer had made of them too.
 
-use longshore_proto::{ChunkId, Dtype, Fault, FaultKind, Incarnation, ShardId, StateArray, Version};
+use longshore_proto::{
+    ChunkId, Dtype, Fault, FaultKind, Incarnation, LeftOut, ShardId, StateArray, Version,
+    left_out::check_uploaded,
+};
 
 use super::{
     Job,
@@ -16,13 +19,15 @@ use crate::{
 };
 
 /// One chunk of what a job is filled with.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct UploadChunk {
     pub shard: ShardId,
     pub array: StateArray,
     pub chunk: ChunkId,
     /// None where the job is filled with weights alone. Otherwise how many updates made the state.
     pub applied: Option<u64>,
+    /// The parameters whose state fewer updates made.
+    pub left_out: Vec<LeftOut>,
     pub crc32: u32,
 }
 
@@ -36,7 +41,8 @@ impl Job {
         crc32: u32,
         payload: &[u8],
     ) -> Result<(), Fault> {
-        let part = UploadChunk { shard, array: StateArray::Master, chunk, applied: None, crc32 };
+        let (array, left_out) = (StateArray::Master, Vec::new());
+        let part = UploadChunk { shard, array, chunk, applied: None, left_out, crc32 };
         self.upload_chunk(incarnation, part, payload)
     }
 
@@ -47,7 +53,7 @@ impl Job {
         part: UploadChunk,
         payload: &[u8],
     ) -> Result<(), Fault> {
-        let UploadChunk { shard, array, chunk, applied, crc32 } = part;
+        let UploadChunk { shard, array, chunk, applied, left_out, crc32 } = part;
         let owned = {
             let machine = self.protocol.machine();
             machine.check_loading()?;
@@ -55,6 +61,7 @@ impl Job {
             machine.owned_index(shard)?
         };
         self.check_array(shard, array, applied)?;
+        check_uploaded(&left_out, &self.spec, applied)?;
         let chunks = self.layout.chunks(shard, Dtype::F32);
         let Some(range) = self.layout.chunk_bytes(shard, chunk, Dtype::F32) else {
             return Err(Refusal::UnknownChunk { shard, chunk, chunks }.into());
@@ -64,10 +71,10 @@ impl Job {
             let remedy = "chunks are 1 MiB, the last one of a shard what is left";
             return Err(Fault::invalid("payload", format!("{} bytes", payload.len()), limit, remedy));
         }
-        let uploaded = Uploaded::of(applied);
+        let uploaded = Uploaded::of(applied, left_out);
         let mut load = lock(&self.load);
         load.check_upload(Version(0))?;
-        check_same_upload(&load, uploaded)?;
+        check_same_upload(&load, &uploaded)?;
         let made = load.made.clone().filter(|_| array == StateArray::Master);
         let first = self.layout.shard_range(shard).start + range.start / size_of::<f32>() as u64;
         if let Some(made) = &made {
@@ -178,19 +185,21 @@ impl Job {
 
 /// Checks that a chunk belongs to what the chunks before it began: a job that started from parts of two states would
 /// be neither.
-fn check_same_upload(load: &Load, uploaded: Uploaded) -> Result<(), Fault> {
-    let said = |uploaded| match uploaded {
+fn check_same_upload(load: &Load, uploaded: &Uploaded) -> Result<(), Fault> {
+    let Some(earlier) = load.uploaded.as_ref().filter(|earlier| *earlier != uploaded) else { return Ok(()) };
+    let applied = |uploaded: &Uploaded| match uploaded {
         Uploaded::Weights => "absent (weights alone)".to_string(),
-        Uploaded::State { applied } => applied.to_string(),
+        Uploaded::State { applied, .. } => applied.to_string(),
     };
-    match load.uploaded {
-        Some(earlier) if earlier != uploaded => Err(Fault::new(
-            FaultKind::Conflict,
-            "applied",
-            said(uploaded),
-            format!("{}, as in the chunks before", said(earlier)),
-            "go on with the state that the upload began with, or delete the job to start over with another",
-        )),
-        _ => Ok(()),
-    }
+    let left_out = |uploaded: &Uploaded| match uploaded {
+        Uploaded::State { left_out, .. } => format!("of {} parameters", left_out.len()),
+        Uploaded::Weights => "empty".to_string(),
+    };
+    let (field, given, said) = match applied(uploaded) == applied(earlier) {
+        true => ("left_out", left_out(uploaded), left_out(earlier)),
+        false => ("applied", applied(uploaded), applied(earlier)),
+    };
+    let remedy =
+        "go on with the state that the upload began with, or delete the job to start over with another";
+    Err(Fault::new(FaultKind::Conflict, field, given, format!("{said}, as in the chunks before"), remedy))
 }

@@ -2,7 +2,7 @@
 
 pub(crate) mod exact;
 
-use longshore_proto::{Commit, Incarnation, Version};
+use longshore_proto::{Commit, Incarnation, LeftOut, Version};
 
 /// A decided version, as a tier keeps it.
 #[derive(Clone, Debug, PartialEq)]
@@ -12,6 +12,8 @@ pub struct Record {
     pub applied: u64,
     /// The commit that decided it. None at version 0.
     pub commit: Option<Commit>,
+    /// At version 0, where no commit has it: the parameters whose state fewer updates made than `applied`.
+    pub left_out: Vec<LeftOut>,
     /// The last word on pausing since then.
     pub standing: Option<Standing>,
 }
@@ -19,7 +21,12 @@ pub struct Record {
 impl Record {
     /// The record of a version that was reached a moment ago.
     pub fn new(version: Version, applied: u64, commit: Option<Commit>) -> Record {
-        Record { version, applied, commit, standing: None }
+        Record { version, applied, commit, left_out: Vec::new(), standing: None }
+    }
+
+    /// The record of a job that goes on from state, before its first step.
+    pub fn filled(applied: u64, left_out: Vec<LeftOut>) -> Record {
+        Record { left_out, ..Record::new(Version(0), applied, None) }
     }
 
     /// Whether the step that made the version left the state as it was.

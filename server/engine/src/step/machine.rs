@@ -10,7 +10,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Commit, ContributionChunk, Incarnation, JobSpec, Layout, MicroStep, Rank, ShardId, Step, Version,
+    Commit, ContributionChunk, Incarnation, JobSpec, Layout, LeftOut, MicroStep, Rank, ShardId, Step, Version,
 };
 
 use super::{refusal::Refusal, shard::ShardProgress};
@@ -124,6 +124,8 @@ pub struct Machine {
     pub(super) phase: Phase,
     pub(super) version: Version,
     pub(super) applied: u64,
+    /// What the state that the job was filled with lacks, until the first commit says it.
+    pub(super) left_out: Vec<LeftOut>,
     pub(super) commits: VecDeque<Decided>,
     pub(super) ranks: Vec<RankState>,
     pub(super) shards: Vec<ShardProgress>,
@@ -160,6 +162,7 @@ impl Machine {
             phase: Phase::Loading,
             version: Version(0),
             applied: 0,
+            left_out: Vec::new(),
             commits: VecDeque::new(),
             ranks,
             shards,
@@ -174,13 +177,8 @@ impl Machine {
     }
 
     /// All weights are there. The job starts at version 0, or at a checkpoint's version.
-    pub fn loaded(&mut self, version: Version, applied: u64, commit: Option<Commit>) -> Result<(), Refusal> {
-        self.check_loading()?;
-        self.begin(vec![Record::new(version, applied, commit)]);
-        for shard in &mut self.shards {
-            shard.version = version;
-        }
-        Ok(())
+    pub fn loaded(&mut self, record: Record) -> Result<(), Refusal> {
+        self.recovered(Record { standing: None, ..record })
     }
 
     /// Starts the job, as [`Machine::loaded`] does, from what its tier has kept.
@@ -195,8 +193,8 @@ impl Machine {
     /// Starts from the last of these records, paused if the job was.
     fn begin(&mut self, records: Vec<Record>) {
         self.phase = Phase::Training;
-        for Record { version, applied, commit, standing } in records {
-            (self.version, self.applied) = (version, applied);
+        for Record { version, applied, commit, left_out, standing } in records {
+            (self.version, self.applied, self.left_out) = (version, applied, left_out);
             let resumed_loss_scale = standing.as_ref().and_then(|standing| standing.loss_scale);
             self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale }));
             self.standing = standing;

@@ -90,7 +90,7 @@ impl Machine {
     /// The current version as a tier keeps it.
     pub fn record(&self) -> Record {
         let commit = self.commits.back().map(|decided| decided.commit.clone());
-        let (version, applied) = (self.version, self.applied);
-        Record { version, applied, commit, standing: self.standing.clone() }
+        let (version, applied, standing) = (self.version, self.applied, self.standing.clone());
+        Record { version, applied, commit, left_out: self.filled_without().to_vec(), standing }
     }
 }

@@ -1,6 +1,6 @@
 //! Where a job stands, for those who ask.
 
-use longshore_proto::{Commit, Incarnation, Rank, ShardId, Step, Version};
+use longshore_proto::{Commit, Incarnation, LeftOut, Rank, ShardId, Step, Version};
 
 use super::Phase;
 
@@ -12,6 +12,8 @@ pub struct Progress {
     /// The number of decided steps that updated: Adam's t.
     pub applied: u64,
     pub last_commit: Option<Commit>,
+    /// At version 0: the parameters whose state fewer updates made than `applied`.
+    pub left_out: Vec<LeftOut>,
     /// The shards that still lack weights, while the job is loading.
     pub missing: Vec<ShardId>,
     /// The checkpoint that the job is filled from, while it is loading.

@@ -7,10 +7,9 @@ use super::{machine::Machine, refusal::Refusal};
 
 impl Machine {
     /// Refuses a gradient that was computed with a version which has since been taken back and decided anew, or with
-    /// another version than that of another rank's gradient. The answer
-    /// is false while this server has not reached that version: a restarted server is told by rank 0 how the version was
-    /// decided, and that may be another decision than the one the rank computed with. A version that the server does not
-    /// remember passes.
+    /// another version than that of another rank's gradient. The answer is false while this server has not reached that
+    /// version: a restarted server is told by rank 0 how the version was decided, and that may be another decision than the
+    /// one the rank computed with. A version that the server does not remember passes.
     pub(super) fn check_reads(&self, chunk: &ContributionChunk) -> Result<bool, Refusal> {
         let reads = chunk.reads;
         let (decided_by, unknown) = (self.decided_by(reads.version), Incarnation::default());

@@ -1,6 +1,6 @@
 //! Questions to the machine that change nothing.
 
-use longshore_proto::{Commit, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version};
+use longshore_proto::{Commit, Incarnation, LeftOut, MicroStep, Origin, Rank, ShardId, Step, Version};
 
 use super::{
     machine::{Decided, Machine, Phase},
@@ -68,8 +68,23 @@ impl Machine {
             version: self.version,
             applied: self.applied,
             last_commit: self.commits.back().map(|decided| decided.current(self.is_resumed())),
+            left_out: self.filled_without().to_vec(),
             missing: Vec::new(),
             restoring: None,
+        }
+    }
+
+    /// At version 0: the parameters whose state, as the job was filled with it, fewer updates made than `applied`. Later the
+    /// last commit says it.
+    pub fn filled_without(&self) -> &[LeftOut] {
+        if self.version == Version(0) { &self.left_out } else { &[] }
+    }
+
+    /// What the next commit's parameters left out follow from.
+    pub fn left_out(&self) -> &[LeftOut] {
+        match self.decision(Step(self.version.0)) {
+            Some((last, _)) => &last.left_out,
+            None => self.filled_without(),
         }
     }
 

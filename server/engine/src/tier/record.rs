@@ -1,6 +1,6 @@
 //! A small record that is there whole or not at all: a frame around JSON, in sectors of its own.
 
-use longshore_proto::{Commit, Version};
+use longshore_proto::{Commit, LeftOut, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::record::{Record, Standing, exact};
@@ -20,21 +20,23 @@ pub(super) struct RecordJson {
     pub(super) applied: u64,
     #[serde(with = "exact::commit")]
     pub(super) commit: Option<Commit>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) left_out: Vec<LeftOut>,
     #[serde(default, with = "exact::standing", skip_serializing_if = "Option::is_none")]
     pub(super) standing: Option<Standing>,
 }
 
 impl From<&Record> for RecordJson {
     fn from(record: &Record) -> RecordJson {
-        let Record { version, applied, commit, standing } = record.clone();
-        RecordJson { version, applied, commit, standing }
+        let Record { version, applied, commit, left_out, standing } = record.clone();
+        RecordJson { version, applied, commit, left_out, standing }
     }
 }
 
 impl From<RecordJson> for Record {
     fn from(json: RecordJson) -> Record {
-        let RecordJson { version, applied, commit, standing } = json;
-        Record { version, applied, commit, standing }
+        let RecordJson { version, applied, commit, left_out, standing } = json;
+        Record { version, applied, commit, left_out, standing }
     }
 }
 

@@ -16,8 +16,8 @@ use longshore_engine::{
     tier::Storage,
 };
 use longshore_proto::{
-    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Incarnation, JobSpec, Layout, MicroStep,
-    Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, TierKind, Version,
+    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Incarnation, JobSpec, Layout, LeftOut,
+    MicroStep, Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, TierKind, Version,
     checksum::{crc32, state_hash},
 };
 
@@ -136,10 +136,15 @@ impl Cluster {
 
     /// Fills the job with arrays of the whole flat space that so many updates have made.
     pub(crate) fn upload_state(&self, state: &[Vec<f32>], applied: u64) {
+        self.upload_uneven(state, applied, &[]);
+    }
+
+    /// Does what [`Cluster::upload_state`] does, with state of some parameters that fewer updates made.
+    pub(crate) fn upload_uneven(&self, state: &[Vec<f32>], applied: u64, left_out: &[LeftOut]) {
         for (&array, values) in StateArray::of(self.spec.rule).iter().zip(state) {
             let bytes = super::encode(values, Dtype::F32);
             for shard in (0..self.layout.shards()).map(ShardId) {
-                self.upload_array(array, &bytes, shard, applied).unwrap();
+                self.upload_part(array, &bytes, shard, (applied, left_out)).unwrap();
             }
         }
     }
@@ -152,9 +157,20 @@ impl Cluster {
         shard: ShardId,
         applied: u64,
     ) -> Result<(), Fault> {
+        self.upload_part(array, bytes, shard, (applied, &[]))
+    }
+
+    pub(crate) fn upload_part(
+        &self,
+        array: StateArray,
+        bytes: &[u8],
+        shard: ShardId,
+        (applied, left_out): (u64, &[LeftOut]),
+    ) -> Result<(), Fault> {
         for chunk in (0..self.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
             let payload = self.payload(bytes, shard, chunk, Dtype::F32);
-            let part = UploadChunk { shard, array, chunk, applied: Some(applied), crc32: crc32(payload) };
+            let (applied, left_out, crc32) = (Some(applied), left_out.to_vec(), crc32(payload));
+            let part = UploadChunk { shard, array, chunk, applied, left_out, crc32 };
             self.jobs[self.owner(shard)].upload_chunk(self.incarnations[0], part, payload)?;
         }
         Ok(())

@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use longshore_engine::{
     ids::{OwnedShard, OwnedShards},
+    record::Record,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work},
 };
 use longshore_proto::{
@@ -380,7 +381,7 @@ impl Pair {
 
     fn life_loaded(&mut self) {
         let expected = self.model.loaded();
-        self.check(&expected, |machine| machine.loaded(Version(0), 0, None), |()| Answer::Done);
+        self.check(&expected, |machine| machine.loaded(Record::new(Version(0), 0, None)), |()| Answer::Done);
     }
 
     /// Ends what is under way, replaces every rank, resends all chunks that are wanted for the next step, and commits

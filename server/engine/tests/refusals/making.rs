@@ -76,6 +76,7 @@ fn weights_come_from_one_place_each() {
         array: StateArray::Master,
         chunk: ChunkId(0),
         applied: Some(3),
+        left_out: Vec::new(),
         crc32: crc32(&payload),
     };
     let fault = job.upload_chunk(Incarnation(1), chunk, &payload).unwrap_err();

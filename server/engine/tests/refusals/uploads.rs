@@ -3,7 +3,9 @@
 use std::thread;
 
 use longshore_engine::{job::UploadChunk, kernels::Isa};
-use longshore_proto::{ChunkId, FaultKind, Incarnation, Rank, Rule, ShardId, StateArray, checksum::crc32};
+use longshore_proto::{
+    ChunkId, FaultKind, Incarnation, LeftOut, Rank, Rule, ShardId, StateArray, checksum::crc32,
+};
 
 use super::{Cluster, Expected, Reference, check, commit, common, encode_f32, gradient, small, weights};
 
@@ -101,7 +103,7 @@ fn bad_state_is_refused_and_changes_nothing() {
         let mut payload = vec![0; 1 << 20];
         payload[..4].copy_from_slice(&first.to_le_bytes());
         let (shard, chunk, crc32) = (ShardId(0), ChunkId(0), crc32(&payload));
-        let part = UploadChunk { shard, array, chunk, applied, crc32 };
+        let part = UploadChunk { shard, array, chunk, applied, left_out: Vec::new(), crc32 };
         check(&cluster.jobs[0].upload_chunk(Incarnation(1), part, &payload).unwrap_err(), expected);
         let initial = weights(&spec, 1);
         cluster.upload(&initial);
@@ -165,4 +167,39 @@ fn upload_all(job: &longshore_engine::job::Job, bytes: &[u8]) {
             }
         }
     }
+}
+
+/// The list of parameters that fewer updates made. The job has two parameters.
+#[test]
+fn bad_counts_of_updates_are_refused_and_change_nothing() {
+    let (spec, steps) = (small(), |param, steps| LeftOut { param, steps, now: false });
+    let cases: [(Option<u64>, Vec<LeftOut>, Expected); 6] = [
+        (Some(3), vec![steps(2, 1)], (Invalid, "left_out[0].param", &["is 2", "in 0..2", "fewer updates"])),
+        (Some(3), vec![steps(1, 1), steps(0, 1)], (Invalid, "left_out[1].param", &["ascending order"])),
+        (Some(3), vec![steps(0, 0)], (Invalid, "left_out[0].steps", &["at least 1"])),
+        (Some(3), vec![steps(0, 4)], (Invalid, "left_out[0].steps", &["is 4", "at most 3"])),
+        (None, vec![steps(0, 1)], (Invalid, "left_out[0].steps", &["at most 0"])),
+        (
+            Some(3),
+            vec![LeftOut { param: 0, steps: 1, now: true }],
+            (Invalid, "left_out[0].now", &["an upload is no step"]),
+        ),
+    ];
+    let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+    cluster.join(0);
+    let payload = vec![0; 1 << 20];
+    let upload = |applied, left_out| {
+        let (array, shard, chunk, crc32) = (StateArray::Master, ShardId(0), ChunkId(0), crc32(&payload));
+        let part = UploadChunk { shard, array, chunk, applied, left_out, crc32 };
+        cluster.jobs[0].upload_chunk(Incarnation(1), part, &payload)
+    };
+    for (applied, left_out, expected) in cases {
+        check(&upload(applied, left_out).unwrap_err(), expected);
+    }
+    upload(Some(3), vec![steps(1, 1)]).unwrap();
+    let fault = upload(Some(3), Vec::new()).unwrap_err();
+    check(
+        &fault,
+        (Conflict, "left_out", &["is of 0 parameters", "of 1 parameters, as in the chunks before"]),
+    );
 }

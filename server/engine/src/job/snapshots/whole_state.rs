@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use longshore_proto::{Fault, Version};
+use longshore_proto::{Fault, FaultKind, Version};
 
 use super::{
     super::{Job, compute::BLOCK},
@@ -87,6 +87,13 @@ impl Job {
         self: &Arc<Self>,
         version: Option<Version>,
     ) -> Result<(Snapshot, BlockCopy), Fault> {
+        if version.is_none_or(|version| version == Version(0))
+            && !self.protocol.machine().filled_without().is_empty()
+        {
+            let limit =
+                "at least 1 in a job that is filled with state which lacks updates of some parameters";
+            return Err(Fault::new(FaultKind::Precondition, "version", 0, limit, "make a step first"));
+        }
         let layout = BlockCopy::of(self);
         let copy = move |captured: &Captured<'_>, block: usize, place: &mut [u8]| {
             layout.fill(captured, block, place);

@@ -1,0 +1,198 @@
+//! The order in which pulls over one connection are asked for. Units that are pulled ahead are needed one after the other. If
+//! they came side by side, each would get a part of the link, and the first one would come no earlier than the last.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use longshore_proto::Version;
+use tokio::sync::Notify;
+
+/// How much may be missing of all that comes before a pull when it is asked for: enough to keep the link busy until its first
+/// bytes come, and so little that it takes nothing from those before it.
+const OVERLAP_BYTES: u64 = 2 << 20;
+
+/// The pulls over one connection to one server. Only those of the same weights wait for each other: a version that is still
+/// to be made keeps nobody from one that is there.
+#[derive(Default)]
+pub(super) struct Turns {
+    waiting: Mutex<BTreeMap<u64, Waiting>>,
+    changed: Notify,
+}
+
+struct Waiting {
+    weights: (Version, bool),
+    missing: u64,
+}
+
+/// A pull's place in the order, until it is dropped.
+pub(super) struct Turn {
+    turns: Arc<Turns>,
+    number: u64,
+    /// Somebody waits for what the feed brings.
+    hurry: Arc<Hurry>,
+}
+
+/// Whether a feed's weights are needed now, whatever was asked for before it.
+#[derive(Default)]
+pub(super) struct Hurry {
+    needed: AtomicBool,
+    changed: Notify,
+}
+
+impl Hurry {
+    pub(super) fn up(&self) {
+        self.needed.store(true, Ordering::Release);
+        self.changed.notify_waiters();
+    }
+}
+
+impl Turns {
+    /// Takes the place behind all others.
+    pub(super) fn enter(self: &Arc<Self>, weights: (Version, bool), bytes: u64, hurry: &Arc<Hurry>) -> Turn {
+        let mut waiting = self.lock();
+        let number = waiting.last_key_value().map_or(0, |(last, _)| last + 1);
+        waiting.insert(number, Waiting { weights, missing: bytes });
+        Turn { turns: self.clone(), number, hurry: hurry.clone() }
+    }
+
+    // Nothing under this lock can leave what it guards half changed.
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Waiting>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Turn {
+    /// Returns once what comes before has come, but for the last of it; or once somebody needs what this pull brings.
+    pub(super) async fn come(&self) {
+        loop {
+            let (changed, hurried) = (self.turns.changed.notified(), self.hurry.changed.notified());
+            tokio::pin!(changed, hurried);
+            changed.as_mut().enable();
+            hurried.as_mut().enable();
+            if self.is_next() || self.hurry.needed.load(Ordering::Acquire) {
+                return;
+            }
+            tokio::select! {
+                () = changed => {}
+                () = hurried => {}
+            }
+        }
+    }
+
+    fn is_next(&self) -> bool {
+        let waiting = self.turns.lock();
+        let Some(mine) = waiting.get(&self.number) else { return true };
+        let before = waiting.range(..self.number).filter(|(_, before)| before.weights == mine.weights);
+        before.map(|(_, before)| before.missing).sum::<u64>() <= OVERLAP_BYTES
+    }
+
+    /// Notes that so many bytes have come.
+    pub(super) fn arrived(&self, bytes: u64) {
+        if let Some(mine) = self.turns.lock().get_mut(&self.number) {
+            mine.missing = mine.missing.saturating_sub(bytes);
+        }
+        self.turns.changed.notify_waiters();
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.turns.lock().remove(&self.number);
+        self.turns.changed.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{pin::pin, task::Poll};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const WEIGHTS: (Version, bool) = (Version(3), false);
+    const UNIT: u64 = 8 << 20;
+
+    /// Whether the turn has come, without waiting.
+    fn has_come(turn: &Turn) -> bool {
+        let waker = std::task::Waker::noop();
+        pin!(turn.come()).poll(&mut std::task::Context::from_waker(waker)) == Poll::Ready(())
+    }
+
+    #[test]
+    fn pulls_of_the_same_weights_come_one_after_the_other() {
+        let (turns, calm) = (Arc::new(Turns::default()), Arc::new(Hurry::default()));
+        let [first, second, third] = [0; 3].map(|_| turns.enter(WEIGHTS, UNIT, &calm));
+        assert_eq!([&first, &second, &third].map(has_come), [true, false, false]);
+        first.arrived(UNIT - OVERLAP_BYTES - 1);
+        assert!(!has_come(&second));
+        first.arrived(1);
+        assert_eq!(
+            [&second, &third].map(has_come),
+            [true, false],
+            "the end of the first and the start of the second"
+        );
+        drop(second);
+        assert!(has_come(&third), "what is not wanted any more is waited for by nobody");
+    }
+
+    #[test]
+    fn what_is_needed_now_or_of_other_weights_waits_for_nothing() {
+        let (turns, calm, needed) =
+            (Arc::new(Turns::default()), Arc::new(Hurry::default()), Arc::new(Hurry::default()));
+        let _first = turns.enter(WEIGHTS, UNIT, &calm);
+        let other = turns.enter((Version(4), false), UNIT, &calm);
+        let amended = turns.enter((WEIGHTS.0, true), UNIT, &calm);
+        let (needs, waits) = (turns.enter(WEIGHTS, UNIT, &needed), turns.enter(WEIGHTS, UNIT, &calm));
+        assert_eq!([&other, &amended, &needs, &waits].map(has_come), [true, true, false, false]);
+        needed.up();
+        assert_eq!([&needs, &waits].map(has_come), [true, false]);
+    }
+
+    #[tokio::test]
+    async fn who_waits_is_woken() {
+        for is_hurried in [false, true] {
+            let (turns, calm) = (Arc::new(Turns::default()), Arc::new(Hurry::default()));
+            let hurry = Arc::new(Hurry::default());
+            let [first, second] = [0; 2].map(|_| turns.enter(WEIGHTS, UNIT, &calm));
+            let third = turns.enter(WEIGHTS, UNIT, &hurry);
+            let waits = tokio::spawn(async move { third.come().await });
+            tokio::task::yield_now().await;
+            assert!(!waits.is_finished());
+            if is_hurried {
+                hurry.up();
+            } else {
+                second.arrived(UNIT);
+                drop(first);
+            }
+            tokio::time::timeout(std::time::Duration::from_secs(60), waits).await.unwrap().unwrap();
+        }
+    }
+
+    proptest! {
+        /// Whatever comes and goes, the first of the pulls that are left may come: nothing waits for ever.
+        #[test]
+        fn the_first_one_may_always_come(events in prop::collection::vec((0..4u8, 0..8usize, 0..2u64, 0..3 * UNIT), 1..60)) {
+            let (turns, calm) = (Arc::new(Turns::default()), Arc::new(Hurry::default()));
+            let mut left: Vec<(u64, Turn)> = Vec::new();
+            for (event, at, version, bytes) in events {
+                match event {
+                    0 | 1 => left.push((version, turns.enter((Version(version), false), bytes, &calm))),
+                    2 if at < left.len() => drop(left.remove(at)),
+                    _ => left.iter().skip(at).take(1).for_each(|(_, turn)| turn.arrived(bytes)),
+                }
+                for version in 0..2 {
+                    let first = left.iter().find(|(of, _)| *of == version);
+                    prop_assert!(first.is_none_or(|(_, turn)| has_come(turn)));
+                }
+            }
+            drop(left);
+            prop_assert!(turns.lock().is_empty());
+        }
+    }
+}
