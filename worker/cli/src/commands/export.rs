@@ -17,6 +17,9 @@ pub(super) struct Args {
     /// Folder to make, with model.safetensors or several files and model.safetensors.index.json
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Write optimizer.pt, too: moments, step counts and hyperparameters, as torch's optimizer of the job's rule saves them
+    #[arg(long)]
+    optimizer: bool,
     /// What the fp32 master weights are rounded to: bf16, f16 or f32
     #[arg(long, default_value = "bf16")]
     dtype: Dtype,
@@ -38,6 +41,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         job,
         out: args.out.clone(),
         dtype: args.dtype,
+        optimizer: args.optimizer,
         max_file_bytes: args.max_file_size.0,
         deadline: Duration::from_secs(args.deadline_s),
         replace: false,

@@ -14,6 +14,8 @@ use rustix::fs::{CWD, FallocateFlags, RenameFlags, fallocate};
 use safetensors::tensor::{Metadata, TensorInfo};
 
 const INDEX: &str = "model.safetensors.index.json";
+/// What an export with the optimizer's state has beside the weights.
+pub(super) const OPTIMIZER: &str = "optimizer.pt";
 
 /// Where an export goes.
 pub(super) struct Target {
@@ -46,7 +48,7 @@ pub(super) struct Files {
     bytes: u64,
 }
 
-fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
+pub(super) fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
     let place = format!("{} ({call}", path.display());
     move |error| {
         let (kind, limit, remedy) = match error.kind() {
@@ -177,6 +179,15 @@ impl Files {
         &self.names
     }
 
+    /// Where the files are until they are published.
+    pub(super) fn folder(&self) -> &Path {
+        self.draft.path()
+    }
+
+    pub(super) fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
     /// Writes the values of flat elements from `at`. Values of elements between parameters are dropped.
     pub(super) fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Fault> {
         let size = self.dtype.bytes();
@@ -280,5 +291,5 @@ impl Target {
 }
 
 fn is_exported(name: &str) -> bool {
-    name == INDEX || name.starts_with("model") && name.ends_with(".safetensors")
+    name == INDEX || name == OPTIMIZER || name.starts_with("model") && name.ends_with(".safetensors")
 }

@@ -1,20 +1,25 @@
-//! A job's weights as Hugging Face style safetensors, from its servers' master weights, while training goes on.
+//! A job's weights as Hugging Face style safetensors, from its servers' master weights, while training goes on; and the state of
+//! its optimizer, as torch saves it.
 //! Memory is bounded by a few messages of each server, since every message is written where it belongs as it comes.
 
+mod archive;
 mod files;
+mod optimizer;
+mod pickle;
 mod receive;
 mod settings;
 
 use std::path::Path;
 
-use longshore_proto::{Fault, JobSpec, Layout, Placement, Version};
-use longshore_wire::{Wire, v1};
+use longshore_proto::{Fault, FaultKind, Hyper, JobSpec, Layout, LeftOut, Placement, Version};
+use longshore_wire::{Wire, hyper_from_wire, left_outs_from_wire, v1};
 use longshore_worker::session::{TRIES, has_passed, lead, whole};
 
 pub(crate) use self::settings::Settings;
 use self::{
-    files::{Files, Target},
-    receive::receive,
+    files::{Files, OPTIMIZER, Target},
+    optimizer::Optimizer,
+    receive::{Sinks, receive},
 };
 use crate::servers::Servers;
 
@@ -35,18 +40,76 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     let Described { spec, layout, placement } = describe(servers, &settings.job)?;
     let target = Target { folder: settings.out.clone(), replace: settings.replace };
     let files = Files::create(target, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
+    let optimizer = match settings.optimizer {
+        true => {
+            let groups = hyperparameters(&standing(servers, &settings.job)?)?;
+            Some(Optimizer::create(files.folder(), &spec, &layout, &groups)?)
+        }
+        false => None,
+    };
+    let sinks = Sinks { files, optimizer };
     let mut tried = 0;
-    let version = loop {
-        let version = Version(newest(servers, &settings.job)?.0 + lead(tried));
-        match receive(servers, settings, version, &layout, &placement, &files) {
-            Ok(()) => break version,
+    let (version, applied, left_out) = loop {
+        let version = Version(standing(servers, &settings.job)?.version + lead(tried));
+        let received = receive(servers, settings, version, (&spec, &layout, &placement), &sinks);
+        let received = received.map(|applied| (applied, standing(servers, &settings.job)));
+        match received {
+            Ok((applied, standing)) => match left_out(&standing?, version) {
+                Some(left_out) => break (version, applied, left_out),
+                None if tried < TRIES => tried += 1,
+                None => return Err(too_fast(version).into()),
+            },
             Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
             Err(fault) => return Err(fault.into()),
         }
     };
-    let (bytes, names) = (files.bytes(), files.names().to_vec());
+    let Sinks { files, optimizer } = sinks;
+    let (mut bytes, mut names) = (files.bytes(), files.names().to_vec());
+    if let Some(optimizer) = optimizer {
+        bytes += optimizer.seal(applied, &left_out)?;
+        names.push(OPTIMIZER.to_string());
+    }
     files.publish()?;
     Ok(Exported { version, bytes, files: names })
+}
+
+/// What the last step had of each param group.
+fn hyperparameters(standing: &v1::JobProgress) -> Result<Vec<Hyper>, Fault> {
+    let groups = standing.last_commit.iter().flat_map(|commit| &commit.groups);
+    let groups: Vec<Hyper> = groups.cloned().map(hyper_from_wire).collect();
+    if groups.is_empty() {
+        let remedy = "export the weights alone, or after the first step";
+        let limit = "at least 1, where the optimizer's state is exported";
+        return Err(Fault::new(FaultKind::Precondition, "version", 0, limit, remedy));
+    }
+    Ok(groups)
+}
+
+/// The parameters that had missed updates of a version, as a commit says it that came at most one step later. None where it
+/// came later still.
+fn left_out(standing: &v1::JobProgress, version: Version) -> Option<Vec<LeftOut>> {
+    let Some(commit) = &standing.last_commit else {
+        return Some(left_outs_from_wire(standing.left_out.clone()));
+    };
+    let mut left_out = left_outs_from_wire(commit.left_out.clone());
+    match commit.step.checked_sub(version.0) {
+        Some(0) => {}
+        Some(1) => {
+            for left_out in left_out.iter_mut().filter(|left_out| left_out.now && !commit.skip) {
+                left_out.steps -= 1;
+            }
+        }
+        // Nothing was ever left out.
+        _ if left_out.is_empty() => {}
+        _ => return None,
+    }
+    Some(left_out)
+}
+
+fn too_fast(version: Version) -> Fault {
+    let limit = "the newest one, or that before, once all of it has come";
+    let remedy = "pause the job first: its step counts differ by parameter, and servers keep those of the newest version";
+    Fault::new(FaultKind::Unavailable, "version", version, limit, remedy)
 }
 
 /// Whether an export that replaces an earlier one could be written to `out` now.
@@ -65,13 +128,13 @@ fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {
     Ok(Described { spec, layout, placement })
 }
 
-/// The newest version that any server has.
-fn newest(servers: &mut Servers, job: &str) -> anyhow::Result<Version> {
+/// Where the server stands that has the newest version.
+fn standing(servers: &mut Servers, job: &str) -> anyhow::Result<v1::JobProgress> {
     let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
     let answers = servers.each_promptly(|mut admin| {
         let request = request.clone();
         async move { admin.describe(request).await }
     })?;
-    let version = answers.iter().filter_map(|(_, answer)| Some(answer.progress.as_ref()?.version)).max();
-    Ok(Version(version.unwrap_or(0)))
+    let standings = answers.into_iter().filter_map(|(_, answer)| answer.progress);
+    Ok(standings.max_by_key(|progress| progress.version).unwrap_or_default())
 }

@@ -1,41 +1,75 @@
 //! All servers' streams are read at once, and each message is written as it comes.
 
-use std::{sync::Mutex, thread};
+use std::{
+    sync::{Mutex, PoisonError},
+    thread,
+};
 
-use longshore_proto::{Fault, Layout, Placement, ServerId, Version};
-use longshore_worker::export::{Contents, Export};
+use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, ServerId, StateArray, Version};
+use longshore_worker::{
+    convert,
+    export::{Contents, Export},
+};
 
-use super::{files::Files, settings::Settings};
+use super::{files::Files, optimizer::Optimizer, settings::Settings};
 use crate::servers::Servers;
 
-/// Writes one version of all servers' shards.
+/// Where what is received goes.
+pub(super) struct Sinks {
+    pub(super) files: Files,
+    pub(super) optimizer: Option<Optimizer>,
+}
+
+impl Sinks {
+    fn write(&self, array: StateArray, at: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let dtype = self.files.dtype();
+        match &self.optimizer {
+            Some(optimizer) if array != StateArray::Master => optimizer.write(array, at, bytes),
+            // All state comes in fp32.
+            Some(_) if dtype != Dtype::F32 => {
+                let mut values = vec![0.0; bytes.len() / size_of::<f32>()];
+                convert::to_f32(Dtype::F32, bytes, &mut values);
+                let mut rounded = vec![0; values.len() * dtype.bytes() as usize];
+                convert::from_f32(dtype, &values, &mut rounded);
+                self.files.write(at, &rounded)
+            }
+            _ => self.files.write(at, bytes),
+        }
+    }
+}
+
+/// Writes one version of all servers' shards. Returns how many updates made it.
 pub(super) fn receive(
     servers: &Servers,
     settings: &Settings,
     version: Version,
-    layout: &Layout,
-    placement: &Placement,
-    files: &Files,
-) -> Result<(), Fault> {
+    (spec, layout, placement): (&JobSpec, &Layout, &Placement),
+    sinks: &Sinks,
+) -> Result<u64, Fault> {
     check_servers(servers, placement)?;
-    let contents = Contents::Weights(settings.dtype);
+    let contents = match settings.optimizer {
+        true => Contents::State(spec.rule),
+        false => Contents::Weights(settings.dtype),
+    };
     let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
-    let first = Mutex::new(None);
+    let received = Mutex::new(Ok(0));
     thread::scope(|scope| {
         for (index, server) in servers.list().iter().enumerate() {
-            let (export, first) = (&export, &first);
+            let (export, all) = (&export, &received);
             let owned = placement.owned(ServerId(index as u32));
             scope.spawn(move || {
-                let write = |_, at, bytes: &[u8]| files.write(at, bytes);
+                let write = |array, at, bytes: &[u8]| sinks.write(array, at, bytes);
                 let received = export.receive(&server.address, server.admin.clone(), &owned, &write);
-                if let Err(fault) = servers.handle().block_on(received) {
-                    // The first fault is the cause, and the others may be its consequence.
-                    first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(fault);
+                let received = servers.handle().block_on(received);
+                // The first fault is the cause, and the others may be its consequence.
+                let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+                if all.is_ok() {
+                    *all = received;
                 }
             });
         }
     });
-    first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).map_or(Ok(()), Err)
+    received.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn check_servers(servers: &Servers, placement: &Placement) -> Result<(), Fault> {

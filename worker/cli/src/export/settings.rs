@@ -8,6 +8,8 @@ pub(crate) struct Settings {
     pub(crate) job: String,
     pub(crate) out: PathBuf,
     pub(crate) dtype: Dtype,
+    /// The optimizer's moments and step counts, too.
+    pub(crate) optimizer: bool,
     /// How many bytes of tensors go into one file.
     pub(crate) max_file_bytes: u64,
     /// Longest wait for a version that all servers can give.

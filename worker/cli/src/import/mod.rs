@@ -1,8 +1,13 @@
-//! A new job's weights from Hugging Face style safetensors, before any trainer runs. Memory is bounded by the chunks under way.
+//! A new job's weights, and an optimizer's moments and step counts, from files of other programs, before any trainer runs. Memory
+//! is bounded by the chunks under way.
 
-mod files;
+mod found;
+mod safetensors;
+mod tensors;
+mod torch;
+mod universal;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Rank};
@@ -10,9 +15,12 @@ use longshore_wire::{
     Wire,
     v1::{self, Phase},
 };
-use longshore_worker::{Options, Session, session::whole};
+use longshore_worker::{Filling, Options, Session, session::whole};
 
-use self::files::Tensors;
+use self::{
+    found::{Found, invalid},
+    tensors::Files,
+};
 use crate::servers::{PROMPTLY, Servers};
 
 pub(crate) struct Settings {
@@ -20,6 +28,10 @@ pub(crate) struct Settings {
     /// The job whose parameters and settings a new job has. Without it the job is open already, and waits for weights.
     pub(crate) like: Option<String>,
     pub(crate) from: PathBuf,
+    /// The state of a torch optimizer that goes with the weights.
+    pub(crate) optimizer: Option<PathBuf>,
+    /// How many updates made the state, where no file says it.
+    pub(crate) step: Option<u64>,
     /// Leave tensors alone that are no parameter of the job.
     pub(crate) ignore_extra: bool,
 }
@@ -27,6 +39,8 @@ pub(crate) struct Settings {
 pub(crate) struct Imported {
     pub(crate) params: usize,
     pub(crate) elements: u64,
+    /// How many updates made the state; None where there are weights alone.
+    pub(crate) applied: Option<u64>,
 }
 
 /// Fills the job on all servers. An import that was cut off goes on where it is asked for again.
@@ -37,15 +51,48 @@ pub(crate) fn run(
 ) -> anyhow::Result<Imported> {
     let spec = spec(servers, settings)?;
     let layout = spec.validate()?;
-    let tensors = Tensors::open(&settings.from)?;
-    let filling = tensors.filling(&spec, settings.ignore_extra)?;
+    let filling = find(settings)?.filling(&spec, &layout, settings.ignore_extra)?;
     let elements =
         (0..spec.params.len()).map(|param| layout.param_range(param)).map(|place| place.end - place.start);
-    let imported = Imported { params: spec.params.len(), elements: elements.sum() };
+    let (params, applied) = (spec.params.len(), filling.applied());
+    let imported = Imported { params, elements: elements.sum(), applied };
     let mut session = Session::connect(Options::new(addresses.to_vec(), spec, Rank(0)))?;
     session.start_from(&filling)?;
     session.leave()?;
     Ok(imported)
+}
+
+/// What the files have, whoever wrote them.
+fn find(settings: &Settings) -> anyhow::Result<Found> {
+    let (from, optimizer) = (settings.from.as_path(), settings.optimizer.as_deref());
+    if let Some(zero) = universal::folder(from) {
+        if let Some(optimizer) = optimizer {
+            let remedy = "leave it out: a universal checkpoint has the optimizer's state";
+            return Err(invalid("--optimizer", optimizer.display(), "absent", remedy));
+        }
+        return universal::read(&zero, settings.step);
+    }
+    if let Some(step) = settings.step {
+        return Err(invalid(
+            "--step",
+            step,
+            "absent",
+            "leave it out: it is for DeepSpeed's universal checkpoints",
+        ));
+    }
+    let mut files = Files::new();
+    let weights = match is_torch(from) {
+        true => torch::weights(from, &mut files)?,
+        false => safetensors::weights(from, &mut files)?,
+    };
+    let state = optimizer.map(|path| torch::state(path, &mut files)).transpose()?;
+    Ok(Found { from: from.to_path_buf(), files, weights, state })
+}
+
+/// Whether torch.save wrote it, by its name.
+fn is_torch(path: &Path) -> bool {
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    matches!(extension, Some("pt" | "pth" | "bin" | "ckpt"))
 }
 
 /// What the job is, if it may be filled.

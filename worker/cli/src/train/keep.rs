@@ -158,6 +158,7 @@ impl<'a> Keeper<'a> {
             job: self.settings.job.to_string(),
             out: dir,
             dtype: self.settings.export_dtype,
+            optimizer: false,
             max_file_bytes: EXPORT_FILE_BYTES,
             deadline: self.settings.deadline,
             replace: true,
