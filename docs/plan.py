@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Holds `longshore plan` against real runs, and prints the tables of docs/plan.md.
+
+Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So it
+needs root, `ip` and `tc`. Usage: docs/plan.py links | configurations [--programs target/release] [--only NAME]
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+PORT = 7070
+
+
+def run(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+class Servers:
+    """So many servers, each behind a link of `link` bytes a second, or as fast as it is."""
+
+    def __init__(self, programs, count, link=None, flags=(), folder=None):
+        self.programs, self.count, self.link, self.flags, self.folder = programs, count, link, flags, folder
+        self.processes = []
+
+    def __enter__(self):
+        try:
+            for index in range(self.count):
+                self.start(index)
+            for index in range(self.count):
+                self.wait(index)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self, index):
+        name, outside, inside = f"longshore-{index}", f"ls{index}o", f"ls{index}i"
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", outside, "mtu", "9000", "type", "veth", "peer", "name", inside, "mtu", "9000")
+        run("ip", "link", "set", inside, "netns", name)
+        run("ip", "addr", "add", f"10.213.{index}.1/30", "dev", outside)
+        run("ip", "link", "set", outside, "up")
+        within = ("ip", "netns", "exec", name)
+        run(*within, "ip", "addr", "add", f"10.213.{index}.2/30", "dev", inside)
+        run(*within, "ip", "link", "set", inside, "up")
+        run(*within, "ip", "link", "set", "lo", "up")
+        if self.link:
+            shape = ("root", "tbf", "rate", f"{self.link * 8}bit", "burst", "128kb", "latency", "20ms")
+            run("tc", "qdisc", "add", "dev", outside, *shape)
+            run(*within, "tc", "qdisc", "add", "dev", inside, *shape)
+        command = [*within, self.programs / "longshored", "--listen", f"10.213.{index}.2:{PORT}", "--insecure", *self.flags]
+        if self.folder:
+            state = pathlib.Path(self.folder) / str(index)
+            state.mkdir()
+            command += ["--state-dir", state]
+        # What it logs would fill a pipe that nobody reads.
+        self.processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def wait(self, index):
+        until = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection((f"10.213.{index}.2", PORT), timeout=1).close()
+                return
+            if time.monotonic() > until or self.processes[index].poll() is not None:
+                sys.exit(f"server {index} does not start")
+            time.sleep(0.05)
+
+    def addresses(self):
+        return ",".join(f"10.213.{index}.2:{PORT}" for index in range(self.count))
+
+    def most_resident(self):
+        """The most memory that a server's process ever had, in bytes."""
+        # `ip netns exec` becomes the program that it starts.
+        texts = [pathlib.Path(f"/proc/{process.pid}/status").read_text() for process in self.processes]
+        return max(int(re.search(r"VmHWM:\s+(\d+) kB", text).group(1)) * 1024 for text in texts)
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            process.kill()
+        for index in range(self.count):
+            subprocess.run(["ip", "link", "del", f"ls{index}o"], capture_output=True)
+            subprocess.run(["ip", "netns", "del", f"longshore-{index}"], capture_output=True)
+
+
+def step(programs, servers, *flags):
+    command = [programs / "longshore", "bench", "step", "--json", "--servers", servers.addresses(), *flags]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def links(args):
+    """The simulator against 1, 2, 4 and 8 servers, whose links bind."""
+    print("| servers | delay | compute s | step s | plan says s | measured over plan | efficiency |")
+    print("|---:|---:|---:|---:|---:|---:|---:|")
+    link, params = 25_000_000, 67_108_864
+    cases = [("0", 0), ("0", 2000), ("1", 1000)]
+    for delay, compute_ms in cases:
+        # The median of these is of a step in the middle of a run.
+        steps = 5 if delay == "1" else 3 if compute_ms else 2
+        alone = None
+        for count in (1, 2, 4, 8):
+            if args.only and f"{count}/{delay}/{compute_ms}" not in args.only:
+                continue
+            with Servers(args.programs, count, link, ["--memory", "3GiB"]) as servers:
+                found = step(
+                    args.programs, servers, "--params", params, "--server-link", link, "--delay", delay, "--compute-ms",
+                    compute_ms, "--init-on-servers", "--shard-elements", 1 << 20, "--rounds", 1, "--steps", steps,
+                )  # fmt: skip
+            alone = alone or found["step_ms"] * count
+            print(
+                f"| {count} | {delay} | {compute_ms / 1e3:.1f} | {found['step_ms'] / 1e3:.2f} | "
+                f"{found['predicted_ms'] / 1e3:.2f} | {found['step_over_predicted']:.3f} | "
+                f"{alone / found['step_ms'] / count:.3f} |",
+                flush=True,
+            )
+
+
+LINK = 100_000_000
+
+# By name: servers, flags of the bench beside its size, flags of `longshore plan` where they differ, parameters.
+CONFIGURATIONS = {
+    "exact": (1, [], [], 134_217_728),
+    "exact, compute": (1, ["--compute-ms", 4000], [], 134_217_728),
+    "delayed": (1, ["--delay", 1, "--compute-ms", 2000], ["--delay", 1], 134_217_728),
+    "2 ranks": (1, ["--ranks", 2], ["--world-size", 2], 134_217_728),
+    "2 micro-steps": (1, ["--micro-steps", 2], ["--micro-steps", 2], 134_217_728),
+    "bf16 state": (1, ["--state", "bf16", "--master", "bf16"], ["--state", "bf16", "--master", "bf16"], 201_326_592),
+    "block8 state": (1, ["--state", "block8"], ["--state", "block8"], 201_326_592),
+    "2 servers": (2, [], [], 268_435_456),
+    "stage 3": (1, ["--stage", 3, "--compute-ms", 9000, "--device-budget", "16MiB"], [], 134_217_728),
+    "nvme": (1, ["--tier", "nvme"], ["--tier", "nvme"], 201_326_592),
+    "nvme, spill all": (1, ["--tier", "nvme", "--spill", "all"], ["--tier", "nvme", "--spill", "all"], 201_326_592),
+    "nvme, spill all, bf16": (
+        1,
+        ["--tier", "nvme", "--spill", "all", "--state", "bf16", "--master", "bf16"],
+        ["--tier", "nvme", "--spill", "all", "--state", "bf16", "--master", "bf16"],
+        1_098_907_648,
+    ),
+}
+
+
+def configurations(args):
+    """Memory and steps of configurations against the plan."""
+    print("| configuration | parameters | plan says MB | most resident MB | of the plan | device, plan MB | measured MB | step s | "
+          "plan says s | measured over plan |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for name, (count, of_step, of_plan, params) in CONFIGURATIONS.items():
+        if name not in (args.only or CONFIGURATIONS):
+            continue
+        # Where steps overlap, those in the middle of a run count.
+        steps = 3 if "--delay" in of_step else 2 if "--compute-ms" in of_step else 1
+        command = [args.programs / "longshore", "plan", "--json", "--params", params, "--servers", count, *of_plan]
+        planned = json.loads(run(*(str(part) for part in command)))
+        with contextlib.ExitStack() as stack:
+            on_drives = "nvme" in of_step
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.state_dir)) if on_drives else None
+            spill = ["--spill", "all"] if "--spill" in of_step else []
+            drives = ["--drives", int(args.drives * 1e9)] if on_drives else []
+            link = LINK * 10 if on_drives else LINK
+            servers = stack.enter_context(Servers(args.programs, count, link, ["--memory", "8GiB", *spill], folder))
+            found = step(
+                args.programs, servers, "--params", params, "--server-link", link, "--init-on-servers",
+                "--rounds", 1, "--steps", steps, *of_step, *drives,
+            )  # fmt: skip
+            resident = servers.most_resident()
+        device = found.get("device_peak_bytes")
+        row = [
+            name, f"{params / 1e6:.0f} M", f"{planned['memory_bytes'] / 1e6:.0f}", f"{resident / 1e6:.0f}",
+            f"{resident / planned['memory_bytes']:.3f}", f"{found['planned_device_bytes'] / 1e6:.1f}" if device else "",
+            f"{device / 1e6:.1f}" if device else "", f"{found['step_ms'] / 1e3:.2f}",
+            f"{found['predicted_ms'] / 1e3:.2f}", f"{found['step_over_predicted']:.3f}",
+        ]  # fmt: skip
+        print("| " + " | ".join(row) + " |", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["links", "configurations"])
+    parser.add_argument("--programs", type=pathlib.Path, default=pathlib.Path("target/release"))
+    parser.add_argument("--only", nargs="+", help="only cases of these names")
+    parser.add_argument("--state-dir", help="a folder of the drive that the nvme tier is measured on")
+    parser.add_argument("--drives", type=float, default=0, help="GB/s of that drive, as `longshore plan --probe` says")
+    args = parser.parse_args()
+    # Servers and namespaces are removed then as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    links(args) if args.what == "links" else configurations(args)
+
+
+if __name__ == "__main__":
+    main()
