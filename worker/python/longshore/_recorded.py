@@ -123,7 +123,7 @@ class Recording:
 
     saving = staticmethod(contextlib.nullcontext)
 
-    def pin(self, unit: Record) -> None:
+    def pin(self, unit: Record, *, alone: bool = False) -> None:
         raise _refused(unit, "read")
 
     def kept(self, record: Record) -> Tensor:
