@@ -13,6 +13,7 @@
 
 #![allow(unsafe_code)]
 
+mod copy;
 mod file;
 mod foreign;
 pub mod lend;
@@ -26,6 +27,7 @@ mod stamp;
 mod sync;
 mod traffic;
 
+pub use copy::copy_past_caches;
 pub use file::SharedFile;
 pub use foreign::{Foreign, ForeignError};
 pub use region::{AtomicWords, Mapping, Region};

@@ -2,6 +2,8 @@
 
 use std::{fmt, marker::PhantomData, ops::Range};
 
+use super::copy::{copy_foreign, copy_past_caches};
+
 /// A kind of number for which every pattern of bits is a value, without padding.
 pub trait Element: bytemuck::Pod {}
 
@@ -9,16 +11,6 @@ impl Element for u8 {}
 impl Element for u16 {}
 impl Element for f32 {}
 
-/// What a volatile copy moves at a time: the widest register that every CPU of its kind has.
-#[cfg(target_arch = "x86_64")]
-type Word = std::arch::x86_64::__m128i;
-#[cfg(target_arch = "aarch64")]
-type Word = std::arch::aarch64::uint8x16_t;
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-type Word = u64;
-
-/// How many words one turn of the copy's loop moves.
-const STRIDE: usize = 4;
 /// The size of a piece that is copied to be looked at: half of the smallest L1 cache.
 const PIECE_BYTES: usize = 16 * 1024;
 
@@ -121,14 +113,14 @@ impl<'a, T> Source<'a, T> {
 }
 
 impl<'a, T: Element> Source<'a, T> {
-    /// Copies all elements.
+    /// Copies all elements, many of them past the caches.
     ///
     /// # Panics
     /// If the lengths differ.
     pub fn copy_to(&self, target: &mut [T]) {
         assert_eq!(target.len(), self.len, "target against source");
         if let Some(elements) = self.owned_elements() {
-            target.copy_from_slice(elements);
+            copy_past_caches(bytemuck::cast_slice(elements), bytemuck::cast_slice_mut(target));
         } else {
             // SAFETY: readable bytes of `len` elements; `target` is borrowed exclusively and as long.
             unsafe { copy_foreign(self.start.cast(), bytemuck::cast_slice_mut(target)) }
@@ -156,71 +148,6 @@ impl<'a, T: Element> Source<'a, T> {
     fn owned_elements(&self) -> Option<&'a [T]> {
         // SAFETY: it was made of this slice, whose borrow lasts as long as `'a`.
         self.owned.then(|| unsafe { std::slice::from_raw_parts(self.start, self.len) })
-    }
-}
-
-/// The least bytes that one instruction copies: starting it costs as much as copying so many.
-#[cfg(target_arch = "x86_64")]
-const AT_ONCE_BYTES: usize = 1024;
-
-/// Copies what another process may write meanwhile: each byte is loaded once, and is what it is just then.
-///
-/// x86-64 has one instruction for it, of which the compiler knows nothing, so that it assumes nothing of what was loaded. It is
-/// what memcpy takes for as many bytes, and a fifth to a third faster than loads and stores. Elsewhere, and for few bytes,
-/// volatile loads are what Rust has for memory that it does not know all accesses of. (An atomic load would do as well; of
-/// 16 bytes at once there is none, and with eight a core copies two thirds as fast.)
-///
-/// # Safety
-/// `source` is readable for as many bytes as `target` has, and no reference to them exists.
-unsafe fn copy_foreign(source: *const u8, target: &mut [u8]) {
-    #[cfg(target_arch = "x86_64")]
-    if target.len() >= AT_ONCE_BYTES {
-        // SAFETY: it reads as many bytes as both sides have, writes `target` alone, which is borrowed exclusively, and ends
-        // with the three registers changed. The direction flag is clear, as the calling convention has it.
-        unsafe {
-            std::arch::asm!(
-                "rep movsb",
-                inout("rcx") target.len() => _,
-                inout("rdi") target.as_mut_ptr() => _,
-                inout("rsi") source => _,
-                options(nostack, preserves_flags)
-            );
-        }
-        return;
-    }
-    // SAFETY: what the caller keeps.
-    unsafe { copy_volatile(source, target) }
-}
-
-/// Copies by volatile loads, of 64 bytes in a turn.
-///
-/// # Safety
-/// The caller keeps what [`copy_foreign`] asks for.
-unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
-    let (count, to) = (target.len(), target.as_mut_ptr());
-    let mut at = source.align_offset(align_of::<Word>()).min(count);
-    // SAFETY: `at` never passes `count`, to which both sides reach.
-    unsafe { copy_bytes(source, to, 0, at) };
-    while count - at >= STRIDE * size_of::<Word>() {
-        // SAFETY: as above, and a multiple of words from where they are aligned.
-        unsafe {
-            let (from, to) = (source.add(at).cast::<Word>(), to.add(at).cast::<Word>());
-            // All loads first: stores between them would have the CPU wait where both ends are a page apart.
-            let words: [Word; STRIDE] = std::array::from_fn(|index| from.add(index).read_volatile());
-            to.cast::<[Word; STRIDE]>().write_unaligned(words);
-        }
-        at += STRIDE * size_of::<Word>();
-    }
-    // SAFETY: as above.
-    unsafe { copy_bytes(source, to, at, count) };
-}
-
-/// # Safety
-/// The caller keeps what [`copy_foreign`] asks for, from byte `at` to `end`.
-unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) {
-    for index in at..end {
-        // SAFETY: inside both.
-        unsafe { target.add(index).write(source.add(index).read_volatile()) };
     }
 }
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from longshore import _full, _longshore
@@ -73,6 +74,7 @@ class Connection:
             How many updates the job's weights have behind them.
         """
         in_units = not isinstance(self.weights, Weights)
+        _longshore.set_copy_threads(torch.get_num_threads())
         if self.ranks is not None:
             version, applied = self.ranks.start(self.job, filling, found, self._kept, in_units=in_units)
         else:

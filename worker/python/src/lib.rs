@@ -7,6 +7,7 @@ mod error;
 mod export;
 mod fetch;
 mod filling;
+mod helpers;
 mod initial;
 mod job;
 #[allow(unsafe_code, reason = "memory of tensors is known to Rust by its address alone")]
@@ -26,5 +27,6 @@ fn _longshore(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<server::Server>()?;
     module.add_function(wrap_pyfunction!(commands::longshore, module)?)?;
     module.add_function(wrap_pyfunction!(commands::longshored, module)?)?;
+    module.add_function(wrap_pyfunction!(helpers::set_copy_threads, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

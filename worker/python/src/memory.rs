@@ -1,15 +1,24 @@
 //! Memory of tensors that Python holds, as slices: the one room of this crate with `unsafe`.
 
-use std::{ops::Range, slice};
+use std::{
+    ops::Range,
+    slice,
+    sync::{Mutex, PoisonError},
+};
 
-use longshore_proto::{Dtype, Fault};
+use longshore_memory::copy_past_caches;
+use longshore_proto::{Dtype, Fault, limits::CHUNK_BYTES};
 use longshore_worker::{Feed, Result, convert};
 use pyo3::{FromPyObject, prelude::*};
 
-use crate::error::raise;
+use crate::{error::raise, helpers::spread};
 
 /// How many elements are converted at a time where neither side is f32: they stay in the L1 cache.
 const TILE: usize = 2048;
+/// What several threads copy is cut into parts of so many elements, and nothing is cut that has fewer than this many parts: a
+/// thread wakes in the time in which another one copies two.
+const PART_ELEMENTS: usize = 256 * 1024;
+const LEAST_PARTS: usize = 4;
 
 /// The elements of a parameter or of its gradient, in the host's memory, end to end in the order of its shape.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +73,7 @@ impl HostTensor {
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         let length = self.elements * self.dtype.bytes() as usize;
-        // SAFETY: as in `bytes`; `read_weights` has the only copy that is written to while it runs.
+        // SAFETY: as in `bytes`; `read_weights` alone writes while it runs, and its parts are apart.
         unsafe { slice::from_raw_parts_mut(self.address as *mut u8, length) }
     }
 
@@ -83,9 +92,22 @@ impl HostTensor {
 
     /// Writes a range of the elements, times `scale`, in the wire's type. They are copied or converted once.
     pub(crate) fn write_to(&self, range: Range<usize>, wire: Dtype, scale: f32, target: &mut [u8]) {
+        let width = wire.bytes() as usize;
+        // What leaves through a socket comes in chunks, whose checksum is taken next. What is lent is longer.
+        let past_caches = target.len() > CHUNK_BYTES;
+        let parts: Vec<_> = target.chunks_mut(part_of(range.len()) * width).map(Mutex::new).collect();
+        spread(parts.len(), |index| {
+            let target = &mut **parts[index].lock().unwrap_or_else(PoisonError::into_inner);
+            let start = range.start + index * PART_ELEMENTS;
+            self.write_part(start..start + target.len() / width, wire, scale, past_caches, target);
+        });
+    }
+
+    fn write_part(&self, range: Range<usize>, wire: Dtype, scale: f32, past_caches: bool, target: &mut [u8]) {
         let width = self.dtype.bytes() as usize;
         let source = &self.bytes()[range.start * width..range.end * width];
         match self.values() {
+            _ if scale == 1.0 && wire == self.dtype && past_caches => copy_past_caches(source, target),
             _ if scale == 1.0 && wire == self.dtype => target.copy_from_slice(source),
             Some(values) if scale == 1.0 => convert::from_f32(wire, &values[range], target),
             _ => scaled(self.dtype, source, scale, wire, target),
@@ -101,14 +123,42 @@ impl HostTensor {
         // comes once from one server.
         let target = unsafe { slice::from_raw_parts_mut(address as *mut u8, elements * to) };
         if wire == self.dtype {
-            target.copy_from_slice(source);
+            copy_past_caches(source, target);
         } else {
             scaled(wire, source, 1.0, self.dtype, target);
         }
     }
 
     /// Waits for the parameter's elements of a feed, which lie at `place`, and writes them here.
-    pub(crate) fn read_weights(mut self, feed: &Feed, place: Range<u64>) -> Result<()> {
+    pub(crate) fn read_weights(self, feed: &Feed, place: Range<u64>) -> Result<()> {
+        let mut at = place.start;
+        while at < place.end {
+            let there = at..feed.wait_for_some(at..place.end)?;
+            at = there.end;
+            let elements = (there.end - there.start) as usize;
+            let failed = Mutex::new(Ok(()));
+            spread(elements.div_ceil(part_of(elements)), |index| {
+                let start = there.start + (index * PART_ELEMENTS) as u64;
+                let part = start..there.end.min(start + part_of(elements) as u64);
+                let read = self.part(&place, &part).read_part(feed, part);
+                if read.is_err() {
+                    *failed.lock().unwrap_or_else(PoisonError::into_inner) = read;
+                }
+            });
+            failed.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+        }
+        Ok(())
+    }
+
+    /// The elements that lie at `part`, of a tensor that lies at `place`.
+    fn part(&self, place: &Range<u64>, part: &Range<u64>) -> HostTensor {
+        let first = (part.start - place.start) as usize;
+        let elements = ((part.end - part.start) as usize).min(self.elements.saturating_sub(first));
+        HostTensor { address: self.address + first * self.dtype.bytes() as usize, elements, ..*self }
+    }
+
+    /// Writes elements of a feed that are there.
+    fn read_part(mut self, feed: &Feed, place: Range<u64>) -> Result<()> {
         if self.dtype == feed.dtype() {
             return feed.read_raw(place, self.bytes_mut());
         }
@@ -127,6 +177,11 @@ impl HostTensor {
             }
         })
     }
+}
+
+/// How many elements a part has of so many, which one thread or several copy.
+fn part_of(elements: usize) -> usize {
+    if elements < LEAST_PARTS * PART_ELEMENTS { elements.max(1) } else { PART_ELEMENTS }
 }
 
 /// Converts by way of f32, times `scale`.

@@ -125,6 +125,20 @@ impl Feed {
         self.segments(&range).map(|_| ())
     }
 
+    /// Blocks until the first of these flat elements are there. Returns where what is there in a row ends.
+    ///
+    /// # Errors
+    /// Those of [`Feed::wait`].
+    pub fn wait_for_some(&self, range: Range<u64>) -> Result<u64> {
+        let Some(segments) = self.handle.shared.store.covering(&range) else {
+            return Err(self.foreign(&range));
+        };
+        let Some(first) = segments.first() else { return Ok(range.end) };
+        self.segments(&(range.start..first.range.end.min(range.end)))?;
+        let there = segments.iter().take_while(|segment| segment.is_whole()).last().unwrap_or(first);
+        Ok(there.range.end.min(range.end))
+    }
+
     /// Returns once these flat elements are there, or can no more come. Nobody is held up by this, so no meter counts it, and
     /// whoever needs them has a deadline of his own.
     pub(crate) async fn arrived(&self, range: &Range<u64>) -> Result<()> {

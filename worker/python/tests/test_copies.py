@@ -1,0 +1,59 @@
+"""Copies of gradients and weights: they bring the same bits on any number of threads, whatever the tensors' lengths and types."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longshore
+from conftest import several
+
+#: The first two are cut into parts, one of which ends inside a line. Between parameters there is padding.
+LENGTHS = [1_500_001, 2_097_152, 70, 300_007]
+#: Elements of a shard, so that every parameter of those lies in several.
+SHARD = 1024 * 1024
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def values(seed: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(length, generator=generator) * 0.02).to(dtype) for length in LENGTHS]
+
+
+def trained(threads: int, dtype: torch.dtype, **options: object) -> list[Tensor]:
+    """Parameters after some steps."""
+    torch.set_num_threads(threads)
+    params = [nn.Parameter(value) for value in values(0, dtype)]
+    optimizer = longshore.AdamW(params, lr=1e-2, shard_elements=SHARD, max_grad_norm=1.0, **options)
+    for step in range(3):
+        for param, gradient in zip(params, values(step + 1, dtype), strict=True):
+            param.grad = gradient
+        optimizer.step()
+    optimizer.close()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
+    alone = trained(1, dtype)
+    assert not any(torch.equal(before, after) for before, after in zip(values(0, dtype), alone, strict=True))
+    for threads in (2, 5):
+        assert all(map(torch.equal, alone, trained(threads, dtype)))
+
+
+def test_shared_memory_and_tcp_bring_the_same_bits() -> None:
+    alone = trained(1, torch.bfloat16)
+    with several(1, memory="512MiB") as servers:
+        for transport in ("memfd", "tcp"):
+            there = trained(3, torch.bfloat16, servers=servers, job=transport, transport=transport)
+            assert all(map(torch.equal, alone, there))
+        # 16-bit gradients and weights of fp32 tensors are converted by parts, too.
+        options = {"gradient_dtype": "bf16", "image_dtype": "bf16", "servers": servers}
+        assert all(map(torch.equal, *(trained(count, torch.float32, job=f"of-{count}", **options) for count in (1, 4))))
