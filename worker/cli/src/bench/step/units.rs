@@ -65,7 +65,7 @@ pub(super) fn run(args: &Args, spec: JobSpec, hosts: &Hosts) -> anyhow::Result<M
     let blocks = (0..elements.len())
         .map(|param| Unit { name: spec.params[param].name.clone(), params: vec![param] })
         .collect();
-    let resident = if largest > 0 { (budget / largest) as usize } else { 0 };
+    let resident = budget.checked_div(largest).unwrap_or(0) as usize;
     let device = Arc::new(HostDevice::new(budget));
     let units = Units::new(session, device.clone(), blocks, Some(budget))?;
     let pushed = elements.iter().sum::<u64>() * spec.gradient_dtype.bytes() * u64::from(args.micro_steps);
