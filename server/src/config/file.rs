@@ -29,6 +29,7 @@ pub(super) struct File {
     pub(super) checkpoint_keep: Option<usize>,
     pub(super) drain_deadline_s: Option<u64>,
     pub(super) max_connections: Option<usize>,
+    pub(super) tls_dir: Option<PathBuf>,
     pub(super) insecure: Option<bool>,
     pub(super) no_memfd: Option<bool>,
     pub(super) log: Option<String>,
@@ -36,7 +37,7 @@ pub(super) struct File {
 }
 
 /// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 21] = [
+const KEYS: [&str; 22] = [
     "listen",
     "listen_unix",
     "memory",
@@ -54,6 +55,7 @@ const KEYS: [&str; 21] = [
     "checkpoint_keep",
     "drain_deadline_s",
     "max_connections",
+    "tls_dir",
     "insecure",
     "no_memfd",
     "log",

@@ -13,6 +13,7 @@ mod import;
 mod plan;
 mod servers;
 mod sizes;
+mod tls;
 pub mod train;
 
 pub use entry::run;
