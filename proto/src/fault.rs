@@ -18,6 +18,10 @@ pub enum FaultKind {
     NotFound,
     /// It is wrong in this state; it may be right later or earlier.
     Precondition,
+    /// The caller has not shown who it is.
+    Unauthenticated,
+    /// The caller may not do this, or not to this job.
+    Forbidden,
     /// A newer incarnation has taken the rank.
     Fenced,
     /// It does not fit.
@@ -33,11 +37,13 @@ pub enum FaultKind {
 }
 
 impl FaultKind {
-    pub const ALL: [FaultKind; 10] = [
+    pub const ALL: [FaultKind; 12] = [
         FaultKind::Invalid,
         FaultKind::Conflict,
         FaultKind::NotFound,
         FaultKind::Precondition,
+        FaultKind::Unauthenticated,
+        FaultKind::Forbidden,
         FaultKind::Fenced,
         FaultKind::Exhausted,
         FaultKind::Deadline,
@@ -53,6 +59,8 @@ impl FaultKind {
             FaultKind::Conflict => "CONFLICT",
             FaultKind::NotFound => "NOT_FOUND",
             FaultKind::Precondition => "PRECONDITION",
+            FaultKind::Unauthenticated => "UNAUTHENTICATED",
+            FaultKind::Forbidden => "FORBIDDEN",
             FaultKind::Fenced => "FENCED",
             FaultKind::Exhausted => "EXHAUSTED",
             FaultKind::Deadline => "DEADLINE",

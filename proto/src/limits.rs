@@ -78,8 +78,19 @@ pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + 
     + (MAX_CALLS + SPARE_CONNECTIONS * CALLS_SHARE)
         * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES + UNTAKEN_RESULTS_BYTES)
     + MAX_UNFINISHED_BYTES;
+/// What a handshake under way costs: the largest that rustls takes, and its buffers.
+pub const HANDSHAKE_BYTES: usize = 128 * 1024;
+/// What TLS costs a connection beside that: a buffer of 32 KiB, records on their way in and out, and keys.
+pub const TLS_CONNECTION_BYTES: usize = 112 * 1024;
+/// How much more strangers can make a server hold that speaks TLS.
+pub const STRANGERS_TLS_BYTES: usize =
+    SPARE_CONNECTIONS * TLS_CONNECTION_BYTES + MAX_HANDSHAKES * HANDSHAKE_BYTES;
 /// How long a client may take to send its preface and settings, which it does as soon as it is connected.
 pub const PREFACE_DEADLINE: Duration = Duration::from_secs(10);
+/// How long a TLS handshake may take, and how many may go on at once. One takes a round trip, and some thousandths of a
+/// second of CPU time.
+pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(10);
+pub const MAX_HANDSHAKES: usize = 256;
 /// How long a connection may wait with its first call. A worker's data connections wait while the job is opened and
 /// its weights are uploaded.
 pub const FIRST_CALL_DEADLINE: Duration = Duration::from_secs(600);

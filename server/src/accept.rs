@@ -14,16 +14,16 @@ const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(320);
 
 /// What connections are accepted from.
-pub(crate) trait Accept: Send + Sync {
+pub(crate) trait Accept: Send {
     type Socket: Socket;
 
-    fn accept(&self) -> impl Future<Output = io::Result<(Self::Socket, Origin)>> + Send;
+    fn accept(&mut self) -> impl Future<Output = io::Result<(Self::Socket, Origin)>> + Send;
 }
 
 impl Accept for TcpListener {
     type Socket = TcpStream;
 
-    async fn accept(&self) -> io::Result<(TcpStream, Origin)> {
+    async fn accept(&mut self) -> io::Result<(TcpStream, Origin)> {
         let (socket, address) = TcpListener::accept(self).await?;
         // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
         socket.set_nodelay(true)?;
@@ -34,7 +34,7 @@ impl Accept for TcpListener {
 impl Accept for UnixListener {
     type Socket = UnixStream;
 
-    async fn accept(&self) -> io::Result<(UnixStream, Origin)> {
+    async fn accept(&mut self) -> io::Result<(UnixStream, Origin)> {
         let (socket, _) = UnixListener::accept(self).await?;
         Ok((socket, Origin::Local))
     }
@@ -45,13 +45,13 @@ pub(crate) fn incoming<L: Accept>(
     listener: L,
     connections: Arc<Connections>,
 ) -> impl Stream<Item = io::Result<Direct<L::Socket>>> {
-    stream::unfold((listener, connections), async |(listener, connections)| {
-        let direct = next(&listener, &connections).await;
+    stream::unfold((listener, connections), async |(mut listener, connections)| {
+        let direct = next(&mut listener, &connections).await;
         Some((Ok(direct), (listener, connections)))
     })
 }
 
-async fn next<L: Accept>(listener: &L, connections: &Connections) -> Direct<L::Socket> {
+async fn next<L: Accept>(listener: &mut L, connections: &Connections) -> Direct<L::Socket> {
     let mut pause = PAUSE;
     loop {
         match listener.accept().await {

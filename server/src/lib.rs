@@ -20,6 +20,7 @@ pub mod log;
 mod memfd;
 mod requests;
 mod service;
+mod trust;
 mod unix;
 
 use std::{io, thread};

@@ -39,6 +39,7 @@ use crate::{
     memfd::{self, Links},
     requests::Metered,
     service::{DataPlane, Services},
+    trust::{Guard, Handshakes, Register, Trust},
     unix::{self, SocketFile},
 };
 
@@ -67,6 +68,8 @@ pub enum ServerError {
     Threads { threads: usize, reason: String },
     #[error("{0}")]
     StateDir(Fault),
+    #[error("{0}")]
+    Tls(Fault),
     #[error(transparent)]
     Isa(#[from] longshore_engine::kernels::IsaError),
     #[error(transparent)]
@@ -133,6 +136,7 @@ impl Server {
         let storage = config.storage.to_engine(directories.shm.clone(), !config.no_memfd);
         let (jobs, stored) = Jobs::new(Budget::new(config.memory), storage, Arc::new(compute));
         let jobs = Arc::new(jobs);
+        let register = config.tls_dir.as_deref().map(Register::open).transpose().map_err(ServerError::Tls)?;
         let (links, linking) = Links::new(!config.no_memfd);
         let bounds = Arc::new(Bounds::default());
         let services = Services {
@@ -162,19 +166,35 @@ impl Server {
         let (stop, stopped) = watch::channel(false);
         let most = descriptors::for_connections(descriptors);
         let connections = Connections::new(&bounds, config.max_connections, most, Arc::clone(&jobs));
-        let routes = |transport: &'static str| {
+        let routes = |transport: &'static str, trust: &Trust| {
             let services = Services { transport, ..services.clone() };
-            let health = Metered::new(health_service.clone(), &bounds);
-            Ok::<_, ServerError>(router(services, &bounds)?.add_service(health))
+            let health = Guard::new(Metered::new(health_service.clone(), &bounds), trust);
+            Ok::<_, ServerError>(router(services, &bounds, trust)?.add_service(health))
         };
-        let incoming = accept::incoming(listener, Arc::clone(&connections));
-        let tcp = routes("tcp")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped));
+        let stopping = stop_of(&stopped);
+        let tcp = match &register {
+            Some(register) => {
+                let handshakes = Handshakes::new(listener, Arc::clone(register), most);
+                let incoming = accept::incoming(handshakes, Arc::clone(&connections));
+                let routes = routes("tls", &Trust::Listed(Arc::clone(register)))?;
+                routes.serve_with_incoming_shutdown(incoming, stopping).boxed()
+            }
+            None => {
+                let incoming = accept::incoming(listener, Arc::clone(&connections));
+                routes("tcp", &Trust::Anybody)?.serve_with_incoming_shutdown(incoming, stopping).boxed()
+            }
+        };
         let (socket, socket_file) = local.unzip();
         let unix = match socket.map(|socket| accept::incoming(socket, connections)) {
-            Some(incoming) => Some(routes("unix")?.serve_with_incoming_shutdown(incoming, stop_of(&stopped))),
+            Some(incoming) => {
+                let routes = routes("unix", &Trust::User)?;
+                Some(routes.serve_with_incoming_shutdown(incoming, stop_of(&stopped)))
+            }
             None => None,
         };
         let unix = OptionFuture::from(unix).map(Option::transpose);
+        let watched = register.is_some();
+        let watching = register.map(|register| register.watch()).transpose().map_err(ServerError::Signals)?;
         let linked = linking.is_some();
         let linking = linking
             .map(|listener| memfd::serve(listener, Arc::clone(&services.links), Arc::clone(&services.jobs)));
@@ -186,6 +206,7 @@ impl Server {
                 served = both => served,
                 _ = OptionFuture::from(linking), if linked => Ok(()),
                 Some(never) = OptionFuture::from(page) => match never {},
+                _ = OptionFuture::from(watching), if watched => Ok(()),
             }
         });
         if let Some(http) = http {
@@ -374,7 +395,11 @@ fn warn_of_limits(config: &Config, descriptors: usize) {
     }
 }
 
-fn router(services: Services, bounds: &Arc<Bounds>) -> Result<tonic::transport::server::Router, ServerError> {
+fn router(
+    services: Services,
+    bounds: &Arc<Bounds>,
+    trust: &Trust,
+) -> Result<tonic::transport::server::Router, ServerError> {
     let descriptors = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(wire::FILE_DESCRIPTOR_SET)
@@ -397,9 +422,9 @@ fn router(services: Services, bounds: &Arc<Bounds>) -> Result<tonic::transport::
         .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
     let admin = AdminServer::new(services.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
     Ok(builder
-        .add_service(Metered::new(training, bounds))
-        .add_service(Metered::new(DataPlane::new(services), bounds))
-        .add_service(Metered::new(admin, bounds))
-        .add_service(Metered::new(reflection, bounds))
-        .add_service(Metered::new(older_reflection, bounds)))
+        .add_service(Guard::new(Metered::new(training, bounds), trust))
+        .add_service(Guard::new(Metered::new(DataPlane::new(services), bounds), trust))
+        .add_service(Guard::new(Metered::new(admin, bounds), trust))
+        .add_service(Guard::new(Metered::new(reflection, bounds), trust))
+        .add_service(Guard::new(Metered::new(older_reflection, bounds), trust)))
 }

@@ -19,7 +19,7 @@ use longshore_proto::{
 };
 use longshore_wire::{
     self as wire,
-    direct::{Bounds, Held, Taps},
+    direct::{Bounds, Connection, Held, Taps},
     frame::PUSH,
 };
 use tokio::time::{Sleep, sleep};
@@ -60,7 +60,7 @@ impl<S: Service<Request<Body>, Error = Infallible>> Service<Request<Body>> for M
         if request.uri().path() == PUSH {
             return self.service.call(request);
         }
-        let connection = request.extensions().get::<Taps>().cloned();
+        let connection = Connection::of(request.extensions()).map(|of| of.taps.clone());
         let bounds = Arc::clone(&self.bounds);
         self.service.call(request.map(|body| Body::new(Metering::new(body, bounds, connection))))
     }

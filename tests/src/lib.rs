@@ -14,4 +14,5 @@ pub mod server;
 pub mod skip;
 pub mod status;
 pub mod structure;
+pub mod tls;
 pub mod train;

@@ -77,6 +77,11 @@ impl ServerOptions {
         self
     }
 
+    /// TCP is then encrypted, with the certificate and the identities of this folder.
+    pub fn tls(self, dir: &Path) -> ServerOptions {
+        self.args(["--tls-dir", &dir.display().to_string()])
+    }
+
     /// Lines of level WARN or ERROR that contain `text` do not fail the test.
     pub fn allow(mut self, text: &str) -> ServerOptions {
         self.allowed.push(text.to_string());
@@ -187,10 +192,16 @@ pub fn addresses(servers: &[Longshored]) -> Vec<String> {
 /// A loopback address for each server, so that its port is still free when it starts again. Anywhere but on Linux
 /// only 127.0.0.1 answers.
 fn own_address() -> Ipv4Addr {
-    static NEXT: AtomicU32 = AtomicU32::new(1);
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let all = own_addresses();
+    all[NEXT.fetch_add(1, Ordering::Relaxed) as usize % all.len()]
+}
+
+/// All addresses that servers of this process's tests listen on.
+pub fn own_addresses() -> Vec<Ipv4Addr> {
     if !cfg!(target_os = "linux") {
-        return Ipv4Addr::LOCALHOST;
+        return vec![Ipv4Addr::LOCALHOST];
     }
     let [.., high, low] = process::id().to_be_bytes();
-    Ipv4Addr::new(127, high, low, (NEXT.fetch_add(1, Ordering::Relaxed) % 254 + 1) as u8)
+    (1..=254).map(|last| Ipv4Addr::new(127, high, low, last)).collect()
 }

@@ -6,10 +6,9 @@ use longshore_proto::{
     Dtype, Fault, FaultKind, Layout, Rule, ShardId, StateArray, Version, checksum::crc32, limits::CHUNK_BYTES,
 };
 use longshore_wire::{
-    array_from_wire, dtype_to_wire, fault_from_status,
+    Channel, array_from_wire, dtype_to_wire, fault_from_status,
     v1::{self, admin_client::AdminClient},
 };
-use tonic::transport::Channel;
 
 /// How much longer than its own deadline a server may be silent.
 const GRACE: Duration = Duration::from_secs(30);

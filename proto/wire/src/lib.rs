@@ -1,7 +1,9 @@
 //! The transport: generated messages and stubs, the one place where they become domain types, and gRPC below the codec.
 
+mod channel;
 mod commit;
 mod convert;
+mod dialled;
 pub mod direct;
 pub mod frame;
 mod initialisation;
@@ -11,12 +13,15 @@ mod parts;
 mod piece;
 pub mod sink;
 mod status;
+pub mod tls;
 
+pub use channel::Channel;
 pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
 pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
     incarnation_from_wire, parse_name,
 };
+pub use dialled::Dialled;
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 
 /// Made from the .proto files by `tests/generated.rs`, which also says how to make it again.

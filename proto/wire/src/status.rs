@@ -16,6 +16,8 @@ fn code(kind: FaultKind) -> Code {
         FaultKind::Conflict => Code::AlreadyExists,
         FaultKind::NotFound => Code::NotFound,
         FaultKind::Precondition => Code::FailedPrecondition,
+        FaultKind::Unauthenticated => Code::Unauthenticated,
+        FaultKind::Forbidden => Code::PermissionDenied,
         FaultKind::Fenced => Code::Aborted,
         FaultKind::Exhausted => Code::ResourceExhausted,
         FaultKind::Deadline => Code::DeadlineExceeded,

@@ -13,8 +13,9 @@ pub enum ConfigError {
     #[error("unknown variable {name}{}", suggest(nearest.as_deref()))]
     UnknownVariable { name: String, nearest: Option<String> },
     #[error(
-        "listen is {listen}, which is not a loopback address, and connections are neither encrypted nor authenticated: \
-         keep the server on a trusted network and say --insecure, or listen on 127.0.0.1"
+        "listen is {listen}, which is not a loopback address, and connections would be neither encrypted nor authenticated: \
+         name a folder of certificates with --tls-dir (`longshore tls init` makes one), or keep the server on a trusted network \
+         and say --insecure, or listen on 127.0.0.1"
     )]
     Exposed { listen: SocketAddr },
     #[error(
@@ -22,6 +23,8 @@ pub enum ConfigError {
          keep it on a trusted network and say --http-open, or serve it on 127.0.0.1"
     )]
     HttpExposed { http: SocketAddr },
+    #[error("tls_dir and insecure contradict each other: leave one of them out")]
+    InsecureTls,
     #[error("{field} is {value}, but must be {limit}")]
     Value { field: &'static str, value: String, limit: &'static str },
     #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]

@@ -31,6 +31,7 @@ pub(super) struct File {
     pub(super) checkpoint_keep: Option<usize>,
     pub(super) drain_deadline_s: Option<u64>,
     pub(super) max_connections: Option<usize>,
+    pub(super) tls_dir: Option<PathBuf>,
     pub(super) insecure: Option<bool>,
     pub(super) no_memfd: Option<bool>,
     pub(super) log: Option<String>,
@@ -38,7 +39,7 @@ pub(super) struct File {
 }
 
 /// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 23] = [
+const KEYS: [&str; 24] = [
     "listen",
     "listen_unix",
     "http",
@@ -58,6 +59,7 @@ const KEYS: [&str; 23] = [
     "checkpoint_keep",
     "drain_deadline_s",
     "max_connections",
+    "tls_dir",
     "insecure",
     "no_memfd",
     "log",

@@ -77,7 +77,11 @@ pub struct Flags {
     /// Most connections at once [default: 1024, and 4 more for each rank of its jobs]
     #[arg(long, env = "LONGSHORED_MAX_CONNECTIONS", value_name = "N")]
     pub max_connections: Option<usize>,
-    /// Allow an address that is not loopback: anyone who can reach it can read and change the jobs
+    /// Folder with ca.pem, server.pem, server.key and identities.toml, as `longshore tls init` makes it: TCP is encrypted, and
+    /// who calls is checked
+    #[arg(long, env = "LONGSHORED_TLS_DIR", value_name = "DIR")]
+    pub tls_dir: Option<PathBuf>,
+    /// Allow an address that is not loopback without encryption: anyone who can reach it can read and change the jobs
     #[arg(long, env = "LONGSHORED_INSECURE")]
     pub insecure: bool,
     /// Share no memory with workers of this host and user: their payloads come through sockets
@@ -93,7 +97,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 24] = [
+const VARIABLES: [&str; 25] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
@@ -114,6 +118,7 @@ const VARIABLES: [&str; 24] = [
     "LONGSHORED_CHECKPOINT_KEEP",
     "LONGSHORED_DRAIN_DEADLINE_S",
     "LONGSHORED_MAX_CONNECTIONS",
+    "LONGSHORED_TLS_DIR",
     "LONGSHORED_INSECURE",
     "LONGSHORED_NO_MEMFD",
     "LONGSHORED_LOG",

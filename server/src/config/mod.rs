@@ -41,6 +41,8 @@ pub struct Config {
     pub drain_deadline: Duration,
     /// How many connections there may be at once. None: as many as the jobs' ranks need, and some more.
     pub max_connections: Option<usize>,
+    /// The folder of the server's certificate, and of who may call. With it TCP is encrypted.
+    pub tls_dir: Option<PathBuf>,
     /// Serve beyond loopback without encryption or authentication.
     pub insecure: bool,
     /// Share no memory with workers of this host.
@@ -65,6 +67,7 @@ impl Config {
             checkpoint_keep: 0,
             drain_deadline: Duration::from_secs(30),
             max_connections: None,
+            tls_dir: None,
             insecure: false,
             no_memfd: false,
             log: "info".to_string(),
@@ -97,6 +100,7 @@ impl Config {
                 .or(file.drain_deadline_s)
                 .map_or(defaults.drain_deadline, Duration::from_secs),
             max_connections: flags.max_connections.or(file.max_connections),
+            tls_dir: flags.tls_dir.or(file.tls_dir),
             insecure: flags.insecure || file.insecure.unwrap_or(false),
             no_memfd: flags.no_memfd || file.no_memfd.unwrap_or(false),
             log: flags.log.or(file.log).unwrap_or(defaults.log),
@@ -107,7 +111,10 @@ impl Config {
     }
 
     fn check(&self) -> Result<(), ConfigError> {
-        if !self.listen.ip().is_loopback() && !self.insecure {
+        if self.tls_dir.is_some() && self.insecure {
+            return Err(ConfigError::InsecureTls);
+        }
+        if !self.listen.ip().is_loopback() && !self.insecure && self.tls_dir.is_none() {
             return Err(ConfigError::Exposed { listen: self.listen });
         }
         if let Some(http) = self.http.filter(|http| !http.ip().is_loopback() && !self.http_open) {
@@ -205,5 +212,8 @@ mod tests {
         assert!(matches!(resolve(&["--http", "0.0.0.0:1"], ""), Err(ConfigError::HttpExposed { .. })));
         assert!(resolve(&["--http", "0.0.0.0:1", "--http-open"], "").is_ok());
         assert_eq!(resolve(&[], "http = \"127.0.0.1:1\"").unwrap().http.map(|http| http.port()), Some(1));
+        assert!(resolve(&["--listen", "0.0.0.0:1"], "tls_dir = \"/etc/longshore\"").is_ok());
+        let both = resolve(&["--tls-dir", "/etc/longshore", "--insecure"], "");
+        assert!(matches!(both, Err(ConfigError::InsecureTls)));
     }
 }

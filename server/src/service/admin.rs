@@ -18,8 +18,11 @@ use longshore_wire::{
 };
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, default_deadline, export, refuse, stand};
-use crate::jobs::{Hashes, JobHandle};
+use super::{Services, blocking, convert, default_deadline, export, permitted::permitted, refuse, stand};
+use crate::{
+    jobs::{Hashes, JobHandle},
+    trust::Caller,
+};
 
 /// The longest time that a snapshot waits for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
@@ -30,9 +33,10 @@ pub(super) fn snapshot_deadline() -> Instant {
 impl Admin for Services {
     async fn list_jobs(
         &self,
-        _request: Request<v1::ListJobsRequest>,
+        request: Request<v1::ListJobsRequest>,
     ) -> Result<Response<v1::ListJobsResponse>, Status> {
-        let jobs = self.jobs.names();
+        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("ListJobs", "", fault))?;
+        let jobs = self.jobs.names().into_iter().filter(|job| caller.sees(job)).collect();
         let budget = self.jobs.budget();
         let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
         Ok(Response::new(v1::ListJobsResponse {
@@ -48,7 +52,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::DescribeRequest>,
     ) -> Result<Response<v1::DescribeResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.describe_job(&request).await.map(v1::DescribeResponse::fit);
         answer.map(Response::new).map_err(|fault| refuse("Describe", &request.job, fault))
     }
@@ -59,7 +63,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::DescribeRequest>,
     ) -> Result<Response<Self::DescribeInPartsStream>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.describe_job(&request).await.map(v1::DescribeResponse::into_parts);
         let parts = answer.map_err(|fault| refuse("DescribeInParts", &request.job, fault))?;
         Ok(Response::new(tokio_stream::iter(parts.into_iter().map(Ok).collect::<Vec<_>>())))
@@ -69,7 +73,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::CheckpointRequest>,
     ) -> Result<Response<v1::CheckpointResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.write_checkpoint(&request).await;
         answer.map(Response::new).map_err(|fault| refuse("Checkpoint", &request.job, fault))
     }
@@ -78,7 +82,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::SealCheckpointRequest>,
     ) -> Result<Response<v1::SealCheckpointResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let job = request.job.clone();
         let answer = self.seal(request).await;
         answer.map(Response::new).map_err(|fault| refuse("SealCheckpoint", &job, fault))
@@ -88,7 +92,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::DiscardCheckpointRequest>,
     ) -> Result<Response<v1::DiscardCheckpointResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let job = request.job.clone();
         let answer = self.discard(request).await;
         answer.map(Response::new).map_err(|fault| refuse("DiscardCheckpoint", &job, fault))
@@ -98,7 +102,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::ListCheckpointsRequest>,
     ) -> Result<Response<v1::ListCheckpointsResponse>, Status> {
-        let job = request.into_inner().job;
+        let job = permitted(request)?.job;
         let answer = self.list(&job).await;
         answer.map(Response::new).map_err(|fault| refuse("ListCheckpoints", &job, fault))
     }
@@ -107,7 +111,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::RestoreRequest>,
     ) -> Result<Response<v1::RestoreResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.restore_job(&request).await;
         answer.map(Response::new).map_err(|fault| refuse("Restore", &request.job, fault))
     }
@@ -118,7 +122,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::ExportRequest>,
     ) -> Result<Response<Self::ExportStream>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let job = request.job.clone();
         let messages = export::start(self, request).map_err(|fault| refuse("Export", &job, fault))?;
         Ok(Response::new(messages))
@@ -128,7 +132,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::ResumeRequest>,
     ) -> Result<Response<v1::ResumeResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.resume_job(&request).await;
         answer.map_err(|fault| refuse("Resume", &request.job, fault))?;
         tracing::info!(job = request.job, loss_scale = request.loss_scale, "job resumed");
@@ -139,7 +143,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::StepBackRequest>,
     ) -> Result<Response<v1::StepBackResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.step_job_back(&request).await;
         answer.map(Response::new).map_err(|fault| refuse("StepBack", &request.job, fault))
     }
@@ -148,7 +152,7 @@ impl Admin for Services {
         &self,
         request: Request<v1::DeleteJobRequest>,
     ) -> Result<Response<v1::DeleteJobResponse>, Status> {
-        let v1::DeleteJobRequest { job, discard_unreadable } = request.into_inner();
+        let v1::DeleteJobRequest { job, discard_unreadable } = permitted(request)?;
         let (jobs, name) = (self.jobs.clone(), job.clone());
         let deleted = blocking(move || jobs.delete(&name, discard_unreadable)).await;
         deleted.map_err(|fault| refuse("DeleteJob", &job, fault))?;

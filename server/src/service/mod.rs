@@ -4,6 +4,7 @@ mod admin;
 mod checkpoint;
 mod convert;
 mod export;
+mod permitted;
 mod pull;
 mod push;
 mod restore;
@@ -48,7 +49,7 @@ pub(crate) struct Services {
     pub(crate) links: Arc<Links>,
     /// What strangers share of this server's memory.
     pub(crate) bounds: Arc<Bounds>,
-    /// The transport of these calls: tcp or unix.
+    /// The transport of these calls: tcp, tls or unix.
     pub(crate) transport: &'static str,
     /// How many bytes the drives may be written with; 0 if that is not known.
     pub(crate) drive_endurance: u64,

@@ -29,7 +29,7 @@ use tokio::{sync::mpsc, time::Instant};
 use tonic::{Status, body::Body};
 
 use super::{Services, refuse, room::Room};
-use crate::jobs::JobHandle;
+use crate::{jobs::JobHandle, trust::Caller};
 
 /// How many messages are made ahead of the network: one being sent, one ready. The checksum's pass brings a message
 /// into cache, and with more of them it would have left the cache before the socket reads it.
@@ -38,11 +38,13 @@ const MESSAGES_AHEAD: usize = 2;
 /// `taps` are those of the call's connection.
 pub(super) async fn answer(
     services: &Services,
+    caller: &Caller,
     taps: Option<&Taps>,
     body: Body,
 ) -> Result<Response<Body>, Status> {
     let (request, mark) = request(body).await?;
     let job = request.job.clone();
+    caller.permit(&job).map_err(|fault| refuse("Pull", &job, fault))?;
     let room = Room::new(&services.bounds, taps);
     let pull = Pull::new(services, request, room).map_err(|fault| refuse("Pull", &job, fault))?;
     let (sender, pieces) = mpsc::channel(MESSAGES_AHEAD);

@@ -35,7 +35,7 @@ use tonic::{Status, body::Body};
 
 use self::place::{Destination, Fate, finish, place_now};
 use super::{Services, refuse};
-use crate::{jobs::JobHandle, memfd::Payload};
+use crate::{jobs::JobHandle, memfd::Payload, trust::Caller};
 
 /// How many acknowledgements go into one message. HTTP/2 peers would take many small messages for abuse, and each
 /// costs a write of 5 to 10 microseconds at both ends, against 200 for a chunk.
@@ -50,12 +50,13 @@ const RESULTS_DELAY: Duration = Duration::from_millis(1);
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
 /// `taps` are those of the call's connection.
-pub(super) fn answer(services: Services, taps: Option<Taps>, body: Body) -> Response<Body> {
+pub(super) fn answer(services: Services, caller: Caller, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
     let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
     let stranger = taps.clone();
+    let (held_back, last) = (None, None);
     let receiving =
-        Receiving { services, stranger, held, closing, chunk, waiting, held_back: None, last: None, results };
+        Receiving { services, caller, stranger, held, closing, chunk, waiting, held_back, last, results };
     let stream = Stream {
         intake: SharedIntake::new(receiving),
         body,
@@ -91,6 +92,8 @@ struct Stream {
 /// Puts chunks into their slots, on whichever task they come.
 struct Receiving {
     services: Services,
+    /// It is asked about for each chunk, since a stream lasts as long as the job.
+    caller: Caller,
     /// The connection, while it is a stranger's: until a rank's chunk has come on it.
     stranger: Option<Taps>,
     /// The job of the last chunk, which mostly is the next one's too. It is weak, so that an idle stream keeps no job
@@ -338,6 +341,7 @@ impl Receiving {
     }
 
     fn identify(&mut self, request: &PushRequest, bytes: usize) -> Result<Waiting, Fault> {
+        self.caller.permit(&request.job)?;
         let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
         let handle = match self.held.upgrade() {
             Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,

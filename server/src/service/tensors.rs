@@ -10,7 +10,8 @@ use futures_util::future::BoxFuture;
 use http::{Request, Response};
 use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
 use longshore_wire::{
-    direct::Taps,
+    self as wire,
+    direct::Connection,
     frame::{PULL, PUSH},
     v1::{
         self,
@@ -21,7 +22,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming, body::Body, server::NamedService};
 use tower_service::Service;
 
-use super::{Services, pull, push, upload};
+use super::{Services, pull, push, refuse, upload};
+use crate::trust::Caller;
 
 /// `longshore.v1.Tensors`. A caller sees no difference between calls that are served by hand and those served by
 /// generated code.
@@ -55,16 +57,22 @@ impl Service<Request<Body>> for DataPlane {
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         match request.uri().path() {
             PUSH => {
-                let taps = request.extensions().get::<Taps>().cloned();
-                let response = push::answer(self.services.clone(), taps, request.into_body());
-                Box::pin(std::future::ready(Ok(response)))
+                let taps = Connection::of(request.extensions()).map(|of| of.taps.clone());
+                let answer = Caller::of(request.extensions())
+                    .map(|caller| push::answer(self.services.clone(), caller, taps, request.into_body()));
+                let answer = answer.unwrap_or_else(|fault| wire::status(&fault).into_http());
+                Box::pin(std::future::ready(Ok(answer)))
             }
             PULL => {
                 let services = self.services.clone();
                 Box::pin(async move {
-                    let taps = request.extensions().get::<Taps>().cloned();
-                    let answer = pull::answer(&services, taps.as_ref(), request.into_body()).await;
-                    Ok(answer.unwrap_or_else(Status::into_http))
+                    let taps = Connection::of(request.extensions()).map(|of| of.taps.clone());
+                    let answer = async {
+                        let caller =
+                            Caller::of(request.extensions()).map_err(|fault| wire::status(&fault))?;
+                        pull::answer(&services, &caller, taps.as_ref(), request.into_body()).await
+                    };
+                    Ok(answer.await.unwrap_or_else(Status::into_http))
                 })
             }
             _ => self.generated.call(request),
@@ -100,7 +108,8 @@ impl Tensors for Services {
         &self,
         request: tonic::Request<Streaming<v1::UploadRequest>>,
     ) -> Result<tonic::Response<v1::UploadResponse>, Status> {
-        let chunks = upload::receive(self, request.into_inner()).await?;
+        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Upload", "", fault))?;
+        let chunks = upload::receive(self, &caller, request.into_inner()).await?;
         Ok(tonic::Response::new(v1::UploadResponse { chunks }))
     }
 }

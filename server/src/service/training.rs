@@ -6,14 +6,16 @@ use longshore_engine::tier::StoredJob;
 use longshore_proto::{Commit, Fault, Initialisation, JobSpec, Origin, Placement, Rank, ServerId, Version};
 use longshore_wire::{
     self as wire, Wire,
-    direct::Taps,
+    direct::{Connection, Taps},
     v1::{self, training_server::Training},
 };
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, default_deadline, refuse, stand, stats, watch};
+use super::{
+    Services, blocking, convert, default_deadline, permitted::permitted, refuse, stand, stats, watch,
+};
 use crate::jobs::Decided;
 
 #[tonic::async_trait]
@@ -22,7 +24,7 @@ impl Training for Services {
         &self,
         request: Request<v1::OpenJobRequest>,
     ) -> Result<Response<v1::OpenJobResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let name = request.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
         let answer = self.open(request).await;
         answer.map(Response::new).map_err(|fault| refuse("OpenJob", &name, fault))
@@ -32,15 +34,15 @@ impl Training for Services {
         &self,
         request: Request<v1::MakeWeightsRequest>,
     ) -> Result<Response<v1::MakeWeightsResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let job = request.job.clone();
         let answer = self.make(request).await;
         answer.map(Response::new).map_err(|fault| refuse("MakeWeights", &job, fault))
     }
 
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
-        let connection = request.extensions().get::<Taps>().cloned();
-        let request = request.into_inner();
+        let connection = Connection::of(request.extensions()).map(|of| of.taps.clone());
+        let request = permitted(request)?;
         let answer = self.join_job(&request).await.inspect(|_| connection.iter().for_each(Taps::vouch));
         answer.map(Response::new).map_err(|fault| refuse("Join", &request.job, fault))
     }
@@ -48,7 +50,7 @@ impl Training for Services {
     type StatsStream = ReceiverStream<Result<v1::ShardStats, Status>>;
 
     async fn stats(&self, request: Request<v1::StatsRequest>) -> Result<Response<Self::StatsStream>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let stream = stats::stream(self, &request).map_err(|fault| refuse("Stats", &request.job, fault))?;
         Ok(Response::new(stream))
     }
@@ -57,7 +59,7 @@ impl Training for Services {
         &self,
         request: Request<v1::CommitRequest>,
     ) -> Result<Response<v1::CommitResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let job = request.job.clone();
         let answer = self.commit_step(request).await;
         answer.map(Response::new).map_err(|fault| refuse("Commit", &job, fault))
@@ -67,7 +69,7 @@ impl Training for Services {
         &self,
         request: Request<v1::AwaitDurableRequest>,
     ) -> Result<Response<v1::AwaitDurableResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.await_durability(&request).await;
         answer.map_err(|fault| refuse("AwaitDurable", &request.job, fault))?;
         Ok(Response::new(v1::AwaitDurableResponse {}))
@@ -76,19 +78,19 @@ impl Training for Services {
     type WatchStream = ReceiverStream<Result<v1::Event, Status>>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let stream = watch::stream(self, &request).map_err(|fault| refuse("Watch", &request.job, fault))?;
         Ok(Response::new(stream))
     }
 
     async fn pause(&self, request: Request<v1::PauseRequest>) -> Result<Response<v1::PauseResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let answer = self.pause_job(&request).await;
         answer.map(Response::new).map_err(|fault| refuse("Pause", &request.job, fault))
     }
 
     async fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
-        let request = request.into_inner();
+        let request = permitted(request)?;
         let leave = || -> Result<(), Fault> {
             let handle = self.jobs.get(&request.job)?;
             handle.job.leave(Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?)

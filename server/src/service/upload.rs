@@ -6,16 +6,22 @@ use longshore_wire::{self as wire, v1};
 use tonic::{Status, Streaming};
 
 use super::{Services, blocking, refuse};
+use crate::trust::Caller;
 
 /// Stores chunks until the stream ends, and says how many it took.
 pub(super) async fn receive(
     services: &Services,
+    caller: &Caller,
     mut requests: Streaming<v1::UploadRequest>,
 ) -> Result<u64, Status> {
     let mut chunks = 0;
     while let Some(request) = requests.message().await? {
         let job = request.job.clone();
-        store(services, request).await.map_err(|fault| refuse("Upload", &job, fault))?;
+        let stored = async {
+            caller.permit(&job)?;
+            store(services, request).await
+        };
+        stored.await.map_err(|fault| refuse("Upload", &job, fault))?;
         chunks += 1;
     }
     Ok(chunks)

@@ -13,6 +13,7 @@ mod import;
 mod plan;
 mod servers;
 mod sizes;
+mod tls;
 mod torch;
 pub mod train;
 

@@ -1,23 +1,21 @@
 //! Operators' calls to several servers at once, for commands that belong to no rank.
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 use anyhow::Context;
 use futures_util::future::join_all;
 use longshore_proto::{Fault, FaultKind, limits::MAX_CONTROL_MESSAGE_BYTES};
 use longshore_wire::{
-    self as wire, fault_from_status,
+    self as wire, Channel, fault_from_status,
+    tls::Credentials,
     v1::{self, admin_client::AdminClient},
 };
-use longshore_worker::session::{endpoint, with_sources};
+use longshore_worker::session::{Address, untrusted, with_sources};
 use tokio::runtime::{Handle, Runtime};
-use tonic::{
-    Status,
-    transport::{Channel, Endpoint},
-};
+use tonic::Status;
 
 /// The longest wait for a connection, since an operator wants to know soon.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT: Duration = Duration::from_secs(10);
 /// The longest wait for an answer that takes no work. The kernel accepts connections even for a process that is
 /// stopped.
 pub(crate) const PROMPTLY: Duration = Duration::from_secs(10);
@@ -36,23 +34,24 @@ pub(crate) struct Servers {
 pub(crate) type Silent = Vec<(String, String)>;
 
 impl Servers {
-    /// Connects to every server. If some cannot be reached, the error names them.
-    pub(crate) fn connect(addresses: &[String]) -> anyhow::Result<Servers> {
-        let (servers, silent) = Servers::reach(addresses)?;
+    /// Connects to every server. If some cannot be reached, the error names them. `tls_dir` is as of the worker's options.
+    pub(crate) fn connect(addresses: &[String], tls_dir: Option<&Path>) -> anyhow::Result<Servers> {
+        let (servers, silent) = Servers::reach(addresses, tls_dir)?;
         anyhow::ensure!(silent.is_empty(), "{}", name_silent(&silent));
         Ok(servers)
     }
 
     /// Connects to the servers that can be reached, in the order given.
-    pub(crate) fn reach(addresses: &[String]) -> anyhow::Result<(Servers, Silent)> {
+    pub(crate) fn reach(addresses: &[String], tls_dir: Option<&Path>) -> anyhow::Result<(Servers, Silent)> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        let endpoints = addresses.iter().map(|address| Ok(endpoint(address)?.connect_timeout(CONNECT)));
-        let endpoints = endpoints.collect::<Result<Vec<Endpoint>, Fault>>()?;
-        let connect = |endpoint: &Endpoint| {
-            let endpoint = endpoint.clone();
-            async move { tokio::time::timeout(2 * CONNECT, endpoint.connect()).await }
+        let credentials = tls_dir.map(Credentials::read).transpose()?;
+        let checked = addresses.iter().map(|address| Address::new(address, credentials.as_ref()));
+        let checked = checked.collect::<Result<Vec<Address>, Fault>>()?;
+        let connect = |address: &Address| {
+            let address = address.clone();
+            async move { tokio::time::timeout(CONNECT, address.connect()).await }
         };
-        let channels = runtime.block_on(join_all(endpoints.iter().map(connect)));
+        let channels = runtime.block_on(join_all(checked.iter().map(connect)));
         let (mut servers, mut silent) = (Vec::new(), Vec::new());
         for (address, channel) in addresses.iter().cloned().zip(channels) {
             let why = match channel {
@@ -62,7 +61,13 @@ impl Servers {
                     servers.push(Server { address, admin });
                     continue;
                 }
-                Ok(Err(error)) => with_sources(&error),
+                Ok(Err(error)) => match untrusted(&error) {
+                    Some(fault) => {
+                        silent.push((address, format!("is not connected to: {fault}")));
+                        continue;
+                    }
+                    None => with_sources(&error),
+                },
                 Err(_) => "no answer".to_string(),
             };
             silent.push((

@@ -39,6 +39,7 @@ class Settings:
     """What a job is, and the way to it. The fields are those of ``Settings`` in settings.rs."""
 
     servers: list[str]
+    tls_dir: str | None
     job: str
     params: list[tuple[str, list[int], int]]
     groups: list[str]
@@ -94,6 +95,7 @@ def settings(
     dtype, image_dtype = common_dtype(params), common_dtype([*params, *frozen])
     return Settings(
         servers=addresses,
+        tls_dir=options.tls_folder(),
         job=job,
         params=[(param.name, list(param.shape), param.group) for param in [*params, *frozen]],
         groups=[f"group{index}" for index in range(groups)],

@@ -37,6 +37,7 @@ class JobOptions(TypedDict, total=False):
     """Keyword arguments that every optimizer of this package takes. :class:`Options` says what they mean."""
 
     servers: str | Sequence[str] | Server | None
+    tls_dir: str | os.PathLike[str] | None
     job: str | None
     rank: int | None
     world_size: int | None
@@ -72,6 +73,8 @@ class Options:
     Attributes:
         servers: addresses (``"host1:7070,host2:7070"`` or a sequence), a :class:`longshore.Server`, or None for a server
             inside this process.
+        tls_dir: a folder with ``ca.pem``, and with ``client.pem`` and ``client.key`` or with ``token``, for servers that have
+            ``--tls-dir``: connections are then encrypted. By default ``LONGSHORE_TLS_DIR`` of the environment.
         job: the job's name on its servers. With ``servers=`` it is how a new process finds the job again. By default a name
             of its own.
         rank, world_size: this worker among those whose gradients the servers sum. By default ``RANK`` and ``WORLD_SIZE``
@@ -112,6 +115,7 @@ class Options:
     """
 
     servers: str | Sequence[str] | Server | None = None
+    tls_dir: str | os.PathLike[str] | None = None
     job: str | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -237,6 +241,13 @@ class Options:
         if isinstance(self.servers, str):
             return [address.strip() for address in self.servers.split(",") if address.strip()]
         return list(self.servers)
+
+    def tls_folder(self) -> str | None:
+        """The folder of what servers are shown and asked for. A server inside this process has none."""
+        if self.servers is None or isinstance(self.servers, Server):
+            return None
+        folder = os.environ.get("LONGSHORE_TLS_DIR") if self.tls_dir is None else self.tls_dir
+        return os.fspath(folder) if folder else None
 
 
 def _group() -> tuple[int, int]:

@@ -47,6 +47,10 @@ class UnreachableError(LongshoreError, ConnectionError):
     """A server cannot be reached."""
 
 
+class UntrustedError(LongshoreError, ConnectionError):
+    """A server and this process do not trust each other: a certificate is missing, expired, of another name or another authority."""
+
+
 class RefusedError(LongshoreError):
     """A server refused a call and says why. Nothing changed there."""
 

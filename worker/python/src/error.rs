@@ -11,7 +11,7 @@ use std::{
 use longshore_proto::Fault;
 use longshore_worker::{
     Error, Interrupt, Result,
-    error::{CallFailed, ChunkRefused, Fenced, GradientError, Interrupted, Invalid, Outdated},
+    error::{CallFailed, ChunkRefused, Fenced, GradientError, Interrupted, Invalid, Outdated, Untrusted},
 };
 use pyo3::{prelude::*, types::PyDict};
 
@@ -97,6 +97,7 @@ fn class(error: &Error) -> &'static str {
         Error::Gradient(GradientError::Missing { .. }) => "MissingGradientError",
         Error::Gradient(_) => "GradientError",
         Error::Unreachable(_) => "UnreachableError",
+        Error::Untrusted(_) => "UntrustedError",
         Error::Call(_) | Error::Refused(_) | Error::MissingBlock(_) => "RefusedError",
         Error::Fenced(_) => "FencedError",
         Error::StateLost(_)
@@ -121,6 +122,10 @@ fn fault(error: &Error) -> Option<&Fault> {
         Error::Invalid(Invalid(fault)) => Some(fault),
         Error::Call(failed) => {
             let CallFailed { fault, .. } = &**failed;
+            Some(fault)
+        }
+        Error::Untrusted(untrusted) => {
+            let Untrusted { fault, .. } = &**untrusted;
             Some(fault)
         }
         Error::Refused(refused) => {

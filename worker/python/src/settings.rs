@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -17,6 +18,8 @@ use pyo3::FromPyObject;
 #[derive(FromPyObject)]
 pub(crate) struct Settings {
     servers: Vec<String>,
+    /// The folder of what those servers are shown and asked for; None where nothing is encrypted.
+    tls_dir: Option<PathBuf>,
     job: String,
     /// Name, shape, group.
     params: Vec<(String, Vec<u64>, u32)>,
@@ -156,6 +159,7 @@ impl Settings {
             deadline,
             transport,
             interrupt,
+            tls_dir: self.tls_dir.clone(),
             ..Options::new(self.servers.clone(), spec, Rank(self.rank))
         })
     }

@@ -1,4 +1,4 @@
-//! Dials a data connection whose payloads can go past HTTP/2.
+//! Dials servers: control connections, and data connections whose payloads can go past HTTP/2.
 
 use std::{
     future::Future,
@@ -9,61 +9,105 @@ use std::{
 
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use longshore_wire::direct::{Dialled, Direct, Side, Taps};
+use longshore_wire::{
+    Dialled,
+    direct::{Direct, Side, Taps},
+    tls::{Credentials, DialError},
+};
 use tokio::net::{TcpStream, UnixStream};
 use tower_service::Service;
 
 use super::pace::{Pace, Paced};
 
-/// What tonic dials through, the first time and after each break.
+type Dialling<T> = Pin<Box<dyn Future<Output = Result<TokioIo<T>, DialError>> + Send>>;
+
+/// What tonic dials a control connection through, the first time and after each break.
 #[derive(Clone)]
-pub(super) struct Connector {
+pub(super) struct Dialler {
     /// The Unix socket's path; None for TCP.
     path: Option<String>,
+    /// With them TCP is encrypted. A Unix socket never is: the kernel says whose process is at its other end.
+    credentials: Option<Credentials>,
+}
+
+impl Dialler {
+    /// Dials an address that was checked.
+    pub(super) fn new(address: &str, credentials: Option<&Credentials>) -> Dialler {
+        // tonic reads `unix:/path` or `unix:///path` in this way.
+        let path =
+            address.strip_prefix("unix:").map(|path| path.strip_prefix("//").unwrap_or(path).to_string());
+        let credentials = credentials.filter(|_| path.is_none()).cloned();
+        Dialler { path, credentials }
+    }
+
+    /// What its connections are encrypted with.
+    pub(super) fn credentials(&self) -> Option<&Credentials> {
+        self.credentials.as_ref()
+    }
+
+    async fn dial(&self, uri: &Uri) -> Result<Dialled, DialError> {
+        if let Some(path) = &self.path {
+            return Ok(Dialled::Unix(UnixStream::connect(path).await?));
+        }
+        let absent = || io::Error::new(io::ErrorKind::InvalidInput, "no host and port");
+        let (host, port) = uri.host().zip(uri.port_u16()).ok_or_else(absent)?;
+        // An IPv6 address is in brackets.
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let socket = TcpStream::connect((host, port)).await?;
+        // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small message follows another.
+        socket.set_nodelay(true)?;
+        match &self.credentials {
+            Some(credentials) => Ok(Dialled::Tls(Box::new(credentials.connect(socket, host).await?))),
+            None => Ok(Dialled::Tcp(socket)),
+        }
+    }
+}
+
+impl Service<Uri> for Dialler {
+    type Response = TokioIo<Dialled>;
+    type Error = DialError;
+    type Future = Dialling<Dialled>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), DialError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let dialler = self.clone();
+        Box::pin(async move { Ok(TokioIo::new(dialler.dial(&uri).await?)) })
+    }
+}
+
+/// What tonic dials a data connection through.
+#[derive(Clone)]
+pub(super) struct Connector {
+    dialler: Dialler,
     window: usize,
     taps: Taps,
     pace: Option<Pace>,
 }
 
 impl Connector {
-    /// Dials an address that was checked. `window` is what HTTP/2 grants the server.
-    pub(super) fn new(address: &str, window: usize, taps: Taps, pace: Option<&Pace>) -> Connector {
-        // tonic reads `unix:/path` or `unix:///path` in this way.
-        let path =
-            address.strip_prefix("unix:").map(|path| path.strip_prefix("//").unwrap_or(path).to_string());
-        Connector { path, window, taps, pace: pace.cloned() }
+    /// `window` is what HTTP/2 grants the server.
+    pub(super) fn new(dialler: Dialler, window: usize, taps: Taps, pace: Option<&Pace>) -> Connector {
+        Connector { dialler, window, taps, pace: pace.cloned() }
     }
 }
 
 impl Service<Uri> for Connector {
     type Response = TokioIo<Direct<Paced<Dialled>>>;
-    type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
+    type Error = DialError;
+    type Future = Dialling<Direct<Paced<Dialled>>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), DialError>> {
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let Connector { path, window, taps, pace } = self.clone();
+        let Connector { dialler, window, taps, pace } = self.clone();
         Box::pin(async move {
-            let socket = match path {
-                Some(path) => Dialled::Unix(UnixStream::connect(path).await?),
-                None => Dialled::Tcp(dial_tcp(&uri).await?),
-            };
-            let socket = Paced::new(socket, pace.as_ref());
+            let socket = Paced::new(dialler.dial(&uri).await?, pace.as_ref());
             Ok(TokioIo::new(Direct::new(socket, Side::Client, window, taps)))
         })
     }
-}
-
-async fn dial_tcp(uri: &Uri) -> io::Result<TcpStream> {
-    let absent = || io::Error::new(io::ErrorKind::InvalidInput, "no host and port");
-    let (host, port) = uri.host().zip(uri.port_u16()).ok_or_else(absent)?;
-    // An IPv6 address is in brackets.
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    let socket = TcpStream::connect((host, port)).await?;
-    // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small message follows another.
-    socket.set_nodelay(true)?;
-    Ok(socket)
 }

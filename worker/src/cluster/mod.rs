@@ -1,5 +1,6 @@
 //! The servers of one job, as one rank reaches them: connected, called until they answer, and waited for.
 
+mod address;
 mod by_server;
 mod call;
 mod connector;
@@ -17,14 +18,15 @@ use std::time::Instant;
 
 use futures_util::future::try_join_all;
 use longshore_proto::{Fault, JobName, JobSpec, Layout, Placement, ServerId, ShardId};
-use longshore_wire::frame::keep_buffers;
+use longshore_wire::{frame::keep_buffers, tls::Credentials};
 
-pub(crate) use self::{by_server::ByServer, peer::Peer, retry::Backoff, runtime::Task, waits::Impatience};
 pub use self::{
+    address::Address,
     interrupt::Interrupt,
     options::{Options, Transport},
-    peer::{endpoint, whole, with_sources},
+    peer::{untrusted, whole, with_sources},
 };
+pub(crate) use self::{by_server::ByServer, peer::Peer, retry::Backoff, runtime::Task, waits::Impatience};
 use self::{pace::Pace, runtime::Runtime, troubles::Troubles, waits::Waits};
 use crate::error::{Misuse, Result};
 
@@ -51,7 +53,10 @@ impl Cluster {
         let start = Instant::now();
         let end = start + options.deadline;
         let pace = options.link_bytes_per_s.map(Pace::new);
-        let dial = |address| Peer::connect(address, options.connections, pace.as_ref(), (start, end));
+        let credentials = options.tls_dir.as_deref().map(Credentials::read).transpose()?;
+        let credentials = credentials.as_ref();
+        let dial =
+            |address| Peer::connect(address, credentials, options.connections, pace.as_ref(), (start, end));
         let peers = runtime.block_on(try_join_all(options.servers.iter().map(|address| dial(address))))?;
         let peers = ByServer::from_iter(peers);
         let troubles = Troubles::new(peers.len());

@@ -1,6 +1,6 @@
 //! What a worker needs to know to take part in a job.
 
-use std::{fmt, str::FromStr, time::Duration};
+use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
 use longshore_proto::{
     Fault, JobSpec, Layout, Rank,
@@ -68,9 +68,12 @@ impl FromStr for Transport {
 /// Start from [`Options::new`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// `host:port`, `http://host:port` or, on the same host, `unix:/path`. They are the same on every rank, in the
-    /// same order.
+    /// `host:port`, `http://host:port`, `https://host:port` or, on the same host, `unix:/path`. They are the same on every
+    /// rank, in the same order.
     pub servers: Vec<String>,
+    /// The folder of what servers are shown and asked for: `ca.pem`, and `client.pem` with `client.key` or `token`. With it all
+    /// TCP connections are encrypted.
+    pub tls_dir: Option<PathBuf>,
     pub spec: JobSpec,
     pub rank: Rank,
     /// The longest wait for anything that a healthy job does at once: a connection, another rank, a step.
@@ -106,6 +109,7 @@ impl Options {
     pub fn new(servers: Vec<String>, spec: JobSpec, rank: Rank) -> Options {
         Options {
             servers,
+            tls_dir: None,
             spec,
             rank,
             deadline: Duration::from_secs(60),

@@ -15,6 +15,14 @@ pub struct Unreachable {
     pub cause: String,
 }
 
+/// A server and this process do not trust each other. Trying again does not help.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("server {server}: {fault}")]
+pub struct Untrusted {
+    pub server: String,
+    pub fault: Fault,
+}
+
 /// A server answered a call with a fault, or the transport failed until the deadline.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{call} of job {job}{} on server {server} failed ({}): {fault}", at(.step, ""), .fault.kind.name())]

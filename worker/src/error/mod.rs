@@ -13,7 +13,7 @@ use std::fmt;
 use longshore_proto::{Fault, JobName};
 
 pub use self::{
-    call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable},
+    call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable, Untrusted},
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
     state::{NoCheckpoint, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer},
     units::UnitError,
@@ -29,6 +29,8 @@ pub enum Error {
     Invalid(#[from] Invalid),
     #[error(transparent)]
     Unreachable(#[from] Unreachable),
+    #[error(transparent)]
+    Untrusted(Box<Untrusted>),
     #[error(transparent)]
     Call(Box<CallFailed>),
     #[error(transparent)]
@@ -91,6 +93,7 @@ boxed!(
     NotRestored(NotRestored),
     StateKept(StateKept),
     Unit(UnitError),
+    Untrusted(Untrusted),
     TimedOut(TimedOut)
 );
 

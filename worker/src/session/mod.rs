@@ -36,7 +36,7 @@ pub use self::{
     resume::paused_at,
     version::{TRIES, has_passed, lead},
 };
-pub use crate::cluster::{Interrupt, Options, Transport, endpoint, whole, with_sources};
+pub use crate::cluster::{Address, Interrupt, Options, Transport, untrusted, whole, with_sources};
 use crate::{
     cluster::Cluster,
     error::Result,

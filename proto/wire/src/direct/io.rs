@@ -18,6 +18,7 @@ use std::{
 use longshore_proto::limits::{UNFINISHED_SHARE_BYTES, WINDOW_BYTES};
 use tokio::io::ReadBuf;
 
+pub use self::traits::Connection;
 use self::{inward::Inward, patience::Patience};
 use super::{
     bounds::{Bounds, Guest, Standing},

@@ -13,7 +13,6 @@
 mod bounds;
 mod conduct;
 mod credit;
-mod dialled;
 mod io;
 mod outgoing;
 mod outlet;
@@ -23,8 +22,7 @@ mod tap;
 
 pub use crate::mark::Mark;
 pub use bounds::{Bounds, Held, Standing};
-pub use dialled::Dialled;
-pub use io::{Direct, Side};
+pub use io::{Connection, Direct, Side};
 pub use outgoing::{Payloads, blank};
 pub use socket::{LOOPBACK_BYTES, Socket, UNIX_BYTES};
 pub use tap::{Claim, Tap, Taps};

@@ -4,6 +4,7 @@ use std::{
     io::{self, IoSliceMut},
     os::fd::AsFd,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 
@@ -24,10 +25,10 @@ pub const UNIX_BYTES: usize = 1024 * 1024;
 
 /// A byte stream that [`Direct`](super::Direct) can lie on: TCP, a Unix socket, or what wraps one of them.
 ///
-/// A stream of TLS implements it with `impl Socket for TlsStream<TcpStream> {}` alone, since the provided methods read through
-/// [`AsyncRead`]: the payload is then decrypted straight to its place, as far as the room there reaches. It should pass
-/// [`Socket::size_buffers`] on to the socket below, and say true in [`AsyncWrite::is_write_vectored`] where it takes several
-/// slices with one call, since each message is a small head and a large payload.
+/// For what wraps a socket, such as TLS ([`Secured`](crate::tls::Secured)), the provided methods are enough to be right, since
+/// they read through [`AsyncRead`] straight to the payload's place. It should pass [`Socket::size_buffers`] on to the socket below,
+/// and say true in [`AsyncWrite::is_write_vectored`] where it takes several slices with one call, since each message is a
+/// small head and a large payload.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     /// Reads the bytes that are there into the first place, then into the next, and returns how many they were: 0 at the end
     /// of the stream. If it returns `Pending` nothing was taken, and the task is woken once bytes are there. A stream that can
@@ -57,6 +58,12 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
 
     /// Sets how many bytes the kernel may buffer, where the kernel should not decide it.
     fn size_buffers(&self) {}
+
+    /// The name that the other end has proved by a certificate: its first DNS name, or nothing where it has none. None where
+    /// no certificate was shown.
+    fn certificate(&self) -> Option<Arc<str>> {
+        None
+    }
 }
 
 /// Reads. A read that was not filled has emptied the socket, and the next one would only be told so; its answer is

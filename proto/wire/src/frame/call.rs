@@ -2,7 +2,7 @@
 
 use http::{HeaderValue, Method, Request, Response, header};
 use tokio::sync::mpsc;
-use tonic::{Code, Status, body::Body, transport::Channel};
+use tonic::{Code, Status, body::Body, transport::Error};
 use tower_service::Service;
 
 use super::{Frame, Incoming, Outgoing, Piece};
@@ -21,7 +21,7 @@ pub type Pieces = mpsc::Sender<Result<Piece, Status>>;
 /// # Errors
 /// The server's refusal, or `Unavailable` and the like from the connection.
 pub async fn call<M: Frame>(
-    channel: &mut Channel,
+    channel: &mut impl Service<Request<Body>, Response = Response<Body>, Error = Error>,
     path: &'static str,
     pieces: mpsc::Receiver<Result<Piece, Status>>,
 ) -> Result<Incoming<M>, Status> {
@@ -30,7 +30,7 @@ pub async fn call<M: Frame>(
     *request.uri_mut() = http::Uri::from_static(path);
     request.headers_mut().insert(header::TE, HeaderValue::from_static("trailers"));
     request.headers_mut().insert(header::CONTENT_TYPE, GRPC);
-    let failed = |error: tonic::transport::Error| Status::from_error(Box::new(error));
+    let failed = |error: Error| Status::from_error(Box::new(error));
     std::future::poll_fn(|context| channel.poll_ready(context)).await.map_err(failed)?;
     let response = channel.call(request).await.map_err(failed)?;
     match Status::from_header_map(response.headers()) {
@@ -48,7 +48,7 @@ pub async fn call<M: Frame>(
 /// # Errors
 /// Those of [`call`].
 pub async fn call_once<M: Frame>(
-    channel: &mut Channel,
+    channel: &mut impl Service<Request<Body>, Response = Response<Body>, Error = Error>,
     path: &'static str,
     request: Piece,
 ) -> Result<Incoming<M>, Status> {

@@ -87,7 +87,7 @@ fn link(servers: &[String]) -> anyhow::Result<f64> {
 
 /// Of a call that takes no work, to all servers at once.
 fn round_trip(servers: &[String]) -> anyhow::Result<f64> {
-    let mut servers = Servers::connect(servers)?;
+    let mut servers = Servers::connect(servers, None)?;
     let mut times = Vec::with_capacity(CALLS);
     for _ in 0..CALLS {
         let begun = Instant::now();

@@ -1,6 +1,9 @@
 //! Commands that call every server of a job: checkpoint, resume, delete, drain.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::{
+    path::PathBuf,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use anyhow::Context;
 use longshore_proto::FaultKind;
@@ -23,6 +26,21 @@ pub(super) struct ServersArgs {
         value_name = "HOST:PORT,..."
     )]
     pub(super) servers: Vec<String>,
+    #[command(flatten)]
+    pub(super) tls: TlsArgs,
+}
+
+#[derive(clap::Args)]
+pub(super) struct TlsArgs {
+    /// Folder with ca.pem, and with client.pem and client.key or with token: connections to --servers are then encrypted
+    #[arg(long, env = "LONGSHORE_TLS_DIR", value_name = "DIR")]
+    pub(super) tls_dir: Option<PathBuf>,
+}
+
+impl ServersArgs {
+    pub(super) fn connect(&self) -> anyhow::Result<Servers> {
+        Servers::connect(&self.servers, self.tls.tls_dir.as_deref())
+    }
 }
 
 #[derive(clap::Args)]
@@ -209,7 +227,7 @@ pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
 
 pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
     let job = &args.job;
-    let mut servers = Servers::connect(&args.servers.servers)?;
+    let mut servers = args.servers.connect()?;
     let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
     let answers = servers.answers(|mut admin| {
         let request = request.clone();
@@ -228,14 +246,14 @@ pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
 }
 
 pub(super) fn drain(args: &ServersArgs) -> anyhow::Result<()> {
-    let mut servers = Servers::connect(&args.servers)?;
+    let mut servers = args.connect()?;
     servers.each(|mut admin| async move { admin.drain(v1::DrainRequest {}).await })?;
     say!("draining");
     Ok(())
 }
 
 pub(super) fn target(args: &JobArgs) -> anyhow::Result<(Servers, String)> {
-    let mut servers = Servers::connect(&args.servers.servers)?;
+    let mut servers = args.servers.connect()?;
     let job = servers.job(args.job.as_ref())?;
     Ok((servers, job))
 }

@@ -21,6 +21,7 @@ use rustix::{
 use serde_json::json;
 use tonic::Response;
 
+use super::admin::TlsArgs;
 use crate::{
     servers::{PROMPTLY, Servers},
     sizes::human,
@@ -42,6 +43,8 @@ pub(super) struct Args {
     /// Servers to ask as well
     #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
     servers: Vec<String>,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Folders that a server's --state-dir will name
     #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
     state_dir: Vec<PathBuf>,
@@ -94,7 +97,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let mut findings =
         vec![cores(), memory(), huge_pages(), io_uring(), tmpfs(Path::new(TMPFS)), descriptors()];
     findings.extend(args.state_dir.iter().map(|dir| state_dir(dir)));
-    findings.extend(servers(&args.servers)?);
+    findings.extend(servers(&args.servers, args.tls.tls_dir.as_deref())?);
     for Finding { what, state, said, remedy } in &findings {
         if args.json {
             say!("{}", json!({"check": what, "state": state.name(), "said": said, "remedy": remedy}));
@@ -220,13 +223,13 @@ fn state_dir(dir: &Path) -> Finding {
     }
 }
 
-fn servers(addresses: &[String]) -> anyhow::Result<Vec<Finding>> {
+fn servers(addresses: &[String], tls_dir: Option<&Path>) -> anyhow::Result<Vec<Finding>> {
     const SILENT: &str =
         "check that longshored runs there and is not stopped, and that address, port and firewall are right";
     if addresses.is_empty() {
         return Ok(Vec::new());
     }
-    let (mut reached, silent) = Servers::reach(addresses)?;
+    let (mut reached, silent) = Servers::reach(addresses, tls_dir)?;
     let asked = Instant::now();
     let answers = reached.answers_within(PROMPTLY, |mut admin| async move {
         let list = admin.list_jobs(ListJobsRequest {}).await?;

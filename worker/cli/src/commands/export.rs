@@ -8,7 +8,7 @@ use longshore_server::config::ByteSize;
 use serde_json::json;
 
 use super::admin::JobArgs;
-use crate::{export, servers::Servers, sizes::human};
+use crate::{export, sizes::human};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -35,7 +35,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut servers = Servers::connect(&args.target.servers.servers)?;
+    let mut servers = args.target.servers.connect()?;
     let job = servers.job(args.target.job.as_ref())?;
     let settings = export::Settings {
         job,

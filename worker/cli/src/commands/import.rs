@@ -6,7 +6,7 @@ use anyhow::Context;
 use serde_json::json;
 
 use super::admin::ServersArgs;
-use crate::{import, servers::Servers, sizes::human};
+use crate::{import, sizes::human};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -37,7 +37,6 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let addresses = &args.servers.servers;
     let settings = import::Settings {
         job: args.job.clone(),
         like: args.like.clone(),
@@ -45,9 +44,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         optimizer: args.optimizer.clone(),
         step: args.step,
         ignore_extra: args.ignore_extra,
+        servers: args.servers.servers.clone(),
+        tls_dir: args.servers.tls.tls_dir.clone(),
     };
     let begun = std::time::Instant::now();
-    let imported = import::run(&mut Servers::connect(addresses)?, addresses, &settings)
+    let imported = import::run(&mut args.servers.connect()?, &settings)
         .with_context(|| format!("job {} was not filled from {}", args.job, args.from.display()))?;
     let seconds = begun.elapsed().as_secs_f64();
     if args.json {

@@ -10,6 +10,7 @@ mod inspect;
 mod plan;
 mod restore;
 mod status;
+mod tls;
 mod trace;
 mod train;
 
@@ -70,6 +71,9 @@ enum Command {
     Inspect(inspect::Args),
     /// Check this host and servers for what Longshore needs of them
     Doctor(doctor::Args),
+    /// Make the certificates and tokens of a cluster
+    #[command(subcommand)]
+    Tls(tls::Tls),
     /// Measure this host
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -105,6 +109,7 @@ impl Cli {
             Command::Delete(args) => admin::delete(&args),
             Command::Drain(args) => admin::drain(&args),
             Command::Doctor(args) => doctor::run(&args),
+            Command::Tls(tls) => tls.run(),
             Command::Bench(bench) => bench.run(),
         }
     }

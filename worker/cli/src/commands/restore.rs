@@ -33,7 +33,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let addresses = servers.list().iter().map(|server| server.address.clone()).collect();
     drop(servers);
     // It connects as rank 0, whose view of the servers is the one that counts. It does not join.
-    let session = Session::connect(Options { connections: 1, ..Options::new(addresses, spec, Rank(0)) })?;
+    let tls_dir = args.target.servers.tls.tls_dir.clone();
+    let options = Options { connections: 1, tls_dir, ..Options::new(addresses, spec, Rank(0)) };
+    let session = Session::connect(options)?;
     let how = GoBack { checkpoint: args.name.clone(), discard_state: args.discard_state };
     let restored = session.go_back(&how)?;
     if args.json {

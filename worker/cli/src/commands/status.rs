@@ -39,7 +39,7 @@ pub(super) struct Args {
 /// Prints what the servers that answer say. The result is an error when one does not answer, or when none holds the
 /// job that was named.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut found = Found::ask(&args.servers.servers, Duration::from_secs(args.deadline_s))?;
+    let mut found = Found::ask(&args.servers, Duration::from_secs(args.deadline_s))?;
     if !args.json {
         for (address, list) in &found.lists {
             say!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));

@@ -9,7 +9,7 @@ use longshore_server::config::ByteSize;
 use longshore_worker::{DelayCorrection, DeviceChoice, session::Transport};
 
 pub(super) use self::settings::{preset, run};
-use super::trace::TraceFlag;
+use super::{admin::TlsArgs, trace::TraceFlag};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -18,6 +18,8 @@ pub(super) struct Args {
     /// Optimizer servers, the same and in the same order on every rank [default: one embedded in this process]
     #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
     servers: Vec<String>,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// The server that --servers names is embedded in the process that started this one
     #[arg(long, hide = true)]
     embedded: bool,

@@ -24,6 +24,9 @@ use self::{
 use crate::servers::{PROMPTLY, Servers};
 
 pub(crate) struct Settings {
+    pub(crate) servers: Vec<String>,
+    /// As of the worker's options.
+    pub(crate) tls_dir: Option<PathBuf>,
     pub(crate) job: String,
     /// The job whose parameters and settings a new job has. Without it the job is open already, and waits for weights.
     pub(crate) like: Option<String>,
@@ -44,11 +47,7 @@ pub(crate) struct Imported {
 }
 
 /// Fills the job on all servers. An import that was cut off goes on where it is asked for again.
-pub(crate) fn run(
-    servers: &mut Servers,
-    addresses: &[String],
-    settings: &Settings,
-) -> anyhow::Result<Imported> {
+pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Imported> {
     let spec = spec(servers, settings)?;
     let layout = spec.validate()?;
     let filling = find(settings)?.filling(&spec, &layout, settings.ignore_extra)?;
@@ -56,7 +55,11 @@ pub(crate) fn run(
         (0..spec.params.len()).map(|param| layout.param_range(param)).map(|place| place.end - place.start);
     let (params, applied) = (spec.params.len(), filling.applied());
     let imported = Imported { params, elements: elements.sum(), applied };
-    let mut session = Session::connect(Options::new(addresses.to_vec(), spec, Rank(0)))?;
+    let options = Options {
+        tls_dir: settings.tls_dir.clone(),
+        ..Options::new(settings.servers.clone(), spec, Rank(0))
+    };
+    let mut session = Session::connect(options)?;
     session.start_from(&filling)?;
     session.leave()?;
     Ok(imported)

@@ -163,7 +163,8 @@ impl<'a> Keeper<'a> {
             deadline: self.settings.deadline,
             replace: true,
         };
-        let mut servers = Servers::connect(self.servers)?;
+        let tls_dir = self.settings.tls_dir.as_deref().filter(|_| !self.embedded);
+        let mut servers = Servers::connect(self.servers, tls_dir)?;
         let exported = export::run(&mut servers, &settings);
         let exported = exported.with_context(|| {
             format!("training is done, and its weights were not exported to {}", settings.out.display())

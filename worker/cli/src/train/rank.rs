@@ -110,6 +110,7 @@ impl<'a> Run<'a> {
             deadline: settings.deadline,
             pause_deadline: settings.pause_deadline,
             host_budget: host.clone(),
+            tls_dir: settings.tls_dir.clone().filter(|_| !embedded),
             ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
         };
         let (session, joined) = self.enter(options, report)?;

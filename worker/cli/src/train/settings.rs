@@ -22,6 +22,8 @@ pub struct Settings {
     pub job: JobName,
     /// If there is none, a server is embedded in the process.
     pub servers: Vec<String>,
+    /// What those servers are shown and asked for; an embedded one is not.
+    pub tls_dir: Option<PathBuf>,
     /// The server is embedded in the process that started this one, and ends with it.
     pub embedded: bool,
     pub data: PathBuf,

@@ -3,6 +3,7 @@
 use std::{
     io::{self, IoSlice},
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 
@@ -94,11 +95,25 @@ impl<S: Socket> AsyncWrite for Direct<S> {
     }
 }
 
-/// A server's calls find their taps in their request's extensions.
-impl<S: Socket> Connected for Direct<S> {
-    type ConnectInfo = Taps;
+/// A call's connection, which a server's calls find in their request's extensions.
+#[derive(Clone)]
+pub struct Connection {
+    pub taps: Taps,
+    /// See [`Socket::certificate`].
+    pub certificate: Option<Arc<str>>,
+}
 
-    fn connect_info(&self) -> Taps {
-        self.taps.clone()
+impl Connection {
+    /// That of a call; None where the call did not come through a [`Direct`].
+    pub fn of(extensions: &http::Extensions) -> Option<&Connection> {
+        extensions.get()
+    }
+}
+
+impl<S: Socket> Connected for Direct<S> {
+    type ConnectInfo = Connection;
+
+    fn connect_info(&self) -> Connection {
+        Connection { taps: self.taps.clone(), certificate: self.socket.certificate() }
     }
 }

@@ -55,7 +55,7 @@ impl Hosts {
     /// The most bytes of memory that a server has promised to the job.
     pub(super) fn reserved(&self, spec: &JobSpec) -> anyhow::Result<u64> {
         let request = v1::DescribeRequest { job: spec.name.to_string(), state_hash: false, brief: true };
-        let described = Servers::connect(&self.addresses)?.each_promptly(|mut admin| {
+        let described = Servers::connect(&self.addresses, None)?.each_promptly(|mut admin| {
             let request = request.clone();
             async move { admin.describe(request).await }
         })?;
@@ -68,7 +68,7 @@ impl Hosts {
             return Ok(());
         }
         let request = v1::DeleteJobRequest { job: spec.name.to_string(), discard_unreadable: false };
-        let deleted = Servers::connect(&self.addresses)?.each(|mut admin| {
+        let deleted = Servers::connect(&self.addresses, None)?.each(|mut admin| {
             let request = request.clone();
             async move { admin.delete_job(request).await }
         });

@@ -6,6 +6,7 @@ mod case;
 mod meter;
 mod ours;
 mod raw;
+mod tls;
 
 use anyhow::ensure;
 use longshore_engine::threads::available_threads;

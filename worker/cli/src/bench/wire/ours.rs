@@ -17,27 +17,31 @@ use longshore_server::{Config, Server};
 use longshore_worker::session::{Options, Probe, Session, Transport};
 use tokio::runtime::Runtime;
 
-use super::{case::Case, meter::Sample};
+use super::{case::Case, meter::Sample, tls};
 use crate::bench::{job, param};
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
-    let host = Arc::new(Host::start()?);
+    let (host, encrypted) = (Arc::new(Host::start()?), Arc::new(Host::start_encrypted()?));
     let elements = (bytes as u64 / 2).next_multiple_of(BLOCK_ELEMENTS);
     let mut cases = Vec::new();
     let tcp = host.server.address().to_string();
-    for (rank, address, transport, names) in [
-        (0, tcp.clone(), Transport::Tcp, ["push tcp", "pull tcp", "raw tcp"]),
+    let tls = encrypted.server.address().to_string();
+    for (host, rank, address, transport, names) in [
+        (&host, 0, tcp.clone(), Transport::Tcp, ["push tcp", "pull tcp", "raw tcp"]),
+        (&encrypted, 0, tls, Transport::Tcp, ["push tls", "pull tls", "raw tls"]),
         (
+            &host,
             1,
             format!("unix:{}", host.socket.display()),
             Transport::Unix,
             ["push unix", "pull unix", "raw unix"],
         ),
-        (2, tcp, Transport::Memfd, ["push memfd", "read memfd", "memcpy"]),
+        (&host, 2, tcp, Transport::Memfd, ["push memfd", "read memfd", "memcpy"]),
     ] {
         let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
         (options.connections, options.transport) = (connections, transport);
-        let link = Arc::new(Mutex::new(BenchRank::open(Some(&host), options)?));
+        options.tls_dir = host.folders.as_ref().map(tls::Folders::worker);
+        let link = Arc::new(Mutex::new(BenchRank::open(Some(host), options)?));
         let [push, pull, raw] = names;
         let (pushing, pulling) = (Arc::clone(&link), link);
         let lock = |link: &Mutex<BenchRank>| link.lock().unwrap_or_else(PoisonError::into_inner).push();
@@ -93,23 +97,33 @@ impl Both {
     }
 }
 
-/// A server on both transports.
+/// A server on TCP, encrypted or not, and on a Unix socket.
 struct Host {
     server: Server,
     socket: std::path::PathBuf,
+    folders: Option<tls::Folders>,
     _folder: tempfile::TempDir,
     _runtime: Runtime,
 }
 
 impl Host {
     fn start() -> anyhow::Result<Host> {
+        Host::start_with(None)
+    }
+
+    fn start_encrypted() -> anyhow::Result<Host> {
+        Host::start_with(Some(tls::Folders::make()?))
+    }
+
+    fn start_with(folders: Option<tls::Folders>) -> anyhow::Result<Host> {
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("bench.sock");
         let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
-        let config = Config { listen_unix: Some(socket.clone()), ..defaults };
+        let tls_dir = folders.as_ref().map(tls::Folders::server);
+        let config = Config { listen_unix: Some(socket.clone()), tls_dir, ..defaults };
         let runtime = longshore_server::runtime("server")?;
         let server = runtime.block_on(Server::start(config))?;
-        Ok(Host { server, socket, _folder: folder, _runtime: runtime })
+        Ok(Host { server, socket, folders, _folder: folder, _runtime: runtime })
     }
 }
 

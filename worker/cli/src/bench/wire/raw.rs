@@ -11,7 +11,7 @@ use longshore_proto::limits::CHUNK_BYTES;
 use longshore_wire::direct::{LOOPBACK_BYTES, UNIX_BYTES};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
-use super::{case::Case, meter::Sample};
+use super::{case::Case, meter::Sample, tls};
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
     let mut lanes = Lanes::new(connections, bytes);
@@ -28,7 +28,15 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
         let pairs = pairs.iter_mut().map(|(sender, receiver)| (sender, receiver)).collect();
         lanes.run(pairs, |(sender, receiver), source, target| send_all(sender, receiver, source, target))
     });
-    Ok(vec![memcpy, tcp, unix])
+    let mut lanes = Lanes::new(connections, bytes);
+    let folders = tls::Folders::make()?;
+    let shaken = |_| tls::pair(&folders.server(), tcp_pair()?);
+    let mut pairs = (0..connections).map(shaken).collect::<anyhow::Result<Vec<_>>>()?;
+    let tls = Case::new("raw tls", None, move || {
+        let pairs = pairs.iter_mut().map(|(sender, receiver)| (sender, receiver)).collect();
+        lanes.run(pairs, |(sender, receiver), source, target| send_all(sender, receiver, source, target))
+    });
+    Ok(vec![memcpy, tcp, unix, tls])
 }
 
 /// The source and target of each connection. Together they are as large as a real transfer, so they fit in no cache.

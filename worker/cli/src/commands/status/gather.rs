@@ -7,7 +7,10 @@ use longshore_proto::{Fault, FaultKind};
 use longshore_wire::v1;
 use longshore_worker::session::whole;
 
-use crate::servers::{Servers, Silent, jobs_of, name_silent, no_such_job};
+use crate::{
+    commands::admin::ServersArgs,
+    servers::{Servers, Silent, jobs_of, name_silent, no_such_job},
+};
 
 /// The longest wait for a state hash: all of the state is read, after the updates that are decided.
 const HASHING: Duration = Duration::from_secs(600);
@@ -30,8 +33,8 @@ pub(super) struct Found {
 impl Found {
     /// # Errors
     /// When no server answers within `patience`.
-    pub(super) fn ask(addresses: &[String], patience: Duration) -> anyhow::Result<Found> {
-        let (mut servers, mut silent) = Servers::reach(addresses)?;
+    pub(super) fn ask(args: &ServersArgs, patience: Duration) -> anyhow::Result<Found> {
+        let (mut servers, mut silent) = Servers::reach(&args.servers, args.tls.tls_dir.as_deref())?;
         let answers = servers.answers_within(patience, |mut admin| async move {
             admin.list_jobs(v1::ListJobsRequest {}).await
         });

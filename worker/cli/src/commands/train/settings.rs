@@ -22,6 +22,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         resume: resume(&args)?,
         loss_scale: loss_scale(&args)?,
         servers: args.servers,
+        tls_dir: args.tls.tls_dir,
         embedded: args.embedded,
         data: args.data,
         model,

@@ -11,12 +11,13 @@ use tokio::{
     net::{TcpStream, UnixStream},
 };
 
-use super::socket::Socket;
+use crate::{direct::Socket, tls::Secured};
 
 /// What a client dialled.
 #[derive(Debug)]
 pub enum Dialled {
     Tcp(TcpStream),
+    Tls(Box<Secured>),
     Unix(UnixStream),
 }
 
@@ -24,6 +25,7 @@ macro_rules! either {
     ($self:expr, $socket:ident => $then:expr) => {
         match $self {
             Dialled::Tcp($socket) => $then,
+            Dialled::Tls($socket) => $then,
             Dialled::Unix($socket) => $then,
         }
     };

@@ -1,0 +1,117 @@
+//! A client's end.
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use http::HeaderValue;
+use longshore_proto::{Fault, FaultKind};
+use rustls::{ClientConfig, crypto::ring, pki_types::ServerName, version::TLS13};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+
+use super::{
+    buffered::Buffered,
+    files::{self, CA, CLIENT_CERTIFICATE, CLIENT_KEY, TOKEN},
+    refusal::DialError,
+    secured::{ALPN, Secured},
+};
+
+/// What a client shows, and what it asks of servers. Clones are the same; each dial reads the folder anew, so that a
+/// certificate or a token that was replaced is taken up by the next connection.
+#[derive(Clone)]
+pub struct Credentials {
+    dir: PathBuf,
+    now: Arc<Mutex<Client>>,
+}
+
+/// The folder as it was read once.
+#[derive(Clone)]
+pub struct Client {
+    config: Arc<ClientConfig>,
+    bearer: Option<HeaderValue>,
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Credentials").field(&self.dir).finish()
+    }
+}
+
+impl Credentials {
+    /// # Errors
+    /// Where the folder has no authorities, neither a certificate nor a token, or files that cannot be used.
+    pub fn read(dir: &Path) -> Result<Credentials, Fault> {
+        Ok(Credentials { dir: dir.into(), now: Arc::new(Mutex::new(Client::read(dir)?)) })
+    }
+
+    /// What goes with each call instead of a certificate.
+    pub fn bearer(&self) -> Option<HeaderValue> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner).bearer.clone()
+    }
+
+    /// Shakes hands with the server that was dialled as `host`.
+    ///
+    /// # Errors
+    /// Where the connection broke, or one end does not trust the other.
+    pub async fn connect(&self, socket: TcpStream, host: &str) -> Result<Secured, DialError> {
+        match Client::read(&self.dir) {
+            Ok(newest) => *self.now.lock().unwrap_or_else(PoisonError::into_inner) = newest,
+            // Files that are just being replaced.
+            Err(fault) => tracing::debug!(%fault, "the TLS folder is used as it was read before"),
+        }
+        let config = self.now.lock().unwrap_or_else(PoisonError::into_inner).config.clone();
+        let name = ServerName::try_from(host.to_string()).map_err(|error| {
+            DialError::Io(std::io::Error::new(std::io::ErrorKind::InvalidInput, format!("{host}: {error}")))
+        })?;
+        let shaken = async {
+            let stream = TlsConnector::from(config).connect(name, Buffered::new(socket)).await?;
+            Secured::new(stream.into(), None)?.greeted().await
+        };
+        shaken.await.map_err(|error| DialError::of_handshake(error, host))
+    }
+}
+
+impl Client {
+    fn read(dir: &Path) -> Result<Client, Fault> {
+        let roots = files::authorities(dir, &files::read(dir, CA)?)?;
+        let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|error| files::wrong(dir, CA, error))?
+            .with_root_certificates(roots);
+        let certificate = files::read_optional(dir, CLIENT_CERTIFICATE)?;
+        let bearer = files::read_optional(dir, TOKEN)?.map(|token| bearer(dir, &token)).transpose()?;
+        let mut config = match certificate {
+            Some(certificate) => {
+                let chain = files::chain(dir, CLIENT_CERTIFICATE, &certificate)?;
+                let key = files::key(dir, CLIENT_KEY, &files::read(dir, CLIENT_KEY)?)?;
+                let wrong =
+                    |error| files::wrong(dir, CLIENT_CERTIFICATE, format!("not of {CLIENT_KEY}: {error}"));
+                builder.with_client_auth_cert(chain, key).map_err(wrong)?
+            }
+            None if bearer.is_some() => builder.with_no_client_auth(),
+            None => {
+                let value = format!("{} without {CLIENT_CERTIFICATE} and without {TOKEN}", dir.display());
+                let limit = "a folder with one of them";
+                return Err(Fault::new(FaultKind::Precondition, "tls_dir", value, limit, files::REMEDY));
+            }
+        };
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.resumption = rustls::client::Resumption::disabled();
+        Ok(Client { config: Arc::new(config), bearer })
+    }
+}
+
+fn bearer(dir: &Path, token: &[u8]) -> Result<HeaderValue, Fault> {
+    let wrong = || files::wrong(dir, TOKEN, "not one line of letters and digits");
+    let token = std::str::from_utf8(token).map_err(|_| wrong())?.trim();
+    if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(wrong());
+    }
+    let mut value = HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| wrong())?;
+    // Nothing that prints headers prints it, and HTTP/2 keeps it in no table.
+    value.set_sensitive(true);
+    Ok(value)
+}

@@ -1,0 +1,74 @@
+//! The files of a TLS folder.
+
+use std::{fs, path::Path};
+
+use longshore_proto::{Fault, FaultKind};
+use rustls::{
+    RootCertStore,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+};
+
+/// The certificates of the authorities that the other end's certificate must come from.
+pub const CA: &str = "ca.pem";
+pub const SERVER_CERTIFICATE: &str = "server.pem";
+pub const SERVER_KEY: &str = "server.key";
+pub const CLIENT_CERTIFICATE: &str = "client.pem";
+pub const CLIENT_KEY: &str = "client.key";
+/// A client's token, instead of a certificate.
+pub const TOKEN: &str = "token";
+/// Who may call a server, and what.
+pub const IDENTITIES: &str = "identities.toml";
+
+pub(super) const REMEDY: &str =
+    "make the folder's files with `longshore tls init`, or see docs/secure.md for their names";
+/// The largest file that is read. Chains and lists of authorities take some kilobytes.
+const MOST_BYTES: u64 = 1 << 20;
+
+/// Reads a file.
+///
+/// # Errors
+/// Where it is absent, cannot be read or is too large.
+pub(super) fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Fault> {
+    let path = dir.join(name);
+    let size = fs::metadata(&path).map(|found| found.len());
+    match size.and_then(|size| if size > MOST_BYTES { Ok(None) } else { fs::read(&path).map(Some) }) {
+        Ok(Some(bytes)) => Ok(bytes),
+        Ok(None) => Err(wrong(dir, name, "larger than 1 MiB")),
+        Err(error) => Err(wrong(dir, name, error)),
+    }
+}
+
+/// Reads a file that may be absent.
+pub(super) fn read_optional(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, Fault> {
+    if dir.join(name).try_exists().is_ok_and(|exists| !exists) {
+        return Ok(None);
+    }
+    read(dir, name).map(Some)
+}
+
+pub(super) fn wrong(dir: &Path, name: &str, why: impl std::fmt::Display) -> Fault {
+    let value = format!("{}, {why}", dir.join(name).display());
+    Fault::new(FaultKind::Precondition, "tls_dir", value, "a folder whose files can be used", REMEDY)
+}
+
+pub(super) fn authorities(dir: &Path, bytes: &[u8]) -> Result<RootCertStore, Fault> {
+    let mut roots = RootCertStore::empty();
+    for certificate in chain(dir, CA, bytes)? {
+        roots.add(certificate).map_err(|error| wrong(dir, CA, error))?;
+    }
+    Ok(roots)
+}
+
+pub(super) fn chain(dir: &Path, name: &str, bytes: &[u8]) -> Result<Vec<CertificateDer<'static>>, Fault> {
+    let chain: Vec<_> = CertificateDer::pem_slice_iter(bytes)
+        .collect::<Result<_, _>>()
+        .map_err(|error| wrong(dir, name, format!("no PEM: {error}")))?;
+    if chain.is_empty() {
+        return Err(wrong(dir, name, "without a certificate"));
+    }
+    Ok(chain)
+}
+
+pub(super) fn key(dir: &Path, name: &str, bytes: &[u8]) -> Result<PrivateKeyDer<'static>, Fault> {
+    PrivateKeyDer::from_pem_slice(bytes).map_err(|error| wrong(dir, name, format!("no private key: {error}")))
+}

@@ -1,0 +1,20 @@
+//! TLS below HTTP/2: both ends' configurations, made from the files of a folder, and the socket.
+//!
+//! TLS 1.3 alone. Longshore's own two ends have it, and so has every stock gRPC client since 2019. With it there is no
+//! cipher suite to choose wrongly, and the code of older versions is not even compiled in. No session is resumed, so that
+//! each connection shows its certificate anew, and one that was replaced is seen by the next connection.
+
+mod buffered;
+mod client;
+mod files;
+mod refusal;
+mod secured;
+mod server;
+
+pub use self::{
+    client::{Client, Credentials},
+    files::{CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN},
+    refusal::{DialError, Untrusted},
+    secured::Secured,
+    server::{Certificates, Server},
+};

@@ -1,0 +1,56 @@
+//! Messages whose caller may send them.
+
+use longshore_wire::{self as wire, v1};
+use tonic::{Request, Status};
+
+use crate::trust::Caller;
+
+/// A message that names the job it is about.
+pub(super) trait OfJob {
+    fn job(&self) -> &str;
+}
+
+macro_rules! of_job {
+    ($($message:ident),* $(,)?) => {
+        $(impl OfJob for v1::$message {
+            fn job(&self) -> &str {
+                &self.job
+            }
+        })*
+    };
+}
+
+of_job!(
+    AwaitDurableRequest,
+    CheckpointRequest,
+    CommitRequest,
+    DeleteJobRequest,
+    DescribeRequest,
+    DiscardCheckpointRequest,
+    ExportRequest,
+    JoinRequest,
+    LeaveRequest,
+    ListCheckpointsRequest,
+    MakeWeightsRequest,
+    PauseRequest,
+    RestoreRequest,
+    ResumeRequest,
+    SealCheckpointRequest,
+    StatsRequest,
+    StepBackRequest,
+    WatchRequest,
+);
+
+impl OfJob for v1::OpenJobRequest {
+    fn job(&self) -> &str {
+        self.spec.as_ref().map_or("", |spec| &spec.name)
+    }
+}
+
+/// The message of a call that its caller may make on its job.
+pub(super) fn permitted<T: OfJob>(request: Request<T>) -> Result<T, Status> {
+    let permitted =
+        Caller::of(request.extensions()).and_then(|caller| caller.permit(request.get_ref().job()));
+    permitted.map_err(|fault| wire::status(&fault))?;
+    Ok(request.into_inner())
+}

@@ -1,0 +1,104 @@
+//! Every call that a server answers: which roles may make it, and on what it acts.
+
+use super::identities::Role::{self, Operator, Reader, Worker};
+
+/// What a call acts on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// One job, which its message names.
+    Job,
+    /// All jobs: only an identity with the jobs `*` may make it.
+    AllJobs,
+    /// None: what it says of jobs is what the identity may see.
+    Nothing,
+}
+
+/// One call.
+#[derive(Debug)]
+pub(super) struct Call {
+    path: &'static str,
+    /// One of these is enough.
+    pub(super) roles: &'static [Role],
+    pub(super) scope: Scope,
+    /// A line is logged of it for the record.
+    pub(super) audited: bool,
+}
+
+const ALL: &[Role] = &[Reader, Worker, Operator];
+const TRAIN: &[Role] = &[Worker];
+const TEND: &[Role] = &[Worker, Operator];
+const OPERATE: &[Role] = &[Operator];
+
+const fn call(path: &'static str, roles: &'static [Role]) -> Call {
+    Call { path, roles, scope: Scope::Job, audited: false }
+}
+
+/// A call of an operator, whoever makes it.
+const fn act(path: &'static str, roles: &'static [Role]) -> Call {
+    Call { path, roles, scope: Scope::Job, audited: true }
+}
+
+const fn without_job(path: &'static str) -> Call {
+    Call { path, roles: ALL, scope: Scope::Nothing, audited: false }
+}
+
+/// Rank 0 of a job writes checkpoints, steps back and restores in the course of training, so these need no operator. What
+/// gives up state does.
+static CALLS: &[Call] = &[
+    without_job("/longshore.v1.Admin/ListJobs"),
+    call("/longshore.v1.Admin/Describe", ALL),
+    call("/longshore.v1.Admin/DescribeInParts", ALL),
+    call("/longshore.v1.Admin/ListCheckpoints", ALL),
+    act("/longshore.v1.Admin/Export", ALL),
+    act("/longshore.v1.Admin/Checkpoint", TEND),
+    act("/longshore.v1.Admin/SealCheckpoint", TEND),
+    act("/longshore.v1.Admin/DiscardCheckpoint", TEND),
+    act("/longshore.v1.Admin/Restore", TEND),
+    act("/longshore.v1.Admin/StepBack", TEND),
+    act("/longshore.v1.Admin/Resume", OPERATE),
+    act("/longshore.v1.Admin/DeleteJob", OPERATE),
+    Call { path: "/longshore.v1.Admin/Drain", roles: OPERATE, scope: Scope::AllJobs, audited: true },
+    call("/longshore.v1.Tensors/Push", TRAIN),
+    call("/longshore.v1.Tensors/Pull", ALL),
+    call("/longshore.v1.Tensors/Upload", TRAIN),
+    call("/longshore.v1.Training/OpenJob", TEND),
+    call("/longshore.v1.Training/MakeWeights", TRAIN),
+    call("/longshore.v1.Training/Join", TRAIN),
+    call("/longshore.v1.Training/Stats", TRAIN),
+    call("/longshore.v1.Training/Commit", TRAIN),
+    call("/longshore.v1.Training/AwaitDurable", ALL),
+    call("/longshore.v1.Training/Watch", ALL),
+    act("/longshore.v1.Training/Pause", TEND),
+    call("/longshore.v1.Training/Leave", TRAIN),
+    without_job("/grpc.health.v1.Health/Check"),
+    without_job("/grpc.health.v1.Health/Watch"),
+    without_job("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"),
+    without_job("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+];
+
+impl Call {
+    /// None for what no server answers.
+    pub(super) fn at(path: &str) -> Option<&'static Call> {
+        CALLS.iter().find(|call| call.path == path)
+    }
+
+    /// Its name without its service's.
+    pub(super) fn name(&self) -> &'static str {
+        self.path.rsplit('/').next().unwrap_or(self.path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn each_call_stands_there_once() {
+        let paths: HashSet<&str> = CALLS.iter().map(|call| call.path).collect();
+        assert_eq!(paths.len(), CALLS.len());
+        assert_eq!(Call::at("/longshore.v1.Training/Commit").map(Call::name), Some("Commit"));
+        assert!(Call::at("/longshore.v1.Training/Commit/").is_none());
+    }
+}

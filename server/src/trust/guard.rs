@@ -1,0 +1,211 @@
+//! Finds out who makes each call before anything of it is read, and ends calls whose caller may make them no longer.
+
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use http::{HeaderMap, Request, Response, header::AUTHORIZATION};
+use http_body::{Frame, SizeHint};
+use longshore_proto::{Fault, FaultKind};
+use longshore_wire::{self as wire, direct::Connection};
+use tonic::{Status, body::Body, server::NamedService};
+use tower_service::Service;
+
+use super::{
+    audit,
+    caller::{Caller, Who},
+    calls::Call,
+    identities::Credential,
+    register::Register,
+};
+use crate::log::Seldom;
+
+/// Whom a listener trusts.
+#[derive(Clone)]
+pub(crate) enum Trust {
+    /// Everybody: it is loopback, or an operator has said so.
+    Anybody,
+    /// This user, whose socket it is.
+    User,
+    /// Who is listed.
+    Listed(Arc<Register>),
+}
+
+/// A service whose callers are known.
+#[derive(Clone)]
+pub(crate) struct Guard<S> {
+    service: S,
+    trust: Trust,
+    strangers: Arc<Seldom>,
+}
+
+impl<S> Guard<S> {
+    pub(crate) fn new(service: S, trust: &Trust) -> Guard<S> {
+        Guard { service, trust: trust.clone(), strangers: Arc::default() }
+    }
+
+    /// Who makes the call, if that identity may make such calls at all.
+    fn admit(&self, request: &Request<Body>, call: &'static Call) -> Result<Caller, Fault> {
+        let admitted = self.trust.who(request).and_then(|who| {
+            let caller = Caller::new(who, call);
+            let checked = caller.check(None);
+            if let Err(fault) = checked.as_ref()
+                && fault.kind == FaultKind::Forbidden
+            {
+                audit::refused(&caller, fault);
+            }
+            checked.map(|()| caller)
+        });
+        // Strangers could fill the log.
+        if let Err(fault) = admitted.as_ref()
+            && fault.kind == FaultKind::Unauthenticated
+        {
+            let call = call.name();
+            self.strangers.say(|| tracing::info!(target: "audit", call, %fault, "a stranger's call"));
+        }
+        admitted
+    }
+}
+
+impl<S: NamedService> NamedService for Guard<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S> Service<Request<Body>> for Guard<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response<Body>, Infallible>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.service.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        let Some(call) = Call::at(request.uri().path()) else {
+            // Nobody serves it, and the service says so.
+            return Box::pin(self.service.call(Request::new(Body::empty())));
+        };
+        let caller = match self.admit(&request, call) {
+            Ok(caller) => caller,
+            Err(fault) => return Box::pin(std::future::ready(Ok(wire::status(&fault).into_http()))),
+        };
+        request.extensions_mut().insert(caller.clone());
+        let answer = self.service.call(request);
+        Box::pin(async move {
+            let answer = tokio::select! {
+                answer = answer => answer?,
+                fault = caller.revoked() => wire::status(&fault).into_http(),
+            };
+            audit::note(&caller, answer.headers());
+            Ok(if caller.is_listed() {
+                answer.map(|body| Body::new(Guarded::new(body, caller)))
+            } else {
+                answer
+            })
+        })
+    }
+}
+
+impl Trust {
+    fn who(&self, request: &Request<Body>) -> Result<Who, Fault> {
+        let register = match self {
+            Trust::Anybody => return Ok(Who::Anybody),
+            Trust::User => return Ok(Who::User),
+            Trust::Listed(register) => Arc::clone(register),
+        };
+        let credential = match request.headers().get(AUTHORIZATION) {
+            Some(value) => Credential::of_token(bearer(value.as_bytes()).ok_or_else(not_a_bearer)?),
+            None => {
+                let connection = Connection::of(request.extensions());
+                let name = connection.and_then(|of| of.certificate.as_deref()).ok_or_else(nothing_shown)?;
+                Credential::Certificate(name.to_string())
+            }
+        };
+        Ok(Who::Listed { register, credential })
+    }
+}
+
+/// The token of an Authorization header. The scheme's name may be written either way.
+fn bearer(value: &[u8]) -> Option<&[u8]> {
+    let (scheme, token) = value.split_at_checked(b"Bearer ".len())?;
+    scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
+}
+
+fn nothing_shown() -> Fault {
+    let remedy = "call with client.pem and client.key, or with a token, in the TLS folder";
+    let limit = "a certificate, or a token (authorization: Bearer ...)";
+    Fault::new(FaultKind::Unauthenticated, "identity", "not shown", limit, remedy)
+}
+
+fn not_a_bearer() -> Fault {
+    let limit = "Bearer and a token";
+    Fault::new(FaultKind::Unauthenticated, "authorization", "of another kind", limit, "send a token so")
+}
+
+/// An answer that ends, with the reason, when its caller may have no more of it.
+struct Guarded {
+    body: Body,
+    revoked: Pin<Box<dyn Future<Output = Fault> + Send>>,
+    over: bool,
+}
+
+impl Guarded {
+    fn new(body: Body, caller: Caller) -> Guarded {
+        Guarded { body, revoked: Box::pin(async move { caller.revoked().await }), over: false }
+    }
+}
+
+impl http_body::Body for Guarded {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if self.over {
+            return Poll::Ready(None);
+        }
+        if let Poll::Ready(fault) = self.revoked.as_mut().poll(context) {
+            self.over = true;
+            // What still makes the answer is told by this that nobody takes it.
+            self.body = Body::empty();
+            let mut trailers = HeaderMap::new();
+            wire::status(&fault).add_header(&mut trailers)?;
+            return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
+        }
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(context));
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.over || self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_taken_from_headers() {
+        assert_eq!(bearer(b"Bearer abc"), Some(&b"abc"[..]));
+        assert_eq!(bearer(b"bearer  abc "), Some(&b"abc"[..]));
+        for other in [&b"Basic abc"[..], b"Bearer", b"", b"Bearerabc"] {
+            assert_eq!(bearer(other), None);
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! Who may call a server, and what: the file `identities.toml` of the TLS folder.
+
+use std::fmt;
+
+use longshore_proto::{Fault, FaultKind};
+use ring::digest::{SHA256, digest};
+use serde::Deserialize;
+use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
+
+/// The file. It holds nothing that lets a reader of it in: of tokens it has the SHA-256 alone.
+///
+/// ```toml
+/// [[identity]]
+/// name = "trainer"             # also what its certificate says: the first DNS name in it
+/// roles = ["worker"]           # operator, worker, reader: one or several
+/// jobs = ["gpt-*", "probe"]    # names of jobs; * stands for any characters, ? for one
+/// tokens_sha256 = ["2c26b4..."]  # of tokens that show this identity instead of a certificate; may be left out
+/// ```
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    identity: Vec<Entry>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    name: String,
+    roles: Vec<Role>,
+    jobs: Vec<String>,
+    #[serde(default)]
+    tokens_sha256: Vec<String>,
+}
+
+/// What an identity may do to its jobs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Role {
+    /// Deletes, pauses, resumes, restores, writes checkpoints, drains.
+    Operator,
+    /// Trains.
+    Worker,
+    /// Looks, pulls and exports.
+    Reader,
+}
+
+/// Who somebody is.
+#[derive(Debug)]
+pub(super) struct Identity {
+    pub(super) name: String,
+    pub(super) roles: Vec<Role>,
+    jobs: Vec<String>,
+}
+
+/// What a caller has shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Credential {
+    /// A certificate's first DNS name.
+    Certificate(String),
+    /// The hash of a token.
+    Token(Sha256),
+}
+
+pub(super) type Sha256 = [u8; 32];
+
+/// All that the file has.
+#[derive(Debug)]
+pub(super) struct Identities {
+    identities: Vec<Identity>,
+    /// Hashes of tokens, and whose they are.
+    tokens: Vec<(Sha256, u32)>,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Operator => "operator",
+            Role::Worker => "worker",
+            Role::Reader => "reader",
+        })
+    }
+}
+
+impl Identity {
+    pub(super) fn has_job(&self, job: &str) -> bool {
+        self.jobs.iter().any(|pattern| is_match(pattern.as_bytes(), job.as_bytes()))
+    }
+
+    pub(super) fn has_all_jobs(&self) -> bool {
+        self.jobs.iter().any(|pattern| pattern == "*")
+    }
+
+    pub(super) fn has_one_of(&self, roles: &[Role]) -> bool {
+        self.roles.iter().any(|role| roles.contains(role))
+    }
+
+    pub(super) fn jobs(&self) -> String {
+        self.jobs.join(", ")
+    }
+}
+
+impl Identities {
+    /// # Errors
+    /// For what is not such a file, and for names, hashes or patterns that cannot be meant.
+    pub(super) fn parse(text: &str) -> Result<Identities, Fault> {
+        let file: File = toml::from_str(text).map_err(|error| wrong("the file", error.message()))?;
+        let (mut identities, mut tokens) = (Vec::<Identity>::new(), Vec::new());
+        for Entry { name, roles, jobs, tokens_sha256 } in file.identity {
+            if name.is_empty() || identities.iter().any(|known| known.name == name) {
+                return Err(wrong("name", format!("{name:?}, which is empty or there twice")));
+            }
+            if roles.is_empty() || jobs.is_empty() {
+                return Err(wrong("roles, jobs", format!("of {name}: none, so that it may do nothing")));
+            }
+            for hash in tokens_sha256 {
+                let hash = parse_hash(&hash).ok_or_else(|| {
+                    wrong("tokens_sha256", format!("{hash:?} of {name}, not 64 hexadecimal digits"))
+                })?;
+                if tokens.iter().any(|(known, _)| *known == hash) {
+                    return Err(wrong("tokens_sha256", format!("of {name}: a token that is there twice")));
+                }
+                tokens.push((hash, identities.len() as u32));
+            }
+            identities.push(Identity { name, roles, jobs });
+        }
+        Ok(Identities { identities, tokens })
+    }
+
+    pub(super) fn has_tokens(&self) -> bool {
+        !self.tokens.is_empty()
+    }
+
+    pub(super) fn find(&self, credential: &Credential) -> Option<&Identity> {
+        match credential {
+            Credential::Certificate(name) => self.identities.iter().find(|identity| identity.name == *name),
+            Credential::Token(hash) => self.identities.get(self.owner(hash)? as usize),
+        }
+    }
+
+    /// Whose token it is. All hashes are compared, whichever is right, each in a time that does not depend on where they
+    /// differ.
+    fn owner(&self, hash: &Sha256) -> Option<u32> {
+        let (mut owner, mut found) = (0, Choice::from(0));
+        for (known, whose) in &self.tokens {
+            let same = known.ct_eq(hash);
+            owner.conditional_assign(whose, same);
+            found |= same;
+        }
+        bool::from(found).then_some(owner)
+    }
+}
+
+impl Credential {
+    pub(super) fn of_token(token: &[u8]) -> Credential {
+        let mut hash = [0; 32];
+        hash.copy_from_slice(digest(&SHA256, token).as_ref());
+        Credential::Token(hash)
+    }
+}
+
+fn wrong(field: &str, value: impl fmt::Display) -> Fault {
+    let limit = "as docs/secure.md describes it";
+    Fault::new(FaultKind::Invalid, format!("identities.toml, {field}"), value, limit, "correct it")
+}
+
+fn parse_hash(text: &str) -> Option<Sha256> {
+    let digits = text.as_bytes();
+    if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
+        return None;
+    }
+    let mut hash = [0; 32];
+    for (byte, pair) in hash.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    Some(hash)
+}
+
+/// Whether a name is of a pattern, in which `*` stands for any characters and `?` for one.
+fn is_match(pattern: &[u8], name: &[u8]) -> bool {
+    let (mut at, mut of) = (0, 0);
+    // Where the last star was, and how much of the name it has taken.
+    let mut star = None;
+    while of < name.len() {
+        match pattern.get(at) {
+            Some(b'*') => {
+                star = Some((at, of));
+                at += 1;
+            }
+            Some(&now) if now == b'?' || now == name[of] => (at, of) = (at + 1, of + 1),
+            _ => {
+                let Some((before, taken)) = star else { return false };
+                star = Some((before, taken + 1));
+                (at, of) = (before + 1, taken + 1);
+            }
+        }
+    }
+    pattern[at..].iter().all(|&rest| rest == b'*')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TWO: &str = r#"
+        [[identity]]
+        name = "trainer"
+        roles = ["worker", "reader"]
+        jobs = ["gpt-*", "probe"]
+
+        [[identity]]
+        name = "dashboard"
+        roles = ["reader"]
+        jobs = ["*"]
+        tokens_sha256 = ["2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
+    "#;
+
+    #[test]
+    fn who_shows_what_is_listed_is_found() {
+        let identities = Identities::parse(TWO).unwrap();
+        let name = |credential: Credential| identities.find(&credential).map(|found| found.name.as_str());
+        // That is the hash of `foo`.
+        assert_eq!(name(Credential::of_token(b"foo")), Some("dashboard"));
+        assert_eq!(name(Credential::of_token(b"fop")), None);
+        assert_eq!(name(Credential::of_token(b"")), None);
+        assert_eq!(name(Credential::Certificate("trainer".into())), Some("trainer"));
+        assert_eq!(name(Credential::Certificate("Trainer".into())), None);
+        assert_eq!(name(Credential::Certificate(String::new())), None);
+        let trainer = identities.find(&Credential::Certificate("trainer".into())).unwrap();
+        assert!(trainer.has_job("gpt-2") && trainer.has_job("probe") && !trainer.has_job("probes"));
+        assert!(
+            trainer.has_one_of(&[Role::Operator, Role::Worker]) && !trainer.has_one_of(&[Role::Operator])
+        );
+        assert!(!trainer.has_all_jobs());
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        let entry = |rest: &str| format!("[[identity]]\nname = \"a\"\n{rest}");
+        for (text, about) in [
+            (entry("roles = [\"admin\"]\njobs = [\"*\"]"), "unknown variant"),
+            (entry("roles = [\"worker\"]\njobs = []"), "none"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\ntoken = \"foo\""), "unknown field"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\ntokens_sha256 = [\"2c26\"]"), "64 hexadecimal"),
+            (entry("roles = [\"reader\"]\njobs = [\"*\"]").repeat(2), "there twice"),
+            ("[[identity]]\nname = \"\"\nroles = [\"reader\"]\njobs = [\"*\"]".into(), "empty"),
+        ] {
+            let said = Identities::parse(&text).unwrap_err().to_string();
+            assert!(said.contains(about) && said.contains("identities.toml"), "{said}");
+        }
+        assert!(Identities::parse("").unwrap().identities.is_empty());
+    }
+
+    #[test]
+    fn patterns() {
+        for (pattern, name) in
+            [("*", ""), ("*", "a"), ("a*c", "abbc"), ("a*c", "ac"), ("?b*", "ab"), ("*-*-x", "a-b-c-x")]
+        {
+            assert!(is_match(pattern.as_bytes(), name.as_bytes()), "{pattern} {name}");
+        }
+        for (pattern, name) in [("", "a"), ("a", ""), ("a*c", "abcd"), ("?", ""), ("a", "A"), ("a?", "abc")] {
+            assert!(!is_match(pattern.as_bytes(), name.as_bytes()), "{pattern} {name}");
+        }
+        // A pattern of many stars takes no longer than pattern times name.
+        assert!(!is_match(&b"a*".repeat(60), &[b"a".repeat(120), b"b".to_vec()].concat()[..59]));
+    }
+}

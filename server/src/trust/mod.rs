@@ -1,0 +1,17 @@
+//! Who a caller is, and what that identity may do: checked for every call, also on a connection that is open already.
+//!
+//! With a TLS folder a caller on TCP has shown a certificate, or shows a token. Its name is looked up for each call in the
+//! identities as they are now, so that one which was taken from the file is refused at once. Whoever reaches the Unix
+//! socket is this server's user, and may do everything; so may everybody where nothing is encrypted.
+
+mod audit;
+mod caller;
+mod calls;
+mod guard;
+mod handshakes;
+mod identities;
+mod register;
+
+pub(crate) use self::{
+    caller::Caller, guard::Guard, guard::Trust, handshakes::Handshakes, register::Register,
+};

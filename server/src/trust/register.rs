@@ -1,0 +1,135 @@
+//! The TLS folder as it is now: taken up again when its files change, while connections stay.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, RwLock},
+    time::Duration,
+};
+
+use longshore_proto::{Fault, FaultKind};
+use longshore_wire::tls::{self, CA, Certificates, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::watch,
+};
+
+use super::identities::Identities;
+
+/// How often the files are looked at. A change is taken up once two looks have found the same, since several files are
+/// seldom replaced at one instant.
+const LOOK: Duration = Duration::from_millis(500);
+const FILES: [&str; 4] = [CA, SERVER_CERTIFICATE, SERVER_KEY, IDENTITIES];
+
+/// A server's certificate, the authorities of its clients' certificates, and who may do what.
+pub(crate) struct Register {
+    dir: PathBuf,
+    now: RwLock<Arc<Known>>,
+    /// What was found last and is not in use: files that are just being replaced, or that cannot be used.
+    seen: Mutex<Option<Seen>>,
+    changes: watch::Sender<()>,
+}
+
+/// What was read at one time.
+pub(super) struct Known {
+    contents: Contents,
+    pub(super) identities: Identities,
+    pub(super) tls: tls::Server,
+}
+
+struct Seen {
+    contents: Contents,
+    /// It cannot be used, and that was said.
+    refused: bool,
+}
+
+/// The bytes of all files; None for one that cannot be read.
+type Contents = Vec<Option<Vec<u8>>>;
+
+impl Register {
+    /// # Errors
+    /// Where a file is missing or cannot be used.
+    pub(crate) fn open(dir: &Path) -> Result<Arc<Register>, Fault> {
+        let now = RwLock::new(Arc::new(read(dir, contents(dir))?));
+        Ok(Arc::new(Register {
+            dir: dir.into(),
+            now,
+            seen: Mutex::default(),
+            changes: watch::Sender::default(),
+        }))
+    }
+
+    pub(super) fn now(&self) -> Arc<Known> {
+        Arc::clone(&self.now.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Is told of each change from now on.
+    pub(super) fn changes(&self) -> watch::Receiver<()> {
+        self.changes.subscribe()
+    }
+
+    /// Takes up changes until it is dropped, and at once on SIGHUP.
+    ///
+    /// # Errors
+    /// Where the signal cannot be caught.
+    pub(crate) fn watch(self: &Arc<Self>) -> io::Result<impl Future<Output = ()> + Send + use<>> {
+        let mut hang_up = signal(SignalKind::hangup())?;
+        let register = Arc::clone(self);
+        Ok(async move {
+            loop {
+                let at_once = tokio::select! {
+                    _ = hang_up.recv() => true,
+                    () = tokio::time::sleep(LOOK) => false,
+                };
+                let register = Arc::clone(&register);
+                // Files may lie on a network's drive.
+                let _ = tokio::task::spawn_blocking(move || register.look(at_once)).await;
+            }
+        })
+    }
+
+    fn look(&self, at_once: bool) {
+        let found = contents(&self.dir);
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if found == self.now().contents {
+            *seen = None;
+            return;
+        }
+        let before = seen.take().filter(|seen| seen.contents == found);
+        let due = at_once || before.as_ref().is_some_and(|seen| !seen.refused);
+        let refused = before.is_some_and(|seen| seen.refused) || due && !self.take_up(found.clone());
+        *seen = Some(Seen { contents: found, refused });
+    }
+
+    /// Returns false where it stays as it was.
+    fn take_up(&self, found: Contents) -> bool {
+        match read(&self.dir, found) {
+            Ok(known) => {
+                *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(known);
+                self.changes.send_replace(());
+                tracing::info!(dir = %self.dir.display(), "the TLS folder has changed and was taken up");
+                true
+            }
+            Err(fault) => {
+                tracing::warn!(%fault, "the TLS folder has changed and cannot be used: it stays as it was before");
+                false
+            }
+        }
+    }
+}
+
+fn contents(dir: &Path) -> Contents {
+    FILES.iter().map(|name| fs::read(dir.join(name)).ok()).collect()
+}
+
+fn read(dir: &Path, contents: Contents) -> Result<Known, Fault> {
+    let path = dir.join(IDENTITIES);
+    let text = fs::read_to_string(&path).map_err(|error| {
+        let value = format!("{}, {error}", path.display());
+        let remedy = "write it as docs/secure.md describes it, or make the folder with `longshore tls init`";
+        Fault::new(FaultKind::Precondition, "tls_dir", value, "a readable file", remedy)
+    })?;
+    let identities = Identities::parse(&text)?;
+    let certificates = if identities.has_tokens() { Certificates::Optional } else { Certificates::Required };
+    Ok(Known { contents, identities, tls: tls::Server::read(dir, certificates)? })
+}

@@ -1,0 +1,140 @@
+//! An authority of a test's own, and folders with what it has signed.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, SystemTime},
+};
+
+use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use tempfile::TempDir;
+
+use crate::server::own_addresses;
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// Signs certificates.
+pub struct Authority {
+    key: KeyPair,
+    params: CertificateParams,
+    pub certificate: String,
+}
+
+/// Whether a certificate is valid today.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    Valid,
+    Expired,
+}
+
+impl Default for Authority {
+    fn default() -> Authority {
+        Authority::new()
+    }
+}
+
+impl Authority {
+    pub fn new() -> Authority {
+        static NEXT: AtomicU32 = AtomicU32::new(1);
+        let key = KeyPair::generate().expect("a key");
+        let mut params = CertificateParams::new(Vec::new()).expect("no names");
+        // Of two authorities with one name, one's certificates would be taken for forged ones of the other.
+        let name = format!("authority {}", NEXT.fetch_add(1, Ordering::Relaxed));
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let certificate = params.self_signed(&key).expect("a certificate").pem();
+        Authority { key, params, certificate }
+    }
+
+    fn sign(&self, names: Vec<String>, usage: ExtendedKeyUsagePurpose, life: Life) -> [String; 2] {
+        let key = KeyPair::generate().expect("a key");
+        let mut params = CertificateParams::new(names).expect("names");
+        params.extended_key_usages = vec![usage];
+        let (from, to) = match life {
+            Life::Valid => (SystemTime::now() - DAY, SystemTime::now() + DAY),
+            Life::Expired => (SystemTime::now() - 3 * DAY, SystemTime::now() - 2 * DAY),
+        };
+        (params.not_before, params.not_after) = (from.into(), to.into());
+        let signed = params.signed_by(&key, &Issuer::from_params(&self.params, &self.key));
+        [signed.expect("a certificate").pem(), key.serialize_pem()]
+    }
+
+    /// Writes a server's certificate and key, for these names or for all that tests' servers listen on.
+    pub fn write_server(&self, dir: &Path, names: Option<&[&str]>, life: Life) {
+        let all = || own_addresses().iter().map(ToString::to_string).collect();
+        let names = names.map_or_else(all, |names| names.iter().map(ToString::to_string).collect());
+        let [certificate, key] = self.sign(names, ExtendedKeyUsagePurpose::ServerAuth, life);
+        write(dir, "ca.pem", &self.certificate);
+        write(dir, "server.pem", &certificate);
+        write(dir, "server.key", &key);
+    }
+
+    /// Writes a client's.
+    pub fn write_client(&self, dir: &Path, name: &str, life: Life) {
+        let [certificate, key] = self.sign(vec![name.to_string()], ExtendedKeyUsagePurpose::ClientAuth, life);
+        write(dir, "ca.pem", &self.certificate);
+        write(dir, "client.pem", &certificate);
+        write(dir, "client.key", &key);
+    }
+}
+
+/// A cluster's folders: `server`, and one for each client.
+pub struct Folders {
+    root: TempDir,
+    pub authority: Authority,
+}
+
+impl Folders {
+    /// A server's folder with these identities, as `identities.toml` has them.
+    pub fn new(identities: &str) -> Folders {
+        let folders =
+            Folders { root: tempfile::tempdir().expect("a temporary folder"), authority: Authority::new() };
+        folders.authority.write_server(&folders.server(), None, Life::Valid);
+        folders.list(identities);
+        folders
+    }
+
+    /// Replaces who may do what.
+    pub fn list(&self, identities: &str) {
+        write(&self.server(), "identities.toml", identities);
+    }
+
+    pub fn server(&self) -> PathBuf {
+        self.root.path().join("server")
+    }
+
+    pub fn dir(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+
+    /// A folder with a client's certificate for this identity.
+    pub fn client(&self, name: &str) -> PathBuf {
+        let dir = self.dir(name);
+        self.authority.write_client(&dir, name, Life::Valid);
+        dir
+    }
+
+    /// A folder with a token.
+    pub fn token(&self, token: &str) -> PathBuf {
+        let dir = self.dir(&format!("token-{token}"));
+        write(&dir, "ca.pem", &self.authority.certificate);
+        write(&dir, "token", token);
+        dir
+    }
+}
+
+/// Replaces a file at one instant, as whoever rotates certificates should.
+pub fn write(dir: &Path, name: &str, text: &str) {
+    fs::create_dir_all(dir).expect("a folder");
+    let new = dir.join(format!("{name}.new"));
+    fs::write(&new, text).expect("a file");
+    fs::rename(new, dir.join(name)).expect("its place");
+}
+
+/// An entry of `identities.toml`.
+pub fn identity(name: &str, roles: &[&str], jobs: &[&str], tokens_sha256: &[&str]) -> String {
+    format!(
+        "[[identity]]\nname = {name:?}\nroles = {roles:?}\njobs = {jobs:?}\ntokens_sha256 = {tokens_sha256:?}\n"
+    )
+}

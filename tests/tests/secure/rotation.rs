@@ -1,0 +1,92 @@
+//! What changes while a job trains: certificates that are replaced, and tokens that are taken back.
+
+use longshore_tests::{
+    conformance::cluster::eventually,
+    process::DEADLINE,
+    server::{Longshored, ServerOptions},
+    tls::{Authority, Folders, Life, identity, write},
+    train::Train,
+};
+
+use super::{TOKEN, TOKEN_SHA256, ask, train, version};
+
+/// Enough that the job still trains a second after its first steps.
+const STEPS: u64 = 500;
+
+fn taken_up(server: &Longshored) -> usize {
+    server.process.stderr().matches("the TLS folder has changed and was taken up").count()
+}
+
+#[test]
+fn a_certificate_is_rotated_while_a_job_trains() {
+    let folders = Folders::new(
+        &[identity("worker", &["worker"], &["*"], &[]), identity("reader", &["reader"], &["*"], &[])]
+            .concat(),
+    );
+    let server = ServerOptions::new().tls(&folders.server()).start();
+    let worker = folders.client("worker");
+    let mut running = train(STEPS, &server, &worker).start();
+    running.until_step(5);
+    // Another authority, whose certificates alone are good from then on; the job's connections stay.
+    let next = Authority::new();
+    next.write_server(&folders.server(), None, Life::Valid);
+    next.write_client(&worker, "worker", Life::Valid);
+    eventually("the new certificate to be taken up", || (taken_up(&server) == 1).then_some(()));
+    let old = folders.client("reader");
+    assert!(ask(&server, &old, &["status"]).stderr.contains("ca.pem does not have"));
+    let new = folders.dir("new-reader");
+    next.write_client(&new, "reader", Life::Valid);
+    let now = version(&server, &new);
+    assert!(now < STEPS - 5, "the job was over before the certificate was rotated");
+    running.until_step(now + 3);
+    let end = running.finish().end;
+    // The same bits as over no network at all.
+    assert_eq!(end.state_hash, Train::new(STEPS).run().end.state_hash);
+}
+
+#[test]
+fn a_token_that_is_taken_back_ends_what_it_may() {
+    let reader = identity("reader", &["reader"], &["*"], &[]);
+    let both = [identity("worker", &["worker"], &["default"], &[TOKEN_SHA256]), reader.clone()].concat();
+    let folders = Folders::new(&both);
+    let server = ServerOptions::new().tls(&folders.server()).start();
+    let (token, looking) = (folders.token(TOKEN), folders.client("reader"));
+    let mut running = train(STEPS, &server, &token).start();
+    running.until_step(5);
+    folders.list(&reader);
+    let (stderr, said) = running.fails(DEADLINE);
+    assert!(stderr.contains("a token that this server does not know"), "{stderr}");
+    assert!(stderr.contains("UNAUTHENTICATED"), "{stderr}");
+    // A last decision may have been made whose answer did not arrive.
+    let stopped = version(&server, &looking);
+    assert!(
+        (said.last_step()..=said.last_step() + 1).contains(&stopped),
+        "{stopped} after {}",
+        said.last_step()
+    );
+    assert_eq!(version(&server, &looking), stopped);
+    // Given back, it goes on where it was.
+    folders.list(&both);
+    eventually("the identity to be taken up", || (taken_up(&server) == 2).then_some(()));
+    let end = train(STEPS, &server, &token).run().end;
+    assert_eq!(end.state_hash, Train::new(STEPS).run().end.state_hash);
+}
+
+#[test]
+fn a_folder_that_cannot_be_used_leaves_everything_as_it_was() {
+    let folders = Folders::new(&identity("reader", &["reader"], &["*"], &[]));
+    let text = "the TLS folder has changed and cannot be used";
+    let server = ServerOptions::new().tls(&folders.server()).allow(text).start();
+    let reader = folders.client("reader");
+    write(&folders.server(), "identities.toml", "[[identity]]\nname = 7\n");
+    eventually("the mistake to be said", || server.process.stderr().contains(text).then_some(()));
+    assert_eq!(ask(&server, &reader, &["status"]).code, 0);
+    // A key of another certificate.
+    folders.list(&identity("reader", &["reader"], &["*"], &[]));
+    let other = Authority::new();
+    let elsewhere = folders.dir("elsewhere");
+    other.write_server(&elsewhere, None, Life::Valid);
+    write(&folders.server(), "server.key", &std::fs::read_to_string(elsewhere.join("server.key")).unwrap());
+    eventually("that to be said too", || (server.process.stderr().matches(text).count() == 2).then_some(()));
+    assert_eq!(ask(&server, &reader, &["status"]).code, 0);
+}

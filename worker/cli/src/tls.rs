@@ -1,0 +1,174 @@
+//! Certificates and tokens of a cluster, and the folders that servers and clients read.
+
+use std::{
+    fs::{self, DirBuilder, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::Path,
+    time::{Duration, SystemTime},
+};
+
+use anyhow::{Context, bail, ensure};
+use longshore_wire::tls::{
+    CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN,
+};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+use ring::{
+    digest::{SHA256, digest},
+    rand::{SecureRandom, SystemRandom},
+};
+
+/// The authority's own key, which no server and no client needs.
+pub(crate) const CA_KEY: &str = "ca.key";
+/// The authority's name, before a part of its key's hash. Of two authorities with one name, one's certificates would be taken for
+/// forged ones of the other.
+const CA_NAME: &str = "Longshore CA";
+const CA_DAYS: u32 = 3650;
+/// Clocks may be apart by so much.
+const BEFORE: Duration = Duration::from_secs(3600);
+const TOKEN_BYTES: usize = 32;
+
+/// What a certificate proves.
+pub(crate) enum Subject<'a> {
+    /// A server is where it is dialled: its hosts' names and addresses.
+    Server(&'a [String]),
+    /// A client is an identity.
+    Client(&'a str),
+}
+
+/// A certificate authority, whose folder has its certificate and its key.
+pub(crate) struct Authority {
+    certificate: String,
+    key: KeyPair,
+    params: CertificateParams,
+}
+
+impl Authority {
+    /// Makes an authority and its folder.
+    ///
+    /// # Errors
+    /// Where the folder is there already and holds something.
+    pub(crate) fn create(dir: &Path) -> anyhow::Result<Authority> {
+        let key = KeyPair::generate()?;
+        let params = authority_params(&key)?;
+        let certificate = params.self_signed(&key)?.pem();
+        make_folder(dir)?;
+        write_new(&dir.join(CA), certificate.as_bytes())?;
+        write_new(&dir.join(CA_KEY), key.serialize_pem().as_bytes())?;
+        Ok(Authority { certificate, key, params })
+    }
+
+    /// Opens the folder of an authority that [`Authority::create`] made.
+    pub(crate) fn open(dir: &Path) -> anyhow::Result<Authority> {
+        let read = |name: &str| {
+            let path = dir.join(name);
+            fs::read_to_string(&path)
+                .with_context(|| format!("{}: name the folder of `longshore tls init`", path.display()))
+        };
+        let (certificate, key) = (read(CA)?, KeyPair::from_pem(&read(CA_KEY)?)?);
+        let params = authority_params(&key)?;
+        Ok(Authority { certificate, key, params })
+    }
+
+    /// Makes a folder with a new certificate, its key, and the authority's certificate.
+    pub(crate) fn issue(&self, dir: &Path, subject: &Subject<'_>, days: u32) -> anyhow::Result<()> {
+        let (names, usage, files) = match subject {
+            Subject::Server(hosts) => {
+                (hosts.to_vec(), ExtendedKeyUsagePurpose::ServerAuth, [SERVER_CERTIFICATE, SERVER_KEY])
+            }
+            Subject::Client(name) => {
+                check_name(name)?;
+                let usage = ExtendedKeyUsagePurpose::ClientAuth;
+                (vec![(*name).to_string()], usage, [CLIENT_CERTIFICATE, CLIENT_KEY])
+            }
+        };
+        let common = names.first().cloned().unwrap_or_default();
+        let mut params =
+            CertificateParams::new(names).context("a host's name or address cannot be in a certificate")?;
+        params.distinguished_name.push(DnType::CommonName, common);
+        params.extended_key_usages = vec![usage];
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.use_authority_key_identifier_extension = true;
+        set_life(&mut params, days);
+        let key = KeyPair::generate()?;
+        let signed = params.signed_by(&key, &Issuer::from_params(&self.params, &self.key))?;
+        make_folder(dir)?;
+        write_new(&dir.join(CA), self.certificate.as_bytes())?;
+        write_new(&dir.join(files[0]), signed.pem().as_bytes())?;
+        write_new(&dir.join(files[1]), key.serialize_pem().as_bytes())
+    }
+
+    /// Makes a folder with a new token and the authority's certificate, and returns the token's hash for identities.toml.
+    pub(crate) fn token(&self, dir: &Path) -> anyhow::Result<String> {
+        let mut bytes = [0; TOKEN_BYTES];
+        SystemRandom::new()
+            .fill(&mut bytes)
+            .map_err(|_| io::Error::other("the system gives no random numbers"))?;
+        let token = hex(&bytes);
+        make_folder(dir)?;
+        write_new(&dir.join(CA), self.certificate.as_bytes())?;
+        write_new(&dir.join(TOKEN), format!("{token}\n").as_bytes())?;
+        Ok(hex(digest(&SHA256, token.as_bytes()).as_ref()))
+    }
+}
+
+/// Writes who may do what into a server's folder.
+pub(crate) fn write_identities(dir: &Path, text: &str) -> anyhow::Result<()> {
+    write_new(&dir.join(IDENTITIES), text.as_bytes())
+}
+
+fn authority_params(key: &KeyPair) -> anyhow::Result<CertificateParams> {
+    let mut params = CertificateParams::new(Vec::new())?;
+    let hash = digest(&SHA256, key.public_key_raw());
+    params.distinguished_name.push(DnType::CommonName, format!("{CA_NAME} {}", hex(&hash.as_ref()[..8])));
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    set_life(&mut params, CA_DAYS);
+    Ok(params)
+}
+
+fn set_life(params: &mut CertificateParams, days: u32) {
+    let now = SystemTime::now();
+    params.not_before = (now - BEFORE).into();
+    params.not_after = (now + Duration::from_secs(24 * 3600) * days).into();
+}
+
+/// Refuses a name that would be no DNS name: an identity is found by it.
+fn check_name(name: &str) -> anyhow::Result<()> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    let good = (1..=63).contains(&name.len())
+        && name.bytes().all(plain)
+        && !name.starts_with('-')
+        && !name.ends_with('-');
+    ensure!(good, "an identity is called {name:?}: use letters, digits and inner hyphens, 63 at most");
+    Ok(())
+}
+
+/// Makes a folder for its owner alone, or takes an empty one.
+fn make_folder(dir: &Path) -> anyhow::Result<()> {
+    match fs::read_dir(dir) {
+        Ok(mut entries) => match entries.next() {
+            None => Ok(()),
+            Some(_) => bail!("{} is not empty, and nothing is overwritten: name a new folder", dir.display()),
+        },
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let mut builder = DirBuilder::new();
+            builder.recursive(true).mode(0o700);
+            builder.create(dir).with_context(|| format!("making {}", dir.display()))
+        }
+        Err(error) => Err(error).with_context(|| dir.display().to_string()),
+    }
+}
+
+fn write_new(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    let written = file.and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()));
+    written.with_context(|| format!("writing {}", path.display()))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

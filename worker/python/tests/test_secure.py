@@ -1,0 +1,66 @@
+"""Servers that are trusted by certificates, and that know who calls."""
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from conftest import serve
+from models import pair, same_bits
+from torch import nn
+
+import longshore
+from longshore import errors
+
+
+@pytest.fixture
+def cluster(tmp_path: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
+    """A server's address, and the folder of ``longshore tls init``."""
+    folder = tmp_path / "tls"
+    command = [sys.executable, "-m", "longshore", "tls", "init", str(folder), "--hosts", "localhost"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    process, address = serve("--tls-dir", str(folder / "server"))
+    yield address, folder
+    process.kill()
+    process.wait()
+
+
+def train(model: nn.Module, **options: object) -> None:
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **options)
+    for step in range(3):
+        model.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+    optimizer.close()
+
+
+def test_the_same_bits_over_tls(cluster: tuple[str, pathlib.Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    address, folder = cluster
+    model, other = pair("mlp")
+    train(model)
+    # The variable is not meant for the server inside the process, which the run above had.
+    monkeypatch.setenv("LONGSHORE_TLS_DIR", str(folder / "worker-token"))
+    train(other, servers=address, job="by-token", transport="tcp")
+    assert same_bits(model, other)
+    another, _ = pair("mlp")
+    train(another, servers=address, job="by-certificate", transport="tcp", tls_dir=folder / "worker")
+    assert same_bits(model, another)
+    alone, _ = pair("mlp")
+    train(alone)
+    assert same_bits(model, alone)
+
+
+def test_who_may_not_is_told_why(cluster: tuple[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    address, folder = cluster
+    model, _ = pair("mlp")
+    with pytest.raises(errors.RefusedError, match="reader, which is reader.*worker or operator for OpenJob"):
+        train(model, servers=address, job="read", tls_dir=folder / "reader")
+    with pytest.raises(errors.InvalidError, match=r"ca\.pem"):
+        train(model, servers=address, job="read", tls_dir=tmp_path)
+    strange = tmp_path / "strange"
+    command = [sys.executable, "-m", "longshore", "tls", "init", str(strange), "--hosts", "localhost"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with pytest.raises(errors.UntrustedError, match=r"an authority that ca\.pem does not have") as raised:
+        train(model, servers=address, job="read", tls_dir=strange / "worker")
+    assert raised.value.remedy is not None
