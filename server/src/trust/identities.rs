@@ -242,7 +242,7 @@ mod tests {
             (entry("roles = [\"worker\"]\njobs = []"), "none"),
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\ntoken = \"foo\""), "unknown field"),
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\ntokens_sha256 = [\"2c26\"]"), "64 hexadecimal"),
-            (entry("roles = [\"reader\"]\njobs = [\"*\"]").repeat(2), "there twice"),
+            (entry("roles = [\"reader\"]\njobs = [\"*\"]\n").repeat(2), "there twice"),
             ("[[identity]]\nname = \"\"\nroles = [\"reader\"]\njobs = [\"*\"]".into(), "empty"),
         ] {
             let said = Identities::parse(&text).unwrap_err().to_string();
