@@ -109,7 +109,6 @@ impl StopSignals {
 /// A running server.
 pub struct Server {
     address: SocketAddr,
-    http: Option<SocketAddr>,
     config: Config,
     services: Services,
     stop: watch::Sender<bool>,
@@ -220,16 +219,11 @@ impl Server {
             .spawn(move || jobs.recover(stored))
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         let (_directories, _socket_file) = (directories, socket_file);
-        Ok(Server { address, http, config, services, stop, serving, health, _socket_file, _directories })
+        Ok(Server { address, config, services, stop, serving, health, _socket_file, _directories })
     }
 
     pub fn address(&self) -> SocketAddr {
         self.address
-    }
-
-    /// Where the status page and metrics are.
-    pub fn http_address(&self) -> Option<SocketAddr> {
-        self.http
     }
 
     /// Serves until a signal or Admin.Drain, then drains.

@@ -39,7 +39,7 @@ impl Authority {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let key = KeyPair::generate().expect("a key");
         let mut params = CertificateParams::new(Vec::new()).expect("no names");
-        // Of two authorities with one name, one's certificates would be taken for forged ones of the other.
+        // Two authorities need two names: with one name, certificates of either would be taken for forged ones of the other.
         let name = format!("authority {}", NEXT.fetch_add(1, Ordering::Relaxed));
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -2,7 +2,7 @@
 //!
 //! Who asks for OpenMetrics, as Prometheus does, gets that. Everybody else gets Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 30 a job, and 2 for each of its first [`RANKS`] ranks.
+//! The number of samples is bounded: about 50 a job, 19 of them its histogram's, and one for each of its first [`RANKS`] ranks.
 
 use std::{fmt, sync::atomic::Ordering::Relaxed};
 

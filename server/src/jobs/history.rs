@@ -42,7 +42,7 @@ pub(crate) struct Decided {
     pub(crate) norm: f64,
     pub(crate) clip_coefficient: f64,
     pub(crate) loss_scale: f64,
-    /// That of the first param group.
+    /// The learning rate of the first param group.
     pub(crate) learning_rate: f64,
     /// As rank 0 saw it, if its trainer says so.
     pub(crate) loss: Option<f64>,

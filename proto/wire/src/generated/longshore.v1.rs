@@ -1406,8 +1406,8 @@ pub struct StepReport {
     /// of the step that is committed, as this rank saw it
     #[prost(double, optional, tag = "1")]
     pub loss: ::core::option::Option<f64>,
-    /// Of the step before, which has ended: from its begin to its end, and how long of that offloading held the trainer up. 0 in the
-    /// first step of a process.
+    /// How long the step before took, from its begin to its end, and how long of that offloading held the trainer up. Both are 0 in
+    /// the first step of a process.
     #[prost(double, tag = "2")]
     pub wall_seconds: f64,
     #[prost(double, tag = "3")]

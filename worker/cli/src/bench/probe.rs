@@ -85,7 +85,7 @@ fn link(servers: &[String]) -> anyhow::Result<f64> {
     Ok(median(&slower))
 }
 
-/// Of a call that takes no work, to all servers at once.
+/// How long a call takes that asks for no work, sent to all servers at once.
 fn round_trip(servers: &[String]) -> anyhow::Result<f64> {
     let mut servers = Servers::connect(servers, None)?;
     let mut times = Vec::with_capacity(CALLS);

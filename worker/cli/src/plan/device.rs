@@ -52,7 +52,7 @@ impl Peak {
         let neighbours = units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(largest);
         let trained = |elements: u64| (elements as f64 * work.trained).ceil() as u64;
         let weights = match stage {
-            // Of frozen weights there is one version.
+            // Frozen weights have one version alone.
             Stage::Two => (model.elements() + trained(model.elements()) * (work.versions - 1)) * WIDTH,
             Stage::Three => neighbours * WIDTH,
         };
@@ -124,7 +124,7 @@ mod tests {
         let three = Peak::of(&model, &WORK, Stage::Three);
         assert_eq!(three.weights, 2 * (units[1] + units[2]).max(units[0] + units[1]));
         assert_eq!(three.activations, two.activations);
-        // Of the tensors, the two of the MLP are the largest neighbours.
+        // The two tensors of the MLP are the largest neighbours.
         let tensors = Peak::of(&model, &Workload { division: Division::Tensors, ..WORK }, Stage::Three);
         assert_eq!(tensors.weights, 2 * 8 * 1024 * 1024);
     }
