@@ -164,7 +164,7 @@ def configurations(args):
         if name not in (args.only or CONFIGURATIONS):
             continue
         # Where steps overlap, those in the middle of a run count.
-        steps = 3 if "--delay" in of_step else 2 if "--compute-ms" in of_step else 1
+        steps = 3 if "--delay" in of_step or "nvme" in of_step else 2 if "--compute-ms" in of_step else 1
         command = [args.programs / "longshore", "plan", "--json", "--params", params, "--servers", count, *of_plan]
         planned = json.loads(run(*(str(part) for part in command)))
         with contextlib.ExitStack() as stack:
@@ -179,10 +179,11 @@ def configurations(args):
                 "--rounds", 1, "--steps", steps, *of_step, *drives,
             )  # fmt: skip
             resident = servers.most_resident()
+        memory = planned["memory_bytes"] + planned["process_bytes"]
         device = found.get("device_peak_bytes")
         row = [
-            name, f"{params / 1e6:.0f} M", f"{planned['memory_bytes'] / 1e6:.0f}", f"{resident / 1e6:.0f}",
-            f"{resident / planned['memory_bytes']:.3f}", f"{found['planned_device_bytes'] / 1e6:.1f}" if device else "",
+            name, f"{params / 1e6:.0f} M", f"{memory / 1e6:.0f}", f"{resident / 1e6:.0f}",
+            f"{resident / memory:.3f}", f"{found['planned_device_bytes'] / 1e6:.1f}" if device else "",
             f"{device / 1e6:.1f}" if device else "", f"{found['step_ms'] / 1e3:.2f}",
             f"{found['predicted_ms'] / 1e3:.2f}", f"{found['step_over_predicted']:.3f}",
         ]  # fmt: skip

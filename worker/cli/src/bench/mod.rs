@@ -22,7 +22,7 @@ use rustix::time::{ClockId, clock_gettime};
 pub(crate) use self::table::Rows;
 
 /// A job to measure with: AdamW, bf16 both ways, one rank, exact. Each bench changes what it varies.
-fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
+pub(crate) fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
     Ok(JobSpec {
         name: JobName::parse("job", name)?,
         params,
@@ -43,7 +43,7 @@ fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
     })
 }
 
-fn param(name: impl Into<String>, elements: u64) -> Param {
+pub(crate) fn param(name: impl Into<String>, elements: u64) -> Param {
     Param { name: name.into(), shape: vec![elements], group: 0 }
 }
 

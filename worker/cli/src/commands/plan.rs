@@ -13,7 +13,7 @@ use longshore_engine::{
 use longshore_proto::{
     Dtype, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement, Rank, Rule, ServerId,
     StateFormat, TierKind,
-    limits::{DEFAULT_SHARD_ELEMENTS, MAX_SHARDS},
+    limits::{DEFAULT_SHARD_ELEMENTS, MAX_SHARDS, PROCESS_BYTES},
 };
 use longshore_server::config::{ByteSize, Durability, Spill};
 use longshore_worker::DelayCorrection;
@@ -22,7 +22,7 @@ use serde_json::json;
 use super::train::preset;
 use crate::{
     bench::probe::{self, ProbeArgs, Probed},
-    plan::{Model, Tensor, Transformer},
+    plan::{DriveTraffic, Model, Tensor, Transformer},
     sizes::{human, parse_count},
     train::gpt::{Gpt, VOCABULARY},
 };
@@ -305,12 +305,13 @@ impl Requirements {
             let owned = placement.owned(ServerId(server));
             let need = Need::of(&spec, &layout, &owned, &args.storage());
             let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
-            (need, trained.map(|&shard| layout.shard_len(shard)).sum::<u64>())
+            let elements = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>();
+            (need, elements, DriveTraffic::of(&spec, &layout, &owned, &args.storage()))
         };
         // Shards are dealt in turn, so the first server has the most. Frozen ones take less than others, and come last.
         let first = of_server(0);
         let others = if args.frozen() > 0 { 1..args.servers } else { 1..1 };
-        let (need, elements) = others
+        let (need, elements, on_drives) = others
             .map(of_server)
             .fold(first, |most, other| if other.0.total() > most.0.total() { other } else { most });
         let daily = args.step_s.map(|seconds| need.written as f64 * 86_400.0 / seconds);
@@ -326,7 +327,6 @@ impl Requirements {
                 ));
             }
         }
-        let on_drives = gpus::OnDrives { written: need.written as f64 / elements.max(1) as f64 };
         let parameters: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
         let frozen = args.frozen() as f64 / parameters as f64;
         let gpus = gpus::Plan::of(&args.gpus, &model, &spec, args.servers, (frozen, on_drives))?;
@@ -366,6 +366,10 @@ impl Requirements {
         for (what, bytes) in parts.into_iter().filter(|(_, bytes)| *bytes > 0) {
             say!("          {:>10}   {what}", human(bytes));
         }
+        say!(
+            "  process {:>10}   beside that: code, threads, and what the allocator keeps",
+            human(PROCESS_BYTES)
+        );
         say!("  wire    {:>10}   a step to each rank, and from it for each micro-step", human(self.wire));
         if need.disk > 0 {
             self.print_drives(args);
@@ -391,7 +395,7 @@ impl Requirements {
             "parameters": self.parameters, "frozen": args.frozen(), "servers": args.servers, "tier": args.tier.to_string(),
             "memory_bytes": need.total(), "state_bytes": need.state, "buffer_bytes": need.buffers,
             "image_bytes": need.images, "contribution_bytes": need.contributions,
-            "accumulator_bytes": need.accumulators, "transfer_bytes": need.transfers,
+            "accumulator_bytes": need.accumulators, "transfer_bytes": need.transfers, "process_bytes": PROCESS_BYTES,
             "wire_bytes_per_step": self.wire, "disk_bytes": need.disk,
             "disk_written_bytes_per_step": need.written,
             "disk_written_bytes_per_day": self.daily, "drive_endurance_days": self.endurance_days,

@@ -13,4 +13,4 @@ pub(crate) use hardware::HardwareArgs;
 pub(crate) use hugging_face::{header as safetensors_header, read};
 pub(crate) use model::{Division, Model, Tensor, Transformer};
 pub(crate) use schedule::{Hardware, Run, Step, Unit, enough_servers};
-pub(crate) use traffic::update_bytes;
+pub(crate) use traffic::{DriveTraffic, update_bytes};

@@ -12,7 +12,7 @@ use self::{
     deal::{Part, deal, groups},
     line::Line,
 };
-use super::device::Stage;
+use super::{device::Stage, traffic::DriveTraffic};
 
 /// Speeds, in bytes and operations a second.
 #[derive(Clone, Copy, Debug)]
@@ -57,9 +57,9 @@ pub(crate) struct Run {
     pub(crate) micro_steps: u32,
     /// Bytes of an element on the wire.
     pub(crate) width: f64,
-    /// Bytes of memory traffic of an element's update, and what of it goes to drives and comes from them.
+    /// Bytes of memory traffic of an element's update.
     pub(crate) update_bytes: f64,
-    pub(crate) drive_bytes: f64,
+    pub(crate) drives: DriveTraffic,
 }
 
 /// What a step may wait for.
@@ -286,14 +286,19 @@ impl Simulation<'_> {
             contributions * self.run.width + if micro_step == 0 { 4.0 } else { 8.0 }
         };
         let memory = self.of_group(self.hardware.server_memory);
+        let drives = self.of_group(self.hardware.drives);
         let mut received = left_rank;
         for index in 0..self.parts[unit].len() {
             let part = self.parts[unit][index];
             let (seconds, least) = self.transfer_s(&part, trained);
             let group = &mut self.groups[part.group];
             let sent = group.push.take(reduced, seconds).max(reduced + least).max(left_rank);
-            let bytes = part.elements * trained * (contributions * self.run.width + sums);
-            received = received.max(group.memory.take(sent, bytes / memory));
+            let elements = part.elements * trained;
+            let bytes = elements * (contributions * self.run.width + sums);
+            // All micro-steps together write what is written of gradients.
+            let spilled = elements * self.run.drives.gradients / f64::from(self.run.micro_steps);
+            let in_memory = group.memory.take(sent, bytes / memory);
+            received = received.max(in_memory.max(group.drives.take(sent, spilled / drives)));
         }
         received
     }
@@ -315,7 +320,7 @@ impl Simulation<'_> {
                 let elements = part.elements * trained;
                 let group = &mut self.groups[part.group];
                 let in_memory = group.memory.take(decided_at, elements * self.run.update_bytes / memory);
-                let on_drives = group.drives.take(decided_at, elements * self.run.drive_bytes / drives);
+                let on_drives = group.drives.take(decided_at, elements * self.run.drives.update / drives);
                 updated.push(in_memory.max(on_drives));
             }
             self.newest[index] = match self.run.stage {

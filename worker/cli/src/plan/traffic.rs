@@ -1,13 +1,67 @@
-//! The bytes that an update moves through a server's memory.
+//! The bytes that a step moves through a server's memory, and to and from its drives.
 
-use longshore_engine::kernels::bytes_per_parameter;
-use longshore_proto::{Dtype, Formats, JobSpec};
+use longshore_engine::{
+    admission::Need,
+    kernels::bytes_per_parameter,
+    tier::{Spill, Storage},
+};
+use longshore_proto::{Dtype, Formats, JobSpec, Layout, ShardId};
 
-/// For each element of a job. `sliced` says that each has one contributor, whatever the number of ranks.
+/// Bytes of memory traffic that an update takes for each element of a job. `sliced` says that each has one contributor, whatever the number of ranks.
 pub(crate) fn update_bytes(spec: &JobSpec, sliced: bool) -> f64 {
     // Sums are fp32.
     let sums = (spec.world_size > 1 && !sliced) || spec.micro_steps > 1;
     let gradient = if sums { Dtype::F32.bytes() } else { spec.gradient_dtype.bytes() };
     let Formats { master, state, .. } = spec.formats;
     bytes_per_parameter(spec.rule, master, state, gradient as usize, spec.image_dtype.bytes() as usize)
+}
+
+/// What a step moves to and from drives, in bytes for each element that is trained.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DriveTraffic {
+    /// What an update reads and writes: state, gradients in, images out.
+    pub(crate) update: f64,
+    /// What is written of gradients as they come.
+    pub(crate) gradients: f64,
+}
+
+impl DriveTraffic {
+    /// That of a server which owns these shards. What is written is the servers' own arithmetic.
+    pub(crate) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> DriveTraffic {
+        let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
+        let elements = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>().max(1) as f64;
+        let written = |spill| {
+            let storage = Storage { spill, ..storage.clone() };
+            Need::of(spec, layout, owned, &storage).written as f64 / elements
+        };
+        let all = written(storage.spill);
+        let gradients = if storage.spill == Spill::All { all - written(Spill::Images) } else { 0.0 };
+        let images = all - gradients - written(Spill::State);
+        // State and gradients are read as often as they are written. Images are pulled from DRAM as they are made.
+        DriveTraffic { update: 2.0 * all - gradients - images, gradients }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::{Placement, ServerId, TierKind};
+
+    use super::*;
+    use crate::bench::{job, param};
+
+    #[test]
+    fn an_update_reads_state_and_gradients_and_no_images() {
+        let spec = JobSpec { tier: TierKind::Nvme, ..job("plan", vec![param("all", 1 << 26)]).unwrap() };
+        let layout = spec.validate().unwrap();
+        let owned = Placement::striped(vec!["0".into()], layout.shards()).owned(ServerId(0));
+        for (spill, update, gradients) in
+            [(Spill::State, 24.0, 0.0), (Spill::Images, 26.0, 0.0), (Spill::All, 28.0, 2.0)]
+        {
+            let storage = Storage { dirs: vec!["0".into()], spill, ..Storage::default() };
+            let found = DriveTraffic::of(&spec, &layout, &owned, &storage);
+            // Checksums and whole pages come on top.
+            assert!((found.update / update - 1.0).abs() < 0.002, "{spill:?}: {found:?}");
+            assert!((found.gradients - gradients).abs() < 0.01, "{spill:?}: {found:?}");
+        }
+    }
 }

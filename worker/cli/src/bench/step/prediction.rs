@@ -1,11 +1,11 @@
 //! How long `longshore plan` says that a step of the bench lasts, by its simulator, with speeds that were measured beside the
 //! steps.
 
-use longshore_engine::{admission::Need, tier};
+use longshore_engine::tier;
 use longshore_proto::{JobSpec, Placement, ServerId, TierKind};
 
 use super::Args;
-use crate::plan::{Hardware, Run, Stage, Step, Unit, update_bytes};
+use crate::plan::{DriveTraffic, Hardware, Run, Stage, Step, Unit, update_bytes};
 
 /// What was measured alone, in bytes a second.
 pub(super) struct Alone {
@@ -30,10 +30,10 @@ pub(super) fn predict(
     uses: &Uses,
     alone: &Alone,
 ) -> anyhow::Result<Option<Step>> {
-    let written = written(args, spec)?;
+    let traffic = on_drives(args, spec)?;
     let drives = match args.drives {
         Some(speed) => speed as f64,
-        None if written > 0.0 => return Ok(None),
+        None if traffic.update > 0.0 => return Ok(None),
         None => f64::INFINITY,
     };
     let servers = args.server_count() as f64;
@@ -55,7 +55,7 @@ pub(super) fn predict(
         micro_steps: args.micro_steps,
         width: spec.gradient_dtype.bytes() as f64,
         update_bytes: update_bytes(spec, false),
-        drive_bytes: 2.0 * written,
+        drives: traffic,
     };
     let hardware = Hardware {
         // Units say how long they compute.
@@ -70,15 +70,14 @@ pub(super) fn predict(
     Ok(Some(run.step(&hardware)))
 }
 
-/// The bytes of an element that a step writes to drives.
-fn written(args: &Args, spec: &JobSpec) -> anyhow::Result<f64> {
+fn on_drives(args: &Args, spec: &JobSpec) -> anyhow::Result<DriveTraffic> {
     if args.tier != TierKind::Nvme {
-        return Ok(0.0);
+        return Ok(DriveTraffic::default());
     }
     let layout = spec.validate()?;
     let owned = Placement::striped(vec!["bench".into()], layout.shards()).owned(ServerId(0));
     let storage = tier::Storage { spill: args.spill.into(), ..tier::Storage::default() };
-    Ok(Need::of(spec, &layout, &owned, &storage).written as f64 / layout.elements() as f64)
+    Ok(DriveTraffic::of(spec, &layout, &owned, &storage))
 }
 
 pub(super) fn say(measured_ms: f64, predicted: &Step) {

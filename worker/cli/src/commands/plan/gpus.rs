@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use crate::{
     plan::{
-        Division, HardwareArgs, Model, Peak, Run, Stage, Step, Unit, Workload, enough_servers, largest,
-        update_bytes,
+        Division, DriveTraffic, HardwareArgs, Model, Peak, Run, Stage, Step, Unit, Workload, enough_servers,
+        largest, update_bytes,
     },
     sizes::human,
 };
@@ -44,12 +44,6 @@ impl Args {
     }
 }
 
-/// What an update moves to and from drives.
-pub(super) struct OnDrives {
-    /// Bytes an element. As many were read before.
-    pub(super) written: f64,
-}
-
 /// A stage on a GPU.
 struct Of {
     stage: Stage,
@@ -72,7 +66,7 @@ impl Plan {
         model: &Model,
         spec: &JobSpec,
         servers: u32,
-        (frozen, drives): (f64, OnDrives),
+        (frozen, drives): (f64, DriveTraffic),
     ) -> anyhow::Result<Plan> {
         let hardware = args.hardware.with_file()?;
         let work = Workload {
@@ -84,7 +78,7 @@ impl Plan {
             division: args.units,
         };
         let memory = hardware.gpu_memory.map(|size| size.0);
-        let speeds = hardware.speeds(drives.written > 0.0)?;
+        let speeds = hardware.speeds(drives.update > 0.0)?;
         ensure!(
             speeds.is_none() || model.transformer.is_some(),
             "--gpu-tflops is given, but nothing says how much this model computes: put its config.json beside it"
@@ -93,7 +87,7 @@ impl Plan {
         let stages = [Stage::Two, Stage::Three].map(|stage| {
             let step = speeds.map(|speeds| {
                 let units = units(model, spec, &work, speeds.gpu_flops);
-                let run = run(units, spec, servers, stage, hardware.has_fabric(), &drives);
+                let run = run(units, spec, servers, stage, hardware.has_fabric(), drives);
                 (run.step(&speeds), enough_servers(&run, &speeds, MOST_SERVERS).0)
             });
             Of {
@@ -189,7 +183,7 @@ fn run(
     servers: u32,
     stage: Stage,
     has_fabric: bool,
-    drives: &OnDrives,
+    drives: DriveTraffic,
 ) -> Run {
     let sliced = has_fabric && spec.world_size > 1;
     Run {
@@ -204,6 +198,6 @@ fn run(
         micro_steps: spec.micro_steps,
         width: spec.gradient_dtype.bytes() as f64,
         update_bytes: update_bytes(spec, sliced),
-        drive_bytes: 2.0 * drives.written,
+        drives,
     }
 }

@@ -25,7 +25,7 @@ fn run(units: usize, forward_s: f64) -> Run {
         micro_steps: 1,
         width: 2.0,
         update_bytes: 28.0,
-        drive_bytes: 0.0,
+        drives: DriveTraffic::default(),
     }
 }
 

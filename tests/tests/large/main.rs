@@ -1,0 +1,298 @@
+//! Jobs of 500 million and of 2 billion parameters on a server of its own, to test what shows only at that size. These tests are slow
+//! and are run by `--soak`. They print what they measure (`tests/run --soak large -- --nocapture`), which stands in
+//! docs/storage.md.
+
+mod drive;
+
+use std::{
+    env,
+    path::Path,
+    process::Command,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use drive::Drive;
+use longshore_proto::{
+    Dtype, Formats, Hyper, InitialWeights, Initialisation, JobName, JobSpec, MasterFormat, Param, Rank, Rule,
+    StateFormat, TierKind, Version, limits::PROCESS_BYTES,
+};
+use longshore_tests::{
+    binaries,
+    command::run,
+    process::{forget_peak, memory_of},
+    server::{Longshored, ServerOptions},
+    skip,
+    status::job_status,
+};
+use longshore_wire::v1::{self, training_client::TrainingClient};
+use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tonic::transport::Channel;
+
+/// Elements of a parameter and of a shard.
+const ELEMENTS: u64 = 4 << 20;
+const IMAGE_BYTES: usize = 2 * ELEMENTS as usize;
+const ROUNDS: usize = 5;
+
+/// A job and what of it stays in DRAM.
+struct Case {
+    /// How many parameters it has, each a shard.
+    params: usize,
+    formats: Formats,
+    /// Bytes of state that an element has.
+    state: usize,
+    resident: u64,
+    /// The server's budget. None: more than any of these jobs takes.
+    memory: Option<u64>,
+    flags: &'static [&'static str],
+}
+
+impl Case {
+    /// 500 million parameters, 6 GB of fp32 state. With six buffers of 48 MiB each, and one for tables, the state has 1 GiB of DRAM.
+    fn small(flags: &'static [&'static str]) -> Case {
+        Case { params: 120, formats: Formats::default(), state: 12, resident: 720 << 20, memory: None, flags }
+    }
+
+    /// 2 billion parameters, all of them on the drives, in the DRAM that `longshore plan` says.
+    fn large() -> Case {
+        let formats = Formats { state: StateFormat::Bf16, master: MasterFormat::Bf16, seed: 1 };
+        let (params, flags) = (480, &["--spill", "all"]);
+        Case { params, formats, state: 6, resident: 0, memory: Some(planned(params)), flags }
+    }
+
+    fn spec(&self) -> JobSpec {
+        let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
+        JobSpec { params: (0..self.params).map(param).collect(), formats: self.formats, ..spec() }
+    }
+
+    fn elements(&self) -> u64 {
+        self.params as u64 * ELEMENTS
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.state * ELEMENTS as usize
+    }
+
+    fn start(&self, root: &TempDir) -> Longshored {
+        let memory = self.memory.map_or("6GiB".into(), |bytes| bytes.to_string());
+        let options = ServerOptions::new().memory(&memory).state_root(root.path()).args(self.flags);
+        options.args(["--resident", &self.resident.to_string()]).start()
+    }
+}
+
+/// What `longshore plan` says that the server takes for so many parameters.
+fn planned(params: usize) -> u64 {
+    let mut command = binaries::command("longshore");
+    command.args(["plan", "--json", "--params", &(params as u64 * ELEMENTS).to_string()]);
+    command.args(["--tier", "nvme", "--spill", "all", "--state", "bf16", "--master", "bf16"]);
+    let output = run("plan", &mut command);
+    assert_eq!(output.code, 0, "{output:?}");
+    let planned: serde_json::Value = serde_json::from_str(&output.stdout).expect("what plan prints");
+    planned["memory_bytes"].as_u64().expect("bytes")
+}
+/// The most memory that the exporting process may take.
+const EXPORT_PEAK: u64 = 256 << 20;
+/// The most memory that an export may add to the server: the copy of a shard, its messages ahead and a connection's
+/// window.
+const EXPORT_GROWTH: u64 = 32 << 20;
+/// Runs a command and prints the most memory it had, in KiB, on stderr.
+const PEAK: &str = "import resource, subprocess, sys
+code = subprocess.call(sys.argv[1:])
+print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
+sys.exit(code)";
+
+fn spec() -> JobSpec {
+    JobSpec {
+        name: JobName::parse("name", "large").expect("a name"),
+        params: Vec::new(),
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: 1,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: ELEMENTS,
+        tier: TierKind::Nvme,
+        formats: Default::default(),
+        unchecked: false,
+        partitions: Vec::new(),
+        worker_local: false,
+        leave_out: false,
+    }
+}
+
+fn enter(server: &Longshored, case: &Case) -> Pipeline {
+    let options = Options {
+        deadline: Duration::from_secs(120),
+        slow_deadline: Duration::from_secs(300),
+        // Over shared memory the worker's gradients would count as resident in the server too.
+        transport: Transport::Tcp,
+        ..Options::new(vec![server.address().to_string()], case.spec(), Rank(0))
+    };
+    let mut session = Session::connect(options).expect("a session");
+    let made =
+        Initialisation::by_param(1, vec![InitialWeights::Normal { mean: 0.0, std: 0.02 }; case.params]);
+    let joined = session.start_made(&made, &|_| Vec::new()).expect("a job");
+    let scaler = LossScaler::fixed(1.0).expect("a scale");
+    let hyper = |_| vec![Hyper { lr: 1e-6, ..Hyper::default() }];
+    Pipeline::new(session, &joined, PipelineOptions::new(scaler, hyper)).expect("a pipeline")
+}
+
+/// Makes one step. Returns the update pass: the time from the last gradient's end until the version is durable, with
+/// the decision before it and the records after it.
+fn step(case: &Case, pipeline: &mut Pipeline, gradient: &[f32], server: &Control) -> Duration {
+    pipeline.begin().expect("a step");
+    pipeline.weights().expect("weights").wait(0..case.elements()).expect("all weights");
+    let mut assembler = pipeline.assembler(0).expect("an assembler");
+    for param in (0..case.params).rev() {
+        assembler.put(param, gradient).expect("a gradient");
+    }
+    assembler.finish().expect("all gradients");
+    let begun = Instant::now();
+    pipeline.finish(Vec::new()).expect("a decision");
+    server.await_durable(pipeline.drain().expect("a decision"));
+    begun.elapsed()
+}
+
+/// A client beside the worker's.
+struct Control {
+    runtime: Runtime,
+    client: TrainingClient<Channel>,
+}
+
+impl Control {
+    fn of(server: &Longshored) -> Control {
+        let runtime = Runtime::new().expect("a runtime");
+        let client = runtime.block_on(TrainingClient::connect(format!("http://{}", server.address())));
+        Control { runtime, client: client.expect("a server that listens") }
+    }
+
+    fn await_durable(&self, version: Version) {
+        let job = spec().name.to_string();
+        let request = v1::AwaitDurableRequest { job, version: version.0, deadline_ms: 120_000 };
+        self.runtime.block_on(self.client.clone().await_durable(request)).expect("a durable version");
+    }
+}
+
+/// These tests are too large to run beside each other.
+static ALONE: Mutex<()> = Mutex::new(());
+
+#[track_caller]
+fn alone() -> Option<MutexGuard<'static, ()>> {
+    if env::var_os("LONGSHORE_SOAK").is_none() {
+        skip::skipped("slow, and it takes up to 50 GB of disk (tests/run --soak)");
+        return None;
+    }
+    Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Makes steps by turns with the drive's bare loop, which reads and writes so many bytes of `shards` shards.
+fn update(case: &Case, shards: usize, moved: [usize; 2]) {
+    let root = TempDir::new().expect("a folder for state");
+    let server = case.start(&root);
+    let (mut pipeline, control) = (enter(&server, case), Control::of(&server));
+    let gradient: Vec<f32> = (0..ELEMENTS).map(|index| (index % 251) as f32 * 1e-4).collect();
+    let resident = case.resident as usize / case.state_bytes() * shards / case.params;
+    let mut drive = Drive::create(root.path(), shards, resident, moved);
+    step(case, &mut pipeline, &gradient, &control);
+    let mut ratios = Vec::new();
+    for _ in 0..ROUNDS {
+        let begun = Instant::now();
+        let pass = step(case, &mut pipeline, &gradient, &control).as_secs_f64();
+        let whole = begun.elapsed().as_secs_f64();
+        let (alone, bytes) = drive.pass();
+        let scale = case.params as f64 / shards as f64;
+        let (alone, gb) = (alone * scale, bytes as f64 / 1e9 * scale);
+        let (ratio, flags) = (alone / pass, case.flags);
+        eprintln!(
+            "{flags:?}: a step {whole:.2} s; update pass {pass:.3} s, {:.2} GB/s; the drive alone {alone:.3} s, {:.2} GB/s; {ratio:.3} of it",
+            gb / pass,
+            gb / alone
+        );
+        ratios.push(ratio);
+    }
+    ratios.sort_by(f64::total_cmp);
+    let (now, most) = memory_of(server.process.id());
+    let admitted = job_status(&[server.address().to_string()]).servers[0].memory_bytes;
+    let of_admitted = most as f64 / admitted as f64;
+    eprintln!("{:?}: median {:.3} of the drive", case.flags, ratios[ROUNDS / 2]);
+    eprintln!(
+        "{:?}: admitted {admitted}, resident {now}, at most {most}: {of_admitted:.3} of admitted",
+        case.flags
+    );
+    let planned = admitted + PROCESS_BYTES;
+    assert!(most as f64 <= 1.03 * planned as f64, "{most} of {planned} planned");
+}
+
+fn update_small(flags: &'static [&'static str], moved: [usize; 2]) {
+    let Some(_alone) = alone() else { return };
+    let case = Case::small(flags);
+    update(&case, case.params, moved);
+}
+
+const SMALL_STATE: usize = 12 * ELEMENTS as usize;
+
+#[test]
+fn five_hundred_million_parameters_take_the_memory_admitted() {
+    update_small(&[], [SMALL_STATE; 2]);
+}
+
+#[test]
+fn five_hundred_million_parameters_with_images_on_the_drive_take_the_memory_admitted() {
+    update_small(&["--spill", "images"], [SMALL_STATE, SMALL_STATE + IMAGE_BYTES]);
+}
+
+#[test]
+fn five_hundred_million_parameters_with_all_on_the_drive_take_the_memory_admitted() {
+    // A gradient is as long as an image. It is written before the pass, and read in it.
+    update_small(&["--spill", "all"], [SMALL_STATE + IMAGE_BYTES; 2]);
+}
+
+#[test]
+fn two_billion_parameters_on_the_drive_take_the_memory_planned() {
+    let Some(_alone) = alone() else { return };
+    let case = Case::large();
+    // The drive's loop goes over a quarter of the shards: all of them would take 32 GB of disk more.
+    update(&case, case.params / 4, [case.state_bytes() + IMAGE_BYTES; 2]);
+}
+
+#[test]
+fn an_export_of_two_gigabytes_takes_little_memory() {
+    let Some(_alone) = alone() else { return };
+    let root = TempDir::new().expect("a folder for state");
+    let case = Case::small(&[]);
+    let server = case.start(&root);
+    let _pipeline = enter(&server, &case);
+    export(&server, root.path(), case.elements());
+}
+
+/// The export is fp32, 2 GB.
+fn export(server: &Longshored, folder: &Path, elements: u64) {
+    let python = env::var_os("LONGSHORE_TEST_PYTHON").expect("a Python: run tests/run, which makes one");
+    let (before, _) = memory_of(server.process.id());
+    forget_peak(server.process.id());
+    let longshore = binaries::command("longshore").get_program().to_owned();
+    let mut command = Command::new(python);
+    command.args(["-c", PEAK]).arg(longshore);
+    command
+        .args(["export", "--servers", server.address(), "--dtype", "f32", "--out"])
+        .arg(folder.join("out"));
+    command.env_remove("LONGSHORE_SOAK");
+    let begun = Instant::now();
+    let output = run("export", &mut command);
+    assert_eq!(output.code, 0, "{output:?}");
+    let peak = output.stderr.lines().find_map(|line| line.strip_prefix("peak "));
+    let peak = peak.expect("a peak").parse::<u64>().expect("KiB") << 10;
+    let (_, most) = memory_of(server.process.id());
+    let grown = most.saturating_sub(before);
+    eprintln!(
+        "export of {} bytes in {:.1} s: at most {peak} bytes in its process, and {grown} more in the server",
+        elements * 4,
+        begun.elapsed().as_secs_f64()
+    );
+    assert!(peak < EXPORT_PEAK, "{peak} bytes");
+    assert!(grown < EXPORT_GROWTH, "{before} bytes before, {most} at most");
+}
