@@ -6,7 +6,9 @@
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, future::OptionFuture};
-use longshore_engine::{admission::Budget, checkpoint::Store, job::Compute, kernels::Isa, step::Phase};
+use longshore_engine::{
+    admission::Budget, checkpoint::Store, io::Drives, job::Compute, kernels::Isa, step::Phase, tier::Storage,
+};
 use longshore_proto::{
     Fault, FaultKind,
     limits::{
@@ -133,6 +135,8 @@ impl Server {
         let directories =
             Directories::claim(&config.storage, config.listen.port()).map_err(ServerError::StateDir)?;
         let storage = config.storage.to_engine(directories.shm.clone(), !config.no_memfd);
+        let drives = Arc::new(Drives::new(&storage.dirs));
+        let storage = Storage { drives: Some(Arc::clone(&drives)), ..storage };
         let (jobs, stored) = Jobs::new(Budget::new(config.memory), storage, Arc::new(compute));
         let jobs = Arc::new(jobs);
         let register = config.tls_dir.as_deref().map(Register::open).transpose().map_err(ServerError::Tls)?;
@@ -142,6 +146,7 @@ impl Server {
             bounds: Arc::clone(&bounds),
             jobs: Arc::clone(&jobs),
             drive_endurance: config.storage.drive_endurance,
+            drives,
             draining: Draining::new(),
             checkpoints,
             checkpoint_log: Arc::default(),

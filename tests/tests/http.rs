@@ -43,6 +43,16 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!(of("pulled_bytes_total"), status.pulled_bytes as f64);
         assert_eq!(of("memory_bytes"), status.memory_bytes as f64);
         assert_eq!(samples["longshore_memory_reserved_bytes"], status.memory_bytes as f64);
+        let of_ranks = |name: &str| {
+            let start = format!("longshore_job_rank_{name}_bytes_total{{job=\"default\",rank=");
+            let of_rank = samples.iter().filter(|(sample, _)| sample.starts_with(&start));
+            (of_rank.clone().count(), of_rank.map(|(_, bytes)| bytes).sum::<f64>())
+        };
+        // Two ranks, and each of them came by one way.
+        assert_eq!(of_ranks("pushed"), (2, of("pushed_bytes_total")));
+        assert_eq!(of_ranks("pulled"), (2, of("pulled_bytes_total")));
+        // Master weights and two moments in and out, a sum in fp32, a 16-bit image.
+        assert_eq!(of("update_bytes_total"), of("elements") * 30.0 * STEPS as f64);
         assert_eq!(of("step_seconds_count"), (STEPS - 1) as f64);
         assert!(of("update_seconds_total") > 0.0 && of("sum_seconds_total") > 0.0);
         assert!(of("update_seconds_total") + of("sum_seconds_total") < 60.0);
@@ -75,6 +85,44 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
     let elements = |http| http::metrics(http)["longshore_job_elements{job=\"default\"}"];
     let parameters = run.said.start().unwrap().parameters as f64;
     assert!(elements(&http[0]) + elements(&http[1]) >= parameters);
+}
+
+#[test]
+fn what_drives_are_asked_is_counted_by_drive() {
+    let root = TempDir::new().unwrap();
+    let dirs = ["a", "b"].map(|name| root.path().join(name));
+    dirs.iter().for_each(|dir| fs::create_dir(dir).unwrap());
+    let named = dirs.each_ref().map(|dir| dir.display().to_string());
+    let server = ServerOptions::new()
+        .args(["--state-dir", &named.join(","), "--resident", "2MiB", "--drive-endurance", "1TB"])
+        .args(FLAGS)
+        .start();
+    let http = http::address(&server);
+    let of_drive = |name: &str, drive: &str, operation: &str| {
+        let labels = format!("{{drive=\"{drive}\",operation=\"{operation}\"}}");
+        http::metrics(&http)[&format!("longshore_{name}{labels}")]
+    };
+    assert_eq!(of_drive("drive_bytes_total", &named[0], "write"), 0.0);
+    Train::new(5).args(["--tier", "nvme"]).servers(&[server.address().to_string()]).run();
+    let samples = http::metrics(&http);
+    let of = |name: &str| samples[&format!("longshore_job_{name}{{job=\"default\"}}")];
+    let sum =
+        |operation| named.iter().map(|drive| of_drive("drive_bytes_total", drive, operation)).sum::<f64>();
+    // The ranks that have joined are written too, past the drives' queues.
+    let (written, told) = (sum("write"), of("drives_written_bytes_total"));
+    assert!(written > 0.9 * told && written <= told, "{written} of {told}");
+    assert!(sum("read") > 0.0);
+    for drive in &named {
+        for operation in ["read", "write", "flush"] {
+            assert!(of_drive("drive_request_seconds_count", drive, operation) > 0.0, "{drive} {operation}");
+            assert_eq!(of_drive("drive_requests", drive, operation), 0.0);
+        }
+    }
+    let taken = |place: &str| {
+        samples[&format!("longshore_job_shards_taken_total{{job=\"default\",place=\"{place}\"}}")]
+    };
+    assert!(taken("resident") > 0.0 && taken("ahead") + taken("waited") > 0.0, "{samples:?}");
+    assert_eq!(samples["longshore_drives_endurance_bytes"], 1e12);
 }
 
 #[test]

@@ -1,9 +1,13 @@
-//! The Debian package: what is in it runs, and its service is one that systemd takes.
+//! The Debian package: what is in it runs, and its service is one that systemd takes. A release: its files are what its checksums say, and
+//! made again they are the same.
 
 use std::{env, fs, path::Path, process::Command};
 
 use longshore_tests::{binaries, command::run, skip};
 use tempfile::TempDir;
+
+/// Makes dpkg-deb take seconds instead of a minute where other programs run. How small a package gets is not tested.
+const QUICKLY: [(&str, &str); 1] = [("DPKG_DEB_COMPRESSOR_LEVEL", "0")];
 
 fn is_installed(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok()
@@ -21,7 +25,9 @@ fn a_debian_package_has_both_commands_and_a_service() {
     let root = TempDir::new().unwrap();
     let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/build");
     let binaries = Path::new(binaries::command("longshored").get_program()).parent().unwrap().to_owned();
-    let built = run("deploy/debian/build", Command::new(build).arg(&binaries).arg(root.path()));
+    let mut build = Command::new(build);
+    build.arg(&binaries).arg(root.path()).envs(QUICKLY);
+    let built = run("deploy/debian/build", &mut build);
     assert_eq!(built.code, 0, "{built:?}");
     let package = fs::read_dir(root.path()).unwrap().next().expect("a package").unwrap().path();
     let control = run("dpkg-deb --field", Command::new("dpkg-deb").arg("--field").arg(&package));
@@ -61,5 +67,47 @@ fn a_debian_package_has_both_commands_and_a_service() {
         let others: Vec<&str> =
             said.stderr.lines().filter(|line| !line.contains("/usr/bin/longshored")).collect();
         assert!(others.is_empty(), "{others:?}");
+    }
+}
+
+#[test]
+fn a_release_made_twice_is_the_same_and_its_commands_run() {
+    for tool in ["dpkg-deb", "fakeroot", "objcopy", "objdump", "sha256sum", "tar"] {
+        if !is_installed(tool) {
+            return skip::skipped(&format!(
+                "there is no {tool}: install Debian's packages dpkg, fakeroot and binutils"
+            ));
+        }
+    }
+    let root = TempDir::new().unwrap();
+    let release = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/release");
+    let binaries = Path::new(binaries::command("longshored").get_program()).parent().unwrap().to_owned();
+    let made = ["first", "second"].map(|name| {
+        let out = root.path().join(name);
+        let mut command = Command::new(&release);
+        // The binaries that are here: to build those of a release takes as long as all other builds together.
+        command.arg("--without-wheel").arg("--binaries").arg(&binaries).arg(&out);
+        let made = run("deploy/release", command.env("SOURCE_DATE_EPOCH", "1700000000").envs(QUICKLY));
+        assert_eq!(made.code, 0, "{made:?}");
+        let checked =
+            run("sha256sum", Command::new("sha256sum").args(["-c", "SHA256SUMS"]).current_dir(&out));
+        assert_eq!(checked.code, 0, "{checked:?}");
+        (out.clone(), fs::read_to_string(out.join("SHA256SUMS")).unwrap())
+    });
+    let [(out, sums), (_, again)] = &made;
+    assert_eq!(sums, again);
+    assert_eq!(sums.lines().count(), 3, "{sums}");
+    assert_eq!(fs::read_dir(out).unwrap().count(), 4);
+    let name = format!("longshore-{}-{}-linux", env!("CARGO_PKG_VERSION"), env::consts::ARCH);
+    let archive = out.join(format!("{name}.tar.gz"));
+    let unpacked = run("tar", Command::new("tar").arg("-xzf").arg(&archive).arg("-C").arg(root.path()));
+    assert_eq!(unpacked.code, 0, "{unpacked:?}");
+    let tree = root.path().join(name);
+    for name in ["longshore", "longshored"] {
+        let version = run(name, Command::new(tree.join("bin").join(name)).arg("--version"));
+        assert_eq!(version.stdout.trim(), format!("{name} {}", env!("CARGO_PKG_VERSION")));
+    }
+    for name in ["LICENSE", "README.md", "longshored.service"] {
+        assert!(tree.join(name).is_file(), "no {name}");
     }
 }

@@ -11,6 +11,17 @@ use prometheus_client::{
 /// The labels of one sample.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
+/// The sample of a family that has one, without labels.
+pub(super) fn one<V>(value: V) -> [(Labels, V); 1] {
+    [(Labels::new(), value)]
+}
+
+/// The labels with one more.
+pub(super) fn with(mut labels: Labels, name: &'static str, value: impl ToString) -> Labels {
+    labels.push((name, value.to_string()));
+    labels
+}
+
 /// Writes families, one after the other. The first failure ends it.
 pub(super) struct Families<'a> {
     pub(super) encoder: DescriptorEncoder<'a>,
@@ -54,5 +65,20 @@ impl Families<'_> {
     ) -> fmt::Result {
         let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Histogram)?;
         samples.into_iter().try_for_each(|(labels, value)| value.encode(family.encode_family(&labels)?))
+    }
+
+    /// Histograms that were counted elsewhere: each one's sum, and its buckets with their upper ends.
+    pub(super) fn buckets(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, f64, Vec<(f64, u64)>)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Histogram)?;
+        samples.into_iter().try_for_each(|(labels, sum, buckets)| {
+            let count = buckets.iter().map(|(_, count)| count).sum();
+            family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
+        })
     }
 }

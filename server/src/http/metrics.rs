@@ -14,11 +14,11 @@ use prometheus_client::{
 };
 
 use super::{
-    families::{Families, Labels},
+    families::{Families, Labels, one, with},
     seen::{Seen, resident_bytes, standing},
 };
 use crate::{
-    jobs::Decided,
+    jobs::{Decided, traffic},
     service::{REFUSED, Services},
 };
 
@@ -43,9 +43,9 @@ impl Format {
     }
 }
 
-/// How many ranks of a job have samples of their own. Of a larger job the counts by state tell that a rank is away, and
+/// How many ranks of a job have samples of their own (of what they moved, at most one for each way that it came). Of a larger job the counts by state tell that a rank is away, and
 /// `longshore status` tells which.
-const RANKS: usize = 64;
+const RANKS: usize = traffic::RANKS;
 
 pub(super) fn text(services: Services, format: Format) -> String {
     let mut registry = Registry::with_prefix("longshore");
@@ -93,22 +93,14 @@ impl Collector for Scrape {
         work(&mut families, &jobs)?;
         room(&mut families, &jobs)?;
         ranks(&mut families, &jobs)?;
-        checkpoints(&mut families, &self.services, &jobs)
+        checkpoints(&mut families, &self.services, &jobs)?;
+        super::drives::write(&mut families, &self.services, &jobs)
     }
-}
-
-fn one<V>(value: V) -> [(Labels, V); 1] {
-    [(Labels::new(), value)]
 }
 
 /// The samples of a family with one a job.
 fn each<'a, V>(jobs: &'a [Seen], value: impl Fn(&'a Seen) -> V) -> impl Iterator<Item = (Labels, V)> {
     jobs.iter().map(move |job| (job.labels(), value(job)))
-}
-
-fn with(mut labels: Labels, name: &'static str, value: impl ToString) -> Labels {
-    labels.push((name, value.to_string()));
-    labels
 }
 
 fn server(families: &mut Families<'_>, services: &Services) -> fmt::Result {
@@ -206,6 +198,9 @@ fn work(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let updates = "Time of the compute thread in updates, and in waits for drives.";
     let times = each(jobs, |job| job.handle.busy.updates().as_secs_f64());
     families.counter("job_update", updates, seconds(), times)?;
+    let moved = "Memory traffic of the updates since the job was opened here: state in and out, gradients in, images out.";
+    let updated = |job: &Seen| job.handle.history.counts().0 * job.handle.job.update_bytes();
+    families.counter("job_update", moved, bytes(), each(jobs, updated))?;
     let pushed = "Payload of gradients since the job was opened here.";
     families.counter("job_pushed", pushed, bytes(), each(jobs, |job| job.handle.job.traffic().0))?;
     let pulled = "Payload of weights since the job was opened here.";
@@ -237,6 +232,23 @@ fn ranks(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
         ranks.map(|rank| (with(job.labels(), "rank", rank.rank.0), rank.last_step.0))
     });
     families.gauge("job_rank_last_step", "The newest step that the rank has pushed to.", None, last)?;
+    let (bytes, traffic) = (|| Some(Unit::Bytes), |job: &Seen| job.labels());
+    let by_way = |labels: Labels, (rank, transport, bytes): (usize, &'static str, u64)| {
+        (with(with(labels, "rank", rank), "transport", transport), bytes)
+    };
+    let pushed = jobs
+        .iter()
+        .flat_map(|job| job.handle.traffic.all_pushed().map(move |counted| by_way(traffic(job), counted)));
+    families.counter(
+        "job_rank_pushed",
+        "Payload of the rank's gradients, by how it came.",
+        bytes(),
+        pushed,
+    )?;
+    let pulled = jobs
+        .iter()
+        .flat_map(|job| job.handle.traffic.all_pulled().map(move |counted| by_way(traffic(job), counted)));
+    families.counter("job_rank_pulled", "Payload of the rank's weights, by how it left.", bytes(), pulled)?;
     let waits = each(jobs, |job| i64::from(!job.waiting_for().is_empty()));
     families.gauge(
         "job_waits",

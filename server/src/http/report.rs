@@ -59,10 +59,10 @@ struct Job {
     threads: usize,
     memory_bytes: u64,
     drive_bytes: u64,
-    /// Here, padding included.
-    elements: u64,
     pushed_bytes: u64,
     pulled_bytes: u64,
+    /// What one update moves through memory.
+    update_bytes: u64,
     written_bytes: u64,
     sum_seconds: f64,
     update_seconds: f64,
@@ -133,9 +133,9 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
         threads: job.compute().threads(),
         memory_bytes: job.memory_bytes(),
         drive_bytes: job.disk_bytes(),
-        elements: seen.elements(),
         pushed_bytes,
         pulled_bytes,
+        update_bytes: job.update_bytes(),
         written_bytes: job.written_bytes(),
         sum_seconds: handle.busy.sums().as_secs_f64(),
         update_seconds: handle.busy.updates().as_secs_f64(),

@@ -22,7 +22,9 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-use super::{Hashes, busy::Busy, hashing::Hashing, history::History, pace::Pace, restores::Restores};
+use super::{
+    Hashes, busy::Busy, hashing::Hashing, history::History, pace::Pace, restores::Restores, traffic::Traffic,
+};
 
 /// What the compute thread is asked to do.
 enum Task {
@@ -45,6 +47,7 @@ pub(crate) struct JobHandle {
     pub(crate) pace: Pace,
     pub(crate) history: History,
     pub(crate) busy: Arc<Busy>,
+    pub(crate) traffic: Traffic,
     hashing: Hashing,
     pub(crate) restores: Restores,
 }
@@ -76,6 +79,7 @@ impl JobHandle {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
         let unfinished = job.take_unfinished();
+        let traffic = Traffic::new(job.spec().world_size);
         let handle = JobHandle {
             job,
             tasks,
@@ -86,6 +90,7 @@ impl JobHandle {
             pace: Pace::default(),
             history: History::default(),
             busy,
+            traffic,
             hashing: Hashing::default(),
             restores: Restores::default(),
         };

@@ -6,6 +6,7 @@ mod hashing;
 mod history;
 mod pace;
 mod restores;
+pub(crate) mod traffic;
 
 use std::{
     collections::BTreeMap,

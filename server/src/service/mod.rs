@@ -23,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_engine::{checkpoint::Store, job::Job};
+use longshore_engine::{checkpoint::Store, io::Drives, job::Job};
 use longshore_proto::{Fault, FaultKind, Rank, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::{self as wire, direct::Bounds};
 use tokio::time::Instant;
@@ -53,6 +53,8 @@ pub(crate) struct Services {
     pub(crate) transport: &'static str,
     /// How many bytes the drives may be written with; 0 if that is not known.
     pub(crate) drive_endurance: u64,
+    /// What the drives of the state directories were asked.
+    pub(crate) drives: Arc<Drives>,
 }
 
 impl Services {

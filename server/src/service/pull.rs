@@ -14,7 +14,7 @@ use longshore_engine::{
     memory::SharedBytes,
 };
 use longshore_proto::{
-    Dtype, Fault, ShardId, Slice, Version,
+    Dtype, Fault, Rank, ShardId, Slice, Version,
     checksum::crc32,
     limits::{CHUNK_BYTES, MAX_PULL_SLICES},
 };
@@ -64,6 +64,9 @@ async fn request(body: Body) -> Result<(v1::PullRequest, Option<Mark>), Status> 
 /// One checked Pull call.
 struct Pull {
     handle: Arc<JobHandle>,
+    rank: Rank,
+    /// How payloads leave.
+    transport: &'static str,
     slices: Vec<Slice>,
     dtype: Dtype,
     version: Version,
@@ -98,7 +101,8 @@ impl Pull {
             handle.job.shared_images().is_some()
         };
         let (version, amended) = (Version(request.version), request.amended);
-        Ok(Pull { in_place, handle, slices, dtype, version, wait, room, amended })
+        let (rank, transport) = (Rank(request.rank), services.transport);
+        Ok(Pull { in_place, handle, rank, transport, slices, dtype, version, wait, room, amended })
     }
 
     /// By `payloads`, bytes of images go out past HTTP/2, where they can.
@@ -150,8 +154,13 @@ impl Pull {
         let ImagePlace::At { at, stamp, rates } = self.once_ready(slice, check).await? else {
             return Ok(None);
         };
+        self.count(slice, "memfd");
         let place = Some(v1::ImagePlace { elements: slice.elements, at, stamp });
         Ok(Some(frame::encode(&v1::PullResponse { place, ..self.head(slice, rates) })))
+    }
+
+    fn count(&self, slice: Slice, transport: &str) {
+        self.handle.traffic.pulled(self.rank, transport, slice.elements * self.dtype.bytes());
     }
 
     /// The fields of an answer beside the weights.
@@ -179,6 +188,7 @@ impl Pull {
         let room = if self.reads_drives(slice) { self.room_for(slice).await? } else { None };
         let lend = || self.handle.job.lend_image(&slice, self.version, self.amended);
         let Pulled { bytes, crc32, rates } = self.read(slice, lend).await?;
+        self.count(slice, self.transport);
         let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
         match bytes {
             ImageBytes::Read(bytes) => {
@@ -196,6 +206,7 @@ impl Pull {
         let room = self.room_for(slice).await?;
         let copy = || self.handle.job.copy_image(&slice, self.version, self.amended);
         let Pulled { bytes, crc32, rates } = self.read(slice, copy).await?;
+        self.count(slice, self.transport);
         let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
         Ok(frame::encode_with(&head, self.owned(bytes, room)))
     }

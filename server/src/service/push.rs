@@ -304,7 +304,8 @@ impl MessageSink<PushRequest> for Receiving {
     fn end(&mut self) -> Result<bool, Fault> {
         let Some((request, place)) = self.chunk.take() else { return Ok(false) };
         let lent = request.place.is_some_and(|place| place.lent);
-        let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32)));
+        let transport = if request.place.is_some() { "memfd" } else { self.services.transport };
+        let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32), transport));
         self.results.push(result(request, outcome));
         // The first result makes the task begin to count the time.
         Ok(self.results.len() == 1 || self.results.len() >= RESULTS_BATCHED)

@@ -6,6 +6,7 @@
 //! writes.
 
 mod file;
+mod meter;
 mod threads;
 mod uring;
 
@@ -17,6 +18,8 @@ use std::{
 };
 
 pub use file::OpenFile;
+pub(crate) use meter::Metered;
+pub use meter::{Counted, Drives, LATENCIES, Operation};
 
 use crate::memory::{Mapping, Region};
 

@@ -30,7 +30,8 @@ use std::{
 };
 
 use longshore_proto::{
-    Commit, Fault, Incarnation, JobSpec, Layout, Origin, Placement, ServerId, ShardId, Step, Version,
+    Commit, Dtype, Fault, Formats, Incarnation, JobSpec, Layout, Origin, Placement, ServerId, ShardId, Step,
+    Version,
 };
 
 pub use compute::Compute;
@@ -52,10 +53,11 @@ use self::{
 use crate::{
     admission::Reservation,
     ids::OwnedShard,
+    kernels::bytes_per_parameter,
     lock,
     memory::SharedFile,
     step::{Progress, RankProgress, Refusal, Work},
-    tier::{Spill, Store},
+    tier::{Spill, Store, Taken},
 };
 
 /// A job on one server: its protocol, gradients, images and snapshots, its tier, and what moves them.
@@ -138,6 +140,26 @@ impl Job {
     /// How many bytes were written to drives since the job was opened here.
     pub fn written_bytes(&self) -> u64 {
         self.tier.behind.as_ref().map_or(0, |behind| behind.written_bytes()) + self.gradients.written_bytes()
+    }
+
+    /// Where shards were when work needed them. None where all state is in memory.
+    pub fn taken(&self) -> Option<Taken> {
+        Some(self.tier.behind.as_ref()?.taken())
+    }
+
+    /// How many bytes one update moves through this server's memory: state in and out, gradients in, images out.
+    pub fn update_bytes(&self) -> u64 {
+        let spec = &*self.spec;
+        let trained = self.owned.iter().filter(|&&shard| !self.layout.is_frozen(shard));
+        let bytes = |shard: &ShardId| {
+            let sums = spec.micro_steps > 1 || self.layout.contributors(*shard).len() > 1;
+            let gradient = if sums { Dtype::F32 } else { spec.gradient_dtype };
+            let [gradient, image] = [gradient, spec.image_dtype].map(|dtype| dtype.bytes() as usize);
+            let Formats { master, state, .. } = spec.formats;
+            self.layout.shard_len(*shard) as f64
+                * bytes_per_parameter(spec.rule, master, state, gradient, image)
+        };
+        trained.map(bytes).sum::<f64>() as u64
     }
 
     /// The unfinished work: updates of steps that were decided before an earlier process of this server died. They must

@@ -159,6 +159,17 @@ pub trait Durable: Send + Sync {
     fn discard(&self) -> Result<(), Fault>;
 }
 
+/// Where shards were when work needed them: how many of each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Taken {
+    /// In DRAM, where they stay.
+    pub resident: u64,
+    /// In DRAM, read ahead.
+    pub ahead: u64,
+    /// Still on a drive, so that work waited.
+    pub waited: u64,
+}
+
 /// A tier gives this if it writes versions while the job goes on. A version is written whole before the next is
 /// decided.
 pub trait WriteBehind: Send + Sync {
@@ -176,6 +187,9 @@ pub trait WriteBehind: Send + Sync {
 
     /// How many bytes were written to drives since the job was opened.
     fn written_bytes(&self) -> u64;
+
+    /// Where shards were when work needed them, since the job was opened.
+    fn taken(&self) -> Taken;
 
     /// The error after which nothing of this tier may be used. The first one stays.
     fn failure(&self) -> Option<Fault>;

@@ -18,8 +18,8 @@ mod storage;
 mod watch;
 
 pub use contract::{
-    Durable, Guard, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store, Tier,
-    Together, Turn, Unguarded, WriteBehind,
+    Durable, Guard, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store,
+    Taken, Tier, Together, Turn, Unguarded, WriteBehind,
 };
 pub use factory::{keeps_buffers, need, open};
 pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};

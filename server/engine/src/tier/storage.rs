@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use longshore_proto::{JobSpec, Layout, Placement, ServerId, ShardId, Version};
 
-use crate::io::{Engine, OpenDisk, OpenFile};
+use crate::io::{Drives, Engine, Metered, OpenDisk, OpenFile};
 
 /// One buffer is being updated, two are being written and three are being read. More did not make a step faster.
 pub const DEFAULT_BUFFERS: usize = 6;
@@ -19,6 +19,8 @@ pub struct Storage {
     pub engine: Engine,
     /// In tests this takes the place of files.
     pub disks: Option<Arc<dyn OpenDisk>>,
+    /// Where what the drives of `dirs` are asked is counted, if anybody watches.
+    pub drives: Option<Arc<Drives>>,
     /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
     pub resident_bytes: u64,
     /// Images lie in memory that workers of this host may read.
@@ -79,7 +81,11 @@ impl Spill {
 impl Storage {
     /// What opens the files of `nvme` jobs.
     pub(super) fn opener(&self) -> Arc<dyn OpenDisk> {
-        self.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: self.engine }))
+        let opener = self.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: self.engine }));
+        match self.drives.clone() {
+            Some(drives) => Arc::new(Metered { opener, drives }),
+            None => opener,
+        }
     }
 }
 
@@ -90,6 +96,7 @@ impl Default for Storage {
             shm_dir: None,
             engine: Engine::Auto,
             disks: None,
+            drives: None,
             resident_bytes: 0,
             share_images: true,
             buffers: DEFAULT_BUFFERS,

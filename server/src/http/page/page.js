@@ -102,7 +102,7 @@ function rate(job, now) {
   const spent = (latest.now - then.now) / 1e3;
   if (spent <= 0) return null;
   const busy = latest.update - then.update;
-  const moved = (latest.applied - then.applied) * job.elements * 28;
+  const moved = (latest.applied - then.applied) * job.update_bytes;
   return {
     pushed: (latest.pushed - then.pushed) / spent,
     pulled: (latest.pulled - then.pulled) / spent,

@@ -71,10 +71,12 @@ pub(super) fn place_now(
 }
 
 /// `crc32` is None for a lent payload.
-pub(super) fn finish(place: Destination, crc32: Option<u32>) -> Result<Fate, Fault> {
+pub(super) fn finish(place: Destination, crc32: Option<u32>, transport: &str) -> Result<Fate, Fault> {
     match place {
         Destination::Slot(handle, writing) => {
+            let ContributionChunk { contribution, bytes, .. } = *writing.chunk();
             handle.perform(writing.finish()?);
+            handle.traffic.pushed(contribution.rank, transport, bytes);
             Ok(Fate::Stored)
         }
         Destination::Nowhere(fate, sum) => {

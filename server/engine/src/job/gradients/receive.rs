@@ -68,6 +68,11 @@ pub struct Writing<J: Deref<Target = Job>> {
 }
 
 impl<J: Deref<Target = Job>> Writing<J> {
+    /// What is written.
+    pub fn chunk(&self) -> &ContributionChunk {
+        &self.ticket.chunk
+    }
+
     /// Appends a slice of the payload.
     ///
     /// # Errors

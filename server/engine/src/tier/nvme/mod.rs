@@ -55,7 +55,7 @@ use self::{
 pub(super) use self::{inspect::inspect, open::need};
 pub use super::storage::DEFAULT_BUFFERS;
 use super::{
-    contract::{Durable, Guard, Tier, Turn, WriteBehind},
+    contract::{Durable, Guard, Taken, Tier, Turn, WriteBehind},
     fault::{corrupt, internal},
     folder::Folder,
     record::crc64,
@@ -348,6 +348,10 @@ impl WriteBehind for NvmeTier {
 
     fn written_bytes(&self) -> u64 {
         self.pager.written.load(Ordering::Relaxed)
+    }
+
+    fn taken(&self) -> Taken {
+        self.pager.taken()
     }
 
     fn failure(&self) -> Option<Fault> {

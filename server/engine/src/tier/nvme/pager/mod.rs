@@ -4,14 +4,17 @@ mod moves;
 
 use std::{
     mem,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Instant,
 };
 
 use longshore_proto::{Fault, FaultKind, Version};
 
 use super::{
-    super::{fault::FIELD, storage::Durability},
+    super::{contract::Taken, fault::FIELD, storage::Durability},
     debts::Debts,
     plan::{IMAGE_SLOTS, StorePlan},
     slots::Slots,
@@ -31,6 +34,8 @@ pub(super) struct ShardPager {
     pub(super) checksums: Vec<BlockChecksums>,
     /// How many bytes were given to the drives to write.
     pub(super) written: AtomicU64,
+    /// Where shards were when they were taken: resident, read ahead, on a drive.
+    taken: [AtomicU64; 3],
     resident: Vec<bool>,
     buffers: usize,
     state: Mutex<PagerState>,
@@ -131,8 +136,20 @@ impl ShardPager {
             failed,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        let (written, resident) = (AtomicU64::new(0), is_resident);
-        ShardPager { plan, disks, durability, checksums, written, resident, buffers, state, changed, notify }
+        let (written, taken, resident) = (AtomicU64::new(0), Default::default(), is_resident);
+        ShardPager {
+            plan,
+            disks,
+            durability,
+            checksums,
+            written,
+            taken,
+            resident,
+            buffers,
+            state,
+            changed,
+            notify,
+        }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PagerState> {
@@ -197,6 +214,15 @@ impl ShardPager {
     /// Takes a shard's bytes. They are read from disk unless they are here already.
     pub(super) fn take(self: &Arc<Self>, owned: OwnedShard) -> Result<Held, Fault> {
         let mut state = self.lock();
+        let entry = &state.entries[owned.index()];
+        if !entry.blank {
+            let place = match entry.holding {
+                _ if self.resident[owned.index()] => 0,
+                Holding::Ready(_) => 1,
+                _ => 2,
+            };
+            self.taken[place].fetch_add(1, Ordering::Relaxed);
+        }
         loop {
             state.check()?;
             state.clock += 1;
@@ -221,6 +247,12 @@ impl ShardPager {
             }
             state = self.wait(state);
         }
+    }
+
+    /// Where shards were when they were taken.
+    pub(super) fn taken(&self) -> Taken {
+        let [resident, ahead, waited] = self.taken.each_ref().map(|count| count.load(Ordering::Relaxed));
+        Taken { resident, ahead, waited }
     }
 
     /// Gives a shard back as it was taken, or as it was loaded.

