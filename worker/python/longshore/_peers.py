@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longshore._shard import shard
 from longshore.optim import AdamW
 
 #: How our ways reach their server.
@@ -227,27 +228,97 @@ def training_steps(elements: int, batch: int, length: int, wanted: str, address:
 
 
 def deepspeed_engine(elements: int, batch: int, length: int) -> Callable[[], Any]:
-    """DeepSpeed's own engine on its CPU accelerator, with the optimizer offloaded."""
+    """DeepSpeed's own engine with the optimizer offloaded."""
+    model = model_of(elements, length)
+    engine = engine_of(model, batch, {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False})
+    training = Training(model, batch, length, by_engine(engine))
+    training._model = engine
+    return training.step
+
+
+def engine_of(model: nn.Module, batch: int, zero: dict[str, Any]) -> Any:
+    """DeepSpeed's own engine on its CPU accelerator."""
     import deepspeed
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    model = model_of(elements, length)
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 1e-2}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False},
+        "zero_optimization": zero,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
 
+
+def by_engine(engine: Any) -> Callable[[Tensor], None]:
     def finish(loss: Tensor) -> None:
         engine.backward(loss)
         engine.step()
 
-    training = Training(model, batch, length, finish)
-    training._model = engine
-    return training.step
+    return finish
+
+
+# Training steps at stage 3
+
+
+class Layers(nn.Sequential):
+    """Linear layers of one width, each with its activation. The loss is how far the result is from the input."""
+
+    def __init__(self, count: int, width: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+        self.bfloat16()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return functional.mse_loss(super().forward(batch), batch)
+
+
+class Regression:
+    """Forward, backward and step of one way over layers, on batches that are the same for all."""
+
+    def __init__(self, model: Any, shape: tuple[int, int], finish: Callable[[Tensor], None]) -> None:
+        self._model, self._shape, self._finish = model, shape, finish
+        self._generator = torch.Generator().manual_seed(0)
+        self.loss = float("nan")
+
+    def step(self) -> None:
+        loss = self._model(torch.randn(self._shape, generator=self._generator).bfloat16())
+        self._finish(loss)
+        self.loss = loss.item()
+
+
+def stage_3_steps(layers: int, width: int, batch: int, wanted: str, address: str) -> Ways:
+    """Whole training steps of linear layers in bf16, with clipping, of which the device holds a few at a time."""
+    ways, shape = Ways(), (batch, width)
+    #: Bytes of a layer's weights and gradients. The budget has room for four.
+    layer = 4 * (width + 1) * width
+
+    def with_ours(name: str, stage: int) -> Callable[[], Any]:
+        model = Layers(layers, width)
+        optimizer = ours(list(model.named_parameters()), name, f"stage-{stage}", address, streaming=True)
+        if stage == 3:
+            shard(model, optimizer, budget=4 * layer)
+
+        def finish(loss: Tensor) -> None:
+            loss.backward()
+            optimizer.step()
+
+        return Regression(model, shape, finish).step
+
+    def with_deepspeed(zero: dict[str, Any]) -> Callable[[], Any]:
+        engine = engine_of(Layers(layers, width), batch, zero)
+        return Regression(engine, shape, by_engine(engine)).step
+
+    # Weights lie in the server's memory, so that shared memory alone is a way that stage 3 has of its own.
+    ways.add(BASE, wanted, lambda: with_ours(BASE, 3))
+    ways.add("longshore, stage 2", wanted, lambda: with_ours(BASE, 2))
+    cpu = {"device": "cpu"}
+    alike = {"offload_optimizer": cpu, "overlap_comm": False}
+    ways.add("DeepSpeed engine, ZeRO-2 offload", wanted, lambda: with_deepspeed({"stage": 2, **alike}))
+    ways.add("DeepSpeed engine, ZeRO-3 offload", wanted, lambda: with_deepspeed({"stage": 3, "offload_param": cpu, **alike}))
+    return ways

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 import longshore
-from longshore._peers import BASE, Ways, optimizer_steps, server, training_steps
+from longshore._peers import BASE, Ways, optimizer_steps, server, stage_3_steps, training_steps
 
 _LARGEST = 4 * 1024 * 1024
+#: Of the linear layers at stage 3.
+_WIDTH = 1024
 #: Rounds that are not counted: the first ones open jobs and allocate.
 _WARMUP = 2
 
@@ -72,21 +74,26 @@ def _conditions(rounds: int) -> str:
     return f"{rounds} rounds by turns, torch on {torch.get_num_threads()} threads, {os.cpu_count()} cores, load {load:.1f}"
 
 
-def peers(elements: int, training_elements: int, batch: int, length: int, rounds: int, wanted: str) -> dict[str, list[float]]:
+def peers(
+    elements: int, training_elements: int, layers: int, batch: int, length: int, rounds: int, wanted: str
+) -> dict[str, list[float]]:
     """Prints the median times of whole optimizer steps and of whole training steps by each way, and the median over the rounds of
-    how many times ours by shared memory each takes. With 0 elements a part is left out.
+    how many times ours by shared memory each takes. With 0 elements or layers a part is left out.
 
     Returns:
         Seconds by part and way, as in ``"training: longshore, TCP"``.
     """
     found = {}
-    for part, size in (("step", elements), ("training", training_elements)):
+    for part, size in (("step", elements), ("training", training_elements), ("stage 3", layers)):
         if not size:
             continue
         with server() as address:
             if part == "step":
                 print(f"\nOptimizer step, {size / 1e6:.0f} M parameters, 16-bit gradients in, 16-bit weights out, clipping")
                 ways = optimizer_steps(size, wanted, address)
+            elif part == "stage 3":
+                print(f"\nTraining step of {size} linear layers of {_WIDTH}, batch {batch}, bf16, clipping; ours: stage 3, and stage 2")
+                ways = stage_3_steps(size, _WIDTH, batch, wanted, address)
             else:
                 print(f"\nTraining step of a GPT, {size / 1e6:.0f} M parameters, batch {batch} of {length} tokens, bf16, clipping")
                 ways = training_steps(size, batch, length, wanted, address)
@@ -146,6 +153,7 @@ def main() -> None:
     whole = commands.add_parser("peers", help="whole steps beside torch's and DeepSpeed's")
     whole.add_argument("--elements", type=float, default=50e6, help="parameters of the optimizer step (default 50e6; 0: none)")
     whole.add_argument("--training", type=float, default=25e6, help="parameters of the training step (default 25e6; 0: none)")
+    whole.add_argument("--layers", type=int, default=24, help="linear layers of the training step at stage 3 (default 24; 0: none)")
     whole.add_argument("--batch", type=int, default=8, help="sequences of a training step (default 8)")
     whole.add_argument("--length", type=int, default=8, help="tokens of each (default 8)")
     whole.add_argument("--rounds", type=int, default=9)
@@ -160,7 +168,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "peers":
         torch.set_num_threads(given.threads)
-        sizes = int(given.elements), int(given.training)
+        sizes = int(given.elements), int(given.training), given.layers
         peers(*sizes, given.batch, given.length, given.rounds, given.ways)
     else:
         overhead(given.tensors)

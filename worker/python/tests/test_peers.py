@@ -36,18 +36,21 @@ def test_a_step_of_torch_with_casts_is_ours(servers: str) -> None:
 
 def test_peers_take_turns_and_train_alike(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    times = bench.peers(300_000, 500_000, 2, 8, ROUNDS, "longshore,torch,deepspeed")
+    times = bench.peers(300_000, 500_000, 3, 2, 8, ROUNDS, "longshore,torch,deepspeed")
     ways = [*_peers.OURS, "torch fused, with casts"]
-    assert list(times) == [f"{part}: {name}" for part in ("step", "training") for name in ways]
+    layered = [_peers.BASE, "longshore, stage 2"]
+    assert list(times) == [f"{part}: {name}" for part in ("step", "training") for name in ways] + [f"stage 3: {name}" for name in layered]
     assert all(len(taken) == ROUNDS and min(taken) > 0 for taken in times.values())
     printed = capsys.readouterr().out
-    assert printed.count("not measured: ") == 3, "what is not installed is said, and nothing else stops"
+    assert printed.count("not measured: ") == 5, "what is not installed is said, and nothing else stops"
     assert "load" in printed
     losses = [float(line.split()[-1]) for line in printed.splitlines() if " loss " in line]
-    assert len(losses) == len(ways)
-    assert losses == pytest.approx([losses[0]] * len(ways), rel=1e-2)
+    assert len(losses) == len(ways) + len(layered)
+    training, in_units = losses[: len(ways)], losses[len(ways) :]
+    assert training == pytest.approx([training[0]] * len(ways), rel=1e-2)
+    assert in_units[0] == in_units[1], "stages 2 and 3 have the same bits"
 
 
 def test_a_part_and_a_way_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(bench.peers(100_000, 0, 2, 8, 1, "torch fused")) == ["step: torch fused, with casts"]
+    assert list(bench.peers(100_000, 0, 0, 2, 8, 1, "torch fused")) == ["step: torch fused, with casts"]
     assert "Training step" not in capsys.readouterr().out
