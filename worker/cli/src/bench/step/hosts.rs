@@ -54,7 +54,7 @@ impl Hosts {
 
     /// The most bytes of memory that a server has promised to the job.
     pub(super) fn reserved(&self, spec: &JobSpec) -> anyhow::Result<u64> {
-        let request = v1::DescribeRequest { job: spec.name.to_string(), state_hash: false, brief: true };
+        let request = v1::DescribeRequest { job: spec.name.to_string(), brief: true, ..Default::default() };
         let described = Servers::connect(&self.addresses, None)?.each_promptly(|mut admin| {
             let request = request.clone();
             async move { admin.describe(request).await }

@@ -83,7 +83,7 @@ impl Found {
 
 /// Puts each server's hashes beside its answer. Says why one has none.
 pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Option<String> {
-    let request = v1::DescribeRequest { job: job.to_string(), state_hash: true, brief: true };
+    let request = v1::DescribeRequest { job: job.to_string(), state_hash: true, brief: true, ..Default::default() };
     let asked: Vec<String> = answers.iter().map(|(address, _)| address.clone()).collect();
     let hashes = found.servers.answers_within(HASHING, |admin| whole(admin, request.clone()));
     let mut failed = None;
