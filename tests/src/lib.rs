@@ -13,6 +13,7 @@ pub mod seed;
 pub mod server;
 pub mod skip;
 pub mod status;
+pub mod stock;
 pub mod structure;
 pub mod tls;
 pub mod train;

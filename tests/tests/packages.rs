@@ -41,6 +41,18 @@ fn a_debian_package_has_both_commands_and_a_service() {
         let version = run(name, Command::new(tree.join("usr/bin").join(name)).arg("--version"));
         assert_eq!(version.stdout.trim(), format!("{name} {}", env!("CARGO_PKG_VERSION")));
     }
+    for file in [
+        "man/man1/longshore.1.gz",
+        "man/man1/longshore-status.1.gz",
+        "man/man1/longshored.1.gz",
+        "bash-completion/completions/longshore",
+        "bash-completion/completions/longshored",
+        "zsh/vendor-completions/_longshore",
+        "fish/vendor_completions.d/longshored.fish",
+    ] {
+        let size = fs::metadata(tree.join("usr/share").join(file)).map(|found| found.len());
+        assert!(size.is_ok_and(|size| size > 100), "{file} is missing or empty");
+    }
     // The configuration that it installs is one that the server takes, here at other places.
     let config = fs::read_to_string(tree.join("etc/longshore/longshored.toml")).unwrap();
     let here = config

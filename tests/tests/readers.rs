@@ -80,7 +80,7 @@ fn stuck_readers(cluster: &Cluster, tier: TierKind) {
         step(&mut pipeline, &gradient);
     }
     // A reader who wants the hash waits too: nobody has a shard.
-    let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true, brief: false };
+    let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true, ..Default::default() };
     let described = raw.call(raw.admin.clone().describe(request)).expect("a hash");
     let took = begun.elapsed();
     eprintln!("{tier:?}: three steps and a hash beside {} stuck readers took {took:?}", readers.len());

@@ -11,7 +11,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use error::ConfigError;
 pub use flags::Flags;
-pub use names::check_variables;
+pub use names::{check_variables, nearest};
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
 pub use storage::{Durability, Spill, StorageConfig, StorageIo};
 

@@ -19,7 +19,7 @@ pub fn check_variables(
 }
 
 /// The candidate nearest to a mistyped name, if it is near enough to be meant.
-pub(super) fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
+pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
     let scored = candidates
         .into_iter()
         .map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate));

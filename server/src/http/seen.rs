@@ -28,8 +28,7 @@ impl Seen {
 
     /// How many elements the shards here have, padding included.
     pub(super) fn elements(&self) -> u64 {
-        let job = &self.handle.job;
-        job.owned().iter().map(|&shard| job.layout().shard_len(shard)).sum()
+        self.handle.elements()
     }
 
     /// Whom the next step waits for. Empty where no rank is there, so that nobody waits.

@@ -53,6 +53,11 @@ pub(crate) struct JobHandle {
 }
 
 impl JobHandle {
+    /// How many elements the shards here have, padding included.
+    pub(crate) fn elements(&self) -> u64 {
+        self.job.owned().iter().map(|&shard| self.job.layout().shard_len(shard)).sum()
+    }
+
     /// Opens the job, whatever phase it is in, and has its compute thread finish what an earlier process had decided.
     pub(super) fn start(
         job: StoredJob,

@@ -175,6 +175,9 @@ impl Services {
         let mut answer = self.describe_open(&handle, request.brief);
         answer.drive_endurance_bytes = self.drive_endurance;
         answer.checkpoints = self.checkpoint_log.of(&request.job);
+        if let Some(after) = request.steps_after {
+            answer.steps = handle.history.after(after).into_iter().map(convert::decided).collect();
+        }
         // A job that waits for weights has no state yet.
         if request.state_hash && handle.job.progress().phase != Phase::Loading {
             let Hashes { info, blocks } = handle.hashes(default_deadline()).await?;
@@ -244,6 +247,10 @@ impl Services {
             parameters: job.spec().params.iter().filter_map(Param::elements).sum(),
             spill: job.spill().map_or("", Spill::name).into(),
             checkpoints: None,
+            steps: Vec::new(),
+            failure: job.check_alive().err().map(|fault| fault.to_string()).unwrap_or_default(),
+            update_seconds: handle.busy.updates().as_secs_f64(),
+            elements: handle.elements(),
         }
     }
 }

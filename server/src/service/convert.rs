@@ -3,6 +3,8 @@
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
 use longshore_wire::{Wire, left_outs_to_wire, v1};
 
+use crate::jobs::Decided;
+
 pub(super) fn progress(progress: Progress) -> v1::JobProgress {
     let (phase, pause_reason) = match progress.phase {
         Phase::Loading => (v1::Phase::Loading, String::new()),
@@ -34,5 +36,19 @@ pub(super) fn rank(rank: RankProgress, transport: &str) -> v1::RankStatus {
         last_step: rank.last_step.0,
         transport: transport.into(),
         joined_at: rank.joined_at.0,
+    }
+}
+
+pub(super) fn decided(decided: Decided) -> v1::DecidedStep {
+    v1::DecidedStep {
+        step: decided.step,
+        unix_ms: decided.at_ms,
+        seconds: decided.seconds,
+        skipped: decided.skipped,
+        norm: decided.norm,
+        loss_scale: decided.loss_scale,
+        learning_rate: decided.learning_rate,
+        loss: decided.loss,
+        exposed_seconds: decided.exposed_seconds,
     }
 }

@@ -17,7 +17,7 @@ use super::Victim;
 
 fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
     Settings {
-        tls_dir: None,
+        access: Default::default(),
         job: JobName::parse("job", job).expect("a name"),
         servers: cluster.addresses(),
         data: data.to_owned(),
@@ -70,6 +70,8 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         shm_dir: None,
         memory: None,
         json: false,
+        tensorboard: None,
+        plot: false,
     }
 }
 

@@ -2,30 +2,84 @@
 
 use std::ffi::OsString;
 
-use clap::Parser;
+use clap::{CommandFactory, FromArgMatches};
 
-use crate::commands::{Cli, check_environment};
+use crate::{
+    commands::{Cli, check_environment},
+    output,
+};
+
+const FAILED: u8 = 1;
+const WRONG_USE: u8 = 2;
 
 /// Runs the program with these arguments, its name first. Returns its exit code: 0 when it is done, 1 for an error that the
 /// last line on stderr explains, 2 for wrong arguments.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
-    let parsed = Cli::try_parse_from(arguments);
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let errors_are_json = asks_for_json(&arguments);
+    let parsed = Cli::command().try_get_matches_from(&arguments).and_then(|matches| {
+        let cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut Cli::command()))?;
+        Ok((cli, matches))
+    });
     // Help is given whatever the environment is. But a flag that is missing may be a variable that was mistyped.
     let helps = parsed.as_ref().is_err_and(|error| !error.use_stderr());
     if let (false, Err(error)) = (helps, check_environment()) {
-        eprintln!("longshore: {error}");
-        return 2;
+        return fail(&error.into(), WRONG_USE, errors_are_json);
     }
-    match parsed.map(Cli::run) {
-        Ok(Ok(())) => 0,
-        Ok(Err(error)) => {
-            eprintln!("longshore: {error:#}");
-            1
+    match parsed {
+        Ok((mut cli, matches)) => {
+            let errors_are_json = cli.output().errors_are_json();
+            if let Err(fault) = cli.settle(&matches) {
+                return fail(&fault.into(), WRONG_USE, errors_are_json);
+            }
+            match cli.run() {
+                Ok(()) => 0,
+                Err(error) => fail(&error, FAILED, errors_are_json),
+            }
         }
         Err(usage) => {
-            // A terminal that is gone cannot be told.
-            let _ = usage.print();
+            if errors_are_json && usage.use_stderr() {
+                eprintln!("{}", output::usage(&usage));
+            } else {
+                // A terminal that is gone cannot be told.
+                let _ = usage.print();
+            }
             usage.exit_code() as u8
         }
+    }
+}
+
+/// Says what went wrong, as the last line on stderr.
+fn fail(error: &anyhow::Error, code: u8, as_json: bool) -> u8 {
+    match as_json {
+        true => eprintln!("{}", output::error(error, code)),
+        false => eprintln!("longshore: {error:#}"),
+    }
+    code
+}
+
+/// Whether arguments that may be wrong ask for errors as JSON. The last word on it counts, as it does for the parser.
+fn asks_for_json(arguments: &[OsString]) -> bool {
+    let words: Vec<_> = arguments.iter().map(|word| word.to_string_lossy()).collect();
+    let given = words.iter().enumerate().rev().find_map(|(index, word)| match word.as_ref() {
+        "--output" => words.get(index + 1).map(|value| value.to_string()),
+        word => word.strip_prefix("--output=").map(str::to_string),
+    });
+    given.or_else(|| std::env::var("LONGSHORE_OUTPUT").ok()).as_deref() == Some("json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_arguments_may_ask_for_json() {
+        let asks = |words: &[&str]| asks_for_json(&words.iter().map(OsString::from).collect::<Vec<_>>());
+        assert!(
+            asks(&["longshore", "--output", "json", "sttus"]) && asks(&["longshore", "x", "--output=json"])
+        );
+        assert!(
+            !asks(&["longshore", "--output", "json", "--output", "text"]) && !asks(&["longshore", "--json"])
+        );
     }
 }

@@ -3,18 +3,24 @@
 //! Beside the worker library it links the server, to embed one where a run names none.
 
 #[macro_use]
-mod say;
+mod output;
 
+mod access;
 mod bench;
+mod clusters;
 pub mod commands;
+mod doctor;
 mod entry;
 mod export;
 mod import;
 mod plan;
+mod progress;
 mod servers;
 mod sizes;
 mod tls;
+mod top;
 mod torch;
 pub mod train;
 
+pub use access::Access;
 pub use entry::run;

@@ -1,24 +1,49 @@
 //! Operators' calls to several servers at once, for commands that belong to no rank.
 
-use std::{path::Path, time::Duration};
+use std::time::Duration;
 
 use anyhow::Context;
 use futures_util::future::join_all;
 use longshore_proto::{Fault, FaultKind, limits::MAX_CONTROL_MESSAGE_BYTES};
 use longshore_wire::{
     self as wire, Channel, fault_from_status,
-    tls::Credentials,
     v1::{self, admin_client::AdminClient},
 };
 use longshore_worker::session::{Address, untrusted, with_sources};
 use tokio::runtime::{Handle, Runtime};
 use tonic::Status;
 
+use crate::access::Access;
+
 /// The longest wait for a connection, since an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(10);
 /// The longest wait for an answer that takes no work. The kernel accepts connections even for a process that is
 /// stopped.
 pub(crate) const PROMPTLY: Duration = Duration::from_secs(10);
+
+/// Servers that cannot be asked.
+#[derive(Debug, thiserror::Error)]
+#[error("{text}")]
+pub(crate) struct Unanswered {
+    text: String,
+    pub(crate) fault: Fault,
+}
+
+impl Unanswered {
+    pub(crate) fn new(silent: &Silent) -> Unanswered {
+        let addresses: Vec<&str> = silent.iter().map(|(address, _)| address.as_str()).collect();
+        let remedy = "see what `longshore doctor` says of them";
+        let limit = "servers that answer";
+        let fault = Fault::new(FaultKind::Unavailable, "--servers", addresses.join(","), limit, remedy);
+        Unanswered { text: name_silent(silent), fault }
+    }
+
+    /// An error that begins with these words.
+    pub(crate) fn with(silent: &Silent, lead: &str) -> Unanswered {
+        let Unanswered { text, fault } = Unanswered::new(silent);
+        Unanswered { text: format!("{lead}: {text}"), fault }
+    }
+}
 
 pub(crate) struct Server {
     pub(crate) address: String,
@@ -34,17 +59,19 @@ pub(crate) struct Servers {
 pub(crate) type Silent = Vec<(String, String)>;
 
 impl Servers {
-    /// Connects to every server. If some cannot be reached, the error names them. `tls_dir` is as of the worker's options.
-    pub(crate) fn connect(addresses: &[String], tls_dir: Option<&Path>) -> anyhow::Result<Servers> {
-        let (servers, silent) = Servers::reach(addresses, tls_dir)?;
-        anyhow::ensure!(silent.is_empty(), "{}", name_silent(&silent));
+    /// Connects to every server. If some cannot be reached, the error names them.
+    pub(crate) fn connect(addresses: &[String], access: &Access) -> anyhow::Result<Servers> {
+        let (servers, silent) = Servers::reach(addresses, access)?;
+        if !silent.is_empty() {
+            return Err(Unanswered::new(&silent).into());
+        }
         Ok(servers)
     }
 
     /// Connects to the servers that can be reached, in the order given.
-    pub(crate) fn reach(addresses: &[String], tls_dir: Option<&Path>) -> anyhow::Result<(Servers, Silent)> {
+    pub(crate) fn reach(addresses: &[String], access: &Access) -> anyhow::Result<(Servers, Silent)> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        let credentials = tls_dir.map(Credentials::read).transpose()?;
+        let credentials = access.credentials()?;
         let checked = addresses.iter().map(|address| Address::new(address, credentials.as_ref()));
         let checked = checked.collect::<Result<Vec<Address>, Fault>>()?;
         let connect = |address: &Address| {

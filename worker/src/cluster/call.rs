@@ -119,7 +119,8 @@ impl Cluster {
         state_hash: bool,
         deadline: Duration,
     ) -> Result<DescribeResponse> {
-        let request = DescribeRequest { job: self.job().to_string(), state_hash, brief: true };
+        let request =
+            DescribeRequest { job: self.job().to_string(), state_hash, brief: true, ..Default::default() };
         self.call(server, "Describe", None, deadline, |peer| {
             let request = request.clone();
             async move {

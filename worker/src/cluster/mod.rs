@@ -53,7 +53,9 @@ impl Cluster {
         let start = Instant::now();
         let end = start + options.deadline;
         let pace = options.link_bytes_per_s.map(Pace::new);
-        let credentials = options.tls_dir.as_deref().map(Credentials::read).transpose()?;
+        let credentials = options.tls_dir.as_deref();
+        let credentials =
+            credentials.map(|dir| Credentials::read_with(dir, options.token_file.as_deref())).transpose()?;
         let credentials = credentials.as_ref();
         let dial =
             |address| Peer::connect(address, credentials, options.connections, pace.as_ref(), (start, end));

@@ -74,6 +74,8 @@ pub struct Options {
     /// The folder of what servers are shown and asked for: `ca.pem`, and `client.pem` with `client.key` or `token`. With it all
     /// TCP connections are encrypted.
     pub tls_dir: Option<PathBuf>,
+    /// A file with a token, which counts instead of the folder's.
+    pub token_file: Option<PathBuf>,
     pub spec: JobSpec,
     pub rank: Rank,
     /// The longest wait for anything that a healthy job does at once: a connection, another rank, a step.
@@ -110,6 +112,7 @@ impl Options {
         Options {
             servers,
             tls_dir: None,
+            token_file: None,
             spec,
             rank,
             deadline: Duration::from_secs(60),

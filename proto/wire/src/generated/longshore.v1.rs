@@ -2470,6 +2470,9 @@ pub struct DescribeRequest {
     /// leave spec and placement out, as whoever asks often should
     #[prost(bool, tag = "3")]
     pub brief: bool,
+    /// Also tell the steps decided after this one, of the last 512 that this server saw. Absent: none.
+    #[prost(uint64, optional, tag = "4")]
+    pub steps_after: ::core::option::Option<u64>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct DescribeResponse {
@@ -2537,6 +2540,44 @@ pub struct DescribeResponse {
     /// absent until one was tried
     #[prost(message, optional, tag = "40")]
     pub checkpoints: ::core::option::Option<CheckpointStatus>,
+    /// those that `steps_after` asks for, oldest first
+    #[prost(message, repeated, tag = "41")]
+    pub steps: ::prost::alloc::vec::Vec<DecidedStep>,
+    /// why the job cannot go on from this server; empty while it can
+    #[prost(string, tag = "42")]
+    pub failure: ::prost::alloc::string::String,
+    /// how long the job's compute thread was in updates
+    #[prost(double, tag = "43")]
+    pub update_seconds: f64,
+    /// here, padding included: an update moves 28 bytes of memory for each in fp32 state
+    #[prost(uint64, tag = "44")]
+    pub elements: u64,
+}
+/// One decided step as a server saw it, for whoever draws charts of training.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct DecidedStep {
+    #[prost(uint64, tag = "1")]
+    pub step: u64,
+    #[prost(uint64, tag = "2")]
+    pub unix_ms: u64,
+    /// since the decision before it; absent for the first one that this server saw
+    #[prost(double, optional, tag = "3")]
+    pub seconds: ::core::option::Option<f64>,
+    #[prost(bool, tag = "4")]
+    pub skipped: bool,
+    #[prost(double, tag = "5")]
+    pub norm: f64,
+    #[prost(double, tag = "6")]
+    pub loss_scale: f64,
+    /// of the first param group
+    #[prost(double, tag = "7")]
+    pub learning_rate: f64,
+    /// as rank 0 saw it, if its trainer says so
+    #[prost(double, optional, tag = "8")]
+    pub loss: ::core::option::Option<f64>,
+    /// How long offloading held up rank 0's trainer, in the step before this one. Absent where rank 0 does not say.
+    #[prost(double, optional, tag = "9")]
+    pub exposed_seconds: ::core::option::Option<f64>,
 }
 /// How one server's checkpoints of a job went since that server started.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

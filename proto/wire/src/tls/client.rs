@@ -24,6 +24,8 @@ use super::{
 #[derive(Clone)]
 pub struct Credentials {
     dir: PathBuf,
+    /// A token in another place than the folder.
+    token: Option<PathBuf>,
     now: Arc<Mutex<Client>>,
 }
 
@@ -44,7 +46,19 @@ impl Credentials {
     /// # Errors
     /// Where the folder has no authorities, neither a certificate nor a token, or files that cannot be used.
     pub fn read(dir: &Path) -> Result<Credentials, Fault> {
-        Ok(Credentials { dir: dir.into(), now: Arc::new(Mutex::new(Client::read(dir)?)) })
+        Credentials::read_with(dir, None)
+    }
+
+    /// Reads a folder, and a token that lies elsewhere and counts instead of the folder's.
+    ///
+    /// # Errors
+    /// As `read`, and where that token cannot be used.
+    pub fn read_with(dir: &Path, token: Option<&Path>) -> Result<Credentials, Fault> {
+        // An absolute path stays as it is where it is joined to the folder.
+        let absolute = |path| std::path::absolute(path).map_err(|error| files::wrong(dir, path, error));
+        let token = token.map(absolute).transpose()?;
+        let now = Arc::new(Mutex::new(Client::read(dir, token.as_deref())?));
+        Ok(Credentials { dir: dir.into(), token, now })
     }
 
     /// What goes with each call instead of a certificate.
@@ -57,7 +71,7 @@ impl Credentials {
     /// # Errors
     /// Where the connection broke, or one end does not trust the other.
     pub async fn connect(&self, socket: TcpStream, host: &str) -> Result<Secured, DialError> {
-        match Client::read(&self.dir) {
+        match Client::read(&self.dir, self.token.as_deref()) {
             Ok(newest) => *self.now.lock().unwrap_or_else(PoisonError::into_inner) = newest,
             // Files that are just being replaced.
             Err(fault) => tracing::debug!(%fault, "the TLS folder is used as it was read before"),
@@ -75,14 +89,18 @@ impl Credentials {
 }
 
 impl Client {
-    fn read(dir: &Path) -> Result<Client, Fault> {
+    fn read(dir: &Path, token: Option<&Path>) -> Result<Client, Fault> {
         let roots = files::authorities(dir, &files::read(dir, CA)?)?;
         let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_protocol_versions(&[&TLS13])
             .map_err(|error| files::wrong(dir, CA, error))?
             .with_root_certificates(roots);
         let certificate = files::read_optional(dir, CLIENT_CERTIFICATE)?;
-        let bearer = files::read_optional(dir, TOKEN)?.map(|token| bearer(dir, &token)).transpose()?;
+        let (name, found) = match token {
+            Some(path) => (path, Some(files::read(dir, path)?)),
+            None => (Path::new(TOKEN), files::read_optional(dir, TOKEN)?),
+        };
+        let bearer = found.map(|token| bearer(dir, name, &token)).transpose()?;
         let mut config = match certificate {
             Some(certificate) => {
                 let chain = files::chain(dir, CLIENT_CERTIFICATE, &certificate)?;
@@ -104,8 +122,8 @@ impl Client {
     }
 }
 
-fn bearer(dir: &Path, token: &[u8]) -> Result<HeaderValue, Fault> {
-    let wrong = || files::wrong(dir, TOKEN, "not one line of letters and digits");
+fn bearer(dir: &Path, name: &Path, token: &[u8]) -> Result<HeaderValue, Fault> {
+    let wrong = || files::wrong(dir, name, "not one line of letters and digits");
     let token = std::str::from_utf8(token).map_err(|_| wrong())?.trim();
     if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(wrong());

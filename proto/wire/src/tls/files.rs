@@ -28,8 +28,8 @@ const MOST_BYTES: u64 = 1 << 20;
 ///
 /// # Errors
 /// Where it is absent, cannot be read or is too large.
-pub(super) fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Fault> {
-    let path = dir.join(name);
+pub(super) fn read(dir: &Path, name: impl AsRef<Path>) -> Result<Vec<u8>, Fault> {
+    let path = dir.join(&name);
     let size = fs::metadata(&path).map(|found| found.len());
     match size.and_then(|size| if size > MOST_BYTES { Ok(None) } else { fs::read(&path).map(Some) }) {
         Ok(Some(bytes)) => Ok(bytes),
@@ -39,14 +39,14 @@ pub(super) fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Fault> {
 }
 
 /// Reads a file that may be absent.
-pub(super) fn read_optional(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, Fault> {
-    if dir.join(name).try_exists().is_ok_and(|exists| !exists) {
+pub(super) fn read_optional(dir: &Path, name: impl AsRef<Path>) -> Result<Option<Vec<u8>>, Fault> {
+    if dir.join(&name).try_exists().is_ok_and(|exists| !exists) {
         return Ok(None);
     }
     read(dir, name).map(Some)
 }
 
-pub(super) fn wrong(dir: &Path, name: &str, why: impl std::fmt::Display) -> Fault {
+pub(super) fn wrong(dir: &Path, name: impl AsRef<Path>, why: impl std::fmt::Display) -> Fault {
     let value = format!("{}, {why}", dir.join(name).display());
     Fault::new(FaultKind::Precondition, "tls_dir", value, "a folder whose files can be used", REMEDY)
 }

@@ -8,7 +8,7 @@ use longshore_server::Embedded;
 use longshore_wire::v1;
 
 use super::{median, storage, update::Bare, wire};
-use crate::servers::Servers;
+use crate::{access::Access, servers::Servers};
 
 /// How many times each is measured. Medians count.
 const ROUNDS: usize = 5;
@@ -28,6 +28,14 @@ pub(crate) struct ProbeArgs {
     /// With --probe: servers to measure the link to [default: one in this process, over loopback]
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...", requires = "probe")]
     probe_servers: Vec<String>,
+    #[command(flatten)]
+    access: Access,
+}
+
+impl ProbeArgs {
+    pub(crate) fn elsewhere(&mut self) -> (&mut Vec<String>, &mut Access) {
+        (&mut self.probe_servers, &mut self.access)
+    }
 }
 
 /// In GB/s, and microseconds.
@@ -42,14 +50,24 @@ pub(crate) struct Probed {
     pub(crate) round_trip_us: f64,
 }
 
+impl Probed {
+    /// Under the names of the flags that take them.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "threads": self.threads, "server_memory": self.server_memory, "drives": self.drives, "link": self.link,
+            "is_loopback": self.is_loopback, "round_trip": self.round_trip_us,
+        })
+    }
+}
+
 pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> {
     let own = match args.probe_servers.is_empty() {
         true => Some(Embedded::start(|config| config)?),
         false => None,
     };
-    let servers = match &own {
-        Some(server) => vec![server.address().to_string()],
-        None => args.probe_servers.clone(),
+    let (servers, access) = match &own {
+        Some(server) => (vec![server.address().to_string()], Access::default()),
+        None => (args.probe_servers.clone(), args.access.clone()),
     };
     let drives = match args.probe_dir.as_slice() {
         [] => None,
@@ -59,9 +77,9 @@ pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> 
         threads: available_threads(),
         server_memory: memory(formats)?,
         drives,
-        link: link(&servers)?,
+        link: link(&servers, &access)?,
         is_loopback: own.is_some(),
-        round_trip_us: round_trip(&servers)?,
+        round_trip_us: round_trip(&servers, &access)?,
     })
 }
 
@@ -71,8 +89,9 @@ fn memory(formats: Formats) -> anyhow::Result<f64> {
     Ok(bare.bytes_per_s(ROUNDS) / 1e9)
 }
 
-fn link(servers: &[String]) -> anyhow::Result<f64> {
-    let mut both = wire::Both::to(servers.to_vec(), wire::default_connections())?;
+/// How many GB a second go to servers and come from them, the slower direction.
+pub(crate) fn link(servers: &[String], access: &Access) -> anyhow::Result<f64> {
+    let mut both = wire::Both::to((servers.to_vec(), access), wire::default_connections())?;
     let mut slower = Vec::new();
     // The first round warms up.
     for round in 0..=ROUNDS {
@@ -86,8 +105,8 @@ fn link(servers: &[String]) -> anyhow::Result<f64> {
 }
 
 /// How long a call takes that asks for no work, sent to all servers at once.
-fn round_trip(servers: &[String]) -> anyhow::Result<f64> {
-    let mut servers = Servers::connect(servers, None)?;
+fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
+    let mut servers = Servers::connect(servers, access)?;
     let mut times = Vec::with_capacity(CALLS);
     for _ in 0..CALLS {
         let begun = Instant::now();

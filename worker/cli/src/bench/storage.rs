@@ -17,7 +17,10 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::{job, median, param};
-use crate::sizes::{human, parse_count};
+use crate::{
+    output::Output,
+    sizes::{human, parse_count},
+};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -33,9 +36,6 @@ pub(crate) struct Args {
     /// Parts of the state kept in memory, each a case: 0 to 1
     #[arg(long, value_delimiter = ',', default_value = "0,0.5", value_name = "PART,...")]
     resident: Vec<f64>,
-    /// One JSON object a case
-    #[arg(long)]
-    json: bool,
 }
 
 struct Case {
@@ -58,16 +58,16 @@ impl Case {
     }
 }
 
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     for &part in &args.resident {
         ensure!((0.0..=1.0).contains(&part), "--resident is {part}, but must be between 0 and 1");
     }
-    if !args.json {
+    if !out.is_json() {
         say!("{}", head());
     }
     for case in cases(&args.resident) {
         let measurements = measure(&case, &args.dir, args.params, args.rounds.into())?;
-        say!("{}", if args.json { json(&case, &measurements, args) } else { line(&case, &measurements) });
+        out.result(|| json(&case, &measurements, args), || line(&case, &measurements));
     }
     Ok(())
 }
@@ -174,7 +174,7 @@ fn line(case: &Case, measurements: &[StorageMeasurement]) -> String {
     )
 }
 
-fn json(case: &Case, measurements: &[StorageMeasurement], args: &Args) -> String {
+fn json(case: &Case, measurements: &[StorageMeasurement], args: &Args) -> serde_json::Value {
     let of = medians(measurements);
     json!({
         "bench": "storage", "case": case.name(), "threads": available_threads(), "gb_per_s": of.gb_per_s,
@@ -183,5 +183,4 @@ fn json(case: &Case, measurements: &[StorageMeasurement], args: &Args) -> String
         "step_s": of.seconds, "resident": case.resident, "params": args.params,
         "bytes": measurements.first().map_or(0, |round| round.bytes), "rounds": measurements.len(),
     })
-    .to_string()
 }

@@ -1,6 +1,7 @@
 //! Prints what was measured, as a table for people or as JSON for programs, case by case.
 
 use super::Measured;
+use crate::output::Output;
 
 const HEAD: [&str; 7] = ["case", "threads", "GB/s", "min..max", "limit GB/s", "of the limit", "ns/param"];
 /// Room for numbers of rows that are not known yet. A larger one makes its row longer.
@@ -14,8 +15,8 @@ pub(crate) struct Rows {
 
 impl Rows {
     /// Prints the head of a table. Its first column has room for these names.
-    pub(crate) fn begin<'a>(cases: impl Iterator<Item = &'a str>, json: bool) -> Rows {
-        let rows = Rows { widths: (!json).then(|| widths(cases)) };
+    pub(crate) fn begin<'a>(cases: impl Iterator<Item = &'a str>, out: Output) -> Rows {
+        let rows = Rows { widths: (!out.is_json()).then(|| widths(cases)) };
         if let Some(widths) = &rows.widths {
             say!("{}\n{}", line(&HEAD.map(str::to_string), widths), rules(widths));
         }

@@ -1,9 +1,6 @@
 //! Commands that call every server of a job: checkpoint, resume, delete, drain.
 
-use std::{
-    path::PathBuf,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use longshore_proto::FaultKind;
@@ -13,33 +10,20 @@ use longshore_worker::session::{
 };
 use serde_json::json;
 
-use crate::servers::Servers;
+use crate::{access::Access, output::Output, progress::Progress, servers::Servers};
 
 #[derive(clap::Args)]
 pub(super) struct ServersArgs {
-    /// The servers, in the order the job was opened with
-    #[arg(
-        long,
-        env = "LONGSHORE_SERVERS",
-        value_delimiter = ',',
-        required = true,
-        value_name = "HOST:PORT,..."
-    )]
+    /// The servers, in the order the job was opened with [default: those of --cluster, or of the config file's default cluster]
+    #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
     pub(super) servers: Vec<String>,
     #[command(flatten)]
-    pub(super) tls: TlsArgs,
-}
-
-#[derive(clap::Args)]
-pub(super) struct TlsArgs {
-    /// Folder with ca.pem, and with client.pem and client.key or with token: connections to --servers are then encrypted
-    #[arg(long, env = "LONGSHORE_TLS_DIR", value_name = "DIR")]
-    pub(super) tls_dir: Option<PathBuf>,
+    pub(super) access: Access,
 }
 
 impl ServersArgs {
     pub(super) fn connect(&self) -> anyhow::Result<Servers> {
-        Servers::connect(&self.servers, self.tls.tls_dir.as_deref())
+        Servers::connect(&self.servers, &self.access)
     }
 }
 
@@ -59,24 +43,18 @@ pub(super) struct CheckpointArgs {
     /// The checkpoint's name [default: from the version]
     #[arg(long)]
     name: Option<String>,
-    /// One JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(clap::Args)]
 pub(super) struct CheckpointsArgs {
     #[command(flatten)]
-    target: JobArgs,
-    /// One JSON object a checkpoint
-    #[arg(long)]
-    json: bool,
+    pub(super) target: JobArgs,
 }
 
 #[derive(clap::Args)]
 pub(super) struct DeleteArgs {
     #[command(flatten)]
-    servers: ServersArgs,
+    pub(super) servers: ServersArgs,
     /// The job: what is deleted must be named
     #[arg(long)]
     job: String,
@@ -103,8 +81,9 @@ pub(super) struct StepBackArgs {
     version: u64,
 }
 
-pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
+pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
+    let waiting = Progress::waiting(&format!("writing a checkpoint of job {job}"), out);
     let (mut tried, mut taken) = (0, 0);
     let (name, parts) = loop {
         let described = describe(&mut servers, &job)?;
@@ -146,8 +125,9 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> anyhow::Result<()> {
             return Err(error);
         }
     };
+    drop(waiting);
     let version = parts.first().map_or(0, |(_, answer)| answer.version);
-    if args.json {
+    if out.is_json() {
         let manifest = |(address, answer): &(String, v1::SealCheckpointResponse)| json!({"server": address, "manifest": answer.manifest});
         let manifests: Vec<_> = sealed.iter().map(manifest).collect();
         say!("{}", json!({"job": job, "name": name, "version": version, "manifests": manifests}));
@@ -176,7 +156,7 @@ fn discard(servers: &mut Servers, job: &str, name: &str) {
     });
 }
 
-pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
+pub(super) fn checkpoints(args: &CheckpointsArgs, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     let found = common_checkpoints(&mut servers, &job)?;
     if found.is_empty() {
@@ -184,48 +164,47 @@ pub(super) fn checkpoints(args: &CheckpointsArgs) -> anyhow::Result<()> {
         servers.check_job(&job)?;
     }
     for Checkpoint { name, version, stale, damage, .. } in found {
-        if args.json {
-            let version = version.0;
-            say!(
-                "{}",
-                json!({"job": job, "name": name, "version": version, "stale": stale, "damage": damage})
-            );
-        } else {
-            let stale = if stale { "  stale: left behind when the job went back" } else { "" };
-            let damage = damage.map(|damage| format!("  DAMAGED {damage}")).unwrap_or_default();
-            say!("{name}  version {}{stale}{damage}", version.0);
-        }
+        let version = version.0;
+        out.result(
+            || json!({"job": job, "name": name, "version": version, "stale": stale, "damage": damage}),
+            || {
+                let stale = if stale { "  stale: left behind when the job went back" } else { "" };
+                let damage = damage.as_ref().map(|damage| format!("  DAMAGED {damage}")).unwrap_or_default();
+                format!("{name}  version {version}{stale}{damage}")
+            },
+        );
     }
     Ok(())
 }
 
-pub(super) fn resume(args: &ResumeArgs) -> anyhow::Result<()> {
+pub(super) fn resume(args: &ResumeArgs, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     // The version is named, so that a server which a first try has reached does not refuse the second.
     let version =
         paused_at(describe(&mut servers, &job)?.iter().filter_map(|answer| answer.progress.as_ref()));
-    let request = v1::ResumeRequest { job, loss_scale: args.loss_scale.unwrap_or(0.0), version };
+    let request = v1::ResumeRequest { job: job.clone(), loss_scale: args.loss_scale.unwrap_or(0.0), version };
     servers.each(|mut admin| {
         let request = request.clone();
         async move { admin.resume(request).await }
     })?;
-    say!("resumed");
+    out.result(|| json!({"job": job, "version": version, "resumed": true}), || "resumed".to_string());
     Ok(())
 }
 
-pub(super) fn step_back(args: &StepBackArgs) -> anyhow::Result<()> {
+pub(super) fn step_back(args: &StepBackArgs, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let request = v1::StepBackRequest { job, incarnation, version: args.version };
+    let request = v1::StepBackRequest { job: job.clone(), incarnation, version: args.version };
     servers.each(|mut admin| {
         let request = request.clone();
         async move { admin.step_back(request).await }
     })?;
-    say!("version {}", args.version);
+    let version = args.version;
+    out.result(|| json!({"job": job, "version": version}), || format!("version {version}"));
     Ok(())
 }
 
-pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
+pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
     let job = &args.job;
     let mut servers = args.servers.connect()?;
     let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
@@ -241,14 +220,14 @@ pub(super) fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
             answer => answer.map(|_| ()).context(address)?,
         }
     }
-    say!("deleted {job}");
+    out.result(|| json!({"job": job, "deleted": true}), || format!("deleted {job}"));
     Ok(())
 }
 
-pub(super) fn drain(args: &ServersArgs) -> anyhow::Result<()> {
+pub(super) fn drain(args: &ServersArgs, out: Output) -> anyhow::Result<()> {
     let mut servers = args.connect()?;
     servers.each(|mut admin| async move { admin.drain(v1::DrainRequest {}).await })?;
-    say!("draining");
+    out.result(|| json!({"servers": args.servers, "draining": true}), || "draining".to_string());
     Ok(())
 }
 

@@ -4,7 +4,9 @@ use std::path::Path;
 
 use super::trace::TraceFlag;
 use crate::{
+    access::Access,
     bench::{self, step, storage, update, wire},
+    output::Output,
     sizes::parse_count,
 };
 
@@ -18,7 +20,7 @@ pub(super) enum Bench {
     /// Push and pull over TCP and a Unix socket, beside raw sockets with as many connections
     Wire(wire::Args),
     /// Whole steps of a worker whose compute is a timed wait, beside what bounds them
-    Step(Traced<step::Args>),
+    Step(Box<Traced<step::Args>>),
     /// The nvme tier beside a bare loop of the same reads and writes on the same drives
     Storage(storage::Args),
 }
@@ -37,9 +39,6 @@ pub(super) struct UpdateArgs {
     /// Every rule in every format on every instruction set, not AdamW alone
     #[arg(long)]
     all: bool,
-    /// One JSON object a case
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(clap::Args)]
@@ -51,6 +50,14 @@ pub(super) struct Traced<T: clap::Args> {
 }
 
 impl Bench {
+    /// Servers that run elsewhere, where a bench may have them.
+    pub(super) fn elsewhere(&mut self) -> Option<(&mut Vec<String>, &mut Access)> {
+        match self {
+            Bench::Step(step) => Some(step.args.elsewhere()),
+            _ => None,
+        }
+    }
+
     pub(super) fn trace(&self) -> Option<&Path> {
         match self {
             Bench::Step(step) => step.trace.trace.as_deref(),
@@ -58,7 +65,7 @@ impl Bench {
         }
     }
 
-    pub(super) fn run(self) -> anyhow::Result<()> {
+    pub(super) fn run(self, out: Output) -> anyhow::Result<()> {
         match self {
             Bench::Update(args) => {
                 let settings = update::Settings {
@@ -68,12 +75,12 @@ impl Bench {
                     all: args.all,
                 };
                 let names = update::names(&settings)?;
-                let rows = bench::Rows::begin(names.iter().map(String::as_str), args.json);
+                let rows = bench::Rows::begin(names.iter().map(String::as_str), out);
                 update::run(&settings, |measured| rows.say(measured))
             }
-            Bench::Wire(args) => wire::run(&args),
-            Bench::Step(step) => step::run(&step.args),
-            Bench::Storage(args) => storage::run(&args),
+            Bench::Wire(args) => wire::run(&args, out),
+            Bench::Step(step) => step::run(&step.args, out),
+            Bench::Storage(args) => storage::run(&args, out),
         }
     }
 }

@@ -8,12 +8,12 @@ use longshore_server::config::ByteSize;
 use serde_json::json;
 
 use super::admin::JobArgs;
-use crate::{export, sizes::human};
+use crate::{export, output::Output, sizes::human};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    target: JobArgs,
+    pub(super) target: JobArgs,
     /// Folder to make, with model.safetensors or several files and model.safetensors.index.json
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -29,12 +29,9 @@ pub(super) struct Args {
     /// Longest wait, in seconds, for a version that all servers have
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86400))]
     deadline_s: u64,
-    /// One JSON object
-    #[arg(long)]
-    json: bool,
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let mut servers = args.target.servers.connect()?;
     let job = servers.job(args.target.job.as_ref())?;
     let settings = export::Settings {
@@ -45,12 +42,13 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         max_file_bytes: args.max_file_size.0,
         deadline: Duration::from_secs(args.deadline_s),
         replace: false,
+        shown: out,
     };
     let from = std::time::Instant::now();
     let exported = export::run(&mut servers, &settings)
         .with_context(|| format!("job {} was not exported to {}", settings.job, args.out.display()))?;
     let seconds = from.elapsed().as_secs_f64();
-    if args.json {
+    if out.is_json() {
         let said = json!({
             "job": settings.job, "version": exported.version.0, "dtype": args.dtype.to_string(),
             "out": args.out, "bytes": exported.bytes, "files": exported.files, "seconds": seconds,

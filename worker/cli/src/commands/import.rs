@@ -6,12 +6,12 @@ use anyhow::Context;
 use serde_json::json;
 
 use super::admin::ServersArgs;
-use crate::{import, sizes::human};
+use crate::{import, output::Output, sizes::human};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    servers: ServersArgs,
+    pub(super) servers: ServersArgs,
     /// The job to fill: a new one, or one that is open and waits for its weights
     #[arg(long)]
     job: String,
@@ -31,12 +31,9 @@ pub(super) struct Args {
     /// Leave tensors alone that are no parameter of the job, such as buffers
     #[arg(long)]
     ignore_extra: bool,
-    /// One JSON object
-    #[arg(long)]
-    json: bool,
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let settings = import::Settings {
         job: args.job.clone(),
         like: args.like.clone(),
@@ -45,13 +42,13 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         step: args.step,
         ignore_extra: args.ignore_extra,
         servers: args.servers.servers.clone(),
-        tls_dir: args.servers.tls.tls_dir.clone(),
+        access: args.servers.access.clone(),
     };
     let begun = std::time::Instant::now();
-    let imported = import::run(&mut args.servers.connect()?, &settings)
+    let imported = import::run(&mut args.servers.connect()?, &settings, out)
         .with_context(|| format!("job {} was not filled from {}", args.job, args.from.display()))?;
     let seconds = begun.elapsed().as_secs_f64();
-    if args.json {
+    if out.is_json() {
         let said = json!({
             "job": args.job, "params": imported.params, "elements": imported.elements, "applied": imported.applied,
             "seconds": seconds,

@@ -10,14 +10,13 @@ use longshore_engine::{
 use longshore_proto::{Fault, FaultKind, TierKind};
 use serde_json::json;
 
+use crate::output::Output;
+
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// A state directory (--state-dir or --shm-dir of a server), or one folder in it
     #[arg(value_name = "DIR")]
     dir: PathBuf,
-    /// One JSON object a folder
-    #[arg(long)]
-    json: bool,
 }
 
 /// Folders that a server could not go on from as they are, by the reason.
@@ -30,19 +29,19 @@ struct Amiss {
 
 /// Reads and verifies everything. The result is an error when a folder has no whole version, when its newest version
 /// is damaged, and when a server uses it.
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let mut amiss = Amiss::default();
     for folder in folders(&args.dir)? {
         let name = folder.display().to_string();
         let said = match look(&folder) {
             Ok(report) => {
-                let said = if args.json { json(&report).to_string() } else { text(&report) };
+                let said = if out.is_json() { json(&report).to_string() } else { text(&report) };
                 amiss.count(name, &report);
                 said
             }
             Err(fault) => {
                 let in_use = fault.kind == FaultKind::Conflict;
-                let said = if args.json {
+                let said = if out.is_json() {
                     refused(&name, &fault, in_use).to_string()
                 } else {
                     format!("{name}\n  {fault}")

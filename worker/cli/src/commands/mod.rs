@@ -2,30 +2,51 @@
 
 mod admin;
 mod bench;
+mod clusters;
 mod doctor;
 mod environment;
 mod export;
 mod import;
 mod inspect;
+mod manual;
 mod plan;
 mod restore;
 mod status;
 mod tls;
+mod top;
 mod trace;
 mod train;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use clap::{Parser, Subcommand};
+use clap::{ArgMatches, Parser, Subcommand};
+use longshore_proto::Fault;
 
 pub use self::environment::check_environment;
+use crate::{
+    access::Access,
+    clusters::{Given, Wanted, choose},
+    output::Output,
+};
+
+/// What every command ends with. docs/cli.md says it too, and tests/tests/cli.rs checks that both do.
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  an error, which the last line on stderr explains; of doctor, inspect and plan also: something is not as it should be
+  2  wrong arguments, variables or config file: nothing was tried";
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]
-#[command(name = "longshore", version, propagate_version = true)]
+#[command(name = "longshore", version, propagate_version = true, after_help = EXIT_CODES)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
+    #[command(flatten)]
+    output: Output,
+    /// The client's config file, with clusters by name [default: longshore/config.toml in ~/.config]
+    #[arg(long, global = true, env = "LONGSHORE_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
     /// What to log on stderr, as in info or longshore_worker=debug
     #[arg(long, global = true, env = "LONGSHORE_LOG", default_value = "warn", value_name = "FILTER")]
     log: String,
@@ -43,6 +64,8 @@ enum Command {
     ///
     /// A server that does not answer is named, the others are shown, and the exit code is 1.
     Status(status::Args),
+    /// Watch the jobs of servers in this terminal: speed, loss, who waits for whom, what is wrong and what to do
+    Top(top::Args),
     /// Write a checkpoint of a running job
     Checkpoint(admin::CheckpointArgs),
     /// List the checkpoints of a job
@@ -74,6 +97,12 @@ enum Command {
     /// Make the certificates and tokens of a cluster
     #[command(subcommand)]
     Tls(tls::Tls),
+    /// List the clusters of the config file
+    Clusters,
+    /// Print a script that completes commands and flags in a shell
+    Completions(manual::CompletionsArgs),
+    /// Write the manual pages of longshore and longshored
+    Man(manual::ManArgs),
     /// Measure this host
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -87,30 +116,92 @@ impl Command {
             _ => None,
         }
     }
+
+    /// The servers that it talks to, how, and what it does without any. None for those that talk to none.
+    fn servers(&mut self) -> Option<((&mut Vec<String>, &mut Access), Wanted)> {
+        let needed = match self {
+            Command::Status(args) => &mut args.servers,
+            Command::Top(args) => &mut args.servers,
+            Command::Checkpoint(args) => &mut args.target.servers,
+            Command::Checkpoints(args) => &mut args.target.servers,
+            Command::Restore(args) => &mut args.target.servers,
+            Command::Export(args) => &mut args.target.servers,
+            Command::Import(args) => &mut args.servers,
+            Command::Resume(args) => &mut args.target.servers,
+            Command::StepBack(args) => &mut args.target.servers,
+            Command::Delete(args) => &mut args.servers,
+            Command::Drain(args) => args,
+            Command::Train(args) => return Some((args.elsewhere(), Wanted::Optional)),
+            Command::Doctor(args) => return Some((args.elsewhere(), Wanted::Optional)),
+            Command::Plan(args) => return Some((args.elsewhere(), Wanted::ByFlag)),
+            Command::Bench(bench) => return Some((bench.elsewhere()?, Wanted::ByFlag)),
+            Command::Inspect(_) | Command::Tls(_) | Command::Clusters => return None,
+            Command::Completions(_) | Command::Man(_) => return None,
+        };
+        Some(((&mut needed.servers, &mut needed.access), Wanted::Needed))
+    }
 }
 
 impl Cli {
+    /// How results and errors are printed.
+    pub(crate) fn output(&self) -> Output {
+        self.output
+    }
+
+    /// Finds the servers of the cluster that is meant, where servers are meant by a name.
+    ///
+    /// # Errors
+    /// Where the name or the config file cannot be used, or no servers are named at all.
+    pub(crate) fn settle(&mut self, matches: &ArgMatches) -> Result<(), Fault> {
+        let given = given(matches);
+        let Some(((servers, access), wanted)) = self.command.servers() else { return Ok(()) };
+        choose(servers, access, (given, wanted), self.config.as_deref())
+    }
+
     pub fn run(self) -> anyhow::Result<()> {
         // The guard is kept to the end, when the trace is written out.
         let (stages, _trace) = self.command.trace().map(trace::to).transpose()?.unzip();
         longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log, stages);
+        let out = self.output;
         match self.command {
-            Command::Train(args) => train::run(*args),
-            Command::Plan(args) => plan::run(&args),
-            Command::Status(args) => status::run(&args),
-            Command::Checkpoint(args) => admin::checkpoint(&args),
-            Command::Checkpoints(args) => admin::checkpoints(&args),
-            Command::Restore(args) => restore::run(&args),
-            Command::Export(args) => export::run(&args),
-            Command::Import(args) => import::run(&args),
-            Command::Inspect(args) => inspect::run(&args),
-            Command::Resume(args) => admin::resume(&args),
-            Command::StepBack(args) => admin::step_back(&args),
-            Command::Delete(args) => admin::delete(&args),
-            Command::Drain(args) => admin::drain(&args),
-            Command::Doctor(args) => doctor::run(&args),
-            Command::Tls(tls) => tls.run(),
-            Command::Bench(bench) => bench.run(),
+            Command::Train(args) => train::run(*args, out),
+            Command::Plan(args) => plan::run(&args, out),
+            Command::Status(args) => status::run(&args, out),
+            Command::Top(args) => top::run(&args, out),
+            Command::Checkpoint(args) => admin::checkpoint(&args, out),
+            Command::Checkpoints(args) => admin::checkpoints(&args, out),
+            Command::Restore(args) => restore::run(&args, out),
+            Command::Export(args) => export::run(&args, out),
+            Command::Import(args) => import::run(&args, out),
+            Command::Inspect(args) => inspect::run(&args, out),
+            Command::Resume(args) => admin::resume(&args, out),
+            Command::StepBack(args) => admin::step_back(&args, out),
+            Command::Delete(args) => admin::delete(&args, out),
+            Command::Drain(args) => admin::drain(&args, out),
+            Command::Doctor(args) => doctor::run(&args, out),
+            Command::Tls(tls) => tls.run(out),
+            Command::Clusters => clusters::run(self.config.as_deref(), out),
+            Command::Completions(args) => {
+                manual::completions(&args, out);
+                Ok(())
+            }
+            Command::Man(args) => manual::man(&args, out),
+            Command::Bench(bench) => bench.run(out),
         }
     }
+}
+
+/// Where the servers and the cluster were named: by flags or by variables.
+fn given(matches: &ArgMatches) -> Given {
+    let mut leaf = matches;
+    while let Some((_, below)) = leaf.subcommand() {
+        leaf = below;
+    }
+    let source = |name: &str| {
+        let is_there = leaf.ids().any(|id| id.as_str() == name);
+        is_there.then(|| leaf.value_source(name)).flatten()
+    };
+    // The servers of a plan are a number; those that it measures the link to have a name of their own.
+    let servers = source("probe_servers").or_else(|| source("servers"));
+    Given { servers, cluster: source("cluster") }
 }

@@ -21,7 +21,9 @@ use serde_json::json;
 
 use super::train::preset;
 use crate::{
+    access::Access,
     bench::probe::{self, ProbeArgs, Probed},
+    output::Output,
     plan::{DriveTraffic, Model, Tensor, Transformer},
     sizes::{human, parse_count},
     train::gpt::{Gpt, VOCABULARY},
@@ -102,9 +104,6 @@ pub(super) struct Args {
     gpus: gpus::Args,
     #[command(flatten)]
     probe: ProbeArgs,
-    /// One JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 /// What the job takes of the server with most of it.
@@ -121,13 +120,14 @@ struct Requirements {
 }
 
 /// Prints the plan. The result is an error when the job does not fit.
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if args.probe.probe {
-        say!("{}", hardware_file(args.formats(), &probe::run(&args.probe, args.formats())?));
+        let probed = probe::run(&args.probe, args.formats())?;
+        out.result(|| probed.json(), || hardware_file(args.formats(), &probed));
         return Ok(());
     }
     let plan = Requirements::of(args)?;
-    if args.json {
+    if out.is_json() {
         say!("{}", plan.json(args));
     } else {
         plan.print(args);
@@ -160,6 +160,10 @@ fn hardware_file(formats: Formats, probed: &Probed) -> String {
 }
 
 impl Args {
+    pub(super) fn elsewhere(&mut self) -> (&mut Vec<String>, &mut Access) {
+        self.probe.elsewhere()
+    }
+
     fn check(&self) -> anyhow::Result<()> {
         ensure!(self.servers > 0 && self.state_dirs > 0, "--servers and --state-dirs must be at least 1");
         ensure!(self.shard_elements > 0, "--shard-elements must be at least 1");

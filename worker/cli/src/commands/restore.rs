@@ -10,39 +10,37 @@ use longshore_worker::session::{GoBack, Options, Session};
 use serde_json::json;
 
 use super::admin::{JobArgs, target};
-use crate::servers::Servers;
+use crate::{output::Output, progress::Progress, servers::Servers};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    target: JobArgs,
+    pub(super) target: JobArgs,
     /// The checkpoint's name [default: the newest that can be restored]
     #[arg(long)]
     name: Option<String>,
     /// Delete the state that servers hold, and go back to the checkpoint
     #[arg(long)]
     discard_state: bool,
-    /// One JSON object
-    #[arg(long)]
-    json: bool,
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     let spec = spec(&mut servers, &job, args.name.as_ref())?;
     let addresses = servers.list().iter().map(|server| server.address.clone()).collect();
     drop(servers);
     // It connects as rank 0, whose view of the servers is the one that counts. It does not join.
-    let tls_dir = args.target.servers.tls.tls_dir.clone();
-    let options = Options { connections: 1, tls_dir, ..Options::new(addresses, spec, Rank(0)) };
-    let session = Session::connect(options)?;
+    let options = Options { connections: 1, ..Options::new(addresses, spec, Rank(0)) };
+    let session = Session::connect(args.target.servers.access.of(options))?;
     let how = GoBack { checkpoint: args.name.clone(), discard_state: args.discard_state };
+    let waiting = Progress::waiting(&format!("restoring job {job}"), out);
     let restored = session.go_back(&how)?;
-    if args.json {
-        say!("{}", json!({"job": job, "name": restored.name, "version": restored.version.0}));
-    } else {
-        say!("restored {}: version {}", restored.name, restored.version.0);
-    }
+    drop(waiting);
+    let (name, version) = (restored.name, restored.version.0);
+    out.result(
+        || json!({"job": job, "name": name, "version": version}),
+        || format!("restored {name}: version {version}"),
+    );
     Ok(())
 }
 

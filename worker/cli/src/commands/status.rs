@@ -4,7 +4,6 @@ mod gather;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::ensure;
 use longshore_proto::{
     Formats, JobSpec, Version,
     checksum::{BlockHash, state_hash},
@@ -14,14 +13,15 @@ use longshore_wire::{Wire, v1};
 use self::gather::{Answers, Found, GONE, Without, hashed};
 use super::admin::ServersArgs;
 use crate::{
-    servers::{PROMPTLY, name_silent},
+    output::Output,
+    servers::{PROMPTLY, Unanswered},
     sizes::human,
 };
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    servers: ServersArgs,
+    pub(super) servers: ServersArgs,
     /// Only this job
     #[arg(long)]
     job: Option<String>,
@@ -31,16 +31,13 @@ pub(super) struct Args {
     /// Longest wait, in seconds, for a server to say what it holds
     #[arg(long, default_value_t = PROMPTLY.as_secs(), value_parser = clap::value_parser!(u64).range(1..=3600))]
     deadline_s: u64,
-    /// One JSON object a job
-    #[arg(long)]
-    json: bool,
 }
 
 /// Prints what the servers that answer say. The result is an error when one does not answer, or when none holds the
 /// job that was named.
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let mut found = Found::ask(&args.servers, Duration::from_secs(args.deadline_s))?;
-    if !args.json {
+    if !out.is_json() {
         for (address, list) in &found.lists {
             say!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
         }
@@ -51,22 +48,20 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         let (mut answers, without) = found.describe(job);
         let unhashed =
             if args.no_hash { Some(LEFT_OUT.to_string()) } else { hashed(&mut found, job, &mut answers) };
-        if args.json {
+        if out.is_json() {
             say!("{}", json(job, &answers, &without));
         } else {
             print(job, &answers, &without, unhashed);
         }
     }
-    if jobs.is_empty() && !args.json {
+    if jobs.is_empty() && !out.is_json() {
         say!("no jobs");
     }
     let asked = found.lists.len() + found.silent.len();
-    ensure!(
-        found.silent.is_empty(),
-        "{} of {asked} servers did not answer: {}",
-        found.silent.len(),
-        name_silent(&found.silent)
-    );
+    if !found.silent.is_empty() {
+        let lead = format!("{} of {asked} servers did not answer", found.silent.len());
+        return Err(Unanswered::with(&found.silent, &lead).into());
+    }
     Ok(())
 }
 

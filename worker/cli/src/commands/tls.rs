@@ -6,8 +6,12 @@ use std::{
 };
 
 use anyhow::ensure;
+use serde_json::json;
 
-use crate::tls::{Authority, CA_KEY, Subject, write_identities};
+use crate::{
+    output::Output,
+    tls::{Authority, CA_KEY, Subject, write_identities},
+};
 
 #[derive(clap::Subcommand)]
 pub(super) enum Tls {
@@ -68,15 +72,15 @@ const IDENTITIES: [(&str, &str, &str); 3] = [
 ];
 
 impl Tls {
-    pub(super) fn run(&self) -> anyhow::Result<()> {
+    pub(super) fn run(&self, out: Output) -> anyhow::Result<()> {
         match self {
-            Tls::Init(args) => init(args),
-            Tls::Issue(args) => issue(args),
+            Tls::Init(args) => init(args, out),
+            Tls::Issue(args) => issue(args, out),
         }
     }
 }
 
-fn init(args: &InitArgs) -> anyhow::Result<()> {
+fn init(args: &InitArgs, out: Output) -> anyhow::Result<()> {
     let dir = &args.dir;
     let authority = Authority::create(dir)?;
     let server = dir.join("server");
@@ -95,8 +99,22 @@ fn init(args: &InitArgs) -> anyhow::Result<()> {
         }
     }
     write_identities(&server, &identities)?;
-    say_what_goes_where(dir, args);
+    if out.is_json() {
+        say!("{}", made(dir, args));
+    } else {
+        say_what_goes_where(dir, args);
+    }
     Ok(())
+}
+
+/// The folders that were made.
+fn made(dir: &Path, args: &InitArgs) -> serde_json::Value {
+    let identity = |(name, _, _): (&str, &str, &str)| {
+        let token = (!args.no_tokens).then(|| dir.join(format!("{name}-token")));
+        json!({"name": name, "dir": dir.join(name), "token_dir": token})
+    };
+    let identities: Vec<_> = IDENTITIES.into_iter().map(identity).collect();
+    json!({"dir": dir, "server": dir.join("server"), "ca_key": dir.join(CA_KEY), "identities": identities})
 }
 
 fn say_what_goes_where(dir: &Path, args: &InitArgs) {
@@ -114,20 +132,29 @@ fn say_what_goes_where(dir: &Path, args: &InitArgs) {
     say!("{shown}/{CA_KEY}    nowhere: keep it, `longshore tls issue` makes more certificates with it");
 }
 
-fn issue(args: &IssueArgs) -> anyhow::Result<()> {
+fn issue(args: &IssueArgs, out: Output) -> anyhow::Result<()> {
     let (authority, subject) = (Authority::open(&args.dir)?, &args.subject);
-    let out = args.out.display();
-    if subject.token {
+    let dir = args.out.display();
+    let (of, hash, next) = if subject.token {
         let hash = authority.token(&args.out)?;
-        say!("{out}: add tokens_sha256 = [\"{hash}\"] to an identity in each server's identities.toml");
+        let next =
+            format!("add tokens_sha256 = [\"{hash}\"] to an identity in each server's identities.toml");
+        ("token", Some(hash), next)
     } else if let Some(name) = &subject.client {
         authority.issue(&args.out, &Subject::Client(name), args.days)?;
-        say!("{out}: list an identity with name = {name:?} in each server's identities.toml, if it is new");
+        let next =
+            format!("list an identity with name = {name:?} in each server's identities.toml, if it is new");
+        ("client", None, next)
     } else {
         ensure!(!subject.hosts.is_empty(), "--hosts names no host");
         authority.issue(&args.out, &Subject::Server(&with_localhost(&subject.hosts)), args.days)?;
-        say!("{out}: copy its server.pem and server.key over a server's; it takes them up while it runs");
-    }
+        let next = "copy its server.pem and server.key over a server's; it takes them up while it runs";
+        ("server", None, next.to_string())
+    };
+    out.result(
+        || json!({"dir": args.out, "of": of, "token_sha256": hash, "next": next}),
+        || format!("{dir}: {next}"),
+    );
     Ok(())
 }
 

@@ -9,7 +9,8 @@ use longshore_server::config::ByteSize;
 use longshore_worker::{DelayCorrection, DeviceChoice, session::Transport};
 
 pub(super) use self::settings::{preset, run};
-use super::{admin::TlsArgs, trace::TraceFlag};
+use super::trace::TraceFlag;
+use crate::access::Access;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -19,7 +20,7 @@ pub(super) struct Args {
     #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
     servers: Vec<String>,
     #[command(flatten)]
-    tls: TlsArgs,
+    access: Access,
     /// The server that --servers names is embedded in the process that started this one
     #[arg(long, hide = true)]
     embedded: bool,
@@ -207,11 +208,14 @@ pub(super) struct Args {
     prompt: String,
     #[arg(long, default_value_t = 0.8, help_heading = "Output")]
     temperature: f64,
-    /// One JSON object a line on stdout
+    /// Write event files for TensorBoard into this folder: loss, norm, learning rate, times
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    tensorboard: Option<PathBuf>,
+    /// Print a plot of the loss at the end, where stdout is no terminal, too
     #[arg(long, help_heading = "Output")]
-    json: bool,
+    plot: bool,
     /// With --json, on every rank: the checksum of the weights that each step computed with
-    #[arg(long, hide = true, requires = "json", help_heading = "Output")]
+    #[arg(long, hide = true, help_heading = "Output")]
     step_weights: bool,
 
     /// Update threads of an embedded server [default: all cores]
@@ -232,6 +236,10 @@ pub(super) struct Args {
 }
 
 impl Args {
+    pub(super) fn elsewhere(&mut self) -> (&mut Vec<String>, &mut Access) {
+        (&mut self.servers, &mut self.access)
+    }
+
     pub(super) fn trace(&self) -> Option<&Path> {
         self.trace.trace.as_deref()
     }

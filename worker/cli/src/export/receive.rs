@@ -12,7 +12,7 @@ use longshore_worker::{
 };
 
 use super::{files::Files, optimizer::Optimizer, settings::Settings};
-use crate::servers::Servers;
+use crate::{progress::Progress, servers::Servers, torch::moments};
 
 /// Where what is received goes.
 pub(super) struct Sinks {
@@ -53,12 +53,17 @@ pub(super) fn receive(
     };
     let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
     let received = Mutex::new(Ok(0));
+    let progress = Progress::bytes("exporting", bytes(settings, spec, layout), settings.shown);
+    let progress = &progress;
     thread::scope(|scope| {
         for (index, server) in servers.list().iter().enumerate() {
             let (export, all) = (&export, &received);
             let owned = placement.owned(ServerId(index as u32));
             scope.spawn(move || {
-                let write = |array, at, bytes: &[u8]| sinks.write(array, at, bytes);
+                let write = |array, at, bytes: &[u8]| {
+                    progress.add(bytes.len() as u64);
+                    sinks.write(array, at, bytes)
+                };
                 let received = export.receive(&server.address, server.admin.clone(), &owned, &write);
                 let received = servers.handle().block_on(received);
                 // The first fault is the cause, and the others may be its consequence.
@@ -70,6 +75,13 @@ pub(super) fn receive(
         }
     });
     received.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What comes from all servers together, padding included.
+fn bytes(settings: &Settings, spec: &JobSpec, layout: &Layout) -> u64 {
+    let arrays = 1 + moments(spec.rule).len() as u64;
+    let element = if settings.optimizer { arrays * Dtype::F32.bytes() } else { settings.dtype.bytes() };
+    layout.elements() * element
 }
 
 fn check_servers(servers: &Servers, placement: &Placement) -> Result<(), Fault> {

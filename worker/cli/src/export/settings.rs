@@ -4,6 +4,8 @@ use std::{path::PathBuf, time::Duration};
 
 use longshore_proto::Dtype;
 
+use crate::output::Output;
+
 pub(crate) struct Settings {
     pub(crate) job: String,
     pub(crate) out: PathBuf,
@@ -16,4 +18,6 @@ pub(crate) struct Settings {
     pub(crate) deadline: Duration,
     /// The export may take the place of an earlier one.
     pub(crate) replace: bool,
+    /// Whether a bar may be shown.
+    pub(crate) shown: Output,
 }

@@ -10,7 +10,7 @@ mod universal;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Rank};
+use longshore_proto::{Dtype, Fault, FaultKind, Initialisation, JobName, JobSpec, LeftOut, Rank, StateArray};
 use longshore_wire::{
     Wire,
     v1::{self, Phase},
@@ -21,12 +21,17 @@ use self::{
     found::{Found, invalid},
     tensors::Files,
 };
-use crate::servers::{PROMPTLY, Servers};
+use crate::{
+    access::Access,
+    output::Output,
+    progress::Progress,
+    servers::{PROMPTLY, Servers},
+    torch::moments,
+};
 
 pub(crate) struct Settings {
     pub(crate) servers: Vec<String>,
-    /// As of the worker's options.
-    pub(crate) tls_dir: Option<PathBuf>,
+    pub(crate) access: Access,
     pub(crate) job: String,
     /// The job whose parameters and settings a new job has. Without it the job is open already, and waits for weights.
     pub(crate) like: Option<String>,
@@ -47,7 +52,7 @@ pub(crate) struct Imported {
 }
 
 /// Fills the job on all servers. An import that was cut off goes on where it is asked for again.
-pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Imported> {
+pub(crate) fn run(servers: &mut Servers, settings: &Settings, out: Output) -> anyhow::Result<Imported> {
     let spec = spec(servers, settings)?;
     let layout = spec.validate()?;
     let filling = find(settings)?.filling(&spec, &layout, settings.ignore_extra)?;
@@ -55,14 +60,45 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
         (0..spec.params.len()).map(|param| layout.param_range(param)).map(|place| place.end - place.start);
     let (params, applied) = (spec.params.len(), filling.applied());
     let imported = Imported { params, elements: elements.sum(), applied };
-    let options = Options {
-        tls_dir: settings.tls_dir.clone(),
-        ..Options::new(settings.servers.clone(), spec, Rank(0))
-    };
-    let mut session = Session::connect(options)?;
+    let options = Options::new(settings.servers.clone(), spec, Rank(0));
+    let mut session = Session::connect(settings.access.of(options))?;
+    let arrays = if applied.is_some() { 1 + moments(session.spec().rule).len() as u64 } else { 1 };
+    let bytes = imported.elements * arrays * Dtype::F32.bytes();
+    let filling = Shown { filling: &filling, progress: Progress::bytes("importing", bytes, out) };
     session.start_from(&filling)?;
     session.leave()?;
     Ok(imported)
+}
+
+/// A filling that moves a bar.
+struct Shown<'a> {
+    filling: &'a dyn Filling,
+    progress: Progress,
+}
+
+impl Filling for Shown<'_> {
+    fn applied(&self) -> Option<u64> {
+        self.filling.applied()
+    }
+
+    fn left_out(&self) -> &[LeftOut] {
+        self.filling.left_out()
+    }
+
+    fn initialisation(&self) -> Option<&Initialisation> {
+        self.filling.initialisation()
+    }
+
+    fn write(
+        &self,
+        array: StateArray,
+        param: usize,
+        at: u64,
+        target: &mut [u8],
+    ) -> longshore_worker::Result<()> {
+        self.progress.add(target.len() as u64);
+        self.filling.write(array, param, at, target)
+    }
 }
 
 /// What the files have, whoever wrote them.

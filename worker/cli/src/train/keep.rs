@@ -13,7 +13,7 @@ use super::{
     Settings,
     report::{Kept, Report},
 };
-use crate::{export, servers::Servers, sizes::human};
+use crate::{access::Access, export, output::Output, servers::Servers, sizes::human};
 
 /// How many bytes of tensors go into one file, as in `longshore export`.
 const EXPORT_FILE_BYTES: u64 = 5 << 30;
@@ -162,9 +162,10 @@ impl<'a> Keeper<'a> {
             max_file_bytes: EXPORT_FILE_BYTES,
             deadline: self.settings.deadline,
             replace: true,
+            shown: Output::new(self.settings.json),
         };
-        let tls_dir = self.settings.tls_dir.as_deref().filter(|_| !self.embedded);
-        let mut servers = Servers::connect(self.servers, tls_dir)?;
+        let access = if self.embedded { Access::default() } else { self.settings.access.clone() };
+        let mut servers = Servers::connect(self.servers, &access)?;
         let exported = export::run(&mut servers, &settings);
         let exported = exported.with_context(|| {
             format!("training is done, and its weights were not exported to {}", settings.out.display())

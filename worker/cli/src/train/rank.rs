@@ -22,6 +22,7 @@ use super::{
     stage_units, tested,
     text::{Batch, Corpus},
 };
+use crate::{output::Output, progress::Progress};
 
 /// How many sequences a validation batch has. They are few, so that an evaluation has fewer activations than a step.
 const VALIDATION_SEQUENCES: usize = 4;
@@ -52,7 +53,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let tokens = (settings.batch * run.model.config().context) as u64
         * u64::from(settings.micro_steps)
         * u64::from(settings.world_size);
-    let mut report = Report::new(rank, settings.json, settings.steps, tokens);
+    let mut report = Report::new(rank, settings, tokens)?;
     let choice = ServerChoice { servers, embedded };
     loop {
         match run.train(choice, &mut report) {
@@ -110,9 +111,9 @@ impl<'a> Run<'a> {
             deadline: settings.deadline,
             pause_deadline: settings.pause_deadline,
             host_budget: host.clone(),
-            tls_dir: settings.tls_dir.clone().filter(|_| !embedded),
             ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
         };
+        let options = if embedded { options } else { settings.access.of(options) };
         let (session, joined) = self.enter(options, report)?;
         let mut keeper = Keeper::new(settings, servers, embedded);
         if self.rank == 0 {
@@ -183,7 +184,17 @@ impl<'a> Run<'a> {
             let Settings { seed, init_on_servers, .. } = *self.settings;
             match init_on_servers {
                 true => session.make(&self.model.initialisation(seed), &|_| Vec::new())?,
-                false => session.upload(&|param| self.model.init(seed, param))?,
+                false => {
+                    let elements: usize = self.model.params().iter().map(|param| param.elements()).sum();
+                    let bytes = (elements * size_of::<f32>()) as u64;
+                    let progress =
+                        Progress::bytes("uploading weights", bytes, Output::new(self.settings.json));
+                    session.upload(&|param| {
+                        let weights = self.model.init(seed, param);
+                        progress.add((weights.len() * size_of::<f32>()) as u64);
+                        weights
+                    })?
+                }
             }
             session.wait_training()?;
         }

@@ -7,11 +7,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use longshore_proto::{Formats, Step};
 use longshore_worker::pipeline::{StepInputs, StepOutcome};
 use serde_json::json;
 
+use super::{plot::plot, settings::Settings, tensorboard::EventFile};
 use crate::sizes::human;
 
 /// How many plain lines a whole run writes, so that a log stays readable.
@@ -39,6 +41,10 @@ pub(super) struct Report {
     pulled: u64,
     skipped: u64,
     last_shown: Option<Instant>,
+    /// Every step's loss, for the plot at the end.
+    curve: Vec<(u64, f32)>,
+    settings: Settings,
+    events: Option<EventFile>,
 }
 
 /// What a run trains, shown before its first step.
@@ -92,14 +98,23 @@ pub(super) struct Ending {
 }
 
 impl Report {
-    pub(super) fn new(rank: u32, json: bool, steps: u64, tokens_per_step: u64) -> Report {
-        let output = match (rank, json) {
+    /// # Errors
+    /// Where the file for TensorBoard cannot be made.
+    pub(super) fn new(rank: u32, settings: &Settings, tokens_per_step: u64) -> anyhow::Result<Report> {
+        let events = match settings.tensorboard.as_deref().filter(|_| rank == 0) {
+            Some(dir) => {
+                Some(EventFile::create(dir).with_context(|| format!("--tensorboard {}", dir.display()))?)
+            }
+            None => None,
+        };
+        let steps = settings.steps;
+        let output = match (rank, settings.json) {
             (0, true) => Output::Json,
             (0, false) if io::stdout().is_terminal() && io::stderr().is_terminal() => Output::Bar(bar(steps)),
             (0, false) => Output::Plain,
             _ => Output::Silent,
         };
-        Report {
+        Ok(Report {
             output,
             steps,
             tokens_per_step,
@@ -112,7 +127,10 @@ impl Report {
             pulled: 0,
             skipped: 0,
             last_shown: None,
-        }
+            curve: Vec::new(),
+            settings: settings.clone(),
+            events,
+        })
     }
 
     pub(super) fn opening(&mut self, opening: &Opening<'_>) {
@@ -171,6 +189,9 @@ impl Report {
             self.wall += outcome.timing.wall;
             self.pushed += outcome.timing.pushed_bytes;
             self.pulled += outcome.timing.pulled_bytes;
+            self.curve.push((outcome.step.0, loss));
+            let (rate, tokens) = (self.settings.learning_rate(outcome.step), self.tokens_per_step);
+            self.write_events(|events| events.step(&outcome, loss, rate, tokens));
             self.step(&outcome, loss);
         }
     }
@@ -213,7 +234,15 @@ impl Report {
         }
     }
 
+    /// Writes for TensorBoard. A file that cannot be written any more ends with a note, and training goes on.
+    fn write_events(&mut self, write: impl FnOnce(&mut EventFile) -> io::Result<()>) {
+        let Some(Err(error)) = self.events.as_mut().map(write) else { return };
+        self.events = None;
+        self.note(&format!("nothing more is written for TensorBoard: {error}"));
+    }
+
     pub(super) fn validation(&mut self, version: u64, loss: f32) {
+        self.write_events(|events| events.scalars(version, &[("validation_loss", loss.into())]));
         match self.output {
             Output::Json => self.json(&json!({"event": "validation", "version": version, "loss": loss})),
             _ => self.line(&format!("validation loss at version {version}: {loss:.3} nats per byte")),
@@ -247,6 +276,9 @@ impl Report {
         if let Output::Bar(bar) = &self.output {
             bar.finish_and_clear();
         }
+        let last = [("validation_loss", ending.validation_loss.into())];
+        self.write_events(|events| events.scalars(ending.version, &last));
+        self.write_events(EventFile::flush);
         let steps = self.done.max(1);
         let per_step = |bytes: u64| bytes / steps;
         let exposed_ms = self.exposed.as_secs_f64() * 1e3 / steps as f64;
@@ -277,6 +309,11 @@ impl Report {
             format!("{} servers", ending.around.servers)
         };
         let percent = if step_ms > 0.0 { 100.0 * exposed_ms / step_ms } else { 0.0 };
+        if self.settings.plot || matches!(self.output, Output::Bar(_)) {
+            self.line("");
+            self.line("loss of each step");
+            plot(&self.curve).iter().for_each(|line| self.line(line));
+        }
         self.line("");
         self.line(&format!("sample: {}", ending.sample.escape_debug()));
         self.line("");

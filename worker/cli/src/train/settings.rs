@@ -15,6 +15,7 @@ use longshore_worker::{
 };
 
 use super::gpt::{Config, Gpt, Group};
+use crate::access::Access;
 
 /// Where servers are, what to train on, and how.
 #[derive(Clone, Debug)]
@@ -23,7 +24,7 @@ pub struct Settings {
     /// If there is none, a server is embedded in the process.
     pub servers: Vec<String>,
     /// What those servers are shown and asked for; an embedded one is not.
-    pub tls_dir: Option<PathBuf>,
+    pub access: Access,
     /// The server is embedded in the process that started this one, and ends with it.
     pub embedded: bool,
     pub data: PathBuf,
@@ -92,6 +93,10 @@ pub struct Settings {
     /// Where an embedded server keeps the state of tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub json: bool,
+    /// The folder of event files for TensorBoard.
+    pub tensorboard: Option<PathBuf>,
+    /// The losses are plotted at the end, on a terminal or not.
+    pub plot: bool,
     /// Each step shows the checksum of the weights that it begins with. Tests ask for this.
     pub step_weights: bool,
 }

@@ -11,6 +11,7 @@ use longshore_server::config::{ByteSize, Spill};
 use longshore_worker::session::Transport;
 
 use crate::{
+    access::Access,
     bench::{job, param},
     sizes::parse_count,
 };
@@ -26,6 +27,8 @@ pub(crate) struct Args {
     /// Servers that run elsewhere, for instance behind links of a given speed [default: one in this process]
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...", conflicts_with = "state_dir")]
     pub(super) servers: Vec<String>,
+    #[command(flatten)]
+    pub(super) access: Access,
     /// How payloads go: tcp, unix or memfd [default: memfd, or tcp with --servers]
     #[arg(long)]
     transport: Option<Transport>,
@@ -96,12 +99,13 @@ pub(crate) struct Args {
     /// Steps of a round
     #[arg(long, default_value_t = 4, value_name = "N")]
     pub(super) steps: usize,
-    /// One JSON object
-    #[arg(long)]
-    pub(super) json: bool,
 }
 
 impl Args {
+    pub(crate) fn elsewhere(&mut self) -> (&mut Vec<String>, &mut Access) {
+        (&mut self.servers, &mut self.access)
+    }
+
     pub(super) fn check(&self) -> anyhow::Result<()> {
         ensure!(self.params > 0, "--params must be at least 1");
         ensure!((1..=64).contains(&self.ranks), "--ranks must be in 1..=64");

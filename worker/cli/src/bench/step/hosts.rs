@@ -10,10 +10,11 @@ use longshore_worker::session::Transport;
 use tokio::runtime::Runtime;
 
 use super::Args;
-use crate::servers::Servers;
+use crate::{access::Access, servers::Servers};
 
 pub(super) struct Hosts {
     addresses: Vec<String>,
+    access: Access,
     own: Option<Own>,
 }
 
@@ -27,7 +28,7 @@ struct Own {
 impl Hosts {
     pub(super) fn start(args: &Args) -> anyhow::Result<Hosts> {
         if !args.servers.is_empty() {
-            return Ok(Hosts { addresses: args.servers.clone(), own: None });
+            return Ok(Hosts { addresses: args.servers.clone(), access: args.access.clone(), own: None });
         }
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("bench.sock");
@@ -45,7 +46,13 @@ impl Hosts {
             _ => server.address().to_string(),
         };
         let own = Own { _server: server, _runtime: runtime, _folder: folder };
-        Ok(Hosts { addresses: vec![address], own: Some(own) })
+        // Nothing is shown to a server of this process, whatever the environment says.
+        Ok(Hosts { addresses: vec![address], access: Access::default(), own: Some(own) })
+    }
+
+    /// How ranks enter these servers.
+    pub(super) fn access(&self) -> &Access {
+        &self.access
     }
 
     pub(super) fn addresses(&self) -> &[String] {
@@ -54,8 +61,8 @@ impl Hosts {
 
     /// The most bytes of memory that a server has promised to the job.
     pub(super) fn reserved(&self, spec: &JobSpec) -> anyhow::Result<u64> {
-        let request = v1::DescribeRequest { job: spec.name.to_string(), state_hash: false, brief: true };
-        let described = Servers::connect(&self.addresses, None)?.each_promptly(|mut admin| {
+        let request = v1::DescribeRequest { job: spec.name.to_string(), brief: true, ..Default::default() };
+        let described = Servers::connect(&self.addresses, &self.access)?.each_promptly(|mut admin| {
             let request = request.clone();
             async move { admin.describe(request).await }
         })?;
@@ -68,7 +75,7 @@ impl Hosts {
             return Ok(());
         }
         let request = v1::DeleteJobRequest { job: spec.name.to_string(), discard_unreadable: false };
-        let deleted = Servers::connect(&self.addresses, None)?.each(|mut admin| {
+        let deleted = Servers::connect(&self.addresses, &self.access)?.each(|mut admin| {
             let request = request.clone();
             async move { admin.delete_job(request).await }
         });

@@ -30,27 +30,28 @@ use self::{
     rank::Measured,
 };
 use super::median;
+use crate::output::Output;
 
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     args.check()?;
     let spec = args.spec()?;
     let hosts = Hosts::start(args)?;
-    let measured = measure(args, &spec, &hosts);
+    let measured = measure((args, out), &spec, &hosts);
     // A job that nobody opened is not there to be cleared.
     measured.and(hosts.clear(&spec))
 }
 
-fn measure(args: &Args, spec: &JobSpec, hosts: &Hosts) -> anyhow::Result<()> {
+fn measure((args, out): (&Args, Output), spec: &JobSpec, hosts: &Hosts) -> anyhow::Result<()> {
     if args.stage == 3 {
         let measured = units::run(args, spec.clone(), hosts)?;
-        return units::report(args, spec, &measured);
+        return units::report((args, out), spec, &measured);
     }
     let turns = Arc::new(Barrier::new(args.ranks as usize + 1));
     let ranks: Vec<_> = (0..args.ranks)
         .map(|rank| {
             let (args, spec, turns) = (args.clone(), spec.clone(), turns.clone());
-            let servers = hosts.addresses().to_vec();
-            thread::spawn(move || rank::run(&args, spec, servers, rank, &turns))
+            let (servers, access) = (hosts.addresses().to_vec(), hosts.access().clone());
+            thread::spawn(move || rank::run(&args, spec, (servers, access), rank, &turns))
         })
         .collect();
     let mut limits = Limits::new(args)?;
@@ -67,11 +68,11 @@ fn measure(args: &Args, spec: &JobSpec, hosts: &Hosts) -> anyhow::Result<()> {
     for rank in ranks {
         measured.push(rank.join().map_err(|_| anyhow::anyhow!("a rank panicked"))?.context("a rank failed")?);
     }
-    report(args, spec, &measured[0], &limits, hosts.reserved(spec)?)
+    report((args, out), spec, &measured[0], &limits, hosts.reserved(spec)?)
 }
 
 fn report(
-    args: &Args,
+    (args, out): (&Args, Output),
     spec: &JobSpec,
     measured: &Measured,
     limits: &Limits,
@@ -131,7 +132,7 @@ fn report(
         "predicted_binding": predicted.map(|step| step.binding),
         "step_over_predicted": predicted_ms.map(|predicted| step / predicted),
     });
-    if args.json {
+    if out.is_json() {
         say!("{line}");
         return Ok(());
     }

@@ -17,6 +17,7 @@ use longshore_worker::{
 use tracing::debug_span;
 
 use super::Args;
+use crate::access::Access;
 
 pub(super) struct Measured {
     pub(super) steps: Vec<Step>,
@@ -64,7 +65,7 @@ impl Compute {
 pub(super) fn run(
     args: &Args,
     spec: JobSpec,
-    servers: Vec<String>,
+    servers: (Vec<String>, Access),
     rank: u32,
     turns: &Barrier,
 ) -> anyhow::Result<Measured> {
@@ -105,10 +106,10 @@ pub(super) fn run(
 pub(super) fn prepare(
     args: &Args,
     spec: JobSpec,
-    servers: Vec<String>,
+    (servers, access): (Vec<String>, Access),
     rank: u32,
 ) -> Result<(Pipeline, Duration)> {
-    let mut options = Options::new(servers, spec, Rank(rank));
+    let mut options = access.of(Options::new(servers, spec, Rank(rank)));
     (options.connections, options.transport) = (args.connections, args.transport());
     options.link_bytes_per_s = args.link;
     let mut session = Session::connect(options)?;

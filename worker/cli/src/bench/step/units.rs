@@ -17,7 +17,7 @@ use super::{
     prediction::{self, Alone, Uses, predict},
     rank::{Compute, prepare, produce},
 };
-use crate::bench::median;
+use crate::{bench::median, output::Output};
 
 /// So many of the largest units are in device memory where no budget is given.
 const UNITS: u64 = 4;
@@ -51,7 +51,7 @@ struct Step {
 }
 
 pub(super) fn run(args: &Args, spec: JobSpec, hosts: &Hosts) -> anyhow::Result<Measured> {
-    let (mut pipeline, _) = prepare(args, spec, hosts.addresses().to_vec(), 0)?;
+    let (mut pipeline, _) = prepare(args, spec, (hosts.addresses().to_vec(), hosts.access().clone()), 0)?;
     let session = pipeline.session();
     let spec = session.spec();
     let elements: Vec<u64> = spec.params.iter().map(|param| param.shape.iter().product()).collect();
@@ -157,7 +157,11 @@ impl Step {
     }
 }
 
-pub(super) fn report(args: &Args, spec: &JobSpec, measured: &Measured) -> anyhow::Result<()> {
+pub(super) fn report(
+    (args, out): (&Args, Output),
+    spec: &JobSpec,
+    measured: &Measured,
+) -> anyhow::Result<()> {
     let of = |value: &dyn Fn(&Step) -> f64| median(&measured.steps.iter().map(value).collect::<Vec<_>>());
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
     let transfer = |step: &Step| step.pulled_bytes.max(measured.pushed) as f64 / measured.link * 1e3;
@@ -200,7 +204,7 @@ pub(super) fn report(args: &Args, spec: &JobSpec, measured: &Measured) -> anyhow
         "predicted_binding": predicted.map(|step| step.binding),
         "step_over_predicted": predicted_ms.map(|predicted| step / predicted),
     });
-    if args.json {
+    if out.is_json() {
         say!("{line}");
         return Ok(());
     }

@@ -15,6 +15,7 @@ use serde_json::json;
 
 pub(super) use self::ours::Both;
 use self::{beside::Update, case::Case, meter::Sample};
+use crate::output::Output;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -34,16 +35,13 @@ pub(crate) struct Args {
     /// Only these cases, and the raw ones they are compared with; all by default
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     cases: Vec<String>,
-    /// One JSON object a line
-    #[arg(long)]
-    json: bool,
 }
 
 pub(super) fn default_connections() -> usize {
     (available_threads() / 2).clamp(1, DATA_CONNECTIONS)
 }
 
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     ensure!((1..=64).contains(&args.connections), "--connections must be in 1..=64");
     ensure!((1..=16384).contains(&args.megabytes), "--megabytes must be in 1..=16384");
     ensure!(args.rounds > 0, "--rounds must be at least 1");
@@ -66,12 +64,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             case.round(round, update.as_ref())?;
         }
     }
-    report(&cases, args, update.as_ref().map(Update::ns_per_param));
+    report(&cases, (args, out), update.as_ref().map(Update::ns_per_param));
     Ok(())
 }
 
-fn report(cases: &[Case], args: &Args, update_ns: Option<f64>) {
-    if !args.json {
+fn report(cases: &[Case], (args, out): (&Args, Output), update_ns: Option<f64>) {
+    if !out.is_json() {
         let more = if update_ns.is_some() { "   GB/s in update   of undisturbed" } else { "" };
         say!("{:<12} {:>10} {:>9} {:>9} {:>9}{more}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
     }
@@ -80,7 +78,7 @@ fn report(cases: &[Case], args: &Args, update_ns: Option<f64>) {
         let limit = cases.iter().find(|other| Some(other.name) == case.limit);
         let limit_rate = limit.map(|limit| limit.median(Sample::gb_per_s));
         let limit_cpu = limit.map(|limit| limit.median(Sample::cpu_s_per_gb));
-        if args.json {
+        if out.is_json() {
             let line = json!({
                 "bench": "wire",
                 "case": case.name,
@@ -110,7 +108,7 @@ fn report(cases: &[Case], args: &Args, update_ns: Option<f64>) {
             say!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}{more}", case.name);
         }
     }
-    if let (Some(ns), Some(threads), false) = (update_ns, args.during_update, args.json) {
+    if let (Some(ns), Some(threads), false) = (update_ns, args.during_update, out.is_json()) {
         say!("The update beside them: {ns:.3} ns a parameter on {threads} thread(s).");
     }
 }

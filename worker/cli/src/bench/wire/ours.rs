@@ -18,7 +18,10 @@ use longshore_worker::session::{Options, Probe, Session, Transport};
 use tokio::runtime::Runtime;
 
 use super::{case::Case, meter::Sample, tls};
-use crate::bench::{job, param};
+use crate::{
+    access::Access,
+    bench::{job, param},
+};
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
     let (host, encrypted) = (Arc::new(Host::start()?), Arc::new(Host::start_encrypted()?));
@@ -74,10 +77,13 @@ impl Both {
     }
 
     /// To servers that run elsewhere. What is left there is removed by `close`.
-    pub(in crate::bench) fn to(servers: Vec<String>, connections: usize) -> anyhow::Result<Both> {
+    pub(in crate::bench) fn to(
+        (servers, access): (Vec<String>, &Access),
+        connections: usize,
+    ) -> anyhow::Result<Both> {
         // Its shards are dealt to the servers, so that each has one at least.
         let elements = (TO_BYTES / 2).max(servers.len() as u64 * DEFAULT_SHARD_ELEMENTS);
-        let mut options = Options::new(servers, spec(elements)?, Rank(0));
+        let mut options = access.of(Options::new(servers, spec(elements)?, Rank(0)));
         (options.connections, options.transport) = (connections, Transport::Tcp);
         Ok(Both(BenchRank::open(None, options)?))
     }

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use anyhow::{bail, ensure};
+use anyhow::bail;
 use longshore_proto::{Fault, FaultKind};
 use longshore_wire::v1;
 use longshore_worker::session::whole;
 
 use crate::{
     commands::admin::ServersArgs,
-    servers::{Servers, Silent, jobs_of, name_silent, no_such_job},
+    servers::{Servers, Silent, Unanswered, jobs_of, name_silent, no_such_job},
 };
 
 /// The longest wait for a state hash: all of the state is read, after the updates that are decided.
@@ -34,7 +34,7 @@ impl Found {
     /// # Errors
     /// When no server answers within `patience`.
     pub(super) fn ask(args: &ServersArgs, patience: Duration) -> anyhow::Result<Found> {
-        let (mut servers, mut silent) = Servers::reach(&args.servers, args.tls.tls_dir.as_deref())?;
+        let (mut servers, mut silent) = Servers::reach(&args.servers, &args.access)?;
         let answers = servers.answers_within(patience, |mut admin| async move {
             admin.list_jobs(v1::ListJobsRequest {}).await
         });
@@ -45,7 +45,9 @@ impl Found {
                 Err(fault) => silent.push((address, format!("does not answer: {fault}"))),
             }
         }
-        ensure!(!lists.is_empty(), "{}", name_silent(&silent));
+        if lists.is_empty() {
+            return Err(Unanswered::new(&silent).into());
+        }
         servers.leave_out(&silent);
         Ok(Found { servers, patience, lists, silent })
     }
@@ -83,7 +85,8 @@ impl Found {
 
 /// Puts each server's hashes beside its answer. Says why one has none.
 pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Option<String> {
-    let request = v1::DescribeRequest { job: job.to_string(), state_hash: true, brief: true };
+    let request =
+        v1::DescribeRequest { job: job.to_string(), state_hash: true, brief: true, ..Default::default() };
     let asked: Vec<String> = answers.iter().map(|(address, _)| address.clone()).collect();
     let hashes = found.servers.answers_within(HASHING, |admin| whole(admin, request.clone()));
     let mut failed = None;

@@ -7,13 +7,16 @@ use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, TierKind};
 use longshore_worker::{loss_scale::LossScalerOptions, session::GoBack};
 
 use super::{Accumulator, Args};
-use crate::train::{self, LossScale, LossScaleMode, Settings, gpt};
+use crate::{
+    output::Output,
+    train::{self, LossScale, LossScaleMode, Settings, gpt},
+};
 
-pub(in crate::commands) fn run(args: Args) -> anyhow::Result<()> {
-    train::run(&settings(args)?)
+pub(in crate::commands) fn run(args: Args, out: Output) -> anyhow::Result<()> {
+    train::run(&settings(args, out)?)
 }
 
-fn settings(args: Args) -> anyhow::Result<Settings> {
+fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
     let model = model(&args)?;
     check(&args)?;
     let formats = formats(&args);
@@ -22,7 +25,7 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         resume: resume(&args)?,
         loss_scale: loss_scale(&args)?,
         servers: args.servers,
-        tls_dir: args.tls.tls_dir,
+        access: args.access,
         embedded: args.embedded,
         data: args.data,
         model,
@@ -77,7 +80,9 @@ fn settings(args: Args) -> anyhow::Result<Settings> {
         state_dirs: args.state_dir,
         resident: args.resident.map_or(0, |size| size.0),
         shm_dir: args.shm_dir,
-        json: args.json,
+        json: out.is_json(),
+        tensorboard: args.tensorboard,
+        plot: args.plot,
         step_weights: args.step_weights,
     })
 }

@@ -1,0 +1,383 @@
+//! `longshore doctor` finds each fault that is planted, says what to do, and finds nothing else.
+
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    net::TcpListener,
+    path::Path,
+    process::{Command, id},
+    time::{Duration, UNIX_EPOCH},
+};
+
+use longshore_tests::{
+    binaries,
+    command::{Output, run},
+    server::ServerOptions,
+    skip,
+    stock::Stock,
+    tls::{Authority, Folders, Life, identity},
+};
+use longshore_wire::v1::ListJobsResponse;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Checks whose result is this host's own.
+const OF_HOST: [&str; 5] = ["cores", "memory", "io_uring", "tmpfs", "descriptors"];
+
+/// The kernel's files of a host on which all is well.
+fn system() -> TempDir {
+    let root = TempDir::new().unwrap();
+    for (name, text) in [
+        ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
+        ("sys/devices/system/node/node0/cpulist", "0-7\n"),
+        ("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:       65536000 kB\n"),
+        ("proc/self/limits", "Max locked memory         unlimited            unlimited            bytes\n"),
+    ] {
+        plant(&root, name, text);
+    }
+    root
+}
+
+fn plant(root: &TempDir, name: &str, text: &str) {
+    let path = root.path().join(name);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}
+
+/// What each check says: its state, what was found, and the remedy.
+type Findings = BTreeMap<String, (String, String, String)>;
+
+fn findings(output: &Output) -> Findings {
+    let parse = |line: &str| -> Value {
+        serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))
+    };
+    let text = |found: &Value, key: &str| found[key].as_str().unwrap_or_default().to_string();
+    let one = |line: &str| {
+        let found = parse(line);
+        (text(&found, "check"), (text(&found, "state"), text(&found, "said"), text(&found, "remedy")))
+    };
+    output.stdout.lines().map(one).collect()
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// `longshore doctor`, begun by the words before, if any. What they run is named by "$0" and "$@" in a shell's script.
+fn doctor(before: &[&str], words: &[&str]) -> Output {
+    let longshore = binaries::command("longshore");
+    let mut command = Command::new(before.first().map_or(longshore.get_program(), |first| first.as_ref()));
+    let rest = before.get(1..).unwrap_or_default();
+    command.args(rest);
+    if !before.is_empty() {
+        command.arg(longshore.get_program());
+    }
+    for (name, _) in env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("LONGSHORE")) {
+        command.env_remove(name);
+    }
+    run("longshore doctor", command.args(["doctor", "--json"]).args(words))
+}
+
+/// Checks that one fault is found, in this state and with these words, and that it has a remedy; and that nothing else is,
+/// but for what this host itself lacks.
+#[track_caller]
+fn finds(output: &Output, check: &str, state: &str, words: &[&str]) {
+    let found = findings(output);
+    let (graded, said, remedy) = found.get(check).unwrap_or_else(|| panic!("no check {check}: {output:?}"));
+    assert_eq!(graded, state, "{said}: {output:?}");
+    for word in words {
+        assert!(said.contains(word) || remedy.contains(word), "{word:?} is missing: {said}. {remedy}");
+    }
+    assert!(!remedy.is_empty(), "nothing is said to be done about {check}: {said}");
+    let others: Vec<_> = found
+        .iter()
+        .filter(|(name, (state, ..))| *name != check && state != "ok" && !OF_HOST.contains(&name.as_str()))
+        .collect();
+    assert!(others.is_empty(), "found as well: {others:?}");
+    assert_eq!(output.code, i32::from(state == "bad"), "{output:?}");
+}
+
+#[test]
+fn a_healthy_host_and_cluster_have_nothing_wrong() {
+    let folders = Folders::new(&identity("boss", &["operator", "worker", "reader"], &["*"], &[]));
+    let server = ServerOptions::new().memory("2GiB").tls(&folders.server()).start();
+    let (system, drive) = (system(), TempDir::new().unwrap());
+    let words = [
+        "--system",
+        &text(system.path()),
+        "--state-dir",
+        &text(drive.path()),
+        "--servers",
+        server.address(),
+        "--tls-dir",
+        &text(&folders.client("boss")),
+        "--speed",
+    ];
+    let output = doctor(&[], &words);
+    let found = findings(&output);
+    for part in ["", " port", " trust"].map(|part| format!("server {}{part}", server.address())) {
+        assert!(found.get(&part).is_none_or(|(state, ..)| state == "ok"), "{part}: {output:?}");
+    }
+    for part in ["", " clock", " round trip", " speed"] {
+        let name = format!("server {}{part}", server.address());
+        assert_eq!(found.get(&name).map(|(state, ..)| state.as_str()), Some("ok"), "{name}: {output:?}");
+    }
+    let ill: Vec<_> = found.iter().filter(|(_, (state, ..))| state != "ok").collect();
+    let of_host = |(name, _): &(&String, &(String, String, String))| OF_HOST.contains(&name.as_str());
+    if !ill.is_empty() && ill.iter().all(of_host) {
+        return skip::skipped(&format!("this host is not healthy: {ill:?}"));
+    }
+    assert!(ill.is_empty(), "{ill:?}");
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
+}
+
+/// Runs doctor in a shell that has changed something before.
+fn after(script: &str, words: &[&str]) -> Output {
+    let script = format!("{script} && exec \"$0\" \"$@\"");
+    doctor(&["sh", "-c", &script], words)
+}
+
+#[test]
+fn few_descriptors() {
+    let system = system();
+    finds(
+        &after("ulimit -n 256", &["--system", &text(system.path())]),
+        "descriptors",
+        "warning",
+        &["256", "ulimit -n"],
+    );
+}
+
+#[test]
+fn little_memory_to_lock() {
+    // Root may lock any amount, unless it gives that up.
+    let is_root = run("id", Command::new("id").arg("-u")).stdout.trim() == "0";
+    let script = "ulimit -l 64";
+    let output = match is_root {
+        true => doctor(
+            &[
+                "sh",
+                "-c",
+                &format!(
+                    "{script} && exec setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock \"$0\" \"$@\""
+                ),
+            ],
+            &[],
+        ),
+        false => after(script, &[]),
+    };
+    let found = findings(&output);
+    let (state, said, remedy) = &found["locked memory"];
+    assert!(state == "warning" && said.contains("64.0 KiB") && remedy.contains("ulimit -l"), "{output:?}");
+}
+
+/// A filter of system calls, as a container's runtime has one, which refuses io_uring.
+#[test]
+fn io_uring_is_refused() {
+    const FILTER: &str = "\
+import ctypes, os, struct, sys
+SETUP = 425
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, SETUP), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+filter = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *one) for one in code))
+program = struct.pack('H6xQ', len(code), ctypes.addressof(filter))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.create_string_buffer(program), 0, 0) == 0, os.strerror(ctypes.get_errno())
+os.execv(sys.argv[1], sys.argv[1:])
+";
+    let system = system();
+    let output = doctor(&["python3", "-c", FILTER], &["--system", &text(system.path())]);
+    finds(&output, "io_uring", "warning", &["refused", "seccomp"]);
+}
+
+#[test]
+fn huge_pages_are_off() {
+    let system = system();
+    plant(&system, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n");
+    finds(
+        &doctor(&[], &["--system", &text(system.path())]),
+        "huge pages",
+        "warning",
+        &["never", "echo madvise"],
+    );
+}
+
+#[test]
+fn a_node_has_no_memory() {
+    let system = system();
+    plant(&system, "sys/devices/system/node/node1/cpulist", "8-15\n");
+    plant(&system, "sys/devices/system/node/node1/meminfo", "Node 1 MemTotal:       0 kB\n");
+    finds(&doctor(&[], &["--system", &text(system.path())]), "NUMA", "warning", &["node1", "numactl"]);
+}
+
+/// Runs doctor on a drive of this kind, mounted where no other process sees it. None where this host lets nobody mount.
+fn on_drive(mount: &str) -> Option<(Output, String)> {
+    let (system, drive) = (system(), TempDir::new().unwrap());
+    let dir = text(drive.path());
+    if !Command::new("unshare").args(["-rm", "true"]).status().is_ok_and(|status| status.success()) {
+        skip::skipped("no namespace of mounts can be made: run it as root, or allow user namespaces");
+        return None;
+    }
+    let script = format!("mount {mount} {dir} && exec \"$0\" \"$@\"");
+    let words = ["--system", &text(system.path()), "--state-dir", &dir];
+    Some((doctor(&["unshare", "-rm", "sh", "-c", &script], &words), format!("state directory {dir}")))
+}
+
+#[test]
+fn a_drive_is_full() {
+    if let Some((output, check)) = on_drive("-t tmpfs -o size=1m tmpfs") {
+        finds(&output, &check, "bad", &["it is full", "name another drive"]);
+    }
+}
+
+#[test]
+fn a_drive_cannot_be_written() {
+    if let Some((output, check)) = on_drive("-t tmpfs -o ro,size=1g tmpfs") {
+        finds(&output, &check, "bad", &["Read-only", "right to write"]);
+    }
+}
+
+#[test]
+fn a_drive_has_no_direct_io() {
+    if let Some((output, check)) = on_drive("-t ramfs ramfs") {
+        finds(&output, &check, "warning", &["no direct I/O", "O_DIRECT"]);
+    }
+}
+
+#[test]
+fn a_drive_is_not_there() {
+    let system = system();
+    let output = doctor(&[], &["--system", &text(system.path()), "--state-dir", "/mnt/none"]);
+    finds(&output, "state directory /mnt/none", "bad", &["mount its drive"]);
+}
+
+/// Doctor on one server of a host on which all is well.
+fn on_server(address: &str, more: &[&str]) -> Output {
+    let system = system();
+    doctor(&[], &[&["--system", &text(system.path()), "--servers", address], more].concat())
+}
+
+#[test]
+fn a_name_does_not_resolve() {
+    let address = "nowhere.invalid:7070";
+    finds(
+        &on_server(address, &[]),
+        &format!("server {address} name"),
+        "bad",
+        &["nowhere.invalid", "/etc/hosts"],
+    );
+}
+
+#[test]
+fn nothing_listens() {
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    finds(
+        &on_server(&closed, &[]),
+        &format!("server {closed} port"),
+        "bad",
+        &["refused", "start longshored"],
+    );
+}
+
+#[test]
+fn a_server_is_stopped() {
+    let server = ServerOptions::new().start();
+    let signal =
+        |name: &str| run("kill", Command::new("kill").args([name, &server.process.id().to_string()]));
+    signal("-STOP");
+    let output = on_server(server.address(), &[]);
+    signal("-CONT");
+    finds(&output, &format!("server {}", server.address()), "bad", &["silent", "stopped"]);
+}
+
+/// What doctor says of a server with a certificate for these names, if any, shown this authority's client.
+fn trust(life: Life, names: Option<&[&str]>, foreign: bool) -> (Output, String) {
+    let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));
+    folders.authority.write_server(&folders.server(), names, life);
+    let server = ServerOptions::new().tls(&folders.server()).allow("expired").start();
+    let client = folders.client("boss");
+    if foreign {
+        fs::write(client.join("ca.pem"), Authority::new().certificate).unwrap();
+    }
+    let output = on_server(server.address(), &["--tls-dir", &text(&client)]);
+    (output, format!("server {} trust", server.address()))
+}
+
+#[test]
+fn a_certificate_has_expired() {
+    let (output, check) = trust(Life::Expired, None, false);
+    finds(&output, &check, "bad", &["expired", "new certificate"]);
+}
+
+#[test]
+fn a_certificate_is_of_another_authority() {
+    let (output, check) = trust(Life::Valid, None, true);
+    finds(&output, &check, "bad", &["authority", "ca.pem"]);
+}
+
+#[test]
+fn a_certificate_has_another_name() {
+    let (output, check) = trust(Life::Valid, Some(&["elsewhere"]), false);
+    finds(&output, &check, "bad", &["dial the server by a name that its certificate has"]);
+}
+
+#[test]
+fn a_server_asks_for_certificates() {
+    let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));
+    let server = ServerOptions::new().tls(&folders.server()).start();
+    finds(&on_server(server.address(), &[]), &format!("server {}", server.address()), "bad", &["--tls-dir"]);
+    let output = on_server(server.address(), &["--tls-dir", "/nowhere"]);
+    finds(&output, "TLS folder", "bad", &["/nowhere", "tls init"]);
+}
+
+/// What a server of this version says of itself.
+fn list() -> ListJobsResponse {
+    ListJobsResponse {
+        release: env!("CARGO_PKG_VERSION").into(),
+        unix_micros: UNIX_EPOCH.elapsed().unwrap().as_micros() as u64,
+        memory_budget: 1 << 30,
+        ..Default::default()
+    }
+}
+
+/// Doctor on a server that says this of itself, each time so late.
+fn on_stock(list: &ListJobsResponse, late: Duration) -> (Output, String) {
+    let server = Stock::start(list, late);
+    (on_server(server.address(), &[]), format!("server {}", server.address()))
+}
+
+#[test]
+fn a_server_is_of_another_version() {
+    let (output, server) = on_stock(&ListJobsResponse { release: "0.0.9".into(), ..list() }, Duration::ZERO);
+    finds(&output, &server, "warning", &["0.0.9", env!("CARGO_PKG_VERSION"), "one version"]);
+}
+
+#[test]
+fn a_clock_is_wrong() {
+    let an_hour = 3600 * 1_000_000;
+    let list = ListJobsResponse { unix_micros: list().unix_micros - an_hour, ..list() };
+    let (output, server) = on_stock(&list, Duration::ZERO);
+    finds(&output, &format!("{server} clock"), "warning", &["36", "NTP"]);
+}
+
+#[test]
+fn a_server_is_far_away() {
+    let (output, server) = on_stock(&list(), Duration::from_millis(20));
+    finds(&output, &format!("{server} round trip"), "warning", &["ms", "one place"]);
+}
+
+#[test]
+fn a_server_has_no_room() {
+    let (output, server) = on_stock(&ListJobsResponse { memory_reserved: 1 << 30, ..list() }, Duration::ZERO);
+    finds(&output, &format!("{server} memory"), "warning", &["0 B left", "--memory"]);
+}
+
+/// Several servers are asked at once, and one that is ill hides no other.
+#[test]
+fn one_ill_server_hides_no_other() {
+    let server = ServerOptions::new().start();
+    let ill = format!("nowhere-{}.invalid:1", id());
+    let output = on_server(&format!("{ill},{}", server.address()), &[]);
+    finds(&output, &format!("server {ill} name"), "bad", &["does not resolve"]);
+    assert_eq!(findings(&output)[&format!("server {}", server.address())].0, "ok");
+}

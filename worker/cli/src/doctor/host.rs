@@ -1,0 +1,237 @@
+//! What this host gives to servers and workers.
+
+use std::{fs, path::Path};
+
+use longshore_engine::{
+    io::{Engine, OpenDisk, OpenFile},
+    kernels::Isa,
+    threads::available_threads,
+};
+use longshore_server::Config;
+use rustix::{
+    fs::statfs,
+    process::{Resource, getrlimit},
+};
+
+use super::{Finding, bad, drives::free_bytes, good, warning};
+use crate::sizes::human;
+
+/// How many descriptors are enough. A rank has 3 connections to each server unless its options say otherwise, so this
+/// does for some hundreds.
+const DESCRIPTORS: u64 = 4096;
+/// What tier nvme registers with io_uring: six buffers of a default shard's state.
+const LOCKED_BYTES: u64 = 512 << 20;
+/// CAP_IPC_LOCK, whose holder may lock any amount of memory.
+const IPC_LOCK: u32 = 14;
+const TMPFS: &str = "/dev/shm";
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+const HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/enabled";
+const NODES: &str = "sys/devices/system/node";
+const LIMITS: &str = "proc/self/limits";
+const STATUS: &str = "proc/self/status";
+/// How many bytes a file is probed with.
+const PROBE_BYTES: u64 = 1024 * 1024;
+
+/// Every check of the host. `system` is where the kernel's files are.
+pub(super) fn all(system: &Path) -> Vec<Finding> {
+    vec![
+        cores(),
+        memory(),
+        huge_pages(system),
+        numa(system),
+        io_uring(),
+        locked_memory(system),
+        tmpfs(Path::new(TMPFS)),
+        descriptors(),
+    ]
+}
+
+fn cores() -> Finding {
+    let threads = available_threads();
+    match Isa::from_env() {
+        Ok(Isa::Scalar) => warning(
+            "cores",
+            format!("{threads}, and no vector instructions that the update knows"),
+            "run servers on hosts with AVX2, AVX-512 or NEON, and leave LONGSHORE_ISA unset",
+        ),
+        Ok(isa) => good("cores", format!("{threads} for this process, {isa}")),
+        Err(error) => bad("cores", error.to_string(), "correct LONGSHORE_ISA"),
+    }
+}
+
+fn memory() -> Finding {
+    let default = Config::default_on(([127, 0, 0, 1], 0).into()).memory;
+    let said = format!("a server on this host takes up to {} unless --memory says otherwise", human(default));
+    if default < 1 << 30 {
+        return warning("memory", said, "free memory, or raise the container's limit");
+    }
+    good("memory", said)
+}
+
+fn huge_pages(system: &Path) -> Finding {
+    match fs::read_to_string(system.join(HUGE_PAGES)) {
+        Ok(modes) if modes.contains("[never]") => warning(
+            "huge pages",
+            format!("/{HUGE_PAGES} is set to never: updates are slower"),
+            format!("echo madvise > /{HUGE_PAGES}"),
+        ),
+        Ok(_) => good("huge pages", "given to those who ask"),
+        Err(_) => warning(
+            "huge pages",
+            "this kernel has none: updates are slower",
+            "use a kernel with transparent huge pages",
+        ),
+    }
+}
+
+/// Threads of the update are bound to their nodes' cores, and each node's memory is best its own.
+fn numa(system: &Path) -> Finding {
+    const WHAT: &str = "NUMA";
+    let root = system.join(NODES);
+    let read = |node: &str, file: &str| fs::read_to_string(root.join(node).join(file)).unwrap_or_default();
+    let names = fs::read_dir(&root).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let mut nodes: Vec<String> = names.filter_map(|name| name.into_string().ok()).collect();
+    nodes.retain(|name| name.strip_prefix("node").is_some_and(|number| number.parse::<u32>().is_ok()));
+    nodes.sort();
+    let has_cores = |node: &String| !read(node, "cpulist").trim().is_empty();
+    let memory = |node: &String| {
+        // A line of it is `Node 0 MemTotal:  16384 kB`.
+        let total = read(node, "meminfo").lines().find(|line| line.contains("MemTotal:")).map(str::to_string);
+        total?.split_whitespace().rev().nth(1)?.parse::<u64>().ok()
+    };
+    let bare: Vec<String> =
+        nodes.iter().filter(|node| has_cores(node) && memory(node) == Some(0)).cloned().collect();
+    match nodes.len() {
+        _ if !bare.is_empty() => warning(
+            WHAT,
+            format!(
+                "{} has cores and no memory of its own: its updates go through another node",
+                bare.join(", ")
+            ),
+            "put memory into that node's slots, or keep the server off its cores with numactl --cpunodebind",
+        ),
+        0 | 1 => good(WHAT, "one node"),
+        count => good(WHAT, format!("{count} nodes, and update threads stay on theirs")),
+    }
+}
+
+/// Whether the kernel gives this process a ring that reads a file.
+fn io_uring() -> Finding {
+    let probe = || {
+        let folder = tempfile::tempdir()?;
+        OpenFile { engine: Engine::Uring }.create(&folder.path().join("probe"), PROBE_BYTES, None)
+    };
+    match probe() {
+        Ok(_) => good("io_uring", "works"),
+        Err(error) => warning(
+            "io_uring",
+            format!("refused ({error}): tier nvme reads and writes with threads"),
+            "allow it in the container's seccomp profile and in kernel.io_uring_disabled",
+        ),
+    }
+}
+
+/// How much memory this process may lock, which tier nvme registers with io_uring.
+fn locked_memory(system: &Path) -> Finding {
+    const WHAT: &str = "locked memory";
+    let read = |file: &str| fs::read_to_string(system.join(file)).unwrap_or_default();
+    let (limits, status) = (read(LIMITS), read(STATUS));
+    // `Max locked memory         8388608              8388608              bytes`
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
+    let most = line.and_then(|line| line.split_whitespace().nth(1)).and_then(|most| most.parse::<u64>().ok());
+    let held = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let held = held.and_then(|held| u64::from_str_radix(held.trim(), 16).ok()).unwrap_or(0);
+    match most {
+        _ if held >> IPC_LOCK & 1 == 1 => good(WHAT, "no limit for this user"),
+        // The word is `unlimited`, or there are no limits to read.
+        None => good(WHAT, "no limit"),
+        Some(most) if most < LOCKED_BYTES => warning(
+            WHAT,
+            format!("{} at most: tier nvme registers no buffers, and takes more CPU time", human(most)),
+            format!("raise the limit (ulimit -l, LimitMEMLOCK) to {}", human(LOCKED_BYTES)),
+        ),
+        Some(most) => good(WHAT, format!("{} at most", human(most))),
+    }
+}
+
+fn tmpfs(dir: &Path) -> Finding {
+    const WHAT: &str = "tmpfs";
+    const REMEDY: &str = "mount a tmpfs of the size of the jobs' state, and name it with --shm-dir";
+    match statfs(dir) {
+        Ok(found) if found.f_type == TMPFS_MAGIC => {
+            let free = free_bytes(dir).unwrap_or(0);
+            let said = format!("{} free in {} for tier shm", human(free), dir.display());
+            if free < 1 << 30 { warning(WHAT, said, REMEDY) } else { good(WHAT, said) }
+        }
+        Ok(_) => warning(WHAT, format!("{} is none: tier shm has no place", dir.display()), REMEDY),
+        Err(error) => warning(WHAT, format!("{} ({error}): tier shm has no place", dir.display()), REMEDY),
+    }
+}
+
+fn descriptors() -> Finding {
+    let limit = getrlimit(Resource::Nofile);
+    let most = limit.maximum.unwrap_or(u64::MAX);
+    let said = match (limit.current, limit.maximum) {
+        (Some(now), Some(most)) => format!("{now} now, {most} at most"),
+        (Some(now), None) => format!("{now} now, no limit at most"),
+        (None, _) => "no limit".to_string(),
+    };
+    if most < DESCRIPTORS {
+        return warning(
+            "descriptors",
+            said,
+            "raise the limit (ulimit -n, LimitNOFILE): a rank takes 3 on each server",
+        );
+    }
+    good("descriptors", said)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Grade, *};
+
+    /// A copy of the kernel's files.
+    fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = root.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn a_node_without_memory_is_found() {
+        let node = |number: u32, kb: u64| {
+            [
+                (format!("{NODES}/node{number}/cpulist"), format!("{number}\n")),
+                (format!("{NODES}/node{number}/meminfo"), format!("Node {number} MemTotal:       {kb} kB\n")),
+            ]
+        };
+        for (second, grade) in [(0, Grade::Warning), (1000, Grade::Good)] {
+            let files: Vec<_> = [node(0, 1000), node(1, second)].concat();
+            let files: Vec<_> = files.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
+            let found = numa(system(&files).path());
+            assert_eq!(found.grade, grade, "{found:?}");
+        }
+        assert_eq!(numa(system(&[]).path()).grade, Grade::Good);
+    }
+
+    #[test]
+    fn locked_memory_counts_unless_the_user_may_lock_all() {
+        let limit =
+            |most: &str| format!("Max locked memory         {most}              {most}              bytes\n");
+        let cap = |held: &str| format!("Name:\tx\nCapEff:\t{held}\n");
+        for (most, held, grade) in [
+            ("65536", "0000000000000000", Grade::Warning),
+            ("65536", "0000000000004000", Grade::Good),
+            ("1073741824", "0000000000000000", Grade::Good),
+            ("unlimited", "0000000000000000", Grade::Good),
+        ] {
+            let root = system(&[(LIMITS, &limit(most)), (STATUS, &cap(held))]);
+            let found = locked_memory(root.path());
+            assert_eq!(found.grade, grade, "{most} {held}: {found:?}");
+        }
+    }
+}

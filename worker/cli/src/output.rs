@@ -1,0 +1,158 @@
+//! What commands print: text for people, or JSON for programs. Everything but a run's own report goes through here.
+
+use longshore_proto::Fault;
+use longshore_worker::error::Error;
+use serde_json::{Value, json};
+
+use crate::servers::Unanswered;
+
+/// Prints as `println!` does, which would end the process with a panic when a reader such as `head` has seen enough.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stdout(), $($text)*);
+    }};
+}
+
+/// The kind of an error that has no fields.
+const PLAIN: &str = "ERROR";
+/// The kind of wrong arguments.
+const USAGE: &str = "USAGE";
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Format {
+    #[default]
+    Text,
+    Json,
+}
+
+/// How results and errors are printed, the same for every command.
+#[derive(clap::Args, Clone, Copy, Debug, Default)]
+pub(crate) struct Output {
+    /// Results as text; or as JSON on stdout, one object a line, and an error as one object on stderr
+    #[arg(
+        long = "output",
+        id = "output",
+        global = true,
+        env = "LONGSHORE_OUTPUT",
+        value_enum,
+        default_value_t,
+        value_name = "FORMAT",
+        hide_possible_values = true,
+        help_heading = "Output"
+    )]
+    format: Format,
+    /// Results as --output json has them, and errors as text
+    #[arg(long, global = true, help_heading = "Output")]
+    json: bool,
+}
+
+impl Output {
+    /// Results for programs or for people, and errors as text.
+    pub(crate) fn new(json: bool) -> Output {
+        Output { format: Format::Text, json }
+    }
+
+    /// Whether results are for programs.
+    pub(crate) fn is_json(self) -> bool {
+        self.json || self.format == Format::Json
+    }
+
+    /// Whether errors are for programs.
+    pub(crate) fn errors_are_json(self) -> bool {
+        self.format == Format::Json
+    }
+
+    /// Prints one result.
+    pub(crate) fn result(self, object: impl FnOnce() -> Value, text: impl FnOnce() -> String) {
+        if self.is_json() {
+            say!("{}", object());
+        } else {
+            say!("{}", text());
+        }
+    }
+}
+
+/// An error as programs read it. Fields that an error does not have are null.
+pub(crate) fn error(error: &anyhow::Error, exit_code: u8) -> Value {
+    let fault = error.chain().find_map(|cause| fault(cause));
+    let field = |of: fn(&Fault) -> &String| fault.map(of);
+    json!({"error": {
+        "kind": fault.map_or(PLAIN, |fault| fault.kind.name()),
+        "message": format!("{error:#}"),
+        "field": field(|fault| &fault.field),
+        "value": field(|fault| &fault.value),
+        "limit": field(|fault| &fault.limit),
+        "remedy": field(|fault| &fault.remedy),
+        "exit_code": exit_code,
+    }})
+}
+
+/// What an error says by fields, if it does.
+fn fault<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Fault> {
+    if let Some(fault) = error.downcast_ref::<Fault>() {
+        return Some(fault);
+    }
+    if let Some(unanswered) = error.downcast_ref::<Unanswered>() {
+        return Some(&unanswered.fault);
+    }
+    match error.downcast_ref::<Error>()? {
+        Error::Invalid(invalid) => Some(&invalid.0),
+        Error::Call(call) => Some(&call.fault),
+        Error::Untrusted(untrusted) => Some(&untrusted.fault),
+        Error::Refused(refused) => Some(&refused.fault),
+        Error::Fenced(fenced) => Some(&fenced.fault),
+        Error::Outdated(outdated) => Some(&outdated.fault),
+        _ => None,
+    }
+}
+
+/// Wrong arguments as programs read them: the argument, what was given, and what may be.
+pub(crate) fn usage(error: &clap::Error) -> Value {
+    use clap::error::{ContextKind, ContextValue};
+    let get = |kind: ContextKind| {
+        error.get(kind).map(|value| match value {
+            ContextValue::Strings(all) => all.join(", "),
+            other => other.to_string(),
+        })
+    };
+    let suggested =
+        [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::SuggestedValue];
+    let nearest = suggested.into_iter().find_map(get);
+    let text = error.render().to_string();
+    let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_string();
+    json!({"error": {
+        "kind": USAGE,
+        "message": message,
+        "field": get(ContextKind::InvalidArg).or_else(|| get(ContextKind::InvalidSubcommand)),
+        "value": get(ContextKind::InvalidValue),
+        "limit": get(ContextKind::ValidValue),
+        "remedy": nearest.map_or_else(|| "see --help".to_string(), |nearest| format!("did you mean {nearest}?")),
+        "exit_code": error.exit_code(),
+    }})
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+    use longshore_proto::FaultKind;
+
+    use super::*;
+
+    #[test]
+    fn an_error_has_its_fields_wherever_the_fault_is() {
+        let fault = Fault::new(FaultKind::NotFound, "job", "a", "one that is there", "name another");
+        let wrapped = Err::<(), _>(fault.clone()).context("host:1").context("trying").unwrap_err();
+        let said = &super::error(&wrapped, 1)["error"];
+        assert_eq!(said["kind"], "NOT_FOUND");
+        assert_eq!((&said["field"], &said["remedy"]), (&"job".into(), &"name another".into()));
+        assert!(said["message"].as_str().unwrap().starts_with("trying: host:1: job is a"), "{said}");
+        let of_worker = anyhow::Error::from(Error::from(fault));
+        assert_eq!(super::error(&of_worker, 1)["error"]["value"], "a");
+        let plain = &super::error(&anyhow::anyhow!("it broke"), 1)["error"];
+        assert_eq!(
+            (&plain["kind"], &plain["message"], &plain["field"]),
+            (&PLAIN.into(), &"it broke".into(), &Value::Null)
+        );
+    }
+}

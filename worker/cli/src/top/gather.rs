@@ -1,0 +1,93 @@
+//! Asks all servers again and again. One that is silent hides no other, and is dialled again.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use longshore_wire::v1;
+
+use super::{
+    known::Known,
+    view::{ServerView, View, job_view},
+};
+use crate::{
+    access::Access,
+    servers::{Servers, Silent, jobs_of},
+};
+
+/// The longest wait for a server's answer: the picture should move.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+pub(crate) struct Poller {
+    addresses: Vec<String>,
+    access: Access,
+    servers: Option<Servers>,
+    silent: Silent,
+    known: BTreeMap<String, Known>,
+}
+
+impl Poller {
+    pub(crate) fn new(addresses: Vec<String>, access: Access) -> Poller {
+        Poller { addresses, access, servers: None, silent: Vec::new(), known: BTreeMap::new() }
+    }
+
+    /// Asks every server what it holds.
+    ///
+    /// # Errors
+    /// Where addresses or certificates cannot be used. A server that does not answer is a part of the view.
+    pub(crate) fn look(&mut self) -> anyhow::Result<View> {
+        if self.servers.is_none() || !self.silent.is_empty() {
+            let (servers, silent) = Servers::reach(&self.addresses, &self.access)?;
+            (self.servers, self.silent) = (Some(servers), silent);
+        }
+        let Some(servers) = &mut self.servers else { return Ok(View::default()) };
+        let answers = servers.answers_within(PATIENCE, |mut admin| async move {
+            admin.list_jobs(v1::ListJobsRequest {}).await
+        });
+        let mut lists = Vec::new();
+        for (address, answer) in answers {
+            match answer {
+                Ok(list) => lists.push((address, list)),
+                Err(fault) => self.silent.push((address, format!("does not answer: {fault}"))),
+            }
+        }
+        servers.leave_out(&self.silent);
+        let mut view = View {
+            servers: self.addresses.iter().map(|address| seen(address, &lists, &self.silent)).collect(),
+            ..View::default()
+        };
+        let now_ms = lists.iter().map(|(_, list)| list.unix_micros / 1000).max().unwrap_or(0);
+        let jobs = jobs_of(&lists);
+        self.known.retain(|job, _| jobs.contains(job));
+        for job in jobs {
+            let known = self.known.entry(job.clone()).or_default();
+            let request = v1::DescribeRequest {
+                job: job.clone(),
+                brief: true,
+                steps_after: Some(known.last_step()),
+                ..Default::default()
+            };
+            let answers = servers.answers_within(PATIENCE, |mut admin| {
+                let request = request.clone();
+                async move { admin.describe(request).await }
+            });
+            view.jobs.push(job_view(&job, &answers, known, (now_ms, Instant::now())));
+        }
+        Ok(view)
+    }
+}
+
+fn seen(address: &str, lists: &[(String, v1::ListJobsResponse)], silent: &Silent) -> ServerView {
+    let why = silent.iter().find(|(one, _)| one == address).map(|(_, why)| why.clone());
+    match lists.iter().find(|(one, _)| one == address) {
+        Some((_, list)) => ServerView {
+            address: address.into(),
+            silent: None,
+            memory_budget: list.memory_budget,
+            memory_reserved: list.memory_reserved,
+            release: list.release.clone(),
+        },
+        None => ServerView { address: address.into(), silent: why, ..ServerView::default() },
+    }
+}

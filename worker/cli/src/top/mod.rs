@@ -1,0 +1,15 @@
+//! `longshore top`: what the status page shows, in a terminal.
+
+mod charts;
+mod draw;
+mod gather;
+mod known;
+mod screen;
+mod styles;
+mod troubles;
+mod view;
+
+pub(crate) use self::{
+    gather::Poller,
+    screen::{once, watch},
+};

@@ -1,0 +1,143 @@
+//! The terminal: what is drawn once a second, keys, and a single frame for a pipe.
+
+use std::{
+    io::{self, IsTerminal},
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::Duration,
+};
+
+use ratatui::{
+    Terminal,
+    backend::TestBackend,
+    crossterm::{
+        event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers},
+        terminal,
+    },
+};
+
+use super::{
+    draw::{Chosen, draw},
+    gather::Poller,
+    view::View,
+};
+
+/// How often servers are asked.
+const PERIOD: Duration = Duration::from_secs(1);
+/// How long a key waits at most.
+const KEYS: Duration = Duration::from_millis(50);
+/// The size of a frame where there is no terminal.
+const SIZE: (u16, u16) = (80, 24);
+
+/// One frame as text.
+pub(crate) fn once(view: &View) -> anyhow::Result<String> {
+    let size = if io::stdout().is_terminal() { terminal::size().unwrap_or(SIZE) } else { SIZE };
+    frame_of(view, Chosen::default(), size)
+}
+
+pub(super) fn frame_of(view: &View, chosen: Chosen, (width, height): (u16, u16)) -> anyhow::Result<String> {
+    let mut terminal = Terminal::new(TestBackend::new(width, height))?;
+    terminal.draw(|frame| draw(frame, view, chosen, None))?;
+    let buffer = terminal.backend().buffer();
+    let line = |row: &[ratatui::buffer::Cell]| {
+        let text: String = row.iter().map(ratatui::buffer::Cell::symbol).collect();
+        text.trim_end().to_string()
+    };
+    Ok(buffer.content().chunks(usize::from(width)).map(line).collect::<Vec<_>>().join("\n"))
+}
+
+/// Draws until a key ends it.
+///
+/// # Errors
+/// Where there is no terminal, or nothing could be asked at all.
+pub(crate) fn watch(mut poller: Poller) -> anyhow::Result<()> {
+    anyhow::ensure!(io::stdout().is_terminal(), "stdout is no terminal: --once prints one frame");
+    let mut view = poller.look()?;
+    let (looked, looks) = mpsc::channel();
+    let (wanted, wants) = mpsc::channel::<()>();
+    // A silent server keeps this thread waiting, and not the keys. It ends with the sender of `wanted`.
+    let asking = thread::Builder::new().name("top".into()).spawn(move || {
+        while let Err(RecvTimeoutError::Timeout) = wants.recv_timeout(PERIOD) {
+            if looked.send(poller.look()).is_err() {
+                return;
+            }
+        }
+    })?;
+    let mut terminal = ratatui::try_init()?;
+    let mut chosen = Chosen::default();
+    let mut failed = None;
+    let drawn = (|| -> anyhow::Result<()> {
+        loop {
+            for look in looks.try_iter() {
+                match look {
+                    Ok(new) => (view, failed) = (new, None),
+                    Err(error) => failed = Some(format!("{error:#}")),
+                }
+            }
+            terminal.draw(|frame| draw(frame, &view, chosen, failed.as_deref()))?;
+            if event::poll(KEYS)?
+                && let Event::Key(key) = event::read()?
+                && key.kind != KeyEventKind::Release
+                && !chosen.take(key, view.jobs.len())
+            {
+                return Ok(());
+            }
+        }
+    })();
+    ratatui::restore();
+    drop(wanted);
+    // It may be waiting for a silent server, for which nobody waits any more.
+    drop(asking);
+    drawn
+}
+
+impl Chosen {
+    /// Takes a key. False ends it.
+    fn take(&mut self, key: KeyEvent, jobs: usize) -> bool {
+        let jobs = jobs.max(1);
+        match key.code {
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
+            KeyCode::Char('q') => return false,
+            KeyCode::Esc if !self.help => return false,
+            KeyCode::Esc => self.help = false,
+            KeyCode::Char('?') => self.help = !self.help,
+            KeyCode::Tab | KeyCode::Right => {
+                *self = Chosen { job: (self.job + 1) % jobs, ..Chosen::default() }
+            }
+            KeyCode::BackTab | KeyCode::Left => {
+                *self = Chosen { job: (self.job + jobs - 1) % jobs, ..Chosen::default() };
+            }
+            KeyCode::Down => self.scrolled += 1,
+            KeyCode::Up => self.scrolled = self.scrolled.saturating_sub(1),
+            _ => {}
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_do_what_the_help_says() {
+        let mut chosen = Chosen::default();
+        let mut press = |code| {
+            chosen.take(KeyEvent::new(code, KeyModifiers::NONE), 3).then_some((
+                chosen.job,
+                chosen.scrolled,
+                chosen.help,
+            ))
+        };
+        assert_eq!(press(KeyCode::Tab), Some((1, 0, false)));
+        assert_eq!(press(KeyCode::Down), Some((1, 1, false)));
+        assert_eq!(press(KeyCode::Left), Some((0, 0, false)));
+        assert_eq!(press(KeyCode::Left), Some((2, 0, false)));
+        assert_eq!(press(KeyCode::Right), Some((0, 0, false)));
+        assert_eq!(press(KeyCode::Char('?')), Some((0, 0, true)));
+        assert_eq!(press(KeyCode::Esc), Some((0, 0, false)));
+        assert_eq!(press(KeyCode::Up), Some((0, 0, false)));
+        assert_eq!((press(KeyCode::Esc), press(KeyCode::Char('q'))), (None, None));
+        assert!(!chosen.take(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 1));
+    }
+}

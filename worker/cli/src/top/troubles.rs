@@ -1,0 +1,79 @@
+//! What is wrong with a job, and what to do.
+
+use longshore_proto::{Fault, FaultKind};
+use longshore_wire::v1;
+
+use super::view::{Answers, JobView, State, Trouble};
+
+/// A job that has decided nothing for so long, and for so many of its usual steps, is stalled.
+const STALL_S: f64 = 5.0;
+const STALL_STEPS: f64 = 5.0;
+
+/// All of it, by the servers' answers. `now_ms` is by their clock.
+pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Trouble> {
+    let mut found = Vec::new();
+    let mut say = |what: String, remedy: &str| found.push(Trouble { what, remedy: remedy.into() });
+    for (address, answer) in answers {
+        let answer = match answer {
+            Ok(answer) => answer,
+            Err(fault) => {
+                let Trouble { what, remedy } = without(address, fault);
+                say(what, &remedy);
+                continue;
+            }
+        };
+        if !answer.failure.is_empty() {
+            say(format!("{address} cannot go on: {}", answer.failure), "see that server's log");
+        }
+        let Some(progress) = &answer.progress else { continue };
+        if progress.phase() == v1::Phase::Loading {
+            let shards = progress.missing_shards.len();
+            say(
+                format!("{address}: {shards} shards wait for their weights"),
+                "rank 0 or a restore brings them",
+            );
+        }
+        if let Some(checkpoint) =
+            answer.checkpoints.as_ref().filter(|checkpoint| !checkpoint.failure.is_empty())
+        {
+            let what = format!("the last checkpoint failed on {address}: {}", checkpoint.failure);
+            say(what, "put that right: the next checkpoint takes its place");
+        }
+    }
+    // All servers pause for one reason.
+    let reason = |answer: &v1::DescribeResponse| Some(answer.progress.as_ref()?.pause_reason.clone());
+    let mut reasons = answers.iter().filter_map(|(_, answer)| reason(answer.as_ref().ok()?));
+    if let Some(reason) = reasons.find(|reason| !reason.is_empty()) {
+        say(format!("paused: {reason}"), "`longshore resume` lets it go on");
+    }
+    if let Some((silent, waits)) = stalled(view, now_ms) {
+        let remedy = "see whether that rank's process runs, and start it again if not: it goes on from here";
+        say(format!("nothing was decided for {silent:.0} s: it waits for {waits}"), remedy);
+    }
+    found
+}
+
+/// For how long a job that trains has decided nothing, where that is longer than it usually takes.
+fn stalled(view: &JobView, now_ms: u64) -> Option<(f64, &str)> {
+    if view.state != State::Training || view.waiting_for.is_empty() {
+        return None;
+    }
+    let last = view.steps.last()?;
+    let silent = now_ms.saturating_sub(last.unix_ms) as f64 / 1e3;
+    let mut times: Vec<f64> = view.steps.iter().filter_map(|step| step.seconds).collect();
+    times.sort_by(f64::total_cmp);
+    let usual = times.get(times.len() / 2).copied().unwrap_or(0.0);
+    (silent > STALL_S.max(STALL_STEPS * usual)).then_some((silent, view.waiting_for.as_str()))
+}
+
+/// Why a server has no answer.
+pub(super) fn without(address: &str, fault: &Fault) -> Trouble {
+    let what = match (fault.kind, fault.field.as_str()) {
+        (FaultKind::NotFound, "job") => {
+            format!("{address} does not hold this job: it restarted, or belongs to another")
+        }
+        (FaultKind::Unavailable, "job") => format!("{address} is recovering this job"),
+        _ => format!("{address}: {} is {}, but must be {}", fault.field, fault.value, fault.limit),
+    };
+    Trouble { what, remedy: fault.remedy.clone() }
+}
