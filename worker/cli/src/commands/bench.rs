@@ -1,7 +1,5 @@
 //! `longshore bench`: how fast this host is, beside how fast it could be.
 
-use std::path::Path;
-
 use super::trace::TraceFlag;
 use crate::{
     bench::{self, step, storage, update, wire},
@@ -51,9 +49,9 @@ pub(super) struct Traced<T: clap::Args> {
 }
 
 impl Bench {
-    pub(super) fn trace(&self) -> Option<&Path> {
+    pub(super) fn trace(&self) -> Option<&TraceFlag> {
         match self {
-            Bench::Step(step) => step.trace.trace.as_deref(),
+            Bench::Step(step) => Some(&step.trace),
             _ => None,
         }
     }

@@ -14,11 +14,11 @@ mod tls;
 mod trace;
 mod train;
 
-use std::path::Path;
-
 use clap::{Parser, Subcommand};
+use longshore_server::{log, otlp};
 
 pub use self::environment::check_environment;
+use self::trace::TraceFlag;
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]
@@ -80,9 +80,9 @@ enum Command {
 }
 
 impl Command {
-    fn trace(&self) -> Option<&Path> {
+    fn trace(&self) -> Option<&TraceFlag> {
         match self {
-            Command::Train(args) => args.trace(),
+            Command::Train(args) => Some(args.trace()),
             Command::Bench(bench) => bench.trace(),
             _ => None,
         }
@@ -91,9 +91,13 @@ impl Command {
 
 impl Cli {
     pub fn run(self) -> anyhow::Result<()> {
-        // The guard is kept to the end, when the trace is written out.
-        let (stages, _trace) = self.command.trace().map(trace::to).transpose()?.unzip();
-        longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log, stages);
+        // The guards are kept to the end, when the trace is written out and the last spans are sent.
+        let flags = self.command.trace();
+        let (stages, _trace) =
+            flags.and_then(|flags| flags.trace.as_deref()).map(trace::to).transpose()?.unzip();
+        let collector = flags.and_then(|flags| flags.otlp.as_deref());
+        let (spans, _export) = collector.map(|at| otlp::export(at, "longshore")).transpose()?.unzip();
+        log::init(log::LogFormat::Text, &self.log, stages.into_iter().chain(spans).collect());
         match self.command {
             Command::Train(args) => train::run(*args),
             Command::Plan(args) => plan::run(&args),

@@ -2,7 +2,7 @@
 
 mod settings;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use longshore_proto::{Dtype, MasterFormat, Rule, StateFormat, TierKind};
 use longshore_server::config::ByteSize;
@@ -232,8 +232,8 @@ pub(super) struct Args {
 }
 
 impl Args {
-    pub(super) fn trace(&self) -> Option<&Path> {
-        self.trace.trace.as_deref()
+    pub(super) fn trace(&self) -> &TraceFlag {
+        &self.trace
     }
 }
 
