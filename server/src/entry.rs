@@ -7,7 +7,7 @@ use clap::Parser;
 use crate::{
     config::{Config, Flags},
     lifecycle::{Server, ServerError, StopSignals},
-    log,
+    log, otlp,
 };
 
 /// Runs the program with these arguments, its name first, until it is told to stop. Returns its exit code: 0 after a drain,
@@ -28,7 +28,14 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             return 2;
         }
     };
-    log::init(config.log_format, &config.log, None);
+    let (spans, _export) = match config.otlp.as_deref().map(|at| otlp::export(at, "longshored")).transpose() {
+        Ok(export) => export.unzip(),
+        Err(error) => {
+            eprintln!("longshored: {error}");
+            return 2;
+        }
+    };
+    log::init(config.log_format, &config.log, spans.into_iter().collect());
     match serve(config) {
         Ok(()) => 0,
         Err(error) => {

@@ -18,6 +18,7 @@ mod jobs;
 pub mod lifecycle;
 pub mod log;
 mod memfd;
+pub mod otlp;
 mod requests;
 mod service;
 mod trust;

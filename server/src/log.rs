@@ -43,8 +43,8 @@ impl Seldom {
 }
 
 /// Installs the process's subscriber; a second call does nothing. `filter` is a level, or levels by module as in
-/// `info,longshore_engine=debug`; `other` has a filter of its own.
-pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
+/// `info,longshore_engine=debug`; the `others` have filters of their own.
+pub fn init(format: LogFormat, filter: &str, others: Vec<Reader>) {
     let filter: Targets = filter
         .parse()
         .unwrap_or_else(|_| Targets::new().with_default(tracing::level_filters::LevelFilter::INFO));
@@ -53,5 +53,7 @@ pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
         LogFormat::Text => stderr.with_filter(filter).boxed(),
         LogFormat::Json => stderr.json().with_filter(filter).boxed(),
     };
-    let _ = tracing_subscriber::registry().with(other).with(stderr).try_init();
+    // An empty list would turn off all that is below it.
+    let others = (!others.is_empty()).then_some(others);
+    let _ = tracing_subscriber::registry().with(others).with(stderr).try_init();
 }

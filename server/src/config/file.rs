@@ -34,12 +34,13 @@ pub(super) struct File {
     pub(super) tls_dir: Option<PathBuf>,
     pub(super) insecure: Option<bool>,
     pub(super) no_memfd: Option<bool>,
+    pub(super) otlp: Option<String>,
     pub(super) log: Option<String>,
     pub(super) log_format: Option<LogFormat>,
 }
 
 /// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 24] = [
+const KEYS: [&str; 25] = [
     "listen",
     "listen_unix",
     "http",
@@ -62,6 +63,7 @@ const KEYS: [&str; 24] = [
     "tls_dir",
     "insecure",
     "no_memfd",
+    "otlp",
     "log",
     "log_format",
 ];

@@ -87,6 +87,9 @@ pub struct Flags {
     /// Share no memory with workers of this host and user: their payloads come through sockets
     #[arg(long, env = "LONGSHORED_NO_MEMFD")]
     pub no_memfd: bool,
+    /// Collector of OpenTelemetry to send spans of steps to, by gRPC [default: none]
+    #[arg(long, env = "LONGSHORED_OTLP", value_name = "http://HOST:4317")]
+    pub otlp: Option<String>,
     /// What to log, as in info or longshore_server=debug [default: info]
     #[arg(long, env = "LONGSHORED_LOG", value_name = "FILTER")]
     pub log: Option<String>,
@@ -97,7 +100,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 25] = [
+const VARIABLES: [&str; 26] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
@@ -121,6 +124,7 @@ const VARIABLES: [&str; 25] = [
     "LONGSHORED_TLS_DIR",
     "LONGSHORED_INSECURE",
     "LONGSHORED_NO_MEMFD",
+    "LONGSHORED_OTLP",
     "LONGSHORED_LOG",
     "LONGSHORED_LOG_FORMAT",
 ];

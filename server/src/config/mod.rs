@@ -47,6 +47,8 @@ pub struct Config {
     pub insecure: bool,
     /// Share no memory with workers of this host.
     pub no_memfd: bool,
+    /// A collector of OpenTelemetry, to which spans of steps go.
+    pub otlp: Option<String>,
     pub log: String,
     pub log_format: LogFormat,
 }
@@ -70,6 +72,7 @@ impl Config {
             tls_dir: None,
             insecure: false,
             no_memfd: false,
+            otlp: None,
             log: "info".to_string(),
             log_format: LogFormat::Text,
         }
@@ -103,6 +106,7 @@ impl Config {
             tls_dir: flags.tls_dir.or(file.tls_dir),
             insecure: flags.insecure || file.insecure.unwrap_or(false),
             no_memfd: flags.no_memfd || file.no_memfd.unwrap_or(false),
+            otlp: flags.otlp.or(file.otlp),
             log: flags.log.or(file.log).unwrap_or(defaults.log),
             log_format: flags.log_format.or(file.log_format).unwrap_or_default(),
         };

@@ -23,7 +23,8 @@ use tokio::{
 };
 
 use super::{
-    Hashes, busy::Busy, hashing::Hashing, history::History, pace::Pace, restores::Restores, traffic::Traffic,
+    Hashes, busy::Busy, hashing::Hashing, history::History, pace::Pace, restores::Restores, spans::Spans,
+    traffic::Traffic,
 };
 
 /// What the compute thread is asked to do.
@@ -48,6 +49,7 @@ pub(crate) struct JobHandle {
     pub(crate) history: History,
     pub(crate) busy: Arc<Busy>,
     pub(crate) traffic: Traffic,
+    pub(crate) spans: Arc<Spans>,
     hashing: Hashing,
     pub(crate) restores: Restores,
 }
@@ -77,9 +79,12 @@ impl JobHandle {
             let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
         }));
         let busy = Arc::<Busy>::default();
-        let (worker, counted) = (Arc::clone(&job), Arc::clone(&busy));
+        let spans = Arc::<Spans>::default();
+        let (worker, counted, of_steps) = (Arc::clone(&job), Arc::clone(&busy), Arc::clone(&spans));
         let name = format!("job-{}", job.spec().name.as_str());
-        let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox, &counted));
+        let thread = thread::Builder::new()
+            .name(name)
+            .spawn(move || perform_all(&worker, &inbox, &counted, &of_steps));
         thread.map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
@@ -96,6 +101,7 @@ impl JobHandle {
             history: History::default(),
             busy,
             traffic,
+            spans,
             hashing: Hashing::default(),
             restores: Restores::default(),
         };
@@ -228,7 +234,7 @@ impl JobHandle {
 /// The compute thread. It does works in the order they come, and appends the work that follows from one to those
 /// already waiting, so that the sums of a delayed job's next step are formed between the updates of this one. It ends
 /// with the job's last user, or with its first failure.
-fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, busy: &Busy) -> Result<(), Fault> {
+fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, busy: &Busy, spans: &Spans) -> Result<(), Fault> {
     job.compute().pool().adopt_caller();
     let mut works = VecDeque::new();
     while let Ok(task) = inbox.recv() {
@@ -241,6 +247,7 @@ fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, busy: &Busy) -> Result<(
                 break;
             }
             let next = works.front().cloned();
+            let _span = spans.of(job.spec().name.as_str(), next.as_ref());
             busy.count(next.as_ref(), || job.perform(&mut works))?;
         }
     }

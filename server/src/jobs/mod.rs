@@ -6,6 +6,7 @@ mod hashing;
 mod history;
 mod pace;
 mod restores;
+mod spans;
 pub(crate) mod traffic;
 
 use std::{

@@ -12,6 +12,7 @@ use longshore_proto::{
 };
 use longshore_wire::v1::StepReport;
 use tokio::sync::{mpsc, oneshot};
+use tracing::{Instrument, Span};
 
 use super::{
     envelope::Envelope, options::PipelineOptions, outcome::Decided, shared::PipelineInner, stats::Collected,
@@ -35,6 +36,8 @@ pub(super) struct StepToDecide {
     pub(super) step: Step,
     /// The loss scale of the step's gradients.
     pub(super) loss_scale: f64,
+    /// The step's span, whose context goes with the commit.
+    pub(super) span: Span,
     pub(super) stats: Task<Result<Collected>>,
     /// What the trainer says once it has finished the step.
     pub(super) finished: oneshot::Receiver<Finished>,
@@ -90,7 +93,8 @@ impl Driver {
     /// Runs until the pipeline goes, or a step cannot be decided.
     pub(super) async fn run(mut self) {
         while let Some(work) = self.work.recv().await {
-            if let Err(error) = self.step(work).await {
+            let span = work.span.clone();
+            if let Err(error) = self.step(work).instrument(span).await {
                 return self.cluster.waits.fail(error);
             }
         }

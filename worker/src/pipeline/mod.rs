@@ -28,7 +28,7 @@ use tokio::{
     sync::{mpsc, oneshot, watch as channel},
     task::AbortHandle,
 };
-use tracing::debug_span;
+use tracing::{Span, debug_span};
 
 pub(crate) use self::passes::PassWeights;
 use self::{
@@ -180,7 +180,9 @@ impl Pipeline {
             return Err(Misuse("a step is under way: call finish before the next begin").into());
         }
         let step = Step(self.last.0 + 1);
-        let _stage = debug_span!(target: "stage", "begin", step = step.0).entered();
+        let (job, rank) = (self.cluster().job().as_str(), self.cluster().options.rank.0);
+        let span = debug_span!(target: "step", parent: None, "step", job, rank, step = step.0);
+        let _stage = debug_span!(target: "stage", parent: &span, "begin", step = step.0).entered();
         let reads = self.options.schedule.reads(step);
         let before = Meters::read(&self.session);
         let loss_scale = self.await_decision(reads)?;
@@ -198,10 +200,11 @@ impl Pipeline {
         let plan = StepInputs { step, reads, loss_scale };
         let reading = self.reading(reads);
         let (finished_at, at) = channel::channel(None);
-        let trainer = self.announce(plan, at);
+        let trainer = self.announce(plan, &span, at);
         let micro_steps = self.options.accumulate.micro_steps(self.session.spec()) as usize;
         self.current = Some(Current {
             plan,
+            span,
             reading,
             missing,
             started,
@@ -218,14 +221,20 @@ impl Pipeline {
     }
 
     /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
-    fn announce(&self, plan: StepInputs, finished_at: stats::Finished) -> Option<oneshot::Sender<Finished>> {
+    fn announce(
+        &self,
+        plan: StepInputs,
+        span: &Span,
+        finished_at: stats::Finished,
+    ) -> Option<oneshot::Sender<Finished>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
         let (cluster, rank) = (self.session.cluster.clone(), self.session.rank.clone());
         let collect = stats::collect(cluster, rank, plan.step, finished_at);
         let stats = self.cluster().runtime.spawn_joined(collect);
         // A driver that has ended has left the session's failure, which the next call returns.
-        let _ = work.send(StepToDecide { step: plan.step, loss_scale: plan.loss_scale, stats, finished });
+        let (step, loss_scale, span) = (plan.step, plan.loss_scale, span.clone());
+        let _ = work.send(StepToDecide { step, loss_scale, span, stats, finished });
         Some(trainer)
     }
 
@@ -247,7 +256,7 @@ impl Pipeline {
         self.check_finished(trainer_state.len())?;
         let Some(mut current) = self.current.take() else { return Err(OUTSIDE.into()) };
         let step = current.plan.step;
-        let _stage = debug_span!(target: "stage", "finish", step = step.0).entered();
+        let _stage = debug_span!(target: "stage", parent: &current.span, "finish", step = step.0).entered();
         self.last = step;
         current.finished_at.send_replace(Some(started));
         if let Some(trainer) = current.trainer.take() {

@@ -11,6 +11,7 @@ use std::{
 use longshore_proto::{Fault, Step, Version};
 use longshore_wire::v1::StepReport;
 use tokio::sync::{oneshot, watch};
+use tracing::Span;
 
 use super::{
     driver::Finished,
@@ -36,6 +37,8 @@ pub struct StepInputs {
 /// The step between `begin` and `finish`.
 pub(super) struct Current {
     pub(super) plan: StepInputs,
+    /// Ends once the step is finished here and, on rank 0, decided.
+    pub(super) span: Span,
     /// What the pulls of the version in use have in common.
     pub(super) reading: Reading,
     /// The step that the weights lack, where this rank adds it.

@@ -1,7 +1,5 @@
 //! `longshore bench`: how fast this host is, beside how fast it could be.
 
-use std::path::Path;
-
 use super::trace::TraceFlag;
 use crate::{
     access::Access,
@@ -58,9 +56,9 @@ impl Bench {
         }
     }
 
-    pub(super) fn trace(&self) -> Option<&Path> {
+    pub(super) fn trace(&self) -> Option<&TraceFlag> {
         match self {
-            Bench::Step(step) => step.trace.trace.as_deref(),
+            Bench::Step(step) => Some(&step.trace),
             _ => None,
         }
     }

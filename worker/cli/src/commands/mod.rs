@@ -17,12 +17,14 @@ mod top;
 mod trace;
 mod train;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::{ArgMatches, Parser, Subcommand};
 use longshore_proto::Fault;
+use longshore_server::{log, otlp};
 
 pub use self::environment::check_environment;
+use self::trace::TraceFlag;
 use crate::{
     access::Access,
     clusters::{Given, Wanted, choose},
@@ -109,9 +111,9 @@ enum Command {
 }
 
 impl Command {
-    fn trace(&self) -> Option<&Path> {
+    fn trace(&self) -> Option<&TraceFlag> {
         match self {
-            Command::Train(args) => args.trace(),
+            Command::Train(args) => Some(args.trace()),
             Command::Bench(bench) => bench.trace(),
             _ => None,
         }
@@ -159,9 +161,13 @@ impl Cli {
     }
 
     pub fn run(self) -> anyhow::Result<()> {
-        // The guard is kept to the end, when the trace is written out.
-        let (stages, _trace) = self.command.trace().map(trace::to).transpose()?.unzip();
-        longshore_server::log::init(longshore_server::log::LogFormat::Text, &self.log, stages);
+        // The guards are kept to the end, when the trace is written out and the last spans are sent.
+        let flags = self.command.trace();
+        let (stages, _trace) =
+            flags.and_then(|flags| flags.trace.as_deref()).map(trace::to).transpose()?.unzip();
+        let collector = flags.and_then(|flags| flags.otlp.as_deref());
+        let (spans, _export) = collector.map(|at| otlp::export(at, "longshore")).transpose()?.unzip();
+        log::init(log::LogFormat::Text, &self.log, stages.into_iter().chain(spans).collect());
         let out = self.output;
         match self.command {
             Command::Train(args) => train::run(*args, out),

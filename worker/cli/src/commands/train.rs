@@ -2,7 +2,7 @@
 
 mod settings;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use longshore_proto::{Dtype, MasterFormat, Rule, StateFormat, TierKind};
 use longshore_server::config::ByteSize;
@@ -240,8 +240,8 @@ impl Args {
         (&mut self.servers, &mut self.access)
     }
 
-    pub(super) fn trace(&self) -> Option<&Path> {
-        self.trace.trace.as_deref()
+    pub(super) fn trace(&self) -> &TraceFlag {
+        &self.trace
     }
 }
 
