@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::trace::TraceFlag;
 use crate::{
-    bench::{self, step, storage, update, wire},
+    bench::{self, shares, step, storage, update, wire},
     sizes::parse_count,
 };
 
@@ -21,6 +21,8 @@ pub(super) enum Bench {
     Step(Traced<step::Args>),
     /// The nvme tier beside a bare loop of the same reads and writes on the same drives
     Storage(storage::Args),
+    /// Two jobs that update without pause on one server's threads: each alone, and beside the other
+    Shares(shares::Args),
 }
 
 #[derive(clap::Args)]
@@ -74,6 +76,7 @@ impl Bench {
             Bench::Wire(args) => wire::run(&args),
             Bench::Step(step) => step::run(&step.args),
             Bench::Storage(args) => storage::run(&args),
+            Bench::Shares(args) => shares::run(&args),
         }
     }
 }
