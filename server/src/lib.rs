@@ -13,6 +13,7 @@ mod directories;
 mod draining;
 mod embedded;
 mod entry;
+mod eviction;
 mod http;
 mod jobs;
 pub mod lifecycle;
@@ -20,7 +21,9 @@ pub mod log;
 mod memfd;
 mod requests;
 mod service;
+mod terms;
 mod trust;
+mod unasked;
 mod unix;
 
 use std::{io, thread};

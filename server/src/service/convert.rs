@@ -3,6 +3,8 @@
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
 use longshore_wire::{Wire, left_outs_to_wire, v1};
 
+use crate::terms::{Listed, Usage};
+
 pub(super) fn progress(progress: Progress) -> v1::JobProgress {
     let (phase, pause_reason) = match progress.phase {
         Phase::Loading => (v1::Phase::Loading, String::new()),
@@ -34,5 +36,20 @@ pub(super) fn rank(rank: RankProgress, transport: &str) -> v1::RankStatus {
         last_step: rank.last_step.0,
         transport: transport.into(),
         joined_at: rank.joined_at.0,
+    }
+}
+
+pub(super) fn identity(owner: Listed, has: Usage) -> v1::IdentityUsage {
+    let Listed { name, quota, connections } = owner;
+    v1::IdentityUsage {
+        name,
+        jobs: has.jobs,
+        memory_bytes: has.memory,
+        drive_bytes: has.drives,
+        connections,
+        most_jobs: quota.jobs,
+        most_memory_bytes: quota.memory,
+        most_drive_bytes: quota.drives,
+        most_connections: quota.connections,
     }
 }
