@@ -7,6 +7,9 @@ pub const ORIGIN: &str = "commit.origin";
 /// The field of a conflict in which a contribution was computed with a version that was taken back.
 pub const READS: &str = "push.reads";
 
+/// The field of a job that is not open because it idled too long. A checkpoint has its state.
+pub const EVICTED: &str = "job.evicted";
+
 /// What a caller may conclude. The gRPC code follows from it in `wire::status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FaultKind {

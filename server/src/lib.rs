@@ -13,6 +13,7 @@ mod directories;
 mod draining;
 mod embedded;
 mod entry;
+mod eviction;
 mod http;
 mod jobs;
 pub mod lifecycle;
@@ -21,7 +22,9 @@ mod memfd;
 pub mod otlp;
 mod requests;
 mod service;
+mod terms;
 mod trust;
+mod unasked;
 mod unix;
 
 use std::{io, thread};

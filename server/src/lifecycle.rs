@@ -36,12 +36,14 @@ use crate::{
     descriptors,
     directories::Directories,
     draining::Draining,
-    http,
+    eviction, http,
     jobs::{JobHandle, Jobs},
     memfd::{self, Links},
     requests::Metered,
     service::{DataPlane, Services},
+    terms::Owners,
     trust::{Guard, Handshakes, Register, Trust},
+    unasked::{self, Written},
     unix::{self, SocketFile},
 };
 
@@ -51,8 +53,6 @@ use crate::{
 pub(crate) const FRAME_BYTES: u32 = 1024 * 1024;
 /// A dead peer is noticed after this and as much again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
-/// How many checkpoints may share a name, told apart by a number.
-const MOST_NAMES: u32 = 100;
 /// How many calls a peer may open beyond its number or against the protocol before its connection is ended.
 const MAX_REFUSED_CALLS: usize = 1024;
 /// How long open streams may finish once a drain is over.
@@ -85,10 +85,11 @@ pub enum ServerError {
 }
 
 /// SIGTERM and SIGINT. They are caught from here on, so that one which comes while the server starts still ends in a
-/// drain.
+/// drain. SIGHUP is caught as well, which would otherwise end a server that has nothing to reload.
 pub struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
+    hang_up: Signal,
 }
 
 impl StopSignals {
@@ -97,13 +98,19 @@ impl StopSignals {
         Ok(StopSignals {
             terminate: signal(SignalKind::terminate()).map_err(ServerError::Signals)?,
             interrupt: signal(SignalKind::interrupt()).map_err(ServerError::Signals)?,
+            hang_up: signal(SignalKind::hangup()).map_err(ServerError::Signals)?,
         })
     }
 
     async fn any(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => return,
+                _ = self.interrupt.recv() => return,
+                _ = self.hang_up.recv() => {
+                    tracing::info!("SIGHUP: only the folder of --tls-dir is read again; where there is none, nothing is");
+                }
+            }
         }
     }
 }
@@ -137,9 +144,11 @@ impl Server {
         let storage = config.storage.to_engine(directories.shm.clone(), !config.no_memfd);
         let drives = Arc::new(Drives::new(&storage.dirs));
         let storage = Storage { drives: Some(Arc::clone(&drives)), ..storage };
-        let (jobs, stored) = Jobs::new(Budget::new(config.memory), storage, Arc::new(compute));
-        let jobs = Arc::new(jobs);
         let register = config.tls_dir.as_deref().map(Register::open).transpose().map_err(ServerError::Tls)?;
+        let owners = register.clone().map(|register| register as Arc<dyn Owners>);
+        let budget = Budget::new(config.memory);
+        let (jobs, stored) = Jobs::new(budget, storage, Arc::new(compute), owners, config.idle_limit);
+        let jobs = Arc::new(jobs);
         let (links, linking) = Links::new(!config.no_memfd);
         let bounds = Arc::new(Bounds::default());
         let services = Services {
@@ -203,6 +212,7 @@ impl Server {
         let linking = linking
             .map(|listener| memfd::serve(listener, Arc::clone(&services.links), Arc::clone(&services.jobs)));
         let page = page.map(|(listener, _)| http::serve(listener, services.clone()));
+        let evicting = eviction::watch(services.clone());
         let serving = tokio::spawn(async move {
             // Links end with the calls that refer to them.
             let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
@@ -210,6 +220,7 @@ impl Server {
                 served = both => served,
                 _ = OptionFuture::from(linking), if linked => Ok(()),
                 Some(never) = OptionFuture::from(page) => match never {},
+                never = evicting => match never {},
                 _ = OptionFuture::from(watching), if watched => Ok(()),
             }
         });
@@ -285,17 +296,10 @@ impl Server {
         }
         let deadline = std::time::Instant::now() + self.config.drain_deadline;
         let written = tokio::task::spawn_blocking(move || {
-            let version = job.progress().version;
-            let (name, part) = first_free(&format!("drain-{:08}", version.0), |name| {
-                store.write(&job, name, Some(version), deadline)
-            })?;
-            let job = &job.spec().name;
-            // Where servers share the folder, the last of them to stop finds all parts.
-            let sealed = store.seal_if_whole(job, &name, part.servers)?;
-            if sealed {
-                store.prune(job, keep, &name)?;
-            }
-            tracing::info!(%job, %version, name, sealed, servers = part.servers, "checkpoint written on drain");
+            let written = unasked::write(&store, &job, "drain", deadline)?;
+            let sealed = unasked::seal(&store, &job, &written, keep)?;
+            let (job, Written { name, version, servers }) = (&job.spec().name, written);
+            tracing::info!(%job, %version, name, sealed, servers, "checkpoint written on drain");
             Ok(())
         });
         written.await.unwrap_or_else(|error| {
@@ -307,20 +311,6 @@ impl Server {
                 "see the server's log; this is a defect",
             ))
         })
-    }
-}
-
-/// Writes under the name. Where another state has taken it, as after the job went back, it writes under the first of
-/// name.2, name.3, ... that is free. Servers that share a folder find the same names taken.
-fn first_free<T>(name: &str, mut write: impl FnMut(&str) -> Result<T, Fault>) -> Result<(String, T), Fault> {
-    let mut number = 1;
-    loop {
-        let numbered = if number == 1 { name.to_string() } else { format!("{name}.{number}") };
-        number += 1;
-        match write(&numbered) {
-            Err(fault) if fault.kind == FaultKind::Conflict && number <= MOST_NAMES => {}
-            written => return written.map(|written| (numbered, written)),
-        }
     }
 }
 

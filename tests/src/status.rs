@@ -35,6 +35,10 @@ pub struct ServerStatus {
     pub isa: String,
     pub checkpoints: Option<CheckpointStatus>,
     pub ranks: Vec<RankStatus>,
+    pub owner: Option<String>,
+    pub idle_seconds: f64,
+    pub idle_limit_seconds: Option<f64>,
+    pub not_evicted: Option<String>,
 }
 
 /// What became of a server's checkpoints of the job.

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, names::nearest};
+use super::{ByteSize, ConfigError, Durability, IdleLimit, Spill, StorageIo, names::nearest};
 use crate::log::LogFormat;
 
 #[derive(Debug, Default, serde::Deserialize)]
@@ -29,6 +29,7 @@ pub(super) struct File {
     pub(super) checkpoint_dir: Option<PathBuf>,
     pub(super) checkpoint_on_drain: Option<bool>,
     pub(super) checkpoint_keep: Option<usize>,
+    pub(super) idle_limit: Option<IdleLimit>,
     pub(super) drain_deadline_s: Option<u64>,
     pub(super) max_connections: Option<usize>,
     pub(super) tls_dir: Option<PathBuf>,
@@ -40,7 +41,7 @@ pub(super) struct File {
 }
 
 /// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 25] = [
+const KEYS: [&str; 26] = [
     "listen",
     "listen_unix",
     "http",
@@ -58,6 +59,7 @@ const KEYS: [&str; 25] = [
     "checkpoint_dir",
     "checkpoint_on_drain",
     "checkpoint_keep",
+    "idle_limit",
     "drain_deadline_s",
     "max_connections",
     "tls_dir",

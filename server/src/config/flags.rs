@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::Parser;
 
-use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, check_variables};
+use super::{ByteSize, ConfigError, Durability, IdleLimit, Spill, StorageIo, check_variables};
 use crate::log::LogFormat;
 
 /// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
@@ -71,6 +71,10 @@ pub struct Flags {
     /// Checkpoints kept of each job; 0 keeps all [default: 0]
     #[arg(long, env = "LONGSHORED_CHECKPOINT_KEEP", value_name = "N")]
     pub checkpoint_keep: Option<usize>,
+    /// Give back the memory of a job that nobody has used for so long, as in 24h, once a checkpoint has its state
+    /// [default: never]
+    #[arg(long, env = "LONGSHORED_IDLE_LIMIT", value_name = "TIME")]
+    pub idle_limit: Option<IdleLimit>,
     /// Longest wait for the step in hand when told to stop, in seconds [default: 30]
     #[arg(long, env = "LONGSHORED_DRAIN_DEADLINE_S", value_name = "SECONDS")]
     pub drain_deadline_s: Option<u64>,
@@ -100,7 +104,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 26] = [
+const VARIABLES: [&str; 27] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
@@ -119,6 +123,7 @@ const VARIABLES: [&str; 26] = [
     "LONGSHORED_CHECKPOINT_DIR",
     "LONGSHORED_CHECKPOINT_ON_DRAIN",
     "LONGSHORED_CHECKPOINT_KEEP",
+    "LONGSHORED_IDLE_LIMIT",
     "LONGSHORED_DRAIN_DEADLINE_S",
     "LONGSHORED_MAX_CONNECTIONS",
     "LONGSHORED_TLS_DIR",

@@ -2,7 +2,7 @@
 //!
 //! Who asks for OpenMetrics, as Prometheus does, gets that. Everybody else gets Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 50 a job, 19 of them its histogram's, and one for each of its first [`RANKS`] ranks.
+//! The number of samples is bounded: about 50 a job, 19 of them its histogram's, 4 an identity, and one for each of its first [`RANKS`] ranks.
 
 use std::{fmt, sync::atomic::Ordering::Relaxed};
 
@@ -20,6 +20,7 @@ use super::{
 use crate::{
     jobs::{Decided, traffic},
     service::{REFUSED, Services},
+    terms::{Listed, Usage},
 };
 
 /// How the metrics are written.
@@ -92,6 +93,7 @@ impl Collector for Scrape {
         steps(&mut families, &jobs)?;
         work(&mut families, &jobs)?;
         room(&mut families, &jobs)?;
+        owners(&mut families, &self.services)?;
         ranks(&mut families, &jobs)?;
         checkpoints(&mut families, &self.services, &jobs)?;
         super::drives::write(&mut families, &self.services, &jobs)
@@ -145,10 +147,11 @@ fn states(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fm
     let mut counts =
         ["loading", "training", "idle", "paused", "failed"].map(|state| (state, count(state))).to_vec();
     counts.push(("away", services.jobs.away().len()));
+    counts.push(("evicted", services.jobs.evicted()));
     let samples = counts.into_iter().map(|(state, count)| (with(Labels::new(), "state", state), count));
     families.gauge(
         "jobs",
-        "Jobs by state. One that is away is kept here and not served now.",
+        "Jobs by state. One that is away is kept here and not served now; one that was evicted idled too long.",
         None,
         samples,
     )?;
@@ -215,8 +218,26 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     families.gauge("job_memory", "Memory reserved for the job.", bytes(), memory)?;
     let drives = each(jobs, |job| job.handle.job.disk_bytes());
     families.gauge("job_drives", "Space reserved in --state-dir.", bytes(), drives)?;
+    let idle = "For how long nobody has trained, filled or read the job.";
+    let times = each(jobs, |job| job.handle.idle.look(&job.handle.job).as_secs_f64());
+    families.gauge("job_idle", idle, Some(Unit::Seconds), times)?;
     let elements = "Elements of the shards that this server owns.";
     families.gauge("job_elements", elements, None, each(jobs, Seen::elements))
+}
+
+/// The identities are those that `identities.toml` lists, and former ones that still have jobs.
+fn owners(families: &mut Families<'_>, services: &Services) -> fmt::Result {
+    let owners = services.jobs.owners();
+    let each = |value: fn(&(Listed, Usage)) -> u64| {
+        owners.iter().map(move |of| (with(Labels::new(), "identity", &of.0.name), value(of)))
+    };
+    families.gauge("identity_jobs", "Jobs that the identity opened.", None, each(|(_, has)| has.jobs))?;
+    let memory = "Memory reserved for them.";
+    families.gauge("identity_memory", memory, Some(Unit::Bytes), each(|(_, has)| has.memory))?;
+    let drives = "Space reserved for them in --state-dir.";
+    families.gauge("identity_drives", drives, Some(Unit::Bytes), each(|(_, has)| has.drives))?;
+    let connections = "Connections on which the identity has called.";
+    families.gauge("identity_connections", connections, None, each(|(owner, _)| owner.connections))
 }
 
 fn ranks(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {

@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc,
     },
     thread,
@@ -23,8 +23,8 @@ use tokio::{
 };
 
 use super::{
-    Hashes, busy::Busy, hashing::Hashing, history::History, pace::Pace, restores::Restores, spans::Spans,
-    traffic::Traffic,
+    Hashes, busy::Busy, hashing::Hashing, history::History, idle::Idle, pace::Pace, restores::Restores,
+    spans::Spans, traffic::Traffic,
 };
 
 /// What the compute thread is asked to do.
@@ -43,6 +43,13 @@ pub(crate) struct JobHandle {
     closed: watch::Sender<Option<Fault>>,
     /// The last step to which contributions are taken, once a drain has begun.
     last_step: AtomicU64,
+    /// No step may begin or be decided, since the job is being evicted.
+    stopped: AtomicBool,
+    /// Who opened it; None where callers show no identity.
+    pub(crate) owner: Option<String>,
+    pub(crate) idle: Idle,
+    /// The job was evicted, and waits for its state: what other weights are refused with.
+    pub(super) awaits_restore: Option<Fault>,
     /// How each rank's calls come.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
     pub(crate) pace: Pace,
@@ -66,8 +73,9 @@ impl JobHandle {
         budget: &Budget,
         storage: &Storage,
         compute: Arc<Compute>,
+        awaits_restore: Option<Fault>,
     ) -> Result<JobHandle, Fault> {
-        let StoredJob { spec, placement, server } = job;
+        let StoredJob { spec, placement, server, owner } = job;
         let (moved, changed) = watch::channel(0u64);
         let observer = Box::new(move || moved.send_modify(|count| *count = count.wrapping_add(1)));
         let job = Arc::new(Job::open(spec, placement, server, budget, storage, compute, observer)?);
@@ -91,7 +99,11 @@ impl JobHandle {
         let unfinished = job.take_unfinished();
         let traffic = Traffic::new(job.spec().world_size);
         let handle = JobHandle {
+            idle: Idle::new(&job),
             job,
+            stopped: AtomicBool::new(false),
+            owner,
+            awaits_restore,
             tasks,
             changed,
             closed: watch::Sender::new(None),
@@ -111,8 +123,13 @@ impl JobHandle {
 
     /// The form in which the job's tier keeps it.
     pub(super) fn stored(&self) -> StoredJob {
-        let job = &self.job;
-        StoredJob { spec: job.spec().clone(), placement: job.placement().clone(), server: job.server() }
+        let (job, owner) = (&self.job, self.owner.clone());
+        StoredJob {
+            spec: job.spec().clone(),
+            placement: job.placement().clone(),
+            server: job.server(),
+            owner,
+        }
     }
 
     /// Hands work to the compute thread. That thread is gone only once the job has failed, and every later call
@@ -202,7 +219,29 @@ impl JobHandle {
         Version(last)
     }
 
+    pub(super) fn stop_steps(&self, stopped: bool) {
+        self.stopped.store(stopped, Ordering::SeqCst);
+    }
+
+    /// Refuses what would change the job while it is being evicted. The caller asks again, and is told what became of it.
+    pub(crate) fn check_stopped(&self) -> Result<(), Fault> {
+        if !self.stopped.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let value = format!("{}, being evicted", self.job.spec().name);
+        Err(Fault::new(FaultKind::Unavailable, "job", value, "open", "ask again"))
+    }
+
+    /// Refuses weights that are not those of the checkpoint which an evicted job waits for.
+    pub(crate) fn check_fillable(&self) -> Result<(), Fault> {
+        match &self.awaits_restore {
+            Some(fault) => Err(Fault { kind: FaultKind::Precondition, ..fault.clone() }),
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn check_step(&self, step: Step) -> Result<(), Fault> {
+        self.check_stopped()?;
         let last = self.last_step.load(Ordering::Acquire);
         if step.0 <= last {
             return Ok(());

@@ -1,9 +1,12 @@
 //! The jobs of this server: opened by workers, found again in its state directories, deleted.
 
 mod busy;
+mod evict;
 mod handle;
 mod hashing;
 mod history;
+mod idle;
+mod owned;
 mod pace;
 mod restores;
 mod spans;
@@ -25,13 +28,15 @@ use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
 use tokio::{runtime::Handle, sync::watch, time::timeout};
 
 pub(crate) use self::{
+    evict::Refuge,
     handle::JobHandle,
     hashing::Hashes,
     history::Decided,
     restores::{Act, Stage},
 };
+use crate::{config::IdleLimit, terms::Owners};
 
-/// The longest wait for the users of a job that is opened anew. A chunk on its way may be silent for 10 s, and an
+/// The longest wait for the users of a job that is opened anew, or evicted. A chunk on its way may be silent for 10 s, and an
 /// update runs to its end.
 const LET_GO: Duration = Duration::from_secs(60);
 
@@ -44,6 +49,9 @@ pub(crate) struct Jobs {
     budget: Budget,
     storage: Storage,
     compute: Arc<Compute>,
+    /// None where callers show no identity.
+    owners: Option<Arc<dyn Owners>>,
+    idle_limit: IdleLimit,
 }
 
 enum JobEntry {
@@ -55,13 +63,19 @@ enum JobEntry {
 struct Away {
     /// Why it cannot be served: it is being recovered, or that has failed.
     fault: Fault,
-    /// None if its folder cannot be read.
+    /// None if its folder cannot be read, and for a job whose state is in a checkpoint.
     stored: Option<StoredJob>,
+    /// It idled, and its memory was given back.
+    evicted: bool,
 }
 
 impl JobEntry {
+    fn is_evicted(&self) -> bool {
+        matches!(self, JobEntry::Away(away) if away.evicted)
+    }
+
     fn away(fault: Fault, stored: Option<StoredJob>) -> JobEntry {
-        JobEntry::Away(Box::new(Away { fault, stored }))
+        JobEntry::Away(Box::new(Away { fault, stored, evicted: false }))
     }
 }
 
@@ -83,7 +97,13 @@ fn recovering(name: &JobName) -> Fault {
 
 impl Jobs {
     /// Also looks for the jobs that an earlier process kept. They are away until `recover` has opened them.
-    pub(crate) fn new(budget: Budget, storage: Storage, compute: Arc<Compute>) -> (Jobs, Vec<StoredJob>) {
+    pub(crate) fn new(
+        budget: Budget,
+        storage: Storage,
+        compute: Arc<Compute>,
+        owners: Option<Arc<dyn Owners>>,
+        idle_limit: IdleLimit,
+    ) -> (Jobs, Vec<StoredJob>) {
         let dirs = directories(&storage);
         finish_interrupted(&dirs);
         let stored = stored_jobs(&dirs);
@@ -97,7 +117,7 @@ impl Jobs {
             jobs.insert(name, JobEntry::away(fault, None));
         }
         let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
-        (Jobs { jobs, opening, budget, storage, compute }, stored.jobs)
+        (Jobs { jobs, opening, budget, storage, compute, owners, idle_limit }, stored.jobs)
     }
 
     /// Opens the jobs that were found. Blocks while their state is read.
@@ -122,7 +142,13 @@ impl Jobs {
     /// Opens a job, and notes under its name the job or the reason why it cannot be opened.
     fn start(&self, job: StoredJob, storage: &Storage) -> Result<Arc<JobHandle>, Fault> {
         let name = job.spec.name.clone();
-        let started = JobHandle::start(job.clone(), &self.budget, storage, Arc::clone(&self.compute));
+        let storage = Storage { owner: job.owner.clone(), ..storage.clone() };
+        let awaits = match self.lock().get(&name) {
+            Some(JobEntry::Away(away)) if away.evicted && away.stored.is_none() => Some(away.fault.clone()),
+            _ => None,
+        };
+        let compute = Arc::new(self.compute.for_job(self.share(job.owner.as_deref())));
+        let started = JobHandle::start(job.clone(), &self.budget, &storage, compute, awaits);
         let started = started.map(Arc::new);
         let mut jobs = self.lock();
         match &started {
@@ -131,7 +157,8 @@ impl Jobs {
             }
             Err(fault) => {
                 // A job that was never kept here leaves nothing.
-                if let Some(entry) = jobs.get_mut(&name) {
+                // Where an evicted job's state is does not change by that.
+                if let Some(entry) = jobs.get_mut(&name).filter(|entry| !entry.is_evicted()) {
                     *entry = JobEntry::away(fault.clone(), Some(job));
                 }
             }
@@ -164,13 +191,18 @@ impl Jobs {
         self.lock().values().filter_map(open).collect()
     }
 
-    /// The jobs that are kept here and not served, with the reason.
+    /// The jobs that are kept here and ought to be served, with the reason why they are not.
     pub(crate) fn away(&self) -> Vec<(JobName, Fault)> {
         let away = |(name, entry): (&JobName, &JobEntry)| match entry {
-            JobEntry::Open(_) => None,
-            JobEntry::Away(away) => Some((name.clone(), away.fault.clone())),
+            JobEntry::Away(away) if !away.evicted => Some((name.clone(), away.fault.clone())),
+            _ => None,
         };
         self.lock().iter().filter_map(away).collect()
+    }
+
+    /// How many jobs idled and gave their memory back.
+    pub(crate) fn evicted(&self) -> usize {
+        self.lock().values().filter(|entry| entry.is_evicted()).count()
     }
 
     /// The names of all jobs, including those that are away.
@@ -182,6 +214,10 @@ impl Jobs {
     pub(crate) fn open(&self, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
+            // What is kept here stays its owner's.
+            let kept = self.stored(wanted.spec.name.as_str());
+            let wanted = StoredJob { owner: kept.map_or(wanted.owner, |kept| kept.owner), ..wanted };
+            self.admit(&wanted)?;
             // A job whose recovery has failed is tried again: the disk may be back.
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         };
@@ -213,10 +249,11 @@ impl Jobs {
 
     /// `fault` says why the job is not open.
     fn delete_away(&self, name: &JobName, fault: Fault, discard_unreadable: bool) -> Result<(), Fault> {
-        if !self.lock().contains_key(name) || fault.kind == FaultKind::Unavailable {
+        let evicted = self.lock().get(name).map(JobEntry::is_evicted);
+        let Some(evicted) = evicted.filter(|_| fault.kind != FaultKind::Unavailable) else {
             return Err(fault);
-        }
-        if !discard_unreadable {
+        };
+        if !discard_unreadable && !evicted {
             let value = format!("{name}, kept here and not readable ({fault})");
             let remedy = "put that right first; or give up what is kept, here and on the job's other servers, with `longshore \
                           delete --discard-unreadable`";
@@ -228,7 +265,9 @@ impl Jobs {
             drop(handle);
             return self.delete(name.as_str(), false);
         }
-        delete_stored(&directories(&self.storage), name)?;
+        if !evicted || self.stored(name.as_str()).is_some() {
+            delete_stored(&directories(&self.storage), name)?;
+        }
         self.lock().remove(name);
         Ok(())
     }
@@ -269,10 +308,7 @@ impl Jobs {
         let name = stored.spec.name.clone();
         self.lock().insert(name.clone(), JobEntry::away(recovering(&name), Some(stored.clone())));
         handle.close(recovering(&name));
-        let changes = handle.changes();
-        drop(handle);
-        // If its users do not let go, the folders' lock makes the next open fail and say so.
-        let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
+        let_go(handle);
         stored
     }
 
@@ -283,6 +319,14 @@ impl Jobs {
             JobEntry::Open(_) => None,
         }
     }
+}
+
+/// Waits for the other users of a job that was closed. If they do not let go, the folders' lock makes the next open fail
+/// and say so.
+fn let_go(handle: Arc<JobHandle>) {
+    let changes = handle.changes();
+    drop(handle);
+    let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
 }
 
 /// All directories in which jobs are kept.

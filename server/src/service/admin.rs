@@ -39,7 +39,10 @@ impl Admin for Services {
         let jobs = self.jobs.names().into_iter().filter(|job| caller.sees(job)).collect();
         let budget = self.jobs.budget();
         let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
+        let owners = self.jobs.owners().into_iter().filter(|(owner, _)| caller.sees_owner(&owner.name));
+        let identities = owners.map(|(owner, usage)| convert::identity(owner, usage)).collect();
         Ok(Response::new(v1::ListJobsResponse {
+            identities,
             jobs,
             memory_budget,
             memory_reserved,
@@ -206,7 +209,7 @@ impl Services {
         Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }
 
-    pub(super) fn store(&self) -> Result<Arc<Store>, Fault> {
+    pub(crate) fn store(&self) -> Result<Arc<Store>, Fault> {
         self.checkpoints.clone().ok_or_else(|| {
             let remedy = "start the server with --checkpoint-dir";
             Fault::new(FaultKind::Precondition, "checkpoint_dir", "not set", "a folder", remedy)
@@ -221,7 +224,12 @@ impl Services {
             convert::rank(rank, transport)
         };
         let span = handle.pace.span();
+        let idle_limit = self.jobs.idle_limit(handle).unwrap_or_default();
         v1::DescribeResponse {
+            owner: handle.owner.clone().unwrap_or_default(),
+            idle_ms: handle.idle.look(job).as_millis() as u64,
+            idle_limit_ms: idle_limit.as_millis() as u64,
+            not_evicted: handle.idle.why_it_stays(),
             spec: (!brief).then(|| job.spec().to_wire()),
             placement: (!brief).then(|| job.placement().to_wire()),
             server: job.server().0,

@@ -3,7 +3,10 @@
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
 use longshore_wire::{Wire, left_outs_to_wire, v1};
 
-use crate::jobs::Decided;
+use crate::{
+    jobs::Decided,
+    terms::{Listed, Usage},
+};
 
 pub(super) fn progress(progress: Progress) -> v1::JobProgress {
     let (phase, pause_reason) = match progress.phase {
@@ -50,5 +53,20 @@ pub(super) fn decided(decided: Decided) -> v1::DecidedStep {
         learning_rate: decided.learning_rate,
         loss: decided.loss,
         exposed_seconds: decided.exposed_seconds,
+    }
+}
+
+pub(super) fn identity(owner: Listed, has: Usage) -> v1::IdentityUsage {
+    let Listed { name, quota, connections } = owner;
+    v1::IdentityUsage {
+        name,
+        jobs: has.jobs,
+        memory_bytes: has.memory,
+        drive_bytes: has.drives,
+        connections,
+        most_jobs: quota.jobs,
+        most_memory_bytes: quota.memory,
+        most_drive_bytes: quota.drives,
+        most_connections: quota.connections,
     }
 }

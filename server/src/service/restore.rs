@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use longshore_engine::checkpoint::{RestoreInfo, Store};
-use longshore_proto::{Fault, FaultKind, JobName};
+use longshore_proto::{Fault, FaultKind, JobName, fault::EVICTED};
 use longshore_wire::{self as wire, Wire, v1};
 use tokio::time::Instant;
 
@@ -30,7 +30,9 @@ impl Services {
             deadline: Instant::now() + wire::deadline(request.deadline_ms)?,
         };
         let open = match self.jobs.get(&request.job) {
-            Err(fault) if fault.kind == FaultKind::NotFound && fault.field == "job" => None,
+            Err(fault) if fault.kind == FaultKind::NotFound && ["job", EVICTED].contains(&&*fault.field) => {
+                None
+            }
             handle => Some(handle?),
         };
         let mode = mode(request.mode)?;

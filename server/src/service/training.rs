@@ -17,7 +17,7 @@ use tonic::{Request, Response, Status};
 use super::{
     Services, blocking, convert, default_deadline, permitted::permitted, refuse, stand, stats, watch,
 };
-use crate::jobs::Decided;
+use crate::{jobs::Decided, trust::Caller};
 
 #[tonic::async_trait]
 impl Training for Services {
@@ -25,9 +25,10 @@ impl Training for Services {
         &self,
         request: Request<v1::OpenJobRequest>,
     ) -> Result<Response<v1::OpenJobResponse>, Status> {
+        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("OpenJob", "", fault))?;
         let request = permitted(request)?;
         let name = request.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
-        let answer = self.open(request).await;
+        let answer = self.open(request, caller.owner()).await;
         answer.map(Response::new).map_err(|fault| refuse("OpenJob", &name, fault))
     }
 
@@ -104,12 +105,16 @@ impl Training for Services {
 }
 
 impl Services {
-    async fn open(&self, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
+    async fn open(
+        &self,
+        request: v1::OpenJobRequest,
+        owner: Option<String>,
+    ) -> Result<v1::OpenJobResponse, Fault> {
         self.draining.refuse()?;
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
         let jobs = self.jobs.clone();
-        let wanted = StoredJob { spec, placement, server: ServerId(request.server) };
+        let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
         let (created, handle) = blocking(move || jobs.open(wanted)).await?;
         let job = &handle.job;
         if created {
@@ -119,6 +124,7 @@ impl Services {
                 shards = job.owned().len(),
                 of_shards = job.layout().shards(),
                 bytes = job.memory_bytes(),
+                owner = handle.owner.as_deref().unwrap_or_default(),
                 rule = %job.spec().rule,
                 "job opened"
             );
@@ -130,6 +136,7 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let initialisation = Initialisation::from_wire(request.initialisation)?;
         let handle = self.jobs.get(&request.job)?;
+        handle.check_fillable()?;
         let (job, seed) = (Arc::clone(&handle.job), initialisation.seed);
         blocking(move || job.make_weights(incarnation, initialisation)).await?;
         let progress = handle.job.progress();
@@ -176,6 +183,7 @@ impl Services {
         let written = handle.job.written_bytes();
         handle.spans.note(step, parent);
         let decided = Decided::now(&commit, request.report);
+        handle.check_stopped()?;
         let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         handle.perform(work);
         if !duplicate {

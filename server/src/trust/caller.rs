@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use http::Extensions;
 use longshore_proto::{Fault, FaultKind};
+use longshore_wire::direct::Connection;
 
 use super::{
     calls::{Call, Scope},
@@ -65,6 +66,32 @@ impl Caller {
     /// Whether the caller is told that there is such a job.
     pub(crate) fn sees(&self, job: &str) -> bool {
         self.check(Some(job)).is_ok()
+    }
+
+    /// Who owns what the caller makes; None where callers show no identity.
+    pub(crate) fn owner(&self) -> Option<String> {
+        let Who::Listed { register, credential } = &self.0.who else { return None };
+        register.now().identities.find(credential).map(|identity| identity.name.clone())
+    }
+
+    /// Whether the caller is told what this identity has here.
+    pub(crate) fn sees_owner(&self, owner: &str) -> bool {
+        let Who::Listed { register, credential } = &self.0.who else { return true };
+        let known = register.now();
+        known.identities.find(credential).is_some_and(|of| of.name == owner || of.has_all_jobs())
+    }
+
+    /// Counts the connection among those of the caller's identity.
+    ///
+    /// # Errors
+    /// Where the identity has as many as it may have, and this one is not among them.
+    pub(super) fn be_present(&self, connection: Option<&Connection>) -> Result<(), Fault> {
+        let (Who::Listed { register, credential }, Some(connection)) = (&self.0.who, connection) else {
+            return Ok(());
+        };
+        let known = register.now();
+        let Some(identity) = known.identities.find(credential) else { return Ok(()) };
+        register.presences.admit(connection, &identity.name, &identity.terms.quota)
     }
 
     /// Checks the caller's role, and the job where the call is about one: before a message has come there is none.

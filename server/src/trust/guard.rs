@@ -59,7 +59,9 @@ impl<S> Guard<S> {
             {
                 audit::refused(&caller, fault);
             }
-            checked.map(|()| caller)
+            checked?;
+            caller.be_present(Connection::of(request.extensions()))?;
+            Ok(caller)
         });
         // Strangers could fill the log.
         if let Err(fault) = admitted.as_ref()

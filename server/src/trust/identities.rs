@@ -7,6 +7,11 @@ use ring::digest::{SHA256, digest};
 use serde::Deserialize;
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
+use crate::{
+    config::{ByteSize, IdleLimit},
+    terms::{Quota, Terms},
+};
+
 /// The file. It holds nothing that lets a reader of it in: of tokens it has the SHA-256 alone.
 ///
 /// ```toml
@@ -15,6 +20,9 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 /// roles = ["worker"]           # operator, worker, reader: one or several
 /// jobs = ["gpt-*", "probe"]    # names of jobs; * stands for any characters, ? for one
 /// tokens_sha256 = ["2c26b4..."]  # of tokens that show this identity instead of a certificate; may be left out
+/// idle_limit = "12h"           # instead of the server's --idle-limit; may be left out
+/// share = 2                    # of the update threads beside other jobs, from 1 to 1000; 1 if it is left out
+/// quota = { jobs = 4, memory = "64GiB", drives = "1TiB", connections = 64 }   # each may be left out
 /// ```
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -31,6 +39,19 @@ struct Entry {
     jobs: Vec<String>,
     #[serde(default)]
     tokens_sha256: Vec<String>,
+    idle_limit: Option<IdleLimit>,
+    share: Option<u32>,
+    #[serde(default)]
+    quota: Most,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Most {
+    jobs: Option<u64>,
+    memory: Option<ByteSize>,
+    drives: Option<ByteSize>,
+    connections: Option<u64>,
 }
 
 /// What an identity may do to its jobs.
@@ -51,6 +72,7 @@ pub(super) struct Identity {
     pub(super) name: String,
     pub(super) roles: Vec<Role>,
     jobs: Vec<String>,
+    pub(super) terms: Terms,
 }
 
 /// What a caller has shown.
@@ -100,13 +122,21 @@ impl Identity {
     }
 }
 
+impl From<Most> for Quota {
+    fn from(most: Most) -> Quota {
+        let Most { jobs, memory, drives, connections } = most;
+        let bytes = |size: Option<ByteSize>| size.map(|size| size.0);
+        Quota { jobs, memory: bytes(memory), drives: bytes(drives), connections }
+    }
+}
+
 impl Identities {
     /// # Errors
     /// For what is not such a file, and for names, hashes or patterns that cannot be meant.
     pub(super) fn parse(text: &str) -> Result<Identities, Fault> {
         let file: File = toml::from_str(text).map_err(|error| wrong("the file", error.message()))?;
         let (mut identities, mut tokens) = (Vec::<Identity>::new(), Vec::new());
-        for Entry { name, roles, jobs, tokens_sha256 } in file.identity {
+        for Entry { name, roles, jobs, tokens_sha256, idle_limit, share, quota } in file.identity {
             if name.is_empty() || identities.iter().any(|known| known.name == name) {
                 return Err(wrong("name", format!("{name:?}, which is empty or there twice")));
             }
@@ -122,7 +152,11 @@ impl Identities {
                 }
                 tokens.push((hash, identities.len() as u32));
             }
-            identities.push(Identity { name, roles, jobs });
+            if share.is_some_and(|share| !(1..=1000).contains(&share)) {
+                return Err(wrong("share", format!("of {name}: not in 1..=1000")));
+            }
+            let terms = Terms { quota: quota.into(), idle_limit, share };
+            identities.push(Identity { name, roles, jobs, terms });
         }
         Ok(Identities { identities, tokens })
     }
@@ -131,9 +165,17 @@ impl Identities {
         !self.tokens.is_empty()
     }
 
+    pub(super) fn all(&self) -> &[Identity] {
+        &self.identities
+    }
+
+    pub(super) fn named(&self, name: &str) -> Option<&Identity> {
+        self.identities.iter().find(|identity| identity.name == name)
+    }
+
     pub(super) fn find(&self, credential: &Credential) -> Option<&Identity> {
         match credential {
-            Credential::Certificate(name) => self.identities.iter().find(|identity| identity.name == *name),
+            Credential::Certificate(name) => self.named(name),
             Credential::Token(hash) => self.identities.get(self.owner(hash)? as usize),
         }
     }
@@ -235,6 +277,17 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_limited_is_not() {
+        let text =
+            |rest: &str| format!("[[identity]]\nname = \"a\"\nroles = [\"worker\"]\njobs = [\"*\"]\n{rest}");
+        let terms = |rest: &str| Identities::parse(&text(rest)).unwrap().named("a").unwrap().terms;
+        assert_eq!(terms(""), Terms::default());
+        let quota = Quota { jobs: Some(0), memory: Some(1 << 30), ..Quota::default() };
+        let limited = terms("quota = { jobs = 0, memory = \"1GiB\" }\nidle_limit = \"never\"");
+        assert_eq!(limited, Terms { quota, idle_limit: Some(IdleLimit::Never), share: None });
+    }
+
+    #[test]
     fn what_cannot_be_meant_is_refused() {
         let entry = |rest: &str| format!("[[identity]]\nname = \"a\"\n{rest}");
         for (text, about) in [
@@ -243,6 +296,10 @@ mod tests {
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\ntoken = \"foo\""), "unknown field"),
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\ntokens_sha256 = [\"2c26\"]"), "64 hexadecimal"),
             (entry("roles = [\"reader\"]\njobs = [\"*\"]\n").repeat(2), "there twice"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nquota = { job = 1 }"), "unknown field"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nquota = { memory = \"lots\" }"), "is not a size"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nshare = 0"), "1..=1000"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nidle_limit = \"soon\""), "is no time"),
             ("[[identity]]\nname = \"\"\nroles = [\"reader\"]\njobs = [\"*\"]".into(), "empty"),
         ] {
             let said = Identities::parse(&text).unwrap_err().to_string();

@@ -10,6 +10,7 @@ mod calls;
 mod guard;
 mod handshakes;
 mod identities;
+mod presence;
 mod register;
 
 pub(crate) use self::{

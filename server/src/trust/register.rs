@@ -14,7 +14,8 @@ use tokio::{
     sync::watch,
 };
 
-use super::identities::Identities;
+use super::{identities::Identities, presence::Presences};
+use crate::terms::{Listed, Owners, Terms};
 
 /// How often the files are looked at. A change is taken up once two looks have found the same, since several files are
 /// seldom replaced at one instant.
@@ -28,6 +29,7 @@ pub(crate) struct Register {
     /// What was found last and is not in use: files that are just being replaced, or that cannot be used.
     seen: Mutex<Option<Seen>>,
     changes: watch::Sender<()>,
+    pub(super) presences: Arc<Presences>,
 }
 
 /// What was read at one time.
@@ -56,6 +58,7 @@ impl Register {
             now,
             seen: Mutex::default(),
             changes: watch::Sender::default(),
+            presences: Arc::default(),
         }))
     }
 
@@ -115,6 +118,20 @@ impl Register {
                 false
             }
         }
+    }
+}
+
+impl Owners for Register {
+    fn terms(&self, owner: &str) -> Terms {
+        self.now().identities.named(owner).map(|identity| identity.terms).unwrap_or_default()
+    }
+
+    fn list(&self) -> Vec<Listed> {
+        let listed = |name: &str, quota| {
+            let connections = self.presences.of(name);
+            Listed { name: name.to_string(), quota, connections }
+        };
+        self.now().identities.all().iter().map(|of| listed(&of.name, of.terms.quota)).collect()
     }
 }
 

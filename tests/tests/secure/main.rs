@@ -3,6 +3,7 @@
 mod handshakes;
 mod identities;
 mod init;
+mod quotas;
 mod rotation;
 
 use std::path::Path;

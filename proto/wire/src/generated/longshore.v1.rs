@@ -2442,7 +2442,7 @@ pub mod training_server {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ListJobsRequest {}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ListJobsResponse {
     #[prost(string, repeated, tag = "1")]
     pub jobs: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
@@ -2458,6 +2458,33 @@ pub struct ListJobsResponse {
     /// its clock: microseconds since 1970, as incarnations are chosen from
     #[prost(uint64, tag = "5")]
     pub unix_micros: u64,
+    /// What identities have of this server, by name: the caller's own, and all of them for one with the jobs `*`.
+    #[prost(message, repeated, tag = "6")]
+    pub identities: ::prost::alloc::vec::Vec<IdentityUsage>,
+}
+/// What one identity has of a server, and the most that it may have: its quota. Absent: no limit.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct IdentityUsage {
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(uint64, tag = "2")]
+    pub jobs: u64,
+    /// reserved for its jobs
+    #[prost(uint64, tag = "3")]
+    pub memory_bytes: u64,
+    /// reserved in state directories
+    #[prost(uint64, tag = "4")]
+    pub drive_bytes: u64,
+    #[prost(uint64, tag = "5")]
+    pub connections: u64,
+    #[prost(uint64, optional, tag = "6")]
+    pub most_jobs: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "7")]
+    pub most_memory_bytes: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "8")]
+    pub most_drive_bytes: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "9")]
+    pub most_connections: ::core::option::Option<u64>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DescribeRequest {
@@ -2537,6 +2564,18 @@ pub struct DescribeResponse {
     /// what of an nvme job lives on the drives alone, as in --spill: state, images or all
     #[prost(string, tag = "33")]
     pub spill: ::prost::alloc::string::String,
+    /// the identity that opened the job; empty where callers show none
+    #[prost(string, tag = "34")]
+    pub owner: ::prost::alloc::string::String,
+    /// for how long nobody has trained, filled or read it
+    #[prost(uint64, tag = "35")]
+    pub idle_ms: u64,
+    /// after how long it is evicted; 0: never
+    #[prost(uint64, tag = "36")]
+    pub idle_limit_ms: u64,
+    /// why it stays although it has idled for longer; empty otherwise
+    #[prost(string, tag = "37")]
+    pub not_evicted: ::prost::alloc::string::String,
     /// absent until one was tried
     #[prost(message, optional, tag = "40")]
     pub checkpoints: ::core::option::Option<CheckpointStatus>,

@@ -1,22 +1,36 @@
 //! The threads that sum and update, and the instruction set that they use.
 
-use std::io;
+use std::{io, sync::Arc};
 
 use longshore_proto::limits::BLOCK_ELEMENTS;
 
-use crate::{kernels::Isa, threads::ThreadPool};
+use crate::{
+    kernels::Isa,
+    threads::{Account, ThreadPool},
+};
 
-/// The update threads and their instruction set. All jobs of a server share them.
+/// The update threads and their instruction set. All jobs of a server share the threads, each by an account of its own.
 pub struct Compute {
-    pool: ThreadPool,
+    pool: Arc<ThreadPool>,
     isa: Isa,
+    account: Arc<Account>,
 }
 
 pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 
 impl Compute {
     pub fn new(threads: usize, isa: Isa) -> io::Result<Compute> {
-        Ok(Compute { pool: ThreadPool::new(threads)?, isa })
+        Ok(Compute { pool: Arc::new(ThreadPool::new(threads)?), isa, account: Account::new(1) })
+    }
+
+    /// The same threads for another job. `share` is its weight beside other jobs.
+    pub fn for_job(&self, share: u32) -> Compute {
+        Compute { pool: Arc::clone(&self.pool), isa: self.isa, account: Account::new(share) }
+    }
+
+    /// Changes the weight.
+    pub fn set_share(&self, share: u32) {
+        self.account.set_share(share);
     }
 
     pub fn threads(&self) -> usize {
@@ -38,7 +52,7 @@ impl Compute {
         items: Vec<T>,
         block: impl Fn(T) -> R + Sync + Send,
     ) -> Vec<R> {
-        self.pool.blocks(items, block)
+        self.groups(vec![items], block, || ()).pop().expect("as many groups as were given")
     }
 
     /// Does for several shards what [`Compute::blocks`] does for one. The calling thread runs `meanwhile` while the
@@ -49,6 +63,6 @@ impl Compute {
         block: impl Fn(T) -> R + Sync + Send,
         meanwhile: impl FnOnce(),
     ) -> Vec<Vec<R>> {
-        self.pool.groups(groups, block, meanwhile)
+        self.pool.groups(&self.account, groups, block, meanwhile)
     }
 }

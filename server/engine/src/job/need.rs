@@ -1,15 +1,27 @@
 //! What a job needs on one server, computed before anything is allocated.
 
 use longshore_proto::{
-    JobSpec, Layout, ShardId,
+    Fault, JobSpec, Layout, ShardId,
     limits::{CONNECTION_BYTES, DATA_CONNECTIONS, SPILLED_PULL_BYTES},
 };
 
 use super::{gradients, images};
 use crate::{
     admission::Need,
-    tier::{self, Storage, StoreNeed},
+    tier::{self, Storage, StoreNeed, StoredJob},
 };
+
+impl StoredJob {
+    /// What opening the job takes.
+    ///
+    /// # Errors
+    /// For a spec or a placement that no job can have.
+    pub fn need(&self, storage: &Storage) -> Result<Need, Fault> {
+        let layout = self.spec.validate()?;
+        self.placement.validate(layout.shards())?;
+        Ok(Need::of(&self.spec, &layout, &self.placement.owned(self.server), storage))
+    }
+}
 
 impl Need {
     pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {

@@ -5,6 +5,7 @@
 //! threads sleep in a futex; a thread that has just computed first looks for the next call for a moment, see
 //! [`SPIN`]. Results never depend on which thread computed what.
 
+mod account;
 mod cpus;
 mod phase;
 mod seats;
@@ -24,8 +25,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub use self::cpus::available_threads;
+pub use self::{account::Account, cpus::available_threads};
 use self::{
+    account::{Meter, Queue},
     phase::{Phase, share},
     seats::{Seat, seats},
 };
@@ -51,6 +53,8 @@ pub struct ThreadPool {
     several_nodes: bool,
     shared: Arc<CallBoard>,
     threads: Vec<JoinHandle<()>>,
+    /// That of calls which name no other.
+    anybody: Arc<Account>,
 }
 
 struct CallBoard {
@@ -58,12 +62,25 @@ struct CallBoard {
     /// The number of calls so far.
     posted: AtomicUsize,
     stop: AtomicBool,
+    queue: Queue,
 }
 
 /// A call in progress, as the pool's threads see it.
 struct Call {
     loan: Loan,
     phase: Arc<Phase>,
+    account: Arc<Account>,
+}
+
+impl CallBoard {
+    /// The call whose blocks this seat should take next.
+    fn next(&self, seat: usize) -> Option<Arc<Call>> {
+        let calls = lock(&self.calls);
+        let open = calls.iter().filter(|call| call.phase.has_blocks_for(seat));
+        let call = open.min_by_key(|call| call.account.used()).map(Arc::clone)?;
+        self.queue.serve(&call.account);
+        Some(call)
+    }
 }
 
 impl ThreadPool {
@@ -79,8 +96,10 @@ impl ThreadPool {
             calls: Mutex::new(Vec::new()),
             posted: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
+            queue: Queue::default(),
         });
-        let mut pool = ThreadPool { several_nodes: nodes.len() > 1, shared, threads: Vec::new(), seats };
+        let (several_nodes, anybody) = (nodes.len() > 1, Account::new(1));
+        let mut pool = ThreadPool { several_nodes, shared, threads: Vec::new(), seats, anybody };
         // They start last first: each wakes the two that come after it in the tree, so it must know them.
         let mut handles: Vec<Option<Thread>> = vec![None; threads];
         for seat in (1..threads).rev() {
@@ -110,13 +129,15 @@ impl ThreadPool {
     /// Runs `block` on every item and returns the results in order. A panic in a block comes out here, once no other
     /// block runs; which blocks ran is then unknown.
     pub fn blocks<T: Send, R: Send>(&self, items: Vec<T>, block: impl Fn(T) -> R + Sync) -> Vec<R> {
-        self.groups(vec![items], block, || ()).pop().expect("as many groups as were given")
+        self.groups(&self.anybody, vec![items], block, || ()).pop().expect("as many groups as were given")
     }
 
     /// Runs `block` on every item of several groups without a pause between them. Each item runs where
-    /// [`ThreadPool::blocks`] would run it with its group alone. The caller does `meanwhile` before its own share.
+    /// [`ThreadPool::blocks`] would run it with its group alone. The caller does `meanwhile` before its own share. Where
+    /// other calls are open, the pool's threads are shared among the accounts.
     pub fn groups<T: Send, R: Send>(
         &self,
+        account: &Arc<Account>,
         groups: Vec<Vec<T>>,
         block: impl Fn(T) -> R + Sync,
         meanwhile: impl FnOnce(),
@@ -136,7 +157,7 @@ impl ThreadPool {
             }
             runs.push(first..items.len());
         }
-        let mut results = self.run(&items, runs, block, meanwhile).into_iter();
+        let mut results = self.run(account, &items, runs, block, meanwhile).into_iter();
         let mut sorted: Vec<Vec<R>> = lens.iter().map(|&len| Vec::with_capacity(len)).collect();
         for seat in 0..seats {
             for (group, &len) in sorted.iter_mut().zip(&lens) {
@@ -149,6 +170,7 @@ impl ThreadPool {
     /// Runs `block` on every item. Each seat begins with its own run of them.
     fn run<T: Send, R: Send>(
         &self,
+        account: &Arc<Account>,
         items: &[Mutex<Option<T>>],
         runs: Vec<Range<usize>>,
         block: impl Fn(T) -> R + Sync,
@@ -158,6 +180,7 @@ impl ThreadPool {
         let results: Vec<Mutex<Option<R>>> = items.iter().map(|_| Mutex::new(None)).collect();
         let panicked: Mutex<Option<Box<dyn Any + Send>>> = Mutex::new(None);
         let work = |seat: usize| {
+            let mut meter = Meter::new(&self.shared.queue, account);
             while let Some(index) = phase.take(seat) {
                 let item = lock(&items[index]).take().expect("a block is taken once");
                 match catch_unwind(AssertUnwindSafe(|| block(item))) {
@@ -167,9 +190,13 @@ impl ThreadPool {
                         lock(&panicked).get_or_insert(payload);
                     }
                 }
+                // The caller stays with its own call, so that each makes progress whatever the others do.
+                if meter.count() && seat > 0 {
+                    break;
+                }
             }
         };
-        self.call(&work, &phase, meanwhile);
+        self.call(&work, &phase, account, meanwhile);
         if let Some(payload) = lock(&panicked).take() {
             resume_unwind(payload);
         }
@@ -178,17 +205,33 @@ impl ThreadPool {
     }
 
     /// Runs `work` until the phase has no blocks left and nobody runs any of them.
-    fn call(&self, work: &(dyn Fn(usize) + Sync), phase: &Arc<Phase>, meanwhile: impl FnOnce()) {
+    fn call(
+        &self,
+        work: &(dyn Fn(usize) + Sync),
+        phase: &Arc<Phase>,
+        account: &Arc<Account>,
+        meanwhile: impl FnOnce(),
+    ) {
+        let shared = &self.shared;
         lend(work, |loan| {
-            let call = Arc::new(Call { loan: loan.clone(), phase: Arc::clone(phase) });
-            lock(&self.shared.calls).push(Arc::clone(&call));
-            self.shared.posted.fetch_add(1, Ordering::Release);
+            let (phase, account) = (Arc::clone(phase), Arc::clone(account));
+            let call = Arc::new(Call { loan: loan.clone(), phase, account });
+            {
+                let mut calls = lock(&shared.calls);
+                shared.queue.enter(&call.account);
+                calls.push(Arc::clone(&call));
+            }
+            shared.posted.fetch_add(1, Ordering::Release);
             self.wake();
             meanwhile();
             // The caller takes over what late threads have not begun, so that it waits for blocks and never for
             // threads.
             loan.run(0);
-            lock(&self.shared.calls).retain(|other| !Arc::ptr_eq(other, &call));
+            {
+                let mut calls = lock(&shared.calls);
+                calls.retain(|other| !Arc::ptr_eq(other, &call));
+                shared.queue.leave(&call.account);
+            }
             spin_while(|| loan.is_in_use());
         });
     }
@@ -244,14 +287,16 @@ fn serve(seat: usize, cores: &[usize], shared: &CallBoard, wakes: Vec<Thread>) {
     settle(cores);
     while !shared.stop.load(Ordering::Acquire) {
         let posted = shared.posted.load(Ordering::Acquire);
-        let call = lock(&shared.calls).iter().find(|call| call.phase.has_blocks_for(seat)).map(Arc::clone);
-        match call {
+        match shared.next(seat) {
             Some(call) => {
                 // They are woken again here, since a thread that has not slept since the last call gets here without
                 // having woken them.
                 wakes.iter().for_each(Thread::unpark);
                 call.loan.run(seat);
-                spin_while(|| shared.posted.load(Ordering::Relaxed) == posted);
+                // It may have left blocks because another call is due.
+                if !call.phase.has_blocks_for(seat) {
+                    spin_while(|| shared.posted.load(Ordering::Relaxed) == posted);
+                }
             }
             None => {
                 thread::park();

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{cpus::Node, *};
+use super::{account::Queue, cpus::Node, *};
 
 #[test]
 fn results_come_in_order_for_every_size_and_number_of_threads() {
@@ -30,10 +30,13 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
         let pool = ThreadPool::new(threads).unwrap();
         let sizes = [4, 0, 64, 1, 7];
         let groups = |size: usize| (0..size).collect();
-        let found = pool.groups(sizes.map(groups).to_vec(), |item: usize| item * item, || ());
+        let found = pool.groups(&pool.anybody, sizes.map(groups).to_vec(), |item: usize| item * item, || ());
         let expected = sizes.map(|size| (0..size).map(|item| item * item).collect::<Vec<_>>());
         assert_eq!(found, expected, "{threads} threads");
-        assert_eq!(pool.groups(Vec::new(), |item: usize| item, || ()), Vec::<Vec<usize>>::new());
+        assert_eq!(
+            pool.groups(&pool.anybody, Vec::new(), |item: usize| item, || ()),
+            Vec::<Vec<usize>>::new()
+        );
     }
     // There are as many blocks as threads, and all wait for each other, so each must be where its share of its own
     // group is.
@@ -44,7 +47,7 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
         thread::current().id()
     };
     let mut done = false;
-    let ran = pool.groups(vec![vec![(), ()]; 2], block, || done = true);
+    let ran = pool.groups(&pool.anybody, vec![vec![(), ()]; 2], block, || done = true);
     assert!(done);
     assert_eq!(ran[0], ran[1]);
     assert_eq!(ran[0][0], thread::current().id());
@@ -173,4 +176,96 @@ fn shares_cover_everything_once_on_one_node_and_on_several() {
         assert_eq!(*lock(&seen), [1; 100]);
         assert_eq!(pool.blocks((0..50).collect(), |item: usize| item), (0..50).collect::<Vec<_>>());
     }
+}
+
+/// The accounts of the calls that a free thread would take, one after the other, if each were used up at once.
+fn order(calls: &[&Arc<Account>], units: u64, count: usize) -> Vec<usize> {
+    let queue = Queue::default();
+    calls.iter().for_each(|account| queue.enter(account));
+    let next = |_| {
+        let used = |at: &usize| calls[*at].used();
+        let at = (0..calls.len()).min_by_key(used).expect("a call");
+        queue.serve(calls[at]);
+        calls[at].use_up(units);
+        at
+    };
+    (0..count).map(next).collect()
+}
+
+#[test]
+fn jobs_get_their_shares_in_turn() {
+    let [one, other, double] = [Account::new(1), Account::new(1), Account::new(2)];
+    assert_eq!(order(&[&one, &other], 1000, 6), [0, 1, 0, 1, 0, 1]);
+    let turns = order(&[&Account::new(1), &double], 1000, 300);
+    let of_one = turns.iter().filter(|&&at| at == 0).count();
+    assert!((99..=101).contains(&of_one), "{of_one} of 300 for a third of the shares");
+}
+
+#[test]
+fn who_comes_later_is_owed_nothing_for_the_time_before() {
+    let (early, late) = (Account::new(1), Account::new(1));
+    let queue = Queue::default();
+    queue.enter(&early);
+    for _ in 0..100 {
+        queue.serve(&early);
+        early.use_up(1000);
+    }
+    queue.enter(&late);
+    // It begins where the other one was when it was served last: one turn ahead, and not a hundred.
+    assert_eq!(early.used() - late.used(), 1000 * 16);
+    queue.leave(&early);
+    queue.leave(&late);
+    // Nor is anybody owed anything once all were served.
+    let third = Account::new(1);
+    queue.enter(&third);
+    assert_eq!(third.used(), early.used());
+}
+
+/// With two calls open a pool's thread leaves the first one's blocks for the other one's. A thread that took calls as they
+/// come would not: all blocks of the first call wait until a block of the second one has run on that thread.
+#[test]
+fn a_thread_turns_to_another_call_before_the_first_is_done() {
+    let pool = ThreadPool::new(2).unwrap();
+    let [first, second] = [Account::new(1), Account::new(1)];
+    let (begun, turned) = (AtomicBool::new(false), AtomicBool::new(false));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let until = |flag: &AtomicBool| {
+        while !flag.load(Ordering::Acquire) && Instant::now() < deadline {
+            thread::yield_now();
+        }
+        flag.load(Ordering::Acquire)
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let caller = thread::current().id();
+            // The caller waits inside its first block; the other thread goes through the rest, a block a turn.
+            pool.groups(
+                &first,
+                vec![(0..100_000).collect()],
+                |_: usize| {
+                    begun.store(true, Ordering::Release);
+                    if thread::current().id() == caller {
+                        assert!(until(&turned), "the pool's thread went on with the first call");
+                    } else if !turned.load(Ordering::Acquire) {
+                        thread::sleep(Duration::from_micros(100));
+                    }
+                },
+                || (),
+            );
+        });
+        assert!(until(&begun));
+        let caller = thread::current().id();
+        pool.groups(
+            &second,
+            vec![(0..64).collect()],
+            |_: usize| {
+                if thread::current().id() == caller {
+                    until(&turned);
+                } else {
+                    turned.store(true, Ordering::Release);
+                }
+            },
+            || (),
+        );
+    });
 }

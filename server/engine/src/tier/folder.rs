@@ -43,6 +43,9 @@ pub struct Header {
     pub spilled_images: bool,
     pub server: ServerId,
     pub placement: Placement,
+    /// The identity that opened the job, if callers had to show one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
     pub spec: JobSpec,
 }
 
@@ -99,6 +102,8 @@ pub struct StoredJob {
     pub spec: JobSpec,
     pub placement: Placement,
     pub server: ServerId,
+    /// See [`Header::owner`].
+    pub owner: Option<String>,
 }
 
 impl Header {
@@ -329,8 +334,8 @@ pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
         let ours = |folder: &PathBuf| name_of(folder).starts_with(FOLDER) && folder.is_dir();
         for folder in entries(&job).into_iter().filter(ours) {
             match Header::read(&folder) {
-                Ok(Some(Header { spec, placement, server, durable: true, .. })) => {
-                    let job = StoredJob { spec, placement, server };
+                Ok(Some(Header { spec, placement, server, owner, durable: true, .. })) => {
+                    let job = StoredJob { spec, placement, server, owner };
                     if !stored.jobs.contains(&job) {
                         stored.jobs.push(job);
                     }

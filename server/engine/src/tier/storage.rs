@@ -31,6 +31,8 @@ pub struct Storage {
     pub spill: Spill,
     /// No later version than this is recovered, because the server's peers have lost a version that it still has.
     pub at_most: Option<Version>,
+    /// Whose the job is that is opened. It is kept with the job.
+    pub owner: Option<String>,
 }
 
 /// The job and the shards that a tier is opened for, and where they are kept if the tier outlives the process.
@@ -103,6 +105,7 @@ impl Default for Storage {
             durability: Durability::EachVersion,
             spill: Spill::State,
             at_most: None,
+            owner: None,
         }
     }
 }

@@ -1,10 +1,10 @@
 //! `longshore bench update`: the fused update of many parameters, as a server does it, beside its memory traffic.
 
-use std::{hint::black_box, time::Instant};
+use std::{hint::black_box, sync::Arc, time::Instant};
 
 use longshore_engine::{
     kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Missing, Random, Rule, Scalars, State},
-    threads::{ThreadPool, available_threads},
+    threads::{Account, ThreadPool, available_threads},
     tier::{self, StateMut},
 };
 use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat, limits::RATE_ELEMENTS};
@@ -39,7 +39,7 @@ enum Case {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Update {
+pub(super) struct Update {
     rule: Rule,
     /// The format of gradient and image.
     wire: Dtype,
@@ -118,6 +118,12 @@ const FORMATS: [(StateFormat, MasterFormat); 5] = [
 ];
 
 impl Update {
+    /// AdamW with bf16 on the fastest instruction set.
+    pub(super) fn plain() -> Update {
+        let (formats, images) = (Formats { seed: 1, ..Formats::default() }, Images::Plain);
+        Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect(), formats, images }
+    }
+
     /// The name says which arrays are not fp32.
     fn name(&self) -> String {
         let mut name = format!("{}/{}/{}", self.rule, self.wire, self.isa);
@@ -241,6 +247,22 @@ impl Shard {
     }
 }
 
+/// One step of a job of fp32 state, in groups of shards that grow as a server's do.
+pub(super) fn step(arrays: &mut Arrays, pool: &ThreadPool, account: &Arc<Account>, update: Update) {
+    let hyper = Hyper { lr: 1e-6, weight_decay: 0.0, ..Hyper::default() };
+    let scalars = Scalars::new(update.rule, &hyper, 10, 1.0);
+    let (mut first, count) = (0, arrays.shards.len());
+    while first < count {
+        let end = (first + (1 + first / 8).min(8)).min(count);
+        let groups = arrays.shards[first..end].iter_mut().map(|shard| shard.blocks(update)).collect();
+        let block = |(gradient, mut state, image): (_, StateMut<'_>, _)| {
+            kernels::update(update.isa, &scalars, gradient, state.f32(), image, 0.0);
+        };
+        pool.groups(account, groups, block, || ());
+        first = end;
+    }
+}
+
 /// Updates by AdamW with bf16 on the fastest instruction set, and nothing else.
 pub(super) struct Bare {
     arrays: Arrays,
@@ -255,8 +277,7 @@ impl Bare {
         let pool = ThreadPool::new(threads)?;
         let mut arrays = Arrays::allocate(params, &pool)?;
         arrays.prepare(&pool, formats);
-        let (rule, wire, isa, images) = (Rule::AdamW, Dtype::Bf16, Isa::detect(), Images::Plain);
-        Ok(Bare { arrays, pool, update: Update { rule, wire, isa, formats, images }, params })
+        Ok(Bare { arrays, pool, update: Update { formats, ..Update::plain() }, params })
     }
 
     pub(super) fn adopt_caller(&self) {

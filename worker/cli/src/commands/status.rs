@@ -40,6 +40,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if !out.is_json() {
         for (address, list) in &found.lists {
             say!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
+            list.identities.iter().for_each(|identity| say!("  {}", share_of(identity)));
         }
         found.silent.iter().for_each(|(address, why)| say!("{address}  {why}"));
     }
@@ -65,6 +66,8 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// A job that has no limit and was used within this time is not called idle.
+const WORTH_A_WORD: Duration = Duration::from_secs(600);
 const LEFT_OUT: &str = "left out, as --no-hash says";
 
 /// The hash over all servers; None while they are at different versions, and without a server that owns a part.
@@ -129,6 +132,9 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
             answer.threads,
             answer.isa
         );
+        if let Some(idle) = idle(answer) {
+            say!("    {idle}");
+        }
         if answer.disk_bytes > 0 {
             say!("    {}", drives(answer));
         }
@@ -159,6 +165,40 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
         Some((version, hash)) => say!("  state hash {hash} at version {version}"),
         None => say!("  state hash: {}", unhashed.unwrap_or_else(|| no_hash(answers, without))),
     }
+}
+
+/// What an identity has of a server, and the most that it may have.
+fn share_of(identity: &v1::IdentityUsage) -> String {
+    let of = |has: String, most: Option<String>| match most {
+        Some(most) => format!("{has} of {most}"),
+        None => has,
+    };
+    let bytes = |has: u64, most: Option<u64>| of(human(has), most.map(human));
+    let count = |has: u64, most: Option<u64>| of(has.to_string(), most.map(|most| most.to_string()));
+    let v1::IdentityUsage { name, jobs, memory_bytes, drive_bytes, connections, .. } = identity;
+    format!(
+        "identity {name}: {} jobs, {} of memory, {} of drives, {} connections",
+        count(*jobs, identity.most_jobs),
+        bytes(*memory_bytes, identity.most_memory_bytes),
+        bytes(*drive_bytes, identity.most_drive_bytes),
+        count(*connections, identity.most_connections)
+    )
+}
+
+/// Whose the job is, for how long nobody has used it, and when it goes. None where nothing of that is worth a line.
+fn idle(answer: &v1::DescribeResponse) -> Option<String> {
+    let owner = (!answer.owner.is_empty()).then(|| format!("of {}", answer.owner));
+    let idle = Duration::from_millis(answer.idle_ms);
+    let limit = Duration::from_millis(answer.idle_limit_ms);
+    let said = match (answer.not_evicted.as_str(), limit.is_zero()) {
+        ("", true) => (idle > WORTH_A_WORD).then(|| format!("unused for {}", time(idle))),
+        ("", false) => {
+            Some(format!("unused for {}, evicted in {}", time(idle), time(limit.saturating_sub(idle))))
+        }
+        (why, _) => Some(format!("unused for {}, and NOT evicted: {why}", time(idle))),
+    };
+    let said: Vec<String> = owner.into_iter().chain(said).collect();
+    (!said.is_empty()).then(|| said.join(", "))
 }
 
 /// What an operator does about a pause whose reason does not say.
@@ -230,7 +270,11 @@ fn last_checkpoint(status: &v1::CheckpointStatus) -> String {
 /// How long ago it was by this host's clock, which need not be the server's.
 fn ago(unix_ms: u64) -> String {
     let then = UNIX_EPOCH + Duration::from_millis(unix_ms);
-    let seconds = SystemTime::now().duration_since(then).unwrap_or_default().as_secs();
+    time(SystemTime::now().duration_since(then).unwrap_or_default())
+}
+
+fn time(time: Duration) -> String {
+    let seconds = time.as_secs();
     match seconds {
         0..120 => format!("{seconds} s"),
         120..7200 => format!("{} min", seconds / 60),
@@ -319,6 +363,10 @@ fn json(job: &str, answers: &Answers, without: &Without) -> serde_json::Value {
             "spill": (!answer.spill.is_empty()).then_some(&answer.spill),
             "missing_shards": progress.missing_shards.len(),
             "checkpoints": answer.checkpoints.as_ref().map(checkpoints),
+            "owner": (!answer.owner.is_empty()).then_some(&answer.owner),
+            "idle_seconds": answer.idle_ms as f64 / 1e3,
+            "idle_limit_seconds": (answer.idle_limit_ms > 0).then(|| answer.idle_limit_ms as f64 / 1e3),
+            "not_evicted": (!answer.not_evicted.is_empty()).then_some(&answer.not_evicted),
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
         })
     });

@@ -1,9 +1,10 @@
 //! The methods that h2 and tonic call.
 
 use std::{
+    any::Any,
     io::{self, IoSlice},
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, ready},
 };
 
@@ -101,12 +102,21 @@ pub struct Connection {
     pub taps: Taps,
     /// See [`Socket::certificate`].
     pub certificate: Option<Arc<str>>,
+    /// What is kept for as long as the connection lasts, or a call on it.
+    kept: Arc<Mutex<Kept>>,
 }
+
+type Kept = Vec<Box<dyn Any + Send>>;
 
 impl Connection {
     /// That of a call; None where the call did not come through a [`Direct`].
     pub fn of(extensions: &http::Extensions) -> Option<&Connection> {
         extensions.get()
+    }
+
+    /// What the server's own code keeps with the connection, and adds to it.
+    pub fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -114,6 +124,6 @@ impl<S: Socket> Connected for Direct<S> {
     type ConnectInfo = Connection;
 
     fn connect_info(&self) -> Connection {
-        Connection { taps: self.taps.clone(), certificate: self.socket.certificate() }
+        Connection { taps: self.taps.clone(), certificate: self.socket.certificate(), kept: Arc::default() }
     }
 }

@@ -376,7 +376,7 @@ impl Gradients {
         sums: &[u32],
     ) -> Result<(), Fault> {
         let chunks = bytes.chunks(CHUNK_BYTES).collect();
-        let found = self.compute.pool().blocks(chunks, crc32);
+        let found = self.compute.blocks(chunks, crc32);
         let Some(chunk) = found.iter().zip(sums).position(|(found, sum)| found != sum) else { return Ok(()) };
         let value = format!("{}, MiB {chunk} of it: {:08x}", spilled.files.describe(place), found[chunk]);
         let remedy = "restart the server: it goes on from its last durable version, and workers send the step's gradients \

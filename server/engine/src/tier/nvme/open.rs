@@ -245,6 +245,7 @@ fn header(inputs: &Inputs<'_>, store: u64) -> Header {
         spilled_images: inputs.storage.spills_images(inputs.spec),
         server: inputs.server,
         placement: inputs.placement.clone(),
+        owner: inputs.storage.owner.clone(),
         spec: inputs.spec.clone(),
     }
 }

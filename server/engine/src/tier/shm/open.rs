@@ -66,6 +66,7 @@ impl ShmTier {
             spilled_images: false,
             server: inputs.server,
             placement: inputs.placement.clone(),
+            owner: inputs.storage.owner.clone(),
             spec: inputs.spec.clone(),
         };
         let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);

@@ -1,0 +1,126 @@
+//! Who has had how much of the threads, so that several jobs share them by weight.
+//!
+//! This is start-time fair queueing: a thread that is free takes blocks of the open call whose account has used the least time
+//! for its share. What an account does not use while it has no call it does not get back later. While there is one call
+//! alone nothing is measured.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    time::Instant,
+};
+
+/// A thread that has done so many blocks of one call looks whether another call is due. They take 0.3 ms, and a look
+/// takes the lock of all calls.
+const BATCH: u32 = 4;
+/// Accounts count in this part of a nanosecond, so that a share of 100 still counts single blocks.
+const UNIT: u64 = 16;
+
+/// What one job has used.
+pub struct Account {
+    /// Units of time, by share.
+    used: AtomicU64,
+    share: AtomicU32,
+}
+
+impl Account {
+    /// An account with twice the share of another gets twice its time while both have calls.
+    pub fn new(share: u32) -> Arc<Account> {
+        Arc::new(Account { used: AtomicU64::new(0), share: AtomicU32::new(share.max(1)) })
+    }
+
+    pub fn set_share(&self, share: u32) {
+        self.share.store(share.max(1), Relaxed);
+    }
+
+    pub(super) fn used(&self) -> u64 {
+        self.used.load(Relaxed)
+    }
+
+    pub(super) fn use_up(&self, nanos: u64) {
+        self.used.fetch_add(nanos.saturating_mul(UNIT) / u64::from(self.share.load(Relaxed)), Relaxed);
+    }
+}
+
+/// The calls that are open, as far as fairness goes.
+#[derive(Default)]
+pub(super) struct Queue {
+    open: AtomicUsize,
+    /// What the account of the call had used that was served last.
+    now: AtomicU64,
+    /// The most that any account has used.
+    most: AtomicU64,
+}
+
+impl Queue {
+    /// A call begins. Call it, and what follows, under the lock of the calls.
+    pub(super) fn enter(&self, account: &Account) {
+        account.used.fetch_max(self.now.load(Relaxed), Relaxed);
+        self.open.fetch_add(1, Relaxed);
+    }
+
+    pub(super) fn leave(&self, account: &Account) {
+        let most = self.most.fetch_max(account.used(), Relaxed).max(account.used());
+        if self.open.fetch_sub(1, Relaxed) == 1 {
+            // Nobody is owed anything once all are served.
+            self.now.fetch_max(most, Relaxed);
+        }
+    }
+
+    /// A thread begins with the call of this account.
+    pub(super) fn serve(&self, account: &Account) {
+        self.now.fetch_max(account.used(), Relaxed);
+    }
+
+    fn is_shared(&self) -> bool {
+        self.open.load(Relaxed) > 1
+    }
+}
+
+/// Measures one thread's work on one call.
+pub(super) struct Meter<'a> {
+    queue: &'a Queue,
+    account: &'a Account,
+    begun: Option<Instant>,
+    blocks: u32,
+}
+
+impl<'a> Meter<'a> {
+    pub(super) fn new(queue: &'a Queue, account: &'a Account) -> Meter<'a> {
+        let begun = queue.is_shared().then(Instant::now);
+        Meter { queue, account, begun, blocks: 0 }
+    }
+
+    /// Counts a block. Returns true where it is time to look for another call.
+    pub(super) fn count(&mut self) -> bool {
+        self.blocks += 1;
+        if self.begun.is_none() {
+            self.begun = self.queue.is_shared().then(Instant::now);
+            self.blocks = 0;
+            return false;
+        }
+        let over = self.blocks >= BATCH;
+        if over {
+            self.charge();
+            self.begun = self.queue.is_shared().then(Instant::now);
+            self.blocks = 0;
+        }
+        over && self.begun.is_some()
+    }
+
+    fn charge(&mut self) {
+        if let Some(begun) = self.begun.take() {
+            self.account.use_up(begun.elapsed().as_nanos() as u64);
+        }
+    }
+}
+
+impl Drop for Meter<'_> {
+    fn drop(&mut self) {
+        if self.blocks > 0 {
+            self.charge();
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! For how long nobody has used a job.
+
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use longshore_engine::{
+    job::Job,
+    step::{Phase, Progress, RankProgress, Restoring},
+};
+use longshore_proto::Version;
+
+/// What a look at a job finds changed if it was used since the last one. Looks are a second apart, so that calls need not
+/// note anything. Whoever asks for the state hash, writes a checkpoint or exports changes nothing of it.
+#[derive(PartialEq)]
+struct Sign {
+    /// Payload pushed and pulled.
+    traffic: (u64, u64),
+    version: Version,
+    phase: Phase,
+    /// How far it is filled.
+    missing: usize,
+    restoring: Option<Restoring>,
+    ranks: Vec<RankProgress>,
+}
+
+impl Sign {
+    fn of(job: &Job) -> Sign {
+        let Progress { version, phase, missing, restoring, .. } = job.progress();
+        Sign { traffic: job.traffic(), version, phase, missing: missing.len(), restoring, ranks: job.ranks() }
+    }
+}
+
+pub(crate) struct Idle(Mutex<State>);
+
+struct State {
+    sign: Sign,
+    since: Instant,
+    /// Why the job stays although it has idled for too long.
+    stays: Option<String>,
+}
+
+impl Idle {
+    pub(super) fn new(job: &Job) -> Idle {
+        Idle(Mutex::new(State { sign: Sign::of(job), since: Instant::now(), stays: None }))
+    }
+
+    /// Looks, and says for how long the job has been unused.
+    pub(crate) fn look(&self, job: &Job) -> Duration {
+        let sign = Sign::of(job);
+        let mut state = self.lock();
+        if state.sign != sign {
+            *state = State { sign, since: Instant::now(), stays: None };
+        }
+        state.since.elapsed()
+    }
+
+    /// Notes why the job stays. Returns false where that was known.
+    pub(crate) fn stays(&self, why: &str) -> bool {
+        let mut state = self.lock();
+        let known = state.stays.as_deref() == Some(why);
+        state.stays = Some(why.to_string());
+        !known
+    }
+
+    /// Why the job stays; empty where it has not been asked to go.
+    pub(crate) fn why_it_stays(&self) -> String {
+        self.lock().stays.clone().unwrap_or_default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

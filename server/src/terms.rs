@@ -1,0 +1,154 @@
+//! What the owner of jobs may have of this server, whoever keeps the list of owners.
+
+use longshore_proto::{Fault, FaultKind};
+
+use crate::config::IdleLimit;
+
+/// What one owner may have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Terms {
+    pub(crate) quota: Quota,
+    /// How long a job may idle. None: as long as the server says for all.
+    pub(crate) idle_limit: Option<IdleLimit>,
+    /// The weight of each of its jobs beside those of others, for the update threads; 1 if it is not said.
+    pub(crate) share: Option<u32>,
+}
+
+/// The most that an owner may have at once. None: as much as there is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Quota {
+    pub(crate) jobs: Option<u64>,
+    /// In bytes, as the next one.
+    pub(crate) memory: Option<u64>,
+    pub(crate) drives: Option<u64>,
+    pub(crate) connections: Option<u64>,
+}
+
+/// What jobs take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Usage {
+    pub(crate) jobs: u64,
+    pub(crate) memory: u64,
+    pub(crate) drives: u64,
+}
+
+/// One owner, for those who ask.
+pub(crate) struct Listed {
+    pub(crate) name: String,
+    pub(crate) quota: Quota,
+    pub(crate) connections: u64,
+}
+
+/// The list of owners as it is now.
+pub(crate) trait Owners: Send + Sync {
+    /// Those of an owner; the default ones where the owner is not on the list any more.
+    fn terms(&self, owner: &str) -> Terms;
+
+    fn list(&self) -> Vec<Listed>;
+}
+
+impl Quota {
+    /// Checks that the owner, who has `has`, may have `wants` as well.
+    ///
+    /// # Errors
+    /// For the first limit that would be exceeded.
+    pub(crate) fn admit(&self, owner: &str, has: Usage, wants: Usage) -> Result<(), Fault> {
+        let bytes = |count: u64| format!("{count} bytes");
+        for (field, most, has, wants, remedy) in [
+            ("jobs", self.jobs, has.jobs, wants.jobs, "delete another job of this identity"),
+            (
+                "memory",
+                self.memory,
+                has.memory,
+                wants.memory,
+                "delete another job of this identity, use more servers",
+            ),
+            (
+                "drives",
+                self.drives,
+                has.drives,
+                wants.drives,
+                "delete another job of this identity, use more servers",
+            ),
+        ] {
+            let Some(most) = most else { continue };
+            // What takes nothing more of it is not held up by a limit that was lowered since.
+            if wants == 0 || has.checked_add(wants).is_some_and(|both| both <= most) {
+                continue;
+            }
+            let show = |count| if field == "jobs" { format!("{count}") } else { bytes(count) };
+            let value = format!("{} more for {owner}, which has {}", show(wants), show(has));
+            return Err(over(field, value, format!("at most {} together", show(most)), remedy));
+        }
+        Ok(())
+    }
+
+    /// Checks that the owner, who has `has` connections, may have one more.
+    pub(crate) fn admit_connection(&self, owner: &str, has: u64) -> Result<(), Fault> {
+        match self.connections {
+            Some(most) if has >= most => {
+                let value = format!("1 more for {owner}, which has {has}");
+                Err(over(
+                    "connections",
+                    value,
+                    format!("at most {most} together"),
+                    "end another worker or command of this identity",
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn over(field: &str, value: String, limit: String, remedy: &str) -> Fault {
+    let remedy = format!("{remedy}, or ask an operator of the server to raise the quota in identities.toml");
+    Fault::new(FaultKind::Exhausted, format!("quota.{field}"), value, limit, remedy)
+}
+
+impl std::ops::AddAssign for Usage {
+    fn add_assign(&mut self, other: Usage) {
+        self.jobs += other.jobs;
+        self.memory += other.memory;
+        self.drives += other.drives;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn usage() -> impl Strategy<Value = Usage> {
+        let amount = || prop_oneof![0..5u64, Just(u64::MAX), any::<u64>()];
+        (amount(), amount(), amount()).prop_map(|(jobs, memory, drives)| Usage { jobs, memory, drives })
+    }
+
+    proptest! {
+        /// What is admitted keeps every limit of which it takes something, and what is refused would not.
+        #[test]
+        fn admits_what_fits_and_nothing_else(has in usage(), wants in usage(), most in usage(), limited in 0..8u8) {
+            let some = |bit: u8, most: u64| (limited & bit > 0).then_some(most);
+            let quota = Quota {
+                jobs: some(1, most.jobs),
+                memory: some(2, most.memory),
+                drives: some(4, most.drives),
+                connections: None,
+            };
+            let fits = |has: u64, wants: u64, most: Option<u64>| {
+                wants == 0 || most.is_none_or(|most| u128::from(has) + u128::from(wants) <= u128::from(most))
+            };
+            let expected = [
+                ("quota.jobs", fits(has.jobs, wants.jobs, quota.jobs)),
+                ("quota.memory", fits(has.memory, wants.memory, quota.memory)),
+                ("quota.drives", fits(has.drives, wants.drives, quota.drives)),
+            ];
+            let first = expected.iter().find(|(_, fits)| !fits).map(|(field, _)| field.to_string());
+            let refused = quota.admit("team", has, wants).err();
+            prop_assert_eq!(refused.as_ref().map(|fault| fault.field.clone()), first);
+            if let Some(fault) = refused {
+                prop_assert!(fault.kind == FaultKind::Exhausted && fault.value.contains("team"));
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! On how many connections each identity has called.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use longshore_proto::Fault;
+use longshore_wire::direct::Connection;
+
+use crate::terms::Quota;
+
+/// How many connections each identity has. One that has shown several identities, by tokens, counts for each of them.
+#[derive(Default)]
+pub(super) struct Presences(Mutex<BTreeMap<String, u64>>);
+
+/// An identity on one connection, which keeps this.
+struct Presence {
+    among: Arc<Presences>,
+    name: String,
+}
+
+impl Presences {
+    pub(super) fn of(&self, name: &str) -> u64 {
+        self.lock().get(name).copied().unwrap_or_default()
+    }
+
+    /// Counts the connection, unless it is counted already.
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        connection: &Connection,
+        name: &str,
+        quota: &Quota,
+    ) -> Result<(), Fault> {
+        // It is held meanwhile, so that two calls on one connection count it once.
+        let mut kept = connection.kept();
+        let here = |presence: &Presence| presence.name == name;
+        if kept.iter().filter_map(|kept| kept.downcast_ref()).any(here) {
+            return Ok(());
+        }
+        let mut counts = self.lock();
+        let count = counts.get(name).copied().unwrap_or_default();
+        quota.admit_connection(name, count)?;
+        counts.insert(name.to_string(), count + 1);
+        kept.push(Box::new(Presence { among: Arc::clone(self), name: name.to_string() }));
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, u64>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Presence {
+    fn drop(&mut self) {
+        let mut counts = self.among.lock();
+        if let Some(count) = counts.get_mut(&self.name) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Idle jobs: their memory is given back once their state is safe elsewhere, and they come back with the same bits.
+
+use std::path::Path;
+
+use longshore_tests::{
+    command::longshore,
+    conformance::cluster::eventually,
+    process::DEADLINE,
+    server::{self, Longshored, ServerOptions, addresses},
+    status::{job_status, status},
+    train::Train,
+};
+use tempfile::TempDir;
+
+const STEPS: u64 = 12;
+const EVICTED_AT: u64 = 6;
+/// Longer than any pause of a run that computes.
+const LIMIT: [&str; 2] = ["--idle-limit", "4s"];
+
+fn checkpointing(dir: &Path) -> ServerOptions {
+    ServerOptions::new().checkpoint_dir(dir).args(LIMIT)
+}
+
+/// What a server's status says it has reserved.
+fn reserved(server: &Longshored) -> String {
+    let said = longshore(["status", "--no-hash", "--servers", server.address()]).stdout;
+    said.lines().next().unwrap_or_default().to_string()
+}
+
+fn is_evicted(server: &Longshored) {
+    eventually("the job to be evicted", || {
+        server.process.stderr().contains("an idle job was evicted").then_some(())
+    });
+    eventually("its memory to be given back", || reserved(server).contains("  0 B of").then_some(()));
+    let log = server.log();
+    let line = log.iter().find(|line| line["fields"]["call"] == "evict").expect("a line for the record");
+    assert_eq!((&line["target"], &line["fields"]["job"]), (&"audit".into(), &"\"default\"".into()));
+}
+
+fn comes_back_from_a_checkpoint(
+    tier: &[&str],
+    options: &dyn Fn(ServerOptions) -> ServerOptions,
+    count: usize,
+) {
+    // The same bits on every tier.
+    let expected = Train::new(STEPS).run().end.state_hash;
+    let checkpoints = TempDir::new().unwrap();
+    let servers = server::servers(count, &options(checkpointing(checkpoints.path())));
+    let addresses = addresses(&servers);
+    let train = |steps| Train::new(steps).args(tier).servers(&addresses);
+    train(EVICTED_AT).run();
+    let found = job_status(&addresses);
+    assert_eq!(found.servers[0].idle_limit_seconds, Some(4.0));
+    servers.iter().for_each(is_evicted);
+    let gone = job_status(&addresses);
+    assert!(gone.servers.is_empty(), "{gone:?}");
+    assert!(gone.reasons_without[0].contains("checkpoint idle-00000006 has its state"), "{gone:?}");
+    // Nothing else than its state is taken for it.
+    let (stderr, _) = train(STEPS).start().fails(DEADLINE);
+    assert!(stderr.contains("evicted at version 6") && stderr.contains("idle-00000006"), "{stderr}");
+    assert!(stderr.contains("--resume"), "no remedy: {stderr}");
+    let run = train(STEPS).start_with(["--resume"]).finish();
+    assert_eq!((run.start.first_step, run.end.state_hash), (EVICTED_AT + 1, expected));
+}
+
+#[test]
+fn a_job_in_memory_comes_back_from_its_checkpoint() {
+    comes_back_from_a_checkpoint(&[], &|options| options, 1);
+}
+
+#[test]
+fn so_does_one_of_two_servers_that_share_the_folder() {
+    // The first of them may have to wait for the other one's part.
+    comes_back_from_a_checkpoint(&[], &|options| options.allow("an idle job is not evicted"), 2);
+}
+
+#[test]
+fn so_does_one_whose_files_were_in_a_tmpfs() {
+    let root = TempDir::new_in("/dev/shm").unwrap();
+    comes_back_from_a_checkpoint(&["--tier", "shm"], &|options| options.shm_root(root.path()), 1);
+    let left = std::fs::read_dir(root.path())
+        .unwrap()
+        .flatten()
+        .flat_map(|dir| std::fs::read_dir(dir.path()).unwrap());
+    assert!(left.count() <= 1, "only the job that came back has files");
+}
+
+#[test]
+fn restore_brings_it_back_and_delete_forgets_it() {
+    let checkpoints = TempDir::new().unwrap();
+    let server = checkpointing(checkpoints.path()).start();
+    let address = server.address().to_string();
+    let end = Train::new(EVICTED_AT).servers(std::slice::from_ref(&address)).run().end;
+    is_evicted(&server);
+    let restored =
+        longshore(["restore", "--servers", &address, "--job", "default", "--name", "idle-00000006"]);
+    assert_eq!(restored.code, 0, "{}", restored.stderr);
+    assert_eq!(job_status(std::slice::from_ref(&address)).state_hash, Some(end.state_hash));
+    // It idles again, and its checkpoint is there already.
+    eventually("it to be evicted once more", || {
+        server.process.stderr().matches("an idle job was evicted").nth(1).map(|_| ())
+    });
+    let deleted = longshore(["delete", "--servers", &address, "--job", "default"]);
+    assert_eq!(deleted.code, 0, "{}", deleted.stderr);
+    assert!(status(std::slice::from_ref(&address)).is_empty());
+    let anew = Train::new(3).servers(&[address]).run();
+    assert_eq!(anew.start.first_step, 1);
+}
+
+/// Waits until the server says why the job stays, checks it, and that nothing was given up.
+fn stays(servers: &[Longshored], why: &str) {
+    let addresses = addresses(servers);
+    let end = Train::new(EVICTED_AT).servers(&addresses).run().end;
+    for server in servers {
+        eventually("the warning", || {
+            server.process.stderr().contains("an idle job is not evicted").then_some(())
+        });
+    }
+    let found = job_status(&addresses);
+    for server in &found.servers {
+        let said = server.not_evicted.as_deref().unwrap_or_default();
+        assert!(said.contains(why), "{why:?} is not in {said:?}");
+        assert!(server.memory_bytes > 0 && server.idle_seconds >= 4.0, "{server:?}");
+    }
+    assert_eq!(found.state_hash, Some(end.state_hash));
+    let run = Train::new(STEPS).servers(&addresses).run();
+    assert_eq!(run.start.first_step, EVICTED_AT + 1);
+}
+
+#[test]
+fn without_a_checkpoint_folder_nothing_is_given_up() {
+    let server = ServerOptions::new().args(LIMIT).allow("an idle job is not evicted").start();
+    stays(&[server], "--checkpoint-dir");
+}
+
+#[test]
+fn nor_where_each_server_has_a_folder_of_its_own() {
+    let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];
+    let start = |dir: &TempDir| checkpointing(dir.path()).allow("an idle job is not evicted").start();
+    let servers = folders.each_ref().map(start);
+    stays(&servers, "all 2 servers");
+    // The parts that nobody could seal are not left behind once the job is used.
+    let part = |dir: &TempDir| dir.path().join("default/idle-00000006");
+    eventually("the parts to be removed", || folders.iter().all(|dir| !part(dir).exists()).then_some(()));
+}
+
+#[test]
+fn a_job_on_drives_gives_up_its_memory_alone() {
+    let nvme = ["--tier", "nvme"];
+    let expected = Train::new(STEPS).run().end.state_hash;
+    let root = TempDir::new().unwrap();
+    let server = ServerOptions::new().state_root(root.path()).args(LIMIT).start();
+    let addresses = [server.address().to_string()];
+    Train::new(EVICTED_AT).args(nvme).servers(&addresses).run();
+    is_evicted(&server);
+    let gone = job_status(&addresses);
+    assert!(gone.reasons_without[0].contains("on this server's drives"), "{gone:?}");
+    let run = Train::new(STEPS).args(nvme).servers(&addresses).run();
+    assert_eq!((run.start.first_step, run.end.state_hash), (EVICTED_AT + 1, expected));
+}
