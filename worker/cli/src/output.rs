@@ -75,7 +75,7 @@ impl Output {
 
 /// An error as programs read it. Fields that an error does not have are null.
 pub(crate) fn error(error: &anyhow::Error, exit_code: u8) -> Value {
-    let fault = error.chain().find_map(|cause| fault(cause));
+    let fault = error.chain().find_map(fault);
     let field = |of: fn(&Fault) -> &String| fault.map(of);
     json!({"error": {
         "kind": fault.map_or(PLAIN, |fault| fault.kind.name()),
