@@ -4,9 +4,10 @@
 use std::{
     cmp::Reverse,
     collections::HashMap,
+    convert::Infallible,
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError, Weak},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use longshore_proto::limits::{CONNECTIONS_PER_RANK, SPARE_CONNECTIONS};
@@ -26,6 +27,8 @@ pub(crate) enum Origin {
 const SETTLED: Duration = Duration::from_secs(1);
 /// How long a call is left alone where strangers' calls take all places.
 const CALL: Duration = Duration::from_secs(10);
+/// How often expired certificates are looked for.
+const LOOK: Duration = Duration::from_secs(1);
 /// One connection in so many is ended at a time, since finding many costs no more than finding one.
 const SHARE_ENDED: usize = 16;
 
@@ -43,6 +46,8 @@ pub(crate) struct Connections {
 
 struct Entry {
     origin: Origin,
+    /// When its certificate expires.
+    expires: Option<SystemTime>,
     standing: Weak<Standing>,
 }
 
@@ -82,13 +87,31 @@ impl Connections {
                 return None;
             }
         }
+        let expires = socket.expires();
         let (direct, standing) = Direct::serve(socket, &self.bounds);
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         if entries.len() >= 2 * now + 64 {
             entries.retain(|entry| entry.standing.strong_count() > 0);
         }
-        entries.push(Entry { origin, standing: Arc::downgrade(&standing) });
+        entries.push(Entry { origin, expires, standing: Arc::downgrade(&standing) });
         Some(direct)
+    }
+
+    /// Ends connections as their certificates expire, with their calls. Who has a new certificate connects again with that.
+    pub(crate) async fn watch_expiry(self: Arc<Self>) -> Infallible {
+        loop {
+            tokio::time::sleep(LOOK).await;
+            let ended = self.end_expired(SystemTime::now());
+            if ended > 0 {
+                tracing::info!(ended, "connections were ended, since their certificates have expired");
+            }
+        }
+    }
+
+    fn end_expired(&self, now: SystemTime) -> usize {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let expired = entries.extract_if(.., |entry| entry.expires.is_some_and(|expires| expires < now));
+        expired.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
     }
 
     /// Says that the host has no descriptor or no memory for one more connection.
@@ -119,7 +142,7 @@ impl Connections {
         entries.retain(|entry| entry.standing.strong_count() > 0);
         let mut of_origin = HashMap::new();
         let mut found = Vec::new();
-        for Entry { origin, standing } in &*entries {
+        for Entry { origin, standing, .. } in &*entries {
             *of_origin.entry(*origin).or_insert(0_usize) += 1;
             if let Some(standing) = standing.upgrade()
                 && let Some(turn) = turn(&standing)

@@ -198,6 +198,7 @@ impl Server {
             }
         };
         let (socket, socket_file) = local.unzip();
+        let expiring = Arc::clone(&connections).watch_expiry();
         let unix = match socket.map(|socket| accept::incoming(socket, connections)) {
             Some(incoming) => {
                 let routes = routes("unix", &Trust::User)?;
@@ -221,6 +222,7 @@ impl Server {
                 _ = OptionFuture::from(linking), if linked => Ok(()),
                 Some(never) = OptionFuture::from(page) => match never {},
                 never = evicting => match never {},
+                never = expiring => match never {},
                 _ = OptionFuture::from(watching), if watched => Ok(()),
             }
         });

@@ -26,6 +26,8 @@ pub struct Authority {
 pub enum Life {
     Valid,
     Expired,
+    /// From now on for so long.
+    For(Duration),
 }
 
 impl Default for Authority {
@@ -53,6 +55,7 @@ impl Authority {
         params.extended_key_usages = vec![usage];
         let (from, to) = match life {
             Life::Valid => (SystemTime::now() - DAY, SystemTime::now() + DAY),
+            Life::For(time) => (SystemTime::now() - DAY, SystemTime::now() + time),
             Life::Expired => (SystemTime::now() - 3 * DAY, SystemTime::now() - 2 * DAY),
         };
         (params.not_before, params.not_after) = (from.into(), to.into());

@@ -1,5 +1,7 @@
 //! What changes while a job trains: certificates that are replaced, and tokens that are taken back.
 
+use std::time::Duration;
+
 use longshore_tests::{
     conformance::cluster::eventually,
     process::DEADLINE,
@@ -42,6 +44,40 @@ fn a_certificate_is_rotated_while_a_job_trains() {
     let end = running.finish().end;
     // The same bits as over no network at all.
     assert_eq!(end.state_hash, Train::new(STEPS).run().end.state_hash);
+}
+
+/// Long enough for a worker to start on a busy host.
+const SHORT: Duration = Duration::from_secs(15);
+/// More than any run makes until then.
+const ENDLESS: u64 = 1_000_000;
+const ENDED: &str = "since their certificates have expired";
+
+#[test]
+fn connections_end_with_their_certificate_and_go_on_with_the_next() {
+    let both = [identity("worker", &["worker"], &["*"], &[]), identity("reader", &["reader"], &["*"], &[])];
+    let folders = Folders::new(&both.concat());
+    let server = ServerOptions::new().tls(&folders.server()).start();
+    let (worker, reader) = (folders.client("worker"), folders.client("reader"));
+    folders.authority.write_client(&worker, "worker", Life::For(SHORT));
+    let mut running = train(ENDLESS, &server, &worker).start();
+    running.until_step(5);
+    // Connections are made with the old certificate, and the new one is there before it expires.
+    folders.authority.write_client(&worker, "worker", Life::Valid);
+    eventually("connections to end", || server.process.stderr().contains(ENDED).then_some(()));
+    running.until_step(version(&server, &reader) + 3);
+}
+
+#[test]
+fn a_worker_whose_certificate_expires_is_told_so() {
+    let folders = Folders::new(&identity("worker", &["worker"], &["*"], &[]));
+    let server = ServerOptions::new().tls(&folders.server()).start();
+    let worker = folders.client("worker");
+    folders.authority.write_client(&worker, "worker", Life::For(SHORT));
+    let mut running = train(ENDLESS, &server, &worker).start();
+    running.until_step(5);
+    let (stderr, _) = running.fails(DEADLINE);
+    assert!(stderr.contains("the client's certificate has expired"), "{stderr}");
+    assert!(server.process.stderr().contains(ENDED));
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
+    time::SystemTime,
 };
 
 use longshore_memory::{Part, write_parts};
@@ -22,7 +23,7 @@ use tokio::{
 pub const LOOPBACK_BYTES: usize = 256 * 1024;
 /// How much the kernel holds of what has not been sent yet, between hosts. Weights and gradients travel at once in delayed
 /// steps, and the window that one end gives back waits behind what its socket has taken already. Left alone that is up to 4 MiB: on
-/// a link of 25 MB/s gradients waited 0.16 s for their window, and a step took 1.37 times as long as the bytes need.
+/// a link of 25 MB/s gradients waited 0.16 s for their window, and a step took 1.45 times as long as the bytes need.
 pub(crate) const UNSENT_BYTES: u32 = 128 * 1024;
 /// The send buffer of a Unix socket, as far as net.core.wmem_max allows. With its default of 208 KiB sender and
 /// receiver wait for each other, at 0.80 of a raw socket's speed; with this it is 0.96.
@@ -67,6 +68,11 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     /// The name that the other end has proved by a certificate: its first DNS name, or nothing where it has none. None where
     /// no certificate was shown.
     fn certificate(&self) -> Option<Arc<str>> {
+        None
+    }
+
+    /// When that certificate expires.
+    fn expires(&self) -> Option<SystemTime> {
         None
     }
 }

@@ -6,6 +6,7 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
+    time::SystemTime,
 };
 
 use tokio::{
@@ -22,29 +23,34 @@ pub(super) const ALPN: &[u8] = b"h2";
 /// How much of the server's first words is kept while a client waits for them: its settings take less.
 const FIRST_BYTES: usize = 64;
 
+/// What the other end has proved by a certificate.
+#[derive(Debug)]
+pub(super) struct Shown {
+    /// See [`Socket::certificate`].
+    pub(super) name: Arc<str>,
+    pub(super) expires: Option<SystemTime>,
+}
+
 /// TCP with TLS. Its [`Socket`] reads straight to the payload's place, as far as the room there reaches.
 #[derive(Debug)]
 pub struct Secured {
     stream: TlsStream<Buffered<TcpStream>>,
     /// What came before it was asked for.
     early: Vec<u8>,
-    certificate: Option<Arc<str>>,
+    shown: Option<Shown>,
 }
 
 impl Secured {
     /// # Errors
     /// Where the other end has not said that it speaks HTTP/2.
-    pub(super) fn new(
-        stream: TlsStream<Buffered<TcpStream>>,
-        certificate: Option<Arc<str>>,
-    ) -> io::Result<Secured> {
+    pub(super) fn new(stream: TlsStream<Buffered<TcpStream>>, shown: Option<Shown>) -> io::Result<Secured> {
         if stream.get_ref().1.alpn_protocol() != Some(ALPN) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "the other end did not ask for HTTP/2 (ALPN h2)",
             ));
         }
-        Ok(Secured { stream, early: Vec::new(), certificate })
+        Ok(Secured { stream, early: Vec::new(), shown })
     }
 
     /// Waits for the server's first bytes. With TLS 1.3 a client has shaken hands before the server has seen its
@@ -63,7 +69,11 @@ impl Secured {
 
 impl Socket for Secured {
     fn certificate(&self) -> Option<Arc<str>> {
-        self.certificate.clone()
+        self.shown.as_ref().map(|shown| Arc::clone(&shown.name))
+    }
+
+    fn expires(&self) -> Option<SystemTime> {
+        self.shown.as_ref()?.expires
     }
 
     fn size_buffers(&self) {
