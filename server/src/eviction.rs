@@ -6,12 +6,12 @@
 
 use std::{
     collections::BTreeMap,
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
-use longshore_engine::step::Phase;
-use longshore_proto::{Fault, FaultKind, JobName};
+use longshore_engine::{job::Job, step::Phase};
+use longshore_proto::{Fault, FaultKind, JobName, Version};
 
 use crate::{
     jobs::{JobHandle, Refuge},
@@ -53,15 +53,26 @@ struct Eviction {
 
 /// What was done so far to evict a job.
 struct Try {
+    /// Another job may have the name by now.
+    of: Weak<JobHandle>,
+    server: u32,
     next: Instant,
     /// A part that waits for those of other servers.
     written: Option<Written>,
 }
 
+impl Try {
+    fn of(handle: &Arc<JobHandle>, next: Instant, written: Option<Written>) -> Try {
+        Try { of: Arc::downgrade(handle), server: handle.job.server().0, next, written }
+    }
+}
+
 impl Eviction {
     fn look(&mut self) {
         let names = self.services.jobs.names();
-        self.tries.retain(|name, _| names.iter().any(|known| known == name.as_str()));
+        let gone = |name: &JobName| !names.iter().any(|known| known == name.as_str());
+        let gone: Vec<_> = self.tries.keys().filter(|name| gone(name)).cloned().collect();
+        gone.iter().for_each(|name| self.give_up(name));
         // One at a time: whoever holds a job keeps others from closing it, and a checkpoint takes minutes.
         for name in names {
             let Ok(handle) = self.services.jobs.get(&name) else { continue };
@@ -69,8 +80,11 @@ impl Eviction {
             let idle = handle.idle.look(&handle.job);
             let limit = self.services.jobs.idle_limit(&handle);
             let name = handle.job.spec().name.clone();
+            if self.tries.get(&name).is_some_and(|before| !std::ptr::eq(before.of.as_ptr(), &*handle)) {
+                self.give_up(&name);
+            }
             match limit.filter(|&limit| idle >= limit) {
-                None => self.give_up(&handle, &name),
+                None => self.give_up(&name),
                 Some(_) if self.services.draining.refuse().is_err() => {}
                 Some(_) if self.tries.get(&name).is_some_and(|before| Instant::now() < before.next) => {}
                 Some(limit) => self.try_to_evict(handle, &name, limit),
@@ -78,11 +92,11 @@ impl Eviction {
         }
     }
 
-    /// The job is used again: a part that nobody will seal takes no room.
-    fn give_up(&mut self, handle: &JobHandle, name: &JobName) {
-        let Some(Try { written: Some(written), .. }) = self.tries.remove(name) else { return };
+    /// The job is used again, or gone: a part that nobody will seal takes no room.
+    fn give_up(&mut self, name: &JobName) {
+        let Some(Try { written: Some(written), server, .. }) = self.tries.remove(name) else { return };
         let Some(store) = &self.services.checkpoints else { return };
-        if let Err(fault) = store.discard(name, &written.name, handle.job.server().0, written.servers) {
+        if let Err(fault) = store.discard(name, &written.name, server, written.servers) {
             tracing::warn!(job = %name, %fault, "a part that is not needed was not removed");
         }
     }
@@ -105,18 +119,18 @@ impl Eviction {
             },
             Err(fault) => {
                 // What passes by itself is no warning.
-                if handle.idle.stays(&fault.to_string()) && fault.kind != FaultKind::Unavailable {
+                if fault.kind != FaultKind::Unavailable && handle.idle.stays(&fault.to_string()) {
                     tracing::warn!(job = %name, %fault, "an idle job is not evicted");
                 }
                 let next = Instant::now() + (limit / 8).clamp(AGAIN.0, AGAIN.1);
                 let written = self.tries.remove(name).and_then(|before| before.written);
-                self.tries.insert(name.clone(), Try { next, written });
+                self.tries.insert(name.clone(), Try::of(&handle, next, written));
             }
         }
     }
 
     /// Sees to it that the state is safe elsewhere, and returns where.
-    fn find_refuge(&mut self, handle: &JobHandle, name: &JobName) -> Result<Refuge, Fault> {
+    fn find_refuge(&mut self, handle: &Arc<JobHandle>, name: &JobName) -> Result<Refuge, Fault> {
         let job = &handle.job;
         job.check_alive()?;
         if job.progress().phase == Phase::Loading {
@@ -136,9 +150,10 @@ impl Eviction {
     }
 
     /// A sealed checkpoint of the version that the job is at.
-    fn checkpoint(&mut self, handle: &JobHandle, name: &JobName) -> Result<Written, Fault> {
+    fn checkpoint(&mut self, handle: &Arc<JobHandle>, name: &JobName) -> Result<Written, Fault> {
         let store = self.services.store()?;
         let job = &handle.job;
+        check_keepable(job)?;
         let before = self.tries.remove(name).and_then(|before| before.written);
         let waits = before.is_some();
         let written = match before.filter(|written| written.version == job.progress().version) {
@@ -154,10 +169,31 @@ impl Eviction {
             // The others are about to write theirs, each when its own clock says so.
             let kind = if waits { FaultKind::Precondition } else { FaultKind::Unavailable };
             let fault = Fault::new(kind, "checkpoint_dir", value, "one with all of them", remedy);
-            self.tries.insert(name.clone(), Try { next: Instant::now(), written: Some(written) });
+            self.tries.insert(name.clone(), Try::of(handle, Instant::now(), Some(written)));
             return Err(fault);
         }
         self.services.checkpoint_log.sealed(name.as_str(), &written.name, written.version);
         Ok(written)
     }
+}
+
+/// Refuses a job of which a checkpoint would lose something.
+fn check_keepable(job: &Job) -> Result<(), Fault> {
+    let precondition =
+        |field, value, limit, remedy| Fault::new(FaultKind::Precondition, field, value, limit, remedy);
+    if job.has_standing() {
+        let remedy = "let the next step be decided, or checkpoint the job and delete it by hand";
+        return Err(precondition(
+            "standing",
+            "a pause or a resume",
+            "none, which a checkpoint does not keep",
+            remedy,
+        ));
+    }
+    // Before the first decision nothing tells one filling's parts from another's.
+    if job.progress().version == Version(0) && job.placement().servers.len() > 1 {
+        let remedy = "let the first step be decided, or delete the job";
+        return Err(precondition("version", "0, on several servers", "at least 1", remedy));
+    }
+    Ok(())
 }

@@ -18,7 +18,7 @@ pub(crate) struct Terms {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Quota {
     pub(crate) jobs: Option<u64>,
-    /// In bytes, as the next one.
+    /// Bytes, as `drives` too.
     pub(crate) memory: Option<u64>,
     pub(crate) drives: Option<u64>,
     pub(crate) connections: Option<u64>,
@@ -41,7 +41,7 @@ pub(crate) struct Listed {
 
 /// The list of owners as it is now.
 pub(crate) trait Owners: Send + Sync {
-    /// Those of an owner; the default ones where the owner is not on the list any more.
+    /// An owner's terms; the default ones where the owner is not on the list any more.
     fn terms(&self, owner: &str) -> Terms;
 
     fn list(&self) -> Vec<Listed>;

@@ -158,3 +158,23 @@ fn a_job_on_drives_gives_up_its_memory_alone() {
     let run = Train::new(STEPS).args(nvme).servers(&addresses).run();
     assert_eq!((run.start.first_step, run.end.state_hash), (EVICTED_AT + 1, expected));
 }
+
+#[test]
+fn ranks_of_a_job_on_drives_come_back_in_any_order() {
+    let root = TempDir::new().unwrap();
+    let started = |root: &Path, limit: &[&str]| ServerOptions::new().state_root(root).args(limit).start();
+    let both = |steps, server: &Longshored| {
+        let train = Train::new(steps).args(["--tier", "nvme", "--world-size", "2"]);
+        let train = train.servers(&[server.address().to_string()]);
+        // Rank 1 asks for the job before rank 0 has opened it again.
+        let second = train.start_with(["--rank", "1"]);
+        let first = train.start_with(["--rank", "0"]).finish();
+        second.done();
+        first.end.state_hash
+    };
+    let server = started(root.path(), &LIMIT);
+    both(EVICTED_AT, &server);
+    is_evicted(&server);
+    let elsewhere = TempDir::new().unwrap();
+    assert_eq!(both(STEPS, &server), both(STEPS, &started(elsewhere.path(), &[])));
+}

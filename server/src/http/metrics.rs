@@ -2,7 +2,8 @@
 //!
 //! Who asks for OpenMetrics, as Prometheus does, gets that. Everybody else gets Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 50 a job, 19 of them its histogram's, 4 an identity, and one for each of its first [`RANKS`] ranks.
+//! The number of samples is bounded: about 50 a job, 19 of them its histogram's; for each of a job's first [`RANKS`] ranks one, and two for
+//! each way that its payload came; 4 an identity; 56 a folder of `--state-dir`.
 
 use std::{fmt, sync::atomic::Ordering::Relaxed};
 
@@ -44,7 +45,7 @@ impl Format {
     }
 }
 
-/// How many ranks of a job have samples of their own (of what they moved, at most one for each way that it came). Of a larger job the counts by state tell that a rank is away, and
+/// How many ranks of a job have samples of their own. In a larger job the counts by state tell that a rank is away, and
 /// `longshore status` tells which.
 const RANKS: usize = traffic::RANKS;
 

@@ -43,11 +43,10 @@ impl Jobs {
         refuge: &Refuge,
     ) -> Result<bool, Fault> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        // From here on no step can begin or be decided; then comes the last look.
-        handle.stop_steps(true);
+        // From here on no step can begin or be decided, and nobody joins; then comes the last look.
+        let mut stopped = handle.stop();
         let used = handle.idle.look(&handle.job) < idle;
         if used || handle.is_closed() || !refuge.has_state_of(&handle.job) {
-            handle.stop_steps(false);
             return Ok(false);
         }
         let name = handle.job.spec().name.clone();
@@ -61,13 +60,22 @@ impl Jobs {
                 None => (super::not_found(name.as_str()), None),
             },
         };
-        // Of a job that had no state, nothing is left to come back to.
-        if fault.field == EVICTED {
-            let away = Away { fault: fault.clone(), stored, evicted: true };
-            self.lock().insert(name, JobEntry::Away(Box::new(away)));
-        } else {
-            self.lock().remove(&name);
+        // A job that had no state leaves nothing to come back to.
+        {
+            let mut entries = self.lock();
+            // It may have been deleted meanwhile.
+            if !matches!(entries.get(&name), Some(JobEntry::Open(open)) if Arc::ptr_eq(open, &handle)) {
+                return Ok(false);
+            }
+            if fault.field == EVICTED {
+                let away = Away { fault: fault.clone(), stored, evicted: true };
+                entries.insert(name, JobEntry::Away(Box::new(away)));
+            } else {
+                entries.remove(&name);
+            }
         }
+        *stopped = true;
+        drop(stopped);
         handle.close(fault);
         let removed = if matches!(refuge, Refuge::Drives) { Ok(()) } else { handle.job.discard() };
         super::let_go(handle);
@@ -98,7 +106,7 @@ impl Refuge {
     fn has_state_of(&self, job: &Job) -> bool {
         let Progress { version, phase, .. } = job.progress();
         match self {
-            Refuge::Checkpoint { version: kept, .. } => *kept == version,
+            Refuge::Checkpoint { version: kept, .. } => *kept == version && !job.has_standing(),
             Refuge::Drives => job.durable() >= version,
             Refuge::Nowhere => phase == Phase::Loading,
         }

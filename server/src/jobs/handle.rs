@@ -3,8 +3,8 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicU64, Ordering},
         mpsc,
     },
     thread,
@@ -44,7 +44,8 @@ pub(crate) struct JobHandle {
     /// The last step to which contributions are taken, once a drain has begun.
     last_step: AtomicU64,
     /// No step may begin or be decided, since the job is being evicted.
-    stopped: AtomicBool,
+    /// Set while the job is being evicted. Who changes the job holds it for reading.
+    stopped: RwLock<bool>,
     /// Who opened it; None where callers show no identity.
     pub(crate) owner: Option<String>,
     pub(crate) idle: Idle,
@@ -101,7 +102,7 @@ impl JobHandle {
         let handle = JobHandle {
             idle: Idle::new(&job),
             job,
-            stopped: AtomicBool::new(false),
+            stopped: RwLock::new(false),
             owner,
             awaits_restore,
             tasks,
@@ -219,14 +220,19 @@ impl JobHandle {
         Version(last)
     }
 
-    pub(super) fn stop_steps(&self, stopped: bool) {
-        self.stopped.store(stopped, Ordering::SeqCst);
+    /// Waits for changes under way. Until the answer is dropped no other begins, and if it is true by then, none ever.
+    pub(super) fn stop(&self) -> RwLockWriteGuard<'_, bool> {
+        self.stopped.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses what would change the job while it is being evicted. The caller asks again, and is told what became of it.
-    pub(crate) fn check_stopped(&self) -> Result<(), Fault> {
-        if !self.stopped.load(Ordering::SeqCst) {
-            return Ok(());
+    /// Keeps the job from being evicted while the caller changes it. While it is being evicted the caller is refused, asks again,
+    /// and is told what became of it.
+    pub(crate) fn hold(&self) -> Result<RwLockReadGuard<'_, bool>, Fault> {
+        // An eviction holds the lock for a moment, and then takes the job away.
+        if let Ok(stopped) = self.stopped.try_read()
+            && !*stopped
+        {
+            return Ok(stopped);
         }
         let value = format!("{}, being evicted", self.job.spec().name);
         Err(Fault::new(FaultKind::Unavailable, "job", value, "open", "ask again"))
@@ -241,7 +247,7 @@ impl JobHandle {
     }
 
     pub(crate) fn check_step(&self, step: Step) -> Result<(), Fault> {
-        self.check_stopped()?;
+        drop(self.hold()?);
         let last = self.last_step.load(Ordering::Acquire);
         if step.0 <= last {
             return Ok(());

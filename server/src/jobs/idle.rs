@@ -12,7 +12,7 @@ use longshore_engine::{
 use longshore_proto::Version;
 
 /// What a look at a job finds changed if it was used since the last one. Looks are a second apart, so that calls need not
-/// note anything. Whoever asks for the state hash, writes a checkpoint or exports changes nothing of it.
+/// note anything.
 #[derive(PartialEq)]
 struct Sign {
     /// Payload pushed and pulled.
@@ -50,7 +50,7 @@ impl Idle {
     pub(crate) fn look(&self, job: &Job) -> Duration {
         let sign = Sign::of(job);
         let mut state = self.lock();
-        if state.sign != sign {
+        if state.sign != sign || job.is_being_copied() {
             *state = State { sign, since: Instant::now(), stays: None };
         }
         state.since.elapsed()

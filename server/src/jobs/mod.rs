@@ -24,7 +24,7 @@ use longshore_engine::{
     job::Compute,
     tier::{Storage, StoredJob, delete_stored, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
+use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version, fault::EVICTED};
 use tokio::{runtime::Handle, sync::watch, time::timeout};
 
 pub(crate) use self::{
@@ -283,6 +283,8 @@ impl Jobs {
         let stored = match self.get(name) {
             Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
             Ok(handle) => self.put_away(handle),
+            // Nobody has checked the caller against an evicted job: its worker opens it first.
+            Err(fault) if fault.field == EVICTED => return Err(fault),
             Err(fault) => self.stored(name).ok_or(fault)?,
         };
         tracing::warn!(job = name, %version, "stepping back to the version before");

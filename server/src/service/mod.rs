@@ -88,9 +88,13 @@ async fn stand(
 ) -> Result<(), Fault> {
     let (deadline, change) = (default_deadline(), Arc::new(change));
     loop {
-        let (job, change) = (Arc::clone(&handle.job), Arc::clone(&change));
+        let (kept, change) = (Arc::clone(handle), Arc::clone(&change));
         // The change may flush drives.
-        if blocking(move || change(&job)).await? {
+        let changed = blocking(move || {
+            let _kept = kept.hold()?;
+            change(&kept.job)
+        });
+        if changed.await? {
             return Ok(());
         }
         handle.until_durable(handle.job.progress().version, deadline).await?;

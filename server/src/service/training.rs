@@ -148,7 +148,10 @@ impl Services {
         let handle = self.jobs.get(&request.job)?;
         let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
         if request.fence_only {
-            handle.job.fence(rank, incarnation)?;
+            {
+                let _kept = handle.hold()?;
+                handle.job.fence(rank, incarnation)?;
+            }
             let job = Arc::clone(&handle.job);
             blocking(move || job.keep_joined()).await?;
             let progress = handle.job.progress();
@@ -156,7 +159,10 @@ impl Services {
             return Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: None });
         }
         // It is busy only while a last chunk of the process before is copied, which takes microseconds.
-        let join = || Ok(handle.job.join(rank, incarnation)?.then_some(()));
+        let join = || {
+            let _kept = handle.hold()?;
+            Ok(handle.job.join(rank, incarnation)?.then_some(()))
+        };
         handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
         let job = Arc::clone(&handle.job);
         blocking(move || job.keep_joined()).await?;
@@ -183,8 +189,10 @@ impl Services {
         let written = handle.job.written_bytes();
         handle.spans.note(step, parent);
         let decided = Decided::now(&commit, request.report);
-        handle.check_stopped()?;
-        let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
+        let (duplicate, work) = {
+            let _kept = handle.hold()?;
+            handle.job.commit_from(incarnation, commit, Origin(request.origin))?
+        };
         handle.perform(work);
         if !duplicate {
             handle.pace.decided(step.0, written);

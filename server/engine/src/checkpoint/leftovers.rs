@@ -12,6 +12,8 @@ impl Store {
     /// own. A sealed part stays as it is, and a missing one is no error.
     pub fn discard(&self, job: &JobName, name: &str, server: u32, servers: u32) -> Result<(), Fault> {
         let folder = self.folder(job, name)?;
+        // Whoever seals it now has seen this part.
+        let Some(_lock) = whole::try_lock(&folder) else { return Ok(()) };
         if folder.join(manifest::FILE).exists() {
             return Ok(());
         }

@@ -2,12 +2,16 @@
 //! them.
 
 use std::{
-    fs,
+    fs::{self, File},
     io::ErrorKind,
     path::{Path, PathBuf},
 };
 
 use longshore_proto::{Fault, JobName};
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
 
 use super::{Store, fault::io, manifest, part::Part};
 
@@ -20,13 +24,33 @@ pub(super) fn is_entry(path: &Path) -> bool {
     path.to_str().is_some_and(|path| path.ends_with(".part.json"))
 }
 
+/// Keeps parts of a checkpoint from being removed while it is sealed. It waits for others that seal or remove parts, for
+/// as long as they read or remove files. None where the file system has no locks: then servers that seal and remove at
+/// once are not kept apart.
+fn lock(folder: &Path) -> Option<File> {
+    let folder = File::open(folder).ok()?;
+    flock(&folder, FlockOperation::LockExclusive).ok().map(|()| folder)
+}
+
+/// The same without a wait: None while somebody seals the checkpoint.
+pub(super) fn try_lock(folder: &Path) -> Option<Option<File>> {
+    let Ok(folder) = File::open(folder) else { return Some(None) };
+    match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Some(Some(folder)),
+        Err(Errno::WOULDBLOCK) => None,
+        Err(_) => Some(None),
+    }
+}
+
 impl Store {
     /// Seals checkpoint `name` if it is not sealed and the parts of all its servers are in this folder. Returns false
     /// when some are missing, as with a folder for each host.
     pub fn seal_if_whole(&self, job: &JobName, name: &str, servers: u32) -> Result<bool, Fault> {
         let folder = self.folder(job, name)?;
+        let _lock = lock(&folder);
         if folder.join(manifest::FILE).exists() {
-            return Ok(true);
+            // Its parts may lie in other folders, or be gone.
+            return Ok((0..servers).all(|server| folder.join(Part::file_name(server, servers)).exists()));
         }
         let mut parts = Vec::new();
         for server in 0..servers {

@@ -277,6 +277,16 @@ impl Job {
         self.protocol.machine().is_step_begun()
     }
 
+    /// Whether an operator or a rank has paused or resumed the job since its version was decided. No checkpoint keeps that.
+    pub fn has_standing(&self) -> bool {
+        self.protocol.machine().record().standing.is_some()
+    }
+
+    /// Whether an export, a checkpoint or a state hash is being made.
+    pub fn is_being_copied(&self) -> bool {
+        !self.snapshots.is_empty()
+    }
+
     fn notify(&self) {
         self.protocol.notify();
     }

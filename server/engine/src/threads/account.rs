@@ -15,12 +15,12 @@ use std::{
 /// A thread that has done so many blocks of one call looks whether another call is due. They take 0.3 ms, and a look
 /// takes the lock of all calls.
 const BATCH: u32 = 4;
-/// Accounts count in this part of a nanosecond, so that a share of 100 still counts single blocks.
+/// Into how many parts accounts divide a nanosecond, so that a single block still counts for a job with a large share.
 const UNIT: u64 = 16;
 
 /// What one job has used.
 pub struct Account {
-    /// Units of time, by share.
+    /// The time it had, in parts of a nanosecond (`UNIT`), divided by its share.
     used: AtomicU64,
     share: AtomicU32,
 }
@@ -48,7 +48,7 @@ impl Account {
 #[derive(Default)]
 pub(super) struct Queue {
     open: AtomicUsize,
-    /// What the account of the call had used that was served last.
+    /// What the account whose call was served last had used by then.
     now: AtomicU64,
     /// The most that any account has used.
     most: AtomicU64,

@@ -53,7 +53,7 @@ pub struct ThreadPool {
     several_nodes: bool,
     shared: Arc<CallBoard>,
     threads: Vec<JoinHandle<()>>,
-    /// That of calls which name no other.
+    /// The account of calls that name none.
     anybody: Arc<Account>,
 }
 
