@@ -16,13 +16,13 @@ const TICK: Duration = Duration::from_millis(120);
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    /// What is so many bytes in all.
+    /// A bar for `what`, which has so many bytes in all.
     pub(crate) fn bytes(what: &str, total: u64, out: Output) -> Progress {
         let template = "{msg} {bar:30} {bytes} of {total_bytes}  {bytes_per_sec}  {eta} left";
         Progress::with(ProgressBar::hidden(), template, what, Some(total), out)
     }
 
-    /// What others do, who do not say how far they are.
+    /// A line with the time for `what`, which others do without saying how far they are.
     pub(crate) fn waiting(what: &str, out: Output) -> Progress {
         let progress = Progress::with(ProgressBar::hidden(), "{spinner} {msg}  {elapsed}", what, None, out);
         if !progress.0.is_hidden() {

@@ -51,7 +51,7 @@ pub(crate) struct Probed {
 }
 
 impl Probed {
-    /// Under the names of the flags that take them.
+    /// The speeds, under the names of the flags that take them.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "threads": self.threads, "server_memory": self.server_memory, "drives": self.drives, "link": self.link,

@@ -8,7 +8,6 @@ use clap_complete::Shell;
 use longshore_server::config::Flags;
 use serde_json::json;
 
-use super::Cli;
 use crate::output::Output;
 
 #[derive(clap::Args)]
@@ -35,17 +34,18 @@ pub(super) struct ManArgs {
 }
 
 impl Program {
-    fn command(self) -> Command {
+    /// `longshore` is the command line of that program.
+    fn command(self, longshore: &Command) -> Command {
         match self {
-            Program::Longshore => Cli::command(),
+            Program::Longshore => longshore.clone(),
             Program::Longshored => Flags::command(),
         }
     }
 }
 
 /// Prints a script for a shell.
-pub(super) fn completions(args: &CompletionsArgs, out: Output) {
-    let mut command = args.program.command();
+pub(super) fn completions(longshore: &Command, args: &CompletionsArgs, out: Output) {
+    let mut command = args.program.command(longshore);
     let name = command.get_name().to_string();
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, &name, &mut script);
@@ -57,12 +57,12 @@ pub(super) fn completions(args: &CompletionsArgs, out: Output) {
 }
 
 /// Writes a page for each command, and for those below it.
-pub(super) fn man(args: &ManArgs, out: Output) -> anyhow::Result<()> {
+pub(super) fn man(longshore: &Command, args: &ManArgs, out: Output) -> anyhow::Result<()> {
     let wrote = || -> io::Result<Vec<String>> {
         fs::create_dir_all(&args.out)?;
         let mut pages = Vec::new();
         for program in [Program::Longshore, Program::Longshored] {
-            let mut command = program.command().disable_help_subcommand(true);
+            let mut command = program.command(longshore).disable_help_subcommand(true);
             command.build();
             write_pages(&command, "", args, &mut pages)?;
         }

@@ -19,7 +19,7 @@ mod train;
 
 use std::path::PathBuf;
 
-use clap::{ArgMatches, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, Parser, Subcommand};
 use longshore_proto::Fault;
 use longshore_server::{log, otlp};
 
@@ -31,7 +31,7 @@ use crate::{
     output::Output,
 };
 
-/// What every command ends with. docs/cli.md says it too, and tests/tests/cli.rs checks that both do.
+/// What every command ends with. docs/cli.md says it too, and tests/tests/output.rs checks that both do.
 const EXIT_CODES: &str = "\
 Exit codes:
   0  done
@@ -79,10 +79,10 @@ enum Command {
     Restore(restore::Args),
     /// Write a job's weights as Hugging Face style safetensors, while training goes on
     Export(export::Args),
-    /// Fill a new job with the weights of safetensors files, before any trainer runs
+    /// Fill a new job with weights from files, and with an optimizer's state, before any trainer runs
     ///
-    /// It takes rank 0, so that a trainer which is filling the job is fenced. Optimizer state of torch or DeepSpeed is read by
-    /// the Python package: longshore.checkpoint.
+    /// It takes rank 0, so that a trainer which is filling the job is fenced. Optimizer state comes from a file of torch.save
+    /// (--optimizer), or from a universal checkpoint of DeepSpeed (--from).
     Import(import::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
@@ -188,10 +188,10 @@ impl Cli {
             Command::Tls(tls) => tls.run(out),
             Command::Clusters => clusters::run(self.config.as_deref(), out),
             Command::Completions(args) => {
-                manual::completions(&args, out);
+                manual::completions(&Cli::command(), &args, out);
                 Ok(())
             }
-            Command::Man(args) => manual::man(&args, out),
+            Command::Man(args) => manual::man(&Cli::command(), &args, out),
             Command::Bench(bench) => bench.run(out),
         }
     }

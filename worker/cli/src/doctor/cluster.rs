@@ -18,7 +18,10 @@ use tokio::{
     time::timeout,
 };
 
-use super::{Finding, Look, bad, good, warning};
+use super::{
+    finding::{Finding, bad, good, warning},
+    look::Look,
+};
 use crate::{access::Access, bench::probe, servers::PROMPTLY, sizes::human};
 
 /// The longest wait for a name or a port.

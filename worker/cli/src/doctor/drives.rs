@@ -4,7 +4,7 @@ use std::path::Path;
 
 use rustix::fs::{Mode, OFlags, open, statvfs};
 
-use super::{Finding, bad, good, warning};
+use super::finding::{Finding, bad, good, warning};
 use crate::sizes::human;
 
 /// A folder with less room takes no job.

@@ -13,7 +13,10 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 
-use super::{Finding, bad, drives::free_bytes, good, warning};
+use super::{
+    drives::free_bytes,
+    finding::{Finding, bad, good, warning},
+};
 use crate::sizes::human;
 
 /// How many descriptors are enough. A rank has 3 connections to each server unless its options say otherwise, so this
@@ -188,7 +191,7 @@ fn descriptors() -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Grade, *};
+    use super::{super::finding::Grade, *};
 
     /// A copy of the kernel's files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {

@@ -5,7 +5,7 @@ use super::{Model, model::Division};
 /// What a rank computes at a time, and how.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Workload {
-    /// Of one micro-step.
+    /// Sequences of one micro-step.
     pub(crate) sequences: u64,
     /// Tokens of a sequence.
     pub(crate) context: u64,

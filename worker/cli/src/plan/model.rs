@@ -26,7 +26,7 @@ pub(crate) struct Transformer {
     pub(crate) layers: u64,
     pub(crate) width: u64,
     pub(crate) vocabulary: u64,
-    /// Of the experts of a layer, how many a token goes through, and how many there are: (1, 1) in a dense model.
+    /// How many experts of a layer a token goes through, and how many there are: (1, 1) in a dense model.
     pub(crate) experts: (u64, u64),
 }
 

@@ -21,12 +21,12 @@ pub(crate) fn update_bytes(spec: &JobSpec, sliced: bool) -> f64 {
 pub(crate) struct DriveTraffic {
     /// What an update reads and writes: state, gradients in, images out.
     pub(crate) update: f64,
-    /// What is written of gradients as they come.
+    /// Gradients as they are written when they come.
     pub(crate) gradients: f64,
 }
 
 impl DriveTraffic {
-    /// That of a server which owns these shards. What is written is the servers' own arithmetic.
+    /// The traffic of a server that owns these shards. What is written is the servers' own arithmetic.
     pub(crate) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> DriveTraffic {
         let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
         let elements = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>().max(1) as f64;

@@ -138,7 +138,8 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &JobView, scrolled: usize) {
 /// How many lines a text takes that is broken between its words.
 fn lines_of(text: &str, width: usize) -> usize {
     let (mut lines, mut used) = (1, 0);
-    for word in text.split_whitespace() {
+    // Several spaces in a row are drawn as they are.
+    for word in text.split(' ') {
         let length = word.chars().count();
         let with = if used == 0 { length } else { used + 1 + length };
         if with > width && used > 0 {
@@ -257,8 +258,8 @@ mod tests {
 
     use super::{
         super::{
+            job::tests::{answer, view_of},
             screen::frame_of,
-            view::tests::{answer, view_of},
         },
         *,
     };

@@ -8,8 +8,9 @@ use std::{
 use longshore_wire::v1;
 
 use super::{
+    job::job_view,
     known::Known,
-    view::{ServerView, View, job_view},
+    view::{ServerView, View},
 };
 use crate::{
     access::Access,

@@ -3,6 +3,7 @@
 mod charts;
 mod draw;
 mod gather;
+mod job;
 mod known;
 mod screen;
 mod styles;

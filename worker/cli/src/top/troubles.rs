@@ -9,7 +9,7 @@ use super::view::{Answers, JobView, State, Trouble};
 const STALL_S: f64 = 5.0;
 const STALL_STEPS: f64 = 5.0;
 
-/// All of it, by the servers' answers. `now_ms` is by their clock.
+/// Everything that is wrong with the job, by its servers' answers. `now_ms` is by their clock.
 pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Trouble> {
     let mut found = Vec::new();
     let mut say = |what: String, remedy: &str| found.push(Trouble { what, remedy: remedy.into() });

@@ -1,0 +1,229 @@
+//! A job as its servers' answers show it, beside what is known of it from before.
+
+use std::time::Instant;
+
+use longshore_wire::v1::{self, DescribeResponse};
+
+use super::{
+    known::{Counters, Known},
+    troubles::{troubles, without},
+    view::{Answers, JobView, Part, RankView, State},
+};
+
+/// The mean of a step's time is taken of so many.
+const MEAN_OF: usize = 64;
+/// What an update moves in memory for each element, in fp32 state.
+const UPDATE_BYTES: f64 = 28.0;
+
+/// A job as its servers' answers show it. `now_ms` is by the servers' clock, `at` by this host's.
+pub(crate) fn job_view(
+    job: &str,
+    answers: &Answers,
+    known: &mut Known,
+    (now_ms, at): (u64, Instant),
+) -> JobView {
+    let there: Vec<(&String, &DescribeResponse)> =
+        answers.iter().filter_map(|(address, answer)| Some((address, answer.as_ref().ok()?))).collect();
+    let version = |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.version);
+    let Some((_, first)) = there.first() else {
+        let troubles =
+            answers.iter().filter_map(|(address, answer)| Some(without(address, answer.as_ref().err()?)));
+        return JobView {
+            job: job.into(),
+            state: State::Away,
+            troubles: troubles.collect(),
+            ..JobView::default()
+        };
+    };
+    let newest = there.iter().map(|(_, answer)| version(answer)).max().unwrap_or(0);
+    // The server that tells most of the steps: one that restarted knows few.
+    let told =
+        there.iter().max_by_key(|(_, answer)| answer.steps.len()).map(|(_, answer)| answer.steps.as_slice());
+    known.note(told.unwrap_or_default(), newest);
+    let applied = |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.applied);
+    let sum = |of: &dyn Fn(&DescribeResponse) -> u64| there.iter().map(|(_, answer)| of(answer)).sum::<u64>();
+    known.count(Counters {
+        at,
+        pushed: sum(&|answer| answer.pushed_bytes),
+        pulled: sum(&|answer| answer.pulled_bytes),
+        updating: there.iter().map(|(_, answer)| answer.update_seconds).sum(),
+        updated_bytes: there
+            .iter()
+            .map(|(_, one)| applied(one) as f64 * one.elements as f64 * UPDATE_BYTES)
+            .sum(),
+    });
+    let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
+    let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
+    let mean = times.iter().sum::<f64>() / times.len() as f64;
+    let waiting = there.iter().map(|(_, answer)| &answer.waiting_for).find(|waits| !waits.is_empty());
+    let mut view = JobView {
+        job: job.into(),
+        state: state(&there),
+        troubles: Vec::new(),
+        waiting_for: waiting.cloned().unwrap_or_default(),
+        version: newest,
+        applied: applied(first),
+        parameters: first.parameters,
+        tensors: first.tensors,
+        steps_per_s: (mean > 0.0).then(|| 1.0 / mean),
+        pushed_per_s,
+        pulled_per_s,
+        update_per_s,
+        parts: there.iter().map(|(address, answer)| part(address, answer, version(answer))).collect(),
+        ranks: first.ranks.iter().map(rank_view).collect(),
+        steps: known.steps.iter().copied().collect(),
+    };
+    view.troubles = troubles(&view, answers, now_ms);
+    view
+}
+
+fn part(address: &str, answer: &DescribeResponse, version: u64) -> Part {
+    Part {
+        server: address.into(),
+        version,
+        memory_bytes: answer.memory_bytes,
+        drive_bytes: answer.disk_bytes,
+        written_bytes: answer.disk_written_bytes,
+        threads: answer.threads,
+        isa: answer.isa.clone(),
+    }
+}
+
+fn rank_view(rank: &v1::RankStatus) -> RankView {
+    let state = match (rank.incarnation, rank.left) {
+        (0, _) => "never joined",
+        (_, true) => "left",
+        _ => "joined",
+    };
+    RankView { rank: rank.rank, state, transport: rank.transport.clone(), last_step: rank.last_step }
+}
+
+/// The worst that any server says.
+fn state(there: &[(&String, &DescribeResponse)]) -> State {
+    let phase = |wanted: v1::Phase| {
+        there.iter().any(|(_, one)| one.progress.as_ref().is_some_and(|progress| progress.phase() == wanted))
+    };
+    let joined = |rank: &v1::RankStatus| rank.incarnation != 0 && !rank.left;
+    if there.iter().any(|(_, answer)| !answer.failure.is_empty()) {
+        State::Failed
+    } else if phase(v1::Phase::Paused) {
+        State::Paused
+    } else if phase(v1::Phase::Loading) {
+        State::Loading
+    } else if there.iter().any(|(_, answer)| answer.ranks.iter().any(joined)) {
+        State::Training
+    } else {
+        State::Idle
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::time::Duration;
+
+    use longshore_proto::{Fault, FaultKind};
+
+    use super::*;
+
+    pub(in crate::top) const NOW_MS: u64 = 1_800_000_000_000;
+
+    /// An answer of a server in the middle of a job, `steps` of which it tells; the last was decided `ago_ms` ago.
+    pub(in crate::top) fn answer(steps: u64, ago_ms: u64) -> DescribeResponse {
+        let decided = |step: u64| v1::DecidedStep {
+            step,
+            unix_ms: NOW_MS - ago_ms - (steps - step) * 500,
+            seconds: (step > 1).then_some(0.5),
+            norm: 1.0 + step as f64,
+            loss: Some(5.0 - step as f64 / 100.0),
+            exposed_seconds: Some(0.01),
+            learning_rate: 0.001,
+            ..Default::default()
+        };
+        DescribeResponse {
+            progress: Some(v1::JobProgress {
+                phase: v1::Phase::Training.into(),
+                version: steps,
+                applied: steps,
+                ..Default::default()
+            }),
+            ranks: vec![v1::RankStatus {
+                incarnation: 7,
+                last_step: steps,
+                transport: "tcp".into(),
+                ..Default::default()
+            }],
+            memory_bytes: 30 << 20,
+            pushed_bytes: steps * 1_000_000,
+            pulled_bytes: steps * 1_000_000,
+            parameters: 880_000,
+            tensors: 60,
+            threads: 2,
+            isa: "avx2".into(),
+            elements: 880_000,
+            update_seconds: steps as f64 * 0.001,
+            steps: (1..=steps).map(decided).collect(),
+            ..Default::default()
+        }
+    }
+
+    pub(in crate::top) fn view_of(answer: Result<DescribeResponse, Fault>) -> JobView {
+        let answers = vec![("host1:7070".to_string(), answer)];
+        job_view("default", &answers, &mut Known::default(), (NOW_MS, Instant::now()))
+    }
+
+    #[test]
+    fn a_job_that_trains_has_rates_and_no_trouble() {
+        let mut known = Known::default();
+        let begun = Instant::now();
+        let look = |known: &mut Known, steps: u64, s: u64| {
+            let answers = vec![("host1:7070".to_string(), Ok(answer(steps, 100)))];
+            job_view("default", &answers, known, (NOW_MS, begun + Duration::from_secs(s)))
+        };
+        look(&mut known, 100, 0);
+        assert_eq!(known.last_step(), 100);
+        let view = look(&mut known, 110, 5);
+        assert_eq!(
+            (view.state, view.version, view.troubles.as_slice()),
+            (State::Training, 110, [].as_slice())
+        );
+        assert_eq!((view.steps_per_s, view.pushed_per_s), (Some(2.0), Some(2e6)));
+        assert!(view.update_per_s.is_some_and(|rate| (rate / (28.0 * 880_000.0 / 0.001) - 1.0).abs() < 1e-6));
+        assert_eq!(view.steps.len(), 110, "each step is there once");
+    }
+
+    #[test]
+    fn a_job_says_what_is_wrong_and_what_to_do() {
+        let waits = |ago_ms| DescribeResponse { waiting_for: "rank 1".into(), ..answer(20, ago_ms) };
+        assert!(view_of(Ok(waits(1000))).troubles.is_empty());
+        let stalled = view_of(Ok(waits(60_000)));
+        assert!(stalled.troubles[0].what.contains("60 s: it waits for rank 1"), "{stalled:?}");
+        let failed = DescribeResponse { failure: "its drive is gone".into(), ..answer(20, 0) };
+        let failed = view_of(Ok(failed));
+        assert_eq!(failed.state, State::Failed);
+        assert!(failed.troubles[0].what.contains("its drive is gone"), "{failed:?}");
+        let mut paused = answer(20, 0);
+        let progress = paused.progress.as_mut().unwrap();
+        (progress.phase, progress.pause_reason) = (v1::Phase::Paused.into(), "overflow in tensor a".into());
+        let paused = view_of(Ok(paused));
+        assert_eq!(
+            (paused.state, paused.troubles[0].what.as_str()),
+            (State::Paused, "paused: overflow in tensor a")
+        );
+        let away =
+            view_of(Err(Fault::new(FaultKind::NotFound, "job", "default", "one that is open", "open it")));
+        assert_eq!((away.state, away.troubles[0].remedy.as_str()), (State::Away, "open it"));
+        let mut idle = answer(20, 60_000);
+        idle.ranks[0].left = true;
+        assert_eq!(view_of(Ok(idle)).state, State::Idle);
+    }
+
+    #[test]
+    fn a_step_that_was_taken_back_is_there_once() {
+        let mut known = Known::default();
+        known.note(&answer(10, 0).steps, 10);
+        let again = v1::DecidedStep { step: 9, norm: 99.0, ..Default::default() };
+        known.note(&[again], 9);
+        let norms: Vec<f64> = known.steps.iter().map(|step| step.norm).collect();
+        assert_eq!((norms.len(), norms[8], norms[7]), (9, 99.0, 9.0));
+    }
+}
