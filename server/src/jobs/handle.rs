@@ -43,8 +43,8 @@ pub(crate) struct JobHandle {
     closed: watch::Sender<Option<Fault>>,
     /// The last step to which contributions are taken, once a drain has begun.
     last_step: AtomicU64,
-    /// No step may begin or be decided, since the job is being evicted.
-    /// Set while the job is being evicted. Who changes the job holds it for reading.
+    /// True once the job is evicted: then no step begins and none is decided. Whoever changes the job holds the lock for
+    /// reading meanwhile.
     stopped: RwLock<bool>,
     /// Who opened it; None where callers show no identity.
     pub(crate) owner: Option<String>,
