@@ -21,9 +21,10 @@ pub struct Authority {
     pub certificate: String,
 }
 
-/// Whether a certificate is valid today.
+/// How long a certificate is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
+    /// For a year, as `longshore tls` makes them.
     Valid,
     Expired,
     /// From now on for so long.
@@ -54,7 +55,7 @@ impl Authority {
         let mut params = CertificateParams::new(names).expect("names");
         params.extended_key_usages = vec![usage];
         let (from, to) = match life {
-            Life::Valid => (SystemTime::now() - DAY, SystemTime::now() + DAY),
+            Life::Valid => (SystemTime::now() - DAY, SystemTime::now() + 365 * DAY),
             Life::For(time) => (SystemTime::now() - DAY, SystemTime::now() + time),
             Life::Expired => (SystemTime::now() - 3 * DAY, SystemTime::now() - 2 * DAY),
         };

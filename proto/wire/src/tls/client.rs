@@ -1,19 +1,21 @@
 //! A client's end.
 
 use std::{
-    fmt,
+    fmt, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
+    time::SystemTime,
 };
 
 use http::HeaderValue;
 use longshore_proto::{Fault, FaultKind};
 use rustls::{ClientConfig, crypto::ring, pki_types::ServerName, version::TLS13};
 use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
+use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::{
     buffered::Buffered,
+    expiry,
     files::{self, CA, CLIENT_CERTIFICATE, CLIENT_KEY, TOKEN},
     refusal::DialError,
     secured::{ALPN, Secured},
@@ -34,6 +36,7 @@ pub struct Credentials {
 pub struct Client {
     config: Arc<ClientConfig>,
     bearer: Option<HeaderValue>,
+    expires: Option<SystemTime>,
 }
 
 impl fmt::Debug for Credentials {
@@ -66,25 +69,40 @@ impl Credentials {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).bearer.clone()
     }
 
+    /// When the folder's certificate expires. None where it has a token alone.
+    pub fn expires(&self) -> Option<SystemTime> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner).expires
+    }
+
     /// Shakes hands with the server that was dialled as `host`.
     ///
     /// # Errors
     /// Where the connection broke, or one end does not trust the other.
     pub async fn connect(&self, socket: TcpStream, host: &str) -> Result<Secured, DialError> {
+        let shaken = async { Secured::new(self.shake(socket, host).await?.into(), None)?.greeted().await };
+        shaken.await.map_err(|error| DialError::of_handshake(error, host))
+    }
+
+    /// When the certificate expires that the server shows which was dialled as `host`. The connection ends with this.
+    ///
+    /// # Errors
+    /// As `connect`.
+    pub async fn expiry_of(&self, socket: TcpStream, host: &str) -> Result<Option<SystemTime>, DialError> {
+        let stream = self.shake(socket, host).await.map_err(|error| DialError::of_handshake(error, host))?;
+        let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
+        Ok(chain.first().and_then(expiry::of))
+    }
+
+    async fn shake(&self, socket: TcpStream, host: &str) -> io::Result<TlsStream<Buffered<TcpStream>>> {
         match Client::read(&self.dir, self.token.as_deref()) {
             Ok(newest) => *self.now.lock().unwrap_or_else(PoisonError::into_inner) = newest,
             // Files that are just being replaced.
             Err(fault) => tracing::debug!(%fault, "the TLS folder is used as it was read before"),
         }
         let config = self.now.lock().unwrap_or_else(PoisonError::into_inner).config.clone();
-        let name = ServerName::try_from(host.to_string()).map_err(|error| {
-            DialError::Io(std::io::Error::new(std::io::ErrorKind::InvalidInput, format!("{host}: {error}")))
-        })?;
-        let shaken = async {
-            let stream = TlsConnector::from(config).connect(name, Buffered::new(socket)).await?;
-            Secured::new(stream.into(), None)?.greeted().await
-        };
-        shaken.await.map_err(|error| DialError::of_handshake(error, host))
+        let wrong = |error| io::Error::new(io::ErrorKind::InvalidInput, format!("{host}: {error}"));
+        let name = ServerName::try_from(host.to_string()).map_err(wrong)?;
+        TlsConnector::from(config).connect(name, Buffered::new(socket)).await
     }
 }
 
@@ -101,9 +119,11 @@ impl Client {
             None => (Path::new(TOKEN), files::read_optional(dir, TOKEN)?),
         };
         let bearer = found.map(|token| bearer(dir, name, &token)).transpose()?;
+        let mut expires = None;
         let mut config = match certificate {
             Some(certificate) => {
                 let chain = files::chain(dir, CLIENT_CERTIFICATE, &certificate)?;
+                expires = chain.first().and_then(expiry::of);
                 let key = files::key(dir, CLIENT_KEY, &files::read(dir, CLIENT_KEY)?)?;
                 let wrong =
                     |error| files::wrong(dir, CLIENT_CERTIFICATE, format!("not of {CLIENT_KEY}: {error}"));
@@ -118,7 +138,7 @@ impl Client {
         };
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.resumption = rustls::client::Resumption::disabled();
-        Ok(Client { config: Arc::new(config), bearer })
+        Ok(Client { config: Arc::new(config), bearer, expires })
     }
 }
 

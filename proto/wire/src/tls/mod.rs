@@ -6,6 +6,7 @@
 
 mod buffered;
 mod client;
+mod expiry;
 mod files;
 mod refusal;
 mod secured;

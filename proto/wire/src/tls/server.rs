@@ -1,18 +1,13 @@
 //! A server's end.
 
-use std::{
-    io,
-    path::Path,
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::{io, path::Path, sync::Arc};
 
 use longshore_proto::Fault;
 use rustls::{
-    CertificateError, Error, ServerConfig,
+    ServerConfig,
     crypto::ring,
-    pki_types::{CertificateDer, UnixTime},
-    server::{NoServerSessionStorage, WebPkiClientVerifier, danger::ClientCertVerifier},
+    pki_types::CertificateDer,
+    server::{NoServerSessionStorage, WebPkiClientVerifier},
     version::TLS13,
 };
 use tokio::net::TcpStream;
@@ -20,6 +15,7 @@ use tokio_rustls::TlsAcceptor;
 
 use super::{
     buffered::Buffered,
+    expiry,
     files::{self, CA, SERVER_CERTIFICATE, SERVER_KEY},
     secured::{ALPN, Secured, Shown},
 };
@@ -36,7 +32,6 @@ pub enum Certificates {
 #[derive(Clone)]
 pub struct Server {
     acceptor: TlsAcceptor,
-    verifier: Arc<dyn ClientCertVerifier>,
 }
 
 impl Server {
@@ -57,13 +52,13 @@ impl Server {
         let mut config = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(|error| files::wrong(dir, CA, error))?
-            .with_client_cert_verifier(Arc::clone(&verifier))
+            .with_client_cert_verifier(verifier)
             .with_single_cert(chain, key)
             .map_err(wrong)?;
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        Ok(Server { acceptor: TlsAcceptor::from(Arc::new(config)), verifier })
+        Ok(Server { acceptor: TlsAcceptor::from(Arc::new(config)) })
     }
 
     /// Shakes hands with a client. It has no deadline of its own.
@@ -72,29 +67,15 @@ impl Server {
     /// Where the client leaves, speaks otherwise, or shows a certificate that is not accepted.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<Secured> {
         let stream = self.acceptor.accept(Buffered::new(socket)).await?;
-        let shown = stream.get_ref().1.peer_certificates().and_then(|chain| self.shown(chain));
+        let shown = stream.get_ref().1.peer_certificates().and_then(shown);
         Secured::new(stream.into(), shown)
-    }
-
-    fn shown(&self, chain: &[CertificateDer<'_>]) -> Option<Shown> {
-        let (first, others) = chain.split_first()?;
-        Some(Shown { name: name_of(first)?, expires: self.expiry(first, others) })
-    }
-
-    /// When a certificate that is good now expires. The verifier says so of one that it is shown too late.
-    fn expiry(&self, first: &CertificateDer<'_>, others: &[CertificateDer<'_>]) -> Option<SystemTime> {
-        let late = UnixTime::since_unix_epoch(AFTER_ALL);
-        match self.verifier.verify_client_cert(first, others, late) {
-            Err(Error::InvalidCertificate(CertificateError::ExpiredContext { not_after, .. })) => {
-                Some(SystemTime::UNIX_EPOCH + Duration::from_secs(not_after.as_secs()))
-            }
-            _ => None,
-        }
     }
 }
 
-/// The year 10000: X.509 has no time after 9999.
-const AFTER_ALL: Duration = Duration::from_secs(253_402_300_800);
+fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
+    let first = chain.first()?;
+    Some(Shown { name: name_of(first)?, expires: expiry::of(first) })
+}
 
 /// The first DNS name of a certificate, which names the identity that it proves; empty where it has none.
 fn name_of(certificate: &CertificateDer<'_>) -> Option<Arc<str>> {

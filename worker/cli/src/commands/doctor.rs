@@ -13,7 +13,7 @@ use crate::{
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Servers to check as well: name, port, trust, version, clock, round trip
+    /// Servers to check as well: name, port, trust, certificates, version, clock, round trip
     #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
     servers: Vec<String>,
     #[command(flatten)]

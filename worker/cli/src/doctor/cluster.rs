@@ -1,4 +1,4 @@
-//! The way to each server: its name, its port, trust, its version and clock, and how fast it answers.
+//! The way to each server: its name, its port, trust, its certificate, its version and clock, and how fast it answers.
 
 use std::{
     net::IpAddr,
@@ -19,12 +19,13 @@ use tokio::{
 };
 
 use super::{
+    certificates,
     finding::{Finding, bad, good, warning},
     look::Look,
 };
 use crate::{access::Access, bench::probe, servers::PROMPTLY, sizes::human};
 
-/// The longest wait for a name or a port.
+/// The longest wait for a name, a port or a handshake.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How far clocks may be apart, since logs of several hosts are read side by side, and certificates begin and end.
 const CLOCKS_APART: Duration = Duration::from_secs(5);
@@ -50,7 +51,8 @@ pub(super) fn all(look: &Look<'_>) -> anyhow::Result<Vec<Finding>> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let each = look.servers.iter().map(|address| server(address, credentials.as_ref()));
-    let mut findings: Vec<Finding> = runtime.block_on(join_all(each)).into_iter().flatten().collect();
+    let mut findings: Vec<Finding> = credentials.as_ref().and_then(certificates::own).into_iter().collect();
+    findings.extend(runtime.block_on(join_all(each)).into_iter().flatten());
     if look.speed {
         let whole = |address: &&String| {
             let name = format!("server {address}");
@@ -79,6 +81,9 @@ async fn server(address: &str, credentials: Option<&Credentials>) -> Vec<Finding
             return findings;
         }
     };
+    if let Some((host_and_port, credentials)) = dialled(address).zip(credentials) {
+        findings.extend(certificates::of_server(&what, host_and_port, credentials, PATIENCE).await);
+    }
     match list(&mut admin, (address, &what), credentials).await {
         Ok((list, apart)) => {
             findings.push(version(&what, &list));

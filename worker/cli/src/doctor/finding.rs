@@ -13,7 +13,7 @@ pub(crate) struct Finding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Grade {
     Good,
-    /// It works, but slower or for less.
+    /// It works, but slower, for less, or not for long.
     Warning,
     /// It does not work.
     Bad,

@@ -1,5 +1,6 @@
 //! What Longshore needs of a host, of its drives and of its servers, and what is missing.
 
+mod certificates;
 mod cluster;
 mod drives;
 mod finding;

@@ -1,5 +1,7 @@
 //! `longshore doctor` finds each fault that is planted, says what to do, and finds nothing else.
 
+mod certificates;
+
 use std::{
     collections::BTreeMap,
     env, fs,
@@ -15,7 +17,7 @@ use longshore_tests::{
     server::ServerOptions,
     skip,
     stock::Stock,
-    tls::{Authority, Folders, Life, identity},
+    tls::{Folders, identity},
 };
 use longshore_wire::v1::ListJobsResponse;
 use serde_json::Value;
@@ -118,7 +120,7 @@ fn a_healthy_host_and_cluster_have_nothing_wrong() {
     for part in ["", " port", " trust"].map(|part| format!("server {}{part}", server.address())) {
         assert!(found.get(&part).is_none_or(|(state, ..)| state == "ok"), "{part}: {output:?}");
     }
-    for part in ["", " clock", " round trip", " speed"] {
+    for part in ["", " certificate", " clock", " round trip", " speed"] {
         let name = format!("server {}{part}", server.address());
         assert_eq!(found.get(&name).map(|(state, ..)| state.as_str()), Some("ok"), "{name}: {output:?}");
     }
@@ -288,46 +290,6 @@ fn a_server_is_stopped() {
     let output = on_server(server.address(), &[]);
     signal("-CONT");
     finds(&output, &format!("server {}", server.address()), "bad", &["silent", "stopped"]);
-}
-
-/// What doctor says of a server with a certificate for these names, if any, shown this authority's client.
-fn trust(life: Life, names: Option<&[&str]>, foreign: bool) -> (Output, String) {
-    let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));
-    folders.authority.write_server(&folders.server(), names, life);
-    let server = ServerOptions::new().tls(&folders.server()).allow("expired").start();
-    let client = folders.client("boss");
-    if foreign {
-        fs::write(client.join("ca.pem"), Authority::new().certificate).unwrap();
-    }
-    let output = on_server(server.address(), &["--tls-dir", &text(&client)]);
-    (output, format!("server {} trust", server.address()))
-}
-
-#[test]
-fn a_certificate_has_expired() {
-    let (output, check) = trust(Life::Expired, None, false);
-    finds(&output, &check, "bad", &["expired", "new certificate"]);
-}
-
-#[test]
-fn a_certificate_is_of_another_authority() {
-    let (output, check) = trust(Life::Valid, None, true);
-    finds(&output, &check, "bad", &["authority", "ca.pem"]);
-}
-
-#[test]
-fn a_certificate_has_another_name() {
-    let (output, check) = trust(Life::Valid, Some(&["elsewhere"]), false);
-    finds(&output, &check, "bad", &["dial the server by a name that its certificate has"]);
-}
-
-#[test]
-fn a_server_asks_for_certificates() {
-    let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));
-    let server = ServerOptions::new().tls(&folders.server()).start();
-    finds(&on_server(server.address(), &[]), &format!("server {}", server.address()), "bad", &["--tls-dir"]);
-    let output = on_server(server.address(), &["--tls-dir", "/nowhere"]);
-    finds(&output, "TLS folder", "bad", &["/nowhere", "tls init"]);
 }
 
 /// What a server of this version says of itself.
