@@ -13,7 +13,7 @@ use super::{findings, finds, on_server, text};
 /// Ten days and an hour, so that ten whole days are left while the test runs.
 const TEN_DAYS: Life = Life::For(Duration::from_secs((10 * 24 + 1) * 3600));
 const TOKEN: &str = "an-unlikely-token";
-/// Of that token.
+/// The hash of `TOKEN`, as identities.toml has it.
 const TOKEN_SHA256: &str = "1a25fbbd94be418422d6a47d76db38cae1f983c9327fe3baaf895aa8e9cee6e0";
 
 /// What doctor says of a server with a certificate for these names, if any, shown this authority's client.
