@@ -16,8 +16,8 @@ pub const DEFAULT_SHARD_ELEMENTS: u64 = 4 * 1024 * 1024;
 pub const MAX_SHARD_ELEMENTS: u64 = 1 << 30;
 
 /// What a server's process takes beside what jobs are admitted with: code, threads, and what the allocator keeps of
-/// messages. It was 41 to 98 MB, with 134 million parameters in DRAM and with up to 2 billion on drives.
-pub const PROCESS_BYTES: u64 = 64 * 1024 * 1024;
+/// messages. With two arenas (`memory::few_arenas`) it was up to 32 MB in the 12 configurations of docs/plan.md.
+pub const PROCESS_BYTES: u64 = 32 * 1024 * 1024;
 
 /// The most payload of one data-plane message.
 pub const CHUNK_BYTES: usize = 1024 * 1024;
@@ -83,11 +83,11 @@ pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + 
         * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES + UNTAKEN_RESULTS_BYTES)
     + MAX_UNFINISHED_BYTES;
 /// What a handshake under way costs. 250 of them at once, each without its end, took a server 16 KiB each where nothing was
-/// sent, 19 after a hello, 91 with a hello of 60 KB, and 98 with 57 KB of certificates. rustls takes 64 KiB.
+/// sent, 19 after a hello, 91 with a hello of 60 KB, and 98 with 57 KB of certificates. At most 64 KiB are taken.
 pub const HANDSHAKE_BYTES: usize = 112 * 1024;
-/// What TLS costs a connection beside [`IDLE_CONNECTION_BYTES`]. 250 at once took 18 KiB each when idle, and 55 with a record
-/// of 16 KiB that had not ended; records on their way out come on top.
-pub const TLS_CONNECTION_BYTES: usize = 112 * 1024;
+/// What TLS costs a connection beside [`IDLE_CONNECTION_BYTES`]: 64 KiB of records that have come, 129 of records on their way
+/// out, and the keys. Both buffers begin small, and grow only with what is read or sent at once.
+pub const TLS_CONNECTION_BYTES: usize = 208 * 1024;
 /// How much more strangers can make a server hold that speaks TLS.
 pub const STRANGERS_TLS_BYTES: usize =
     SPARE_CONNECTIONS * TLS_CONNECTION_BYTES + MAX_HANDSHAKES * HANDSHAKE_BYTES;

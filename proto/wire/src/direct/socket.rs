@@ -137,7 +137,7 @@ macro_rules! socket {
 }
 
 socket!(TcpStream, |socket: &TcpStream| {
-    if socket.peer_addr()?.ip().is_loopback() {
+    if socket.peer_addr()?.ip().to_canonical().is_loopback() {
         set_socket_send_buffer_size(socket, LOOPBACK_BYTES).map_err(io::Error::from)
     } else {
         SockRef::from(socket).set_tcp_notsent_lowat(UNSENT_BYTES)

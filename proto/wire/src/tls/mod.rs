@@ -4,13 +4,22 @@
 //! cipher suite to choose wrongly, and the code of older versions is not even compiled in. No session is resumed, so that
 //! each connection shows its certificate anew, and one that was replaced is seen by the next connection.
 
-mod buffered;
 mod client;
 mod expiry;
 mod files;
+#[cfg(fuzzing)]
+pub mod fuzzing;
+mod handshake;
+mod incoming;
+mod keys;
+mod messages;
+mod outgoing;
 mod refusal;
 mod secured;
 mod server;
+mod stream;
+#[cfg(test)]
+mod tests;
 
 pub use self::{
     client::{Client, Credentials},

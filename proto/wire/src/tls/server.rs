@@ -7,18 +7,18 @@ use rustls::{
     ServerConfig,
     crypto::ring,
     pki_types::CertificateDer,
-    server::{NoServerSessionStorage, WebPkiClientVerifier},
+    server::{NoServerSessionStorage, UnbufferedServerConnection, WebPkiClientVerifier},
     version::TLS13,
 };
 use tokio::net::TcpStream;
-use tokio_rustls::TlsAcceptor;
 
 use super::{
-    buffered::Buffered,
     expiry,
     files::{self, CA, SERVER_CERTIFICATE, SERVER_KEY},
+    handshake::{Shaken, refused, shake},
     secured::{ALPN, Secured, Shown},
 };
+use crate::direct::Socket;
 
 /// Whether clients must show a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub enum Certificates {
 /// What a server shows, and what it asks of clients. A clone is cheap.
 #[derive(Clone)]
 pub struct Server {
-    acceptor: TlsAcceptor,
+    config: Arc<ServerConfig>,
 }
 
 impl Server {
@@ -58,7 +58,9 @@ impl Server {
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        Ok(Server { acceptor: TlsAcceptor::from(Arc::new(config)) })
+        // The keys go from rustls' handshake to the stream.
+        config.enable_secret_extraction = true;
+        Ok(Server { config: Arc::new(config) })
     }
 
     /// Shakes hands with a client. It has no deadline of its own.
@@ -66,9 +68,14 @@ impl Server {
     /// # Errors
     /// Where the client leaves, speaks otherwise, or shows a certificate that is not accepted.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<Secured> {
-        let stream = self.acceptor.accept(Buffered::new(socket)).await?;
-        let shown = stream.get_ref().1.peer_certificates().and_then(shown);
-        Secured::new(stream.into(), shown)
+        let shaken = self.shake(socket).await?;
+        let shown = shown(&shaken.chain);
+        Secured::new(shaken, shown)
+    }
+
+    pub(super) async fn shake<S: Socket>(&self, socket: S) -> io::Result<Shaken<S>> {
+        let end = UnbufferedServerConnection::new(Arc::clone(&self.config)).map_err(refused)?;
+        shake(end, socket).await
     }
 }
 
